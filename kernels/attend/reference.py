@@ -1,0 +1,33 @@
+"""The equation in PyTorch, in the dtype of its inputs (float64 for an oracle)."""
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 24  # logits held at once
+
+
+def visible(tokens: int, start: int, stop: int, rows: int, device: torch.device) -> Tensor:
+    """(stop - start, rows) bool: row j is seen by the block's query t, start <= t < stop, if j <= rows - tokens + t."""
+    last = torch.arange(start, stop, device=device)[:, None] + rows - tokens
+    return torch.arange(rows, device=device) <= last
+
+
+def attend_reference(
+    queries: Tensor, keys: Tensor, values: Tensor, mass: Tensor | None, scaling: float, look: Tensor | None, lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    batch, query_heads, tokens, dim = queries.shape
+    heads, rows = keys.shape[1:3]
+    grouped = queries.view(batch, heads, -1, tokens, dim)
+    outputs, sums = torch.empty_like(grouped), grouped.new_empty(grouped.shape[:-1], dtype=torch.float32)
+    step = max(1, CHUNK // (batch * query_heads * rows))
+    for start in range(0, tokens, step):
+        stop = min(start + step, tokens)
+        logits = grouped[..., start:stop, :] @ keys[:, :, None].mT * scaling
+        if mass is not None:
+            logits = logits + mass.log().to(logits.dtype)[:, :, None, None]
+        logits = logits.masked_fill(~visible(tokens, start, stop, rows, keys.device), -torch.inf)
+        if look is not None:
+            logits = logits.masked_fill(~look.view(batch, heads, -1, 1, rows), -torch.inf)
+        outputs[..., start:stop, :] = logits.softmax(-1) @ values[:, :, None]
+        sums[..., start:stop] = logits.logsumexp(-1)
+    return outputs.view_as(queries), sums.view(batch, query_heads, tokens) if lse else None

@@ -1,0 +1,39 @@
+"""The matching and the merge in PyTorch."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, pad
+
+
+def even_rows(rows: int, chunk: int | None, device: torch.device) -> Tensor:
+    """(E,) indices of the rows that stand at even positions of their chunk."""
+    index = torch.arange(rows, device=device)
+    return index[(index % (chunk or rows)) % 2 == 0]
+
+
+def match_reference(keys: Tensor, chunk: int | None) -> tuple[Tensor, Tensor]:
+    batch, heads, rows, dim = keys.shape
+    chunk = chunk or rows
+    chunks = -(-rows // chunk)
+    units = pad(normalize(keys, dim=-1), (0, 0, 0, chunks * chunk - rows)).view(batch, heads, chunks, chunk, dim)
+    index = torch.arange(chunks * chunk, device=keys.device).view(chunks, chunk)
+    similar = units[..., 0::2, :] @ units[..., 1::2, :].mT
+    similar = similar.masked_fill((index[:, 1::2] >= rows)[:, None], -torch.inf)
+    if similar.shape[-1] == 0:  # a single row
+        return keys.new_full((batch, heads, rows), -torch.inf), keys.new_zeros(batch, heads, rows, dtype=torch.int64)
+    best, partner = similar.max(-1)
+    partner = partner * 2 + 1 + index[:, :1]
+    real = index[:, 0::2].flatten() < rows
+    return best.flatten(2)[..., real], partner.flatten(2)[..., real]
+
+
+def merge_reference(keys: Tensor, values: Tensor, mass: Tensor, into: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    total = torch.zeros_like(mass).scatter_add(2, into, mass)
+    grew = (total > mass)[..., None]
+
+    def mean(rows: Tensor) -> Tensor:
+        weighted = rows.to(mass.dtype) * mass[..., None]
+        summed = torch.zeros_like(weighted).scatter_add(2, into[..., None].expand_as(weighted), weighted)
+        return torch.where(grew, (summed / total[..., None].clamp(min=1)).to(rows.dtype), rows)
+
+    return mean(keys), mean(values), total

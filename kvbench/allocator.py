@@ -1,0 +1,62 @@
+"""How many rows each layer and head may keep; every allocator conserves the total exactly.
+
+Symbols: B samples, H KV heads, n rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.method import Seen
+from kvbench.rows import Rows
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """Uniform. An allocator overrides the question that is its own."""
+
+    name: str
+
+    even = True  # all heads of a layer keep the same number of rows
+    cascades = False  # layers that were cut may be cut again, see `earlier`
+
+    def layer(self, quota: int, seen: Seen, rows: Callable[[], Rows], shared: dict[str, Any]) -> int:
+        """Rows per head of the layer that is being cut; over all layers the mean must be `quota`. `shared` is one
+        dict for all layers of a sample, to remember what a layer showed.
+        """
+        return quota
+
+    def heads(self, scores: Tensor, protected: Tensor, quota: int) -> Tensor:
+        """(B, H) int64 rows per head that sum to H·quota (or to what is there), none below 1 nor above what the head
+        has. `scores` (B, H, n): -inf where a row is absent, +inf where it is protected.
+        """
+        available = (scores > -torch.inf).sum(-1)
+        return available.clamp(max=quota)
+
+    def earlier(self, quota: int, seen: Seen, shared: dict[str, Any]) -> dict[int, int]:
+        """Rows per head that layers cut before this one are cut to again (never refilled). Asked after every layer
+        of allocators that cascade.
+        """
+        return {}
+
+
+def settle(targets: list[float], least: list[int], most: list[int], total: int) -> list[int]:
+    """Whole numbers near `targets` that sum to `total` (or as near as the bounds allow) within least…most.
+
+    Largest remainder; what the bounds take from one goes to the others by their remaining distance to the target,
+    ties to the lower index.
+    """
+    counts = [min(max(int(t), low), high) for t, low, high in zip(targets, least, most, strict=True)]
+    total = min(max(total, sum(least)), sum(most))
+    while (missing := total - sum(counts)) != 0:
+        step = 1 if missing > 0 else -1
+        open_ = [i for i in range(len(counts)) if (counts[i] < most[i] if step > 0 else counts[i] > least[i])]
+        open_.sort(key=lambda i: (step * (counts[i] - targets[i]), i))
+        # give whole shares at once while much is missing, single rows at the end
+        share = max(1, abs(missing) // len(open_))
+        for i in open_[: abs(missing) // share]:
+            counts[i] += step * min(share, (most[i] - counts[i]) if step > 0 else (counts[i] - least[i]))
+    return counts

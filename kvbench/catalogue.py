@@ -1,0 +1,66 @@
+"""What conf/ offers, by name: methods, allocators, codecs, with their presets. A file there is all it takes."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kvbench.settings import SettingError, choose
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+def names(group: str) -> list[str]:
+    """Names that `group=` takes: every file of conf/<group>/."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def methods_available() -> list[str]:
+    """Names that `method=` takes."""
+    return names("method")
+
+
+@cache
+def _text(group: str, name: str) -> str:
+    choose(group, name, names(group))
+    return (CONF / group / f"{name}.yaml").read_text()
+
+
+def settings(group: str, name: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The resolved settings of conf/<group>/<name>.yaml with `overrides`; SettingError for an unknown one."""
+    config = OmegaConf.create(yaml.safe_load(_text(group, name)))
+    for key, value in (overrides or {}).items():
+        choose(f"{group} setting", key, [k for k in config if k not in ("_target_", "name", "presets")])
+        config[key] = value
+    return resolve(group, config)
+
+
+def resolve(group: str, config: DictConfig) -> dict[str, Any]:
+    """A group's config with its preset applied; SettingError for an unknown preset."""
+    if "presets" in config:
+        choose(f"{group}.preset", config.preset, list(config.presets))
+    try:
+        resolved = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise SettingError(f"{group}: {str(error).splitlines()[0]}") from None
+    resolved.pop("presets", None)
+    return resolved
+
+
+def build(group: str, resolved: Mapping[str, Any]) -> Any:
+    """The method, allocator or codec that resolved settings describe; SettingError for values it refuses."""
+    own = {key: value for key, value in resolved.items() if key not in ("preset", "presets")}
+    try:
+        return instantiate(own, _convert_="object")
+    except Exception as error:
+        cause = error
+        while cause is not None and not isinstance(cause, SettingError):
+            cause = cause.__cause__
+        if cause is not None:
+            raise cause from None
+        raise SettingError(f"{group}={resolved.get('name')}: {error.__cause__ or error}".splitlines()[0]) from error

@@ -1,0 +1,177 @@
+"""Blocks in, cuts inside the loop: for every block each layer attends over (held rows ∪ block), the method is asked,
+the layer is cut to its quota, and only then the next block is read. Decoding is the same loop with one token.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.budget import Budget
+from kvbench.layer import Choice, Course, Layer
+from kvbench.method import State
+from kvbench.model import attached, forward, layout, make_cache
+from kvbench.rows import Bytes
+from kvbench.settings import SettingError
+
+ROOM = 64  # tokens that growing storage reserves beyond what it needs when the engine does not know how many will come
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen: greedy at temperature 0, else from the smallest set of tokens with probability `top_p`."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise SettingError(f"temperature={self.temperature}: a number from 0 (greedy) on")
+        if not 0 < self.top_p <= 1:
+            raise SettingError(f"top_p={self.top_p}: a share in (0, 1]")
+
+    def pick(self, logits: Tensor, generators: list[torch.Generator]) -> Tensor:
+        """(B,) token ids from logits (B, vocab); one generator a sample, so that none depends on its neighbours."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        probabilities = (logits.float() / self.temperature).softmax(-1).cpu()
+        ordered, tokens = probabilities.sort(-1, descending=True, stable=True)
+        ordered[ordered.cumsum(-1) - ordered >= self.top_p] = 0
+        picks = [torch.multinomial(row, 1, generator=g) for row, g in zip(ordered, generators, strict=True)]
+        return tokens.gather(-1, torch.stack(picks)).squeeze(-1).to(logits.device)
+
+
+class Context:
+    """A batch of prompts of one length in one compressed cache. `ids` (B, tokens)."""
+
+    def __init__(
+        self, model: torch.nn.Module, choice: Choice, budget: Budget, block_size: int | None, seeds: tuple[int, ...]
+    ) -> None:
+        self.model, self.choice, self.budget, self.block_size, self.seeds = model, choice, budget, block_size, seeds
+        shape = layout(model)
+        self.course = Course(prompt=0)
+        state = State(seeds)
+        self.layers: list[Layer | None] = []
+        for index in range(shape.layers):
+            own = (
+                None if index in shape.sliding else Layer(index, shape.layers, choice, self.course, state, self.layers)
+            )
+            self.layers.append(own)
+        self.window = shape.window
+        self.cache = make_cache(model, self.layers)
+        self.logits: Tensor | None = None  # (B, vocab) of the last token read
+        self.seen = 0
+        self.since_cut = 0
+
+    @property
+    def own_layers(self) -> list[Layer]:
+        """The layers that hold rows (all but sliding-window layers)."""
+        return [layer for layer in self.layers if layer is not None]
+
+    @torch.inference_mode()
+    def prefill(self, ids: Tensor) -> Tensor:
+        """Read the prompt in blocks, cutting after each. Returns the last token's logits (B, vocab)."""
+        prompt = ids.shape[1]
+        if self.choice.method.one_block and self.block_size is not None and self.block_size < prompt:
+            raise SettingError(f"block_size={self.block_size}: {self.choice.method.name} needs the prompt as one block")
+        self.course.prompt, self.course.decoding = prompt, False
+        blocks = ids.split(self.block_size or prompt, dim=1)
+        with attached(self.model):
+            for number, block in enumerate(blocks):
+                self.course.last = number == len(blocks) - 1
+                rows = self.budget.rows(prompt, self.seen + block.shape[1])
+                kept_whole = rows is None or rows >= prompt
+                self.course.room = prompt - self.seen - block.shape[1] if kept_whole else 0
+                logits = self._read(block, rows, keep=1)
+        self.course.last, self.course.room = False, ROOM
+        self.logits = logits[:, -1]
+        return self.logits
+
+    @torch.inference_mode()
+    def extend(self, ids: Tensor) -> Tensor:
+        """Read further tokens (B, t) over the held rows; cut only if the method cuts while decoding. Returns logits
+        (B, t, vocab).
+        """
+        with attached(self.model):
+            return self._extend(ids)
+
+    def _extend(self, ids: Tensor) -> Tensor:
+        method = self.choice.method
+        self.course.decoding = True
+        self.since_cut += ids.shape[1]
+        rows = None
+        if method.decoding and self.since_cut >= method.decode_interval:
+            rows, self.since_cut = self.budget.rows(self.course.prompt, self.seen + ids.shape[1]), 0
+        logits = self._read(ids, rows, keep=0)
+        self.logits = logits[:, -1]
+        return logits
+
+    def _read(self, ids: Tensor, quota: int | None, keep: int) -> Tensor:
+        if self.window is not None and self.seen + ids.shape[1] > self.window:
+            raise SettingError(
+                f"model: every layer has a sliding window of {self.window} tokens, no prompt may be longer"
+            )
+        self.course.quota = quota
+        logits = forward(self.model, ids, self.cache, keep)
+        self.seen += ids.shape[1]
+        return logits
+
+    @torch.inference_mode()
+    def generate(self, max_new_tokens: int, sampling: Sampling, stop: frozenset[int]) -> Iterator[Tensor]:
+        """Token after token, (B,) each, until every sample has given a token of `stop` or `max_new_tokens` are out.
+        The last token given is not read into the cache.
+        """
+        generators = [torch.Generator().manual_seed(seed) for seed in self.seeds]
+        ended = torch.zeros(self.logits.shape[0], dtype=torch.bool, device=self.logits.device)
+        with attached(self.model):
+            self.course.room = max(max_new_tokens - 1, 0)
+            for layer in self.own_layers:
+                layer.attended.clear()
+            for count in range(1, max_new_tokens + 1):
+                token = sampling.pick(self.logits, generators)
+                yield token
+                ended = ended | torch.isin(token, torch.tensor(sorted(stop), device=token.device, dtype=token.dtype))
+                if count == max_new_tokens or bool(ended.all()):
+                    break
+                self._extend(token[:, None])
+            self.course.room = ROOM
+
+    @contextmanager
+    def branch(self) -> Iterator[None]:
+        """Whatever is read inside is forgotten afterwards; the compressed context is shared, not computed again."""
+        marks = [layer.mark() for layer in self.own_layers]
+        sliding = [(c.keys, c.values, c.cumulative_length) for c in self._sliding()]
+        seen, since, logits, shared = self.seen, self.since_cut, self.logits, dict(self.own_layers[0].state.shared)
+        course = dict(vars(self.course))
+        try:
+            yield
+        finally:
+            for layer, mark in zip(self.own_layers, marks, strict=True):
+                layer.rewind(mark)
+            for own, (keys, values, length) in zip(self._sliding(), sliding, strict=True):
+                own.keys, own.values, own.cumulative_length = keys, values, length
+            for port in self.cache.layers:
+                if hasattr(port, "seen"):
+                    port.seen = seen
+            self.seen, self.since_cut, self.logits = seen, since, logits
+            vars(self.course).update(course)
+            self.own_layers[0].state.shared.clear()
+            self.own_layers[0].state.shared.update(shared)
+
+    def _sliding(self) -> list:
+        return [own for own, layer in zip(self.cache.layers, self.layers, strict=True) if layer is None]
+
+    def bytes(self) -> Bytes:
+        """What the cache occupies now; sliding-window layers count as rows."""
+        total = sum((layer.bytes() for layer in self.own_layers), Bytes())
+        return total + Bytes(rows=self.sliding_bytes())
+
+    def sliding_bytes(self) -> int:
+        """Bytes of the sliding-window layers' own caches, which no method touches."""
+        return sum(c.keys.nbytes + c.values.nbytes for c in self._sliding() if c.is_initialized)
+
+    def full_bytes(self) -> int:
+        """Bytes that keys and values of all tokens seen would take."""
+        return self.sliding_bytes() + sum(layer.full_bytes() for layer in self.own_layers)

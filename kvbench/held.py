@@ -1,0 +1,174 @@
+"""The Python interface: read a prompt into a compressed cache and look at what is held."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.allocator import Allocator
+from kvbench.budget import Budget
+from kvbench.catalogue import build, settings
+from kvbench.codec import Codec
+from kvbench.engine import Context, Sampling
+from kvbench.layer import Choice, Layer
+from kvbench.method import Method
+from kvbench.model import stop_tokens
+from kvbench.rows import Bytes
+from kvbench.settings import SettingError, whole
+
+
+def choose_cache(method: Method, allocator: Allocator, codec: Codec) -> Choice:
+    """The three together; SettingError for a pair that cannot work, with the reason."""
+    if not method.scores and not allocator.even:
+        raise SettingError(
+            f"allocator={allocator.name}: {method.name} has no scores to share rows by; use allocator=uniform"
+        )
+    return Choice(method, allocator, codec)
+
+
+def prefill(
+    model: torch.nn.Module,
+    input_ids: Tensor,
+    method: str = "full",
+    budget: float | int = 1.0,
+    block_size: int | None = None,
+    allocator: str = "uniform",
+    codec: str = "raw",
+    method_args: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    *,
+    allocator_args: Mapping[str, Any] | None = None,
+    codec_args: Mapping[str, Any] | None = None,
+    budget_of: str = "prompt",
+) -> "Held":
+    """Read `input_ids` (batch, tokens), prompts of one length, and cut the cache as `method` says.
+
+    `budget`: float in (0, 1] or int >= 2 rows per layer and KV head; `block_size`: tokens, None for one block;
+    `method_args`: settings of conf/method/<method>.yaml, `preset` among them. The model's attention implementation is
+    put back afterwards. SettingError (a ValueError) names a setting that cannot be used. On the CPU a batch is read
+    sample by sample, so that each gives exactly what it gives alone.
+    """
+    if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+        raise SettingError(f"input_ids: shape (batch, tokens) with prompts of one length, got {tuple(input_ids.shape)}")
+    if block_size is not None:
+        whole("block_size", block_size, 1)
+    choice = choose_cache(
+        build("method", settings("method", method, method_args)),
+        build("allocator", settings("allocator", allocator, allocator_args)),
+        build("codec", settings("codec", codec, codec_args)),
+    )
+    amount = Budget(1.0 if method == "full" else budget, budget_of)
+    input_ids = input_ids.to(next(model.parameters()).device)
+    alone = input_ids.device.type == "cpu"
+    contexts = []
+    for ids in input_ids.split(1) if alone else [input_ids]:
+        context = Context(model, choice, amount, block_size, (seed,) * len(ids))
+        context.prefill(ids)
+        contexts.append(context)
+    return Held(contexts)
+
+
+class Held:
+    """What is held of a batch of prompts. Layers count from 0, heads are KV heads."""
+
+    def __init__(self, contexts: list[Context]) -> None:
+        self.contexts = contexts
+
+    @property
+    def logits(self) -> Tensor:
+        """(batch, vocab) of the last token read."""
+        return torch.cat([context.logits for context in self.contexts])
+
+    def places(self, layer: int, head: int, sample: int = 0) -> Tensor:
+        """1-D LongTensor, ascending: original positions of the rows held."""
+        own, sample = self._layer(layer, sample)
+        return own.rows.head_places(sample, head)
+
+    def masses(self, layer: int, head: int, sample: int = 0) -> Tensor:
+        """1-D LongTensor: tokens that each of those rows stands for."""
+        own, sample = self._layer(layer, sample)
+        return own.rows.head_masses(sample, head)
+
+    def evicted(self, layer: int, head: int, sample: int = 0) -> int:
+        """Tokens whose rows are gone; with the masses held they make the tokens seen."""
+        own, sample = self._layer(layer, sample)
+        return 0 if own.evicted is None else int(own.evicted[sample, head])
+
+    @property
+    def bytes(self) -> Bytes:
+        """Bytes of rows, metadata, method state and head-room, counted on the storages."""
+        return sum((context.bytes() for context in self.contexts), Bytes())
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the keys and values held, sliding-window layers included; `bytes` has the rest."""
+        return self.bytes.rows
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the keys and values of the full cache at this point."""
+        return sum(context.full_bytes() for context in self.contexts)
+
+    @property
+    def peak_rows(self) -> int:
+        """Most rows that a layer and head held after a block was read and cut."""
+        return max(layer.peak_rows for context in self.contexts for layer in context.own_layers)
+
+    @property
+    def peak_rows_attended(self) -> int:
+        """Most rows that a layer and head attended over: at most its quota plus the block."""
+        return max(layer.peak_attended for context in self.contexts for layer in context.own_layers)
+
+    @property
+    def sliding_layers(self) -> tuple[int, ...]:
+        """Layers that keep their own sliding-window cache and are not compressed."""
+        return tuple(i for i, layer in enumerate(self.contexts[0].layers) if layer is None)
+
+    def extend(self, more_ids: Tensor) -> Tensor:
+        """Feed further tokens (batch, t) over the held rows: logits (batch, t, vocab)."""
+        device = self.logits.device
+        parts = more_ids.to(device).split([len(context.seeds) for context in self.contexts])
+        return torch.cat([context.extend(ids) for context, ids in zip(self.contexts, parts, strict=True)])
+
+    def generate(
+        self, max_new_tokens: int = 64, temperature: float = 0.0, top_p: float = 1.0, stop: frozenset[int] | None = None
+    ) -> Tensor:
+        """Continuation, greedy unless `temperature` > 0: token ids (batch, up to max_new_tokens), ended by the model's
+        end token, which is repeated where other samples go on. `stop`: other ids to end at (empty: none).
+        """
+        whole("max_new_tokens", max_new_tokens, 1)
+        model = self.contexts[0].model
+        stop = stop_tokens(model) if stop is None else stop
+        sampling = Sampling(temperature, top_p)
+        answers = []
+        for context in self.contexts:
+            tokens = torch.stack(list(context.generate(max_new_tokens, sampling, stop)), dim=1)
+            answers.extend(trim(row, stop) for row in tokens)
+        longest = max(map(len, answers))
+        return torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in answers])
+
+    @contextmanager
+    def branch(self) -> Iterator["Held"]:
+        """What is read inside is forgotten afterwards: several questions over one compressed context."""
+        with ExitStack() as stack:
+            for context in self.contexts:
+                stack.enter_context(context.branch())
+            yield self
+
+    def _layer(self, layer: int, sample: int) -> tuple[Layer, int]:
+        for context in self.contexts:
+            if sample < len(context.seeds):
+                own = context.layers[layer]
+                if own is None:
+                    raise SettingError(f"layer={layer}: keeps transformers' own sliding-window cache, not rows")
+                return own, sample
+            sample -= len(context.seeds)
+        raise IndexError("sample")
+
+
+def trim(tokens: Tensor, stop: frozenset[int]) -> Tensor:
+    """(T,) ids up to and including the first one of `stop`."""
+    ends = torch.isin(tokens, torch.tensor(sorted(stop), device=tokens.device, dtype=tokens.dtype)).nonzero()
+    return tokens if len(ends) == 0 else tokens[: int(ends[0]) + 1]

@@ -1,0 +1,174 @@
+"""One layer of the cache: attend over (held rows ∪ block), ask the method, cut to the quota, free the rest."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kvbench.allocator import Allocator
+from kvbench.codec import Codec
+from kvbench.kernels.attend import attend
+from kvbench.method import Method, Seen, State, shrink
+from kvbench.rows import Bytes, LayerRows, Rows, size
+
+
+@dataclass
+class Course:
+    """Where a prompt stands; one object shared by all layers of a cache and moved on by the engine."""
+
+    prompt: int  # tokens of the prompt (of the context where the question is hidden)
+    last: bool = False  # the block being read is the prompt's last
+    decoding: bool = False  # tokens after the prompt are being read
+    quota: int | None = None  # rows per head to cut to after this block, None: no cut
+    room: int = 0  # tokens to reserve room for when storage must grow
+    bytes: int = 0  # what all layers occupy now
+    peak_bytes: int = 0  # the most they ever did
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a cache is made with."""
+
+    method: Method
+    allocator: Allocator
+    codec: Codec
+
+
+class Layer:
+    """Rows of one layer and what happens to them when a block is read."""
+
+    def __init__(self, index: int, layers: int, choice: Choice, course: Course, state: State, cache: list["Layer"]):
+        self.index, self.layers, self.choice, self.course, self.cache = index, layers, choice, course, cache
+        self.state = State(state.seeds, {}, state.shared)
+        self.rows = LayerRows(choice.codec)
+        self.evicted: Tensor | None = None  # (B, H) tokens whose rows are gone
+        self.protected = 0  # most rows a head protected at the last cut
+        self.peak_rows = 0  # most rows a head held after a block
+        self.peak_attended = 0  # most rows a head ever attended over
+        self.weight = 0  # bytes at the last weighing
+        self.token_bytes = 0  # keys and values of one token, all samples and heads
+        self.attended: list[float] = []  # mean rows attended per query head, one number a decoded token
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Read a block's keys and values (B, H, T, d)."""
+        before = self.rows.tail_keys
+        self.rows.append(keys, values, self.course.room)
+        self.token_bytes = 2 * keys[:, :, 0].nbytes
+        if self.rows.tail_keys is not before:
+            self.weigh()
+
+    def attend(
+        self,
+        queries: Tensor,
+        scaling: float,
+        output_weight: Tensor,
+        rotation: Callable[[Tensor], tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Outputs (B, Hq, T, d) of the block's queries over all rows; the layer is cut before this returns."""
+        method, course, rows = self.choice.method, self.course, self.rows
+        first = rows.seen - queries.shape[2]
+        view = Lazy(rows.view)
+        look = None
+        if course.decoding:
+            here = {"layer": self.index, "layers": self.layers, "first": first, "prompt": course.prompt}
+            look = method.read(queries, view, here, self.state)
+        keys, values, mass = rows.attention_view()
+        outputs, lse = attend(queries, keys, values, mass, scaling, look=look, lse=method.wants_lse)
+        self.count(look)
+        seen = Seen(
+            queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,
+            first, course.prompt, course.last, course.decoding,
+        )  # fmt: skip
+        if type(method).update is not Method.update:
+            rows.columns = dict(method.update(seen, view(), self.state))
+            view = Lazy(rows.view)
+        if course.quota is not None:
+            self.cut(seen, view, course.quota)
+        self.peak_rows = max(self.peak_rows, rows.longest_head)
+        return outputs
+
+    def count(self, look: Tensor | None) -> None:
+        """Note how many rows were attended."""
+        rows = self.rows
+        self.peak_attended = max(self.peak_attended, rows.longest_head)
+        if self.course.decoding:
+            mean = rows.mean_rows if look is None else look.sum(-1).float().mean().item()
+            self.attended.append(mean)
+
+    def cut(self, seen: Seen, view: Callable[[], Rows], nominal: int) -> None:
+        """Cut every head to its quota, and earlier layers again where the allocator cascades."""
+        method, allocator = self.choice.method, self.choice.allocator
+        if method.spares(self.index, self.layers):
+            return
+        quota = allocator.layer(nominal, seen, view, self.state.shared)
+        if not (self.rows.even and self.rows.longest_head <= quota):
+            rows = view()
+            protected = shrink(method.protect(seen, rows, quota), rows, quota)
+            scores = method.score(seen, rows, self.state).to(rows.mass.dtype) if method.scores else rows.mass
+            scores = scores.nan_to_num(neginf=torch.finfo(scores.dtype).min)
+            scores = scores.masked_fill(protected, torch.inf).masked_fill(~rows.present, -torch.inf)
+            if allocator.cascades:
+                rows = replace(rows, columns={**rows.columns, "score": scores})
+            self.protected = int(protected.sum(-1).max())
+            self.store(rows, method.cut(rows, scores, allocator.heads(scores, protected, quota), protected))
+        if allocator.cascades:
+            for index, less in allocator.earlier(nominal, seen, self.state.shared).items():
+                self.cache[index].trim(less)
+
+    def trim(self, quota: int) -> None:
+        """Cut again to fewer rows per head, by the scores of the last cut (CAKE's cascade)."""
+        rows = self.rows.view()
+        if self.rows.longest_head > quota and "score" in rows.columns:
+            scores = rows.columns["score"].masked_fill(~rows.present, -torch.inf)
+            protected = scores == torch.inf
+            quotas = self.choice.allocator.heads(scores, protected, quota)
+            self.store(rows, self.choice.method.cut(rows, scores, quotas, protected))
+
+    def store(self, before: Rows, after: Rows) -> None:
+        """Hold what a cut left."""
+        gone = (before.mass.sum(-1) - after.mass.sum(-1)).round().long()
+        self.evicted = gone if self.evicted is None else self.evicted + gone
+        self.rows.keep(after, even=self.choice.allocator.even, merged=self.choice.method.merges)
+        self.weigh()
+
+    def bytes(self) -> Bytes:
+        """What the layer occupies now, counted on its storages."""
+        state = size(v for v in self.state.layer.values() if isinstance(v, Tensor))
+        return replace(self.rows.bytes(), state=self.rows.bytes().state + state)
+
+    def full_bytes(self) -> int:
+        """Bytes that keys and values of all tokens seen would take."""
+        return self.rows.seen * self.token_bytes
+
+    def weigh(self) -> None:
+        """Bring the course's byte count up to date after storage changed."""
+        now = self.bytes().total
+        self.course.bytes += now - self.weight
+        self.course.peak_bytes = max(self.course.peak_bytes, self.course.bytes)
+        self.weight = now
+
+    def mark(self) -> dict:
+        """Everything `rewind` needs; storages are shared, not copied."""
+        own = {k: v for k, v in vars(self).items() if k not in ("rows", "state", "cache", "course")}
+        return {"own": own, "attended": list(self.attended), "rows": self.rows.mark(), "state": dict(self.state.layer)}
+
+    def rewind(self, mark: dict) -> None:
+        """Return to a mark."""
+        vars(self).update(mark["own"])
+        self.attended = list(mark["attended"])
+        self.rows.rewind(mark["rows"])
+        self.state.layer = dict(mark["state"])
+
+
+@dataclass
+class Lazy:
+    """A value made when first asked for."""
+
+    make: Callable[[], Rows]
+    value: list[Rows] = field(default_factory=list)
+
+    def __call__(self) -> Rows:
+        if not self.value:
+            self.value.append(self.make())
+        return self.value[0]

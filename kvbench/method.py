@@ -1,0 +1,108 @@
+"""What a method is: five questions about the rows a layer remembers, each with the full cache as its default.
+
+Symbols: B samples, H KV heads, G query heads per KV head, T tokens of the block, n rows (the block's are the last T),
+d head dimension. Rows come padded: `rows.mass` is 0 where a head has fewer rows (kvbench.rows).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from kvbench.rows import Rows
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a layer shows of the block that it just read. Read-only."""
+
+    queries: Tensor  # (B, H*G, T, d), rotated
+    outputs: Tensor  # (B, H*G, T, d), attention outputs before the output projection
+    lse: Tensor | None  # (B, H*G, T) log-sum-exp of the logits, float32; None unless the method `wants_lse`
+    scaling: float  # of the logits, 1/√d unless the model has its own
+    output_weight: Tensor  # (hidden, H*G*d), the layer's W_o
+    rotation: Callable[[Tensor], tuple[Tensor, Tensor]]  # places (B, n) -> cos, sin (B, n, rotated dimensions)
+    layer: int
+    layers: int
+    first: int  # place of the block's first token
+    prompt: int  # tokens of the prompt, or of the context where the question is hidden
+    last: bool  # the prompt's last block
+    decoding: bool  # tokens after the prompt
+
+    @property
+    def tokens(self) -> int:
+        """Tokens read so far, this block included."""
+        return self.first + self.queries.shape[2]
+
+
+@dataclass
+class State:
+    """What a method remembers beside the rows: born with a sample and dropped with it."""
+
+    seeds: tuple[int, ...]  # one per sample
+    layer: dict[str, Any] = field(default_factory=dict)  # this layer's
+    shared: dict[str, Any] = field(default_factory=dict)  # all layers'
+
+
+@dataclass(frozen=True)
+class Method:
+    """The full cache. A method states only what is its own; fields are its settings, from conf/method/<name>.yaml."""
+
+    name: str
+    decoding: bool = field(default=False, kw_only=True)  # cuts while decoding too, else appends
+    decode_interval: int = field(default=1, kw_only=True)  # tokens between two cuts while decoding
+
+    scores = True  # False for a method that leaves the choice of rows to `cut`; only even allocators serve it
+    merges = False  # rows may come to stand for several tokens
+    wants_lse = False
+    one_block = False  # the whole prompt must be one block
+
+    def spares(self, layer: int, layers: int) -> bool:
+        """True for a layer that is never cut (a method that spares some declares its own law in its config)."""
+        return False
+
+    def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
+        """What to remember of what this layer just saw: values per row (B, H, n), kept with the rows through cuts as
+        `rows.columns`; anything else goes into `state.layer` or `state.shared`.
+        """
+        return {}
+
+    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
+        """(B, H, n) bool: rows that are not to be scored away (sinks, windows, recents), or None."""
+        return None
+
+    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+        """(B, H, n): which rows matter, larger is kept. A pure function of its arguments."""
+        raise NotImplementedError(f"{self.name} has no score")
+
+    def select(self, scores: Tensor, quotas: Tensor) -> Tensor:
+        """(B, H, n) bool: which stay. Default: each head's `quotas` (B, H) top rows, ties to the lower place."""
+        order = scores.argsort(dim=-1, descending=True, stable=True)
+        rank = order.argsort(dim=-1)
+        return rank < quotas[..., None]
+
+    def merge(self, rows: Rows, kept: Tensor) -> Rows:
+        """What becomes of the rest. Default: gone (mass 0)."""
+        return rows.without(~kept)
+
+    def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor) -> Rows:
+        """Select and merge. A method whose every choice depends on the merge before overrides this one."""
+        return self.merge(rows, self.select(scores, quotas))
+
+    def read(self, queries: Tensor, rows: Callable[[], Rows], seen: Mapping[str, int], state: State) -> Tensor | None:
+        """(B, H*G, n) bool: rows that each query head looks at while decoding, or None for all of them.
+
+        `queries` (B, H*G, T, d); `rows()` gives the rows when the answer needs them; `seen` has `layer`, `layers`,
+        `first`, `prompt` and `decoding`.
+        """
+        return None
+
+
+def shrink(protected: Tensor | None, rows: Rows, quota: int) -> Tensor:
+    """Protected rows that fit the quota: newest first, at least one row free where the quota is over 1."""
+    if protected is None:
+        return rows.present.new_zeros(rows.present.shape)
+    protected = protected & rows.present
+    newer = protected.flip(-1).cumsum(-1).flip(-1)  # protected rows from here to the newest
+    return protected & (newer <= (quota - 1 if quota > 1 else quota))

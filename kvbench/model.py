@@ -1,0 +1,228 @@
+"""Where kvbench meets transformers, through its public registries only: an attention function and cache layers.
+
+A cache layer's `update` may return any object and it reaches the attention function as `key`: so a Port hands itself
+over and the attention function asks it. Nothing of transformers is patched.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer
+from transformers.utils import logging
+
+from kvbench.kernels.attend.sdpa import attend_windowed
+from kvbench.settings import SettingError
+
+NAME = "kvbench"
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
+REFERENCE = Path(__file__).resolve().parent / "reference"
+
+
+class Remembers(Protocol):
+    """What a layer of kvbench's cache offers to a Port."""
+
+    def append(self, keys: Tensor, values: Tensor) -> None: ...
+
+    def attend(
+        self,
+        queries: Tensor,
+        scaling: float,
+        output_weight: Tensor,
+        rotation: Callable[[Tensor], tuple[Tensor, Tensor]],
+    ) -> Tensor: ...
+
+
+class Port(CacheLayerMixin):
+    """A transformers cache layer in front of a kvbench layer. Its length is tokens seen, so positions stay right."""
+
+    is_sliding = False
+
+    def __init__(self, layer: Remembers, rotation: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.layer, self.rotation, self.seen = layer, rotation, 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple["Port", "Port"]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states)
+        self.seen += key_states.shape[2]
+        self.layer.append(key_states, value_states)
+        return self, self
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.17
+
+
+class Sliding(DynamicSlidingWindowLayer):
+    """transformers' own sliding-window layer, which frees what has left the window instead of holding a view of it."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        everything = super().update(key_states, value_states, *args, **kwargs)
+        if self.keys.shape != everything[0].shape:
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+        return everything
+
+
+def attention(
+    module: torch.nn.Module, query: Tensor, key: Port | Tensor, value: Port | Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The attention function that transformers calls by name; queries (B, Hq, T, d), outputs (B, T, Hq, d)."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(key, Port):
+        outputs = key.layer.attend(query, scaling, module.o_proj.weight, key.rotation)
+    else:
+        outputs = attend_windowed(query, key, value, scaling, sliding_window)
+    return outputs.transpose(1, 2), None
+
+
+@contextmanager
+def attached(model: torch.nn.Module) -> Iterator[None]:
+    """The model attends through kvbench inside, and as before afterwards."""
+    AttentionInterface.register(NAME, attention)
+    parts = {"": model.config} | {key: getattr(model.config, key) for key in model.config.sub_configs}
+    before = {key: config._attn_implementation for key, config in parts.items() if config is not None}
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before if len(before) > 1 else before[""])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a cache must know of a model's layers."""
+
+    layers: int
+    sliding: tuple[int, ...]  # layers with a sliding window: they keep transformers' own cache
+    window: int | None  # longest context if *every* layer has that sliding window (then they count as full)
+
+
+def layout(model: torch.nn.Module) -> Layout:
+    """The layers of a supported model; SettingError for another architecture."""
+    config = model.config.get_text_config(decoder=True)
+    check_architecture(model.config)
+    own = DynamicCache(config=config).layers
+    sliding = tuple(i for i, layer in enumerate(own) if layer.is_sliding)
+    if len(sliding) == config.num_hidden_layers:
+        return Layout(len(sliding), (), own[0].sliding_window)
+    return Layout(config.num_hidden_layers, sliding, None)
+
+
+def make_cache(model: torch.nn.Module, layers: list[Remembers | None]) -> Cache:
+    """A transformers cache with a Port in front of each of `layers`, and its own sliding layer where there is None."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+    return Cache(
+        layers=[
+            Sliding(sliding_window=config.sliding_window) if layer is None else Port(layer, rotation(model, kind))
+            for layer, kind in zip(layers, kinds, strict=True)
+        ]
+    )
+
+
+def rotation(model: torch.nn.Module, kind: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """The model's own rotary embedding: places (B, n) to cos, sin (B, n, rotated dimensions)."""
+    module = next(m.rotary_emb for m in model.modules() if hasattr(m, "rotary_emb") and hasattr(m, "layers"))
+    own = (kind,) if hasattr(module, "layer_types") else ()  # Gemma3 has one rotation per kind of layer
+
+    def rotate(places: Tensor) -> tuple[Tensor, Tensor]:
+        like = next(model.parameters())
+        return module(torch.empty(0, dtype=torch.float32, device=like.device), places, *own)
+
+    return rotate
+
+
+def forward(model: torch.nn.Module, ids: Tensor, cache: Cache, keep: int) -> Tensor:
+    """Logits (B, keep, vocab) of the last `keep` of the tokens `ids` (B, T), 0 for all of them."""
+    return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
+
+
+def stop_tokens(model: torch.nn.Module) -> frozenset[int]:
+    """Token ids that end an answer."""
+    found = model.generation_config.eos_token_id
+    if found is None:
+        found = model.config.get_text_config(decoder=True).eos_token_id
+    return frozenset([] if found is None else [found] if isinstance(found, int) else found)
+
+
+def check_architecture(config: Any) -> None:
+    """SettingError unless the architecture was tested with this attention function."""
+    if config.model_type not in ARCHITECTURES:
+        raise SettingError(
+            f"model: architecture {config.model_type} is not supported; use one of {', '.join(ARCHITECTURES)}"
+        )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that is not loaded yet. `path`: a local folder or a hub id; `revision`: of the hub."""
+
+    name: str
+    path: str
+    revision: str | None = None
+
+    def config(self) -> Any:
+        """Its configuration; SettingError if there is none or the architecture is not supported."""
+        if self.path[:1] in "/.~" and not Path(self.path).expanduser().is_dir():
+            raise SettingError(f"model.path={self.path}: no such folder")
+        try:
+            config = AutoConfig.from_pretrained(self.path, revision=self.revision, trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise SettingError(f"model.path={self.path}: no readable model there ({reason})") from None
+        check_architecture(config)
+        return config
+
+    def longest(self) -> int:
+        """Tokens that the model can take."""
+        text = self.config().get_text_config(decoder=True)
+        return text.max_position_embeddings
+
+    def tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self.path, revision=self.revision, trust_remote_code=False)
+
+    def weights(self, dtype: torch.dtype, device: str) -> torch.nn.Module:
+        """The model, ready to run. Weights come from safetensors only."""
+        logging.disable_progress_bar()
+        model = AutoModelForCausalLM.from_pretrained(
+            self.path, revision=self.revision, dtype=dtype, trust_remote_code=False, use_safetensors=True
+        )
+        return model.to(device).eval()
+
+    def identity(self) -> str:
+        """What the weights are: the hub's commit, or a hash over a local folder's files (their names, sizes and the
+        first, middle and last MiB of each).
+        """
+        folder = Path(self.path)
+        if not folder.is_dir():
+            return f"{self.path}@{getattr(self.config(), '_commit_hash', None) or self.revision}"
+        digest = hashlib.sha256()
+        for file in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".model", ".jinja")):
+            if file.name == "scores.json":
+                continue
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}\n".encode())
+            with file.open("rb") as stream:
+                for start in sorted({0, max(0, size // 2), max(0, size - (1 << 20))}):
+                    stream.seek(start)
+                    digest.update(stream.read(1 << 20))
+        return digest.hexdigest()[:16]

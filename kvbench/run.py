@@ -1,0 +1,138 @@
+"""A run is a value: every resolved setting that may change a number. Its hash names the folder of its records."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from kvbench import catalogue
+from kvbench.budget import Budget
+from kvbench.engine import Sampling
+from kvbench.held import choose_cache
+from kvbench.layer import Choice
+from kvbench.model import REFERENCE, Checkpoint
+from kvbench.settings import SettingError, choose, whole
+from kvbench.sources import source_hash
+from kvbench.task import Task
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+UNCUT = {"method": "full", "allocator": "uniform", "codec": "raw"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One cell: a model, a cache and a task, checked. Nothing is loaded or written yet."""
+
+    checkpoint: Checkpoint
+    groups: Mapping[str, Mapping[str, Any]]  # resolved settings of method, allocator and codec
+    budget: Budget
+    block_size: int | None
+    question: str
+    seed: int
+    sampling: Sampling
+    task: Task
+    task_settings: Mapping[str, Any]
+    device: str
+    dtype: str
+    max_batch: int
+
+    @classmethod
+    def from_config(cls, config: DictConfig) -> "Run":
+        """Check every setting; SettingError names the first that cannot be used."""
+        groups = {group: catalogue.resolve(group, config[group]) for group in UNCUT}
+        settings = OmegaConf.to_container(config.task, resolve=True)
+        whole("seed", config.seed, 0)
+        if config.limit is not None:
+            whole("limit", config.limit, 1)
+        if config.block_size is not None:
+            whole("block_size", config.block_size, 1)
+        whole("max_batch", config.max_batch, 1)
+        choose("question", config.question, ("visible", "hidden"))
+        choose("device", config.device, ("auto", "cpu", "cuda"))
+        choose("dtype", config.dtype, ("auto", *DTYPES))
+        if config.device == "cuda" and not torch.cuda.is_available():
+            raise SettingError("device=cuda: there is no CUDA device here; use device=cpu or device=auto")
+        device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = config.dtype if config.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+        run = cls(
+            checkpoint=checkpoint(config.model),
+            groups=groups,
+            budget=Budget(config.budget, config.budget_of),
+            block_size=config.block_size,
+            question=config.question,
+            seed=config.seed,
+            sampling=Sampling(config.temperature, config.top_p),
+            task=catalogue.build("task", settings),
+            task_settings=settings,
+            device=device,
+            dtype=dtype,
+            max_batch=config.max_batch,
+        )
+        run.check()
+        return run
+
+    def check(self) -> None:
+        """What only all settings together can tell; the model's configuration is read, its weights are not."""
+        choice = self.choice()
+        if choice.method.one_block and self.block_size is not None:
+            raise SettingError(
+                f"block_size={self.block_size}: {choice.method.name} needs the prompt as one block (null)"
+            )
+        self.task.check()
+        longest = self.checkpoint.longest()
+        if self.task.length is not None and self.task.length > longest:
+            raise SettingError(f"task.length={self.task.length}: {self.checkpoint.name} takes at most {longest} tokens")
+
+    def choice(self) -> Choice:
+        """Method, allocator and codec, constructed."""
+        return choose_cache(*(catalogue.build(group, self.groups[group]) for group in UNCUT))
+
+    @property
+    def full(self) -> bool:
+        """True for the full cache, whatever its codec."""
+        return self.groups["method"]["name"] == "full"
+
+    def baseline(self) -> "Run":
+        """The full cache on the same samples; one for all methods, budgets, block sizes and allocators."""
+        groups = {group: catalogue.settings(group, name) for group, name in UNCUT.items()}
+        return replace(self, groups=groups, budget=Budget(1.0), block_size=None)
+
+    def value(self) -> dict[str, Any]:
+        """All that may change a number, for the hash and for run.yaml. On a GPU rounding depends on more settings."""
+        skipped = [key for key in self.task_settings if key == "cache" or key.endswith("_path")]
+        plain = {group: {k: v for k, v in own.items() if k != "_target_"} for group, own in self.groups.items()}
+        if self.full:
+            plain["allocator"] = {"name": "uniform"}
+        where: dict[str, Any] = {"type": self.device, "dtype": self.dtype}
+        if self.device != "cpu":
+            where |= {"gpu": torch.cuda.get_device_name(), "max_batch": self.max_batch}
+        return {
+            "model": {"name": self.checkpoint.name, "identity": self.checkpoint.identity()},
+            **plain,
+            "budget": 1.0 if self.full else self.budget.value,
+            "budget_of": "prompt" if self.full else self.budget.of,
+            "block_size": None if self.full else self.block_size,
+            "question": self.question,
+            "seed": self.seed,
+            "sampling": {"temperature": float(self.sampling.temperature), "top_p": float(self.sampling.top_p)},
+            "task": {k: v for k, v in self.task_settings.items() if k not in skipped},
+            "data": self.task.fingerprint(),
+            "device": where,
+            "sources": source_hash(["kvbench.runner", *self._modules()]),
+        }
+
+    def _modules(self) -> list[str]:
+        targets = [own["_target_"] for own in (*self.groups.values(), self.task_settings)]
+        return [target.rpartition(".")[0] for target in targets]
+
+
+def checkpoint(config: DictConfig) -> Checkpoint:
+    """The model that conf/model/<name>.yaml and its overrides point at; SettingError if none does."""
+    if config.name == "reference":
+        return Checkpoint("reference", str(REFERENCE))
+    if config.path is None:
+        raise SettingError(f"model.path=null: model={config.name} needs a local folder or a hub id")
+    name = config.name if config.name != "hf" else str(config.path).rstrip("/").split("/")[-1]
+    return Checkpoint(name, str(config.path), config.revision)

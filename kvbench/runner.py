@@ -1,0 +1,238 @@
+"""Samples in, records out: reads prompts into the cache, lets the model answer, scores, writes one line a sample."""
+
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from kvbench.engine import Context
+from kvbench.held import trim
+from kvbench.model import stop_tokens
+from kvbench.prompt import Prompt, encode, template_tokens
+from kvbench.run import DTYPES, Run
+from kvbench.settings import SettingError
+from kvbench.store import RunFolder
+from kvbench.task import Sample
+
+
+@dataclass
+class Bench:
+    """Loads the tokenizer, the samples and the weights of a checkpoint when they are first needed, once."""
+
+    run: Run
+    loaded: dict[str, Any] = field(default_factory=dict)
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self.loaded:
+            self.loaded[name] = make()
+        return self.loaded[name]
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._once("tokenizer", self.run.checkpoint.tokenizer)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._once("model", lambda: self.run.checkpoint.weights(DTYPES[self.run.dtype], self.run.device))
+
+    @property
+    def prompts(self) -> dict[str, tuple[Sample, Prompt]]:
+        """Sample and prompt by uid, in the task's order."""
+
+        def make() -> dict[str, tuple[Sample, Prompt]]:
+            samples = self.run.task.samples(self.tokenizer, template_tokens(self.tokenizer))
+            return {sample.uid: (sample, encode(self.tokenizer, sample)) for sample in samples}
+
+        return self._once("prompts", make)
+
+
+def execute(run: Run, results: Path, bench: Bench) -> dict[str, dict]:
+    """All records of the run, by uid: those on disk, and the missing ones made now. A finished run returns at once."""
+    folder = RunFolder(results / "runs", run.value())
+    if folder.finished:
+        return folder.records()
+    prompts = bench.prompts
+    longest = run.checkpoint.longest()
+    for sample, prompt in prompts.values():
+        if len(prompt.ids) + sample.max_new_tokens > longest:
+            raise SettingError(
+                f"task: {sample.uid} needs {len(prompt.ids) + sample.max_new_tokens} tokens, the model takes {longest}"
+            )
+    name = run.groups["method"]["name"]
+    with folder.open(machine(run.device)) as folder:
+        done = folder.records()
+        with tqdm(
+            total=len(prompts), initial=len(done.keys() & prompts.keys()), desc=f"{name:>10}", file=sys.stderr
+        ) as bar:
+            reader = Reader(run, bench)
+            for uid in folder.claims(list(prompts)):
+                uids = [uid, *companions(uid, prompts, run, folder)]
+                for record in reader.answer([prompts[uid] for uid in uids]):
+                    folder.append(record)
+                bar.update(len(uids))
+        folder.finish(list(prompts))
+        return folder.records()
+
+
+def companions(uid: str, prompts: dict[str, tuple[Sample, Prompt]], run: Run, folder: RunFolder) -> Iterable[str]:
+    """Further samples, claimed, of the same lengths, up to `max_batch` with the first. On a CPU none: there a sample
+    in a batch would not give exactly what it gives alone.
+    """
+    room = run.max_batch - 1 if run.device != "cpu" else 0
+    sample, prompt = prompts[uid]
+    for other, (another, its) in prompts.items():
+        if room == 0:
+            return
+        same = (len(its.context), len(its.rest), another.max_new_tokens)
+        if (
+            other != uid
+            and same == (len(prompt.context), len(prompt.rest), sample.max_new_tokens)
+            and folder.claim(other)
+        ):
+            room -= 1
+            yield other
+
+
+class Reader:
+    """Answers samples with one model and one cache set-up; reuses a compressed context for the next question on it."""
+
+    def __init__(self, run: Run, bench: Bench) -> None:
+        self.run, self.model, self.tokenizer, self.choice = run, bench.model, bench.tokenizer, run.choice()
+        self.order = {uid: index for index, uid in enumerate(bench.prompts)}
+        self.stop = stop_tokens(self.model)
+        self.context: Context | None = None  # the last compressed context, of `read`
+        self.read: list[tuple[int, ...]] = []
+        self.prefill_ms = 0.0
+        self._prefill([tuple(range(64))], ("warm-up",))  # the first forward pass pays for what later ones find ready
+
+    def answer(self, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
+        """One record for each sample of a batch of prompts of one length."""
+        started = time.perf_counter()
+        base = [self._identity(sample, prompt) for sample, prompt in batch]
+        try:
+            measured = self._measure(batch)
+        except torch.cuda.OutOfMemoryError:
+            self.context = None
+            torch.cuda.empty_cache()
+            measured = [{"output": "", "stop": "error", "error": "out_of_memory"} for _ in batch]
+        records = []
+        for (sample, _), own, found in zip(batch, base, measured, strict=True):
+            score, answer = (None, None) if found["error"] else self.run.task.score(sample, found["output"])
+            found |= {"score": score, "answer": answer, "seconds": time.perf_counter() - started}
+            records.append(own | found)
+        return records
+
+    def _identity(self, sample: Sample, prompt: Prompt) -> dict:
+        target = sha256("\0".join(sample.answers).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        return {
+            "uid": sample.uid, "index": self.order[sample.uid], "subtask": sample.subtask,
+            "group": sample.group or sample.uid,
+            "prompt_hash": prompt.hash(), "target_hash": target, "target": list(sample.answers),
+            "tokens_in": len(prompt.ids), "tokens_context": len(prompt.context),
+            "budget": 1.0 if self.run.full else self.run.budget.value, "meta": dict(sample.meta),
+        }  # fmt: skip
+
+    def _measure(self, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
+        gpu = self.run.device != "cpu"
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        hidden = self.run.question == "hidden"
+        first = [prompt.context if hidden else prompt.ids for _, prompt in batch]
+        if self.context is None or first != self.read:
+            self.context, self.read = None, first  # the old one is freed before the new one grows
+            groups = [sample.group or sample.uid for sample, _ in batch]
+            self.prefill_ms, self.context = self._timed(lambda: self._prefill(first, groups))
+        context = self.context
+        with context.branch():
+            extend_ms = 0.0
+            if hidden and batch[0][1].rest:
+                rest = self._tensor([prompt.rest for _, prompt in batch])
+                extend_ms, _ = self._timed(lambda: context.extend(rest))
+            counted = self._count(context)
+            stamps, tokens = [], []
+            begin = self._now()
+            for token in context.generate(batch[0][0].max_new_tokens, self.run.sampling, self.stop):
+                tokens.append(token)
+                stamps.append(self._now() - begin)
+            attended = list(chain.from_iterable(layer.attended for layer in context.own_layers))
+            counted |= {
+                "rows_attended": mean(attended) if attended else counted["rows_held"],
+                "rows_seen_decoding": context.seen - (len(tokens) - 2) / 2 if len(tokens) > 1 else context.seen,
+                "peak_rows": max(layer.peak_rows for layer in context.own_layers),
+                "peak_rows_attended": max(layer.peak_attended for layer in context.own_layers),
+                "prefill_ms": self.prefill_ms + extend_ms,
+                "ttft_ms": self.prefill_ms + extend_ms + 1000 * stamps[0],
+                "peak_bytes": torch.cuda.max_memory_allocated() if gpu else context.course.peak_bytes,
+                "peak_of": "cuda" if gpu else "cache",
+                "error": None,
+            }
+        answers = torch.stack(tokens, dim=1).cpu()
+        return [counted | self._output(row, stamps) for row in answers]
+
+    def _prefill(self, first: Sequence[tuple[int, ...]], groups: Sequence[str]) -> Context:
+        seeds = tuple(seed_of(self.run.seed, group) for group in groups)
+        context = Context(self.model, self.choice, self.run.budget, self.run.block_size, seeds)
+        context.prefill(self._tensor(first))
+        return context
+
+    def _count(self, context: Context) -> dict:
+        """What is held when the answer begins."""
+        held, layers = context.bytes(), context.own_layers
+        return {
+            "quota": context.budget.rows(context.course.prompt, context.course.prompt),
+            "protected": max(layer.protected for layer in layers),
+            "resident_bytes": held.rows, "full_bytes": context.full_bytes(), "metadata_bytes": held.metadata,
+            "state_bytes": held.state, "headroom_bytes": held.headroom, "sliding_bytes": context.sliding_bytes(),
+            "rows_held": mean([layer.rows.mean_rows for layer in layers]), "rows_seen": context.seen,
+        }  # fmt: skip
+
+    def _output(self, tokens: Tensor, stamps: list[float]) -> dict:
+        kept = trim(tokens, self.stop)
+        decode_ms = 1000 * (stamps[len(kept) - 1] - stamps[0])
+        ended = int(kept[-1]) in self.stop
+        text = self.tokenizer.decode(kept.tolist(), skip_special_tokens=True)
+        return {"output": text, "tokens_out": len(kept), "stop": "eos" if ended else "length", "decode_ms": decode_ms}
+
+    def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(rows, device=next(self.model.parameters()).device)
+
+    def _now(self) -> float:
+        if self.run.device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        begin = self._now()
+        result = work()
+        return 1000 * (self._now() - begin), result
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def seed_of(seed: int, group: str) -> int:
+    """The own seed of the samples of one context, the same whatever runs beside them."""
+    return int.from_bytes(sha256(f"{seed} {group}".encode()).digest()[:7], "big")
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What ran it: for people, not for the hash."""
+    packages = ("torch", "transformers", "tokenizers", "triton", "numpy")
+    return {
+        "python": platform.python_version(),
+        "processor": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if device != "cpu" else None,
+        "versions": {name: version(name) for name in packages},
+    }

@@ -1,0 +1,26 @@
+"""Settings that are wrong, said in one line that names the setting and what is allowed."""
+
+from collections.abc import Iterable
+
+
+class SettingError(ValueError):
+    """A setting cannot be used. The message is one line: `setting=value: what is allowed`."""
+
+
+def choose(name: str, value: object, allowed: Iterable[object]) -> None:
+    """Raise a SettingError unless `value` is one of `allowed`."""
+    allowed = list(allowed)
+    if value not in allowed:
+        raise SettingError(f"{name}={value}: choose one of {', '.join(map(str, allowed))}")
+
+
+def whole(name: str, value: object, least: int) -> None:
+    """Raise a SettingError unless `value` is an int (no bool) of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SettingError(f"{name}={value}: a whole number of at least {least}")
+
+
+def odd(name: str, value: object) -> None:
+    """Raise a SettingError unless `value` is an odd int of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % 2 == 0:
+        raise SettingError(f"{name}={value}: an odd whole number of at least 1")

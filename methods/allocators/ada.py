@@ -1,0 +1,60 @@
+"""ada: heads of a layer share the layer's rows by where the layer's largest scores are (AdaKV).
+
+Source: FFY0/AdaKV, adaptive_snapkv/monkeypatch/snapkv_utils.py (interpolate); NVIDIA/kvpress, adakv_press.py
+(safeguard). Protected rows are every head's own and are not competed for.
+
+Symbols: b = quota less protected rows, c_h = rows of head h among the layer's H·b largest scores, α = floor.
+interpolate: head h keeps c_h·(1-α) + b·α.
+safeguard: the ⌊α·quota⌋ largest of every head are safe, the rest is one competition over the layer.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.allocator import Allocator, settle
+from kvbench.settings import SettingError, choose
+
+
+@dataclass(frozen=True)
+class Ada(Allocator):
+    """`mode`: interpolate or safeguard; `alpha` in [0, 1]: 1 is uniform."""
+
+    mode: str
+    alpha: float
+
+    even = False
+
+    def __post_init__(self) -> None:
+        choose("allocator.mode", self.mode, ("interpolate", "safeguard"))
+        if not 0 <= self.alpha <= 1:
+            raise SettingError(f"allocator.alpha={self.alpha}: a number in [0, 1]")
+
+    def heads(self, scores: Tensor, protected: Tensor, quota: int) -> Tensor:
+        counts = [self._sample(s, p, quota) for s, p in zip(scores, protected, strict=True)]
+        return torch.tensor(counts, device=scores.device)
+
+    def _sample(self, scores: Tensor, protected: Tensor, quota: int) -> list[int]:
+        heads = scores.shape[0]
+        available = (scores > -torch.inf).sum(-1).tolist()
+        own = protected.sum(-1).tolist()
+        least = [max(1, rows) for rows in own]
+        if self.mode == "interpolate":
+            share = quota - sum(own) / heads
+            won = winners(scores.masked_fill(protected, -torch.inf), heads * quota - sum(own))
+            targets = [c * (1 - self.alpha) + share * self.alpha + p for c, p in zip(won, own, strict=True)]
+        else:
+            least = [min(max(int(self.alpha * quota), low), rows) for low, rows in zip(least, available, strict=True)]
+            rank = scores.argsort(-1, descending=True, stable=True).argsort(-1)
+            safe = rank < torch.tensor(least, device=scores.device)[:, None]
+            won = winners(scores.masked_fill(safe, -torch.inf), heads * quota - sum(least))
+            targets = [float(c + low) for c, low in zip(won, least, strict=True)]
+        return settle(targets, least, available, heads * quota)
+
+
+def winners(scores: Tensor, total: int) -> list[int]:
+    """How many of the `total` largest scores (H, n) each head has; ties to the lower head, then the lower place."""
+    order = scores.flatten().argsort(descending=True, stable=True)[: max(total, 0)]
+    order = order[scores.flatten()[order] > -torch.inf]
+    return torch.bincount(order // scores.shape[1], minlength=scores.shape[0]).tolist()

@@ -1,0 +1,5 @@
+"""uniform: every layer and head keeps the same number of rows."""
+
+from kvbench.allocator import Allocator as Uniform
+
+__all__ = ["Uniform"]

@@ -1,0 +1,70 @@
+"""keydiff: rows whose keys differ most from the cache's mean key stay.
+
+Source: the KeyDiff paper, Eq. 8 and Section 5 (anchor and metric ablations, its Tables 15 and 16);
+NVIDIA/kvpress, keydiff_press.py. Symbols: μ anchor over the layer's rows, k_j post-RoPE key, k̂ = k/‖k‖.
+s_j = -cos(μ, k_j), with μ the mean of k̂ (mean_normalised), of k (mean_raw) or the component-wise median of k;
+or, pairwise, the mean similarity to every row in place of the similarity to μ.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
+
+from kvbench.method import Method, Seen, State
+from kvbench.rows import Rows
+from kvbench.settings import SettingError, choose
+
+CHUNK = 256  # rows compared with all others at once
+
+
+@dataclass(frozen=True)
+class KeyDiff(Method):
+    """`recent`: share of the quota that the newest rows have for sure (20 % in the paper's Math-500 runs)."""
+
+    anchor: str
+    metric: str
+    recent: float
+
+    def __post_init__(self) -> None:
+        choose("method.anchor", self.anchor, ("mean_normalised", "mean_raw", "median", "pairwise"))
+        choose("method.metric", self.metric, ("cosine", "dot", "euclidean"))
+        if not 0 <= self.recent < 1:
+            raise SettingError(f"method.recent={self.recent}: a share in [0, 1)")
+
+    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
+        return rows.places >= seen.tokens - int(self.recent * quota)
+
+    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+        keys = rows.keys.to(rows.mass.dtype)
+        if self.anchor == "pairwise":
+            parts = [self.pairs(some, keys, rows.mass) for some in keys.split(CHUNK, dim=2)]
+            return -torch.cat(parts, dim=2)
+        return -self.similarity(self.mean(keys, rows), keys)
+
+    def mean(self, keys: Tensor, rows: Rows) -> Tensor:
+        """(B, H, 1, d) anchor over the rows that are present."""
+        if self.anchor == "median":
+            return keys.masked_fill(~rows.present[..., None], torch.nan).nanmedian(dim=2, keepdim=True).values
+        units = normalize(keys, dim=-1) if self.anchor == "mean_normalised" else keys
+        mass = rows.mass[..., None]
+        return (units * mass).sum(2, keepdim=True) / mass.sum(2, keepdim=True)
+
+    def similarity(self, anchor: Tensor, keys: Tensor) -> Tensor:
+        """(B, H, n) similarity of every key to the anchor (B, H, 1, d)."""
+        if self.metric == "cosine":
+            return cosine_similarity(anchor, keys, dim=-1)
+        if self.metric == "dot":
+            return (anchor * keys).sum(-1)
+        return -(anchor - keys).norm(dim=-1)
+
+    def pairs(self, some: Tensor, keys: Tensor, mass: Tensor) -> Tensor:
+        """(B, H, m) mean similarity of `some` keys (B, H, m, d) to all that are present, themselves included."""
+        if self.metric == "cosine":
+            similar = normalize(some, dim=-1) @ normalize(keys, dim=-1).mT
+        elif self.metric == "dot":
+            similar = some @ keys.mT
+        else:
+            similar = -torch.cdist(some, keys)
+        return (similar * mass[:, :, None]).sum(-1) / mass.sum(-1, keepdim=True)

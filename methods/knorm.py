@@ -1,0 +1,24 @@
+"""knorm: rows whose keys have a small norm stay: s_j = -‖k_j‖₂ (L2 norm method).
+
+Source: alessiodevoto/l2compress, cache.py. RoPE keeps the norm, so the stored key serves.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvbench.method import Method, Seen, State
+from kvbench.rows import Rows
+
+
+@dataclass(frozen=True)
+class Knorm(Method):
+    """`skip_layers`: layers that are never cut; what they hold comes on top of the budget and is measured."""
+
+    skip_layers: tuple[int, ...]
+
+    def spares(self, layer: int, layers: int) -> bool:
+        return layer in self.skip_layers
+
+    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+        return -rows.keys.to(rows.mass.dtype).norm(dim=-1)

@@ -1,0 +1,29 @@
+"""random: rows stay by a seeded draw per (seed, layer, head, place); the floor that every informed method must beat."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.method import Method, Seen, State
+from kvbench.rows import Rows
+
+
+@dataclass(frozen=True)
+class Random(Method):
+    """A row keeps its draw for as long as it is held, so the choice does not depend on blocks or batches."""
+
+    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+        device = rows.places.device
+        seeds = torch.tensor(state.seeds, device=device)[:, None, None]
+        heads = torch.arange(rows.heads, device=device)[None, :, None]
+        stream = scramble(scramble(seeds) + seen.layer * 4096 + heads)
+        return (scramble(stream + rows.places) >> 11 & (1 << 52) - 1).double() / (1 << 52)
+
+
+def scramble(x: Tensor) -> Tensor:
+    """The splitmix64 finaliser (Steele, Lea, Flood 2014) on int64, wrapping."""
+    x = x + (0x9E3779B97F4A7C15 - (1 << 64))
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * (0x94D049BB133111EB - (1 << 64))
+    return x ^ (x >> 31 & (1 << 33) - 1)

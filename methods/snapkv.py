@@ -1,0 +1,47 @@
+"""snapkv: rows that the last queries attended to stay, smoothed over their neighbours.
+
+Source: FasterDecoding/SnapKV, snapkv/monkeypatch/snapkv_utils.py; values from its experiments/LongBench/config.
+s_j = pool_κ(Σ_t p_{t,j}) over the last w queries t, window rows dropped before pooling and always kept. Per KV head:
+mean over the group's query heads, after pooling (NVIDIA/kvpress) or before it (FFY0/AdaKV): the same for average
+pooling only. Under blocks the window is the current block's last min(w, T) queries.
+"""
+
+from dataclasses import dataclass
+
+from kvbench.kernels.window import window
+from kvbench.kernels.window.pool import POOLINGS, pool
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvbench.method import Method, Seen, State
+from kvbench.rows import Rows
+from kvbench.settings import choose, odd, whole
+
+
+@dataclass(frozen=True)
+class SnapKV(Method):
+    """`window` queries that vote and rows that stay; `kernel`, `pooling` avg|max; `group` after|before pooling."""
+
+    window: int
+    kernel: int
+    pooling: str
+    group: str
+
+    def __post_init__(self) -> None:
+        whole("method.window", self.window, 1)
+        odd("method.kernel", self.kernel)
+        choose("method.pooling", self.pooling, POOLINGS)
+        choose("method.group", self.group, ("after", "before"))
+
+    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
+        return rows.places >= seen.tokens - self.window
+
+    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+        votes = window(seen.queries[:, :, -self.window :], rows.keys, rows.mass, seen.scaling).sum(-2)
+        own = min(self.window, len(rows))
+        votes = votes[..., : len(rows) - own]
+        if self.group == "before":
+            votes = pool(votes.mean(2), self.kernel, self.pooling)
+        else:
+            votes = pool(votes, self.kernel, self.pooling).mean(2)
+        return pad(votes, (0, own))

@@ -1,0 +1,91 @@
+"""The command line: `python run.py method=dropkv budget=0.05 task=ruler`. Settings: conf/config.yaml and its groups."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach `main`, which says them in one line
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from kvbench import catalogue
+from kvbench.settings import SettingError
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def cell(config: DictConfig) -> None:
+    """One run and its baseline, from the store or made now, and the table of both."""
+    from kvbench.run import Run
+    from kvbench.runner import Bench, execute
+    from kvbench.tables import closing_table
+
+    try:
+        run = Run.from_config(config)
+        results, bench = Path(config.results), Bench(run)
+        full = execute(run.baseline(), results, bench)
+        method = None if run.value() == run.baseline().value() else execute(run, results, bench)
+    except SettingError as error:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            raise  # the sweep's other cells go on, then Hydra reports this one
+        sys.exit(refuse(str(error)))
+    heading = {
+        "model": run.checkpoint.name,
+        "revision": run.checkpoint.identity(),
+        "method": config.method.name,
+        "allocator": config.allocator.name,
+        "codec": config.codec.name,
+        "budget": config.budget,
+        "block_size": config.block_size,
+        "question": config.question,
+        "device": run.device,
+        "embedded": run.checkpoint.name == "reference",
+    }
+    print(closing_table(full, method, heading).to_text())
+
+
+def refuse(line: str) -> int:
+    """Say in one line what cannot be used; returns the exit code for it."""
+    print(f"kvbench: {line}", file=sys.stderr)
+    return 2
+
+
+def main() -> int:
+    """Exit code 2 and one line for a setting that cannot be used."""
+    if "--cfg" in sys.argv or "-c" in sys.argv:
+        sys.argv.append("--resolve")
+    try:
+        cell()
+    except Exception as error:
+        line = one_line(error)
+        if line is None:
+            raise
+        return refuse(line)
+    return 0
+
+
+def one_line(error: BaseException | None) -> str | None:
+    """What is wrong with the settings, or None if the error is about something else."""
+    while error is not None:
+        if isinstance(error, SettingError):
+            return str(error)
+        if isinstance(error, MissingConfigException) and error.missing_cfg_file and "/" in error.missing_cfg_file:
+            group, _, name = error.missing_cfg_file.partition("/")
+            return f"{group}={name}: choose one of {', '.join(catalogue.names(group))}"
+        if isinstance(error, OmegaConfBaseException) and error.full_key:
+            return f"{error.full_key}: no such setting, or not of this kind; `python run.py --cfg job` lists them"
+        if isinstance(error, HydraException) and not isinstance(
+            error.__cause__, HydraException | OmegaConfBaseException
+        ):
+            return " ".join(str(error).split())
+        error = error.__cause__
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
