@@ -1,6 +1,8 @@
 """The command line: `python run.py method=dropkv budget=0.05 task=ruler`. Settings: conf/config.yaml and its groups."""
 
+import logging
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -46,7 +48,8 @@ def cell(config: DictConfig) -> None:
         "device": run.device,
         "embedded": run.checkpoint.name == "reference",
     }
-    print(closing_table(full, method, heading).to_text())
+    width = shutil.get_terminal_size(fallback=(120, 24)).columns
+    print(closing_table(full, method, heading).to_text(max(width, 80)))
 
 
 def refuse(line: str) -> int:
@@ -57,6 +60,7 @@ def refuse(line: str) -> int:
 
 def main() -> int:
     """Exit code 2 and one line for a setting that cannot be used."""
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a hub out of reach is said once, by `refuse`
     if "--cfg" in sys.argv or "-c" in sys.argv:
         sys.argv.append("--resolve")
     try:

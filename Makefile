@@ -1,0 +1,42 @@
+# `make run` and `make test` are all that a new checkout needs; both make .venv from requirements.lock when it is missing.
+PYTHON ?= python3
+BIN := .venv/bin
+VERSIONS := 5.5.4 5.17.0 5.23.0
+ARGS ?= method=dropkv budget=0.05 task=ruler
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: setup run test test-all test-versions test-gpu lint reference-model
+
+setup: .venv/ready
+
+.venv/ready: requirements.lock
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	touch $@
+
+run: setup
+	$(BIN)/python run.py $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+test: setup lint
+	$(PYTEST) -n 2 -m "not full and not gpu"
+
+test-all: setup lint
+	$(PYTEST) -n auto -m "not gpu"
+
+# every transformers version in its own folder beside the pinned one; the rest of .venv stays
+test-versions: setup $(VERSIONS:%=.versions/%)
+	set -e; for version in $(VERSIONS); do \
+	  PYTHONPATH=.versions/$$version $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"; \
+	  PYTHONPATH=.versions/$$version $(PYTEST) -n 2 -m "not full and not gpu" tests/test_laws.py tests/test_interface.py; \
+	done
+
+.versions/%:
+	$(BIN)/python -m pip install --quiet --target $@ "transformers==$*" "numpy<2.4"
+
+# on a machine with a GPU whose own Python has torch and transformers: `make test-gpu BIN=/usr/bin`
+test-gpu:
+	$(BIN)/python -m pytest -m gpu
