@@ -1,0 +1,88 @@
+"""Which sources can change a result: a hash of modules and of all that they import from kvbench.
+
+The walk is static (ast; nothing is imported) and covers imports inside functions. A package counts with all its
+files but its prose, since a kernel's `__init__.py` may choose its implementation by name at run time.
+"""
+
+import ast
+import hashlib
+from collections.abc import Iterable
+from importlib.util import resolve_name
+from pathlib import Path
+
+import kvbench
+
+NO_SOURCE = (".md", ".pyc")
+
+
+def source_hash(modules: Iterable[str]) -> str:
+    """16 hex digits over the sources of `modules` (e.g. "kvbench.methods.snapkv") and what they import, transitively.
+
+    A module's name and its bytes count, the place of the checkout does not.
+    """
+    digest = hashlib.sha256()
+    for module in sorted(closure(modules)):
+        for file in _files(module):
+            content = file.read_bytes()
+            digest.update(f"{module} {file.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+def closure(modules: Iterable[str]) -> set[str]:
+    """`modules`, the kvbench modules that they import, and so on; with them every package that they lie in."""
+    found: set[str] = set()
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop()
+        if module in found:
+            continue
+        if not _files(module):
+            raise ValueError(f"{module} is no module of kvbench")
+        found.add(module)
+        if module != "kvbench":  # every module's parent; what it offers on demand belongs to whoever asks for it
+            waiting += [name for name in imports(module) if name.split(".")[0] == "kvbench"]
+    return found
+
+
+def imports(module: str) -> set[str]:
+    """What a kvbench module imports directly: modules of kvbench, and others by full name ("torch.nn").
+
+    For a package: what any of its files imports. Importing a.b.c imports a and a.b too.
+    """
+    names: set[str] = set()
+    for file in _files(module):
+        if file.suffix != ".py":
+            continue
+        package = module if _is_package(module) else module.rpartition(".")[0]
+        for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                origin = resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module
+                names.add(origin)
+                names.update(f"{origin}.{alias.name}" for alias in node.names if _files(f"{origin}.{alias.name}"))
+    for name in [module, *names]:
+        parts = name.split(".")
+        names.update(".".join(parts[:end]) for end in range(1, len(parts)))
+    return {name for name in names if name != module and (name.split(".")[0] != "kvbench" or _files(name))}
+
+
+def _is_package(module: str) -> bool:
+    return any(file.name == "__init__.py" for file in _files(module))
+
+
+def _files(module: str) -> list[Path]:
+    """The files of a kvbench module: one, or all of a package's; none for a folder without `__init__.py`."""
+    first, *rest = module.split(".")
+    if first != "kvbench":
+        return []
+    for root in map(Path, kvbench.__path__):
+        path = root.joinpath(*rest)
+        if path.with_suffix(".py").is_file() and rest:
+            return [path.with_suffix(".py")]
+        if (path / "__init__.py").is_file():
+            if not rest:
+                return [path / "__init__.py"]  # kvbench itself holds everything; its other files count by name
+            files = (file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+            return sorted(file for file in files if file.suffix not in NO_SOURCE)
+    return []

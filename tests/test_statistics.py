@@ -1,0 +1,190 @@
+"""The paired interval: worked examples, what it refuses, and how often it holds the truth."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from scipy.special import binom
+
+from kvbench.statistics import Interval, Scores, average, pair, paired
+
+
+def names(count: int) -> list[str]:
+    return [str(place) for place in range(count)]
+
+
+def lost(count: int, wrong: int) -> Interval:
+    """All right with the full cache, `wrong` of `count` lost with the method."""
+    return paired([100.0] * count, [0.0] * wrong + [100.0] * (count - wrong), names(count))
+
+
+def test_one_sample_a_group_is_the_paired_t_interval():
+    # d = -30, 10, -10, 20, 0, -50: mean -10; squares of residuals 400, 400, 0, 900, 100, 1600: s² = 3400 / 5 = 680;
+    # error = √(680 / 6) = 10.6458; t(0.975, 5) = 2.570582, so ± 27.3659
+    interval = paired([80, 40, 60, 0, 70, 100], [50, 50, 50, 20, 70, 50], names(6))
+    assert (interval.mean_full, interval.mean_method) == (pytest.approx(350 / 6), pytest.approx(290 / 6))
+    assert (interval.difference, interval.error) == (pytest.approx(-10), pytest.approx(10.645813))
+    assert (interval.low, interval.high) == (pytest.approx(-37.365934, abs=1e-5), pytest.approx(17.365934, abs=1e-5))
+    assert (interval.samples, interval.groups) == (6, 6)
+
+
+def test_groups_are_clusters():
+    # d = -10, -20 | -30 | 0, 20, 10 : mean -5; sums of residuals by group: -20 | -25 | 45; squares 400 + 625 + 2025
+    # = 3050; CR1: 3/2 · 3050 / 36 = 127.0833; error 11.27313; t(0.975, 2) = 4.302653
+    interval = paired([50] * 6, [40, 30, 20, 50, 70, 60], ["a", "a", "b", "c", "c", "c"])
+    assert (interval.difference, interval.error) == (pytest.approx(-5), pytest.approx(11.273124))
+    assert interval.high == pytest.approx(-5 + 4.302653 * 11.273124, abs=1e-4)
+    assert (interval.samples, interval.groups) == (6, 3)
+
+
+def test_the_average_weighs_subtasks_alike():
+    # variances of the means 680 / 6 (5 degrees) and 127.0833 (2 degrees); error² = (113.3333 + 127.0833) / 4 = 60.104
+    # freedom = 240.4167² / (113.3333² / 5 + 127.0833² / 2) = 57800.17 / 10643.98 = 5.4303
+    one = Scores([80, 40, 60, 0, 70, 100], [50, 50, 50, 20, 70, 50], [f"a{place}" for place in range(6)])
+    two = Scores([50] * 6, [40, 30, 20, 50, 70, 60], ["a", "a", "b", "c", "c", "c"])
+    interval = average([one, two])
+    assert (interval.difference, interval.error) == (pytest.approx(-7.5), pytest.approx(math.sqrt(60.104167)))
+    assert interval.mean_full == pytest.approx((350 / 6 + 50) / 2)
+    t = (interval.high - interval.difference) / interval.error
+    assert 2.446912 < t < 2.570582  # t(0.975, 6) and t(0.975, 5)
+    assert t == pytest.approx(2.5105, abs=5e-4)
+    assert interval.low == pytest.approx(-7.5 - t * interval.error)
+    assert (interval.samples, interval.groups) == (12, 9)
+
+
+def test_contexts_shared_by_subtasks_do_not_count_twice():
+    full, method = [80, 40, 60, 0, 70, 100], [50, 50, 50, 20, 70, 50]
+    single = paired(full, method, names(6))
+    same = average([Scores(full, method, names(6))] * 4)
+    assert (same.error, same.low, same.groups) == (pytest.approx(single.error), pytest.approx(single.low), 6)
+    apart = average([Scores(full, method, [f"{part}/{name}" for name in names(6)]) for part in "abcd"])
+    assert apart.error == pytest.approx(single.error / 2) and apart.groups == 24
+
+
+def test_no_difference_in_few_samples_is_no_proof():
+    for count, bound in ((5, 52.1824), (50, 7.1121), (500, 0.7351)):
+        interval = lost(count, 0)
+        assert bound == pytest.approx(100 * (1 - 0.025 ** (1 / count)), abs=1e-3)
+        assert (interval.low, interval.high) == (pytest.approx(-bound, abs=1e-3), pytest.approx(bound, abs=1e-3))
+        assert (interval.difference, interval.error) == (0, 0)
+    # 5 of 5 lost is no more than the sign test can say (p = 0.0625), 6 of 6 is
+    assert lost(5, 5).low == -100 and lost(5, 5).high == pytest.approx(-100 + 2 * 52.1824, abs=1e-3)
+    assert lost(5, 5).high > 0 > lost(6, 6).high
+
+
+def test_the_bound_grows_with_what_was_lost():
+    # Clopper-Pearson for 1 of 20: the p with (1 - p)^20 + 20 p (1 - p)^19 = 0.025
+    p = -lost(20, 1).low / 100
+    assert (1 - p) ** 20 + 20 * p * (1 - p) ** 19 == pytest.approx(0.025)
+    assert lost(20, 1).high == lost(20, 0).high
+    lows = [lost(500, wrong).low for wrong in range(6)]
+    assert lows == sorted(lows, reverse=True)
+    assert lost(20, 5).high > 0 > lost(20, 6).high  # the sign test's p: 0.0625 and 0.031
+    both = paired([100, 0] + [50] * 18, [0, 100] + [50] * 18, names(20))
+    assert both.low == lost(20, 1).low == -both.high
+    alike = paired([100] * 20, [90] * 20, names(20))  # every sample lost 10 points: nothing spreads
+    assert alike.low == pytest.approx(-10 - 90 * (1 - 0.025 ** (1 / 20)))
+    assert alike.high == pytest.approx(-10 + 110 * (1 - 0.025 ** (1 / 20)))
+    # 8 of 10 lost, 2 kept, none gained: -100 + 100 U(2, 10) + 100 U(0, 10)
+    assert (lost(10, 8).low, lost(10, 8).high) == (-100, pytest.approx(-100 + 55.610 + 30.850, abs=1e-2))
+    mirrored = paired([0] * 10, [100] * 8 + [0] * 2, names(10))
+    assert (mirrored.low, mirrored.high) == (-lost(10, 8).high, 100)
+
+
+def test_the_bounds_of_an_average_pool_its_subtasks():
+    def parts(*wrong: int) -> list[Scores]:
+        scores = ([0] * count + [100] * (5 - count) for count in wrong)
+        return [Scores([100] * 5, method, [f"{k}/{n}" for n in range(5)]) for k, method in enumerate(scores)]
+
+    assert average(parts(0, 0, 0, 0)).low == pytest.approx(-100 * (1 - 0.025 ** (1 / 20)))
+    assert average(parts(1, 0, 0, 0)).low == pytest.approx(lost(20, 1).low)
+    assert average(parts(5, 0)).low == pytest.approx(-50 - 100 * (1 - 0.025 ** (1 / 10)))
+    assert average(parts(2, 2, 2, 0)).error == pytest.approx(math.sqrt(3 * 600 / 16))  # six differ: t
+    assert average(parts(2, 2, 2, 0)).low == pytest.approx(-30 - 2.178813 * math.sqrt(3 * 600 / 16), abs=1e-4)
+    shared = [Scores([100] * 5, [0] + [100] * 4, names(5))] * 3  # the same context lost three times
+    assert average(shared).low == pytest.approx(lost(5, 1).low)
+
+
+def test_a_large_group_lies_within_its_interval():
+    interval = paired([100] * 19, [0] * 10 + [100] * 9, ["a"] * 10 + names(9))
+    assert interval.low <= interval.difference == pytest.approx(-1000 / 19)
+
+
+def test_one_group_has_no_interval():
+    interval = paired([100, 50], [50, 50], ["a", "a"])
+    assert interval == Interval(75, 50, -25, None, None, 2, 1, None)
+    assert average([Scores([1, 2], [2, 3], ["a", "b"]), Scores([1], [1], ["c"])]).low is None
+
+
+def test_scores_must_be_scores():
+    for full, method, groups in (([], [], []), ([1], [1, 2], ["a"]), ([1], [1], [])):
+        with pytest.raises(ValueError, match="full"):
+            paired(full, method, groups)
+    for wrong in (float("nan"), -0.1, 100.1):
+        with pytest.raises(ValueError, match="not in"):
+            paired([50, 50], [50, wrong], names(2))
+
+
+def test_pairs_are_of_the_same_question():
+    def records(**changed: str) -> dict[str, dict]:
+        kept = {"prompt_hash": "p", "target_hash": "t"}
+        return {uid: {"uid": uid, **kept} | (changed if uid == "b" else {}) for uid in "cba"}
+
+    assert [(full["uid"], method["uid"]) for full, method in pair(records(), records())] == [(u, u) for u in "abc"]
+    assert pair(records(), {}) == []
+    for key in ("prompt_hash", "target_hash"):
+        with pytest.raises(ValueError, match=f"^b: {key} is"):
+            pair(records(), records(**{key: "other"}))
+
+
+def share(share_lost: float, bounds: np.ndarray) -> float:
+    """Exact coverage: over all binomial outcomes, where each right answer is lost with the same chance."""
+    count = len(bounds) - 1
+    wrong = np.arange(count + 1)
+    chance = binom(count, wrong) * share_lost**wrong * (1 - share_lost) ** (count - wrong)
+    truth = -100 * share_lost
+    return float(chance[(bounds[:, 0] <= truth + 1e-9) & (truth - 1e-9 <= bounds[:, 1])].sum())
+
+
+@pytest.mark.parametrize("count", [5, 10, 20, 50, 100, 200, 500])
+def test_coverage_of_right_or_wrong_scores(count):
+    bounds = np.array([(interval.low, interval.high) for interval in (lost(count, w) for w in range(count + 1))])
+    percent = np.arange(1, 100)
+    coverage = np.array([share(p / 100, bounds) for p in percent])
+    if count <= 100:
+        assert coverage[percent <= 10].min() >= 0.96
+    if count >= 100:
+        middle = coverage[(percent >= 20) & (percent <= 80)]
+        assert 0.93 <= middle.min() and middle.max() <= 0.97
+    assert coverage.min() >= 0.91
+
+
+def covered(draw: Callable[[], Interval], truth: float, times: int) -> float:
+    return sum(interval.low <= truth <= interval.high for interval in (draw() for _ in range(times))) / times
+
+
+@pytest.mark.parametrize(("groups", "size"), [(20, 1), (50, 1), (200, 1), (20, 4), (40, 3)])
+def test_coverage_of_partial_scores(groups, size):
+    draw = np.random.default_rng(0)
+    of = np.repeat(np.arange(groups), size)
+
+    def interval() -> Interval:
+        full = draw.uniform(40, 60, groups * size)
+        loss = np.repeat(draw.normal(5, 6, groups), size) + draw.exponential(6, groups * size) - 6  # skewed, correlated
+        return paired(full, np.clip(full - loss, 0, 100), of.astype(str))
+
+    assert 0.93 <= covered(interval, -5, 1500) <= 0.97
+
+
+@pytest.mark.parametrize(("count", "scale", "most"), [(20, 1, 0.97), (50, 1, 0.97), (10, 0.2, 1), (50, 0.02, 1)])
+def test_coverage_of_the_average(count, scale, most):
+    draw = np.random.default_rng(1)
+    losses = scale * np.array([0, 0, 0, 0.02, 0.02, 0.05, 0.05, 0.1, 0.1, 0.2, 0.3, 0.5, 0.8])
+
+    def interval() -> Interval:
+        wrong = draw.random((13, count)) < losses[:, None]
+        groups = [[f"{part}/{name}" for name in names(count)] for part in range(13)]
+        return average([Scores([100.0] * count, 100.0 * ~row, group) for row, group in zip(wrong, groups, strict=True)])
+
+    assert 0.93 <= covered(interval, -100 * losses.mean(), 500) <= most

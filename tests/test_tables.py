@@ -1,0 +1,226 @@
+"""The closing table, against hand-written records: every printed number is recomputed from them."""
+
+import csv
+import io
+import statistics
+
+import pytest
+
+from kvbench.statistics import Scores, average, paired
+from kvbench.tables import EMBEDDED, closing_table, escape
+
+HEADING = {"model": "tiny", "revision": "0a1b", "method": "snapkv", "budget": 0.1}
+# uid: score, resident of 1000 bytes, rows attended of 200, TTFT, decode ms, tokens out (full, then method)
+FULL = {
+    "vt/0": (100, 1000, 200, 90, 40, 5),
+    "vt/1": (100, 1000, 200, 110, 44, 5),
+    "vt/2": (50, 1000, 200, 103, 30, 4),
+    "niah/0": (100, 1000, 200, 80, 12, 3),
+    "niah/1": (100, 1000, 200, 82, 10, 3),
+}
+METHOD = {
+    "vt/0": (80, 100, 20, 95, 36, 5),
+    "vt/1": (40, 120, 24, 115, 28, 5),
+    "vt/2": (50, 110, 26, 104, 18, 4),
+    "niah/0": (100, 150, 30, 85, 8, 3),
+    "niah/1": (0, 170, 30, 87, 0, 1),
+}
+
+
+def records(table: dict[str, tuple], **changed: object) -> dict[str, dict]:
+    found = {}
+    for index, (uid, (score, resident, attended, ttft, decode, tokens)) in enumerate(table.items()):
+        found[uid] = {
+            "uid": uid,
+            "subtask": uid.split("/")[0],
+            "group": "",
+            "index": index,
+            "prompt_hash": f"p{uid}",
+            "target_hash": f"t{uid}",
+            "score": score,
+            "resident_bytes": resident,
+            "full_bytes": 1000,
+            "rows_attended": attended,
+            "rows_seen_decoding": 200,
+            "ttft_ms": ttft,
+            "decode_ms": decode,
+            "tokens_out": tokens,
+            "meta": {},
+            "error": None,
+        } | changed
+    return found
+
+
+def failed(found: dict[str, dict], uid: str, error: str | None) -> dict[str, dict]:
+    empty = dict.fromkeys(("score", "resident_bytes", "rows_attended", "ttft_ms", "decode_ms", "tokens_out"))
+    return found | {uid: found[uid] | empty | {"error": error}}
+
+
+# vt: d = -20, -60, 0, s² = 933.3, error 17.64, t(2) = 4.303: -26.67 ± 75.9; niah: d = 0, -100 says nothing;
+# shares of vt: 330 / 3000, 70 / 600; medians of 90 110 103, of 40/4 44/4 30/3, of 36/4 28/4 18/3 = 9 7 6
+GOLDEN = """\
+model: tiny
+revision: 0a1b
+method: snapkv
+budget: 0.1
+
+         score   score                     95 %     bytes      rows  TTFT ms  TTFT ms  TPOT ms  TPOT ms
+subtask   full  method   diff          interval  n   held  attended     full   method     full   method
+-------------------------------------------------------------------------------------------------------
+vt        83.3    56.7  -26.7   [-100.0, +49.2]  3  11.0%     11.7%    103.0    104.0     10.0      7.0
+niah     100.0    50.0  -50.0  [-100.0, +100.0]  2  16.0%     15.0%     81.0     86.0      5.5      4.0
+-------------------------------------------------------------------------------------------------------
+average   91.7    53.3  -38.3  [-100.0, +100.0]  5  13.5%     13.3%     92.0     95.0      7.8      5.5
+
+Model tiny, revision 0a1b.
+diff: method - full in points, with its 95 % interval, paired and clustered by context; where fewer than 6 contexts
+  differ, from exact binomial bounds.
+bytes held, rows attended: shares of the full cache's, the latter per token decoded; TTFT: time to first token; TPOT:
+  time per output token after it; medians over samples.
+"""
+
+
+def lines(table: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(table)))
+
+
+def test_text():
+    table = closing_table(records(FULL), records(METHOD), HEADING)
+    assert table.to_text(120) == GOLDEN
+    shuffled = dict(reversed(records(METHOD).items()))
+    assert closing_table(dict(reversed(records(FULL).items())), shuffled, HEADING) == table
+
+
+def test_narrow_text_goes_into_blocks():
+    table = closing_table(records(FULL), failed(records(METHOD), "vt/0", "out_of_memory"), HEADING)
+    wide = [line.split() for line in table.to_text(200).splitlines()]
+    for width in (60, 80, 100):
+        text = table.to_text(width)
+        assert max(map(len, text.splitlines())) <= width
+        rows = [line.split()[1:] for line in text.splitlines() if line.startswith("niah ")]
+        assert len(rows) > 1 and sum(rows, []) == next(line[1:] for line in wide if line and line[0] == "niah")
+    long = {uid: record | {"subtask": "s" * 90} for uid, record in records(METHOD).items()}
+    text = closing_table(records(FULL), long, HEADING).to_text(80)
+    assert "sss...  " in text and max(map(len, text.splitlines())) <= 80
+
+
+def test_markdown():
+    text = closing_table(records(FULL), records(METHOD), HEADING | {"run": "a|b"}).to_markdown()
+    assert text.startswith("* model: tiny\n* revision: 0a1b\n* method: snapkv\n* budget: 0.1\n* run: a\\|b\n\n| subt")
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.replace("\\|", "").count("|") for line in table}) == 1
+    assert table[2].startswith("| vt | 83.3 | 56.7 | -26.7 | \\[-100.0, +49.2\\] | 3 | 11.0% | 11.7% | 103.0 | 104.0 |")
+    assert "\n* Model tiny, revision 0a1b.\n" in text
+
+
+def test_every_number_is_recomputed_from_the_records():
+    *rows, last = lines(closing_table(records(FULL), records(METHOD), HEADING).to_csv())
+    assert [row["subtask"] for row in (*rows, last)] == ["vt", "niah", "average"]
+    numbers = ("mean_full", "mean_method", "difference", "held", "attended", "ttft_full", "ttft", "tpot_full", "tpot")
+    parts = []
+    for row in rows:
+        full = [value for uid, value in FULL.items() if uid.startswith(row["subtask"])]
+        method = [value for uid, value in METHOD.items() if uid.startswith(row["subtask"])]
+        expected = (
+            statistics.mean(value[0] for value in full),
+            statistics.mean(value[0] for value in method),
+            statistics.mean(b[0] - a[0] for a, b in zip(full, method, strict=True)),
+            statistics.mean(value[1] / 1000 for value in method),
+            statistics.mean(value[2] / 200 for value in method),
+            statistics.median(value[3] for value in full),
+            statistics.median(value[3] for value in method),
+            statistics.median(value[4] / (value[5] - 1) for value in full if value[5] > 1),
+            statistics.median(value[4] / (value[5] - 1) for value in method if value[5] > 1),
+        )
+        assert [float(row[name]) for name in numbers] == pytest.approx(expected)
+        names = [str(place) for place in range(len(full))]
+        interval = paired([value[0] for value in full], [value[0] for value in method], names)
+        assert [float(row[name]) for name in ("low", "high", "error")] == [interval.low, interval.high, interval.error]
+        assert (int(row["samples"]), int(row["groups"])) == (len(full), len(full))
+        groups = [f"{row['subtask']}{name}" for name in names]
+        parts.append(Scores([value[0] for value in full], [value[0] for value in method], groups))
+    for name in numbers:
+        assert float(last[name]) == pytest.approx(statistics.mean(float(row[name]) for row in rows))
+    interval = average(parts)
+    assert [float(last[name]) for name in ("low", "high", "error")] == [interval.low, interval.high, interval.error]
+    assert (last["samples"], last["model"], last["budget"]) == ("5", "tiny", "0.1")
+
+
+def test_groups_are_contexts():
+    one = closing_table(records(FULL, group="same"), records(METHOD, group="same"), HEADING)
+    assert {row.interval.groups for row in one.rows} == {1}
+    assert one.rows[0].interval.low is None and one.rows[-1].interval.low is None
+    assert "  n/a  3  " in one.to_text(120) and "No interval where a subtask has one context only" in one.to_text(200)
+    assert lines(one.to_csv())[0]["low"] == ""
+
+
+@pytest.mark.parametrize(("error", "kind"), [("out_of_memory", "out_of_memory"), (None, "no_score")])
+def test_failures_leave_both_sides_and_are_counted(error, kind):
+    method = failed(records(METHOD), "vt/1", error)
+    table = closing_table(failed(records(FULL), "vt/2", error), method, HEADING)
+    vt = table.rows[0]
+    assert (vt.interval.mean_full, vt.interval.mean_method, vt.interval.samples, vt.failed) == (100, 80, 1, 2)
+    assert (vt.held, vt.ttft_full, vt.ttft) == (0.1, 90, 95)
+    assert table.rows[-1].failed == 2 and table.rows[-1].interval.samples == 3
+    for side in ("full cache's", "method's"):
+        assert f"1 of 5 samples failed in the {side} run (1 {kind}); left out on both sides." in table.notes
+    assert "  failed  " in table.to_text(120)
+
+
+def test_a_subtask_that_failed_altogether_is_shown_and_named():
+    method = failed(failed(records(METHOD), "niah/0", "out_of_memory"), "niah/1", "out_of_memory")
+    table = closing_table(records(FULL), method, HEADING)
+    vt, niah, last = table.rows
+    assert (niah.interval, niah.held, niah.ttft, niah.tpot_full, niah.failed) == (None, None, None, None, 2)
+    assert (last.interval, last.held) == (vt.interval, vt.held)
+    assert "The average leaves out niah: no sample was answered." in table.notes
+    (line,) = [line for line in table.to_text(200).splitlines() if line.startswith("niah ")]
+    assert line.split() == ["niah", *["n/a"] * 4, "0", "2", *["n/a"] * 6]
+    nothing = closing_table(failed(records(FULL) | {}, "vt/0", "x"), {}, HEADING)
+    assert nothing.rows[-1].interval is None and len(nothing.rows) == 1 and "average" in nothing.to_text(80)
+
+
+def test_samples_without_a_partner_are_counted():
+    full, method = records(FULL), records(METHOD)
+    del full["vt/0"], method["vt/1"], method["niah/1"]
+    table = closing_table(full, method, HEADING)
+    assert table.rows[-1].interval.samples == 2
+    assert "2 samples of the full cache's run have no partner in the other; left out." in table.notes
+    assert "1 samples of the method's run have no partner in the other; left out." in table.notes
+
+
+def test_runs_on_other_prompts_are_refused():
+    with pytest.raises(ValueError, match="niah/0: prompt_hash"):
+        closing_table(records(FULL), records(METHOD, prompt_hash="other"), HEADING)
+
+
+def test_the_full_cache_alone():
+    table = closing_table(records(FULL), None, HEADING | {"method": "full"})
+    text = table.to_text(80)
+    assert "diff" not in text and "interval" not in text and "method" not in text.replace("method: full", "")
+    (line,) = [line for line in text.splitlines() if line.startswith("vt ")]
+    assert line.split() == ["vt", "83.3", "3", "100.0%", "100.0%", "103.0", "10.0"]
+
+
+def test_what_must_be_said():
+    plain = closing_table(records(FULL), records(METHOD), {}).notes
+    assert plain == ("Model n/a, revision not recorded.",)
+    meta = {"haystack": "generated", "qa": "generated"}
+    table = closing_table(records(FULL, meta=meta), records(METHOD, meta=meta), HEADING | {"embedded": True})
+    for text in (table.to_text(400), table.to_markdown(), table.to_csv()):
+        assert EMBEDDED in text and "embedded: " not in text
+        assert "Generated text (haystack)" in text and "Generated text (questions and answers)" in text
+    assert "Generated" not in " ".join(closing_table(records(FULL, meta={"haystack": "essays"}), None, {}).notes)
+
+
+def test_nothing_steers_the_terminal_or_breaks_a_cell():
+    assert escape("é|\x1b[31m\n\r\0\u2028\u202e\x9b\ud800") == "é|\\x1b[31m\\n\\r\\x00\\u2028\\u202e\\x9b\\ud800"
+    evil = "\x1b]0;x\x07|a\n\u202eb\ud800"
+    hostile = {uid: record | {"subtask": evil} for uid, record in records(METHOD).items()}
+    table = closing_table(records(FULL), failed(hostile, "vt/0", evil), {"model": evil, evil: evil})
+    for text in (table.to_text(120), table.to_markdown(), table.to_csv()):
+        assert text.encode() and not {"\x1b", "\x07", "\u202e"} & set(text)
+        assert "x1b]0;x" in text.replace("\\]", "]")
+    assert len(lines(table.to_csv())) == 2
+    table_lines = [line for line in table.to_markdown().splitlines() if line.startswith("|")]
+    assert len(table_lines) == 4 and len({line.replace("\\|", "").count("|") for line in table_lines}) == 1
