@@ -20,7 +20,7 @@ from kvbench import catalogue
 from kvbench.settings import SettingError
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@hydra.main(version_base="1.3", config_path=str(catalogue.CONF), config_name="config")
 def cell(config: DictConfig) -> None:
     """One run and its baseline, from the store or made now, and the table of both."""
     from kvbench.run import Run

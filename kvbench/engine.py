@@ -37,7 +37,7 @@ class Sampling:
         if self.temperature == 0:
             return logits.argmax(-1)
         probabilities = (logits.float() / self.temperature).softmax(-1).cpu()
-        ordered, tokens = probabilities.sort(-1, descending=True, stable=True)
+        ordered, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
         ordered[ordered.cumsum(-1) - ordered >= self.top_p] = 0
         picks = [torch.multinomial(row, 1, generator=g) for row, g in zip(ordered, generators, strict=True)]
         return tokens.gather(-1, torch.stack(picks)).squeeze(-1).to(logits.device)

@@ -1,0 +1,291 @@
+"""Whole runs through the command line: bad input, records, baselines, resume after SIGKILL, two processes, README."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import run as command
+from kvbench.engine import Context
+from kvbench.model import REFERENCE
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMES = {"seconds", "prefill_ms", "ttft_ms", "decode_ms"}
+QUICK = ("task.subtasks=[niah_single_1,ruler_vt]", "task.length=1024", "task.samples=2")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A random model with the reference model's tokenizer: it answers nothing, and everything else is real."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def kvbench(checkpoint, tmp_path, monkeypatch, capsys):
+    """Runs the command line in this process; gives exit code, output, errors. Results lie in tmp_path/results."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*settings: str) -> tuple[int, str, str]:
+        base = ["model=hf", f"model.path={checkpoint}", "device=cpu"]
+        monkeypatch.setattr(sys, "argv", ["run.py", *base, *settings])
+        try:
+            code = command.main()
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def lines(folder: Path) -> list[dict]:
+    text = "".join(path.read_text() for path in sorted(folder.glob("records*.jsonl")))
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def runs(results: Path) -> dict[str, tuple[Path, list[dict]]]:
+    """Method's name → folder and records; one run of each method is expected."""
+    found = {}
+    for folder in (results / "runs").iterdir():
+        name = yaml.safe_load((folder / "run.yaml").read_text())["value"]["method"]["name"]
+        assert name not in found
+        found[name] = folder, lines(folder)
+    return found
+
+
+BAD = {
+    "method=foo": "method=foo: choose one of centroidkv",
+    "allocator=foo": "allocator=foo: choose one of ada",
+    "task=foo": "task=foo: choose one of ruler",
+    "model=foo": "model=foo: choose one of",
+    "codec=foo": "codec=foo: choose one of raw",
+    "budget=0": "budget=0: a fraction in (0, 1]",
+    "budget=1": "budget=1: ambiguous, write 1.0",
+    "budget=-0.5": "budget=-0.5: a fraction",
+    "budget=nan": "budget=nan: a fraction",
+    "budget=1.5": "budget=1.5: a fraction",
+    "budget=many": "budget=many: a fraction",
+    "budget=true": "budget=True: a fraction",
+    "budget_of=context": "budget_of=context: choose one of prompt, seen",
+    "block_size=0": "block_size=0: a whole number of at least 1",
+    "block_size=1.5": "block_size=1.5: a whole number",
+    "limit=0": "limit=0: a whole number of at least 1",
+    "seed=-1": "seed=-1: a whole number",
+    "max_batch=0": "max_batch=0: a whole number",
+    "question=maybe": "question=maybe: choose one of visible, hidden",
+    "temperature=-1": "temperature=-1: a number from 0",
+    "top_p=0": "top_p=0: a share in (0, 1]",
+    "dtype=int8": "dtype=int8: choose one of auto, float32",
+    "method.preset=foo": "method.preset=foo: choose one of paper, official_cache, exact",
+    "method.window=0": "method.window=0: a whole number of at least 1",
+    "method.nothing=1": "method.nothing: no such setting",
+    "nothing=1": "nothing: no such setting",
+    "task.length=5000": "task.length=5000: ",
+    "task.haystack_path=/nowhere": "task.haystack_path=/nowhere: ",
+    "task.qa_path=/nowhere": "task.qa_path=/nowhere",
+    "task.subtasks=niah": "task.subtasks=niah: choose one of",
+    "model.path=/nowhere": "model.path=/nowhere: no such folder",
+    "model.path=null": "model.path=null: model=hf needs a local folder or a hub id",
+}
+
+
+@pytest.mark.parametrize("setting", BAD)
+def test_a_bad_setting_is_one_line_and_leaves_nothing(kvbench, tmp_path, monkeypatch, setting):
+    monkeypatch.setattr("kvbench.model.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
+    code, out, err = kvbench(setting)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and err.startswith("kvbench: " + BAD[setting]), err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_that_only_fail_together(kvbench, tmp_path, monkeypatch):
+    code, _, err = kvbench("method=centroidkv", "allocator=ada")
+    assert code == 2 and "allocator=ada: centroidkv has no scores" in err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, err = kvbench("device=cuda")
+    assert code == 2 and "device=cuda: there is no CUDA device here" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unsupported_architecture_is_refused(kvbench, tmp_path):
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    code, _, err = kvbench(f"model.path={tmp_path}/gpt2")
+    assert code == 2 and "architecture gpt2 is not supported; use one of llama, mistral" in err
+
+
+def test_cfg_job_shows_the_preset_resolved(kvbench):
+    code, out, _ = kvbench("method=snapkv", "method.preset=kvpress", "method.kernel=9", "--cfg", "job")
+    shown = yaml.safe_load(out)
+    assert code == 0 and shown["method"]["window"] == 64 and shown["method"]["kernel"] == 9
+
+
+@pytest.mark.parametrize("question", ["visible", "hidden"])
+def test_a_run_writes_one_record_a_sample_and_its_baseline(kvbench, tmp_path, question):
+    code, out, err = kvbench("method=snapkv", "budget=0.25", f"question={question}", *QUICK)
+    assert code == 0, err
+    assert "niah_single_1" in out and "average" in out
+    found = runs(tmp_path / "results")
+    assert set(found) == {"full", "snapkv"}
+    for name, (folder, records) in found.items():
+        assert (folder / "done").exists() and (folder / "machine.json").exists()
+        assert len({record["uid"] for record in records}) == len(records) == 4
+        for record in records:
+            cut = record["tokens_in"] if question == "visible" else record["tokens_context"]
+            share = 1 if name == "full" else (int(0.25 * cut) + record["tokens_in"] - cut) / record["tokens_in"]
+            assert record["resident_bytes"] / record["full_bytes"] == pytest.approx(share, abs=1e-12)
+            assert record["rows_held"] == pytest.approx(share * record["tokens_in"])
+            assert record["metadata_bytes"] <= 0.032 * record["resident_bytes"]  # 4 bytes a row of 2·32 floats
+            assert record["error"] is None and record["stop"] in ("eos", "length")
+            assert record["peak_rows_attended"] >= record["rows_attended"] > 0
+            assert record["budget"] == (1.0 if name == "full" else 0.25)
+    pairs = zip(*(sorted(records, key=lambda r: r["uid"]) for _, records in found.values()), strict=True)
+    assert all(a["prompt_hash"] == b["prompt_hash"] and a["target_hash"] == b["target_hash"] for a, b in pairs)
+
+
+def test_one_baseline_serves_all_and_a_finished_run_is_not_run_again(kvbench, tmp_path, monkeypatch):
+    assert kvbench("method=knorm", "budget=0.25", *QUICK)[0] == 0
+    first = {path: path.read_bytes() for path in (tmp_path / "results" / "runs").rglob("records*")}
+    assert kvbench("method=knorm", "budget=64", "block_size=100", "allocator=ada", *QUICK)[0] == 0
+    assert len(list((tmp_path / "results" / "runs").iterdir())) == 3  # one full, two knorm
+    monkeypatch.setattr("kvbench.model.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
+    code, out, _ = kvbench("method=knorm", "budget=2.5e-1", *QUICK)
+    assert code == 0 and "average" in out
+    assert all(path.read_bytes() == text for path, text in first.items())
+
+
+def test_a_change_of_a_setting_never_reuses_records(kvbench, tmp_path):
+    for change in ("seed=1", "method.window=9", "task.length=1000", "temperature=0.5", "limit=1"):
+        before = len(list((tmp_path / "results" / "runs").glob("*"))) if (tmp_path / "results").exists() else 0
+        assert kvbench("method=snapkv", "budget=0.25", change, "task.subtasks=niah_single_1", "task.samples=2")[0] == 0
+        assert len(list((tmp_path / "results" / "runs").glob("*"))) > before
+
+
+def test_records_do_not_depend_on_order_or_company(kvbench, tmp_path):
+    """Law 4 and 7: the same records but for times, whether a sample is alone, first or last."""
+    kvbench("method=snapkv", "budget=0.25", "results=a", *QUICK)
+    kvbench(
+        "method=snapkv",
+        "budget=0.25",
+        "results=b",
+        QUICK[0].replace("niah_single_1,ruler_vt", "ruler_vt,niah_single_1"),
+        *QUICK[1:],
+    )
+    kvbench("method=snapkv", "budget=0.25", "results=c", "task.subtasks=ruler_vt", "task.length=1024", "limit=1")
+
+    def plain(name: str) -> dict[str, dict]:
+        records = runs(tmp_path / name)["snapkv"][1]
+        return {r["uid"]: {k: v for k, v in r.items() if k not in TIMES | {"index"}} for r in records}
+
+    a, b, c = plain("a"), plain("b"), plain("c")
+    assert a == b and c.items() <= a.items() and len(c) == 1
+
+
+def test_out_of_memory_is_a_record_and_the_run_goes_on(kvbench, tmp_path, monkeypatch):
+    real, calls = Context.prefill, []
+
+    def prefill(self, ids):
+        calls.append(ids.shape[1])
+        if len(calls) == 3:  # after the warm-up and one sample
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return real(self, ids)
+
+    monkeypatch.setattr(Context, "prefill", prefill)
+    code, out, _ = kvbench("method=full", *QUICK)
+    records = runs(tmp_path / "results")["full"][1]
+    assert code == 0 and [r["error"] for r in records].count("out_of_memory") == 1 and len(records) == 4
+    assert "out_of_memory" in out
+
+
+def process(checkpoint: Path, folder: Path, *settings: str) -> subprocess.Popen:
+    """The command line as a user starts it."""
+    where = [f"model.path={checkpoint}", f"results={folder}/results", "device=cpu"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, str(ROOT / "run.py"), "model=hf", *where, *settings]
+    return subprocess.Popen(
+        arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+
+
+def test_killed_at_any_moment_it_continues_and_equals_an_undisturbed_run(checkpoint, tmp_path):
+    settings = (
+        "method=snapkv",
+        "budget=0.25",
+        "task.subtasks=[niah_single_1,ruler_vt]",
+        "task.length=1024",
+        "task.samples=6",
+    )
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "whole").mkdir()
+    whole = process(checkpoint, tmp_path / "whole", *settings)
+    records = tmp_path / "killed" / "results" / "runs"
+    for enough in (2, 9, 17):  # lines on the disk at which the run is killed
+        victim = process(checkpoint, tmp_path / "killed", *settings)
+        while victim.poll() is None and sum(p.read_bytes().count(b"\n") for p in records.rglob("records*")) < enough:
+            time.sleep(0.01)
+        victim.send_signal(signal.SIGKILL)
+        victim.communicate()
+    last = process(checkpoint, tmp_path / "killed", *settings)
+    assert "average" in last.communicate()[0] and last.returncode == 0
+    assert "average" in whole.communicate()[0]
+    one, other = (runs(tmp_path / name / "results") for name in ("whole", "killed"))
+    for name in ("full", "snapkv"):
+        assert len(one[name][1]) == len(other[name][1]) == 12
+        strip = [{r["uid"]: {k: v for k, v in r.items() if k not in TIMES} for r in x[name][1]} for x in (one, other)]
+        assert strip[0] == strip[1]
+
+
+def test_two_processes_share_one_run(checkpoint, tmp_path):
+    settings = (
+        "method=knorm",
+        "budget=0.25",
+        "task.subtasks=[niah_single_1,ruler_vt]",
+        "task.length=1024",
+        "task.samples=5",
+    )
+    both = [process(checkpoint, tmp_path, *settings) for _ in range(2)]
+    assert all("average" in each.communicate()[0] and each.returncode == 0 for each in both)
+    for _, records in runs(tmp_path / "results").values():
+        assert len(records) == len({record["uid"] for record in records}) == 10
+
+
+def test_readme_shows_a_method_that_runs(checkpoint, tmp_path):
+    """The example is followed to the letter in a copy of the project."""
+    copy = tmp_path / "copy"
+    skip = shutil.ignore_patterns(
+        ".venv", ".git", ".versions", "results", "tests", "__pycache__", ".*cache", ".hypothesis"
+    )
+    shutil.copytree(ROOT, copy, ignore=skip)
+    readme = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```(?:python|yaml)\n# ((?:methods|conf)/\S+)\n(.*?)```", readme, re.DOTALL)
+    assert len(blocks) == 2
+    for path, text in blocks:
+        (copy / path).write_text(text)
+        assert len(text.splitlines()) <= 12
+    where = [f"model.path={checkpoint}", "device=cpu", "limit=1", "task.subtasks=niah_single_1", "task.length=1024"]
+    done = subprocess.run(
+        [sys.executable, "run.py", "method=newest", "budget=0.5", "model=hf", *where],
+        cwd=copy, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "method: newest" in done.stdout and re.search(r"(49.9|50.0)%", done.stdout)
