@@ -1,0 +1,47 @@
+"""What the five families of RULER tasks have in common: a subtask draws, renders, and says how large it may be."""
+
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kvbench.tasks.ruler_texts import Texts
+from kvbench.tasks.ruler_wordings import Rendered
+
+
+@dataclass(frozen=True)
+class Family:
+    """A subtask. `units` counts what its haystack is made of: words, sentences, needles or documents."""
+
+    name: str
+    new_tokens: ClassVar[int]  # upstream's tokens_to_generate
+    any_answer: ClassVar[bool] = False  # string_match_part: one reference is enough
+
+    def draw(self, units: int, rng: random.Random, texts: Texts, length: int, **fixed: int) -> dict[str, Any]:
+        """All random choices of one sample, as plain JSON values."""
+        raise NotImplementedError
+
+    def render(self, draws: dict[str, Any], texts: Texts) -> Rendered:
+        """The prompt that these draws make; no randomness."""
+        raise NotImplementedError
+
+    def least(self, texts: Texts, length: int, index: int) -> int:
+        """The fewest units that the sample can be built of."""
+        raise NotImplementedError
+
+    def most(self, texts: Texts) -> int:
+        """The most units that there are."""
+        return sys.maxsize
+
+    def step(self, length: int) -> int:
+        """Units are `least` plus a multiple of this."""
+        return 1
+
+    def fixed(self, tokens: Callable[[str], int]) -> dict[str, int]:
+        """What the tokenizer alone decides, for `draw`."""
+        return {}
+
+    def meta(self, draws: dict[str, Any], texts: Texts) -> dict[str, Any]:
+        """What a record should know of the sample."""
+        return {"haystack": "none"}

@@ -1,0 +1,86 @@
+"""What RULER's samples are made of: word lists, an essay, and two question sets; official, or generated offline.
+
+`load_texts` takes the official data from a path, or from the hub when the path is the word `hub`; without a path the
+own generators of prose.py and invented.py stand in, and `haystack` and `qa` say so.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
+from importlib.resources import files
+from pathlib import Path
+
+from kvbench.settings import SettingError
+from kvbench.tasks import prose
+from kvbench.tasks.ruler_questions import QuestionSet, questions
+from kvbench.tasks.ruler_sources import dataset, read, short_hash
+
+ESSAYS = "baber/paul_graham_essays"
+SENTENCE_END = re.compile(r"[.!?][\"'”’)\]]*$")
+ABBREVIATION = re.compile(r"(?i)^[\"'(\[]*(?:mr|mrs|ms|dr|st|jr|sr|vs|etc|e\.g|i\.e|[a-z])\.$")
+
+
+@dataclass(frozen=True)
+class Texts:
+    """All that a draw chooses from."""
+
+    nouns: tuple[str, ...]
+    adjectives: tuple[str, ...]
+    pool: tuple[str, ...]  # different nouns, adjectives and verbs
+    words: tuple[str, ...]  # the essay
+    squad: QuestionSet
+    hotpot: QuestionSet
+    haystack: str  # where the essay is from: generated, or file:<hash>, or hub:<hash>
+    qa: str  # where the questions are from
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Words up to the end of each sentence. A regular expression does what upstream asks of nltk's punkt."""
+        closed = [
+            i for i, word in enumerate(self.words[:-1], 1) if SENTENCE_END.search(word) and not ABBREVIATION.match(word)
+        ]
+        return [*closed, len(self.words)]
+
+    def essay(self, units: int) -> tuple[tuple[str, ...], list[int]]:
+        """The first `units` words of the essay, repeated when it is too short, and where its sentences end."""
+        times = -(-units // len(self.words))
+        ends = [end + i * len(self.words) for i in range(times) for end in self.ends] if times > 1 else self.ends
+        return (self.words * times)[:units], ends
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
+
+
+@cache
+def load_texts(haystack_path: str | None = None, qa_path: str | None = None) -> Texts:
+    """Texts by path, `hub`, or None (generated). Raises a SettingError that names the setting."""
+    nouns, adjectives, verbs = (_word_list(name) for name in ("noun", "adjective", "verb"))
+    words, haystack = (prose.words(), "generated") if haystack_path is None else _essay(haystack_path)
+    squad, hotpot, qa = questions(qa_path)
+    return Texts(
+        nouns, adjectives, tuple(sorted({*nouns, *adjectives, *verbs})), tuple(words), squad, hotpot, haystack, qa
+    )
+
+
+def _word_list(name: str) -> tuple[str, ...]:
+    text = files("wonderwords.assets").joinpath(f"{name}list.txt").read_text(encoding="utf-8")
+    return tuple(line.rstrip() for line in text.splitlines())
+
+
+def _essay(path: str) -> tuple[list[str], str]:
+    """The words of a text file, of upstream's PaulGrahamEssays.json, or of the hub's copy of the essays."""
+    if path == "hub":
+        raw = " ".join(dataset("task.haystack_path", ESSAYS, "text")).encode()
+        return raw.decode().split(), f"hub:{short_hash(raw)}"
+    raw = read("task.haystack_path", path, Path(path))
+    try:
+        text = raw.decode("utf-8")
+        text = json.loads(text)["text"] if path.endswith(".json") else text
+    except (ValueError, TypeError, KeyError) as error:
+        raise SettingError(f"task.haystack_path={path}: UTF-8 text, or JSON with the key text ({error!r})") from None
+    if not text.split():
+        raise SettingError(f"task.haystack_path={path}: the file is empty; give a text of some thousand words")
+    return text.split(), f"file:{short_hash(raw)}"

@@ -1,0 +1,64 @@
+"""Samples kept on disk, one JSON line each, in a file named by the hash of all that made them."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvbench.task import Sample
+
+
+def cached(path: Path | None, prefix: str, count: int, make: Callable[[int], Sample]) -> Iterator[Sample]:
+    """Samples 0 to count - 1, whose uids are `prefix/index`: from the file as far as it reaches, else made when asked.
+
+    What was made is added to the file when the reader stops, so a larger count extends it. No path, no file.
+    """
+    kept = _read(path, prefix) if path else []
+    samples = list(kept)
+    try:
+        for index in range(count):
+            if index == len(samples):
+                samples.append(make(index))
+            yield samples[index]
+    finally:
+        if path and len(samples) > len(kept):
+            _write(path, samples)
+
+
+def joint_hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Hash of what the tokenizer does: its serialised backend, less what a call may leave behind, or its vocabulary."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return joint_hash(json.dumps(tokenizer.get_vocab(), sort_keys=True))
+    return joint_hash(json.dumps(json.loads(backend.to_str()) | {"padding": None, "truncation": None}))
+
+
+def _read(path: Path, prefix: str) -> list[Sample]:
+    """The samples in the file up to the first line that is not the one expected."""
+    samples: list[Sample] = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                stored = json.loads(line)
+                sample = Sample(**{**stored, "answers": tuple(stored["answers"])})
+            except (ValueError, TypeError, KeyError):
+                break
+            if sample.uid != f"{prefix}/{len(samples)}":
+                break
+            samples.append(sample)
+    return samples
+
+
+def _write(path: Path, samples: list[Sample]) -> None:
+    """The whole file at once: readers see the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in samples), encoding="utf-8")
+    part.replace(path)
