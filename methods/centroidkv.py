@@ -10,10 +10,10 @@ its odd row's place; every round keeps at most the share r of its edges, the las
 from dataclasses import dataclass, replace
 
 import torch
-from kvbench.kernels.match import match, merge
-from kvbench.kernels.match.reference import even_rows
 from torch import Tensor
 
+from kvbench.kernels.match import match, merge
+from kvbench.kernels.match.reference import even_rows
 from kvbench.method import Method, Seen
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, whole

@@ -9,10 +9,10 @@ score becomes about 1/ε².
 
 from dataclasses import dataclass
 
-from kvbench.kernels.window import window
-from kvbench.kernels.window.pool import POOLINGS, pool
 from torch import Tensor
 
+from kvbench.kernels.window import window
+from kvbench.kernels.window.pool import POOLINGS, pool
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, choose, odd, whole

@@ -8,11 +8,11 @@ pooling only. Under blocks the window is the current block's last min(w, T) quer
 
 from dataclasses import dataclass
 
-from kvbench.kernels.window import window
-from kvbench.kernels.window.pool import POOLINGS, pool
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvbench.kernels.window import window
+from kvbench.kernels.window.pool import POOLINGS, pool
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import choose, odd, whole

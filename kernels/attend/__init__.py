@@ -1,8 +1,9 @@
 """Attention over rows with mass: softmax(q·k·scaling + log mass)·v, causal within the block."""
 
+from torch import Tensor
+
 from kvbench.kernels.attend.reference import attend_reference
 from kvbench.kernels.attend.sdpa import attend_sdpa
-from torch import Tensor
 
 
 def attend(

@@ -1,9 +1,10 @@
 """The same through torch's scaled_dot_product_attention: no logits in memory where torch has a fused kernel for it."""
 
 import torch
-from kvbench.kernels.attend.reference import CHUNK, visible
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from kvbench.kernels.attend.reference import CHUNK, visible
 
 
 def attend_sdpa(

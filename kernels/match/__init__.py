@@ -1,7 +1,8 @@
 """Chunked soft matching: each even row of a chunk proposes to join its most similar odd row."""
 
-from kvbench.kernels.match.reference import match_reference, merge_reference
 from torch import Tensor
+
+from kvbench.kernels.match.reference import match_reference, merge_reference
 
 
 def match(keys: Tensor, chunk: int | None) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """What the block's last queries saw: their attention probabilities over all rows."""
 
-from kvbench.kernels.window.reference import window_reference
 from torch import Tensor
+
+from kvbench.kernels.window.reference import window_reference
 
 
 def window(queries: Tensor, keys: Tensor, mass: Tensor, scaling: float) -> Tensor:

@@ -46,7 +46,7 @@ class Ada(Allocator):
             targets = [c * (1 - self.alpha) + share * self.alpha + p for c, p in zip(won, own, strict=True)]
         else:
             least = [min(max(int(self.alpha * quota), low), rows) for low, rows in zip(least, available, strict=True)]
-            rank = scores.argsort(-1, descending=True, stable=True).argsort(-1)
+            rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
             safe = rank < torch.tensor(least, device=scores.device)[:, None]
             won = winners(scores.masked_fill(safe, -torch.inf), heads * quota - sum(least))
             targets = [float(c + low) for c, low in zip(won, least, strict=True)]
