@@ -49,12 +49,16 @@ def resolve(group: str, config: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise SettingError(f"{group}: {str(error).splitlines()[0]}") from None
     resolved.pop("presets", None)
+    if "base" in resolved:  # a composite's own method, by name
+        resolved["base"] = settings("method", resolved["base"], resolved.pop("base_args", None))
     return resolved
 
 
 def build(group: str, resolved: Mapping[str, Any]) -> Any:
     """The method, allocator or codec that resolved settings describe; SettingError for values it refuses."""
     own = {key: value for key, value in resolved.items() if key not in ("preset", "presets")}
+    if "base" in own:
+        own["base"] = build(group, own["base"])
     try:
         return instantiate(own, _convert_="object")
     except Exception as error:

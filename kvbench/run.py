@@ -124,8 +124,9 @@ class Run:
         }
 
     def _modules(self) -> list[str]:
-        targets = [own["_target_"] for own in (*self.groups.values(), self.task_settings)]
-        return [target.rpartition(".")[0] for target in targets]
+        chosen = [*self.groups.values(), self.task_settings]
+        chosen += [own["base"] for own in chosen if "base" in own]
+        return [own["_target_"].rpartition(".")[0] for own in chosen]
 
 
 def checkpoint(config: DictConfig) -> Checkpoint:

@@ -9,6 +9,7 @@ score becomes about 1/ε².
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvbench.kernels.window import window
@@ -45,12 +46,8 @@ class DropKV(Method):
         if self.p_dtype == "bf16":
             p = p.bfloat16().to(p.dtype)
         weights = (p / (1 - p + self.epsilon)).square()  # (B, H, G, w, n)
-        outputs = seen.outputs[:, :, -self.window :].to(p.dtype).view(batch, heads, *weights.shape[2:4], -1)
-        values = rows.values.to(p.dtype)
-        # Σ_t w_tj ‖a_t - v_j‖² = Σ_t w_tj ‖a_t‖² + ‖v_j‖² Σ_t w_tj - 2 v_j·Σ_t w_tj a_t
-        weighted = weights.flatten(2, 3).mT  # (B, H, n, G·w)
-        outputs = outputs.flatten(2, 3)
-        scores = weighted @ outputs.square().sum(-1, keepdim=True)
-        scores = scores + values.square().sum(-1, keepdim=True) * weighted.sum(-1, keepdim=True)
-        scores = scores - 2 * (values * (weighted @ outputs)).sum(-1, keepdim=True)
-        return pool(scores.squeeze(-1) / weights.shape[2], self.kernel, self.pooling)
+        outputs = seen.outputs[:, :, -self.window :].to(p.dtype).reshape(batch, heads, -1, rows.values.shape[-1])
+        # differences, not ‖a‖² + ‖v‖² - 2a·v: where p is near 1 the weight is about 1/ε² and a is near v
+        distances = torch.cdist(outputs, rows.values.to(p.dtype), compute_mode="donot_use_mm_for_euclid_dist")
+        scores = (weights.flatten(2, 3) * distances.square()).sum(-2) / weights.shape[2]
+        return pool(scores, self.kernel, self.pooling)
