@@ -22,6 +22,15 @@ from kvbench.settings import SettingError
 
 NAME = "kvbench"
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
+IDENTITY = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer",
+    "special_tokens",
+    "added_tokens",
+    "chat_template",
+    "vocab",
+)
 REFERENCE = Path(__file__).resolve().parent / "reference"
 
 
@@ -209,16 +218,14 @@ class Checkpoint:
         return model.to(device).eval()
 
     def identity(self) -> str:
-        """What the weights are: the hub's commit, or a hash over a local folder's files (their names, sizes and the
-        first, middle and last MiB of each).
+        """What the weights are: the hub's commit, or a hash over a local folder's weights, settings and tokenizer
+        (names, sizes, first, middle and last MiB of each file).
         """
         folder = Path(self.path)
         if not folder.is_dir():
             return f"{self.path}@{getattr(self.config(), '_commit_hash', None) or self.revision}"
         digest = hashlib.sha256()
-        for file in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".model", ".jinja")):
-            if file.name == "scores.json":
-                continue
+        for file in sorted(p for p in folder.iterdir() if p.name.startswith(IDENTITY) or p.suffix == ".safetensors"):
             size = file.stat().st_size
             digest.update(f"{file.name} {size}\n".encode())
             with file.open("rb") as stream:

@@ -1,0 +1,49 @@
+"""Essays and documents to train on: made by the generators' own code, with seeds that no evaluation uses."""
+
+import random
+from collections import deque
+from itertools import accumulate, chain
+
+from kvbench.tasks import invented, prose
+from kvbench.tasks.ruler_texts import load_texts
+
+
+class Texts:
+    """Stands in for the generators' texts: the same word lists, ever new essays and documents."""
+
+    def __init__(self, name: str, rng: random.Random):
+        self.name, self.rng, self.renewals = name, rng, 0
+        official = load_texts()
+        self.nouns, self.adjectives, self.pool = official.nouns, official.adjectives, official.pool
+        self.sentences: deque[list[str]] = deque(maxlen=4000)
+        while len(self.sentences) < 600:
+            self.write()
+
+    def write(self, sentences: int = 24) -> None:
+        """Add to the essay; its oldest sentences are forgotten."""
+        self.sentences.extend(s.split() for s in prose.essay(self.rng, sentences))
+
+    def essay(self, units: int) -> tuple[tuple[str, ...], list[int]]:
+        """`units` words from a random sentence on, and where sentences end."""
+        self.write()
+        start = self.rng.randrange(len(self.sentences))
+        taken, have = [], 0
+        while have < units:
+            taken.append(self.sentences[(start + len(taken)) % len(self.sentences)])
+            have += len(taken[-1])
+        return tuple(chain.from_iterable(taken))[:units], list(accumulate(map(len, taken)))
+
+    def renew(self) -> None:
+        """Invent new provinces and people: [(documents, [(question, answer)])] of each article and chain."""
+        self.renewals += 1
+        inventor = invented.Inventor(f"kvbench reference/{self.name}/{self.renewals}")
+        self.articles, self.chains = [], []
+        for _ in range(24):
+            paragraphs = invented._article(inventor)["paragraphs"]
+            asked = [(q["question"], q["answers"][0]["text"]) for p in paragraphs for q in p["qas"]]
+            self.articles.append(([p["context"] for p in paragraphs], asked))
+        for _ in range(80):
+            pages, asked = invented._chain(inventor)
+            documents = [f"{title}\n{''.join(text)}" for title, text in pages]
+            # Two documents, two steps: the answer names the person first, then what was asked of the person.
+            self.chains.append((documents, [(question, f"{pages[1][0]}, {answer}") for question, answer in asked]))
