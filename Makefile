@@ -37,6 +37,12 @@ test-versions: setup $(VERSIONS:%=.versions/%)
 .versions/%:
 	$(BIN)/python -m pip install --quiet --target $@ "transformers==$*" "numpy<2.4"
 
-# on a machine with a GPU whose own Python has torch and transformers: `make test-gpu BIN=/usr/bin`
+# the two below need a GPU; GPU=python3 takes another Python than .venv's
+GPU ?= $(BIN)/python
+
 test-gpu:
-	$(BIN)/python -m pytest -m gpu
+	$(GPU) -m pytest -m gpu
+
+reference-model:
+	$(GPU) -m kvbench.reference.train --out kvbench/reference --minutes 7.5 --seed 0
+	$(GPU) -m kvbench.reference.evaluate --model kvbench/reference --samples 100 --out kvbench/reference/scores.json

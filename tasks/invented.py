@@ -206,13 +206,13 @@ class Inventor:
 def squad() -> dict:
     """Articles about provinces in the format of SQuAD v2's dev file."""
     inventor = Inventor("kvbench squad")
-    return {"data": [_article(inventor) for _ in range(ARTICLES)]}
+    return {"data": [article(inventor) for _ in range(ARTICLES)]}
 
 
 def hotpot() -> list[dict]:
     """Questions over two documents, with four other pairs beside them, in the format of HotpotQA's distractor file."""
     inventor = Inventor("kvbench hotpot")
-    chains = [_chain(inventor) for _ in range(CHAINS)]
+    chains = [chain(inventor) for _ in range(CHAINS)]
     entries = []
     for i, (pages, questions) in enumerate(chains):
         for question, answer in questions:
@@ -222,7 +222,7 @@ def hotpot() -> list[dict]:
     return entries
 
 
-def _article(inventor: Inventor) -> dict:
+def article(inventor: Inventor) -> dict:
     province = inventor.draw("name")
     paragraphs = []
     for text, questions in PARAGRAPHS:
@@ -245,7 +245,7 @@ def _aliases(slot: str, value: str) -> list[str]:
     return [value, value.split()[-1]] if slot.startswith("person") else [value]
 
 
-def _chain(inventor: Inventor) -> tuple[list, list[tuple[str, str]]]:
+def chain(inventor: Inventor) -> tuple[list, list[tuple[str, str]]]:
     """A work and the person behind it: two documents, and questions that need both."""
     role, title, text = inventor.rng.choice(PEOPLE)
     slots = inventor.slots(text + LIVES, work=inventor.draw("name"), person=inventor.draw("person"), role=role)

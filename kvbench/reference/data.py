@@ -202,8 +202,16 @@ def batch(maker: Maker, length: int, copies: float, tokens: int = TOKENS) -> tup
 def corpus(samples: int = 2600, length: int = 1500):
     """Text for the tokenizer: every subtask equally often."""
     maker = Maker("tokenizer", None)
-    units = dict(niah_single_1=8, niah_multikey_2=20, niah_multikey_3=5, ruler_vt=8, ruler_cwe=250, ruler_fwe=120,
-                 ruler_qa_squad=8, ruler_qa_hotpot=10)
+    units = dict(
+        niah_single_1=8,
+        niah_multikey_2=20,
+        niah_multikey_3=5,
+        ruler_vt=8,
+        ruler_cwe=250,
+        ruler_fwe=120,
+        ruler_qa_squad=8,
+        ruler_qa_hotpot=10,
+    )
     for i in range(samples):
         name = SUBTASKS[i % len(SUBTASKS)]
         for text, _ in maker.pieces(name, units.get(name, 600), length) or ():

@@ -39,11 +39,11 @@ class Texts:
         inventor = invented.Inventor(f"kvbench reference/{self.name}/{self.renewals}")
         self.articles, self.chains = [], []
         for _ in range(24):
-            paragraphs = invented._article(inventor)["paragraphs"]
+            paragraphs = invented.article(inventor)["paragraphs"]
             asked = [(q["question"], q["answers"][0]["text"]) for p in paragraphs for q in p["qas"]]
             self.articles.append(([p["context"] for p in paragraphs], asked))
         for _ in range(80):
-            pages, asked = invented._chain(inventor)
+            pages, asked = invented.chain(inventor)
             documents = [f"{title}\n{''.join(text)}" for title, text in pages]
             # Two documents, two steps: the answer names the person first, then what was asked of the person.
             self.chains.append((documents, [(question, f"{pages[1][0]}, {answer}") for question, answer in asked]))
