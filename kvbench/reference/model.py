@@ -22,7 +22,7 @@ CONFIG = dict(
     hidden_act="silu",
     tie_word_embeddings=True,
     rope_parameters=dict(rope_type="default", rope_theta=100000.0),
-    max_position_embeddings=8192,
+    max_position_embeddings=4096,
     rms_norm_eps=1e-5,
     initializer_range=0.02,
     attention_bias=False,
