@@ -47,4 +47,4 @@ class Budget:
             return None
         if isinstance(self.value, int):
             return self.value
-        return max(1, int(Decimal(repr(self.value)) * (seen if self.of == "seen" else prompt)))
+        return max(1, int(Decimal(repr(float(self.value))) * (seen if self.of == "seen" else prompt)))

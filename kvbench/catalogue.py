@@ -34,9 +34,15 @@ def _text(group: str, name: str) -> str:
 def settings(group: str, name: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The resolved settings of conf/<group>/<name>.yaml with `overrides`; SettingError for an unknown one."""
     config = OmegaConf.create(yaml.safe_load(_text(group, name)))
+    own = [key for key in config if key not in ("_target_", "name", "presets")]
     for key, value in (overrides or {}).items():
-        choose(f"{group} setting", key, [k for k in config if k not in ("_target_", "name", "presets")])
-        config[key] = value
+        if not own:
+            raise SettingError(f"{group} setting={key}: {name} has no settings")
+        choose(f"{group} setting", key, own)
+        try:
+            config[key] = value
+        except OmegaConfBaseException:
+            raise SettingError(f"{group}.{key}={value}: not a value that a setting can have") from None
     return resolve(group, config)
 
 

@@ -14,7 +14,7 @@ from kvbench.layer import Choice, Course, Layer
 from kvbench.method import State
 from kvbench.model import attached, forward, layout, make_cache
 from kvbench.rows import Bytes
-from kvbench.settings import SettingError
+from kvbench.settings import SettingError, number
 
 ROOM = 64  # tokens that growing storage reserves beyond what it needs when the engine does not know how many will come
 
@@ -27,9 +27,9 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
+        if not number(self.temperature) or not self.temperature >= 0:
             raise SettingError(f"temperature={self.temperature}: a number from 0 (greedy) on")
-        if not 0 < self.top_p <= 1:
+        if not number(self.top_p) or not 0 < self.top_p <= 1:
             raise SettingError(f"top_p={self.top_p}: a share in (0, 1]")
 
     def pick(self, logits: Tensor, generators: list[torch.Generator]) -> Tensor:
@@ -105,7 +105,7 @@ class Context:
         if method.decoding and self.since_cut >= method.decode_interval:
             rows, self.since_cut = self.budget.rows(self.course.prompt, self.seen + ids.shape[1]), 0
         logits = self._read(ids, rows, keep=0)
-        self.logits = logits[:, -1]
+        self.logits = logits[:, -1].clone()  # a view would keep the logits of all tokens alive
         return logits
 
     def _read(self, ids: Tensor, quota: int | None, keep: int) -> Tensor:
@@ -119,23 +119,29 @@ class Context:
         return logits
 
     @torch.inference_mode()
-    def generate(self, max_new_tokens: int, sampling: Sampling, stop: frozenset[int]) -> Iterator[Tensor]:
+    def generate(
+        self, max_new_tokens: int, sampling: Sampling, stop: frozenset[int], read_last: bool = False
+    ) -> Iterator[Tensor]:
         """Token after token, (B,) each, until every sample has given a token of `stop` or `max_new_tokens` are out.
-        The last token given is not read into the cache.
+        The last one is read into the cache only if `read_last`: what follows then continues the whole answer.
         """
         generators = [torch.Generator().manual_seed(seed) for seed in self.seeds]
         ended = torch.zeros(self.logits.shape[0], dtype=torch.bool, device=self.logits.device)
         with attached(self.model):
-            self.course.room = max(max_new_tokens - 1, 0)
             for layer in self.own_layers:
                 layer.attended.clear()
             for count in range(1, max_new_tokens + 1):
                 token = sampling.pick(self.logits, generators)
                 yield token
                 ended = ended | torch.isin(token, torch.tensor(sorted(stop), device=token.device, dtype=token.dtype))
-                if count == max_new_tokens or bool(ended.all()):
+                over = count == max_new_tokens or bool(ended.all())
+                if over and not read_last:
                     break
+                method, left = self.choice.method, max_new_tokens - count + read_last
+                self.course.room = min(left, method.decode_interval) - 1 if method.decoding else left - 1
                 self._extend(token[:, None])
+                if over:
+                    break
             self.course.room = ROOM
 
     @contextmanager

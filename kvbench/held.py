@@ -50,8 +50,19 @@ def prefill(
     put back afterwards. SettingError (a ValueError) names a setting that cannot be used. On the CPU a batch is read
     sample by sample, so that each gives exactly what it gives alone.
     """
-    if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-        raise SettingError(f"input_ids: shape (batch, tokens) with prompts of one length, got {tuple(input_ids.shape)}")
+    ids = "a LongTensor of shape (batch, tokens) with prompts of one length"
+    if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
+        raise SettingError(f"input_ids: {ids}, got {getattr(input_ids, 'dtype', type(input_ids).__name__)}")
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise SettingError(f"input_ids: {ids}, got {tuple(input_ids.shape)}")
+    if not isinstance(method_args or {}, Mapping):
+        raise SettingError("method_args: a dict of settings of the method")
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    if not 0 <= int(input_ids.min()) <= int(input_ids.max()) < vocabulary:
+        raise SettingError(f"input_ids: token ids from 0 to {vocabulary - 1}")
+    whole("seed", seed, 0)
+    if seed >= 1 << 63:
+        raise SettingError(f"seed={seed}: a whole number below 2^63")
     if block_size is not None:
         whole("block_size", block_size, 1)
     choice = choose_cache(
@@ -59,7 +70,9 @@ def prefill(
         build("allocator", settings("allocator", allocator, allocator_args)),
         build("codec", settings("codec", codec, codec_args)),
     )
-    amount = Budget(1.0 if method == "full" else budget, budget_of)
+    amount = Budget(budget, budget_of)
+    if method == "full":
+        amount = Budget(1.0)
     input_ids = input_ids.to(next(model.parameters()).device)
     alone = input_ids.device.type == "cpu"
     contexts = []
@@ -128,6 +141,9 @@ class Held:
 
     def extend(self, more_ids: Tensor) -> Tensor:
         """Feed further tokens (batch, t) over the held rows: logits (batch, t, vocab)."""
+        batch = sum(len(context.seeds) for context in self.contexts)
+        if more_ids.dim() != 2 or more_ids.shape[0] != batch or more_ids.shape[1] == 0:
+            raise SettingError(f"more_ids: shape ({batch}, tokens), got {tuple(more_ids.shape)}")
         device = self.logits.device
         parts = more_ids.to(device).split([len(context.seeds) for context in self.contexts])
         return torch.cat([context.extend(ids) for context, ids in zip(self.contexts, parts, strict=True)])
@@ -144,7 +160,8 @@ class Held:
         sampling = Sampling(temperature, top_p)
         answers = []
         for context in self.contexts:
-            tokens = torch.stack(list(context.generate(max_new_tokens, sampling, stop)), dim=1)
+            steps = context.generate(max_new_tokens, sampling, stop, read_last=True)
+            tokens = torch.stack(list(steps), dim=1)
             answers.extend(trim(row, stop) for row in tokens)
         longest = max(map(len, answers))
         return torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in answers])
@@ -158,7 +175,7 @@ class Held:
             yield self
 
     def _layer(self, layer: int, sample: int) -> tuple[Layer, int]:
-        for context in self.contexts:
+        for context in self.contexts if sample >= 0 else ():
             if sample < len(context.seeds):
                 own = context.layers[layer]
                 if own is None:

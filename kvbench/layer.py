@@ -44,7 +44,7 @@ class Layer:
         self.rows = LayerRows(choice.codec)
         self.evicted: Tensor | None = None  # (B, H) tokens whose rows are gone
         self.protected = 0  # most rows a head protected at the last cut
-        self.peak_rows = 0  # most rows a head held after a block
+        self.peak_rows = 0  # most rows a head held after a cut, or after a block of a prompt that is not cut
         self.peak_attended = 0  # most rows a head ever attended over
         self.weight = 0  # bytes at the last weighing
         self.token_bytes = 0  # keys and values of one token, all samples and heads
@@ -71,11 +71,14 @@ class Layer:
         view = Lazy(rows.view)
         look = None
         if course.decoding:
-            here = {"layer": self.index, "layers": self.layers, "first": first, "prompt": course.prompt}
+            here = {
+                "layer": self.index, "layers": self.layers, "first": first,
+                "prompt": course.prompt, "decoding": course.decoding,
+            }  # fmt: skip
             look = method.read(queries, view, here, self.state)
         keys, values, mass = rows.attention_view()
         outputs, lse = attend(queries, keys, values, mass, scaling, look=look, lse=method.wants_lse)
-        self.count(look)
+        self.count(look, mass)
         seen = Seen(
             queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,
             first, course.prompt, course.last, course.decoding,
@@ -85,16 +88,18 @@ class Layer:
             view = Lazy(rows.view)
         if course.quota is not None:
             self.cut(seen, view, course.quota)
-        self.peak_rows = max(self.peak_rows, rows.longest_head)
+        if course.quota is not None or not course.decoding:
+            self.peak_rows = max(self.peak_rows, rows.longest_head)
         return outputs
 
-    def count(self, look: Tensor | None) -> None:
-        """Note how many rows were attended."""
+    def count(self, look: Tensor | None, mass: Tensor | None) -> None:
+        """Note how many rows were attended; rows that a head does not have (mass 0) do not count."""
         rows = self.rows
         self.peak_attended = max(self.peak_attended, rows.longest_head)
         if self.course.decoding:
-            mean = rows.mean_rows if look is None else look.sum(-1).float().mean().item()
-            self.attended.append(mean)
+            if look is not None and mass is not None:
+                look = look & (mass > 0).repeat_interleave(look.shape[1] // mass.shape[1], 1)
+            self.attended.append(rows.mean_rows if look is None else look.sum(-1).float().mean().item())
 
     def cut(self, seen: Seen, view: Callable[[], Rows], nominal: int) -> None:
         """Cut every head to its quota, and earlier layers again where the allocator cascades."""

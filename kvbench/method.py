@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from kvbench.rows import Rows
+from kvbench.settings import choose, whole
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class Method:
     name: str
     decoding: bool = field(default=False, kw_only=True)  # cuts while decoding too, else appends
     decode_interval: int = field(default=1, kw_only=True)  # tokens between two cuts while decoding
+
+    def __post_init__(self) -> None:
+        choose("method.decoding", self.decoding, (True, False))
+        whole("method.decode_interval", self.decode_interval, 1)
 
     scores = True  # False for a method that leaves the choice of rows to `cut`; only even allocators serve it
     merges = False  # rows may come to stand for several tokens

@@ -23,14 +23,18 @@ from kvbench.settings import SettingError
 NAME = "kvbench"
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
 IDENTITY = (
-    "config.json",
-    "generation_config.json",
+    "model",
+    "pytorch",
+    "config.",
+    "generation_config",
     "tokenizer",
-    "special_tokens",
-    "added_tokens",
-    "chat_template",
+    "special",
+    "added",
+    "chat_",
     "vocab",
+    "merges",
 )
+SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 REFERENCE = Path(__file__).resolve().parent / "reference"
 
 
@@ -173,6 +177,11 @@ def stop_tokens(model: torch.nn.Module) -> frozenset[int]:
     return frozenset([] if found is None else [found] if isinstance(found, int) else found)
 
 
+def rope_settings(config: Any) -> dict[str, Any]:
+    """The rotary embedding's settings, {} for the plain one; `rope_scaling` before transformers 5."""
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
 def check_architecture(config: Any) -> None:
     """SettingError unless the architecture was tested with this attention function."""
     if config.model_type not in ARCHITECTURES:
@@ -202,34 +211,69 @@ class Checkpoint:
         return config
 
     def longest(self) -> int:
-        """Tokens that the model can take."""
+        """Tokens that the model can take: its positions (YaRN's factor counted), or its window if all layers slide."""
         text = self.config().get_text_config(decoder=True)
-        return text.max_position_embeddings
+        longest, rope = text.max_position_embeddings, rope_settings(text)
+        if rope.get("rope_type") == "yarn":
+            original = rope.get("original_max_position_embeddings") or longest
+            longest = max(longest, int(original * rope.get("factor", 1)))
+        layers = DynamicCache(config=text).layers
+        if layers and all(layer.is_sliding for layer in layers):
+            longest = min(longest, layers[0].sliding_window)
+        return longest
+
+    def switches(self) -> int | None:
+        """Tokens beyond which RoPE changes its frequencies (LongRoPE, dynamic scaling), None if it never does."""
+        text = self.config().get_text_config(decoder=True)
+        rope = rope_settings(text)
+        if rope.get("rope_type") not in ("longrope", "dynamic"):
+            return None
+        original = rope.get("original_max_position_embeddings")
+        return original or getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
+
+    def check(self) -> None:
+        """SettingError unless a local folder has weights in safetensors; nothing is loaded."""
+        folder = Path(self.path)
+        if folder.is_dir() and not any(folder.glob("*.safetensors")):
+            raise SettingError(f"model.path={self.path}: no *.safetensors there")
 
     def tokenizer(self) -> Any:
-        return AutoTokenizer.from_pretrained(self.path, revision=self.revision, trust_remote_code=False)
+        try:
+            found = AutoTokenizer.from_pretrained(self.path, revision=self.revision, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise SettingError(
+                f"model.path={self.path}: no readable tokenizer ({str(error).splitlines()[0]})"
+            ) from None
+        if not found.is_fast:
+            raise SettingError(
+                f"model.path={self.path}: its tokenizer gives no offsets; a fast one (tokenizer.json) is needed"
+            )
+        return found
 
     def weights(self, dtype: torch.dtype, device: str) -> torch.nn.Module:
         """The model, ready to run. Weights come from safetensors only."""
         logging.disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(
-            self.path, revision=self.revision, dtype=dtype, trust_remote_code=False, use_safetensors=True
-        )
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                self.path, revision=self.revision, dtype=dtype, trust_remote_code=False, use_safetensors=True
+            )
+        except (OSError, ValueError) as error:
+            raise SettingError(f"model.path={self.path}: no readable weights ({str(error).splitlines()[0]})") from None
         return model.to(device).eval()
 
     def identity(self) -> str:
         """What the weights are: the hub's commit, or a hash over a local folder's weights, settings and tokenizer
-        (names, sizes, first, middle and last MiB of each file).
+        (files over 64 MiB by 64 samples of 1 MiB).
         """
         folder = Path(self.path)
         if not folder.is_dir():
             return f"{self.path}@{getattr(self.config(), '_commit_hash', None) or self.revision}"
         digest = hashlib.sha256()
-        for file in sorted(p for p in folder.iterdir() if p.name.startswith(IDENTITY) or p.suffix == ".safetensors"):
+        for file in sorted(p for p in folder.iterdir() if p.name.startswith(IDENTITY) and p.suffix in SUFFIXES):
             size = file.stat().st_size
             digest.update(f"{file.name} {size}\n".encode())
             with file.open("rb") as stream:
-                for start in sorted({0, max(0, size // 2), max(0, size - (1 << 20))}):
+                for start in range(0, size, max(1 << 20, size // 64)):
                     stream.seek(start)
                     digest.update(stream.read(1 << 20))
         return digest.hexdigest()[:16]

@@ -8,6 +8,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from kvbench.settings import SettingError
 from kvbench.task import Sample
 
 
@@ -31,12 +32,15 @@ def template(tokenizer: Any) -> tuple[str, str]:
     """What the chat template puts before and after a user's message, ("", "") where there is none."""
     if not getattr(tokenizer, "chat_template", None):
         return "", ""
-    mark = "@kvbench@"
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
-    )
-    before, _, after = text.partition(mark)
-    return before, after
+    mark, day = "@kvbench@", "26 Jul 2024"  # a prompt must not change with the date: Llama 3's own default day
+    fixed = {"date_string": day, "strftime_now": lambda form: day}
+    for content in (mark, [{"type": "text", "text": mark}]):
+        message = [{"role": "user", "content": content}]
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **fixed)
+        if text.count(mark) == 1:
+            before, _, after = text.partition(mark)
+            return before, after
+    raise SettingError("model: its chat template does not show a user's message exactly once")
 
 
 def template_tokens(tokenizer: Any) -> int:

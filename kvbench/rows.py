@@ -56,7 +56,7 @@ class LayerRows:
         self.seen = 0  # tokens read by every head
         self.stored: Stored | None = None  # the cut part's keys and values, (R, d) before the codec
         self.places: Tensor | None = None  # (R,) int32
-        self.mass: Tensor | None = None  # (R,) int32, or None while every row stands for one token
+        self.mass: Tensor | None = None  # (R,) int16 or int32, None while every row stands for one token
         self.columns: dict[str, Tensor] = {}  # (B, H, m) a method's values for the first m rows of the view
         self.lengths: Tensor | None = None  # (B, H) int64 rows of the cut part, None while nothing was cut
         self.longest = 0  # rows of the longest head in the cut part
@@ -124,7 +124,8 @@ class LayerRows:
         self.longest = len(keys) // self.lengths.numel() if even else int(self.lengths.max())
         self.stored = self.codec.write(keys, values, self.lengths)
         self.places = rows.places[present].int()
-        self.mass = rows.mass[present].int() if merged else None
+        narrow = torch.int16 if self.seen < 1 << 15 else torch.int32  # no row stands for more tokens than were seen
+        self.mass = rows.mass[present].to(narrow) if merged else None
         self.columns = {name: self._spread(column[present]) for name, column in rows.columns.items()}
         self.tail, self.tail_keys, self.tail_values = 0, None, None
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -56,10 +57,13 @@ class Run:
             raise SettingError("device=cuda: there is no CUDA device here; use device=cpu or device=auto")
         device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         dtype = config.dtype if config.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+        budget = Budget(config.budget, config.budget_of)
+        if groups["method"]["name"] == "full":  # nothing is cut: what says how much does not matter
+            groups["allocator"], budget = catalogue.settings("allocator", UNCUT["allocator"]), Budget(1.0)
         run = cls(
             checkpoint=checkpoint(config.model),
             groups=groups,
-            budget=Budget(config.budget, config.budget_of),
+            budget=budget,
             block_size=config.block_size,
             question=config.question,
             seed=config.seed,
@@ -81,7 +85,14 @@ class Run:
                 f"block_size={self.block_size}: {choice.method.name} needs the prompt as one block (null)"
             )
         self.task.check()
-        longest = self.checkpoint.longest()
+        longest, switch = self.checkpoint.longest(), self.checkpoint.switches()
+        self.checkpoint.check()
+        in_parts = self.block_size is not None or self.question == "hidden"
+        if switch is not None and in_parts and (self.task.length or longest) > switch:
+            raise SettingError(
+                f"task.length={self.task.length}: this model's RoPE changes its frequencies beyond {switch} tokens, so "
+                f"a prompt read in parts is another one; block_size=null and question=visible, or at most {switch}"
+            )
         if self.task.length is not None and self.task.length > longest:
             raise SettingError(f"task.length={self.task.length}: {self.checkpoint.name} takes at most {longest} tokens")
 
@@ -102,17 +113,17 @@ class Run:
     def value(self) -> dict[str, Any]:
         """All that may change a number, for the hash and for run.yaml. On a GPU rounding depends on more settings."""
         skipped = [key for key in self.task_settings if key == "cache" or key.endswith("_path")]
-        plain = {group: {k: v for k, v in own.items() if k != "_target_"} for group, own in self.groups.items()}
-        if self.full:
-            plain["allocator"] = {"name": "uniform"}
+        skipped += ["_target_", "preset"]
+        plain = {group: {k: v for k, v in own.items() if k not in skipped} for group, own in self.groups.items()}
         where: dict[str, Any] = {"type": self.device, "dtype": self.dtype}
+        where |= {name: version(name) for name in ("torch", "transformers")}
         if self.device != "cpu":
             where |= {"gpu": torch.cuda.get_device_name(), "max_batch": self.max_batch}
         return {
             "model": {"name": self.checkpoint.name, "identity": self.checkpoint.identity()},
             **plain,
-            "budget": 1.0 if self.full else self.budget.value,
-            "budget_of": "prompt" if self.full else self.budget.of,
+            "budget": self.budget.value,
+            "budget_of": self.budget.of,
             "block_size": None if self.full else self.block_size,
             "question": self.question,
             "seed": self.seed,
@@ -132,6 +143,8 @@ class Run:
 def checkpoint(config: DictConfig) -> Checkpoint:
     """The model that conf/model/<name>.yaml and its overrides point at; SettingError if none does."""
     if config.name == "reference":
+        if config.path is not None or config.revision is not None:
+            raise SettingError(f"model.path={config.path}: model=reference has its own; add model=hf")
         return Checkpoint("reference", str(REFERENCE))
     if config.path is None:
         raise SettingError(f"model.path=null: model={config.name} needs a local folder or a hub id")

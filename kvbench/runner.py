@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,12 @@ def execute(run: Run, results: Path, bench: Bench) -> dict[str, dict]:
                 f"task: {sample.uid} needs {len(prompt.ids) + sample.max_new_tokens} tokens, the model takes {longest}"
             )
     name = run.groups["method"]["name"]
+    reader = Reader(run, bench)
     with folder.open(machine(run.device)) as folder:
         done = folder.records()
         with tqdm(
             total=len(prompts), initial=len(done.keys() & prompts.keys()), desc=f"{name:>10}", file=sys.stderr
         ) as bar:
-            reader = Reader(run, bench)
             for uid in folder.claims(list(prompts)):
                 uids = [uid, *companions(uid, prompts, run, folder)]
                 for record in reader.answer([prompts[uid] for uid in uids]):
@@ -111,7 +112,7 @@ class Reader:
         self.order = {uid: index for index, uid in enumerate(bench.prompts)}
         self.stop = stop_tokens(self.model)
         self.context: Context | None = None  # the last compressed context, of `read`
-        self.read: list[tuple[int, ...]] = []
+        self.read: tuple[list[tuple[int, ...]], list[str]] = [], []  # its token ids and their groups
         self.prefill_ms = 0.0
         self._prefill([tuple(range(64))], ("warm-up",))  # the first forward pass pays for what later ones find ready
 
@@ -124,6 +125,8 @@ class Reader:
         except torch.cuda.OutOfMemoryError:
             self.context = None
             torch.cuda.empty_cache()
+            if len(batch) > 1:  # each may fit alone
+                return [record for one in batch for record in self.answer([one])]
             measured = [{"output": "", "stop": "error", "error": "out_of_memory"} for _ in batch]
         records = []
         for (sample, _), own, found in zip(batch, base, measured, strict=True):
@@ -144,13 +147,13 @@ class Reader:
 
     def _measure(self, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
         gpu = self.run.device != "cpu"
-        if gpu:
-            torch.cuda.reset_peak_memory_stats()
         hidden = self.run.question == "hidden"
         first = [prompt.context if hidden else prompt.ids for _, prompt in batch]
-        if self.context is None or first != self.read:
-            self.context, self.read = None, first  # the old one is freed before the new one grows
-            groups = [sample.group or sample.uid for sample, _ in batch]
+        groups = [sample.group or sample.uid for sample, _ in batch]
+        if self.context is None or (first, groups) != self.read:
+            self.context, self.read = None, (first, groups)  # the old one is freed before the new one grows
+            if gpu:
+                torch.cuda.reset_peak_memory_stats()
             self.prefill_ms, self.context = self._timed(lambda: self._prefill(first, groups))
         context = self.context
         with context.branch():
@@ -158,7 +161,7 @@ class Reader:
             if hidden and batch[0][1].rest:
                 rest = self._tensor([prompt.rest for _, prompt in batch])
                 extend_ms, _ = self._timed(lambda: context.extend(rest))
-            counted = self._count(context)
+            counted = self._count(context) | {"batch": len(batch)}
             stamps, tokens = [], []
             begin = self._now()
             for token in context.generate(batch[0][0].max_new_tokens, self.run.sampling, self.stop):
@@ -186,13 +189,14 @@ class Reader:
         return context
 
     def _count(self, context: Context) -> dict:
-        """What is held when the answer begins."""
-        held, layers = context.bytes(), context.own_layers
+        """What one sample of the batch holds when the answer begins."""
+        held, layers, batch = context.bytes(), context.own_layers, len(context.seeds)
         return {
             "quota": context.budget.rows(context.course.prompt, context.course.prompt),
             "protected": max(layer.protected for layer in layers),
-            "resident_bytes": held.rows, "full_bytes": context.full_bytes(), "metadata_bytes": held.metadata,
-            "state_bytes": held.state, "headroom_bytes": held.headroom, "sliding_bytes": context.sliding_bytes(),
+            "resident_bytes": held.rows // batch, "full_bytes": context.full_bytes() // batch,
+            "metadata_bytes": held.metadata // batch, "state_bytes": held.state // batch,
+            "headroom_bytes": held.headroom // batch, "sliding_bytes": context.sliding_bytes() // batch,
             "rows_held": mean([layer.rows.mean_rows for layer in layers]), "rows_seen": context.seen,
         }  # fmt: skip
 
@@ -234,5 +238,5 @@ def machine(device: str) -> dict[str, Any]:
         "processor": platform.machine(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if device != "cpu" else None,
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: version(name) for name in packages if find_spec(name)},
     }

@@ -1,5 +1,6 @@
 """Settings that are wrong, said in one line that names the setting and what is allowed."""
 
+import math
 from collections.abc import Iterable
 
 
@@ -24,3 +25,8 @@ def odd(name: str, value: object) -> None:
     """Raise a SettingError unless `value` is an odd int of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % 2 == 0:
         raise SettingError(f"{name}={value}: an odd whole number of at least 1")
+
+
+def number(value: object) -> bool:
+    """Whether `value` is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

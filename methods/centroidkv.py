@@ -16,7 +16,7 @@ from kvbench.kernels.match import match, merge
 from kvbench.kernels.match.reference import even_rows
 from kvbench.method import Method, Seen
 from kvbench.rows import Rows
-from kvbench.settings import SettingError, whole
+from kvbench.settings import SettingError, number, whole
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,12 @@ class CentroidKV(Method):
     merges = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         whole("method.sinks", self.sinks, 0)
         whole("method.recents", self.recents, 0)
         if self.chunk is not None:
             whole("method.chunk", self.chunk, 2)
-        if not 0 < self.r <= 1:
+        if not number(self.r) or not 0 < self.r <= 1:
             raise SettingError(f"method.r={self.r}: a share in (0, 1]")
 
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:

@@ -16,7 +16,7 @@ from kvbench.kernels.window import window
 from kvbench.kernels.window.pool import POOLINGS, pool
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
-from kvbench.settings import SettingError, choose, odd, whole
+from kvbench.settings import SettingError, choose, number, odd, whole
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,12 @@ class DropKV(Method):
     p_dtype: str
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         whole("method.window", self.window, 1)
         odd("method.kernel", self.kernel)
         choose("method.pooling", self.pooling, POOLINGS)
         choose("method.p_dtype", self.p_dtype, ("bf16", "fp32"))
-        if not self.epsilon > 0:
+        if not number(self.epsilon) or not self.epsilon > 0:
             raise SettingError(f"method.epsilon={self.epsilon}: a number above 0")
 
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn.functional import cosine_similarity, normalize
 
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
-from kvbench.settings import SettingError, choose
+from kvbench.settings import SettingError, choose, number
 
 CHUNK = 256  # rows compared with all others at once
 
@@ -28,9 +28,10 @@ class KeyDiff(Method):
     recent: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         choose("method.anchor", self.anchor, ("mean_normalised", "mean_raw", "median", "pairwise"))
         choose("method.metric", self.metric, ("cosine", "dot", "euclidean"))
-        if not 0 <= self.recent < 1:
+        if not number(self.recent) or not 0 <= self.recent < 1:
             raise SettingError(f"method.recent={self.recent}: a share in [0, 1)")
 
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:

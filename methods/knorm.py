@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
+from kvbench.settings import SettingError, whole
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,13 @@ class Knorm(Method):
     """`skip_layers`: layers that are never cut; what they hold comes on top of the budget and is measured."""
 
     skip_layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.skip_layers, list | tuple):
+            raise SettingError(f"method.skip_layers={self.skip_layers}: a list of layers, such as [0, 1]")
+        for layer in self.skip_layers:
+            whole("method.skip_layers", layer, 0)
 
     def spares(self, layer: int, layers: int) -> bool:
         return layer in self.skip_layers

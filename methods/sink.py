@@ -20,6 +20,7 @@ class Sink(Method):
     sinks: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         whole("method.sinks", self.sinks, 0)
 
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:

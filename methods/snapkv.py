@@ -28,6 +28,7 @@ class SnapKV(Method):
     group: str
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         whole("method.window", self.window, 1)
         odd("method.kernel", self.kernel)
         choose("method.pooling", self.pooling, POOLINGS)
@@ -38,7 +39,8 @@ class SnapKV(Method):
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
         votes = window(seen.queries[:, :, -self.window :], rows.keys, rows.mass, seen.scaling).sum(-2)
-        own = min(self.window, len(rows))
+        # rows of the window have no votes; where the window covers all that is held, those of the block have none
+        own = self.window if self.window < len(rows) else seen.queries.shape[2]
         votes = votes[..., : len(rows) - own]
         if self.group == "before":
             votes = pool(votes.mean(2), self.kernel, self.pooling)

@@ -49,7 +49,7 @@ class Documents(Family):
         return len(questions[index % len(questions)].documents)
 
     def meta(self, draws: dict[str, Any], texts: Texts) -> dict[str, Any]:
-        return {"haystack": texts.qa, "question": draws["question"]}
+        return {"haystack": "none", "qa": texts.qa, "question": draws["question"]}
 
     def _set(self, texts: Texts) -> QuestionSet:
         return texts.squad if self.source == "squad" else texts.hotpot

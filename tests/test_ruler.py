@@ -485,7 +485,7 @@ def test_official_questions_are_read_as_upstream_does(tmp_path, tokenizer):
     every = draw("ruler_qa_squad", 15, random.Random(0), texts, 2048, index=7)
     assert every["question"] == 1 and Counter(every["documents"]) == Counter([0, 1, 2, 3, 4, 5] * 2 + [0, 1, 2])
     [sample] = ruler(subtasks="ruler_qa_squad", qa_path=str(tmp_path), samples=1).samples(tokenizer, 0)
-    assert sample.meta["haystack"] == texts.qa and "Q0?" in sample.question
+    assert sample.meta["qa"] == texts.qa and "Q0?" in sample.question
 
 
 def test_word_lists_are_the_pinned_ones():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.allocator import Allocator, settle
-from kvbench.settings import SettingError, choose
+from kvbench.settings import SettingError, choose, number
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Ada(Allocator):
 
     def __post_init__(self) -> None:
         choose("allocator.mode", self.mode, ("interpolate", "safeguard"))
-        if not 0 <= self.alpha <= 1:
+        if not number(self.alpha) or not 0 <= self.alpha <= 1:
             raise SettingError(f"allocator.alpha={self.alpha}: a number in [0, 1]")
 
     def heads(self, scores: Tensor, protected: Tensor, quota: int) -> Tensor:

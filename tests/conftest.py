@@ -1,0 +1,23 @@
+"""One thread: results are compared exactly, and several test processes share few cores."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+settings.register_profile("kvbench", deadline=None, derandomize=True, max_examples=100)
+settings.load_profile("kvbench")
+
+
+@pytest.fixture(autouse=True)
+def no_trace_of_attached_models():
+    """Whatever a test does, no tiny model may stay attached to kvbench."""
+    yield
+    from models import MADE
+
+    for name, model in MADE.items():
+        assert model.config._attn_implementation == "sdpa", f"{name} was left attached"

@@ -1,0 +1,302 @@
+"""Kernels against loops in float64, over odd sizes, groups, ragged heads, merged rows and masks."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from kvbench.kernels.attend import attend
+from kvbench.kernels.attend import reference as attend_reference
+from kvbench.kernels.attend import sdpa as attend_sdpa
+from kvbench.kernels.match import match, merge
+from kvbench.kernels.match.reference import even_rows
+from kvbench.kernels.window import window
+from kvbench.kernels.window.pool import pool
+from kvbench.methods.codecs.raw import Raw
+from kvbench.rows import LayerRows, Rows
+
+# batch, KV heads, query heads of a group, tokens, rows, dimension
+SHAPES = [(1, 1, 1, 1, 1, 8), (2, 2, 3, 5, 5, 16), (1, 3, 1, 1, 37, 8), (2, 2, 4, 7, 33, 24), (1, 1, 3, 13, 130, 32)]
+MASSES = ("all", "ones", "ragged", "merged")
+
+
+def made(shape, mass="all", look=False, seed=0):
+    """Queries, keys, values, mass and look in float64. Absent rows stand on the left and never reach the block."""
+    batch, heads, group, tokens, rows, dim = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size):
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    queries, keys, values = (
+        normal(batch, heads * group, tokens, dim) * 2,
+        normal(batch, heads, rows, dim),
+        normal(batch, heads, rows, dim),
+    )
+    masses = None if mass == "all" else torch.ones(batch, heads, rows, dtype=torch.float64)
+    if mass == "merged":
+        masses[..., : rows - tokens] = torch.randint(
+            1, 900, (batch, heads, rows - tokens), generator=generator
+        ).double()
+    if mass in ("ragged", "merged"):
+        absent = torch.randint(0, rows - tokens + 1, (batch, heads, 1), generator=generator)
+        masses = masses.masked_fill(torch.arange(rows) < absent, 0)
+    seen = None
+    if look:
+        seen = torch.rand(batch, heads * group, rows, generator=generator) < 0.5
+        seen[..., rows - tokens :] = True
+    return queries, keys, values, masses, seen
+
+
+def by_loops(queries, keys, values, mass, scaling, look=None, sliding=None):
+    """Outputs and log-sum-exps, one query and one row at a time."""
+    batch, query_heads, tokens, _ = queries.shape
+    heads, rows = keys.shape[1:3]
+    outputs, sums = torch.zeros_like(queries), queries.new_zeros(queries.shape[:3])
+    for b in range(batch):
+        for q in range(query_heads):
+            h = q // (query_heads // heads)
+            for t in range(tokens):
+                last = rows - tokens + t
+                weights = {}
+                for j in range(last + 1):
+                    m = 1.0 if mass is None else float(mass[b, h, j])
+                    hidden = look is not None and not look[b, q, j]
+                    if m == 0 or hidden or (sliding is not None and j <= last - sliding):
+                        continue
+                    weights[j] = m * math.exp(float(queries[b, q, t] @ keys[b, h, j]) * scaling)
+                total = sum(weights.values())
+                for j, weight in weights.items():
+                    outputs[b, q, t] += weight / total * values[b, h, j]
+                sums[b, q, t] = math.log(total)
+    return outputs, sums
+
+
+@pytest.mark.parametrize("look", [False, True])
+@pytest.mark.parametrize("mass", MASSES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attend(shape, mass, look):
+    inputs = made(shape, mass, look)
+    scaling = 0.7 * shape[-1] ** -0.5
+    expected, sums = by_loops(*inputs[:4], scaling, inputs[4])
+    outputs, lse = attend(*inputs[:4], scaling, look=inputs[4], lse=True, implementation="reference")
+    torch.testing.assert_close(outputs, expected, rtol=1e-10, atol=1e-12)
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), sums, rtol=1e-6, atol=1e-6)
+    single = [x if x is None or x.dtype == torch.bool else x.float() for x in inputs]
+    # a logit of size s is off by s·2^-24·√d at most, which moves weights by as much
+    tolerance = 2.0**-24 * 8 * shape[-1] * float(expected.abs().max())
+    for implementation in ("reference", "sdpa"):
+        outputs, none = attend(*single[:4], scaling, look=single[4], implementation=implementation)
+        assert none is None and outputs.dtype == torch.float32
+        torch.testing.assert_close(outputs.double(), expected, rtol=0, atol=tolerance)
+    outputs, none = attend(*inputs[:4], scaling, look=inputs[4], implementation="sdpa")
+    torch.testing.assert_close(outputs, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("mass", MASSES)
+@pytest.mark.parametrize("chunk", [1, 500])
+def test_attend_in_steps_writes_every_output(chunk, mass, monkeypatch):
+    """With few logits at once, and with memory that was NaN before."""
+    inputs = made(SHAPES[3], mass, look=True)
+    expected = by_loops(*inputs[:4], 0.3, inputs[4])
+    monkeypatch.setattr(attend_reference, "CHUNK", chunk)
+    monkeypatch.setattr(attend_sdpa, "CHUNK", chunk)
+    monkeypatch.setattr(torch, "empty_like", lambda like, **_: torch.full_like(like, math.nan))
+    for implementation in ("reference", "sdpa"):
+        outputs, _ = attend(*inputs[:4], 0.3, look=inputs[4], implementation=implementation)
+        torch.testing.assert_close(outputs, expected[0], rtol=1e-9, atol=1e-11)
+    _, lse = attend(*inputs[:4], 0.3, look=inputs[4], lse=True)
+    torch.testing.assert_close(lse.double(), expected[1], rtol=1e-6, atol=1e-6)
+
+
+def test_attend_takes_views_as_models_make_them():
+    """Queries whose heads and tokens were swapped, and slices of a larger block."""
+    queries, keys, values, mass, _ = made(SHAPES[3], "merged")
+    expected, _ = by_loops(queries, keys, values, mass, 0.3)
+    swapped = queries.transpose(1, 2).contiguous().transpose(1, 2)
+    sliced = torch.cat([queries, queries], 2)[:, :, -queries.shape[2] :]
+    for view in (swapped, sliced):
+        for implementation in ("reference", "sdpa"):
+            found, _ = attend(view, keys, values, mass, 0.3, implementation=implementation)
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(window(sliced, keys, mass, 0.3), window(queries, keys, mass, 0.3))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "sdpa"])
+def test_a_mass_of_n_is_a_row_n_times(implementation):
+    queries, keys, values, _, _ = made((1, 2, 3, 1, 9, 16))
+    counts = torch.tensor([3, 1, 7, 2, 1, 1, 40, 1, 1])
+    repeated = (x.repeat_interleave(counts, dim=2) for x in (keys, values))
+    expected, _ = by_loops(queries, *repeated, None, 0.25)
+    found, _ = attend(queries, keys, values, counts.double().expand(1, 2, 9), 0.25, implementation=implementation)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "sdpa"])
+def test_absent_rows_hold_anything_finite(implementation):
+    """Their content changes no bit; storage gives zeros there, so NaN never stands beside a weight of 0."""
+    queries, keys, values, mass, _ = (x if x is None else x.float() for x in made(SHAPES[3], "ragged"))
+    absent = mass == 0
+    assert absent.any()
+    before, _ = attend(queries, keys, values, mass, 0.3, implementation=implementation)
+    probabilities = window(queries, keys, mass, 0.3)
+    keys[absent], values[absent] = 1e4, -1e30
+    after, _ = attend(queries, keys, values, mass, 0.3, implementation=implementation)
+    assert torch.equal(before, after)
+    assert torch.equal(window(queries, keys, mass, 0.3), probabilities)
+
+
+def test_storage_fills_absent_rows_with_zeros_and_keeps_the_rest():
+    generator = torch.Generator().manual_seed(3)
+    rows = LayerRows(Raw("raw"))
+    keys, values = torch.randn(2, 2, 2, 9, 4, generator=generator).unbind()
+    rows.append(keys, values)
+    view = rows.view()
+    mass = torch.ones(2, 2, 9)
+    mass[0, 0, :5] = mass[1, 1, 1:8] = 0
+    mass[0, 1, 3] = 4
+    kept = Rows(keys.masked_fill(mass[..., None] == 0, math.nan), values, view.places, mass)
+    rows.keep(kept, even=False, merged=True)
+    view = rows.view()
+    assert rows.counts().tolist() == [[4, 9], [9, 2]] and len(view) == 9
+    assert view.places[0, 0].tolist() == [-1] * 5 + [5, 6, 7, 8] and view.places[1, 1].tolist() == [-1] * 7 + [0, 8]
+    assert view.mass[0, 0].tolist() == [0] * 5 + [1] * 4 and view.mass[0, 1, 3] == 4
+    assert (view.keys[0, 0, :5] == 0).all() and (view.values[1, 1, :7] == 0).all()
+    assert torch.equal(view.keys[0, 0, 5:], keys[0, 0, 5:]) and torch.equal(view.values[1, 1, 8], values[1, 1, 8])
+    assert torch.equal(view.keys[1, 0], keys[1, 0])
+
+
+@pytest.mark.parametrize("sliding", [None, 1, 4, 50])
+@pytest.mark.parametrize("chunk", [1, 1 << 24])
+@pytest.mark.parametrize("shape", SHAPES[1:])
+def test_attend_windowed(shape, chunk, sliding, monkeypatch):
+    monkeypatch.setattr(attend_sdpa, "CHUNK", chunk)
+    queries, keys, values, _, _ = made(shape)
+    expected, _ = by_loops(queries, keys, values, None, 0.3, sliding=sliding)
+    found = attend_sdpa.attend_windowed(queries, keys, values, 0.3, sliding)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_attend_refuses_what_does_not_fit():
+    queries, keys, values, mass, _ = made(SHAPES[3], "ones")
+    wrong = [
+        (queries[:1], keys, values, mass),
+        (queries, keys, values[:, :, :-1], mass),
+        (queries[..., :-1], keys, values, mass),
+        (queries[:, :7], keys, values, mass),
+        (queries, keys[:, :, :6], values[:, :, :6], mass[:, :, :6]),
+        (queries, keys, values, mass[:, :, :-1]),
+        (queries, keys, values, mass[:, :1]),
+    ]
+    for arguments in wrong:
+        with pytest.raises(ValueError, match="attend"):
+            attend(*arguments, 1.0)
+    for more in ({"implementation": "triton"}, {"implementation": "sdpa", "lse": True}):
+        with pytest.raises(ValueError, match="implementation"):
+            attend(queries, keys, values, mass, 1.0, **more)
+
+
+@pytest.mark.parametrize("mass", MASSES[1:])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_window(shape, mass):
+    queries, keys, _, masses, _ = made(shape, mass)
+    batch, heads, group, tokens, rows, _ = shape
+    found = window(queries, keys, masses, 0.4)
+    assert found.shape == (batch, heads, group, tokens, rows)
+    ones = torch.eye(rows, dtype=torch.float64).expand(batch, heads, rows, rows)
+    wide = torch.cat([keys, torch.zeros(batch, heads, rows, rows - keys.shape[-1])], -1) if rows > shape[-1] else None
+    if wide is not None:  # values that are the rows' own unit vectors make outputs of probabilities
+        padded = torch.cat([queries, torch.zeros(batch, heads * group, tokens, rows - shape[-1])], -1)
+        expected, _ = by_loops(padded, wide, ones, masses, 0.4)
+        torch.testing.assert_close(found.flatten(1, 2), expected, rtol=1e-9, atol=1e-12)
+    assert (found[(masses == 0)[:, :, None, None].expand_as(found)] == 0).all()
+    torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]))
+    single = window(queries.float(), keys.float(), masses.float(), 0.4)
+    assert single.dtype == torch.float32
+    torch.testing.assert_close(single.double(), found, rtol=1e-4, atol=1e-6)
+    assert window(queries.bfloat16(), keys.bfloat16(), masses.float(), 0.4).dtype == torch.float32
+
+
+def test_window_refuses_what_does_not_fit():
+    queries, keys, _, mass, _ = made(SHAPES[3], "ones")
+    for arguments in ((queries[:, :7], keys, mass), (queries, keys[:, :, :6], mass[:, :, :6])):
+        with pytest.raises(ValueError, match="window"):
+            window(*arguments, 1.0)
+
+
+@pytest.mark.parametrize("pooling", ["avg", "max"])
+@pytest.mark.parametrize("kernel", [1, 3, 7, 21])
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 40])
+def test_pool(rows, kernel, pooling):
+    scores = torch.rand(2, 3, rows, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = pool(scores, kernel, pooling)
+    assert found.shape == scores.shape
+    for index in range(rows):
+        near = scores[..., max(0, index - kernel // 2) : index + kernel // 2 + 1]
+        expected = near.amax(-1) if pooling == "max" else near.sum(-1) / kernel
+        torch.testing.assert_close(found[..., index], expected)
+
+
+@pytest.mark.parametrize("chunk", [None, 2, 3, 7, 8, 100])
+@pytest.mark.parametrize("rows", [1, 2, 3, 9, 16, 29])
+def test_match(rows, chunk):
+    keys = torch.randn(2, 3, rows, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    similar, partner = match(keys, chunk)
+    size = chunk or rows
+    proposing = [j for j in range(rows) if j % size % 2 == 0]
+    assert even_rows(rows, chunk, keys.device).tolist() == proposing
+    assert similar.shape == partner.shape == (2, 3, len(proposing))
+    for b in range(2):
+        for h in range(3):
+            for edge, j in enumerate(proposing):
+                start = j // size * size
+                odd = list(range(start + 1, min(start + size, rows), 2))
+                if not odd:
+                    assert similar[b, h, edge] == -math.inf
+                    continue
+                cosines = [float(normalize(keys[b, h, j], dim=0) @ normalize(keys[b, h, i], dim=0)) for i in odd]
+                assert similar[b, h, edge].item() == pytest.approx(max(cosines), abs=1e-12)
+                assert partner[b, h, edge] == odd[cosines.index(max(cosines))]
+
+
+def test_match_refuses_a_chunk_without_pairs():
+    for chunk in (1, 0, -3):
+        with pytest.raises(ValueError, match="chunk"):
+            match(torch.zeros(1, 1, 4, 2), chunk)
+
+
+def test_merge():
+    generator = torch.Generator().manual_seed(4)
+    keys, values = torch.randn(2, 2, 3, 11, 5, generator=generator).unbind()
+    mass = torch.randint(1, 9, (2, 3, 11), generator=generator).float()
+    into = torch.arange(11).expand(2, 3, -1).clone()
+    into[0, 0, [0, 2, 4]] = 3  # several join one
+    into[0, 1, 8] = 1
+    into[1, 2, [0, 2, 6]] = torch.tensor([1, 1, 5])
+    new_keys, new_values, new_mass = merge(keys, values, mass, into)
+    assert torch.equal(new_mass.sum(-1), mass.sum(-1))
+    for b in range(2):
+        for h in range(3):
+            for j in range(11):
+                members = (into[b, h] == j).nonzero()[:, 0].tolist()
+                if not members:
+                    assert new_mass[b, h, j] == 0
+                    continue
+                share = mass[b, h, members].double() / mass[b, h, members].double().sum()
+                assert new_mass[b, h, j] == mass[b, h, members].sum()
+                for new, old in ((new_keys, keys), (new_values, values)):
+                    if members == [j]:
+                        assert torch.equal(new[b, h, j], old[b, h, j])
+                    else:
+                        torch.testing.assert_close(new[b, h, j].double(), share @ old[b, h, members].double())
+
+
+def test_merge_of_halves_keeps_dtype_and_averages_in_single():
+    keys = torch.full((1, 1, 600, 2), 1.0, dtype=torch.bfloat16)
+    keys[0, 0, 0] = 3.0
+    into = torch.zeros(1, 1, 600, dtype=torch.int64)
+    new, _, mass = merge(keys, keys, torch.ones(1, 1, 600), into)
+    assert new.dtype == torch.bfloat16 and mass[0, 0, 0] == 600
+    assert new[0, 0, 0].tolist() == [torch.tensor(602 / 600).bfloat16().item()] * 2

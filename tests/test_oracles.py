@@ -1,0 +1,584 @@
+"""Every method's choice against its formula: written out in loops, in float64, on queries, keys and values that the
+dense engine of tests/models.py takes from transformers' own layers. One-shot and block by block.
+"""
+
+import math
+from collections.abc import Callable
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from models import Dense, Glance, Head, distinct, ids, tiny
+
+import kvbench
+from kvbench.catalogue import CONF, build, names, settings
+from kvbench.method import Seen, State
+from kvbench.rows import Rows
+
+CLOSE = dict(rtol=3e-4, atol=3e-4)
+Score = Callable[[Glance], np.ndarray]
+
+
+# What is common to all: protected rows, the choice of rows, whole engines side by side.
+
+
+def shrink(protected: np.ndarray, quota: int) -> np.ndarray:
+    """Protected rows that fit, newest first, one free where the quota is over 1."""
+    room = quota - 1 if quota > 1 else quota
+    kept = np.zeros_like(protected)
+    for row in reversed(range(len(protected))):
+        if protected[row] and kept.sum() < room:
+            kept[row] = True
+    return kept
+
+
+def top(scores: np.ndarray, quota: int) -> np.ndarray:
+    """Indices of the `quota` largest, ties to the lower index, ascending."""
+    order = sorted(range(len(scores)), key=lambda row: (-scores[row], row))
+    return np.array(sorted(order[:quota]))
+
+
+def newest(count: int) -> Callable[[Glance, int], np.ndarray]:
+    return lambda glance, quota: glance.rows.places >= glance.tokens - count
+
+
+def first(count: int) -> Callable[[Glance, int], np.ndarray]:
+    return lambda glance, quota: glance.rows.places < count
+
+
+def nothing(glance: Glance, quota: int) -> np.ndarray:
+    return np.zeros(len(glance.rows.places), dtype=bool)
+
+
+def uniform(scores: list[np.ndarray], protected: list[np.ndarray], quota: int) -> list[int]:
+    return [quota] * len(scores)
+
+
+def keeps(score: Score, quota: int, protect=nothing, share=uniform) -> Callable[[list[Glance]], list[Head]]:
+    """What every head keeps of a layer: `quota` rows on average, by score."""
+
+    def cut(glances: list[Glance]) -> list[Head]:
+        if sum(len(glance.rows.places) for glance in glances) <= quota * len(glances):
+            return [glance.rows for glance in glances]
+        scores = [score(glance) for glance in glances]
+        protected = [shrink(protect(glance, quota), quota) for glance in glances]
+        raised = [np.where(safe, np.inf, own) for own, safe in zip(scores, protected, strict=True)]
+        counts = share(raised, protected, quota)
+        return [g.rows.take(top(own, n)) for g, own, n in zip(glances, raised, counts, strict=True)]
+
+    return cut
+
+
+def agree(model, cut, method, budget, block=None, tokens=60, seed=0, allocator="uniform", decoding=False, **args):
+    """Both engines read the same prompt, then seven tokens more, and hold the same rows; logits agree. Returns held."""
+    prompt, more = distinct(tokens + 7, seed).split([tokens, 7], dim=1)
+    dense = Dense(model, cut, cuts_decoding=decoding)
+    expected = dense.prefill(prompt, block)
+    allocator, allocator_args = allocator if isinstance(allocator, tuple) else (allocator, {})
+    held = kvbench.prefill(
+        tiny(model), prompt, method, budget, block, allocator, method_args=args, allocator_args=allocator_args
+    )
+    torch.testing.assert_close(held.logits[0].double(), expected, **CLOSE)
+    same_rows(held, dense)
+    for part in more.split([1, 1, 5], dim=1):
+        torch.testing.assert_close(held.extend(part)[0].double(), dense.extend(part), **CLOSE)
+        same_rows(held, dense)
+    return held
+
+
+def same_rows(held, dense):
+    for layer in set(dense.held) - set(held.sliding_layers):
+        for head, rows in enumerate(dense.held[layer]):
+            assert held.places(layer, head).tolist() == rows.places.tolist(), (layer, head)
+            assert held.masses(layer, head).tolist() == rows.mass.tolist()
+
+
+# knorm
+
+
+def small_norm(glance: Glance) -> np.ndarray:
+    return np.array([-math.sqrt(sum(x * x for x in key)) for key in glance.rows.keys])
+
+
+@pytest.mark.parametrize("block", [None, 1, 9])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "phi3"])
+def test_knorm(model, block):
+    agree(model, keeps(small_norm, 17), "knorm", 17, block, decoding=True)
+    agree(model, keeps(small_norm, 17), "knorm", 17, block, preset="kvpress")
+
+
+def test_knorm_skips_layers():
+    held = kvbench.prefill(tiny("llama"), ids(60), "knorm", 17, 9, method_args={"preset": "l2compress_readme"})
+    assert [len(held.places(layer, 0)) for layer in range(3)] == [60, 60, 17]
+
+
+# keydiff
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    return x / math.sqrt((x * x).sum())
+
+
+ANCHORS = {
+    "mean_normalised": lambda keys: np.mean([unit(key) for key in keys], axis=0),
+    "mean_raw": lambda keys: np.mean(keys, axis=0),
+    "median": lambda keys: np.array([sorted(column)[(len(column) - 1) // 2] for column in keys.T]),
+}
+SIMILAR = {
+    "cosine": lambda a, b: unit(a) @ unit(b),
+    "dot": lambda a, b: a @ b,
+    "euclidean": lambda a, b: -math.sqrt(((a - b) ** 2).sum()),
+}
+
+
+def unlike(anchor: str, metric: str) -> Score:
+    similar = SIMILAR[metric]
+
+    def score(glance: Glance) -> np.ndarray:
+        keys = glance.rows.keys
+        if anchor == "pairwise":
+            return np.array([-np.mean([similar(key, other) for other in keys]) for key in keys])
+        middle = ANCHORS[anchor](keys)
+        return np.array([-similar(middle, key) for key in keys])
+
+    return score
+
+
+@pytest.mark.parametrize("block", [None, 9])
+@pytest.mark.parametrize("metric", SIMILAR)
+@pytest.mark.parametrize("anchor", [*ANCHORS, "pairwise"])
+def test_keydiff(anchor, metric, block):
+    for model in ("llama", "qwen3") if anchor != "pairwise" else ("qwen3",):
+        cut = keeps(unlike(anchor, metric), 17)
+        agree(model, cut, "keydiff", 17, block, decoding=True, anchor=anchor, metric=metric)
+
+
+@pytest.mark.parametrize("block", [None, 1, 9])
+def test_keydiff_keeps_its_recents(block):
+    score = unlike("mean_normalised", "cosine")
+    held = agree("llama", keeps(score, 20, newest(4)), "keydiff", 20, block, decoding=True, preset="paper_window")
+    assert all(held.places(layer, head).tolist()[-4:] == [63, 64, 65, 66] for layer in range(3) for head in range(2))
+    agree("llama", keeps(score, 20), "keydiff", 20, block, preset="kvpress")
+
+
+def test_keydiff_anchor_ignores_absent_rows():
+    """Heads of other lengths beside it change nothing: the anchor is over the rows that a head has."""
+    score = unlike("mean_raw", "cosine")
+    for alpha in (0.0, 0.5):
+        cut = keeps(score, 12, share=safeguard(alpha))
+        ada = ("ada", {"mode": "safeguard", "alpha": alpha})
+        agree("llama", cut, "keydiff", 12, 9, allocator=ada, decoding=True, anchor="mean_raw")
+        cut = keeps(unlike("median", "euclidean"), 12, share=safeguard(alpha))
+        agree("llama", cut, "keydiff", 12, 9, allocator=ada, decoding=True, anchor="median", metric="euclidean")
+        cut = keeps(unlike("pairwise", "dot"), 12, share=safeguard(alpha))
+        agree("llama", cut, "keydiff", 12, 9, allocator=ada, decoding=True, anchor="pairwise", metric="dot")
+
+
+# snapkv
+
+
+def attention(glance: Glance, window: int) -> np.ndarray:
+    """(G, w, n) probabilities of the block's last min(w, T) queries over all rows."""
+    rows, count = glance.rows, min(window, glance.queries.shape[1])
+    found = np.zeros((len(glance.queries), count, len(rows.places)))
+    for g, queries in enumerate(glance.queries):
+        for t in range(count):
+            query, place = queries[len(queries) - count + t], glance.tokens - count + t
+            weights = [
+                mass * math.exp(query @ key * glance.scaling) if other <= place else 0.0
+                for key, other, mass in zip(rows.keys, rows.places, rows.mass, strict=True)
+            ]
+            found[g, t] = np.array(weights) / sum(weights)
+    return found
+
+
+def pool(scores: np.ndarray, kernel: int, pooling: str) -> np.ndarray:
+    """Zeros beyond the ends count in averages."""
+    half, n = kernel // 2, len(scores)
+    neighbours = [scores[max(0, j - half) : j + half + 1] for j in range(n)]
+    return np.array([max(near) if pooling == "max" else sum(near) / kernel for near in neighbours])
+
+
+def votes(window: int, kernel: int, pooling: str, group: str) -> Score:
+    def score(glance: Glance) -> np.ndarray:
+        sums = attention(glance, window).sum(1)[:, glance.rows.places < glance.tokens - window]
+        if group == "before":
+            own = pool(sums.mean(0), kernel, pooling)
+        else:
+            own = np.mean([pool(one, kernel, pooling) for one in sums], axis=0)
+        return np.concatenate([own, np.zeros(len(glance.rows.places) - len(own))])
+
+    return score
+
+
+@pytest.mark.parametrize("block", [None, 9, 24])
+@pytest.mark.parametrize("group", ["after", "before"])
+@pytest.mark.parametrize("pooling", ["avg", "max"])
+@pytest.mark.parametrize("model", ["llama", "mistral", "gemma3"])
+def test_snapkv(model, pooling, group, block):
+    args = dict(window=6, kernel=5, pooling=pooling, group=group)
+    agree(model, keeps(votes(**args), 17, newest(6)), "snapkv", 17, block, **args)
+
+
+@pytest.mark.parametrize("window, kernel, block", [(1, 1, None), (1, 3, 1), (13, 7, 9), (13, 21, None), (5, 3, 3)])
+def test_snapkv_windows_and_kernels(window, kernel, block):
+    """Also a block shorter than the window: then the whole block votes, and the window's rows stay."""
+    args = dict(window=window, kernel=kernel, pooling="max", group="after")
+    held = agree("qwen3", keeps(votes(**args), 20, newest(window)), "snapkv", 20, block, **args)
+    kept = set(held.places(1, 2).tolist())
+    assert set(range(60 - window, 67)) <= kept
+
+
+def test_snapkv_orders_of_group_and_pooling_differ_for_max_only():
+    def places(**args):
+        held = kvbench.prefill(tiny("llama"), ids(90), "snapkv", 20, method_args={"window": 8, "kernel": 7, **args})
+        return [held.places(layer, head).tolist() for layer in range(3) for head in range(2)]
+
+    assert places(pooling="max", group="after") != places(pooling="max", group="before")
+    assert places(pooling="avg", group="after") == places(pooling="avg", group="before")
+    assert places(pooling="avg", group="after") != places(pooling="max", group="after")
+
+
+# dropkv
+
+
+def residual(window: int, kernel: int, pooling: str, epsilon: float, p_dtype: str) -> Score:
+    def score(glance: Glance) -> np.ndarray:
+        p = attention(glance, window)
+        if p_dtype == "bf16":
+            p = torch.from_numpy(p).bfloat16().double().numpy()
+        total = np.zeros(p.shape[-1])
+        for g in range(p.shape[0]):
+            for t, output in enumerate(glance.outputs[g, -p.shape[1] :]):
+                for j, value in enumerate(glance.rows.values):
+                    total[j] += (p[g, t, j] / (1 - p[g, t, j] + epsilon)) ** 2 * ((output - value) ** 2).sum()
+        return pool(total / p.shape[0], kernel, pooling)
+
+    return score
+
+
+@pytest.mark.parametrize("block", [None, 9])
+@pytest.mark.parametrize("p_dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("pooling", ["avg", "max"])
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_dropkv(model, pooling, p_dtype, block):
+    args = dict(window=5, kernel=3, pooling=pooling, epsilon=1e-6, p_dtype=p_dtype)
+    agree(model, keeps(residual(**args), 17, newest(5)), "dropkv", 17, block, tokens=45, **args)
+
+
+@pytest.mark.parametrize("block", [4, 1])
+def test_dropkv_where_one_row_has_nearly_all_attention(block):
+    args = dict(window=8, kernel=11, pooling="max", epsilon=1e-6, p_dtype="fp32")
+    agree("mistral", keeps(residual(**args), 13, newest(8)), "dropkv", 13, block, tokens=40, **args)
+
+
+@pytest.mark.parametrize("block", [None, 4, 1])
+def test_dropkv_windows_and_kernels(block):
+    args = dict(window=8, kernel=11, pooling="max", epsilon=1e-6, p_dtype="fp32")
+    agree("qwen3", keeps(residual(**args), 13, newest(8)), "dropkv", 13, block, tokens=40, **args)
+
+
+def test_dropkv_is_the_change_of_the_output_when_a_row_is_removed():
+    """Brute force: remove row j, normalise again; the output moves by p/(1-p)·(a - v)."""
+    glances = []
+    Dense("llama", lambda own: glances.extend(own) or [g.rows for g in own]).prefill(ids(30), None)
+    for glance in glances:
+        rows, w = glance.rows, 4
+        by_formula = residual(w, 1, "avg", 1e-300, "fp32")(glance)
+        for j in range(30):
+            moved = 0.0
+            for queries, outputs in zip(glance.queries, glance.outputs, strict=True):
+                less = rows.take(np.arange(30) != j)
+                places = np.arange(30 - w, 30)
+                visible = [t for t in range(w) if places[t] > 0]
+                without = Dense.attend(queries[-w:], less, places, glance.scaling, None)
+                moved += ((without - outputs[-w:])[visible] ** 2).sum()
+            assert by_formula[j] == pytest.approx(moved / len(glance.queries), rel=1e-5)
+
+
+def shown(queries, keys, values, outputs) -> tuple[Seen, Rows]:
+    """One head of one layer, one query a row of `queries` (T, d), which belong to the last rows."""
+    n, mass = len(keys), torch.ones(1, 1, len(keys), dtype=keys.dtype)
+    seen = Seen(queries[None, None], outputs[None, None], None, 1.0, None, None, 0, 1, n - len(queries), n, True, False)
+    return seen, Rows(keys[None, None], values[None, None], torch.arange(n)[None, None], mass)
+
+
+def test_dropkv_rounding_decides_on_sinks():
+    """A row with p = 0.9985 whose removal moves the output by 0.1 only: p rounds to 1 and its score becomes huge."""
+    p = torch.tensor([0.9985, 0.0010, 0.0005])
+    keys = torch.cat([p.log()[:, None], torch.zeros(3, 1)], 1)
+    values = torch.tensor([[0.0, 0.0], [1000.0, 0.0], [-2000.0, 0.3]])
+    seen, rows = shown(torch.tensor([[1.0, 0.0]]), keys, values, (p @ values)[None])
+    best = {}
+    for p_dtype in ("bf16", "fp32"):
+        method = build("method", settings("method", "dropkv", {"window": 1, "kernel": 1, "p_dtype": p_dtype}))
+        best[p_dtype] = method.score(seen, rows, State((0,)))[0, 0].tolist()
+    assert best["fp32"][0] < 0.1 < 0.9 < best["fp32"][1] < 1.1
+    assert best["bf16"][1] < 1.1 < 1e3 < best["bf16"][0]
+
+
+@pytest.mark.parametrize("p_dtype", ["fp32", "bf16"])
+def test_dropkv_scores_of_dominant_rows_are_accurate(p_dtype):
+    """p = 1 - 1e-4 on one row: in float32 the score must still be that of float64, but for rounding."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(40, 16, generator=generator, dtype=torch.float64) for _ in range(2))
+    query = keys[3:4] * 15 / keys[3].square().sum()
+    p = (query @ keys.T).softmax(-1)
+    assert 1e-5 < 1 - p.max() < 1e-3
+    method = build("method", settings("method", "dropkv", {"window": 1, "kernel": 1, "p_dtype": p_dtype}))
+    scores = []
+    for dtype in (torch.float32, torch.float64):
+        seen, rows = shown(*(x.to(dtype) for x in (query, keys, values, p @ values)))
+        scores.append(method.score(seen, rows, State((0,)))[0, 0].double())
+    glance = Glance(0, 0, query[None].numpy(), (p @ values)[None].numpy(), head_of(rows), 1.0, 40)
+    expected = torch.from_numpy(residual(1, 1, "avg", 1e-6, p_dtype)(glance))
+    torch.testing.assert_close(scores[1], expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(scores[0], expected, rtol=0.01, atol=0)
+
+
+def head_of(rows: Rows) -> Head:
+    return Head(*(column[0, 0].double().numpy() for column in (rows.keys, rows.values, rows.places, rows.mass)))
+
+
+# sink
+
+
+@pytest.mark.parametrize("block", [None, 1, 9])
+def test_sink(block):
+    held = kvbench.prefill(tiny("gemma3"), ids(60), "sink", 17, block)
+    assert held.places(2, 0).tolist() == [0, 1, 2, 3, *range(47, 60)]
+    held.extend(ids(3))
+    assert held.places(5, 1).tolist() == [0, 1, 2, 3, *range(50, 63)]
+    held = kvbench.prefill(tiny("gemma3"), ids(60), "sink", 17, block, method_args={"preset": "kvpress"})
+    held.extend(ids(3))
+    assert held.places(5, 1).tolist() == [0, 1, 2, 3, *range(47, 63)]
+    held = kvbench.prefill(tiny("llama"), ids(60), "sink", 17, block, method_args={"sinks": 0})
+    assert held.places(0, 0).tolist() == list(range(43, 60))
+
+
+@pytest.mark.parametrize("block", [None, 9])
+def test_sink_logits(block):
+    score = lambda glance: glance.rows.places.astype(float)  # noqa: E731
+    agree("llama3", keeps(score, 17, first(4)), "sink", 17, block, decoding=True)
+    agree("yarn", keeps(score, 17, first(4)), "sink", 17, block, decoding=True)
+    agree("phi3", keeps(score, 17, first(4)), "sink", 17, block, decoding=True)
+
+
+# random
+
+
+def drawn(seed: int, budget: int = 12, block=None, model="llama") -> dict[tuple[int, int], list[int]]:
+    held = kvbench.prefill(tiny(model), ids(40), "random", budget, block, seed=seed)
+    return {(layer, head): held.places(layer, head).tolist() for layer in range(2) for head in range(2)}
+
+
+def test_random_follows_its_seed_only():
+    assert drawn(1) == drawn(1) == drawn(1, block=1) == drawn(1, block=9)
+    assert drawn(1) == drawn(1, model="mistral")
+    assert drawn(1) != drawn(2)
+    for place in drawn(1):
+        assert set(drawn(1, 5)[place]) < set(drawn(1, 12)[place])
+    assert len({tuple(rows) for rows in drawn(1).values()}) == 4
+
+
+def test_random_keeps_every_place_equally_often():
+    counts, runs = np.zeros(40), 60
+    for seed in range(runs):
+        for rows in drawn(seed, model="wide").values():
+            counts[rows] += 1
+    expected = runs * 4 * 12 / 40
+    statistic = ((counts - expected) ** 2 / expected).sum() / (1 - 12 / 40)
+    assert 15 < statistic < 75  # χ² with 39 degrees of freedom: 0.02 % on either side
+
+
+# centroidkv
+
+
+def merged(middle: list[list], chunk: int | None, r: float, surplus: int) -> list[list]:
+    """One round. A row: [place, mass, key, value]; even rows of a chunk join their most similar odd row."""
+    size = chunk or len(middle)
+    edges = []
+    for start in range(0, len(middle), size):
+        members = range(start, min(start + size, len(middle)))
+        odd = [j for j in members if (j - start) % 2 == 1]
+        for i in members:
+            if (i - start) % 2 == 0 and odd:
+                similar = [SIMILAR["cosine"](middle[i][2], middle[j][2]) for j in odd]
+                edges.append((max(similar), i, odd[int(np.argmax(similar))]))
+    count = min(surplus, max(1, int(r * len(edges))))
+    kept = sorted(edges, key=lambda edge: (-edge[0], edge[1]))[:count]
+    clusters = {j: [j, *(i for _, i, into in kept if into == j)] for _, _, j in kept}
+    joined = {i for _, i, _ in kept}
+    result = []
+    for j, row in enumerate(middle):
+        if j in joined:
+            continue
+        if j in clusters:
+            mass = sum(middle[i][1] for i in clusters[j])
+            mean = [sum(middle[i][1] * middle[i][part] for i in clusters[j]) / mass for part in (2, 3)]
+            row = [row[0], mass, *mean]
+        result.append(row)
+    return result
+
+
+def centroids(quota: int, sinks: int, recents: int, chunk: int | None, r: float, rounds: list[int] | None = None):
+    def cut(glances: list[Glance]) -> list[Head]:
+        kept = []
+        for glance in glances:
+            rows = glance.rows
+            if len(rows.places) <= quota:
+                kept.append(rows)
+                continue
+            protect = (rows.places < sinks) | (rows.places >= glance.tokens - recents)
+            protect = shrink(protect if quota > 1 else np.zeros_like(protect), quota)
+            everything = [list(row) for row in zip(rows.places, rows.mass, rows.keys, rows.values, strict=True)]
+            middle = [row for row, safe in zip(everything, protect, strict=True) if not safe]
+            count = 0
+            while len(middle) > quota - protect.sum():
+                middle = merged(middle, chunk, r, len(middle) - (quota - protect.sum()))
+                count += 1
+            if rounds is not None:
+                rounds.append(count)
+            rest = [row for row, safe in zip(everything, protect, strict=True) if safe]
+            both = sorted(middle + rest, key=lambda row: row[0])
+            kept.append(Head(*(np.array([row[i] for row in both]) for i in (2, 3, 0, 1))))
+        return kept
+
+    return cut
+
+
+@pytest.mark.parametrize("block", [None, 9, 25])
+@pytest.mark.parametrize("chunk, r", [(8, 0.8), (None, 0.5), (7, 1.0), (2, 0.8)])
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_centroidkv(model, chunk, r, block):
+    args = dict(sinks=2, recents=5, chunk=chunk, r=r)
+    rounds = []
+    held = agree(model, centroids(15, **args, rounds=rounds), "centroidkv", 15, block, decoding=False, **args)
+    assert max(rounds) >= (3 if block is None else 1)
+    assert held.masses(2, 0).sum() == 67 and held.masses(2, 0).max() > 1
+
+
+@pytest.mark.parametrize("quota", [2, 3, 8, 40, 59, 60])
+def test_centroidkv_is_exact_at_every_size(quota):
+    args = dict(sinks=4, recents=6, chunk=16, r=0.8)
+    agree("qwen3", centroids(quota, **args), "centroidkv", quota, **args)
+
+
+def test_centroidkv_can_hold_one_row():
+    args = dict(sinks=4, recents=6, chunk=16, r=0.8)
+    held = agree("llama", centroids(1, **args), "centroidkv", 0.02, None, **args)
+    assert held.masses(0, 0).tolist() == [60] + [1] * 7
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_centroidkv_clusters_again_while_decoding(interval):
+    args = dict(sinks=2, recents=5, chunk=8, r=0.8)
+    prompt, model = ids(60), "llama"
+    dense = Dense(model, centroids(15, **args))
+    dense.prefill(prompt, None)
+    held = kvbench.prefill(tiny(model), prompt, "centroidkv", 15, method_args={**args, "decode_interval": interval})
+    for step in range(1, 8):
+        dense.cuts_decoding = step % interval == 0
+        token = ids(1, seed=step)
+        torch.testing.assert_close(held.extend(token)[0].double(), dense.extend(token), **CLOSE)
+        same_rows(held, dense)
+    assert len(held.places(0, 0)) == 15 + 7 % interval
+
+
+def test_centroidkv_merges_equal_rows_without_changing_attention():
+    """A prompt of one token repeated, without position: all keys of a head are equal, and so is every output."""
+    from models import make
+
+    model = make("llama")
+    model.model.rotary_emb.register_buffer("inv_freq", torch.zeros_like(model.model.rotary_emb.inv_freq))
+    prompt = torch.full((1, 50), 7)
+    full = kvbench.prefill(model, prompt)
+    held = kvbench.prefill(
+        model, prompt, "centroidkv", 9, method_args={"sinks": 2, "recents": 2, "chunk": 8, "decoding": False}
+    )
+    assert held.masses(0, 0).sum() == 50 and len(held.masses(0, 0)) == 9
+    more = ids(5)
+    torch.testing.assert_close(held.extend(more), full.extend(more), rtol=1e-5, atol=1e-5)
+    evicting = kvbench.prefill(model, prompt, "knorm", 9)
+    assert not torch.allclose(evicting.extend(more), full.extend(more), rtol=1e-3, atol=1e-3)
+
+
+# ada, as the two repositories write it, where no bound is met
+
+
+def winners(scores: list[np.ndarray], total: int) -> list[int]:
+    everything = sorted((-s, h, j) for h, own in enumerate(scores) for j, s in enumerate(own) if s > -np.inf)
+    return [sum(h == head for _, h, _ in everything[:total]) for head in range(len(scores))]
+
+
+def safeguard(alpha: float):
+    def share(scores, protected, quota):
+        safe = [min(max(int(alpha * quota), 1, int(own.sum())), len(own)) for own in protected]
+        open_ = []
+        for own, count in zip(scores, safe, strict=True):
+            own = own.copy()
+            own[top(own, count)] = -np.inf
+            open_.append(own)
+        won = winners(open_, quota * len(scores) - sum(safe))
+        return [a + b for a, b in zip(safe, won, strict=True)]
+
+    return share
+
+
+def interpolate(alpha: float):
+    def share(scores, protected, quota):
+        own = [int(p.sum()) for p in protected]
+        free = quota - own[0]
+        won = winners([np.where(p, -np.inf, s) for s, p in zip(scores, protected, strict=True)], free * len(scores))
+        targets = [c * (1 - alpha) + free * alpha for c in won]
+        counts = [math.floor(t + 1e-9) for t in targets]
+        by_remainder = sorted(range(len(won)), key=lambda h: (counts[h] - targets[h], h))
+        for h in by_remainder[: free * len(scores) - sum(counts)]:
+            counts[h] += 1
+        return [max(1, c + p) for c, p in zip(counts, own, strict=True)]
+
+    return share
+
+
+@pytest.mark.parametrize("block", [None, 9])
+@pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("mode", [interpolate, safeguard])
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+def test_ada(model, mode, alpha, block):
+    args = dict(window=6, kernel=5, pooling="max", group="before")
+    cut = keeps(votes(**args), 17, newest(6), mode(alpha))
+    held = agree(model, cut, "snapkv", 17, block, allocator=("ada", {"mode": mode.__name__, "alpha": alpha}), **args)
+    lengths = {len(held.places(1, head)) for head in range(2)}
+    assert (len(lengths) == 1) or alpha < 1
+
+
+# presets
+
+
+def behaviour(name: str, preset: str, seed: int) -> tuple:
+    """Rows held after a prompt and after three more tokens, with uniform shares."""
+    held = kvbench.prefill(tiny("llama"), ids(420, seed), name, 120, method_args={"preset": preset})
+    found = []
+    for more in (1, 2):
+        found.append([held.places(layer, head).tolist() for layer in range(3) for head in range(2)])
+        held.extend(ids(more, seed=77))
+    return (*found, [held.places(layer, head).tolist() for layer in range(3) for head in range(2)])
+
+
+def presets(name: str) -> list[str]:
+    return list(yaml.safe_load((CONF / "method" / f"{name}.yaml").read_text()).get("presets", {}))
+
+
+PAIRS = [(name, *pair) for name in names("method") for pair in combinations(presets(name), 2)]
+
+
+@pytest.mark.parametrize("name, one, other", PAIRS)
+def test_presets_differ_where_their_settings_do(name, one, other):
+    chosen = [settings("method", name, {"preset": preset}) | {"preset": None} for preset in (one, other)]
+    for seed in range(6):
+        if behaviour(name, one, seed) != behaviour(name, other, seed):
+            assert chosen[0] != chosen[1]
+            return
+    assert chosen[0] == chosen[1], "two presets that never differ"
