@@ -127,22 +127,22 @@ class Context:
         """
         generators = [torch.Generator().manual_seed(seed) for seed in self.seeds]
         ended = torch.zeros(self.logits.shape[0], dtype=torch.bool, device=self.logits.device)
-        with attached(self.model):
-            for layer in self.own_layers:
-                layer.attended.clear()
-            for count in range(1, max_new_tokens + 1):
-                token = sampling.pick(self.logits, generators)
-                yield token
-                ended = ended | torch.isin(token, torch.tensor(sorted(stop), device=token.device, dtype=token.dtype))
-                over = count == max_new_tokens or bool(ended.all())
-                if over and not read_last:
-                    break
-                method, left = self.choice.method, max_new_tokens - count + read_last
-                self.course.room = min(left, method.decode_interval) - 1 if method.decoding else left - 1
+        for layer in self.own_layers:
+            layer.attended.clear()
+        for count in range(1, max_new_tokens + 1):
+            token = sampling.pick(self.logits, generators)
+            yield token
+            ended = ended | torch.isin(token, torch.tensor(sorted(stop), device=token.device, dtype=token.dtype))
+            over = count == max_new_tokens or bool(ended.all())
+            if over and not read_last:
+                break
+            method, left = self.choice.method, max_new_tokens - count + read_last
+            self.course.room = min(left, method.decode_interval) - 1 if method.decoding else left - 1
+            with attached(self.model):  # not across a yield: another context may use the model meanwhile
                 self._extend(token[:, None])
-                if over:
-                    break
-            self.course.room = ROOM
+            if over:
+                break
+        self.course.room = ROOM
 
     @contextmanager
     def branch(self) -> Iterator[None]:

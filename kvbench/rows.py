@@ -121,7 +121,9 @@ class LayerRows:
         present = rows.present
         keys, values = rows.keys[present], rows.values[present]
         self.lengths, self.even = present.sum(-1), even
-        self.longest = len(keys) // self.lengths.numel() if even else int(self.lengths.max())
+        self.longest = int(self.lengths.max())
+        if even and bool((self.lengths != self.longest).any()):
+            raise ValueError(f"heads that should hold the same number of rows hold {self.lengths.tolist()}")
         self.stored = self.codec.write(keys, values, self.lengths)
         self.places = rows.places[present].int()
         narrow = torch.int16 if self.seen < 1 << 15 else torch.int32  # no row stands for more tokens than were seen

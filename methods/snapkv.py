@@ -8,8 +8,8 @@ pooling only. Under blocks the window is the current block's last min(w, T) quer
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvbench.kernels.window import window
 from kvbench.kernels.window.pool import POOLINGS, pool
@@ -39,11 +39,13 @@ class SnapKV(Method):
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
         votes = window(seen.queries[:, :, -self.window :], rows.keys, rows.mass, seen.scaling).sum(-2)
-        # rows of the window have no votes; where the window covers all that is held, those of the block have none
-        own = self.window if self.window < len(rows) else seen.queries.shape[2]
-        votes = votes[..., : len(rows) - own]
+        # rows of the window have no votes; where the window covers all that a head holds, those of the block have none
+        inside = rows.places >= seen.tokens - self.window
+        covered = (inside | ~rows.present).all(-1, keepdim=True)
+        inside = torch.where(covered, rows.places >= seen.first, inside)
+        votes = votes.masked_fill(inside[:, :, None], 0)
         if self.group == "before":
             votes = pool(votes.mean(2), self.kernel, self.pooling)
         else:
             votes = pool(votes, self.kernel, self.pooling).mean(2)
-        return pad(votes, (0, own))
+        return votes.masked_fill(inside, 0)

@@ -491,6 +491,26 @@ def test_room_for_methods_of_one_block():
         context_of("llama", OneBlock("zip", ()), budget=10, block=29).prefill(ids(30))
 
 
+def test_a_choice_that_breaks_an_even_share_is_not_mixed_up():
+    """Either refused, or held as chosen."""
+
+    @dataclass(frozen=True)
+    class Uneven(Knorm):
+        def select(self, scores, quotas):
+            newer = torch.arange(scores.shape[-1]).expand_as(scores) - scores.shape[-1]
+            return newer >= torch.tensor([-3, -5])[:, None]
+
+    context = context_of("llama", Uneven("uneven", ()), budget=4)
+    try:
+        context.prefill(ids(20))
+    except (ValueError, AssertionError):
+        return
+    assert [context.layers[0].rows.head_places(0, head).tolist() for head in range(2)] == [
+        [17, 18, 19],
+        [15, 16, 17, 18, 19],
+    ]
+
+
 @dataclass(frozen=True)
 class Remembering(Method):
     """What a method remembers per layer and over layers starts empty with every context and counts as bytes."""

@@ -230,6 +230,18 @@ def test_attention_implementation_is_put_back_when_a_method_fails():
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_two_answers_may_be_generated_in_turn():
+    """Token by token from two contexts of one model; afterwards its attention is put back."""
+    model = make("llama")
+    contexts = [kvbench.prefill(model, ids(20, seed)).contexts[0] for seed in (1, 2)]
+    expected = [kvbench.prefill(model, ids(20, seed)).generate(5, stop=frozenset())[0].tolist() for seed in (1, 2)]
+    one, two = (context.generate(5, Sampling(), frozenset()) for context in contexts)
+    found = [[int(next(one))], [int(next(two))]]
+    found[0] += [int(token) for token in one]
+    found[1] += [int(token) for token in two]
+    assert found == expected and model.config._attn_implementation == "sdpa"
+
+
 def test_models_with_parts_are_put_back():
     """Gemma 3 as published is a text model beside a vision tower; both keep their own attention."""
     text = make("gemma3").config.to_dict()
@@ -280,9 +292,9 @@ def test_unknown_architectures_are_refused():
 
 
 def test_branches_share_one_context_and_forget():
-    for method, block in (("keydiff", 9), ("snapkv", None), ("centroidkv", 9)):
-        prompt, model = ids(60), tiny("gemma3")
-        args = {"recents": 3, "sinks": 2, "decode_interval": 1} if method == "centroidkv" else None
+    for method, block, name in (("keydiff", 9, "gemma3"), ("snapkv", None, "llama"), ("centroidkv", 9, "llama")):
+        prompt, model = ids(60), tiny(name)
+        args = {"recents": 3, "sinks": 2, "decode_interval": 3} if method == "centroidkv" else None
 
         def read(prompt=prompt, model=model, method=method, block=block, args=args):
             return kvbench.prefill(model, prompt, method, 12, block, method_args=args)
@@ -301,6 +313,7 @@ def test_branches_share_one_context_and_forget():
                 with held.branch():  # and what is read between is forgotten too
                     held.generate(9, temperature=1.0)
                     held.extend(ids(40))
+                    held.extend(ids(1))
                 assert torch.equal(held.generate(5, stop=frozenset()), tokens)
                 assert places(held) == rows and torch.equal(held.logits, last)
             assert places(held) == before[0] and held.bytes == before[1] and torch.equal(held.logits, before[2])
@@ -372,6 +385,19 @@ def test_generation_stops_at_the_end_token():
         seen = one.seen
         tokens = list(one.generate(12, Sampling(), frozenset([int(free[0, 2])])))
         assert len(tokens) <= 3 and one.seen == seen + len(tokens) - 1
+
+
+def test_samples_of_one_context_end_alone():
+    """The batched path: a sample that ended waits for the others, and what it says meanwhile is not given."""
+    model, prompts = tiny("llama"), ids(30, batch=3)
+    alone = kvbench.prefill(model, prompts, "knorm", 10)
+    with alone.branch():
+        free = alone.generate(12, stop=frozenset())
+    stop = frozenset(free[0, 4:8].tolist()) - set(free[2].tolist())  # the first gives several of them
+    assert len(stop) > 1
+    context = context_of(model, Knorm("knorm", (), decoding=True), 10, seeds=(0, 0, 0))
+    context.prefill(prompts)
+    assert torch.equal(Held([context]).generate(12, stop=stop), alone.generate(12, stop=stop))
 
 
 def test_the_models_own_end_token_is_the_default():

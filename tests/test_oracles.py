@@ -13,7 +13,10 @@ import yaml
 from models import Dense, Glance, Head, distinct, ids, tiny
 
 import kvbench
+from kvbench.budget import Budget
 from kvbench.catalogue import CONF, build, names, settings
+from kvbench.engine import Context
+from kvbench.held import choose_cache
 from kvbench.method import Seen, State
 from kvbench.rows import Rows
 
@@ -170,6 +173,8 @@ def test_keydiff_anchor_ignores_absent_rows():
         cut = keeps(score, 12, share=safeguard(alpha))
         ada = ("ada", {"mode": "safeguard", "alpha": alpha})
         agree("llama", cut, "keydiff", 12, 9, allocator=ada, decoding=True, anchor="mean_raw")
+        cut = keeps(unlike("mean_normalised", "euclidean"), 12, share=safeguard(alpha))
+        agree("llama", cut, "keydiff", 12, 9, allocator=ada, decoding=True, metric="euclidean")
         cut = keeps(unlike("median", "euclidean"), 12, share=safeguard(alpha))
         agree("llama", cut, "keydiff", 12, 9, allocator=ada, decoding=True, anchor="median", metric="euclidean")
         cut = keeps(unlike("pairwise", "dot"), 12, share=safeguard(alpha))
@@ -203,7 +208,10 @@ def pool(scores: np.ndarray, kernel: int, pooling: str) -> np.ndarray:
 
 def votes(window: int, kernel: int, pooling: str, group: str) -> Score:
     def score(glance: Glance) -> np.ndarray:
-        sums = attention(glance, window).sum(1)[:, glance.rows.places < glance.tokens - window]
+        outside = glance.rows.places < glance.tokens - window
+        if not outside.any():  # the window covers all that is held: then rows of the block only have no votes
+            outside = glance.rows.places < glance.tokens - glance.queries.shape[1]
+        sums = attention(glance, window).sum(1)[:, outside]
         if group == "before":
             own = pool(sums.mean(0), kernel, pooling)
         else:
@@ -229,6 +237,31 @@ def test_snapkv_windows_and_kernels(window, kernel, block):
     held = agree("qwen3", keeps(votes(**args), 20, newest(window)), "snapkv", 20, block, **args)
     kept = set(held.places(1, 2).tolist())
     assert set(range(60 - window, 67)) <= kept
+
+
+@pytest.mark.parametrize("block", [4, 8, 1])
+def test_snapkv_votes_where_the_window_covers_all_that_is_held(block):
+    """Then what was held before the block still competes, by the block's votes."""
+    args = dict(window=50, kernel=3, pooling="max", group="after")
+    held = agree("llama", keeps(votes(**args), 10, newest(50)), "snapkv", 10, block, tokens=80, **args)
+    free = {held.places(layer, head)[0].item() for layer in range(3) for head in range(2)}
+    assert len(free) > 1
+
+
+def test_snapkv_does_not_depend_on_the_longest_head_of_a_batch():
+    settings_of = {"method": {"window": 14, "kernel": 3}, "allocator": {"alpha": 0.0}, "codec": None}
+    names_of = {"method": "snapkv", "allocator": "ada", "codec": "raw"}
+    choice = choose_cache(*(build(group, settings(group, names_of[group], settings_of[group])) for group in names_of))
+    for seed in range(4):
+        prompts = torch.cat([distinct(60, seed), distinct(60, seed + 50)])
+        both = Context(tiny("llama"), choice, Budget(10), 4, (0, 0))
+        both.prefill(prompts)
+        for sample, prompt in enumerate(prompts):
+            alone = Context(tiny("llama"), choice, Budget(10), 4, (0,))
+            alone.prefill(prompt[None])
+            for own, its in zip(alone.layers, both.layers, strict=True):
+                for head in range(2):
+                    assert torch.equal(own.rows.head_places(0, head), its.rows.head_places(sample, head))
 
 
 def test_snapkv_orders_of_group_and_pooling_differ_for_max_only():
@@ -299,9 +332,9 @@ def test_dropkv_is_the_change_of_the_output_when_a_row_is_removed():
 
 
 def shown(queries, keys, values, outputs) -> tuple[Seen, Rows]:
-    """One head of one layer, one query a row of `queries` (T, d), which belong to the last rows."""
+    """One KV head of one layer: the last tokens' `queries` and `outputs` (G, T, d), keys and values (n, d)."""
     n, mass = len(keys), torch.ones(1, 1, len(keys), dtype=keys.dtype)
-    seen = Seen(queries[None, None], outputs[None, None], None, 1.0, None, None, 0, 1, n - len(queries), n, True, False)
+    seen = Seen(queries[None], outputs[None], None, 1.0, None, None, 0, 1, n - queries.shape[1], n, True, False)
     return seen, Rows(keys[None, None], values[None, None], torch.arange(n)[None, None], mass)
 
 
@@ -310,7 +343,7 @@ def test_dropkv_rounding_decides_on_sinks():
     p = torch.tensor([0.9985, 0.0010, 0.0005])
     keys = torch.cat([p.log()[:, None], torch.zeros(3, 1)], 1)
     values = torch.tensor([[0.0, 0.0], [1000.0, 0.0], [-2000.0, 0.3]])
-    seen, rows = shown(torch.tensor([[1.0, 0.0]]), keys, values, (p @ values)[None])
+    seen, rows = shown(torch.tensor([[[1.0, 0.0]]]), keys, values, (p @ values)[None, None])
     best = {}
     for p_dtype in ("bf16", "fp32"):
         method = build("method", settings("method", "dropkv", {"window": 1, "kernel": 1, "p_dtype": p_dtype}))
@@ -324,7 +357,7 @@ def test_dropkv_scores_of_dominant_rows_are_accurate(p_dtype):
     """p = 1 - 1e-4 on one row: in float32 the score must still be that of float64, but for rounding."""
     generator = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(40, 16, generator=generator, dtype=torch.float64) for _ in range(2))
-    query = keys[3:4] * 15 / keys[3].square().sum()
+    query = torch.stack([keys[3] * 15 / keys[3].square().sum(), keys[8] / 4])[:, None]  # two of a group
     p = (query @ keys.T).softmax(-1)
     assert 1e-5 < 1 - p.max() < 1e-3
     method = build("method", settings("method", "dropkv", {"window": 1, "kernel": 1, "p_dtype": p_dtype}))
@@ -332,7 +365,7 @@ def test_dropkv_scores_of_dominant_rows_are_accurate(p_dtype):
     for dtype in (torch.float32, torch.float64):
         seen, rows = shown(*(x.to(dtype) for x in (query, keys, values, p @ values)))
         scores.append(method.score(seen, rows, State((0,)))[0, 0].double())
-    glance = Glance(0, 0, query[None].numpy(), (p @ values)[None].numpy(), head_of(rows), 1.0, 40)
+    glance = Glance(0, 0, query.numpy(), (p @ values).numpy(), head_of(rows), 1.0, 40)
     expected = torch.from_numpy(residual(1, 1, "avg", 1e-6, p_dtype)(glance))
     torch.testing.assert_close(scores[1], expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(scores[0], expected, rtol=0.01, atol=0)
