@@ -6,11 +6,15 @@ d head dimension. Rows come padded: `rows.mass` is 0 where a head has fewer rows
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from kvbench.rows import Rows
+
+if TYPE_CHECKING:
+    from kvbench.allocator import Allocator
+    from kvbench.codec import Codec
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,16 @@ class Method:
     decoding: bool = field(default=False, kw_only=True)  # cuts while decoding too, else appends
     decode_interval: int = field(default=1, kw_only=True)  # tokens between two cuts while decoding
 
-    scores = True  # False for a method that leaves the choice of rows to `cut`; only even allocators serve it
+    scores = True  # False for a method that leaves the choice of rows to `cut`
     merges = False  # rows may come to stand for several tokens
     wants_lse = False
     one_block = False  # the whole prompt must be one block
+
+    def refuses(self, allocator: "Allocator", codec: "Codec") -> str | None:
+        """Why this method cannot work with them, in words that name the setting to change; None where it can."""
+        if not self.scores and (allocator.cascades or not allocator.even):
+            return f"allocator={allocator.name}: {self.name} has no scores to share rows by; use allocator=uniform"
+        return None
 
     def spares(self, layer: int, layers: int) -> bool:
         """True for a layer that is never cut (a method that spares some declares its own law in its config)."""
