@@ -33,6 +33,7 @@ class Seen:
     prompt: int  # tokens of the prompt, or of the context where the question is hidden
     last: bool  # the prompt's last block
     decoding: bool  # tokens after the prompt
+    cut_layers: tuple[int, ...] = ()  # layers that share the budget: all but sliding-window and spared ones
 
     @property
     def tokens(self) -> int:
@@ -79,7 +80,9 @@ class Method:
         return {}
 
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
-        """(B, H, n) bool: rows that are not to be scored away (sinks, windows, recents), or None."""
+        """(B, H, n) bool: rows that are not to be scored away (sinks, windows, recents), or None. Asked again for a
+        smaller quota where an allocator cascades; `seen` has no queries, outputs nor log-sum-exps any more by then.
+        """
         return None
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
