@@ -191,6 +191,7 @@ class Reader:
         return {
             "quota": context.budget.rows(context.course.prompt, context.course.prompt),
             "protected": max(layer.protected for layer in layers),
+            "allocation": layers[0].state.shared.get("allocation"),  # which rule the allocator says it followed
             "resident_bytes": held.rows, "full_bytes": context.full_bytes(), "metadata_bytes": held.metadata,
             "state_bytes": held.state, "headroom_bytes": held.headroom, "sliding_bytes": context.sliding_bytes(),
             "rows_held": mean([layer.rows.mean_rows for layer in layers]), "rows_seen": context.seen,
