@@ -9,6 +9,7 @@ from models import Glance, Head, ids, tiny
 from test_oracles import agree, attention, interpolate, keeps, newest, nothing
 
 import kvbench
+from kvbench.kernels.attend import attend
 from kvbench.kernels.votes import reference as votes_reference
 from kvbench.kernels.votes import votes
 from kvbench.kernels.window import window
@@ -107,7 +108,7 @@ def test_recents_are_a_share_or_rows():
             kvbench.prefill(tiny("llama"), ids(9), "h2o", 5, method_args={"recent": recent})
 
 
-@pytest.mark.parametrize("chunk", [1, 700, 1 << 22])
+@pytest.mark.parametrize("chunk", [1, 700, 1 << 20])
 @pytest.mark.parametrize("heads, groups, tokens, rows", [(2, 3, 13, 29), (1, 1, 17, 17), (3, 4, 1, 7)])
 def test_votes_are_column_sums_of_the_probabilities(monkeypatch, chunk, heads, groups, tokens, rows):
     """Against the whole matrix at once, with masses, absent rows and chunks that do not divide."""
@@ -124,6 +125,20 @@ def test_votes_are_column_sums_of_the_probabilities(monkeypatch, chunk, heads, g
     found = votes(queries, keys, mass, lse, 0.3)
     torch.testing.assert_close(found, p.sum(-2), rtol=1e-12, atol=1e-12)
     assert (found[(mass == 0)[:, :, None].expand_as(found)] == 0).all()
+
+
+@pytest.mark.parametrize("heads, groups, tokens", [(2, 3, 37), (1, 1, 1), (3, 4, 130)])
+def test_the_fused_log_sum_exp_is_the_reference(heads, groups, tokens):
+    """A whole prompt on the CPU takes both from one pass; anything else asked of it is refused."""
+    draw = torch.Generator().manual_seed(0)
+    queries = torch.randn(2, heads * groups, tokens, 16, generator=draw)
+    keys, values = (torch.randn(2, heads, tokens, 16, generator=draw) for _ in range(2))
+    found = attend(queries, keys, values, None, 0.3, lse=True, implementation="sdpa")
+    expected = attend(*(x.double() for x in (queries, keys, values)), None, 0.3, lse=True, implementation="reference")
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="sdpa"):
+        attend(queries, keys, values, torch.ones(2, heads, tokens), 0.3, lse=True, implementation="sdpa")
 
 
 def test_votes_refuses_shapes_that_do_not_fit():
