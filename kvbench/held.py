@@ -21,10 +21,9 @@ from kvbench.settings import SettingError, whole
 
 def choose_cache(method: Method, allocator: Allocator, codec: Codec) -> Choice:
     """The three together; SettingError for a pair that cannot work, with the reason."""
-    if not method.scores and not allocator.even:
-        raise SettingError(
-            f"allocator={allocator.name}: {method.name} has no scores to share rows by; use allocator=uniform"
-        )
+    reason = method.refuses(allocator, codec)
+    if reason is not None:
+        raise SettingError(reason)
     return Choice(method, allocator, codec)
 
 

@@ -6,12 +6,16 @@ d head dimension. Rows come padded: `rows.mass` is 0 where a head has fewer rows
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from kvbench.rows import Rows
 from kvbench.settings import choose, whole
+
+if TYPE_CHECKING:
+    from kvbench.allocator import Allocator
+    from kvbench.codec import Codec
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Seen:
     prompt: int  # tokens of the prompt, or of the context where the question is hidden
     last: bool  # the prompt's last block
     decoding: bool  # tokens after the prompt
+    cut_layers: tuple[int, ...] = ()  # layers that share the budget: all but sliding-window and spared ones
 
     @property
     def tokens(self) -> int:
@@ -58,10 +63,16 @@ class Method:
         choose("method.decoding", self.decoding, (True, False))
         whole("method.decode_interval", self.decode_interval, 1)
 
-    scores = True  # False for a method that leaves the choice of rows to `cut`; only even allocators serve it
+    scores = True  # False for a method that leaves the choice of rows to `cut`
     merges = False  # rows may come to stand for several tokens
     wants_lse = False
     one_block = False  # the whole prompt must be one block
+
+    def refuses(self, allocator: "Allocator", codec: "Codec") -> str | None:
+        """Why this method cannot work with them, in words that name the setting to change; None where it can."""
+        if not self.scores and (allocator.cascades or not allocator.even):
+            return f"allocator={allocator.name}: {self.name} has no scores to share rows by; use allocator=uniform"
+        return None
 
     def spares(self, layer: int, layers: int) -> bool:
         """True for a layer that is never cut (a method that spares some declares its own law in its config)."""
@@ -74,7 +85,9 @@ class Method:
         return {}
 
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
-        """(B, H, n) bool: rows that are not to be scored away (sinks, windows, recents), or None."""
+        """(B, H, n) bool: rows that are not to be scored away (sinks, windows, recents), or None. Asked again for a
+        smaller quota where an allocator cascades; `seen` has no queries, outputs nor log-sum-exps any more by then.
+        """
         return None
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:

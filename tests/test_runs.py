@@ -75,7 +75,7 @@ def runs(results: Path) -> dict[str, tuple[Path, list[dict]]]:
 
 
 BAD = {
-    "method=foo": "method=foo: choose one of centroidkv",
+    "method=foo": "method=foo: choose one of",
     "allocator=foo": "allocator=foo: choose one of ada",
     "task=foo": "task=foo: choose one of ruler",
     "model=foo": "model=foo: choose one of",
