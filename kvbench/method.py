@@ -58,6 +58,11 @@ class Method:
     wants_lse = False
     one_block = False  # the whole prompt must be one block
 
+    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+        """SettingError unless the method can serve a model of `layers` layers with `heads` KV heads of `dim`, of which
+        `sliding` keep their own cache. Asked before weights are loaded; for methods that read a file.
+        """
+
     def spares(self, layer: int, layers: int) -> bool:
         """True for a layer that is never cut (a method that spares some declares its own law in its config)."""
         return False

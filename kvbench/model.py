@@ -112,19 +112,27 @@ class Layout:
     """What a cache must know of a model's layers."""
 
     layers: int
+    heads: int  # KV heads of a layer
+    dim: int  # of a head
     sliding: tuple[int, ...]  # layers with a sliding window: they keep transformers' own cache
     window: int | None  # longest context if *every* layer has that sliding window (then they count as full)
 
 
 def layout(model: torch.nn.Module) -> Layout:
     """The layers of a supported model; SettingError for another architecture."""
-    config = model.config.get_text_config(decoder=True)
-    check_architecture(model.config)
+    return layout_of(model.config)
+
+
+def layout_of(config: Any) -> Layout:
+    """The same from a model's configuration, before it is loaded."""
+    check_architecture(config)
+    config = config.get_text_config(decoder=True)
     own = DynamicCache(config=config).layers
     sliding = tuple(i for i, layer in enumerate(own) if layer.is_sliding)
-    if len(sliding) == config.num_hidden_layers:
-        return Layout(len(sliding), (), own[0].sliding_window)
-    return Layout(config.num_hidden_layers, sliding, None)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    all_slide = len(sliding) == config.num_hidden_layers
+    window = own[0].sliding_window if all_slide else None
+    return Layout(config.num_hidden_layers, config.num_key_value_heads, dim, () if all_slide else sliding, window)
 
 
 def make_cache(model: torch.nn.Module, layers: list[Remembers | None]) -> Cache:
