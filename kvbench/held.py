@@ -25,6 +25,8 @@ def choose_cache(method: Method, allocator: Allocator, codec: Codec) -> Choice:
         raise SettingError(
             f"allocator={allocator.name}: {method.name} has no scores to share rows by; use allocator=uniform"
         )
+    if method.allots and type(allocator) is not Allocator:
+        raise SettingError(f"allocator={allocator.name}: {method.name} shares rows out itself; use allocator=uniform")
     return Choice(method, allocator, codec)
 
 

@@ -102,7 +102,8 @@ class Layer:
         if method.spares(self.index, self.layers):
             return
         quota = allocator.layer(nominal, seen, view, self.state.shared)
-        if not (self.rows.even and self.rows.longest_head <= quota):
+        allotted = torch.tensor(method.allot(nominal, seen, self.state)) if method.allots else None
+        if self.exceeds(quota, allotted):
             rows = view()
             protected = shrink(method.protect(seen, rows, quota), rows, quota)
             scores = method.score(seen, rows, self.state).to(rows.mass.dtype) if method.scores else rows.mass
@@ -111,10 +112,20 @@ class Layer:
             if allocator.cascades:
                 rows = replace(rows, columns={**rows.columns, "score": scores})
             self.protected = int(protected.sum(-1).max())
-            self.store(rows, method.cut(rows, scores, allocator.heads(scores, protected, quota), protected))
+            if allotted is None:
+                quotas = allocator.heads(scores, protected, quota)
+            else:
+                quotas = rows.present.sum(-1).minimum(allotted.to(rows.mass.device))
+            self.store(rows, method.cut(rows, scores, quotas, protected))
         if allocator.cascades:
             for index, less in allocator.earlier(nominal, seen, self.state.shared).items():
                 self.cache[index].trim(less)
+
+    def exceeds(self, quota: int, allotted: Tensor | None) -> bool:
+        """True if a head may hold more rows than it may keep: `quota`, or its own of `allotted` (H,)."""
+        if allotted is not None:
+            return bool((self.rows.counts().cpu() > allotted).any())
+        return not (self.rows.even and self.rows.longest_head <= quota)
 
     def trim(self, quota: int) -> None:
         """Cut again to fewer rows per head, by the scores of the last cut (CAKE's cascade)."""
@@ -129,7 +140,8 @@ class Layer:
         """Hold what a cut left."""
         gone = (before.mass.sum(-1) - after.mass.sum(-1)).round().long()
         self.evicted = gone if self.evicted is None else self.evicted + gone
-        self.rows.keep(after, even=self.choice.allocator.even, merged=self.choice.method.merges)
+        method, allocator = self.choice.method, self.choice.allocator
+        self.rows.keep(after, even=allocator.even and not method.allots, merged=method.merges)
         self.weigh()
 
     def bytes(self) -> Bytes:

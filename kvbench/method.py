@@ -54,6 +54,7 @@ class Method:
     decode_interval: int = field(default=1, kw_only=True)  # tokens between two cuts while decoding
 
     scores = True  # False for a method that leaves the choice of rows to `cut`; only even allocators serve it
+    allots = False  # decides itself how many rows every head keeps (`allot`); only allocator=uniform serves it
     merges = False  # rows may come to stand for several tokens
     wants_lse = False
     one_block = False  # the whole prompt must be one block
@@ -72,6 +73,12 @@ class Method:
         `rows.columns`; anything else goes into `state.layer` or `state.shared`.
         """
         return {}
+
+    def allot(self, quota: int, seen: Seen, state: State) -> list[int]:
+        """Rows that each KV head of this layer may keep (a head with fewer keeps what it has), of a method that
+        `allots`; `quota` is the mean over all layers and heads. It may remember its choice in `state.layer`.
+        """
+        raise NotImplementedError(f"{self.name} leaves the shares to the allocator")
 
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
         """(B, H, n) bool: rows that are not to be scored away (sinks, windows, recents), or None."""
