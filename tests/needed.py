@@ -1,6 +1,7 @@
 """Settings that a method cannot do without: files, made for a model by the project's own calibration."""
 
 import atexit
+import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from models import ids, tiny
 from safetensors.torch import save_file
 
 from kvbench.calibrate import query_filters
+from kvbench.model import layout
 
 FOLDER = tempfile.TemporaryDirectory()
 atexit.register(FOLDER.cleanup)
@@ -20,7 +22,18 @@ def filters(model: torch.nn.Module, sequences: Sequence[torch.Tensor], path: Pat
     save_file({"q_filters": query_filters(model, sequences, count=200)}, str(path))
 
 
-MAKE = {"qfilters": filters}
+def pattern(model: torch.nn.Module, sequences: Sequence[torch.Tensor], path: Path) -> None:
+    """A folder of head gates as published, drawn here: they are trained, which is no part of the project."""
+    shape = layout(model)
+    generator = torch.Generator().manual_seed(5)
+    gates = torch.rand(shape.layers, shape.heads, generator=generator)
+    gates[list(shape.sliding)] = torch.nan
+    path.mkdir()
+    (path / "full_attention_heads.tsv").write_text("\n".join("\t".join(map(str, own)) for own in gates.tolist()))
+    (path / "config.json").write_text(json.dumps({"sink_size": 3, "recent_size": 6}))
+
+
+MAKE = {"qfilters": filters, "duo_attention": pattern}
 
 
 def made(method: str, name: str, model: torch.nn.Module, sequences: Sequence[torch.Tensor]) -> dict:
