@@ -148,13 +148,20 @@ def make_cache(model: torch.nn.Module, layers: list[Remembers | None]) -> Cache:
 
 
 def rotation(model: torch.nn.Module, kind: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """The model's own rotary embedding: places (B, n) to cos, sin (B, n, rotated dimensions)."""
+    """The model's own rotary embedding: places (B, n) to cos, sin (B, n, rotated dimensions). One whose frequencies
+    follow the longest place it ever saw is left as it was: a method may ask for places that the model has not reached.
+    """
     module = next(m.rotary_emb for m in model.modules() if hasattr(m, "rotary_emb") and hasattr(m, "layers"))
     own = (kind,) if hasattr(module, "layer_types") else ()  # Gemma3 has one rotation per kind of layer
 
     def rotate(places: Tensor) -> tuple[Tensor, Tensor]:
         like = next(model.parameters())
-        return module(torch.empty(0, dtype=torch.float32, device=like.device), places, *own)
+        attributes, buffers = dict(vars(module)), dict(module._buffers)
+        try:
+            return module(torch.empty(0, dtype=torch.float32, device=like.device), places, *own)
+        finally:
+            vars(module).update(attributes)
+            module._buffers.update(buffers)
 
     return rotate
 

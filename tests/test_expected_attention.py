@@ -2,6 +2,7 @@
 float64 and loops; and the closed form against samples of the Gaussian that it stands for.
 """
 
+import copy
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from kvbench.catalogue import build, settings
 from kvbench.kernels.expected import expected_logits, merge, moments
 from kvbench.method import Seen, State
 from kvbench.methods.expected_attention import mean_rotation, turned, unrotated
+from kvbench.model import rotation
 from kvbench.rows import Rows
 from kvbench.settings import SettingError
 
@@ -252,8 +254,6 @@ def test_settings_that_are_refused(setting):
 
 
 def seen_of(name: str, queries: torch.Tensor, first: int) -> Seen:
-    from kvbench.model import rotation
-
     turn = rotation(tiny(name), "full_attention")
     return Seen(queries, queries, None, 1.0, torch.zeros(1), turn, 0, 1, first, 10**6, False, False)
 
@@ -357,3 +357,18 @@ def test_the_score_is_pure():
     mass[..., 4], mass[..., 0] = 3, 0
     heavy = method.score(seen, Rows(rows.keys, rows.values, rows.places, mass), state)
     assert (heavy[..., 0] == 0).all() and (heavy[..., 4] > once[..., 4]).all()
+
+
+def test_places_to_come_leave_the_models_own_rotation_alone():
+    """Dynamic scaling remembers the longest place; asking for later ones must not turn the model's next tokens."""
+    config = copy.deepcopy(tiny("llama").config)
+    config.max_position_embeddings = 64
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = type(tiny("llama"))(config).eval()
+    module, places = model.model.rotary_emb, torch.arange(40)[None]
+    before, turn = module.inv_freq.clone(), rotation(model, "full_attention")
+    cos, _ = turn(places)
+    turn(torch.arange(40, 40 + 512)[None])
+    assert torch.equal(module.inv_freq, before) and torch.equal(turn(places)[0], cos)
+    module(cos, torch.arange(40, 40 + 512)[None])  # what the model itself would do there
+    assert not torch.equal(module.inv_freq, before)
