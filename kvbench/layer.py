@@ -85,6 +85,9 @@ class Layer:
             view = Lazy(rows.view)
         if course.quota is not None:
             self.cut(seen, view, course.quota)
+        if course.last:
+            method.forget(self.state)
+            self.weigh()
         self.peak_rows = max(self.peak_rows, rows.longest_head)
         return outputs
 

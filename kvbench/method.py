@@ -80,6 +80,9 @@ class Method:
         """
         raise NotImplementedError(f"{self.name} leaves the shares to the allocator")
 
+    def forget(self, state: State) -> None:
+        """Drop what is not needed any more: the prompt is read and cut."""
+
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
         """(B, H, n) bool: rows that are not to be scored away (sinks, windows, recents), or None."""
         return None

@@ -62,6 +62,10 @@ class ExpectedAttention(Method):
             state.layer |= {"count": found.count, "mean": found.mean, "scatter": found.scatter}
         return {}
 
+    def forget(self, state: State) -> None:
+        for name in ("count", "mean", "scatter"):
+            state.layer.pop(name, None)
+
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
         return rows.places < self.sinks
 

@@ -372,3 +372,12 @@ def test_places_to_come_leave_the_models_own_rotation_alone():
     assert torch.equal(module.inv_freq, before) and torch.equal(turn(places)[0], cos)
     module(cos, torch.arange(40, 40 + 512)[None])  # what the model itself would do there
     assert not torch.equal(module.inv_freq, before)
+
+
+def test_moments_are_gone_once_the_prompt_is_cut():
+    """They are as large as hundreds of rows, and no cut while decoding looks at them."""
+    held = kvbench.prefill(tiny("llama"), ids(60), "expected_attention", 17, 9)
+    assert held.bytes.state == 0 and held.contexts[0].course.bytes == held.bytes.total
+    assert held.contexts[0].course.peak_bytes > held.bytes.total + 3 * 6 * 32 * 32 * 4
+    decoding = kvbench.prefill(tiny("llama"), ids(60), "expected_attention", 17, 9, method_args={"preset": "decode"})
+    assert decoding.bytes.state == 3 * 6 * 56 * 32 * 4  # the queries since the sinks
