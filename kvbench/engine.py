@@ -51,6 +51,7 @@ class Context:
     ) -> None:
         self.model, self.choice, self.budget, self.block_size, self.seeds = model, choice, budget, block_size, seeds
         shape = layout(model)
+        choice.method.check(shape.layers, shape.heads, shape.dim, shape.sliding)
         self.course = Course(prompt=0)
         state = State(seeds)
         self.layers: list[Layer | None] = []

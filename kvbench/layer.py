@@ -92,6 +92,9 @@ class Layer:
             view = Lazy(rows.view)
         if course.quota is not None:
             self.cut(seen, view, course.quota)
+        if course.last:
+            method.forget(self.state)
+            self.weigh()
         if course.quota is not None or not course.decoding:
             if not any(self.cache[self.index + 1 :]):  # the block is through all layers
                 for layer in filter(None, self.cache):
@@ -120,16 +123,17 @@ class Layer:
             return
         quotas = allocator.layer(nominal, seen, view, shared)
         quotas = (quotas,) * len(self.state.seeds) if isinstance(quotas, int) else quotas
+        allotted = torch.tensor(method.allot(nominal, seen, self.state)) if method.allots else None
         again = allocator.cascades and not seen.decoding and seen.tokens > nominal
-        if again or not (self.rows.even and self.rows.longest_head <= min(quotas)):
+        if again or self.exceeds(min(quotas), allotted):
             rows = view()
             scores = method.score(seen, rows, self.state).to(rows.mass.dtype) if method.scores else rows.mass
             scores = scores.nan_to_num(neginf=torch.finfo(scores.dtype).min)
             if again:
                 rows = replace(rows, columns={**rows.columns, SCORE: scores})
                 self.rows.columns, self.shown = dict(rows.columns), without_tensors(seen)
-            if self.rows.longest_head > min(quotas):
-                self.divide(rows, scores, quotas, seen)
+            if self.exceeds(min(quotas), allotted):
+                self.divide(rows, scores, quotas, seen, allotted)
         if allocator.cascades and not seen.decoding:
             for index, less in allocator.earlier(nominal, seen, shared).items():
                 self.cache[index].trim(less)
@@ -137,18 +141,29 @@ class Layer:
                 for index in seen.cut_layers:
                     self.cache[index].forget_scores()
 
+    def exceeds(self, quota: int, allotted: Tensor | None) -> bool:
+        """True if a head may hold more rows than it may keep: `quota`, or its own of `allotted` (H,)."""
+        if allotted is not None:
+            return bool((self.rows.counts().cpu() > allotted).any())
+        return not (self.rows.even and self.rows.longest_head <= quota)
+
     def trim(self, quotas: tuple[int, ...]) -> None:
         """Cut to fewer rows per head, one quota per sample, by the scores of this block."""
         if self.shown is not None and self.rows.longest_head > min(quotas):
             rows = self.rows.view()
-            self.divide(rows, rows.columns[SCORE], quotas, self.shown)
+            self.divide(rows, rows.columns[SCORE], quotas, self.shown, None)
 
-    def divide(self, rows: Rows, scores: Tensor, quotas: tuple[int, ...], seen: Seen) -> None:
-        """Share each sample's rows per head among the heads and cut them."""
+    def divide(
+        self, rows: Rows, scores: Tensor, quotas: tuple[int, ...], seen: Seen, allotted: Tensor | None
+    ) -> None:
+        """Share each sample's rows per head among the heads, unless the method allotted them, and cut them."""
         method, heads = self.choice.method, self.choice.allocator.heads
         protected = by_sample(quotas, lambda own, quota: shrink(method.protect(seen, rows, quota), rows, quota)[own])
         scores = scores.masked_fill(protected, torch.inf).masked_fill(~rows.present, -torch.inf)
-        counts = by_sample(quotas, lambda own, quota: heads(scores[own], protected[own], quota))
+        if allotted is None:
+            counts = by_sample(quotas, lambda own, quota: heads(scores[own], protected[own], quota))
+        else:
+            counts = rows.present.sum(-1).minimum(allotted.to(rows.mass.device))
         self.protected = int(protected.sum(-1).max())
         self.store(rows, method.cut(rows, scores, counts, protected))
 
@@ -162,9 +177,9 @@ class Layer:
         """Hold what a cut left."""
         gone = (before.mass.sum(-1) - after.mass.sum(-1)).round().long()
         self.evicted = gone if self.evicted is None else self.evicted + gone
-        allocator = self.choice.allocator
-        even = allocator.even and (len(self.state.seeds) == 1 or not allocator.cascades)
-        self.rows.keep(after, even=even, merged=self.choice.method.merges)
+        method, allocator = self.choice.method, self.choice.allocator
+        even = allocator.even and not method.allots and (len(self.state.seeds) == 1 or not allocator.cascades)
+        self.rows.keep(after, even=even, merged=method.merges)
         self.weigh()
 
     def bytes(self) -> Bytes:

@@ -64,12 +64,20 @@ class Method:
         whole("method.decode_interval", self.decode_interval, 1)
 
     scores = True  # False for a method that leaves the choice of rows to `cut`
+    allots = False  # decides itself how many rows every head keeps (`allot`); only allocator=uniform serves it
     merges = False  # rows may come to stand for several tokens
     wants_lse = False
     one_block = False  # the whole prompt must be one block
 
+    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+        """SettingError unless the method can serve a model of `layers` layers with `heads` KV heads of `dim`, of which
+        `sliding` keep their own cache. Asked before weights are loaded; for methods that read a file.
+        """
+
     def refuses(self, allocator: "Allocator", codec: "Codec") -> str | None:
         """Why this method cannot work with them, in words that name the setting to change; None where it can."""
+        if self.allots and allocator.name != "uniform":
+            return f"allocator={allocator.name}: {self.name} shares rows out itself; use allocator=uniform"
         if not self.scores and (allocator.cascades or not allocator.even):
             return f"allocator={allocator.name}: {self.name} has no scores to share rows by; use allocator=uniform"
         return None
@@ -83,6 +91,15 @@ class Method:
         `rows.columns`; anything else goes into `state.layer` or `state.shared`.
         """
         return {}
+
+    def allot(self, quota: int, seen: Seen, state: State) -> list[int]:
+        """Rows that each KV head of this layer may keep (a head with fewer keeps what it has), of a method that
+        `allots`; `quota` is the mean over all layers and heads. It may remember its choice in `state.layer`.
+        """
+        raise NotImplementedError(f"{self.name} leaves the shares to the allocator")
+
+    def forget(self, state: State) -> None:
+        """Drop what is not needed any more: the prompt is read and cut."""
 
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
         """(B, H, n) bool: rows that are not to be scored away (sinks, windows, recents), or None. Asked again for a

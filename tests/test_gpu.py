@@ -8,12 +8,14 @@ import sys
 
 import pytest
 import torch
+from needed import made
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
-METHODS = [name for name in kvbench.methods_available() if name != "full"]
+OWN_LAW = ("full", "duo_attention")  # they hold other numbers of rows
+METHODS = [name for name in kvbench.methods_available() if name not in OWN_LAW]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,8 @@ def test_kept_rows_agree_across_batch_sizes(model, method, allocator, block_size
     if method == "centroidkv" and allocator == "ada":
         pytest.skip("refused: centroidkv has no scores")
     ids = prompts(4, 1000)
-    chosen = {"method": method, "budget": 0.2, "block_size": block_size, "allocator": allocator}
+    args = made(method, "gpu", model, prompts(2, 200))
+    chosen = {"method": method, "budget": 0.2, "block_size": block_size, "allocator": allocator, "method_args": args}
     together = kvbench.prefill(model, ids, **chosen)
     same = total = 0
     for sample in range(4):
@@ -67,11 +70,12 @@ def test_kept_rows_agree_across_batch_sizes(model, method, allocator, block_size
 def test_memory_is_really_freed(model, method):
     """What the allocator of CUDA has out after the prefill is the rows held and little else."""
     ids = prompts(1, 16384)
+    args = made(method, "gpu", model, prompts(2, 200))
     kvbench.prefill(model, ids[:, :64])
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    held = kvbench.prefill(model, ids, method=method, budget=0.05, block_size=4096)
+    held = kvbench.prefill(model, ids, method=method, budget=0.05, block_size=4096, method_args=args)
     gc.collect()
     grown = torch.cuda.memory_allocated() - before
     assert held.resident_bytes == 4 * 2 * 819 * 64 * 2 * 2
