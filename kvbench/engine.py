@@ -85,6 +85,8 @@ class Context:
                 kept_whole = rows is None or rows >= prompt
                 self.course.room = prompt - self.seen - block.shape[1] if kept_whole else 0
                 logits = self._read(block, rows, keep=1)
+        for layer in self.own_layers:  # after the last block of all layers: cascades cut earlier ones again
+            layer.settle()
         self.course.last, self.course.room = False, ROOM
         self.logits = logits[:, -1]
         return self.logits
@@ -98,6 +100,8 @@ class Context:
             return self._extend(ids)
 
     def _extend(self, ids: Tensor) -> Tensor:
+        if self.choice.token_by_token and ids.shape[1] > 1:
+            return torch.cat([self._extend(token) for token in ids.split(1, dim=1)], dim=1)
         method = self.choice.method
         self.course.decoding = True
         self.since_cut += ids.shape[1]

@@ -25,6 +25,11 @@ def choose_cache(method: Method, allocator: Allocator, codec: Codec) -> Choice:
         raise SettingError(
             f"allocator={allocator.name}: {method.name} has no scores to share rows by; use allocator=uniform"
         )
+    if codec.packs and method.decoding:
+        raise SettingError(
+            f"codec={codec.name}: {method.name} cuts while decoding, and packed groups are never repacked; "
+            "use method.decoding=false or codec=raw"
+        )
     return Choice(method, allocator, codec)
 
 

@@ -34,6 +34,11 @@ class Choice:
     allocator: Allocator
     codec: Codec
 
+    @property
+    def token_by_token(self) -> bool:
+        """Whether what follows the prefill is read one token at a time, several known tokens too."""
+        return self.codec.token_by_token
+
 
 class Layer:
     """Rows of one layer and what happens to them when a block is read."""
@@ -53,7 +58,8 @@ class Layer:
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Read a block's keys and values (B, H, T, d)."""
         before = self.rows.tail_keys
-        self.rows.append(keys, values, self.course.room)
+        flushed = self.course.decoding and self.choice.codec.packs
+        self.rows.append(keys, values, 0 if flushed else self.course.room)
         self.token_bytes = 2 * keys[:, :, 0].nbytes
         if self.rows.tail_keys is not before:
             self.weigh()
@@ -85,6 +91,9 @@ class Layer:
             view = Lazy(rows.view)
         if course.quota is not None:
             self.cut(seen, view, course.quota)
+        if course.decoding and self.choice.codec.packs:
+            rows.flush()
+            self.weigh()
         self.peak_rows = max(self.peak_rows, rows.longest_head)
         return outputs
 
@@ -130,6 +139,11 @@ class Layer:
         gone = (before.mass.sum(-1) - after.mass.sum(-1)).round().long()
         self.evicted = gone if self.evicted is None else self.evicted + gone
         self.rows.keep(after, even=self.choice.allocator.even, merged=self.choice.method.merges)
+        self.weigh()
+
+    def settle(self) -> None:
+        """The prefill is over: nothing cuts this layer any more unless the method cuts while decoding."""
+        self.rows.settle()
         self.weigh()
 
     def bytes(self) -> Bytes:
