@@ -81,7 +81,7 @@ class Context:
         with attached(self.model):
             for number, block in enumerate(blocks):
                 self.course.last = number == len(blocks) - 1
-                rows = self.budget.rows(prompt, self.seen + block.shape[1])
+                rows = None if self.choice.method.reads else self.budget.rows(prompt, self.seen + block.shape[1])
                 kept_whole = rows is None or rows >= prompt
                 self.course.room = prompt - self.seen - block.shape[1] if kept_whole else 0
                 logits = self._read(block, rows, keep=1)
@@ -104,6 +104,8 @@ class Context:
             return torch.cat([self._extend(token) for token in ids.split(1, dim=1)], dim=1)
         method = self.choice.method
         self.course.decoding = True
+        if method.reads:
+            self.course.look = self.budget.rows(self.course.prompt, self.seen + ids.shape[1])
         self.since_cut += ids.shape[1]
         rows = None
         if method.decoding and self.since_cut >= method.decode_interval:

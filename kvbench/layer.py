@@ -21,6 +21,7 @@ class Course:
     last: bool = False  # the block being read is the prompt's last
     decoding: bool = False  # tokens after the prompt are being read
     quota: int | None = None  # rows per head to cut to after this block, None: no cut
+    look: int | None = None  # rows that a query head may look at, of methods that read few of many, None: all
     room: int = 0  # tokens to reserve room for when storage must grow
     bytes: int = 0  # what all layers occupy now
     peak_bytes: int = 0  # the most they ever did
@@ -37,7 +38,7 @@ class Choice:
     @property
     def token_by_token(self) -> bool:
         """Whether what follows the prefill is read one token at a time, several known tokens too."""
-        return self.codec.token_by_token
+        return self.method.token_by_token or self.codec.token_by_token
 
 
 class Layer:
@@ -78,6 +79,7 @@ class Layer:
         look = None
         if course.decoding:
             here = {"layer": self.index, "layers": self.layers, "first": first, "prompt": course.prompt}
+            here |= {"decoding": course.decoding, "quota": course.look}
             look = method.read(queries, view, here, self.state)
         keys, values, mass = rows.attention_view()
         outputs, lse = attend(queries, keys, values, mass, scaling, look=look, lse=method.wants_lse)
@@ -89,6 +91,7 @@ class Layer:
         if type(method).update is not Method.update:
             rows.columns = dict(method.update(seen, view(), self.state))
             view = Lazy(rows.view)
+            self.weigh()
         if course.quota is not None:
             self.cut(seen, view, course.quota)
         if course.decoding and self.choice.codec.packs:

@@ -57,6 +57,8 @@ class Method:
     merges = False  # rows may come to stand for several tokens
     wants_lse = False
     one_block = False  # the whole prompt must be one block
+    reads = False  # holds every row and looks at few: the budget is rows attended while decoding, see `read`
+    token_by_token = False  # known tokens that follow the prefill (the question) are read one at a time
 
     def spares(self, layer: int, layers: int) -> bool:
         """True for a layer that is never cut (a method that spares some declares its own law in its config)."""
@@ -90,11 +92,13 @@ class Method:
         """Select and merge. A method whose every choice depends on the merge before overrides this one."""
         return self.merge(rows, self.select(scores, quotas))
 
-    def read(self, queries: Tensor, rows: Callable[[], Rows], seen: Mapping[str, int], state: State) -> Tensor | None:
+    def read(
+        self, queries: Tensor, rows: Callable[[], Rows], seen: Mapping[str, int | None], state: State
+    ) -> Tensor | None:
         """(B, H*G, n) bool: rows that each query head looks at while decoding, or None for all of them.
 
         `queries` (B, H*G, T, d); `rows()` gives the rows when the answer needs them; `seen` has `layer`, `layers`,
-        `first`, `prompt` and `decoding`.
+        `first`, `prompt`, `decoding` and `quota`: of a method that `reads`, rows to look at, None for all.
         """
         return None
 
