@@ -13,7 +13,7 @@ from kvbench.budget import Budget
 from kvbench.layer import Choice, Course, Layer
 from kvbench.method import State
 from kvbench.model import attached, forward, layout, make_cache
-from kvbench.rows import Bytes
+from kvbench.rows import Bytes, size
 from kvbench.settings import SettingError
 
 ROOM = 64  # tokens that growing storage reserves beyond what it needs when the engine does not know how many will come
@@ -172,7 +172,8 @@ class Context:
     def bytes(self) -> Bytes:
         """What the cache occupies now; sliding-window layers count as rows."""
         total = sum((layer.bytes() for layer in self.own_layers), Bytes())
-        return total + Bytes(rows=self.sliding_bytes())
+        shared = size(v for v in self.own_layers[0].state.shared.values() if isinstance(v, Tensor))
+        return total + Bytes(rows=self.sliding_bytes(), state=shared)
 
     def sliding_bytes(self) -> int:
         """Bytes of the sliding-window layers' own caches, which no method touches."""

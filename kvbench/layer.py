@@ -79,7 +79,7 @@ class Layer:
         look = None
         if course.decoding:
             here = {"layer": self.index, "layers": self.layers, "first": first, "prompt": course.prompt}
-            here |= {"decoding": course.decoding, "quota": course.look}
+            here |= {"scaling": scaling, "quota": course.look}
             look = method.read(queries, view, here, self.state)
         keys, values, mass = rows.attention_view()
         outputs, lse = attend(queries, keys, values, mass, scaling, look=look, lse=method.wants_lse)

@@ -92,13 +92,11 @@ class Method:
         """Select and merge. A method whose every choice depends on the merge before overrides this one."""
         return self.merge(rows, self.select(scores, quotas))
 
-    def read(
-        self, queries: Tensor, rows: Callable[[], Rows], seen: Mapping[str, int | None], state: State
-    ) -> Tensor | None:
+    def read(self, queries: Tensor, rows: Callable[[], Rows], seen: Mapping[str, Any], state: State) -> Tensor | None:
         """(B, H*G, n) bool: rows that each query head looks at while decoding, or None for all of them.
 
         `queries` (B, H*G, T, d); `rows()` gives the rows when the answer needs them; `seen` has `layer`, `layers`,
-        `first`, `prompt`, `decoding` and `quota`: of a method that `reads`, rows to look at, None for all.
+        `first`, `prompt`, `scaling`, and `quota`: of a method that `reads`, rows to look at, None for all.
         """
         return None
 

@@ -10,6 +10,7 @@ of the pages (CUDA path). A quota of all rows looks at all rows: there the code 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,9 +53,7 @@ class Quest(Method):
             self.bounds(rows.keys, state)
         return {}
 
-    def read(
-        self, queries: Tensor, rows: Callable[[], Rows], seen: Mapping[str, int | None], state: State
-    ) -> Tensor | None:
+    def read(self, queries: Tensor, rows: Callable[[], Rows], seen: Mapping[str, Any], state: State) -> Tensor | None:
         held, quota = seen["first"] + queries.shape[2], seen["quota"]
         pages, chosen = -(-held // self.page), max(self.least, min(held, quota or held) // self.page)
         dense = seen["layer"] < self.dense_layers or queries.shape[2] > 1
