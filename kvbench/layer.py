@@ -11,6 +11,7 @@ from kvbench.codec import Codec
 from kvbench.kernels.attend import attend
 from kvbench.method import Method, Seen, State, shrink
 from kvbench.rows import Bytes, LayerRows, Rows, size
+from kvbench.slots import by_slot
 
 
 @dataclass
@@ -82,7 +83,10 @@ class Layer:
             here |= {"scaling": scaling, "quota": course.look}
             look = method.read(queries, view, here, self.state)
         keys, values, mass = rows.attention_view()
-        outputs, lse = attend(queries, keys, values, mass, scaling, look=look, lse=method.wants_lse)
+        asking = queries
+        if method.rolls and not (rows.even and rows.longest_head == rows.seen):
+            asking, keys = by_slot(queries, view(), rotation)
+        outputs, lse = attend(asking, keys, values, mass, scaling, look=look, lse=method.wants_lse)
         self.count(look)
         seen = Seen(
             queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,

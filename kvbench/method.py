@@ -57,6 +57,7 @@ class Method:
     merges = False  # rows may come to stand for several tokens
     wants_lse = False
     one_block = False  # the whole prompt must be one block
+    rolls = False  # attention takes keys and queries at their slot among the rows held, not at their place
     reads = False  # holds every row and looks at few: the budget is rows attended while decoding, see `read`
     token_by_token = False  # known tokens that follow the prefill (the question) are read one at a time
 
