@@ -12,6 +12,7 @@ from kvbench.codec import Codec
 from kvbench.kernels.attend import attend
 from kvbench.method import Method, Seen, State, shrink
 from kvbench.rows import Bytes, LayerRows, Rows, size
+from kvbench.slots import by_slot
 
 SCORE = "score"  # the column that holds a block's scores while the layer may be cut again
 
@@ -24,6 +25,7 @@ class Course:
     last: bool = False  # the block being read is the prompt's last
     decoding: bool = False  # tokens after the prompt are being read
     quota: int | None = None  # rows per head to cut to after this block, None: no cut
+    look: int | None = None  # rows that a query head may look at, of methods that read few of many, None: all
     room: int = 0  # tokens to reserve room for when storage must grow
     bytes: int = 0  # what all layers occupy now
     peak_bytes: int = 0  # the most they ever did
@@ -36,6 +38,11 @@ class Choice:
     method: Method
     allocator: Allocator
     codec: Codec
+
+    @property
+    def token_by_token(self) -> bool:
+        """Whether what follows the prefill is read one token at a time, several known tokens too."""
+        return self.method.token_by_token or self.codec.token_by_token
 
 
 class Layer:
@@ -57,7 +64,8 @@ class Layer:
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Read a block's keys and values (B, H, T, d)."""
         before = self.rows.tail_keys
-        self.rows.append(keys, values, self.course.room)
+        flushed = self.course.decoding and self.choice.codec.packs
+        self.rows.append(keys, values, 0 if flushed else self.course.room)
         self.token_bytes = 2 * keys[:, :, 0].nbytes
         if self.rows.tail_keys is not before:
             self.weigh()
@@ -75,30 +83,35 @@ class Layer:
         view = Lazy(rows.view)
         look = None
         if course.decoding:
-            here = {
-                "layer": self.index, "layers": self.layers, "first": first,
-                "prompt": course.prompt, "decoding": course.decoding,
-            }  # fmt: skip
+            here = {"layer": self.index, "layers": self.layers, "first": first, "prompt": course.prompt}
+            here |= {"scaling": scaling, "quota": course.look}
             look = method.read(queries, view, here, self.state)
         keys, values, mass = rows.attention_view()
-        outputs, lse = attend(queries, keys, values, mass, scaling, look=look, lse=method.wants_lse)
+        asking = queries
+        if method.rolls and not (rows.even and rows.longest_head == rows.seen):
+            asking, keys = by_slot(queries, view(), rotation)
+        outputs, lse = attend(asking, keys, values, mass, scaling, look=look, lse=method.wants_lse)
         self.count(look, mass)
         seen = Seen(
             queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,
             first, course.prompt, course.last, course.decoding, self.cut_layers,
         )  # fmt: skip
         if type(method).update is not Method.update:
-            rows.columns = dict(method.update(seen, view(), self.state))
+            rows.columns = {**rows.columns, **method.update(seen, view(), self.state)}
             view = Lazy(rows.view)
+            self.weigh()
         if course.quota is not None:
             self.cut(seen, view, course.quota)
         if course.last:
             method.forget(self.state)
             self.weigh()
-        if course.quota is not None or not course.decoding:
-            if not any(self.cache[self.index + 1 :]):  # the block is through all layers
-                for layer in filter(None, self.cache):
-                    layer.peak_rows = max(layer.peak_rows, layer.rows.longest_head)
+        if course.decoding and self.choice.codec.packs:
+            rows.flush()
+            self.weigh()
+        through = not any(self.cache[self.index + 1 :])  # the block is through all layers
+        if through and (course.quota is not None or not course.decoding):
+            for layer in filter(None, self.cache):
+                layer.peak_rows = max(layer.peak_rows, layer.rows.longest_head)
         return outputs
 
     def count(self, look: Tensor | None, mass: Tensor | None) -> None:
@@ -153,9 +166,7 @@ class Layer:
             rows = self.rows.view()
             self.divide(rows, rows.columns[SCORE], quotas, self.shown, None)
 
-    def divide(
-        self, rows: Rows, scores: Tensor, quotas: tuple[int, ...], seen: Seen, allotted: Tensor | None
-    ) -> None:
+    def divide(self, rows: Rows, scores: Tensor, quotas: tuple[int, ...], seen: Seen, allotted: Tensor | None) -> None:
         """Share each sample's rows per head among the heads, unless the method allotted them, and cut them."""
         method, heads = self.choice.method, self.choice.allocator.heads
         protected = by_sample(quotas, lambda own, quota: shrink(method.protect(seen, rows, quota), rows, quota)[own])
@@ -180,6 +191,11 @@ class Layer:
         method, allocator = self.choice.method, self.choice.allocator
         even = allocator.even and not method.allots and (len(self.state.seeds) == 1 or not allocator.cascades)
         self.rows.keep(after, even=even, merged=method.merges)
+        self.weigh()
+
+    def settle(self) -> None:
+        """The prefill is over: nothing cuts this layer any more unless the method cuts while decoding."""
+        self.rows.settle()
         self.weigh()
 
     def bytes(self) -> Bytes:

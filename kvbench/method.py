@@ -68,6 +68,9 @@ class Method:
     merges = False  # rows may come to stand for several tokens
     wants_lse = False
     one_block = False  # the whole prompt must be one block
+    rolls = False  # attention takes keys and queries at their slot among the rows held, not at their place
+    reads = False  # holds every row and looks at few: the budget is rows attended while decoding, see `read`
+    token_by_token = False  # known tokens that follow the prefill (the question) are read one at a time
 
     def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
         """SettingError unless the method can serve a model of `layers` layers with `heads` KV heads of `dim`, of which
@@ -76,6 +79,13 @@ class Method:
 
     def refuses(self, allocator: "Allocator", codec: "Codec") -> str | None:
         """Why this method cannot work with them, in words that name the setting to change; None where it can."""
+        if self.reads and allocator.name != "uniform":
+            return f"allocator={allocator.name}: {self.name} holds every row, nothing is shared; use allocator=uniform"
+        if codec.packs and self.decoding:
+            return (
+                f"codec={codec.name}: {self.name} cuts while decoding, and packed groups are never repacked; "
+                "use method.decoding=false or codec=raw"
+            )
         if self.allots and allocator.name != "uniform":
             return f"allocator={allocator.name}: {self.name} shares rows out itself; use allocator=uniform"
         if not self.scores and (allocator.cascades or not allocator.even):
@@ -125,11 +135,11 @@ class Method:
         """Select and merge. A method whose every choice depends on the merge before overrides this one."""
         return self.merge(rows, self.select(scores, quotas))
 
-    def read(self, queries: Tensor, rows: Callable[[], Rows], seen: Mapping[str, int], state: State) -> Tensor | None:
+    def read(self, queries: Tensor, rows: Callable[[], Rows], seen: Mapping[str, Any], state: State) -> Tensor | None:
         """(B, H*G, n) bool: rows that each query head looks at while decoding, or None for all of them.
 
         `queries` (B, H*G, T, d); `rows()` gives the rows when the answer needs them; `seen` has `layer`, `layers`,
-        `first`, `prompt` and `decoding`.
+        `first`, `prompt`, `scaling`, and `quota`: of a method that `reads`, rows to look at, None for all.
         """
         return None
 

@@ -145,7 +145,7 @@ class Run:
 
 def plainly(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A group's settings as they enter the hash: a file by what is in it, not by where it lies."""
-    plain = {key: value for key, value in settings.items() if key != "_target_"}
+    plain = {key: value for key, value in settings.items() if key not in ("_target_", "preset")}
     if plain.get("path") is not None:
         plain["path"] = content_hash(Path(plain["path"]).expanduser())
     if "base" in plain:

@@ -33,6 +33,7 @@ class AnDPro(Method):
     anchor: str
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         whole("method.window", self.window, 1)
         odd("method.kernel", self.kernel)
         whole("method.chunk", self.chunk, 1)

@@ -27,6 +27,7 @@ class Cake(Method):
     gamma: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         whole("method.window", self.window, 1)
         odd("method.kernel", self.kernel)
         if not self.gamma >= 0:

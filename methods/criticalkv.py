@@ -33,6 +33,7 @@ class CriticalKV(Method):
     epsilon: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if type(self.base).score is Method.score:
             raise SettingError(f"method.base={self.base.name}: {self.name} needs a method that scores rows")
         if not 0 <= self.alpha <= 1:

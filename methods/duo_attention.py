@@ -62,6 +62,7 @@ class DuoAttention(Method):
     allots = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         choose("method.count", self.count, ("quantile", "round"))
         if self.sparsity is not None and not 0 <= self.sparsity <= 1:
             raise SettingError(f"method.sparsity={self.sparsity}: a share in [0, 1], or null to follow the budget")

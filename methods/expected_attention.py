@@ -39,6 +39,7 @@ class ExpectedAttention(Method):
     buffer: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         whole("method.positions", self.positions, 1)
         whole("method.sinks", self.sinks, 0)
         whole("method.buffer", self.buffer, 2)

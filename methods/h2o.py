@@ -32,6 +32,7 @@ class H2O(Method):
     wants_lse = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         choose("method.norm", self.norm, ("none", "count"))
         choose("method.gqa", self.gqa, ("mean", "max"))
         if isinstance(self.recent, bool) or self.recent < 0 or (isinstance(self.recent, float) and self.recent >= 1):

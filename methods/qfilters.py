@@ -30,6 +30,7 @@ class QFilters(Method):
     filters: Tensor = field(init=False, repr=False, compare=False)  # (layers, H, d)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         whole("method.recent", self.recent, 0)
         object.__setattr__(self, "filters", read(self.path))
 

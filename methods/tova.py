@@ -25,6 +25,7 @@ class TOVA(Method):
     recent: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         choose("method.scope", self.scope, ("layer", "group"))
         whole("method.recent", self.recent, 0)
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvbench
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
-OWN_LAW = ("full", "duo_attention")  # they hold other numbers of rows
+OWN_LAW = ("full", "duo_attention", "quest", "omnikv")  # they hold other numbers of rows
 METHODS = [name for name in kvbench.methods_available() if name not in OWN_LAW]
 
 
@@ -80,6 +80,34 @@ def test_memory_is_really_freed(model, method):
     grown = torch.cuda.memory_allocated() - before
     assert held.resident_bytes == 4 * 2 * 819 * 64 * 2 * 2
     assert grown <= 1.2 * held.resident_bytes + (1 << 20), (grown, held.bytes)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        dict(codec="kivi"),
+        dict(method="snapkv", budget=0.5, allocator="ada", codec="kivi"),
+        dict(method="quest", budget=128, method_args=dict(dense_layers=0)),
+        dict(method="omnikv", budget=128, method_args=dict(filters=[0], depth=None, wait=0, selector="uniform")),
+        dict(method="sink", budget=400, block_size=100),
+    ],
+    ids=lambda chosen: chosen.get("method", "kivi") + chosen.get("codec", ""),
+)
+def test_packed_read_and_rolled_rows_agree_with_the_cpu(model, chosen):
+    """In float32, after a prompt, a question and some tokens, which fill residuals and pages."""
+    ids = prompts(2, 500)
+    more = prompts(2, 40)
+    own = model.float()
+    on_gpu = kvbench.prefill(own, ids, **chosen)
+    found = torch.cat([on_gpu.extend(part) for part in more.split([5, *[1] * 35], dim=1)], 1).cpu()
+    held = on_gpu.bytes
+    own = own.cpu()
+    on_cpu = kvbench.prefill(own, ids.cpu(), **chosen)
+    expected = torch.cat([on_cpu.extend(part) for part in more.cpu().split([5, *[1] * 35], dim=1)], 1)
+    model.to("cuda", torch.bfloat16)
+    assert held.rows == on_cpu.bytes.rows and held.state == on_cpu.bytes.state
+    off = (found - expected).abs() > 2e-3 * expected.abs().max()
+    assert off.float().mean() < 0.05  # a tie or a code may fall the other way
 
 
 def test_batches_generate_what_their_samples_do(model):
