@@ -3,7 +3,7 @@
 Symbols: B samples, H KV heads, n rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,12 @@ class Allocator:
     name: str
 
     even = True  # all heads of a layer keep the same number of rows
-    cascades = False  # layers that were cut may be cut again, see `earlier`
+    cascades = False  # how much a layer may keep depends on what later ones show: it is cut again, see `earlier`
 
-    def layer(self, quota: int, seen: Seen, rows: Callable[[], Rows], shared: dict[str, Any]) -> int:
-        """Rows per head of the layer that is being cut; over all layers the mean must be `quota`. `shared` is one
-        dict for all layers of a sample, to remember what a layer showed.
+    def layer(self, quota: int, seen: Seen, rows: Callable[[], Rows], shared: dict[str, Any]) -> int | tuple[int, ...]:
+        """Rows per head of the layer that is being cut, one number per sample where they differ; over all layers the
+        mean must be `quota`. `shared` is one dict for all layers of a batch, to remember what a layer showed (nothing
+        in it may be changed in place); the record quotes `shared["allocation"]`, a word on which rule applied.
         """
         return quota
 
@@ -36,11 +37,18 @@ class Allocator:
         available = (scores > -torch.inf).sum(-1)
         return available.clamp(max=quota)
 
-    def earlier(self, quota: int, seen: Seen, shared: dict[str, Any]) -> dict[int, int]:
-        """Rows per head that layers cut before this one are cut to again (never refilled). Asked after every layer
-        of allocators that cascade.
+    def earlier(self, quota: int, seen: Seen, shared: dict[str, Any]) -> dict[int, tuple[int, ...]]:
+        """Rows per head, one number per sample, that layers before this one are cut to, again or, where `layer` let
+        them keep all, for the first time (never refilled). Asked after every layer of allocators that cascade, but
+        not while decoding.
         """
         return {}
+
+
+def frozen(quotas: Sequence[int], before: int, quota: int) -> list[int]:
+    """Quotas that layers were given when the mean was `before`, kept in proportion when it is `quota`."""
+    targets = [own * quota / before for own in quotas]
+    return settle(targets, [1] * len(targets), [quota * len(targets)] * len(targets), quota * len(targets))
 
 
 def settle(targets: list[float], least: list[int], most: list[int], total: int) -> list[int]:

@@ -13,7 +13,7 @@ from kvbench.budget import Budget
 from kvbench.layer import Choice, Course, Layer
 from kvbench.method import State
 from kvbench.model import attached, forward, layout, make_cache
-from kvbench.rows import Bytes
+from kvbench.rows import Bytes, size
 from kvbench.settings import SettingError, number
 
 ROOM = 64  # tokens that growing storage reserves beyond what it needs when the engine does not know how many will come
@@ -51,6 +51,7 @@ class Context:
     ) -> None:
         self.model, self.choice, self.budget, self.block_size, self.seeds = model, choice, budget, block_size, seeds
         shape = layout(model)
+        choice.method.check(shape.layers, shape.heads, shape.dim, shape.sliding)
         self.course = Course(prompt=0)
         state = State(seeds)
         self.layers: list[Layer | None] = []
@@ -81,10 +82,12 @@ class Context:
         with attached(self.model):
             for number, block in enumerate(blocks):
                 self.course.last = number == len(blocks) - 1
-                rows = self.budget.rows(prompt, self.seen + block.shape[1])
+                rows = None if self.choice.method.reads else self.budget.rows(prompt, self.seen + block.shape[1])
                 kept_whole = rows is None or rows >= prompt
                 self.course.room = prompt - self.seen - block.shape[1] if kept_whole else 0
                 logits = self._read(block, rows, keep=1)
+        for layer in self.own_layers:  # after the last block of all layers: cascades cut earlier ones again
+            layer.settle()
         self.course.last, self.course.room = False, ROOM
         self.logits = logits[:, -1]
         return self.logits
@@ -98,8 +101,12 @@ class Context:
             return self._extend(ids)
 
     def _extend(self, ids: Tensor) -> Tensor:
+        if self.choice.token_by_token and ids.shape[1] > 1:
+            return torch.cat([self._extend(token) for token in ids.split(1, dim=1)], dim=1)
         method = self.choice.method
         self.course.decoding = True
+        if method.reads:
+            self.course.look = self.budget.rows(self.course.prompt, self.seen + ids.shape[1])
         self.since_cut += ids.shape[1]
         rows = None
         if method.decoding and self.since_cut >= method.decode_interval:
@@ -172,7 +179,8 @@ class Context:
     def bytes(self) -> Bytes:
         """What the cache occupies now; sliding-window layers count as rows."""
         total = sum((layer.bytes() for layer in self.own_layers), Bytes())
-        return total + Bytes(rows=self.sliding_bytes())
+        shared = size(v for v in self.own_layers[0].state.shared.values() if isinstance(v, Tensor))
+        return total + Bytes(rows=self.sliding_bytes(), state=shared)
 
     def sliding_bytes(self) -> int:
         """Bytes of the sliding-window layers' own caches, which no method touches."""

@@ -21,10 +21,9 @@ from kvbench.settings import SettingError, whole
 
 def choose_cache(method: Method, allocator: Allocator, codec: Codec) -> Choice:
     """The three together; SettingError for a pair that cannot work, with the reason."""
-    if not method.scores and not allocator.even:
-        raise SettingError(
-            f"allocator={allocator.name}: {method.name} has no scores to share rows by; use allocator=uniform"
-        )
+    reason = method.refuses(allocator, codec)
+    if reason is not None:
+        raise SettingError(reason)
     return Choice(method, allocator, codec)
 
 
@@ -45,7 +44,8 @@ def prefill(
 ) -> "Held":
     """Read `input_ids` (batch, tokens), prompts of one length, and cut the cache as `method` says.
 
-    `budget`: float in (0, 1] or int >= 2 rows per layer and KV head; `block_size`: tokens, None for one block;
+    `budget`: float in (0, 1] or int >= 2 rows per layer and KV head, held, or looked at where a
+    method holds all and reads few; `block_size`: tokens, None for one block;
     `method_args`: settings of conf/method/<method>.yaml, `preset` among them. The model's attention implementation is
     put back afterwards. SettingError (a ValueError) names a setting that cannot be used. On the CPU a batch is read
     sample by sample, so that each gives exactly what it gives alone.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from kvbench.codec import Codec
 from kvbench.kernels.attend import attend
 from kvbench.method import Method, Seen, State, shrink
 from kvbench.rows import Bytes, LayerRows, Rows, size
+from kvbench.slots import by_slot
+
+SCORE = "score"  # the column that holds a block's scores while the layer may be cut again
 
 
 @dataclass
@@ -21,6 +25,7 @@ class Course:
     last: bool = False  # the block being read is the prompt's last
     decoding: bool = False  # tokens after the prompt are being read
     quota: int | None = None  # rows per head to cut to after this block, None: no cut
+    look: int | None = None  # rows that a query head may look at, of methods that read few of many, None: all
     room: int = 0  # tokens to reserve room for when storage must grow
     bytes: int = 0  # what all layers occupy now
     peak_bytes: int = 0  # the most they ever did
@@ -34,6 +39,11 @@ class Choice:
     allocator: Allocator
     codec: Codec
 
+    @property
+    def token_by_token(self) -> bool:
+        """Whether what follows the prefill is read one token at a time, several known tokens too."""
+        return self.method.token_by_token or self.codec.token_by_token
+
 
 class Layer:
     """Rows of one layer and what happens to them when a block is read."""
@@ -43,6 +53,7 @@ class Layer:
         self.state = State(state.seeds, {}, state.shared)
         self.rows = LayerRows(choice.codec)
         self.evicted: Tensor | None = None  # (B, H) tokens whose rows are gone
+        self.shown: Seen | None = None  # of this block, while the layer may be cut again
         self.protected = 0  # most rows a head protected at the last cut
         self.peak_rows = 0  # most rows a head held after a cut, or after a block of a prompt that is not cut
         self.peak_attended = 0  # most rows a head ever attended over
@@ -53,7 +64,8 @@ class Layer:
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Read a block's keys and values (B, H, T, d)."""
         before = self.rows.tail_keys
-        self.rows.append(keys, values, self.course.room)
+        flushed = self.course.decoding and self.choice.codec.packs
+        self.rows.append(keys, values, 0 if flushed else self.course.room)
         self.token_bytes = 2 * keys[:, :, 0].nbytes
         if self.rows.tail_keys is not before:
             self.weigh()
@@ -71,25 +83,35 @@ class Layer:
         view = Lazy(rows.view)
         look = None
         if course.decoding:
-            here = {
-                "layer": self.index, "layers": self.layers, "first": first,
-                "prompt": course.prompt, "decoding": course.decoding,
-            }  # fmt: skip
+            here = {"layer": self.index, "layers": self.layers, "first": first, "prompt": course.prompt}
+            here |= {"scaling": scaling, "quota": course.look}
             look = method.read(queries, view, here, self.state)
         keys, values, mass = rows.attention_view()
-        outputs, lse = attend(queries, keys, values, mass, scaling, look=look, lse=method.wants_lse)
+        asking = queries
+        if method.rolls and not (rows.even and rows.longest_head == rows.seen):
+            asking, keys = by_slot(queries, view(), rotation)
+        outputs, lse = attend(asking, keys, values, mass, scaling, look=look, lse=method.wants_lse)
         self.count(look, mass)
         seen = Seen(
             queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,
-            first, course.prompt, course.last, course.decoding,
+            first, course.prompt, course.last, course.decoding, self.cut_layers,
         )  # fmt: skip
         if type(method).update is not Method.update:
-            rows.columns = dict(method.update(seen, view(), self.state))
+            rows.columns = {**rows.columns, **method.update(seen, view(), self.state)}
             view = Lazy(rows.view)
+            self.weigh()
         if course.quota is not None:
             self.cut(seen, view, course.quota)
-        if course.quota is not None or not course.decoding:
-            self.peak_rows = max(self.peak_rows, rows.longest_head)
+        if course.last:
+            method.forget(self.state)
+            self.weigh()
+        if course.decoding and self.choice.codec.packs:
+            rows.flush()
+            self.weigh()
+        through = not any(self.cache[self.index + 1 :])  # the block is through all layers
+        if through and (course.quota is not None or not course.decoding):
+            for layer in filter(None, self.cache):
+                layer.peak_rows = max(layer.peak_rows, layer.rows.longest_head)
         return outputs
 
     def count(self, look: Tensor | None, mass: Tensor | None) -> None:
@@ -101,40 +123,79 @@ class Layer:
                 look = look & (mass > 0).repeat_interleave(look.shape[1] // mass.shape[1], 1)
             self.attended.append(rows.mean_rows if look is None else look.sum(-1).float().mean().item())
 
+    @cached_property
+    def cut_layers(self) -> tuple[int, ...]:
+        """Layers that share the budget."""
+        spares, layers = self.choice.method.spares, self.layers
+        return tuple(i for i, layer in enumerate(self.cache) if layer is not None and not spares(i, layers))
+
     def cut(self, seen: Seen, view: Callable[[], Rows], nominal: int) -> None:
-        """Cut every head to its quota, and earlier layers again where the allocator cascades."""
-        method, allocator = self.choice.method, self.choice.allocator
-        if method.spares(self.index, self.layers):
+        """Cut every head to its quota, and earlier layers too where the allocator cascades."""
+        method, allocator, shared = self.choice.method, self.choice.allocator, self.state.shared
+        if self.index not in seen.cut_layers:
             return
-        quota = allocator.layer(nominal, seen, view, self.state.shared)
-        if not (self.rows.even and self.rows.longest_head <= quota):
+        quotas = allocator.layer(nominal, seen, view, shared)
+        quotas = (quotas,) * len(self.state.seeds) if isinstance(quotas, int) else quotas
+        allotted = torch.tensor(method.allot(nominal, seen, self.state)) if method.allots else None
+        again = allocator.cascades and not seen.decoding and seen.tokens > nominal
+        if again or self.exceeds(min(quotas), allotted):
             rows = view()
-            protected = shrink(method.protect(seen, rows, quota), rows, quota)
             scores = method.score(seen, rows, self.state).to(rows.mass.dtype) if method.scores else rows.mass
             scores = scores.nan_to_num(neginf=torch.finfo(scores.dtype).min)
-            scores = scores.masked_fill(protected, torch.inf).masked_fill(~rows.present, -torch.inf)
-            if allocator.cascades:
-                rows = replace(rows, columns={**rows.columns, "score": scores})
-            self.protected = int(protected.sum(-1).max())
-            self.store(rows, method.cut(rows, scores, allocator.heads(scores, protected, quota), protected))
-        if allocator.cascades:
-            for index, less in allocator.earlier(nominal, seen, self.state.shared).items():
+            if again:
+                rows = replace(rows, columns={**rows.columns, SCORE: scores})
+                self.rows.columns, self.shown = dict(rows.columns), without_tensors(seen)
+            if self.exceeds(min(quotas), allotted):
+                self.divide(rows, scores, quotas, seen, allotted)
+        if allocator.cascades and not seen.decoding:
+            for index, less in allocator.earlier(nominal, seen, shared).items():
                 self.cache[index].trim(less)
+            if self.index == seen.cut_layers[-1]:
+                for index in seen.cut_layers:
+                    self.cache[index].forget_scores()
 
-    def trim(self, quota: int) -> None:
-        """Cut again to fewer rows per head, by the scores of the last cut (CAKE's cascade)."""
-        rows = self.rows.view()
-        if self.rows.longest_head > quota and "score" in rows.columns:
-            scores = rows.columns["score"].masked_fill(~rows.present, -torch.inf)
-            protected = scores == torch.inf
-            quotas = self.choice.allocator.heads(scores, protected, quota)
-            self.store(rows, self.choice.method.cut(rows, scores, quotas, protected))
+    def exceeds(self, quota: int, allotted: Tensor | None) -> bool:
+        """True if a head may hold more rows than it may keep: `quota`, or its own of `allotted` (H,)."""
+        if allotted is not None:
+            return bool((self.rows.counts().cpu() > allotted).any())
+        return not (self.rows.even and self.rows.longest_head <= quota)
+
+    def trim(self, quotas: tuple[int, ...]) -> None:
+        """Cut to fewer rows per head, one quota per sample, by the scores of this block."""
+        if self.shown is not None and self.rows.longest_head > min(quotas):
+            rows = self.rows.view()
+            self.divide(rows, rows.columns[SCORE], quotas, self.shown, None)
+
+    def divide(self, rows: Rows, scores: Tensor, quotas: tuple[int, ...], seen: Seen, allotted: Tensor | None) -> None:
+        """Share each sample's rows per head among the heads, unless the method allotted them, and cut them."""
+        method, heads = self.choice.method, self.choice.allocator.heads
+        protected = by_sample(quotas, lambda own, quota: shrink(method.protect(seen, rows, quota), rows, quota)[own])
+        scores = scores.masked_fill(protected, torch.inf).masked_fill(~rows.present, -torch.inf)
+        if allotted is None:
+            counts = by_sample(quotas, lambda own, quota: heads(scores[own], protected[own], quota))
+        else:
+            counts = rows.present.sum(-1).minimum(allotted.to(rows.mass.device))
+        self.protected = int(protected.sum(-1).max())
+        self.store(rows, method.cut(rows, scores, counts, protected))
+
+    def forget_scores(self) -> None:
+        """The block is over: no layer is cut again by its scores."""
+        self.rows.columns = {name: column for name, column in self.rows.columns.items() if name != SCORE}
+        self.shown = None
+        self.weigh()
 
     def store(self, before: Rows, after: Rows) -> None:
         """Hold what a cut left."""
         gone = (before.mass.sum(-1) - after.mass.sum(-1)).round().long()
         self.evicted = gone if self.evicted is None else self.evicted + gone
-        self.rows.keep(after, even=self.choice.allocator.even, merged=self.choice.method.merges)
+        method, allocator = self.choice.method, self.choice.allocator
+        even = allocator.even and not method.allots and (len(self.state.seeds) == 1 or not allocator.cascades)
+        self.rows.keep(after, even=even, merged=method.merges)
+        self.weigh()
+
+    def settle(self) -> None:
+        """The prefill is over: nothing cuts this layer any more unless the method cuts while decoding."""
+        self.rows.settle()
         self.weigh()
 
     def bytes(self) -> Bytes:
@@ -164,6 +225,19 @@ class Layer:
         self.attended = list(mark["attended"])
         self.rows.rewind(mark["rows"])
         self.state.layer = dict(mark["state"])
+
+
+def without_tensors(seen: Seen) -> Seen:
+    """What was seen, but for what takes memory."""
+    empty = seen.queries.new_empty(*seen.queries.shape[:3], 0)
+    return replace(seen, queries=empty, outputs=empty, lse=None)
+
+
+def by_sample(quotas: tuple[int, ...], work: Callable[[slice, int], Tensor]) -> Tensor:
+    """`work(samples, quota)` for all samples at once where their quotas are equal, else one by one."""
+    if len(set(quotas)) == 1:
+        return work(slice(None), quotas[0])
+    return torch.cat([work(slice(sample, sample + 1), quota) for sample, quota in enumerate(quotas)])
 
 
 @dataclass

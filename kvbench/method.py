@@ -6,12 +6,16 @@ d head dimension. Rows come padded: `rows.mass` is 0 where a head has fewer rows
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from kvbench.rows import Rows
 from kvbench.settings import choose, whole
+
+if TYPE_CHECKING:
+    from kvbench.allocator import Allocator
+    from kvbench.codec import Codec
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Seen:
     prompt: int  # tokens of the prompt, or of the context where the question is hidden
     last: bool  # the prompt's last block
     decoding: bool  # tokens after the prompt
+    cut_layers: tuple[int, ...] = ()  # layers that share the budget: all but sliding-window and spared ones
 
     @property
     def tokens(self) -> int:
@@ -58,10 +63,34 @@ class Method:
         choose("method.decoding", self.decoding, (True, False))
         whole("method.decode_interval", self.decode_interval, 1)
 
-    scores = True  # False for a method that leaves the choice of rows to `cut`; only even allocators serve it
+    scores = True  # False for a method that leaves the choice of rows to `cut`
+    allots = False  # decides itself how many rows every head keeps (`allot`); only allocator=uniform serves it
     merges = False  # rows may come to stand for several tokens
     wants_lse = False
     one_block = False  # the whole prompt must be one block
+    rolls = False  # attention takes keys and queries at their slot among the rows held, not at their place
+    reads = False  # holds every row and looks at few: the budget is rows attended while decoding, see `read`
+    token_by_token = False  # known tokens that follow the prefill (the question) are read one at a time
+
+    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+        """SettingError unless the method can serve a model of `layers` layers with `heads` KV heads of `dim`, of which
+        `sliding` keep their own cache. Asked before weights are loaded; for methods that read a file.
+        """
+
+    def refuses(self, allocator: "Allocator", codec: "Codec") -> str | None:
+        """Why this method cannot work with them, in words that name the setting to change; None where it can."""
+        if self.reads and allocator.name != "uniform":
+            return f"allocator={allocator.name}: {self.name} holds every row, nothing is shared; use allocator=uniform"
+        if codec.packs and self.decoding:
+            return (
+                f"codec={codec.name}: {self.name} cuts while decoding, and packed groups are never repacked; "
+                "use method.decoding=false or codec=raw"
+            )
+        if self.allots and allocator.name != "uniform":
+            return f"allocator={allocator.name}: {self.name} shares rows out itself; use allocator=uniform"
+        if not self.scores and (allocator.cascades or not allocator.even):
+            return f"allocator={allocator.name}: {self.name} has no scores to share rows by; use allocator=uniform"
+        return None
 
     def spares(self, layer: int, layers: int) -> bool:
         """True for a layer that is never cut (a method that spares some declares its own law in its config)."""
@@ -73,8 +102,19 @@ class Method:
         """
         return {}
 
+    def allot(self, quota: int, seen: Seen, state: State) -> list[int]:
+        """Rows that each KV head of this layer may keep (a head with fewer keeps what it has), of a method that
+        `allots`; `quota` is the mean over all layers and heads. It may remember its choice in `state.layer`.
+        """
+        raise NotImplementedError(f"{self.name} leaves the shares to the allocator")
+
+    def forget(self, state: State) -> None:
+        """Drop what is not needed any more: the prompt is read and cut."""
+
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
-        """(B, H, n) bool: rows that are not to be scored away (sinks, windows, recents), or None."""
+        """(B, H, n) bool: rows that are not to be scored away (sinks, windows, recents), or None. Asked again for a
+        smaller quota where an allocator cascades; `seen` has no queries, outputs nor log-sum-exps any more by then.
+        """
         return None
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
@@ -95,11 +135,11 @@ class Method:
         """Select and merge. A method whose every choice depends on the merge before overrides this one."""
         return self.merge(rows, self.select(scores, quotas))
 
-    def read(self, queries: Tensor, rows: Callable[[], Rows], seen: Mapping[str, int], state: State) -> Tensor | None:
+    def read(self, queries: Tensor, rows: Callable[[], Rows], seen: Mapping[str, Any], state: State) -> Tensor | None:
         """(B, H*G, n) bool: rows that each query head looks at while decoding, or None for all of them.
 
         `queries` (B, H*G, T, d); `rows()` gives the rows when the answer needs them; `seen` has `layer`, `layers`,
-        `first`, `prompt` and `decoding`.
+        `first`, `prompt`, `scaling`, and `quota`: of a method that `reads`, rows to look at, None for all.
         """
         return None
 

@@ -125,19 +125,27 @@ class Layout:
     """What a cache must know of a model's layers."""
 
     layers: int
+    heads: int  # KV heads of a layer
+    dim: int  # of a head
     sliding: tuple[int, ...]  # layers with a sliding window: they keep transformers' own cache
     window: int | None  # longest context if *every* layer has that sliding window (then they count as full)
 
 
 def layout(model: torch.nn.Module) -> Layout:
     """The layers of a supported model; SettingError for another architecture."""
-    config = model.config.get_text_config(decoder=True)
-    check_architecture(model.config)
+    return layout_of(model.config)
+
+
+def layout_of(config: Any) -> Layout:
+    """The same from a model's configuration, before it is loaded."""
+    check_architecture(config)
+    config = config.get_text_config(decoder=True)
     own = DynamicCache(config=config).layers
     sliding = tuple(i for i, layer in enumerate(own) if layer.is_sliding)
-    if len(sliding) == config.num_hidden_layers:
-        return Layout(len(sliding), (), own[0].sliding_window)
-    return Layout(config.num_hidden_layers, sliding, None)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    all_slide = len(sliding) == config.num_hidden_layers
+    window = own[0].sliding_window if all_slide else None
+    return Layout(config.num_hidden_layers, config.num_key_value_heads, dim, () if all_slide else sliding, window)
 
 
 def make_cache(model: torch.nn.Module, layers: list[Remembers | None]) -> Cache:
@@ -153,13 +161,20 @@ def make_cache(model: torch.nn.Module, layers: list[Remembers | None]) -> Cache:
 
 
 def rotation(model: torch.nn.Module, kind: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """The model's own rotary embedding: places (B, n) to cos, sin (B, n, rotated dimensions)."""
+    """The model's own rotary embedding: places (B, n) to cos, sin (B, n, rotated dimensions). One whose frequencies
+    follow the longest place it ever saw is left as it was: a method may ask for places that the model has not reached.
+    """
     module = next(m.rotary_emb for m in model.modules() if hasattr(m, "rotary_emb") and hasattr(m, "layers"))
     own = (kind,) if hasattr(module, "layer_types") else ()  # Gemma3 has one rotation per kind of layer
 
     def rotate(places: Tensor) -> tuple[Tensor, Tensor]:
         like = next(model.parameters())
-        return module(torch.empty(0, dtype=torch.float32, device=like.device), places, *own)
+        attributes, buffers = dict(vars(module)), dict(module._buffers)
+        try:
+            return module(torch.empty(0, dtype=torch.float32, device=like.device), places, *own)
+        finally:
+            vars(module).update(attributes)
+            module._buffers.update(buffers)
 
     return rotate
 

@@ -3,8 +3,9 @@
 Attention over rows is softmax(q·k/√d + log mass)·v, so a head with fewer rows, an evicted row (mass 0) and a merged
 row (mass n) are one formula. Symbols: B samples, H KV heads, n rows, T tokens of the block, d head dimension.
 
-Storage is ragged. A layer holds a *cut* part, packed row after row in the order (sample, head, place), where every
-head has as many rows as it may keep; and a *tail* (B, H, capacity, d) of what was read since the last cut.
+Storage is ragged. A layer holds a *cut* part, row after row in the order (sample, head, place), where every head has
+as many rows as it may keep; and a *tail* (B, H, capacity, d) of what was read since the last cut. A codec that packs
+takes both over when the prefill ends, and from then on each tail once it was attended to.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvbench.codec import Codec, Stored
+from kvbench.codec import Codec, Plain, Stored, join
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class LayerRows:
         self.codec = codec
         self.shape = (0, 0)  # B, H
         self.seen = 0  # tokens read by every head
-        self.stored: Stored | None = None  # the cut part's keys and values, (R, d) before the codec
+        self.stored: Stored | None = None  # the cut part's keys and values, flat
         self.places: Tensor | None = None  # (R,) int32
         self.mass: Tensor | None = None  # (R,) int16 or int32, None while every row stands for one token
         self.columns: dict[str, Tensor] = {}  # (B, H, m) a method's values for the first m rows of the view
@@ -124,11 +125,36 @@ class LayerRows:
         self.longest = int(self.lengths.max())
         if even and bool((self.lengths != self.longest).any()):
             raise ValueError(f"heads that should hold the same number of rows hold {self.lengths.tolist()}")
-        self.stored = self.codec.write(keys, values, self.lengths)
+        self.stored = Plain(keys, values)
         self.places = rows.places[present].int()
         narrow = torch.int16 if self.seen < 1 << 15 else torch.int32  # no row stands for more tokens than were seen
         self.mass = rows.mass[present].to(narrow) if merged else None
         self.columns = {name: self._spread(column[present]) for name, column in rows.columns.items()}
+        self.tail, self.tail_keys, self.tail_values = 0, None, None
+
+    def settle(self) -> None:
+        """The prefill is over, and with it the cutting: a codec that packs writes all rows, the tail's too."""
+        if not self.codec.packs:
+            return
+        if self.stored is None:
+            none = self.tail_keys.new_empty(0, self.tail_keys.shape[-1])
+            self.stored, self.places = Plain(none, none), none.new_empty(0, dtype=torch.int32)
+            self.lengths = none.new_zeros(self.shape, dtype=torch.int64)
+        self.stored = self.codec.pack(*self.stored.read(), self.lengths)
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand the tail to a codec that packs. A new tail starts, so views and marks stay what they were."""
+        if not self.codec.packs or not self.tail:
+            return
+        before, more = self.lengths, torch.full_like(self.lengths, self.tail)
+        places = torch.arange(self.seen - self.tail, self.seen, dtype=torch.int32, device=before.device)
+        self.places = join(self.places, before, places.repeat(before.numel()), more)
+        if self.mass is not None:
+            self.mass = join(self.mass, before, self.mass.new_ones(more.numel() * self.tail), more)
+        self.lengths, self.longest = before + more, self.longest + self.tail
+        rows = [tail[:, :, : self.tail].flatten(0, 2) for tail in (self.tail_keys, self.tail_values)]
+        self.stored = self.stored.extend(*rows, self.lengths)
         self.tail, self.tail_keys, self.tail_values = 0, None, None
 
     def head_places(self, sample: int, head: int) -> Tensor:

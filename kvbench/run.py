@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from kvbench.budget import Budget
 from kvbench.engine import Sampling
 from kvbench.held import choose_cache
 from kvbench.layer import Choice
-from kvbench.model import REFERENCE, Checkpoint
+from kvbench.model import REFERENCE, Checkpoint, layout_of
 from kvbench.settings import SettingError, choose, whole
-from kvbench.sources import source_hash
+from kvbench.sources import content_hash, source_hash
 from kvbench.task import Task
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -84,6 +85,8 @@ class Run:
             raise SettingError(
                 f"block_size={self.block_size}: {choice.method.name} needs the prompt as one block (null)"
             )
+        shape = layout_of(self.checkpoint.config())
+        choice.method.check(shape.layers, shape.heads, shape.dim, shape.sliding)
         self.task.check()
         longest, switch = self.checkpoint.longest(), self.checkpoint.switches()
         self.checkpoint.check()
@@ -114,7 +117,7 @@ class Run:
         """All that may change a number, for the hash and for run.yaml. On a GPU rounding depends on more settings."""
         skipped = [key for key in self.task_settings if key == "cache" or key.endswith("_path")]
         skipped += ["_target_", "preset"]
-        plain = {group: {k: v for k, v in own.items() if k not in skipped} for group, own in self.groups.items()}
+        plain = {group: plainly(own) for group, own in self.groups.items()}
         where: dict[str, Any] = {"type": self.device, "dtype": self.dtype}
         where |= {name: version(name) for name in ("torch", "transformers")}
         if self.device != "cpu":
@@ -138,6 +141,16 @@ class Run:
         chosen = [*self.groups.values(), self.task_settings]
         chosen += [own["base"] for own in chosen if "base" in own]
         return [own["_target_"].rpartition(".")[0] for own in chosen]
+
+
+def plainly(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's settings as they enter the hash: a file by what is in it, not by where it lies."""
+    plain = {key: value for key, value in settings.items() if key not in ("_target_", "preset")}
+    if plain.get("path") is not None:
+        plain["path"] = content_hash(Path(plain["path"]).expanduser())
+    if "base" in plain:
+        plain["base"] = plainly(plain["base"])
+    return plain
 
 
 def checkpoint(config: DictConfig) -> Checkpoint:

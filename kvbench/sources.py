@@ -28,6 +28,16 @@ def source_hash(modules: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
+def content_hash(path: Path) -> str:
+    """16 hex digits over a file, or over the files right in a folder and their names."""
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file()):
+        content = file.read_bytes()
+        name = "" if file == path else file.name
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]
+
+
 def closure(modules: Iterable[str]) -> set[str]:
     """`modules`, the kvbench modules that they import, and so on; with them every package that they lie in."""
     found: set[str] = set()

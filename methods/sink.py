@@ -1,7 +1,9 @@
 """sink: the first rows and the newest (StreamingLLM).
 
-Source: mit-han-lab/streaming-llm, streaming_llm/kv_cache.py. Keys keep their original positions, as in NVIDIA/kvpress
-and most re-implementations; the official re-rotation by cache slot differs beyond the trained length only.
+Source: mit-han-lab/streaming-llm, streaming_llm/kv_cache.py and pos_shift/modify_llama.py. positions rolling, the
+official definition: keys are rotated by their slot in the cache, the query by its own, so positions have no gaps and
+never pass the rows held. positions original: as the model rotated them, in NVIDIA/kvpress, microsoft/MInference and
+most re-implementations. They differ once something was evicted.
 """
 
 from dataclasses import dataclass
@@ -10,18 +12,24 @@ from torch import Tensor
 
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
-from kvbench.settings import whole
+from kvbench.settings import choose, whole
 
 
 @dataclass(frozen=True)
 class Sink(Method):
-    """`sinks`: first tokens that stay, the rest of the quota goes to the newest."""
+    """`sinks`: first tokens that stay, the rest of the quota goes to the newest; `positions` rolling | original."""
 
     sinks: int
+    positions: str
 
     def __post_init__(self) -> None:
         super().__post_init__()
         whole("method.sinks", self.sinks, 0)
+        choose("method.positions", self.positions, ("rolling", "original"))
+
+    @property
+    def rolls(self) -> bool:
+        return self.positions == "rolling"
 
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
         return rows.places < self.sinks

@@ -1,9 +1,10 @@
 """snapkv: rows that the last queries attended to stay, smoothed over their neighbours.
 
 Source: FasterDecoding/SnapKV, snapkv/monkeypatch/snapkv_utils.py; values from its experiments/LongBench/config.
-s_j = pool_κ(Σ_t p_{t,j}) over the last w queries t, window rows dropped before pooling and always kept. Per KV head:
-mean over the group's query heads, after pooling (NVIDIA/kvpress) or before it (FFY0/AdaKV): the same for average
-pooling only. Under blocks the window is the current block's last min(w, T) queries.
+s_j = pool_κ(mean_t p_{t,j}) over the last w queries t, window rows dropped before pooling and always kept. The source
+sums, which ranks alike; ports take the mean, and CriticalKV's ε is set against it. Per KV head: mean over the group's
+query heads, after pooling (NVIDIA/kvpress) or before it (FFY0/AdaKV): the same for average pooling only. Under blocks
+the window is the current block's last min(w, T) queries.
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class SnapKV(Method):
         return rows.places >= seen.tokens - self.window
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        votes = window(seen.queries[:, :, -self.window :], rows.keys, rows.mass, seen.scaling).sum(-2)
+        votes = window(seen.queries[:, :, -self.window :], rows.keys, rows.mass, seen.scaling).mean(-2)
         # rows of the window have no votes; where the window covers all that a head holds, those of the block have none
         inside = rows.places >= seen.tokens - self.window
         covered = (inside | ~rows.present).all(-1, keepdim=True)

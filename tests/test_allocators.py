@@ -1,25 +1,22 @@
-"""Shares of the budget: what every allocator conserves, ada against its two sources, and toys that show what the
-contracts have room for: layer budgets (PyramidKV), a cascade (CAKE), readers (Quest), codecs, columns (H2O).
+"""Shares of the budget: what every allocator conserves, ada against its two sources; and what the contracts say that no
+method of the catalogue shows.
 """
 
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from models import Dense, distinct, ids, tiny
-from test_oracles import CLOSE, attention, keeps, newest, same_rows
+from models import Dense, ids, tiny
+from test_oracles import CLOSE
 
-import kvbench
 from kvbench.allocator import Allocator, settle
 from kvbench.budget import Budget
 from kvbench.catalogue import build, names, settings
-from kvbench.codec import Codec
 from kvbench.engine import Context
-from kvbench.held import Held, choose_cache
+from kvbench.held import choose_cache
 from kvbench.method import Method, Seen, State, shrink
 from kvbench.methods.allocators.ada import Ada
 from kvbench.methods.codecs.raw import Raw
@@ -166,7 +163,7 @@ def test_ada_presets(preset):
             Ada("ada", "safeguard", alpha)
 
 
-# What the contracts have room for: toys, run end to end. None of them is known to the engine.
+# What the contracts say: toys, run end to end. None of them is known to the engine.
 
 
 def context_of(model, method, allocator=None, codec=None, budget=1.0, block=None, seeds=(0,)) -> Context:
@@ -176,154 +173,6 @@ def context_of(model, method, allocator=None, codec=None, budget=1.0, block=None
 
 def lengths(context: Context) -> list[int]:
     return [int(layer.rows.counts()[0, 0]) for layer in context.own_layers]
-
-
-@dataclass(frozen=True)
-class Pyramid(Allocator):
-    """Layer budgets that fall with depth."""
-
-    slope: float
-
-    def layer(self, quota, seen, rows, shared):
-        middle = (seen.layers - 1) / 2
-        targets = [quota * (1 + self.slope * (middle - layer) / middle) for layer in range(seen.layers)]
-        return settle(targets, [1] * seen.layers, [10**9] * seen.layers, quota * seen.layers)[seen.layer]
-
-
-@pytest.mark.parametrize("block", [None, 1, 16])
-def test_room_for_layer_budgets(block):
-    knorm = Knorm("knorm", (), decoding=True)
-    context = context_of("llama", knorm, Pyramid("pyramid", 0.5), budget=20, block=block)
-    context.prefill(ids(70))
-    assert lengths(context) == [30, 20, 10]
-    context.extend(ids(3))
-    assert lengths(context) == [30, 20, 10]
-    short = context_of("llama", knorm, Pyramid("pyramid", 0.5), budget=20, block=block)
-    short.prefill(ids(25))
-    assert lengths(short) == [25, 20, 10]  # a layer that has fewer rows than its share
-
-
-@pytest.mark.xfail(
-    strict=True, reason="seen.layer and seen.layers count sliding-window layers, which hold no share of the budget"
-)
-def test_layer_budgets_are_conserved_beside_sliding_layers():
-    context = context_of("gemma3", Knorm("knorm", ()), Pyramid("pyramid", 0.5), budget=20)
-    context.prefill(ids(70))
-    assert sum(lengths(context)) == 40
-
-
-@dataclass(frozen=True)
-class Cascade(Allocator):
-    """CAKE: layers share the whole budget by a preference; with every layer read, those before are cut again."""
-
-    window: int
-
-    cascades = True
-
-    def layer(self, quota, seen, rows, shared):
-        held = rows()
-        queries = seen.queries[:, :, -self.window :].float()
-        keys = held.keys.repeat_interleave(queries.shape[1] // held.heads, 1)
-        p = (queries @ keys.mT * seen.scaling).softmax(-1)
-        shared.setdefault("preference", {})[seen.layer] = float(-(p * (p + 1e-10).log()).sum())
-        return self.shares(quota, seen, shared)[seen.layer]
-
-    def earlier(self, quota, seen, shared):
-        return {layer: own for layer, own in self.shares(quota, seen, shared).items() if layer < seen.layer}
-
-    def shares(self, quota, seen, shared) -> dict[int, int]:
-        known = shared["preference"]
-        total = sum(known.values())
-        targets = [quota * seen.layers * own / total for own in known.values()]
-        counts = settle(targets, [1] * len(known), [seen.tokens] * len(known), quota * seen.layers)
-        return dict(zip(known, counts, strict=True))
-
-
-def test_room_for_a_cascade():
-    """Layers that were cut are cut again by the scores they were cut by, and never refilled."""
-    allocator, quota, trims = Cascade("cascade", 4), 10, []
-
-    def note(layer):
-        def trim(own, trim=layer.trim):
-            before = Held([context]).places(layer.index, 0).tolist(), len(layer.rows.view())
-            trim(own)
-            after = Held([context]).places(layer.index, 0).tolist()
-            trims.append((layer.index, before[1], own, len(after)))
-            assert set(after) <= set(before[0])
-
-        return trim
-
-    context = context_of("llama", Knorm("knorm", ()), allocator, budget=quota)
-    for layer in context.own_layers:
-        layer.trim = note(layer)
-    context.prefill(distinct(60))
-    assert any(after < before for _, before, _, after in trims)
-    assert all(after == min(before, own) for _, before, own, after in trims)
-    assert sum(lengths(context)) <= 3 * quota
-    assert len(set(lengths(context))) > 1
-    assert min(lengths(context)) >= 1
-    for layer in context.own_layers:
-        assert (layer.rows.view().mass.sum(-1) + layer.evicted == 60).all()
-    for layer in context.own_layers:  # knorm's scores of one block do not depend on cuts: the same rows as at once
-        own = lengths(context)[layer.index]
-        once = context_of("llama", Knorm("knorm", ()), budget=own if own > 1 else 0.01)
-        once.prefill(distinct(60))
-        for head in range(2):
-            expected = once.layers[layer.index].rows.head_places(0, head)
-            assert torch.equal(layer.rows.head_places(0, head), expected)
-
-
-@pytest.mark.xfail(strict=True, reason="a layer that was within its first share keeps no scores: it is not cut again")
-@pytest.mark.parametrize("quota, block", [(30, None), (10, 20)])
-def test_a_cascade_cuts_layers_that_were_first_left_whole(quota, block):
-    """CAKE's first layer may have the budget of all layers, more than there are rows, so it is not cut at first."""
-    context = context_of("llama", Knorm("knorm", ()), Cascade("cascade", 4), budget=quota, block=block)
-    counts = []
-    handle = context.model.register_forward_hook(lambda *_: counts.append(sum(lengths(context))))
-    context.prefill(distinct(60))
-    handle.remove()
-    assert max(counts) <= 3 * quota
-
-
-@dataclass(frozen=True)
-class Pages(Method):
-    """Quest: pages of rows with the bounds of their keys; while decoding a query head reads the best ones."""
-
-    page: int
-    pages: int
-
-    def read(self, queries, rows, seen, state):
-        assert seen.keys() >= {"layer", "layers", "first", "prompt", "decoding"}
-        if queries.shape[2] > 1 or seen["layer"] == 0:
-            return None
-        keys = rows().keys.repeat_interleave(queries.shape[1] // rows().heads, 1)
-        scores = []
-        for part in keys.split(self.page, dim=2):
-            bounds = torch.maximum(queries * part.amin(2, keepdim=True), queries * part.amax(2, keepdim=True))
-            scores.append(bounds.sum(-1))
-        scores = torch.cat(scores, -1)
-        scores[..., -1] = torch.inf  # the newest page, that of the token itself
-        best = scores.topk(min(self.pages, scores.shape[-1]), dim=-1).indices
-        look = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
-        return look.repeat_interleave(self.page, -1)[..., : keys.shape[2]]
-
-
-def test_room_for_readers():
-    """All rows are held, few are looked at; with enough pages nothing changes."""
-    full = context_of("llama", Method("full"))
-    full.prefill(ids(64))
-    expected = [full.extend(ids(1, seed)) for seed in range(4)]
-    for pages, same in ((100, True), (2, False)):
-        context = context_of("llama", Pages("pages", 8, pages))
-        context.prefill(ids(64))
-        assert torch.equal(context.logits, kvbench.prefill(tiny("llama"), ids(64)).logits)
-        found = [context.extend(ids(1, seed)) for seed in range(4)]
-        assert torch.allclose(torch.cat(found), torch.cat(expected), rtol=1e-4, atol=1e-4) == same
-        assert lengths(context) == [68] * 3 and context.bytes().rows == context.full_bytes()
-        attended = [layer.attended for layer in context.own_layers]
-        assert attended[0] == [65, 66, 67, 68]
-        assert attended[1] == attended[2] == ([65, 66, 67, 68] if same else [9, 10, 11, 12])
-        context.extend(ids(5))  # several queries: dense
 
 
 @dataclass(frozen=True)
@@ -360,121 +209,6 @@ def test_rows_attended_of_ragged_heads():
     assert any(len(set(layer.rows.counts()[0].tolist())) > 1 for layer in context.own_layers)
     context.extend(ids(1))
     assert [layer.attended for layer in context.own_layers] == [[21.0]] * 3
-
-
-@dataclass(frozen=True)
-class Bytes8:
-    """Rows as int8 with one scale each."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    scales: torch.Tensor  # (2, R, 1)
-    dtype: torch.dtype
-
-    def read(self):
-        return self.keys.to(self.dtype) * self.scales[0], self.values.to(self.dtype) * self.scales[1]
-
-    def tensors(self):
-        return [self.keys, self.values, self.scales]
-
-
-@dataclass(frozen=True)
-class Int8(Codec):
-    """A toy: largest value of a row is 127."""
-
-    def write(self, keys, values, lengths):
-        assert lengths.sum() == len(keys) == len(values)
-        scales = torch.stack([keys, values]).abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127
-        small = [(x / s).round().to(torch.int8) for x, s in zip((keys, values), scales, strict=True)]
-        return Bytes8(*small, scales, keys.dtype)
-
-
-@pytest.mark.parametrize("allocator", [Allocator("uniform"), Ada("ada", "safeguard", 0.2)])
-@pytest.mark.parametrize("block", [None, 16])
-def test_room_for_codecs(block, allocator):
-    both = [
-        context_of("wide", Knorm("knorm", (), decoding=True), allocator, codec, 20, block)
-        for codec in (Raw("raw"), Int8("int8"))
-    ]
-    raw, small = both
-    for context in both:
-        context.prefill(ids(70))
-    if block is None:
-        assert torch.equal(raw.logits, small.logits)  # the prompt itself is read at full precision
-        for layer in range(2):
-            assert torch.equal(raw.layers[layer].rows.view().places, small.layers[layer].rows.view().places)
-        first, second = (context.extend(ids(4)) for context in both)
-        assert 1e-5 < (first - second).abs().max() < 0.2
-    rows = 2 * 2 * 20
-    assert raw.bytes().rows == rows * 2 * 64 * 4 and small.bytes().rows == rows * (2 * 64 + 2 * 4)
-    assert small.bytes().metadata == raw.bytes().metadata and small.full_bytes() == raw.full_bytes()
-
-
-@pytest.mark.xfail(strict=True, reason="a codec is asked when a cut happens only, so a full cache stays raw (KIVI)")
-def test_a_codec_writes_a_cache_that_is_not_cut():
-    context = context_of("wide", Method("full"), None, Int8("int8"))
-    context.prefill(ids(70))
-    assert context.bytes().rows == 2 * 2 * 70 * (2 * 64 + 2 * 4)
-
-
-@dataclass(frozen=True)
-class Votes(Method):
-    """H2O: attention that a row got from all queries since it was read; the newest quarter stays."""
-
-    recent: int
-
-    wants_lse = True
-
-    def protect(self, seen, rows, quota):
-        return rows.places >= seen.tokens - self.recent
-
-    def update(self, seen, rows, state):
-        batch, heads, count = rows.mass.shape
-        tokens = seen.queries.shape[2]
-        queries = seen.queries.view(batch, heads, -1, tokens, rows.keys.shape[-1])
-        logits = queries @ rows.keys[:, :, None].mT * seen.scaling + rows.mass.log()[:, :, None, None]
-        p = (logits - seen.lse.view(batch, heads, -1, tokens, 1)).exp()
-        last = torch.arange(seen.first, seen.tokens)[:, None]
-        p = p.masked_fill(rows.places[:, :, None, None] > last, 0)
-        return {"votes": rows.columns.get("votes", 0) + p.sum(-2).mean(2)}
-
-    def score(self, seen, rows, state):
-        return rows.columns["votes"]
-
-
-@pytest.mark.parametrize("share", [None, 0.0])
-@pytest.mark.parametrize("block", [None, 1, 9])
-def test_room_for_columns_that_travel_with_rows(block, share):
-    """Votes add up over blocks and decoding and leave with their rows; also in heads of other lengths."""
-    from test_oracles import safeguard, uniform
-
-    tally: dict[tuple[int, int, int], float] = {}
-
-    def votes(glance):
-        p = attention(glance, glance.queries.shape[1])
-        for place, own in zip(glance.rows.places.tolist(), p.sum(1).mean(0), strict=True):
-            tally[glance.layer, glance.head, place] = tally.get((glance.layer, glance.head, place), 0) + own
-        return np.array([tally[glance.layer, glance.head, place] for place in glance.rows.places.tolist()])
-
-    def cut(glances):
-        own = {glance.head: votes(glance) for glance in glances}  # also where nothing is cut
-        return keeps(lambda g: own[g.head], 17, newest(4), safeguard(share) if share is not None else uniform)(glances)
-
-    allocator = Ada("ada", "safeguard", share) if share is not None else Allocator("uniform")
-    context = context_of("llama", Votes("votes", 4, decoding=True), allocator, budget=17, block=block)
-    dense = Dense("llama", cut, cuts_decoding=True)
-    text = distinct(60)
-    torch.testing.assert_close(context.prefill(text[:, :52])[0].double(), dense.prefill(text[:, :52], block), **CLOSE)
-    same_rows(Held([context]), dense)
-    for part in text[:, 52:].split([1, 1, 1, 5], dim=1):
-        torch.testing.assert_close(context.extend(part)[0].double(), dense.extend(part), **CLOSE)
-        same_rows(Held([context]), dense)
-    for layer in context.own_layers:
-        rows = layer.rows.view()
-        for head in range(2):
-            for place, own in zip(rows.places[0, head].tolist(), rows.columns["votes"][0, head].tolist(), strict=True):
-                assert own == pytest.approx(tally.get((layer.index, head, place), 0), rel=1e-4)
-    assert context.bytes().state == sum(layer.rows.view().mass[..., :].numel() * 4 for layer in context.own_layers)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ import sys
 
 import pytest
 import torch
+from needed import made
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
-METHODS = [name for name in kvbench.methods_available() if name != "full"]
+OWN_LAW = ("full", "duo_attention", "quest", "omnikv")  # they hold other numbers of rows
+METHODS = [name for name in kvbench.methods_available() if name not in OWN_LAW]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,8 @@ def test_kept_rows_agree_across_batch_sizes(model, method, allocator, block_size
     if method == "centroidkv" and allocator == "ada":
         pytest.skip("refused: centroidkv has no scores")
     ids = prompts(4, 1000)
-    chosen = {"method": method, "budget": 0.2, "block_size": block_size, "allocator": allocator}
+    args = made(method, "gpu", model, prompts(2, 200))
+    chosen = {"method": method, "budget": 0.2, "block_size": block_size, "allocator": allocator, "method_args": args}
     together = kvbench.prefill(model, ids, **chosen)
     same = total = 0
     for sample in range(4):
@@ -67,15 +70,44 @@ def test_kept_rows_agree_across_batch_sizes(model, method, allocator, block_size
 def test_memory_is_really_freed(model, method):
     """What the allocator of CUDA has out after the prefill is the rows held and little else."""
     ids = prompts(1, 16384)
+    args = made(method, "gpu", model, prompts(2, 200))
     kvbench.prefill(model, ids[:, :64])
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    held = kvbench.prefill(model, ids, method=method, budget=0.05, block_size=4096)
+    held = kvbench.prefill(model, ids, method=method, budget=0.05, block_size=4096, method_args=args)
     gc.collect()
     grown = torch.cuda.memory_allocated() - before
     assert held.resident_bytes == 4 * 2 * 819 * 64 * 2 * 2
     assert grown <= 1.2 * held.resident_bytes + (1 << 20), (grown, held.bytes)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        dict(codec="kivi"),
+        dict(method="snapkv", budget=0.5, allocator="ada", codec="kivi"),
+        dict(method="quest", budget=128, method_args=dict(dense_layers=0)),
+        dict(method="omnikv", budget=128, method_args=dict(filters=[0], depth=None, wait=0, selector="uniform")),
+        dict(method="sink", budget=400, block_size=100),
+    ],
+    ids=lambda chosen: chosen.get("method", "kivi") + chosen.get("codec", ""),
+)
+def test_packed_read_and_rolled_rows_agree_with_the_cpu(model, chosen):
+    """In float32, after a prompt, a question and some tokens, which fill residuals and pages."""
+    ids = prompts(2, 500)
+    more = prompts(2, 40)
+    own = model.float()
+    on_gpu = kvbench.prefill(own, ids, **chosen)
+    found = torch.cat([on_gpu.extend(part) for part in more.split([5, *[1] * 35], dim=1)], 1).cpu()
+    held = on_gpu.bytes
+    own = own.cpu()
+    on_cpu = kvbench.prefill(own, ids.cpu(), **chosen)
+    expected = torch.cat([on_cpu.extend(part) for part in more.cpu().split([5, *[1] * 35], dim=1)], 1)
+    model.to("cuda", torch.bfloat16)
+    assert held.rows == on_cpu.bytes.rows and held.state == on_cpu.bytes.state
+    off = (found - expected).abs() > 2e-3 * expected.abs().max()
+    assert off.float().mean() < 0.05  # a tie or a code may fall the other way
 
 
 def test_batches_generate_what_their_samples_do(model):

@@ -16,14 +16,16 @@ import numpy as np
 import pytest
 import torch
 from models import Dense, Glance, Head, distinct, ids, tiny
+from needed import chosen, needed
 
 import kvbench
 from kvbench.allocator import Allocator
 from kvbench.budget import Budget
-from kvbench.catalogue import build, names, settings
+from kvbench.catalogue import names
 from kvbench.engine import Context, Sampling
 from kvbench.held import choose_cache
 from kvbench.layer import Choice
+from kvbench.method import Method
 from kvbench.settings import SettingError
 
 BLOCKS = (None, 1, 7, 128)
@@ -64,21 +66,32 @@ class Case:
 
     @property
     def choice(self) -> Choice:
-        return choose_cache(*(build(group, settings(group, name)) for group, name in self.groups.items()))
+        return choose_cache(*self.built)
 
     @property
-    def groups(self) -> dict[str, str]:
-        return {"method": self.method, "allocator": self.allocator, "codec": "raw"}
+    def args(self) -> dict:
+        """Settings that the method cannot do without."""
+        return needed(self.method, self.model)
+
+    @property
+    def built(self) -> list:
+        """Method, allocator and codec."""
+        return chosen(self.method, self.allocator, self.model)
 
     @property
     def refused(self) -> bool:
-        """Whether the method cannot work like this: no scores to share rows by, or it needs one block."""
-        method, allocator = (build(group, settings(group, self.groups[group])) for group in ("method", "allocator"))
-        return (not method.scores and not allocator.even) or (method.one_block and len(self.blocks) > 1)
+        """Whether the method says that it cannot work with the allocator, or needs one block."""
+        method, allocator, codec = self.built
+        return method.refuses(allocator, codec) is not None or (method.one_block and len(self.blocks) > 1)
+
+    @property
+    def holds_all(self) -> bool:
+        """The full cache, and the law of readers: all rows are held, few are attended while decoding."""
+        return self.method == "full" or self.built[0].reads
 
     def quota(self, seen: int) -> int:
         """Rows per head that may stay, by fractions."""
-        if self.method == "full":
+        if self.holds_all:
             return seen
         if isinstance(self.budget, int):
             return min(seen, self.budget)
@@ -116,7 +129,9 @@ def each_case(law: Callable[[Case], None]) -> Callable[[Case], None]:
     def check(case: Case) -> None:
         if case.refused:
             with pytest.raises(SettingError, match=f"{case.method}|block_size"):
-                kvbench.prefill(tiny(case.model), case.prompt, case.method, 0.5, case.block, case.allocator)
+                kvbench.prefill(
+                    tiny(case.model), case.prompt, case.method, 0.5, case.block, case.allocator, method_args=case.args
+                )
         else:
             law(case)
 
@@ -206,7 +221,9 @@ def test_the_selection_covers_every_pair():
 @each_case
 def test_law_1_a_full_budget_changes_nothing(case):
     own = own_logits(case.model, case.tokens)
-    held = kvbench.prefill(tiny(case.model), case.prompt, case.method, 1.0, case.block, case.allocator)
+    held = kvbench.prefill(
+        tiny(case.model), case.prompt, case.method, 1.0, case.block, case.allocator, method_args=case.args
+    )
     torch.testing.assert_close(held.logits[0], own[case.tokens - 1], **CLOSE)
     with held.branch():
         torch.testing.assert_close(held.extend(ids(9, seed=2))[0], own[case.tokens :], **CLOSE)
@@ -227,6 +244,7 @@ def test_law_2_every_cut_leaves_exactly_the_quota(case):
     run = trace(case)
     allocator = run.context.choice.allocator
     own_share = type(allocator).layer is not Allocator.layer
+    own_law = run.context.choice.method.allots  # its test file has the rest of it
     seen, most, before = 0, 0, None
     for block, counts in zip(case.blocks, run.counts, strict=True):
         seen += block
@@ -237,6 +255,8 @@ def test_law_2_every_cut_leaves_exactly_the_quota(case):
             assert min(rows) >= 1 and max(rows) <= seen
             if spared(case, layer):
                 assert set(rows) == {seen}
+            elif own_law:
+                pass
             elif allocator.even and not own_share:
                 assert set(rows) == {quota}
             elif not own_share:
@@ -244,12 +264,12 @@ def test_law_2_every_cut_leaves_exactly_the_quota(case):
         total = sum(map(sum, counts.values()))
         if not any(spared(case, layer) for layer in counts):
             limit = quota * sum(map(len, counts.values()))
-            assert total <= limit if allocator.cascades else total == limit
+            assert total <= limit if allocator.cascades or own_law else total == limit
     assert max(layer.peak_attended for layer in run.context.own_layers) == most
     assert max(layer.peak_rows for layer in run.context.own_layers) == max(
         max(max(rows) for rows in counts.values()) for counts in run.counts
     )
-    if allocator.even and not own_share and not any(spared(case, layer) for layer in before):
+    if allocator.even and not own_share and not own_law and not any(spared(case, layer) for layer in before):
         assert most <= case.quota(case.tokens) + max(case.blocks)
 
 
@@ -266,6 +286,8 @@ def test_law_2_while_decoding(case):
         if method.decoding and since >= method.decode_interval:
             expected, since = min(expected, case.quota(10**6)), 0
         for layer, rows in note_counts(context).items():
+            if method.allots:  # its own law, in its test file
+                continue
             if spared(case, layer):
                 assert set(rows) == {context.seen}
             elif allocator.even and type(allocator).layer is Allocator.layer:
@@ -322,9 +344,13 @@ def test_law_4_no_state_leaks(case):
 
 @each_case
 def test_law_5_ragged_equals_gathered(case):
-    """After every block the dense engine is told which rows each head holds; its own attention must then agree."""
+    """After every block the dense engine is told which rows each head holds; its own attention must then agree, if
+    rows are attended at their own positions.
+    """
     run = trace(case)
     context, told = run.context, list(run.held)
+    if context.choice.method.rolls:  # the dense engine attends at original positions; its own test says at which slots
+        return
 
     def cut(glances: list[Glance]) -> list[Head]:
         kept = []
@@ -342,6 +368,8 @@ def test_law_5_ragged_equals_gathered(case):
         logits = dense.prefill(part, None)
         number += 1
     assert_close(context.logits[0], logits)
+    if context.choice.method.reads:  # looks at few of them from here on; its own test says at which
+        return
     with context.branch(), after_each_block(context.model, lambda: told.append(note_rows(context))):
         for tokens in (4, 60, 1, 1):
             found = context.extend(ids(tokens, seed=tokens))[0]
@@ -355,7 +383,9 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @each_case
 def test_law_6_blocks_without_eviction_equal_one_shot(case):
-    held = kvbench.prefill(tiny(case.model), case.prompt, case.method, case.tokens, case.block, case.allocator)
+    held = kvbench.prefill(
+        tiny(case.model), case.prompt, case.method, case.tokens, case.block, case.allocator, method_args=case.args
+    )
     torch.testing.assert_close(held.logits[0], own_logits(case.model, case.tokens)[case.tokens - 1], **CLOSE)
     assert held.places(case_layer(held), 0).tolist() == list(range(case.tokens))
     assert held.resident_bytes == held.full_bytes
@@ -370,7 +400,9 @@ def test_law_7_a_batch_gives_what_its_samples_give_alone(case):
     assert torch.equal(both[:1], case.prompt)
 
     def read(prompts: torch.Tensor, more: torch.Tensor) -> tuple[kvbench.held.Held, torch.Tensor]:
-        held = kvbench.prefill(model, prompts, case.method, case.budget, case.block, case.allocator)
+        held = kvbench.prefill(
+            model, prompts, case.method, case.budget, case.block, case.allocator, method_args=case.args
+        )
         return held, held.extend(more)
 
     batch, extended = read(both, more)
@@ -396,7 +428,7 @@ def test_eviction_happens_inside_the_loop(case):
     """One block is exact whatever is cut after it; with several, later blocks no longer see what was cut."""
     run = trace(case)
     difference = (run.context.logits[0] - own_logits(case.model, case.tokens)[case.tokens - 1]).abs().max()
-    if len(case.blocks) == 1 or case.method == "full":
+    if len(case.blocks) == 1 or case.holds_all:
         assert difference < 1e-4
     elif not any(spared(case, layer) for layer in run.counts[0]):
         assert difference > 1e-2
@@ -423,8 +455,8 @@ def newly_alive() -> Iterator[dict[int, int]]:
 
 
 def reachable(thing: object, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Tensors below an object, models and their caches excepted."""
-    if id(thing) in seen or isinstance(thing, torch.nn.Module | type):
+    """Tensors below an object; models, their caches and methods (whose files are like weights) excepted."""
+    if id(thing) in seen or isinstance(thing, torch.nn.Module | Method | type):
         return
     seen.add(id(thing))
     if isinstance(thing, torch.Tensor):
@@ -446,23 +478,28 @@ def test_bytes_are_those_of_the_rows_held(method, allocator, block):
     """K and V: rows × 2 × d × 4 bytes exactly, metadata at most 3 %; nothing of the uncut cache stays alive."""
     case, model = Case(method, allocator, block, "wide", 0.25), tiny("wide")
     if case.refused:
-        pytest.raises(SettingError, kvbench.prefill, model, ids(300), method, 0.25, block, allocator)
+        pytest.raises(
+            SettingError, kvbench.prefill, model, ids(300), method, 0.25, block, allocator, method_args=case.args
+        )
         return
     kvbench.prefill(model, ids(30))
     with newly_alive() as new:
-        held = kvbench.prefill(model, ids(300), method, 0.25, block, allocator)
+        held = kvbench.prefill(model, ids(300), method, 0.25, block, allocator, method_args=case.args)
     layers = held.contexts[0].own_layers
     rows = sum(sum(layer.rows.counts()[0].tolist()) for layer in layers)
     exact, full = rows * 2 * 64 * 4, 300 * 2 * 2 * 2 * 64 * 4
     assert held.resident_bytes == exact and held.full_bytes == full
-    assert rows == (300 if method == "full" else 75) * 4
+    limit = (300 if case.holds_all else 75) * 4
+    assert rows <= limit if case.built[0].allots else rows == limit
     owned = storages(reachable(layers, set()))
     floats = storages(t for t in reachable(layers, set()) if t.is_floating_point())
     assert sum(floats.values()) == exact + held.bytes.state
-    assert held.bytes.metadata <= 0.03 * exact and held.bytes.state <= 0.06 * exact
+    assert held.bytes.metadata <= 0.03 * exact and held.bytes.state <= 0.07 * exact  # Quest's bounds are 6.25 %
     assert 0 <= sum(owned.values()) - held.bytes.total <= 64 * len(layers)
     logits = held.logits.nbytes
-    assert exact < sum(new.values()) <= held.bytes.total + logits + 64 * (len(layers) + 1)
+    files = storages(t for t in vars(layers[0].choice.method).values() if isinstance(t, torch.Tensor))
+    most = held.bytes.total + sum(files.values()) + logits
+    assert exact < sum(new.values()) <= most + 64 * (len(layers) + 1)
     held.extend(ids(3))
     rows = sum(sum(layer.rows.counts()[0].tolist()) for layer in layers)
     assert held.resident_bytes == rows * 2 * 64 * 4

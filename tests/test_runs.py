@@ -75,11 +75,11 @@ def runs(results: Path) -> dict[str, tuple[Path, list[dict]]]:
 
 
 BAD = {
-    "method=foo": "method=foo: choose one of centroidkv",
+    "method=foo": "method=foo: choose one of",
     "allocator=foo": "allocator=foo: choose one of ada",
     "task=foo": "task=foo: choose one of ruler",
     "model=foo": "model=foo: choose one of",
-    "codec=foo": "codec=foo: choose one of raw",
+    "codec=foo": "codec=foo: choose one of kivi, raw",
     "budget=0": "budget=0: a fraction in (0, 1]",
     "budget=1": "budget=1: ambiguous, write 1.0",
     "budget=-0.5": "budget=-0.5: a fraction",

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from kvbench.kernels.attend.reference import attend_reference
-from kvbench.kernels.attend.sdpa import attend_sdpa
+from kvbench.kernels.attend.sdpa import attend_sdpa, attend_sdpa_lse
 
 
 def attend(
@@ -35,9 +35,12 @@ def attend(
         )
     if mass is not None and mass.shape != keys.shape[:3]:
         raise ValueError(f"attend: mass {tuple(mass.shape)} for keys {tuple(keys.shape)}")
-    implementation = implementation or ("reference" if lse else "sdpa")
+    whole = mass is None and look is None and tokens == keys.shape[2] and queries.device.type == "cpu"
+    implementation = implementation or ("reference" if lse and not whole else "sdpa")
     if implementation == "reference":
         return attend_reference(queries, keys, values, mass, scaling, look, lse)
-    if implementation != "sdpa" or lse:
+    if implementation != "sdpa" or (lse and not whole):
         raise ValueError(f"attend: implementation {implementation!r} with lse={lse}")
+    if lse:
+        return attend_sdpa_lse(queries, keys, values, scaling)
     return attend_sdpa(queries, keys, values, mass, scaling, look), None

@@ -30,6 +30,17 @@ def attend_sdpa(
     return outputs.view_as(queries)
 
 
+def attend_sdpa_lse(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exp (B, Hq, T) of a whole prompt on the CPU: torch's fused kernel has both, its public
+    function returns the outputs only.
+    """
+    groups = queries.shape[1] // keys.shape[1]
+    keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    outputs, lse = fused(queries, keys, values, 0.0, True, scale=scaling)
+    return outputs, lse.float()
+
+
 def _bias(
     batch: int, heads: int, groups: int, tokens: int, start: int, stop: int,
     mass: Tensor | None, look: Tensor | None, rows: int, like: Tensor,

@@ -1,0 +1,93 @@
+"""cake: layers share the rows by how spread and how changing their attention is (CAKE's preferences).
+
+Source: the CAKE paper; antgroup/cakekv, cake/cake_cache.py and cake/utils.py. A = attention of the last w queries over
+the rows before the window, not normalised again; H = -Σ A·log(A + 1e-10) over heads, queries and rows, V = Σ over heads
+and rows of A's variance over the queries; P = H^(1/τ1)·V^(1/τ2). Of n layers with `quota` rows on average, layer l has
+w + P_l/ΣP·n·(quota - w), at most what it holds; what that takes from one goes to the others evenly.
+cascade: after every layer the whole total is shared among the layers read so far, and earlier ones are cut again.
+A layer never gets back what it lost; shares only shrink as layers come, so but for rounding the same is held in the
+end as without it, where all layers are cut when the last one has been read and the total is exact: what the cascade
+saves is memory on the way. While decoding the shares of the prefill stay; a layer that holds less than its
+share grows up to it. Per sample: the published sums over a batch would mix samples.
+Not defined there and chosen here: equal shares where no layer has any preference (one query has no variance) and
+where the quota is the window's or less.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.allocator import Allocator, frozen, settle
+from kvbench.kernels.window import window
+from kvbench.method import Seen
+from kvbench.rows import Rows
+from kvbench.settings import SettingError, whole
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the layers of this block showed so far, and what that gives them."""
+
+    quota: int
+    preferences: tuple[tuple[float, ...], ...] = ()  # a number per sample, for every layer
+    held: tuple[tuple[int, ...], ...] = ()  # rows per head before the cut, likewise
+    shares: tuple[tuple[int, ...], ...] = ()  # rows per head of the layers so far, for every sample
+
+
+@dataclass(frozen=True)
+class Cake(Allocator):
+    """`tau1` τ1, `tau2` τ2 (> 0), `window` w, `cascade`."""
+
+    tau1: float
+    tau2: float
+    window: int
+    cascade: bool
+
+    cascades = True
+
+    def __post_init__(self) -> None:
+        whole("allocator.window", self.window, 1)
+        for name, value in (("tau1", self.tau1), ("tau2", self.tau2)):
+            if not value > 0:
+                raise SettingError(f"allocator.{name}={value}: a number above 0")
+
+    def layer(self, quota: int, seen: Seen, rows: Callable[[], Rows], shared: dict[str, Any]) -> tuple[int, ...]:
+        number, layers = seen.cut_layers.index(seen.layer), len(seen.cut_layers)
+        if seen.decoding:
+            before: Shown = shared["cake"]
+            return tuple(frozen(shares, before.quota, quota)[number] for shares in before.shares)
+        now, before = rows(), shared["cake"] if number else Shown(quota)
+        held = tuple(now.present[:, 0].sum(-1).tolist())
+        everything = seen.tokens <= quota
+        preferences = (1.0,) * len(held) if everything else tuple(self.preference(seen, now).tolist())
+        preferences, held = (*before.preferences, preferences), (*before.held, held)
+        samples = zip(zip(*preferences, strict=True), zip(*held, strict=True), strict=True)
+        ready = self.cascade or number == layers - 1
+        shares = tuple(self.share(quota, layers, *sample) for sample in samples) if ready else ()
+        shared["cake"] = Shown(quota, preferences, held, shares)
+        shared["allocation"] = "all" if everything else "uniform" if quota <= self.window else "preferences"
+        return tuple(own[-1] for own in shares) if ready else held[-1]
+
+    def earlier(self, quota: int, seen: Seen, shared: dict[str, Any]) -> dict[int, tuple[int, ...]]:
+        shares = shared["cake"].shares
+        number = seen.cut_layers.index(seen.layer)
+        return {seen.cut_layers[i]: tuple(own[i] for own in shares) for i in range(number)} if shares else {}
+
+    def preference(self, seen: Seen, rows: Rows) -> Tensor:
+        """(B,) P of the layer."""
+        p = window(seen.queries[:, :, -self.window :], rows.keys, rows.mass, seen.scaling)
+        p = p.masked_fill((rows.places >= seen.tokens - self.window)[:, :, None, None], 0).double()
+        entropy = (-p * (p + 1e-10).log()).flatten(1).sum(-1).clamp(min=0)
+        variance = p.var(-2).flatten(1).sum(-1) if p.shape[-2] > 1 else torch.zeros_like(entropy)
+        return entropy ** (1 / self.tau1) * variance ** (1 / self.tau2)
+
+    def share(self, quota: int, layers: int, preferences: tuple[float, ...], held: tuple[int, ...]) -> tuple[int, ...]:
+        """Rows per head of the layers so far, out of the total for all `layers`."""
+        base = min(self.window, quota)
+        free, total = layers * (quota - base), sum(preferences)
+        parts = [p / total if total > 0 else 1 / len(preferences) for p in preferences]
+        least = [min(base, rows) for rows in held]
+        return tuple(settle([base + part * free for part in parts], least, list(held), len(held) * base + free))

@@ -1,0 +1,80 @@
+"""pyramid: first layers keep more rows than last ones (PyramidKV).
+
+Source: Zefan-Cai/KVCache-Factory, pyramidkv/pyramidkv_utils.py (official); NVIDIA/kvpress, pyramidkv_press.py.
+Symbols: c quota, w window, b = c - w, L tokens read, l = 0…n-1 layers that are cut.
+official: everything if L < c; c everywhere if L < 2b; else top = 2b - b//β, but at most L - w, bottom = 2b - top, and
+layer l has top - l·((top - bottom)//(n - 1)) + w. The floored step gives all layers but the first too much, up to
+(n - 2)/2 rows a layer; here the excess is taken from all layers alike, the first ones where it does not divide, so
+that the total is the budget's.
+kvpress: top = 2c - c/β, but at most L - w, bottom = 2c - top, not floored and window included; c everywhere unless
+L ≥ top ≥ bottom ≥ w. The record says which rule applied: all, uniform or pyramid.
+Not defined there and chosen here: where c ≤ w or n = 1, c everywhere; under blocks the rule is asked with the L of now,
+a layer has at most what it held and the block, and what it lacks goes to the others; while decoding the shares of the
+prefill stay.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.allocator import Allocator, frozen, settle
+from kvbench.method import Seen
+from kvbench.rows import Rows
+from kvbench.settings import choose, whole
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What the layers got at the last cut."""
+
+    tokens: int  # read by then
+    quota: int
+    rows: tuple[int, ...]  # per head
+
+
+@dataclass(frozen=True)
+class Pyramid(Allocator):
+    """`beta` β >= 1, `window` w, `arithmetic` official|kvpress."""
+
+    beta: int
+    window: int
+    arithmetic: str
+
+    def __post_init__(self) -> None:
+        whole("allocator.beta", self.beta, 1)
+        whole("allocator.window", self.window, 0)
+        choose("allocator.arithmetic", self.arithmetic, ("official", "kvpress"))
+
+    def layer(self, quota: int, seen: Seen, rows: Callable[[], Rows], shared: dict[str, Any]) -> int:
+        number, layers = seen.cut_layers.index(seen.layer), len(seen.cut_layers)
+        before: Shares | None = shared.get("pyramid")
+        if seen.decoding:
+            return frozen(before.rows, before.quota, quota)[number]
+        if number == 0:
+            held = [0] * layers if before is None else before.rows
+            most = [own + seen.tokens - (before.tokens if before else 0) for own in held]
+            shared["allocation"], targets = self.targets(quota, seen.tokens, layers)
+            least = [min(self.window, quota, rows) for rows in most]
+            shares = settle(targets, [max(1, rows) for rows in least], most, quota * layers)
+            shared["pyramid"] = Shares(seen.tokens, quota, tuple(shares))
+        return shared["pyramid"].rows[number]
+
+    def targets(self, quota: int, tokens: int, layers: int) -> tuple[str, list[float]]:
+        """The rule that applies and what it gives every layer, before the total is made exact."""
+        uniform = [float(quota)] * layers
+        if tokens <= quota:
+            return "all", uniform
+        if quota <= self.window or layers == 1:
+            return "uniform", uniform
+        if self.arithmetic == "official":
+            base = quota - self.window
+            if tokens < 2 * base:
+                return "uniform", uniform
+            top = min(2 * base - base // self.beta, tokens - self.window)
+            step = (top - (2 * base - top)) // (layers - 1)
+            return "pyramid", [float(top - number * step + self.window) for number in range(layers)]
+        top = min(2 * quota - quota / self.beta, tokens - self.window)
+        bottom = 2 * quota - top
+        if not tokens >= top >= bottom >= self.window:
+            return "uniform", uniform
+        return "pyramid", [top - number * (top - bottom) / (layers - 1) for number in range(layers)]

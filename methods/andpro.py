@@ -1,0 +1,67 @@
+"""andpro: rows whose weighted values point along an anchor output stay (anchor direction projection).
+
+Source: the AnDPro paper; MIRALab-USTC/LLM-AnDPro, andpro_snapkv/monkeypatch/snapkv_utils.py (commit dfc2617).
+Symbols: the last w queries t, p_{t,j} their attention, v_j values, a_t the anchor of query t.
+s_j = mean over the group of Σ_t p_{t,j}·⟨a_t, v_j⟩. In the paper a_t is the attention output. The code differs: p is
+max-pooled over κ rows first; rows are scored by chunks, as the chunk's sum; a_t = Σ p_{t,j}·v_j over the rows that may
+be dropped; the first chunk stays beside the window's; one top-k runs over all heads of the layer, which here is
+allocator=ada with mode safeguard and alpha 0. Its chunks count from each head's first row; a quota may split one chunk.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.window import window
+from kvbench.kernels.window.pool import pool
+from kvbench.method import Method, Seen, State
+from kvbench.rows import Rows
+from kvbench.settings import choose, odd, whole
+
+
+@dataclass(frozen=True)
+class AnDPro(Method):
+    """`window` w; `kernel` κ, 1: none; `chunk`: rows scored together; `first`: chunks that stay at the start;
+    `anchor` output|droppable.
+    """
+
+    window: int
+    kernel: int
+    chunk: int
+    first: int
+    anchor: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("method.window", self.window, 1)
+        odd("method.kernel", self.kernel)
+        whole("method.chunk", self.chunk, 1)
+        whole("method.first", self.first, 0)
+        choose("method.anchor", self.anchor, ("output", "droppable"))
+
+    def chunks(self, rows: Rows) -> Tensor:
+        """(B, H, n) the chunk that a row is in, from the head's first row on; -1 where absent."""
+        return (rows.present.cumsum(-1) - 1).masked_fill(~rows.present, -self.chunk) // self.chunk
+
+    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
+        chunks = self.chunks(rows)
+        last = chunks[..., -1:] - self.window // self.chunk  # the last chunk that is not the window's
+        return rows.present & ((chunks < self.first) | (chunks > last))
+
+    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+        batch, heads, n = rows.mass.shape
+        p = window(seen.queries[:, :, -self.window :], rows.keys, rows.mass, seen.scaling)  # (B, H, G, w, n)
+        groups = p.shape[2]
+        p = pool(p, self.kernel, "max").flatten(2, 3)  # of non-negative numbers: absent rows are no one's maximum
+        p = p * rows.present[:, :, None]
+        values = rows.values.to(p.dtype)
+        if self.anchor == "output":
+            anchors = seen.outputs[:, :, -self.window :].to(p.dtype).reshape(batch, heads, -1, values.shape[-1])
+        else:
+            anchors = p * ~self.protect(seen, rows, n)[:, :, None] @ values
+        scores = (p * (anchors @ values.mT)).sum(2) / groups
+        if self.chunk == 1:
+            return scores
+        chunks = self.chunks(rows).clamp(min=0)
+        return torch.zeros_like(scores).scatter_add_(2, chunks, scores).gather(2, chunks)

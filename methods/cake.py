@@ -1,0 +1,46 @@
+"""cake: rows that the last queries attend to, steadily or by turns, stay (CAKE's indicator).
+
+Source: the CAKE paper; antgroup/cakekv, cake/cake_cache.py. Over the last w queries t, per query head:
+s_j = pool_κ(mean_t p_{t,j} + γ·var_t p_{t,j}), unbiased variance (0 for one query), window rows dropped before pooling
+and always kept; then the mean over the group. While decoding: the newest query's attention instead of the mean, no
+variance. How many rows each layer has is allocator=cake; DropKV's table calls the indicator alone CAKE.
+Pooling runs over rows in order of place; the published decoding pools over rows in the order of their scores.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvbench.kernels.window import window
+from kvbench.kernels.window.pool import pool
+from kvbench.method import Method, Seen, State
+from kvbench.rows import Rows
+from kvbench.settings import SettingError, odd, whole
+
+
+@dataclass(frozen=True)
+class Cake(Method):
+    """`window` w, `kernel` κ of the average pooling, `gamma` γ."""
+
+    window: int
+    kernel: int
+    gamma: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("method.window", self.window, 1)
+        odd("method.kernel", self.kernel)
+        if not self.gamma >= 0:
+            raise SettingError(f"method.gamma={self.gamma}: a number from 0 on")
+
+    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
+        return rows.places >= seen.tokens - self.window
+
+    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+        count = 1 if seen.decoding else self.window
+        p = window(seen.queries[:, :, -count:], rows.keys, rows.mass, seen.scaling)  # (B, H, G, w, n)
+        scores = p.mean(-2)
+        if p.shape[-2] > 1:
+            scores = scores + self.gamma * p.var(-2)
+        own = (rows.places >= seen.tokens - self.window)[:, :, None]
+        return pool(scores.masked_fill(own, 0), self.kernel, "avg").mean(2)

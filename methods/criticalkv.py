@@ -1,0 +1,91 @@
+"""criticalkv: half of the quota goes by another method's scores, the rest by scores weighed with the projected values.
+
+Source: the CriticalKV paper, Algorithm 1; NVIDIA/kvpress, criticalkv_press.py (by its authors). Symbols: s_j the base
+method's score, n_j = mean over the group's query heads h of ‖W_o^h v_j‖₁, q a head's quota. Stage 1 keeps the ⌊α·q⌋
+rows of largest s_j, stage 2 fills up to q by (s_j + ε)·n_j; s_j should not be negative. Rows that the base method
+protects stay in both stages (the source multiplies their padding by n_j too, so there they may go where α·q < w).
+CriticalAdaKV is criticalkv with allocator=ada mode=safeguard: heads compete by s_j, then both stages run on each
+head's own quota. The safe rows themselves are not handed on: one may go where its head got less than safe / α rows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.allocator import Allocator
+from kvbench.codec import Codec
+from kvbench.method import Method, Seen, State
+from kvbench.rows import Rows
+from kvbench.settings import SettingError
+
+CHUNK = 1 << 22  # projected elements held at once
+NORM = "projected_norm"
+
+
+@dataclass(frozen=True)
+class CriticalKV(Method):
+    """`base`: the method whose scores count; `alpha` α in [0, 1]; `epsilon` ε."""
+
+    base: Method
+    alpha: float
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.base).score is Method.score:
+            raise SettingError(f"method.base={self.base.name}: {self.name} needs a method that scores rows")
+        if not 0 <= self.alpha <= 1:
+            raise SettingError(f"method.alpha={self.alpha}: a share in [0, 1]")
+        if not self.epsilon >= 0:
+            raise SettingError(f"method.epsilon={self.epsilon}: a number from 0 on")
+
+    @property
+    def wants_lse(self) -> bool:
+        return self.base.wants_lse
+
+    @property
+    def one_block(self) -> bool:
+        return self.base.one_block
+
+    def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
+        return self.base.refuses(allocator, codec)
+
+    def spares(self, layer: int, layers: int) -> bool:
+        return self.base.spares(layer, layers)
+
+    def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
+        """The base method's columns, and n_j of the rows that are new."""
+        if seen.decoding and not self.decoding:
+            return rows.columns
+        new = seen.queries.shape[2]
+        norms = projected_norms(rows.values[:, :, -new:], seen.output_weight, seen.queries.shape[1], rows.mass.dtype)
+        if NORM in rows.columns:
+            norms = torch.cat([rows.columns[NORM][..., :-new], norms], -1)
+        return {**self.base.update(seen, rows, state), NORM: norms}
+
+    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
+        return self.base.protect(seen, rows, quota)
+
+    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+        return self.base.score(seen, rows, state)
+
+    def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor) -> Rows:
+        first = self.select(scores, (self.alpha * quotas.double()).long())
+        second = (scores + self.epsilon) * rows.columns[NORM]
+        second = second.masked_fill(first | protected, torch.inf).masked_fill(~rows.present, -torch.inf)
+        return self.merge(rows, self.select(second, quotas))
+
+
+def projected_norms(values: Tensor, weight: Tensor, query_heads: int, dtype: torch.dtype) -> Tensor:
+    """(B, H, T) mean over the group of ‖W_o^h v‖₁; values (B, H, T, d), weight (hidden, query_heads·d)."""
+    batch, heads, tokens, dim = values.shape
+    own = weight.view(len(weight), heads, query_heads // heads, dim).permute(1, 2, 3, 0)  # (H, G, d, hidden)
+    norms = torch.zeros(batch, heads, tokens, dtype=dtype, device=values.device)
+    step = max(1, CHUNK // (batch * heads * len(weight)))
+    for start in range(0, tokens, step):
+        some = values[:, :, start : start + step]
+        for head in range(own.shape[1]):
+            norms[..., start : start + step] += (some @ own[:, head]).abs().sum(-1, dtype=dtype)
+    return norms / own.shape[1]

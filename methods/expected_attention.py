@@ -1,0 +1,123 @@
+"""expected_attention: rows that future queries are expected to look at stay.
+
+Source: the Expected Attention paper (Eq. 9, Listing 1); NVIDIA/kvpress, expected_attention_press.py, with its
+decoding_press.py for decoding. Symbols: μ, Σ mean and biased covariance of a head's queries before rotation, over all
+tokens since the sinks; R̄ mean rotation of the T positions after the last token read (not orthogonal: fast pairs
+average towards 0; the identity where a model rotates only a part of d); s the scaling of the logits; m_j mass.
+z_j = s·(R̄μ)·k_j + s²·k_jᵀ(R̄ΣR̄ᵀ)k_j/2 + log m_j, p = softmax over the rows that are no sinks, per query head;
+score (mean of p over the group + ε)·‖v_j‖. With fewer than two queries the newest rows stay.
+
+The queries are the layer's own (after its QK norm, if any), turned back by the model's own rotary embedding: no
+hidden states are kept. While decoding, the moments are those of the last `buffer` queries, and positions count from
+the start of the text (kvpress counts them from the buffer's).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.expected import Moments, expected_logits, merge, moments
+from kvbench.method import Method, Seen, State
+from kvbench.rows import Rows
+from kvbench.settings import SettingError, whole
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(Method):
+    """`positions` T that the rotation is averaged over; `sinks` that stay and whose queries do not count; `epsilon` ε;
+    `use_covariance`: without it z has no Σ; `use_vnorm`: without it the score is p; `buffer`: queries remembered
+    for cuts while decoding.
+    """
+
+    positions: int
+    sinks: int
+    epsilon: float
+    use_covariance: bool
+    use_vnorm: bool
+    buffer: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("method.positions", self.positions, 1)
+        whole("method.sinks", self.sinks, 0)
+        whole("method.buffer", self.buffer, 2)
+        if not self.epsilon >= 0:
+            raise SettingError(f"method.epsilon={self.epsilon}: a number of at least 0")
+
+    def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
+        """Moments of the prompt's queries (`count`, `mean`, `scatter`), and `recent`, the last queries as they came."""
+        new = seen.queries[:, :, max(0, self.sinks - seen.first) :]
+        if new.shape[2] == 0:
+            return {}
+        if self.decoding:
+            before = state.layer.get("recent", new[:, :, :0])
+            kept = max(0, self.buffer - new.shape[2])
+            before = before[:, :, max(0, before.shape[2] - kept) :]
+            state.layer["recent"] = torch.cat([before, new[:, :, -self.buffer :]], 2)
+        if not seen.decoding:
+            found = moments(unrotated(new, seen), self.use_covariance)
+            if "count" in state.layer:
+                found = merge(self.prompt_moments(state), found)
+            state.layer |= {"count": found.count, "mean": found.mean, "scatter": found.scatter}
+        return {}
+
+    def forget(self, state: State) -> None:
+        for name in ("count", "mean", "scatter"):
+            state.layer.pop(name, None)
+
+    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
+        return rows.places < self.sinks
+
+    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+        found = self.moments(seen, state)
+        if found is None or found.count < 2:
+            return rows.places.to(rows.mass.dtype)
+        turn = mean_rotation(seen, self.positions)
+        covariance = found.covariance
+        if covariance is not None:
+            covariance = turned(turned(covariance, *turn).mT, *turn).mT
+        logits = expected_logits(turned(found.mean, *turn), covariance, rows.keys, seen.scaling)
+        logits = logits.unflatten(1, (rows.heads, -1)) + rows.mass.log()[:, :, None]
+        logits = logits.masked_fill((rows.places < self.sinks)[:, :, None], -torch.inf)
+        scores = logits.softmax(-1).mean(2)
+        if self.use_vnorm:
+            scores = (scores + self.epsilon) * rows.values.to(scores.dtype).norm(dim=-1)
+        return scores.masked_fill(rows.places < self.sinks, 0)  # where sinks do not fit the quota, others go first
+
+    def moments(self, seen: Seen, state: State) -> Moments | None:
+        """Of the prompt's queries, or of the last ones while decoding."""
+        if not seen.decoding:
+            return self.prompt_moments(state) if "count" in state.layer else None
+        if "recent" not in state.layer:
+            return None
+        return moments(unrotated(state.layer["recent"], seen), self.use_covariance)
+
+    @staticmethod
+    def prompt_moments(state: State) -> Moments:
+        return Moments(state.layer["count"], state.layer["mean"], state.layer["scatter"])
+
+
+def unrotated(queries: Tensor, seen: Seen) -> Tensor:
+    """The last T queries read (B, H, T, d) as they were before the rotation; at least float32."""
+    queries = queries.to(torch.promote_types(queries.dtype, torch.float32))
+    places = torch.arange(seen.tokens - queries.shape[2], seen.tokens, device=queries.device)
+    cos, sin = (part.to(queries.dtype) for part in seen.rotation(places[None]))
+    square = cos.square() + sin.square()  # a model may scale as it rotates (yarn)
+    return turned(queries, cos / square, -sin / square)
+
+
+def mean_rotation(seen: Seen, positions: int) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (rotated dimensions,), averaged over the next `positions` places."""
+    places = torch.arange(seen.tokens, seen.tokens + positions, device=seen.queries.device)
+    cos, sin = seen.rotation(places[None])
+    return cos[0].mean(0), sin[0].mean(0)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """R·x over the last dimension: pairs (i, i + r/2) of the first r dimensions turn, the others stay as they are."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    part, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    one, other = part.chunk(2, dim=-1)
+    return torch.cat([part * cos + torch.cat([-other, one], -1) * sin, rest], -1)

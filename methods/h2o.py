@@ -1,0 +1,57 @@
+"""h2o: rows that got most attention from all queries so far stay, and the newest (heavy hitters).
+
+Source: FMInference/H2O, h2o_hf/utils_real_drop/modify_llama.py (the variant that really evicts). The votes of row j
+are s_j = Σ p_{t,j} over all queries t that were read while it was held, in prefill and decoding; they leave with it.
+norm none ranks by s_j, which favours early rows; count by s_j / (queries that could see row j), which is
+NVIDIA/kvpress, observed_attention_press.py. Groups of query heads are an extension, the source has none: mean or max
+of the group's votes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.votes import votes
+from kvbench.method import Method, Seen, State
+from kvbench.rows import Rows
+from kvbench.settings import SettingError, choose
+
+
+@dataclass(frozen=True)
+class H2O(Method):
+    """`recent`: the newest rows that stay, a share of the quota (float) or rows (int); `norm` none|count; `gqa`
+    mean|max.
+    """
+
+    recent: float | int
+    norm: str
+    gqa: str
+
+    wants_lse = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choose("method.norm", self.norm, ("none", "count"))
+        choose("method.gqa", self.gqa, ("mean", "max"))
+        if isinstance(self.recent, bool) or self.recent < 0 or (isinstance(self.recent, float) and self.recent >= 1):
+            raise SettingError(f"method.recent={self.recent}: a share in [0, 1) such as 0.5, or whole rows from 0 on")
+
+    def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
+        """Votes so far, one column for the group, or one for each of its query heads where their maximum is asked."""
+        if seen.decoding and not self.decoding:
+            return rows.columns
+        new = votes(seen.queries, rows.keys, rows.mass, seen.lse, seen.scaling)
+        new = new.mean(2, keepdim=True) if self.gqa == "mean" else new
+        before = [rows.columns.get(f"votes{g}") for g in range(new.shape[2])]
+        return {f"votes{g}": new[:, :, g] if old is None else old + new[:, :, g] for g, old in enumerate(before)}
+
+    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
+        recent = self.recent if isinstance(self.recent, int) else int(self.recent * quota)
+        return rows.places >= seen.tokens - recent
+
+    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+        columns = [column for name, column in rows.columns.items() if name.startswith("votes")]
+        total = torch.stack(columns).amax(0)
+        return total if self.norm == "none" else total / (seen.tokens - rows.places)

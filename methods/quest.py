@@ -1,0 +1,78 @@
+"""quest: every row stays, and each query head looks at the pages that could hold its largest logits.
+
+Source: the Quest paper (arXiv 2406.10774), Algorithm 1; mit-han-lab/Quest, evaluation/quest_attention.py (accuracy) and
+quest/utils/controller.py (CUDA path). Rows lie in pages of P; with the elementwise bounds of a page's post-RoPE keys,
+u_page = Σ_d max(q_d·low_d, q_d·high_d). Each query head looks at all rows of its max(least, ⌊min(quota, n)/P⌋) pages
+of largest u, ties to the older page; `quota`, the budget, is rows looked at. The first layers look at everything, and
+so does a block of several tokens. The last, partial page competes like any other (evaluation code), or is always one
+of the pages (CUDA path). A quota of all rows looks at all rows: there the code may leave out one page.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.pages import bounds, upper
+from kvbench.method import Method, Seen, State
+from kvbench.rows import Rows
+from kvbench.settings import choose, whole
+
+
+@dataclass(frozen=True)
+class Quest(Method):
+    """`page` P; `least` pages; `dense_layers` first layers that look at everything; `question` dense: known tokens
+    after the prefill are one block, tokens: they take the sparse path one by one; `force_last`: the newest page is
+    always looked at.
+    """
+
+    page: int
+    least: int
+    dense_layers: int
+    question: str
+    force_last: bool
+
+    scores = False
+    reads = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("method.page", self.page, 1)
+        whole("method.least", self.least, 1)
+        whole("method.dense_layers", self.dense_layers, 0)
+        choose("method.question", self.question, ("dense", "tokens"))
+        choose("method.force_last", self.force_last, (True, False))
+
+    @property
+    def token_by_token(self) -> bool:
+        return self.question == "tokens"
+
+    def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
+        if seen.layer >= self.dense_layers:
+            self.bounds(rows.keys, state)
+        return {}
+
+    def read(self, queries: Tensor, rows: Callable[[], Rows], seen: Mapping[str, Any], state: State) -> Tensor | None:
+        held, quota = seen["first"] + queries.shape[2], seen["quota"]
+        pages, chosen = -(-held // self.page), max(self.least, min(held, quota or held) // self.page)
+        dense = seen["layer"] < self.dense_layers or queries.shape[2] > 1
+        if dense or quota is None or quota >= held or chosen >= pages:
+            return None
+        above = upper(queries[:, :, 0], *self.bounds(rows().keys, state))
+        if self.force_last:
+            above[..., -1] = torch.inf
+        rank = above.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        return (rank < chosen).repeat_interleave(self.page, -1)[..., :held]
+
+    def bounds(self, keys: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        """Of all pages; those that were whole before are not looked at again."""
+        own = state.layer
+        if own.get("rows") != keys.shape[2]:
+            done = own.get("rows", 0) // self.page
+            low, high = bounds(keys[:, :, done * self.page :], self.page)
+            if done:
+                low, high = (torch.cat([own[k][:, :, :done], new], 2) for k, new in (("low", low), ("high", high)))
+            own |= {"low": low, "high": high, "rows": keys.shape[2]}
+        return own["low"], own["high"]

@@ -1,0 +1,47 @@
+"""tova: rows that the newest query attends to stay, at every step; nothing is protected.
+
+Source: schwartz-lab-NLP/TOVA, src/tova_cache.py: s_j = mean over all query heads of p_{last,j}, one set of rows for
+all KV heads of a layer. scope group: mean within the group, each KV head its own rows, as the KeyDiff paper runs it.
+NVIDIA/kvpress, tova_press.py, keeps the last row for sure.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvbench.allocator import Allocator
+from kvbench.codec import Codec
+from kvbench.kernels.window import window
+from kvbench.method import Method, Seen, State
+from kvbench.rows import Rows
+from kvbench.settings import choose, whole
+
+
+@dataclass(frozen=True)
+class TOVA(Method):
+    """`scope` layer|group: whose query heads vote together; `recent`: newest rows that stay for sure."""
+
+    scope: str
+    recent: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choose("method.scope", self.scope, ("layer", "group"))
+        whole("method.recent", self.recent, 0)
+
+    def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
+        if self.scope == "layer" and not allocator.even:
+            return (
+                f"allocator={allocator.name}: {self.name} scores all heads of a layer alike, they cannot compete; "
+                "use method.scope=group"
+            )
+        return super().refuses(allocator, codec)
+
+    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
+        return rows.places >= seen.tokens - self.recent
+
+    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+        p = window(seen.queries[:, :, -1:], rows.keys, rows.mass, seen.scaling).squeeze(-2)  # (B, H, G, n)
+        if self.scope == "group":
+            return p.mean(2)
+        return p.flatten(1, 2).mean(1, keepdim=True).expand_as(rows.mass)

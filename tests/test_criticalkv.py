@@ -1,0 +1,126 @@
+"""CriticalKV: its two stages in loops and float64 over bases, sizes and allocators."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from models import Dense, Glance, Head, distinct, double, ids, tiny
+from test_oracles import CLOSE, agree, attention, newest, nothing, safeguard, same_rows, shrink, top, uniform, votes
+
+import kvbench
+from kvbench.methods import criticalkv
+from kvbench.settings import SettingError
+
+
+def projected(model: str, glance: Glance) -> np.ndarray:
+    """‖W_o^h v_j‖₁, mean over the group's query heads h."""
+    weight = double(model).model.layers[glance.layer].self_attn.o_proj.weight.detach().numpy()
+    groups, dim = len(glance.queries), glance.rows.values.shape[1]
+    total = np.zeros(len(glance.rows.values))
+    for g in range(groups):
+        head = glance.head * groups + g
+        own = weight[:, head * dim : (head + 1) * dim]
+        total += [sum(abs(own @ value)) for value in glance.rows.values]
+    return total / groups
+
+
+def two_stages(model, base, quota, alpha, epsilon, protect=nothing, share=uniform) -> Callable:
+    def cut(glances: list[Glance]) -> list[Head]:
+        if sum(len(glance.rows.places) for glance in glances) <= quota * len(glances):
+            return [glance.rows for glance in glances]
+        scores = [base(glance) for glance in glances]
+        safe = [shrink(protect(glance, quota), quota) for glance in glances]
+        raised = [np.where(own, np.inf, score) for own, score in zip(safe, scores, strict=True)]
+        kept = []
+        for glance, score, high, own, count in zip(
+            glances, scores, raised, safe, share(raised, safe, quota), strict=True
+        ):
+            second = (score + epsilon) * projected(model, glance)
+            second[top(high, int(alpha * count)).astype(int)] = np.inf
+            second[own] = np.inf
+            kept.append(glance.rows.take(top(second, count)))
+        return kept
+
+    return cut
+
+
+def mean_votes(**args) -> Callable[[Glance], np.ndarray]:
+    """SnapKV's votes as means over the window's queries."""
+    return lambda glance: votes(**args)(glance) / min(args["window"], glance.queries.shape[1])
+
+
+SNAPKV = dict(window=4, kernel=3, pooling="max", group="after")
+
+
+@pytest.mark.parametrize("block", [None, 9])
+@pytest.mark.parametrize("alpha, epsilon", [(0.5, 1e-4), (0.25, 1e-2), (0.0, 0.0), (1.0, 1e-4)])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "mistral"])
+def test_criticalkv(model, alpha, epsilon, block):
+    cut = two_stages(model, mean_votes(**SNAPKV), 13, alpha, epsilon, newest(4))
+    agree(model, cut, "criticalkv", 13, block, 45, alpha=alpha, epsilon=epsilon, base_args=SNAPKV)
+
+
+@pytest.mark.parametrize("block", [None, 9])
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+def test_criticaladakv(model, block):
+    """Heads share rows by the base method's scores; each then runs both stages on its own quota."""
+    cut = two_stages(model, mean_votes(**SNAPKV), 13, 0.5, 1e-4, newest(4), safeguard(0.2))
+    ada = ("ada", {"preset": "kvpress"})
+    agree(model, cut, "criticalkv", 13, block, 45, allocator=ada, base_args=SNAPKV)
+
+
+def test_another_base_with_columns_of_its_own_that_cuts_while_decoding():
+    def last_query(glance: Glance) -> np.ndarray:
+        return attention(glance, 1)[:, 0].mean(0)
+
+    cut = two_stages("llama", last_query, 13, 0.5, 1e-4)
+    args = dict(base="tova", base_args={"preset": "keydiff_paper"}, decoding=True)
+    dense, prompt, more = Dense("llama", cut, cuts_decoding=True), *distinct(52).split([45, 7], dim=1)
+    dense.prefill(prompt, 9)
+    held = kvbench.prefill(tiny("llama"), prompt, "criticalkv", 13, 9, method_args=args)
+    for part in more.split([1, 1, 5], dim=1):
+        torch.testing.assert_close(held.extend(part)[0].double(), dense.extend(part), **CLOSE)
+        same_rows(held, dense)
+    held = kvbench.prefill(
+        tiny("llama"), ids(60), "criticalkv", 13, 9, method_args={"base": "h2o", "base_args": {"preset": "paper_max"}}
+    )
+    columns = held.contexts[0].own_layers[0].rows.columns
+    assert set(columns) == {"votes0", "votes1", "votes2", "projected_norm"}
+
+
+def places(method: str, **args) -> list[list[int]]:
+    held = kvbench.prefill(tiny("llama"), ids(90), method, 20, method_args=args)
+    return [held.places(layer, head).tolist() for layer in range(3) for head in range(2)]
+
+
+def test_the_second_stage_changes_what_stays():
+    base = places("snapkv", **SNAPKV)
+    assert places("criticalkv", base_args=SNAPKV, alpha=1.0) == base
+    assert places("criticalkv", base_args=SNAPKV, alpha=0.5) != base
+    by_norm = dict(base_args=SNAPKV, epsilon=1.0)
+    assert places("criticalkv", **by_norm) != places("criticalkv", base_args=SNAPKV)
+    assert places("criticalkv", **by_norm, alpha=0.0) != places("criticalkv", **by_norm, alpha=0.5)
+
+
+@pytest.mark.parametrize("chunk", [1, 1000, 1 << 22])
+def test_norms_do_not_depend_on_chunks(monkeypatch, chunk):
+    monkeypatch.setattr(criticalkv, "CHUNK", chunk)
+    draw = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 3, 7, 5, generator=draw, dtype=torch.float64)
+    weight = torch.randn(11, 3 * 4 * 5, generator=draw, dtype=torch.float64)
+    found = criticalkv.projected_norms(values, weight, 12, torch.float64)
+    outputs = torch.einsum("bhtd,ohgd->bhgto", values, weight.view(11, 3, 4, 5))
+    torch.testing.assert_close(found, outputs.abs().sum(-1).mean(2), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("base", ["full", "centroidkv"])
+def test_a_base_must_score(base):
+    with pytest.raises(SettingError, match=f"^method.base={base}"):
+        kvbench.prefill(tiny("llama"), ids(9), "criticalkv", 5, method_args={"base": base, "base_args": {}})
+
+
+def test_what_the_base_refuses_is_refused():
+    with pytest.raises(SettingError, match="tova .*scope=group"):
+        args = {"base": "tova", "base_args": {}}
+        kvbench.prefill(tiny("llama"), ids(9), "criticalkv", 5, allocator="ada", method_args=args)

@@ -1,0 +1,393 @@
+"""Allocators that share rows among layers, against their rules in loops and float64, engine beside engine."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from models import Dense, Glance, Head, distinct, ids, tiny
+from test_oracles import CLOSE, attention, keeps, newest, pool, same_rows, shrink, top, votes
+
+import kvbench
+from kvbench.budget import Budget
+from kvbench.catalogue import build, settings
+from kvbench.engine import Context
+from kvbench.held import choose_cache
+from kvbench.method import Seen
+from kvbench.settings import SettingError
+
+
+def exact(targets: list[float], most: list[int], total: int) -> list[int]:
+    """Rounded down, then single rows to whoever lacks most, none beyond what there is."""
+    counts = [min(math.floor(target), high) for target, high in zip(targets, most, strict=True)]
+    while sum(counts) < min(total, sum(most)):
+        poor = [i for i in range(len(counts)) if counts[i] < most[i]]
+        counts[min(poor, key=lambda i: (counts[i] - targets[i], i))] += 1
+    while sum(counts) > total:
+        counts[min(range(len(counts)), key=lambda i: (targets[i] - counts[i], i))] -= 1
+    return counts
+
+
+def side_by_side(dense, model, method, budget, block, allocator, decoding=False, tokens=60, **args):
+    """Both engines over one prompt and seven tokens more hold the same rows. Returns held."""
+    prompt, more = distinct(tokens + 7).split([tokens, 7], dim=1)
+    expected = dense.prefill(prompt, block)
+    name, allocator_args = allocator
+    held = kvbench.prefill(
+        tiny(model), prompt, method, budget, block, name, method_args=args, allocator_args=allocator_args
+    )
+    torch.testing.assert_close(held.logits[0].double(), expected, **CLOSE)
+    same_rows(held, dense)
+    dense.cuts_decoding = decoding
+    for part in more.split([1, 1, 5], dim=1):
+        torch.testing.assert_close(held.extend(part)[0].double(), dense.extend(part), **CLOSE)
+        same_rows(held, dense)
+    return held
+
+
+# cake
+
+
+@dataclass
+class CakeRule:
+    """Indicator and preferences; cuts earlier layers in the dense engine's own rows."""
+
+    quota: int
+    layers: list[int]  # that are cut
+    window: int
+    kernel: int
+    gamma: float
+    tau1: float
+    tau2: float
+    cascade: bool
+    dense: Dense | None = None
+    tokens: int = 10**9  # of the prompt: what is read beyond is decoding
+    preferences: list[float] = field(default_factory=list)
+    most: list[int] = field(default_factory=list)
+    indicators: dict[int, list[dict[int, float]]] = field(default_factory=dict)
+    shares: list[int] = field(default_factory=list)
+    differed: bool = False  # shares of some cut
+
+    def indicator(self, glance: Glance) -> dict[int, float]:
+        """Score by place."""
+        decoding = glance.tokens > self.tokens
+        p = attention(glance, 1 if decoding else self.window)
+        outside = glance.rows.places < glance.tokens - self.window
+        total = np.zeros(outside.sum())
+        for own in p:
+            varies = own.var(0, ddof=1) if len(own) > 1 else np.zeros(own.shape[1])
+            total += pool((own.mean(0) + self.gamma * varies)[outside], self.kernel, "avg") / len(p)
+        return dict(zip(glance.rows.places, [*total, *np.zeros((~outside).sum())], strict=True))
+
+    def preference(self, glances: list[Glance]) -> float:
+        entropy = variance = 0.0
+        for glance in glances:
+            outside = glance.rows.places < glance.tokens - self.window
+            for own in attention(glance, self.window)[..., outside]:
+                entropy -= sum(x * math.log(x + 1e-10) for x in own.flatten())
+                variance += own.var(0, ddof=1).sum() if len(own) > 1 else 0.0
+        return max(entropy, 0.0) ** (1 / self.tau1) * variance ** (1 / self.tau2)
+
+    def choose(self, rows: Head, scores: dict[int, float], quota: int, tokens: int) -> Head:
+        if len(rows.places) <= quota:
+            return rows
+        safe = shrink(rows.places >= tokens - self.window, quota)
+        return rows.take(top(np.where(safe, np.inf, [scores[place] for place in rows.places]), quota))
+
+    def cut(self, glances: list[Glance]) -> list[Head]:
+        layer, tokens = glances[0].layer, glances[0].tokens
+        number, own = self.layers.index(layer), [glance.rows for glance in glances]
+        if number == 0:
+            self.indicators = {}
+            if tokens <= self.tokens:
+                self.preferences, self.most = [], []
+        if tokens <= self.quota:
+            self.shares = [self.quota] * len(self.layers)
+            return own
+        self.indicators[layer] = [self.indicator(glance) for glance in glances]
+        if tokens <= self.tokens:
+            self.preferences.append(self.preference(glances))
+            self.most.append(len(own[0].places))
+            if not self.cascade and number < len(self.layers) - 1:
+                return own
+            total = sum(self.preferences)
+            parts = [one / total if total else 1 / len(self.most) for one in self.preferences]
+            free = len(self.layers) * (self.quota - self.window)
+            targets = [self.window + part * free for part in parts]
+            self.shares = exact(targets, self.most, free + self.window * len(self.most))
+            self.differed |= len(set(self.shares)) > 1
+            for earlier, share in zip(self.layers[:number], self.shares, strict=False):
+                before = zip(self.dense.held[earlier], self.indicators[earlier], strict=True)
+                self.dense.held[earlier] = [self.choose(rows, scores, share, tokens) for rows, scores in before]
+        pairs = zip(own, self.indicators[layer], strict=True)
+        return [self.choose(rows, scores, self.shares[number], tokens) for rows, scores in pairs]
+
+
+def cake(model, cascade, block, quota=17, tokens=60, tau=(1.6, 0.4)):
+    config = tiny(model).config
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    layers = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    args = dict(window=6, kernel=5, gamma=200.0)
+    rule = CakeRule(quota, layers, **args, tau1=tau[0], tau2=tau[1], cascade=cascade, tokens=tokens)
+    rule.dense = Dense(model, rule.cut)
+    shares = dict(tau1=tau[0], tau2=tau[1], window=6, cascade=cascade)
+    held = side_by_side(rule.dense, model, "cake", quota, block, ("cake", shares), decoding=True, tokens=tokens, **args)
+    return held, rule
+
+
+@pytest.mark.parametrize("block", [None, 9, 1])
+@pytest.mark.parametrize("cascade", [True, False])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "mistral"])
+def test_cake(model, cascade, block):
+    held, rule = cake(model, cascade, block, tokens=30 if block == 1 else 60)
+    assert block == 1 or rule.differed
+    assert held.contexts[0].own_layers[0].state.shared["allocation"] == "preferences"
+
+
+def sizes(method="cake", budget=20, block=None, tokens=90, model="llama", name="cake", **allocator_args):
+    held = kvbench.prefill(
+        tiny(model), ids(tokens), method, budget, block, name, allocator_args={"window": 6, **allocator_args}
+    )
+    return [len(held.places(layer, 0)) for layer in range(3)]
+
+
+def test_the_cascade_saves_memory_on_the_way():
+    """Shares only shrink as more layers are read, so both end alike but for single rows that rounding moved."""
+
+    def held(cascade: bool, tau2: float = 0.4):
+        args = {"window": 6, "cascade": cascade, "tau2": tau2}
+        return kvbench.prefill(tiny("llama"), ids(90), "cake", 20, None, "cake", allocator_args=args)
+
+    def rows(one) -> list[list[int]]:
+        return [one.places(layer, head).tolist() for layer in range(3) for head in range(2)]
+
+    once, cascade = held(False), held(True)
+    peaks = [one.contexts[0].course.peak_bytes for one in (once, cascade)]
+    assert peaks[1] < 0.8 * peaks[0]
+    assert sum(map(len, rows(once))) == 2 * 3 * 20 >= sum(map(len, rows(cascade))) > 2 * 3 * 20 - 6
+    assert sum(len(set(a) ^ set(b)) for a, b in zip(rows(once), rows(cascade), strict=True)) <= 6
+    assert rows(held(False, 9.0)) != rows(once)
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+@pytest.mark.parametrize("quota, block", [(30, None), (10, 20)])
+def test_layers_that_were_first_left_whole_are_cut_too(model, quota, block):
+    """The first layer may have the budget of all, more than there are rows; once all are read the budget is met."""
+    choice = choose_cache(
+        *(build(g, settings(g, n)) for g, n in dict(method="cake", allocator="cake", codec="raw").items())
+    )
+    context, counts = Context(tiny(model), choice, Budget(quota), block, (0,)), []
+    own = context.own_layers
+    handle = context.model.register_forward_hook(lambda *_: counts.append(sum(int(x.rows.counts()[0, 0]) for x in own)))
+    try:
+        context.prefill(distinct(60))
+    finally:
+        handle.remove()
+    assert len(counts) == (1 if block is None else 3)
+    assert max(counts) <= len(own) * quota and max(int(x.rows.counts()[0, 0]) for x in own) < 60
+
+
+def test_the_variance_decides():
+    def places(**args):
+        held = kvbench.prefill(tiny("llama"), ids(90), "cake", 20, method_args={"window": 6, **args})
+        return [held.places(layer, head).tolist() for layer in range(3) for head in range(2)]
+
+    by_mean = dict(window=6, kernel=5, pooling="avg", group="after")
+    snapkv = kvbench.prefill(tiny("llama"), ids(90), "snapkv", 20, method_args=by_mean)
+    assert places(gamma=0.0) == [snapkv.places(layer, head).tolist() for layer in range(3) for head in range(2)]
+    assert places(gamma=0.0) != places(gamma=200.0) != places(gamma=1.0)
+
+
+@pytest.mark.parametrize("method", ["snapkv", "knorm", "h2o", "tova", "dropkv", "random", "sink"])
+@pytest.mark.parametrize("cascade", [True, False])
+@pytest.mark.parametrize("block", [None, 9])
+def test_cake_shares_rows_for_any_score(method, cascade, block):
+    total = sum(sizes(method, block=block, cascade=cascade))
+    assert total <= 60 if cascade else total == 60
+
+
+def test_a_share_smaller_than_the_window_keeps_the_newest():
+    held = kvbench.prefill(
+        tiny("llama"), ids(90), "snapkv", 9, allocator="cake", allocator_args={"window": 2, "cascade": True}
+    )
+    for layer in range(3):
+        kept = held.places(layer, 0).tolist()
+        assert kept[1 - len(kept) :] == list(range(91 - len(kept), 90))
+
+
+def test_recents_follow_the_last_share_and_not_the_first():
+    """H2O's recents are half of a quota that the cascade makes smaller."""
+    held = kvbench.prefill(
+        tiny("llama"), ids(90), "h2o", 16, allocator="cake", allocator_args={"window": 2, "cascade": True, "tau2": 0.4}
+    )
+    for layer in held.contexts[0].own_layers:
+        assert layer.protected == len(held.places(layer.index, 0)) // 2
+        assert layer.shown is None and set(layer.rows.columns) == {"votes0"}
+
+
+@pytest.mark.parametrize("cascade", [True, False])
+@pytest.mark.parametrize("block", [None, 40])
+def test_samples_of_a_batch_have_their_own_shares(cascade, block):
+    prompts, more = torch.cat([ids(90), ids(90, 5), torch.full((1, 90), 7)]), ids(3, 8, batch=3)
+
+    def read(sample: slice) -> tuple[torch.Tensor, list]:
+        groups = dict(method="cake", allocator="cake", codec="raw")
+        own = {"allocator": {"window": 6, "cascade": cascade, "tau2": 0.4}, "method": {"window": 6}}
+        choice = choose_cache(*(build(g, settings(g, name, own.get(g))) for g, name in groups.items()))
+        context = Context(tiny("llama"), choice, Budget(20), block, (0,) * len(prompts[sample]))
+        context.prefill(prompts[sample])
+        before = [layer.rows.counts().tolist() for layer in context.own_layers]
+        return context.extend(more[sample]), list(zip(*before, strict=True))
+
+    together, counts = read(slice(None))
+    assert counts[0] != counts[1]
+    for sample in range(3):
+        alone, own = read(slice(sample, sample + 1))
+        torch.testing.assert_close(together[sample], alone[0], **CLOSE)
+        assert own[0] == counts[sample]
+
+
+def test_methods_without_scores_cannot_be_cut_again():
+    with pytest.raises(SettingError, match="^allocator=cake: centroidkv has no scores"):
+        kvbench.prefill(tiny("llama"), ids(20), "centroidkv", 5, allocator="cake")
+
+
+# pyramid
+
+
+def official(quota: int, tokens: int, layer: int, layers: int, window: int, beta: int) -> int:
+    """As published, for a prompt longer than the capacity: rows of one layer."""
+    base = quota - window
+    least = base // beta
+    most = base * 2 - least
+    if most >= tokens - window:
+        most = tokens - window
+        least = base * 2 - most
+    if tokens < base * 2:
+        return quota
+    return most - layer * ((most - least) // (layers - 1)) + window
+
+
+def line(quota: int, tokens: int, layer: int, layers: int, window: int, beta: int) -> float:
+    """kvpress, before rounding: removes tokens - quota rows."""
+    capacity = window + quota
+    least = (capacity - window) / beta
+    most = (capacity - window) * 2 - least
+    if most >= tokens - window:
+        most = tokens - window
+        least = (capacity - window) * 2 - most
+    if not tokens >= most >= least >= window:
+        return float(quota)
+    return most - layer * ((most - least) / (layers - 1))
+
+
+def asked(quota: int, tokens: int, layers: int, **args) -> tuple[list[int], str]:
+    """The allocator's answer for a prompt in one block, without a model."""
+    allocator = build("allocator", settings("allocator", "pyramid", args))
+    shared: dict = {}
+    found = []
+    for layer in range(layers):
+        queries = torch.empty(1, 1, tokens, 0)
+        seen = Seen(
+            queries, queries, None, 1.0, None, None, layer, layers, 0, tokens, True, False, tuple(range(layers))
+        )
+        found.append(allocator.layer(quota, seen, lambda: None, shared))
+    return found, shared["allocation"]
+
+
+@pytest.mark.parametrize("layers", [2, 3, 28, 32])
+@pytest.mark.parametrize("quota", [9, 64, 128, 500, 2048])
+@pytest.mark.parametrize("tokens", [600, 4096, 31500])
+def test_pyramid_is_the_published_one_with_the_total_made_exact(tokens, quota, layers):
+    if tokens <= quota:
+        return
+    found, branch = asked(quota, tokens, layers)
+    published = [official(quota, tokens, layer, layers, 8, 20) for layer in range(layers)]
+    assert sum(found) == quota * layers
+    excess = sum(published) - quota * layers
+    assert 0 <= excess <= layers * (layers - 2) / 2
+    if min(published) - excess / layers >= 9:
+        taken = [a - b for a, b in zip(published, found, strict=True)]
+        assert set(taken) <= {excess // layers, -(-excess // layers)} and taken == sorted(taken, reverse=True)
+    assert branch == ("uniform" if tokens < 2 * (quota - 8) else "pyramid")
+    assert found == sorted(found, reverse=True) and (branch == "pyramid") == (len(set(found)) > 1 or quota == 9)
+
+
+def test_the_published_total_is_too_large():
+    """32 layers, 128 rows each, 4096 tokens: steps of 7.35 rows are floored to 7."""
+    published = [official(128, 4096, layer, 32, 8, 20) for layer in range(32)]
+    assert sum(published) - 32 * 128 == 176
+    assert sum(asked(128, 4096, 32)[0]) == 32 * 128
+
+
+@pytest.mark.parametrize("quota, tokens", [(1400, 4096), (3000, 4096), (2000, 100000), (1024, 4096), (64, 4096)])
+def test_pyramid_as_kvpress_computes_it(quota, tokens):
+    found, branch = asked(quota, tokens, 32, preset="kvpress")
+    exact_line = [line(quota, tokens, layer, 32, 64, 20) for layer in range(32)]
+    assert sum(found) == 32 * quota
+    assert max(abs(a - b) for a, b in zip(found, exact_line, strict=True)) <= 1
+    assert branch == ("uniform" if quota < 1280 else "pyramid")  # c/β < w
+    assert (branch == "uniform") == (set(found) == {quota})
+
+
+def test_arithmetics_and_slopes_differ():
+    answers = [asked(1400, 4096, 32, **args)[0] for args in ({}, {"preset": "kvpress"}, {"beta": 2}, {"window": 64})]
+    assert len({tuple(answer) for answer in answers}) == 4
+
+
+def test_what_fits_is_kept_and_one_layer_has_no_slope():
+    assert asked(100, 100, 3) == ([100, 100, 100], "all")
+    assert asked(100, 60, 3) == ([60, 60, 60], "all")
+    assert asked(8, 60, 3) == ([8, 8, 8], "uniform")
+    assert asked(20, 60, 1) == ([20], "uniform")
+
+
+@pytest.mark.parametrize("block", [None, 9, 1])
+@pytest.mark.parametrize("arithmetic", ["official", "kvpress"])
+@pytest.mark.parametrize("model", ["llama", "mistral", "gemma3"])
+def test_pyramid(model, arithmetic, block):
+    """SnapKV with shares asked at every block; layers have at most what they held and the block."""
+    layers = {"llama": [0, 1, 2], "mistral": [0, 1], "gemma3": [2, 5]}[model]
+    args = dict(window=4, kernel=5, pooling="max", group="after")
+    quota, prompt, beta = 15, 60, 20 if arithmetic == "official" else 2
+    held_before = dict.fromkeys(layers, 0)
+    shares: dict[int, int] = {}
+
+    def cut(glances: list[Glance]) -> list[Head]:
+        layer, tokens = glances[0].layer, glances[0].tokens
+        if layer == layers[0]:
+            rule = official if arithmetic == "official" else line
+            targets = [float(rule(quota, tokens, i, len(layers), 4, beta)) for i in range(len(layers))]
+            targets = targets if tokens > quota else [float(quota)] * len(layers)
+            new = glances[0].queries.shape[1]
+            found = exact(targets, [held_before[i] + new for i in layers], quota * len(layers))
+            shares.update(zip(layers, found, strict=True))
+            held_before.update(shares)
+        return keeps(votes(**args), shares[layer], newest(4))(glances)
+
+    allocator = ("pyramid", dict(beta=beta, window=4, arithmetic=arithmetic))
+    held = side_by_side(Dense(model, cut), model, "snapkv", quota, block, allocator, tokens=prompt, **args)
+    assert sum(shares.values()) == quota * len(layers) and len(set(shares.values())) > 1
+    assert held.contexts[0].own_layers[0].state.shared["allocation"] == "pyramid"
+
+
+@pytest.mark.parametrize("name", ["pyramid", "cake"])
+def test_shares_stay_while_decoding(name):
+    args = {"window": 2} | ({"cascade": False} if name == "cake" else {})
+    held = kvbench.prefill(tiny("llama"), ids(60), "tova", 12, 7, name, allocator_args=args)
+    before = [len(held.places(layer, 0)) for layer in range(3)]
+    assert sum(before) == 36 and len(set(before)) > 1
+    held.extend(ids(5))
+    held.generate(9, stop=frozenset())
+    assert [len(held.places(layer, 0)) for layer in range(3)] == before
+
+
+@pytest.mark.parametrize("name", ["pyramid", "cake"])
+def test_a_prompt_that_fits_is_cut_while_decoding(name):
+    held = kvbench.prefill(tiny("llama"), ids(10), "tova", 12, None, name)
+    assert [len(held.places(layer, 0)) for layer in range(3)] == [10, 10, 10]
+    held.extend(ids(1))
+    assert [len(held.places(layer, 0)) for layer in range(3)] == [11, 11, 11]
+    held.extend(ids(8))
+    assert [len(held.places(layer, 0)) for layer in range(3)] == [12, 12, 12]

@@ -1,0 +1,52 @@
+"""What a run's record says of methods that hold every row and look at few."""
+
+import sys
+
+import pytest
+import torch
+from test_runs import runs
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import run as command
+from kvbench.model import REFERENCE
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A random model of four layers with the reference model's tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+OMNIKV = ("method=omnikv", "method.filters=[1]", "method.depth=null", "method.wait=1")
+
+
+@pytest.mark.parametrize("question", ["visible", "hidden"])
+@pytest.mark.parametrize("settings, dense", [(("method=quest",), 2), (OMNIKV, 3)], ids=["quest", "omnikv"])
+def test_everything_is_resident_and_few_rows_attended(checkpoint, tmp_path, monkeypatch, settings, dense, question):
+    monkeypatch.chdir(tmp_path)
+    where = ["model=hf", f"model.path={checkpoint}", "device=cpu", f"question={question}", "budget=0.25"]
+    task = ["task.subtasks=niah_single_1", "task.length=512", "task.samples=2"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *settings, *where, *task])
+    assert command.main() == 0
+    name = settings[0].removeprefix("method=")
+    for record in runs(tmp_path / "results")[name][1]:
+        assert record["resident_bytes"] == record["full_bytes"] and record["rows_held"] == record["rows_seen"]
+        budget = int(0.25 * record["tokens_in" if question == "visible" else "tokens_context"])
+        seen = record["rows_seen_decoding"]
+        if name == "quest":  # whole pages; the newest may be partial
+            least, most = budget // 16 * 16 - 15, budget // 16 * 16
+        else:  # the budget of the prompt's rows, and what came after them
+            least = budget + 1
+            most = budget + record["tokens_in"] - record["tokens_context"] + record["tokens_out"]
+        sparse = (record["rows_attended"] * 4 - dense * seen) / (4 - dense)
+        assert least <= sparse <= most < 0.7 * seen
+        assert (record["state_bytes"] > 0) == (name == "quest")
