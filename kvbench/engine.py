@@ -2,6 +2,7 @@
 the layer is cut to its quota, and only then the next block is read. Decoding is the same loop with one token.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from kvbench.budget import Budget
 from kvbench.layer import Choice, Course, Layer
-from kvbench.method import State
+from kvbench.method import Reading, State, Words
 from kvbench.model import attached, forward, layout, make_cache
 from kvbench.rows import Bytes, size
 from kvbench.settings import SettingError, number
@@ -44,12 +45,22 @@ class Sampling:
 
 
 class Context:
-    """A batch of prompts of one length in one compressed cache. `ids` (B, tokens)."""
+    """A batch of prompts of one length in one compressed cache. `ids` (B, tokens), the first `prefix` in front of the
+    user's text; `words`: for methods that have some of their own for the model.
+    """
 
     def __init__(
-        self, model: torch.nn.Module, choice: Choice, budget: Budget, block_size: int | None, seeds: tuple[int, ...]
+        self,
+        model: torch.nn.Module,
+        choice: Choice,
+        budget: Budget,
+        block_size: int | None,
+        seeds: tuple[int, ...],
+        prefix: int = 0,
+        words: Words | None = None,
     ) -> None:
         self.model, self.choice, self.budget, self.block_size, self.seeds = model, choice, budget, block_size, seeds
+        self.prefix, self.words = prefix, words or Words()
         shape = layout(model)
         choice.method.check(shape.layers, shape.heads, shape.dim, shape.sliding)
         self.course = Course(prompt=0)
@@ -65,6 +76,7 @@ class Context:
         self.logits: Tensor | None = None  # (B, vocab) of the last token read
         self.seen = 0
         self.since_cut = 0
+        self.reread_tokens, self.reread_ms = 0, 0.0  # what reading about the prompt took
 
     @property
     def own_layers(self) -> list[Layer]:
@@ -77,20 +89,52 @@ class Context:
         prompt = ids.shape[1]
         if self.choice.method.one_block and self.block_size is not None and self.block_size < prompt:
             raise SettingError(f"block_size={self.block_size}: {self.choice.method.name} needs the prompt as one block")
-        self.course.prompt, self.course.decoding = prompt, False
+        self.course.prompt, self.course.prefix, self.course.decoding = prompt, min(self.prefix, prompt), False
         blocks = ids.split(self.block_size or prompt, dim=1)
+        readings = self._readings(ids)
         with attached(self.model):
             for number, block in enumerate(blocks):
                 self.course.last = number == len(blocks) - 1
                 rows = None if self.choice.method.reads else self.budget.rows(prompt, self.seen + block.shape[1])
                 kept_whole = rows is None or rows >= prompt
                 self.course.room = prompt - self.seen - block.shape[1] if kept_whole else 0
-                logits = self._read(block, rows, keep=1)
+                self.course.room += max((reading.ids.shape[1] for reading in readings), default=0)
+                logits = self._read(block, None if self.choice.method.rereads else rows, keep=1)
+            self.course.last = False
+            if readings:
+                self._reread(readings, rows)
         for layer in self.own_layers:  # after the last block of all layers: cascades cut earlier ones again
             layer.settle()
-        self.course.last, self.course.room = False, ROOM
+        self.course.room = ROOM
         self.logits = logits[:, -1]
         return self.logits
+
+    def _readings(self, ids: Tensor) -> list[Reading]:
+        """What the model reads about the prompt before the cut; nothing where all of it is kept."""
+        method, prompt = self.choice.method, ids.shape[1]
+        quota = self.budget.rows(prompt, prompt)
+        if not method.rereads or quota is None or quota >= prompt:
+            return []
+        return list(method.readings(ids, self.course.prefix, self.words))
+
+    def _reread(self, readings: list[Reading], quota: int) -> None:
+        """Let the model read about the prompt, forget what it read but not what the method noted, and cut."""
+        begin, layers = now(self.model), self.own_layers
+        for reading in readings:
+            with self.branch():
+                self.course.about = (reading.start, reading.stop)
+                self._read(reading.ids, None, keep=1)
+                noted = [(dict(layer.state.layer), layer.peak_attended) for layer in layers]
+                shared, peak = dict(layers[0].state.shared), self.course.peak_bytes
+            for layer, (own, attended) in zip(layers, noted, strict=True):
+                layer.state.layer, layer.peak_attended = own, attended
+                layer.weigh()
+            layers[0].state.shared.update(shared)
+            self.course.peak_bytes = max(self.course.peak_bytes, peak)
+            self.reread_tokens += reading.ids.shape[1]
+        self.reread_ms += 1000 * (now(self.model) - begin)
+        for layer in layers:
+            layer.cut_after_readings(quota)
 
     @torch.inference_mode()
     def extend(self, ids: Tensor) -> Tensor:
@@ -189,3 +233,10 @@ class Context:
     def full_bytes(self) -> int:
         """Bytes that keys and values of all tokens seen would take."""
         return self.sliding_bytes() + sum(layer.full_bytes() for layer in self.own_layers)
+
+
+def now(model: torch.nn.Module) -> float:
+    """Seconds, when all that was asked of the model's device is done."""
+    if next(model.parameters()).is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()

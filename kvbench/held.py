@@ -15,6 +15,7 @@ from kvbench.engine import Context, Sampling
 from kvbench.layer import Choice, Layer
 from kvbench.method import Method
 from kvbench.model import stop_tokens
+from kvbench.prompt import words
 from kvbench.rows import Bytes
 from kvbench.settings import SettingError, whole
 
@@ -41,14 +42,17 @@ def prefill(
     allocator_args: Mapping[str, Any] | None = None,
     codec_args: Mapping[str, Any] | None = None,
     budget_of: str = "prompt",
+    tokenizer: Any = None,
+    prefix: int = 0,
 ) -> "Held":
     """Read `input_ids` (batch, tokens), prompts of one length, and cut the cache as `method` says.
 
     `budget`: float in (0, 1] or int >= 2 rows per layer and KV head, held, or looked at where a
     method holds all and reads few; `block_size`: tokens, None for one block;
-    `method_args`: settings of conf/method/<method>.yaml, `preset` among them. The model's attention implementation is
-    put back afterwards. SettingError (a ValueError) names a setting that cannot be used. On the CPU a batch is read
-    sample by sample, so that each gives exactly what it gives alone.
+    `method_args`: settings of conf/method/<method>.yaml, `preset` among them; `prefix`: tokens in front of the user's
+    text and `tokenizer`: a Hugging Face one, for methods that let the model read more. The model's attention
+    implementation is put back afterwards. SettingError (a ValueError) names a setting that cannot be used. On the CPU
+    a batch is read sample by sample, so that each gives exactly what it gives alone.
     """
     ids = "a LongTensor of shape (batch, tokens) with prompts of one length"
     if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
@@ -65,6 +69,7 @@ def prefill(
         raise SettingError(f"seed={seed}: a whole number below 2^63")
     if block_size is not None:
         whole("block_size", block_size, 1)
+    whole("prefix", prefix, 0)
     choice = choose_cache(
         build("method", settings("method", method, method_args)),
         build("allocator", settings("allocator", allocator, allocator_args)),
@@ -77,7 +82,8 @@ def prefill(
     alone = input_ids.device.type == "cpu"
     contexts = []
     for ids in input_ids.split(1) if alone else [input_ids]:
-        context = Context(model, choice, amount, block_size, (seed,) * len(ids))
+        own = words(tokenizer) if tokenizer is not None else None
+        context = Context(model, choice, amount, block_size, (seed,) * len(ids), prefix, own)
         context.prefill(ids)
         contexts.append(context)
     return Held(contexts)

@@ -24,6 +24,8 @@ class Course:
     prompt: int  # tokens of the prompt (of the context where the question is hidden)
     last: bool = False  # the block being read is the prompt's last
     decoding: bool = False  # tokens after the prompt are being read
+    prefix: int = 0  # tokens of the prompt in front of the user's text
+    about: tuple[int, int] | None = None  # places that the model reads about, of methods that reread
     quota: int | None = None  # rows per head to cut to after this block, None: no cut
     look: int | None = None  # rows that a query head may look at, of methods that read few of many, None: all
     room: int = 0  # tokens to reserve room for when storage must grow
@@ -53,7 +55,7 @@ class Layer:
         self.state = State(state.seeds, {}, state.shared)
         self.rows = LayerRows(choice.codec)
         self.evicted: Tensor | None = None  # (B, H) tokens whose rows are gone
-        self.shown: Seen | None = None  # of this block, while the layer may be cut again
+        self.shown: Seen | None = None  # of this block, while the layer may be cut (again) later
         self.protected = 0  # most rows a head protected at the last cut
         self.peak_rows = 0  # most rows a head held after a cut, or after a block of a prompt that is not cut
         self.peak_attended = 0  # most rows a head ever attended over
@@ -94,7 +96,7 @@ class Layer:
         self.count(look, mass)
         seen = Seen(
             queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,
-            first, course.prompt, course.last, course.decoding, self.cut_layers,
+            first, course.prompt, course.last, course.decoding, self.cut_layers, course.prefix, course.about,
         )  # fmt: skip
         if type(method).update is not Method.update:
             rows.columns = {**rows.columns, **method.update(seen, view(), self.state)}
@@ -102,6 +104,8 @@ class Layer:
             self.weigh()
         if course.quota is not None:
             self.cut(seen, view, course.quota)
+        elif method.rereads and course.last:
+            self.shown = without_tensors(seen)
         if course.last:
             method.forget(self.state)
             self.weigh()
@@ -136,7 +140,7 @@ class Layer:
             return
         quotas = allocator.layer(nominal, seen, view, shared)
         quotas = (quotas,) * len(self.state.seeds) if isinstance(quotas, int) else quotas
-        allotted = torch.tensor(method.allot(nominal, seen, self.state)) if method.allots else None
+        allotted = method.allot(nominal, seen, self.state).cpu() if method.allots else None
         again = allocator.cascades and not seen.decoding and seen.tokens > nominal
         if again or self.exceeds(min(quotas), allotted):
             rows = view()
@@ -155,7 +159,7 @@ class Layer:
                     self.cache[index].forget_scores()
 
     def exceeds(self, quota: int, allotted: Tensor | None) -> bool:
-        """True if a head may hold more rows than it may keep: `quota`, or its own of `allotted` (H,)."""
+        """True if a head may hold more rows than it may keep: `quota`, or its own of `allotted` (H,) or (B, H)."""
         if allotted is not None:
             return bool((self.rows.counts().cpu() > allotted).any())
         return not (self.rows.even and self.rows.longest_head <= quota)
@@ -191,6 +195,13 @@ class Layer:
         method, allocator = self.choice.method, self.choice.allocator
         even = allocator.even and not method.allots and (len(self.state.seeds) == 1 or not allocator.cascades)
         self.rows.keep(after, even=even, merged=method.merges)
+        self.weigh()
+
+    def cut_after_readings(self, quota: int) -> None:
+        """Cut a layer that the model has read about."""
+        self.cut(self.shown, Lazy(self.rows.view), quota)
+        self.shown = None
+        self.choice.method.forget(self.state)
         self.weigh()
 
     def settle(self) -> None:

@@ -4,18 +4,43 @@ Symbols: B samples, H KV heads, G query heads per KV head, T tokens of the block
 d head dimension. Rows come padded: `rows.mass` is 0 where a head has fewer rows (kvbench.rows).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from kvbench.rows import Rows
-from kvbench.settings import choose, whole
+from kvbench.settings import SettingError, choose, whole
 
 if TYPE_CHECKING:
     from kvbench.allocator import Allocator
     from kvbench.codec import Codec
+
+
+@dataclass(frozen=True)
+class Words:
+    """How a method's own words to the model become tokens."""
+
+    encode: Callable[[str], list[int]] | None = None  # None: no tokenizer was given
+    turn: tuple[int, ...] = ()  # ends the user's message and opens the answer
+
+    def ids(self, setting: str, words: str | Sequence[int]) -> list[int]:
+        """Token ids of a setting that is text, or token ids already."""
+        if not isinstance(words, str):
+            return list(words)
+        if self.encode is None:
+            raise SettingError(f"{setting}: a text, and no tokenizer to read it with; give tokenizer=, or token ids")
+        return self.encode(words)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Tokens that the model reads after the prompt and forgets, about the prompt's places `start` to `stop`."""
+
+    ids: Tensor  # (B, t)
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -35,6 +60,8 @@ class Seen:
     last: bool  # the prompt's last block
     decoding: bool  # tokens after the prompt
     cut_layers: tuple[int, ...] = ()  # layers that share the budget: all but sliding-window and spared ones
+    prefix: int = 0  # tokens in front of the user's text (chat template, first token)
+    about: tuple[int, int] | None = None  # places that the block is a `Reading` about
 
     @property
     def tokens(self) -> int:
@@ -68,6 +95,7 @@ class Method:
     merges = False  # rows may come to stand for several tokens
     wants_lse = False
     one_block = False  # the whole prompt must be one block
+    rereads = False  # the model reads about the prompt once more before it is cut (`readings`)
     rolls = False  # attention takes keys and queries at their slot among the rows held, not at their place
     reads = False  # holds every row and looks at few: the budget is rows attended while decoding, see `read`
     token_by_token = False  # known tokens that follow the prefill (the question) are read one at a time
@@ -88,6 +116,11 @@ class Method:
             )
         if self.allots and allocator.name != "uniform":
             return f"allocator={allocator.name}: {self.name} shares rows out itself; use allocator=uniform"
+        if self.rereads and allocator.cascades:
+            return (
+                f"allocator={allocator.name}: {self.name} cuts when the model has read about the prompt, and there are "
+                "no queries to share rows by; use allocator=uniform, ada or pyramid"
+            )
         if not self.scores and (allocator.cascades or not allocator.even):
             return f"allocator={allocator.name}: {self.name} has no scores to share rows by; use allocator=uniform"
         return None
@@ -102,9 +135,16 @@ class Method:
         """
         return {}
 
-    def allot(self, quota: int, seen: Seen, state: State) -> list[int]:
-        """Rows that each KV head of this layer may keep (a head with fewer keeps what it has), of a method that
-        `allots`; `quota` is the mean over all layers and heads. It may remember its choice in `state.layer`.
+    def readings(self, ids: Tensor, prefix: int, words: Words) -> Iterable[Reading]:
+        """What the model reads about the prompt `ids` (B, n), of which `prefix` are in front of the user's text, of a
+        method that `rereads`. Each is read over the whole prompt, shown to `update` (`seen.about`) and forgotten, but
+        for what `update` put into the state; then the layers are cut. `protect`, `score` and `allot` see no queries.
+        """
+        return ()
+
+    def allot(self, quota: int, seen: Seen, state: State) -> Tensor:
+        """(H,) or (B, H) rows that each KV head of this layer may keep (a head with fewer keeps what it has), of a
+        method that `allots`; `quota` is the mean over all layers and heads. It may remember its choice in the state.
         """
         raise NotImplementedError(f"{self.name} leaves the shares to the allocator")
 

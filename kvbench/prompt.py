@@ -8,6 +8,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from kvbench.method import Words
 from kvbench.settings import SettingError
 from kvbench.task import Sample
 
@@ -18,6 +19,7 @@ class Prompt:
 
     context: tuple[int, ...]
     rest: tuple[int, ...]
+    prefix: int = 0  # tokens in front of the sample's own text
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -61,4 +63,15 @@ def encode(tokenizer: Any, sample: Sample) -> Prompt:
     # special tokens in front have the empty span (0, 0); the first real span that reaches past `end` opens the rest
     split = next((i for i, (_, stop) in enumerate(found["offset_mapping"]) if stop > end), len(found["input_ids"]))
     ids = found["input_ids"]
-    return Prompt(tuple(ids[:split]), tuple(ids[split:]))
+    spans = found["offset_mapping"]
+    prefix = next((i for i, (_, stop) in enumerate(spans) if stop > len(before)), len(ids))
+    return Prompt(tuple(ids[:split]), tuple(ids[split:]), min(prefix, split))
+
+
+def words(tokenizer: Any) -> Words:
+    """How a method's own words become tokens; where there is no chat template a line break opens the answer."""
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    return Words(encode, tuple(encode(template(tokenizer)[1] or "\n")))

@@ -90,7 +90,7 @@ class Run:
         self.task.check()
         longest, switch = self.checkpoint.longest(), self.checkpoint.switches()
         self.checkpoint.check()
-        in_parts = self.block_size is not None or self.question == "hidden"
+        in_parts = self.block_size is not None or self.question == "hidden" or choice.method.rereads
         if switch is not None and in_parts and (self.task.length or longest) > switch:
             raise SettingError(
                 f"task.length={self.task.length}: this model's RoPE changes its frequencies beyond {switch} tokens, so "

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from kvbench.engine import Context
 from kvbench.held import trim
 from kvbench.model import stop_tokens
-from kvbench.prompt import Prompt, encode, template_tokens
+from kvbench.prompt import Prompt, encode, template_tokens, words
 from kvbench.run import DTYPES, Run
 from kvbench.settings import SettingError
 from kvbench.store import RunFolder
@@ -65,10 +65,10 @@ def execute(run: Run, results: Path, bench: Bench) -> dict[str, dict]:
     prompts = bench.prompts
     longest = run.checkpoint.longest()
     for sample, prompt in prompts.values():
-        if len(prompt.ids) + sample.max_new_tokens > longest:
-            raise SettingError(
-                f"task: {sample.uid} needs {len(prompt.ids) + sample.max_new_tokens} tokens, the model takes {longest}"
-            )
+        need = len(prompt.ids) + sample.max_new_tokens
+        if need > longest:
+            raise SettingError(f"task: {sample.uid} needs {need} tokens, the model takes {longest}")
+    check_readings(run, bench, longest)
     name = run.groups["method"]["name"]
     reader = Reader(run, bench)
     with folder.open(machine(run.device)) as folder:
@@ -85,6 +85,21 @@ def execute(run: Run, results: Path, bench: Bench) -> dict[str, dict]:
         return folder.records()
 
 
+def check_readings(run: Run, bench: Bench, longest: int) -> None:
+    """SettingError if a method lets the model read so much about a prompt that it comes beyond what the model takes."""
+    method = run.choice().method
+    if not method.rereads:
+        return
+    for uid, (_, prompt) in bench.prompts.items():
+        ids = torch.tensor([prompt.context if run.question == "hidden" else prompt.ids])
+        most = max(reading.ids.shape[1] for reading in method.readings(ids, prompt.prefix, words(bench.tokenizer)))
+        if ids.shape[1] + most > longest:
+            raise SettingError(
+                f"task: {uid} has {ids.shape[1]} tokens, {method.name} lets the model read {most} more about them; it "
+                f"takes {longest}: a smaller task.length or method.chunk"
+            )
+
+
 def companions(uid: str, prompts: dict[str, tuple[Sample, Prompt]], run: Run, folder: RunFolder) -> Iterable[str]:
     """Further samples, claimed, of the same lengths, up to `max_batch` with the first. On a CPU none: there a sample
     in a batch would not give exactly what it gives alone.
@@ -94,12 +109,9 @@ def companions(uid: str, prompts: dict[str, tuple[Sample, Prompt]], run: Run, fo
     for other, (another, its) in prompts.items():
         if room == 0:
             return
-        same = (len(its.context), len(its.rest), another.max_new_tokens)
-        if (
-            other != uid
-            and same == (len(prompt.context), len(prompt.rest), sample.max_new_tokens)
-            and folder.claim(other)
-        ):
+        same = (len(its.context), len(its.rest), its.prefix, another.max_new_tokens)
+        own = (len(prompt.context), len(prompt.rest), prompt.prefix, sample.max_new_tokens)
+        if other != uid and same == own and folder.claim(other):
             room -= 1
             yield other
 
@@ -154,7 +166,8 @@ class Reader:
             self.context, self.read = None, (first, groups)  # the old one is freed before the new one grows
             if gpu:
                 torch.cuda.reset_peak_memory_stats()
-            self.prefill_ms, self.context = self._timed(lambda: self._prefill(first, groups))
+            prefix = batch[0][1].prefix
+            self.prefill_ms, self.context = self._timed(lambda: self._prefill(first, groups, prefix))
         context = self.context
         with context.branch():
             extend_ms = 0.0
@@ -182,9 +195,9 @@ class Reader:
         answers = torch.stack(tokens, dim=1).cpu()
         return [counted | self._output(row, stamps) for row in answers]
 
-    def _prefill(self, first: Sequence[tuple[int, ...]], groups: Sequence[str]) -> Context:
-        seeds = tuple(seed_of(self.run.seed, group) for group in groups)
-        context = Context(self.model, self.choice, self.run.budget, self.run.block_size, seeds)
+    def _prefill(self, first: Sequence[tuple[int, ...]], groups: Sequence[str], prefix: int = 0) -> Context:
+        seeds, own = tuple(seed_of(self.run.seed, group) for group in groups), words(self.tokenizer)
+        context = Context(self.model, self.choice, self.run.budget, self.run.block_size, seeds, prefix, own)
         context.prefill(self._tensor(first))
         return context
 
@@ -199,6 +212,7 @@ class Reader:
             "metadata_bytes": held.metadata // batch, "state_bytes": held.state // batch,
             "headroom_bytes": held.headroom // batch, "sliding_bytes": context.sliding_bytes() // batch,
             "rows_held": mean([layer.rows.mean_rows for layer in layers]), "rows_seen": context.seen,
+            "reread_tokens": context.reread_tokens, "reread_ms": context.reread_ms,
         }  # fmt: skip
 
     def _output(self, tokens: Tensor, stamps: list[float]) -> dict:

@@ -87,7 +87,7 @@ class DuoAttention(Method):
                 f"sliding window are {sliding}"
             )
 
-    def allot(self, quota: int, seen: Seen, state: State) -> list[int]:
+    def allot(self, quota: int, seen: Seen, state: State) -> Tensor:
         """All rows for a full head, `window` for a streaming one. Chosen at the cuts of the prompt; a head that
         streams never stops to.
         """
@@ -99,7 +99,7 @@ class DuoAttention(Method):
         order = self.pattern.order()
         stream = set(order[len(order) - streaming :])
         heads = range(len(self.pattern.alpha[seen.layer]))
-        return [window if (seen.layer, head) in stream else seen.tokens for head in heads]
+        return torch.tensor([window if (seen.layer, head) in stream else seen.tokens for head in heads])
 
     def streaming(self, quota: int, tokens: int) -> tuple[int, int]:
         """How many heads of all layers stream, and the rows that each of them may hold."""

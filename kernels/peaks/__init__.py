@@ -1,0 +1,16 @@
+"""The most attention that any query of a block gave to each row."""
+
+from torch import Tensor
+
+from kvbench.kernels.peaks.reference import peaks_reference
+
+
+def peaks(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
+    """max over the group's query heads and over queries t of softmax(q_t·k·scaling)_j: (B, H, n) in at least float32.
+
+    queries (B, H·G, T, d), whose last belongs to the last row: query t sees rows up to n - T + t; keys (B, H, n, d).
+    ValueError for shapes that do not fit.
+    """
+    if queries.shape[1] % keys.shape[1] or queries.shape[2] > keys.shape[2]:
+        raise ValueError(f"peaks: queries {tuple(queries.shape)}, keys {tuple(keys.shape)}")
+    return peaks_reference(queries, keys, scaling)

@@ -1,0 +1,114 @@
+"""kvzip: rows that the model looks at when it is asked to repeat the text stay (KVzip).
+
+Source: the KVzip paper (arXiv 2505.23416); snu-mllab/KVzip, model/wrapper.py, attention/score.py; NVIDIA/kvpress,
+kvzip_press.py. When the prompt was read, the model reads, over the whole cache, a request to repeat it and the text
+itself, `chunk` tokens at a time: request (with the last `postfix` tokens before the chunk, for all but the first), what
+the chat template has between a message and its answer, the chunk. Then s_j = max over these queries and over the
+group's query heads of the probability of row j, of a softmax over the prefix's rows, the chunk's and those just read;
+all that was read is forgotten and the cache is cut.
+
+The prefix (what stands in front of the user's text) is neither repeated nor cut; with `sinks`, no more than so many of
+its rows are safe and the others score 0, as in kvpress. scope model: rows of all layers and heads compete for the whole
+budget; head: every head has its quota, or what an allocator gives it. Ours: the prefix counts in the budget, no head
+falls below one row, the softmax is in float32 and ties go to the lower layer, head and place (the source takes what is
+strictly above a threshold, which may be less than asked).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.peaks import peaks
+from kvbench.method import Method, Reading, Seen, State, Words
+from kvbench.rows import Rows
+from kvbench.settings import SettingError, choose, whole
+
+
+@dataclass(frozen=True)
+class KVzip(Method):
+    """`chunk` tokens repeated at a time, `postfix` tokens quoted before them; `first` and `later`: the requests, text
+    or token ids; `sinks`: rows of the prefix that are safe, None for all; `scope` model|head.
+    """
+
+    chunk: int
+    postfix: int
+    first: str | Sequence[int]
+    later: str | Sequence[int]
+    sinks: int | None
+    scope: str
+
+    one_block = True
+    rereads = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("method.chunk", self.chunk, 1)
+        whole("method.postfix", self.postfix, 0)
+        if self.sinks is not None:
+            whole("method.sinks", self.sinks, 0)
+        choose("method.scope", self.scope, ("model", "head"))
+        for name in ("first", "later"):
+            own = getattr(self, name)
+            if not isinstance(own, str) and not all(isinstance(token, int) and token >= 0 for token in own):
+                raise SettingError(f"method.{name}={own}: a text, or a list of token ids")
+
+    @property
+    def allots(self) -> bool:
+        return self.scope == "model"
+
+    def readings(self, ids: Tensor, prefix: int, words: Words) -> Iterator[Reading]:
+        turn, start = ids.new_tensor(words.turn), prefix
+        for chunk in ids[:, prefix:].split(self.chunk, dim=1):
+            name = "first" if start == prefix else "later"
+            request = ids.new_tensor(words.ids(f"method.{name}", getattr(self, name)))
+            before = ids[:, max(prefix, start - self.postfix) : start]
+            spoken = [request.expand(len(ids), -1), before, turn.expand(len(ids), -1), chunk]
+            yield Reading(torch.cat(spoken, 1), start, start + chunk.shape[1])
+            start += chunk.shape[1]
+
+    def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
+        """Scores of the rows that the reading is about; nothing was cut yet, so a row's index is its place."""
+        if seen.about is None:
+            return {}
+        (start, stop), safe, new = seen.about, self.safe(seen), seen.queries.shape[2]
+        parts = [rows.keys[:, :, :safe], rows.keys[:, :, start:stop], rows.keys[:, :, -new:]]
+        found = peaks(seen.queries, torch.cat(parts, 2), seen.scaling)[..., safe : safe + stop - start]
+        scores = state.layer.get("scores", found.new_zeros(*found.shape[:2], seen.prompt)).clone()
+        scores[..., start:stop] = found
+        state.layer["scores"] = scores
+        state.shared["scores"] = {**state.shared.get("scores", {}), seen.layer: scores}
+        return {}
+
+    def safe(self, seen: Seen) -> int:
+        """Rows of the prefix that stay."""
+        return seen.prefix if self.sinks is None else min(self.sinks, seen.prefix)
+
+    def forget(self, state: State) -> None:
+        state.layer.pop("scores", None)
+
+    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
+        return rows.places < self.safe(seen)
+
+    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+        return state.layer["scores"]
+
+    def allot(self, quota: int, seen: Seen, state: State) -> Tensor:
+        """(B, H): how many of the largest scores of all layers and heads this layer's heads have. Every head has its
+        safe rows and at least one, which do not compete.
+        """
+        if "allotted" not in state.shared:
+            found = state.shared.pop("scores")
+            scores = torch.stack([found[layer] for layer in seen.cut_layers], 1)
+            batch, layers, heads, rows = scores.shape
+            own = max(1, min(self.safe(seen), quota - 1))
+            safe = torch.arange(rows, device=scores.device) < self.safe(seen)
+            rank = scores.masked_fill(safe, torch.inf).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+            open_ = scores.masked_fill(rank < own, -torch.inf).flatten(1)
+            order = open_.argsort(dim=-1, descending=True, stable=True)[:, : layers * heads * (quota - own)]
+            won = torch.zeros(batch, layers * heads, dtype=torch.int64, device=scores.device)
+            won.scatter_add_(1, order // rows, torch.ones_like(order))
+            counts = (own + won).view(batch, layers, heads)
+            state.shared["allotted"] = {layer: counts[:, i] for i, layer in enumerate(seen.cut_layers)}
+        return state.shared["allotted"][seen.layer]
