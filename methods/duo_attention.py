@@ -128,7 +128,7 @@ def read(path: str | None) -> Pattern:
     if path is None:
         raise SettingError(
             "method.path=null: a folder with full_attention_heads.tsv and config.json, as in "
-            "mit-han-lab/duo-attention attn_patterns/"
+            "mit-han-lab/duo-attention attn_patterns/ or from python -m kvbench.calibrate duo_attention"
         )
     folder = Path(path).expanduser()
     try:

@@ -11,6 +11,7 @@ from models import Dense, Glance, Head, distinct, ids, tiny
 from needed import needed
 
 import kvbench
+from kvbench import calibrate
 from kvbench.catalogue import build, settings
 from kvbench.settings import SettingError
 
@@ -199,3 +200,23 @@ def test_other_allocators_are_refused():
     args = needed("duo_attention", "llama")
     with pytest.raises(SettingError, match="^allocator=ada: duo_attention"):
         kvbench.prefill(tiny("llama"), ids(20), "duo_attention", 0.5, allocator="ada", method_args=args)
+
+
+def test_a_pattern_made_from_kvzips_head_scores(tmp_path, capsys):
+    """Where none was trained: written as published, its origin in config.json, and taken by the method."""
+    out = tmp_path / "pattern"
+    command = ["duo_attention", "--model", "reference", "--out", str(out), "--device", "cpu"]
+    assert calibrate.main([*command, "--length", "96", "--sinks", "2", "--recent", "9"]) == 0
+    assert "pattern (6, 2) from 1 texts of 96 tokens" in capsys.readouterr().out
+    config = json.loads((out / "config.json").read_text())
+    assert (config["sink_size"], config["recent_size"]) == (2, 9) and config["source"].startswith("KVzip head scores")
+    alpha = gates(str(out))
+    assert alpha.shape == (6, 2) and (alpha > 0).all() and (alpha <= 1).all() and len(np.unique(alpha)) > 6
+    model = calibrate.Checkpoint("reference", str(calibrate.REFERENCE)).weights(torch.float32, "cpu")
+    held = kvbench.prefill(model, ids(90), "duo_attention", 0.5, method_args={"path": str(out)})
+    full = {(i, h) for i in range(6) for h in range(2) if len(held.places(i, h)) == 90}
+    gate = np.sort(alpha.ravel())[::-1]
+    assert full == {(i, h) for i in range(6) for h in range(2) if alpha[i, h] >= gate[len(full) - 1]} and len(full) == 5
+    for wrong in (["--length", "1"], ["--recent", "0"], ["--sequences", "0"], ["--out", str(out / "config.json")]):
+        assert calibrate.main([*command, *wrong]) == 2
+        assert capsys.readouterr().err.startswith(f"kvbench: {wrong[0]}={wrong[1]}")

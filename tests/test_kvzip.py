@@ -7,6 +7,7 @@ from models import Dense, distinct, ids, tiny
 from test_oracles import CLOSE, same_rows, top
 
 import kvbench
+from kvbench import calibrate
 from kvbench.catalogue import build, settings
 from kvbench.kernels.peaks import peaks
 from kvbench.method import Words
@@ -36,7 +37,8 @@ def requests(prompt: list[int], prefix: int, chunk: int, postfix: int) -> list[t
     return found
 
 
-def oracle(model: str, prompt: torch.Tensor, quota: int, prefix: int, safe: int, chunk: int, scope: str) -> Dense:
+def scored(model: str, prompt: torch.Tensor, prefix: int, safe: int, chunk: int) -> tuple[Dense, dict]:
+    """An engine that has read the prompt, and the score of every row by layer and head."""
     dense, scores = Dense(model), {}
     dense.prefill(prompt, None)
     before = dense.held, dense.seen
@@ -55,6 +57,12 @@ def oracle(model: str, prompt: torch.Tensor, quota: int, prefix: int, safe: int,
         dense.cut, dense.cutting = note, True
         dense.read(torch.tensor([tokens]))
     dense.held, dense.seen, dense.cut = dict(before[0]), before[1], None
+    sliding = getattr(tiny(model).config, "layer_types", None) or []
+    return dense, {key: own for key, own in scores.items() if "sliding_attention" not in sliding[key[0] : key[0] + 1]}
+
+
+def oracle(model: str, prompt: torch.Tensor, quota: int, prefix: int, safe: int, chunk: int, scope: str) -> Dense:
+    dense, scores = scored(model, prompt, prefix, safe, chunk)
     own = max(1, min(safe, quota - 1))
     raised = {key: np.where(np.arange(len(score)) < safe, np.inf, score) for key, score in scores.items()}
     counts = dict.fromkeys(scores, quota)
@@ -95,6 +103,21 @@ def test_kvzip(model, prefix, sinks, chunk, quota, scope):
 
 def rows(held) -> list[list[int]]:
     return [held.places(layer, head).tolist() for layer in range(3) for head in range(2)]
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_head_scores_are_the_largest_of_their_rows(model):
+    """The pattern that `kvbench.calibrate duo_attention` writes: per text the largest, the mean over texts."""
+    texts = [distinct(50, seed) for seed in (1, 2)]
+    asked = {"first": FIRST, "later": LATER, "postfix": 4, "chunk": 23}
+    found = calibrate.head_scores(tiny(model), [text[0] for text in texts], Words(), 2, **asked)
+    every = [scored(model, text, 2, 2, 23)[1] for text in texts]
+    for layer, head in np.ndindex(*found.shape):
+        if (layer, head) not in every[0]:
+            assert found[layer, head].isnan()
+        else:
+            expected = np.mean([own[layer, head].max() for own in every])
+            assert found[layer, head].item() == pytest.approx(expected, rel=1e-4)
 
 
 def test_variants_differ():
