@@ -154,7 +154,8 @@ class Context:
         self.since_cut += ids.shape[1]
         rows = None
         if method.decoding and self.since_cut >= method.decode_interval:
-            rows, self.since_cut = self.budget.rows(self.course.prompt, self.seen + ids.shape[1]), 0
+            rows = method.decode_size or self.budget.rows(self.course.prompt, self.seen + ids.shape[1])
+            self.since_cut = 0
         logits = self._read(ids, rows, keep=0)
         self.logits = logits[:, -1].clone()  # a view would keep the logits of all tokens alive
         return logits

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvbench.allocator import Allocator
+from kvbench.allocator import Allocator, settle
 from kvbench.codec import Codec
 from kvbench.kernels.attend import attend
 from kvbench.method import Method, Seen, State, shrink
@@ -56,6 +56,7 @@ class Layer:
         self.rows = LayerRows(choice.codec)
         self.evicted: Tensor | None = None  # (B, H) tokens whose rows are gone
         self.shown: Seen | None = None  # of this block, while the layer may be cut (again) later
+        self.shares: tuple[tuple[int, ...], Tensor] | None = None  # quotas and rows per head at the last uneven cut
         self.protected = 0  # most rows a head protected at the last cut
         self.peak_rows = 0  # most rows a head held after a cut, or after a block of a prompt that is not cut
         self.peak_attended = 0  # most rows a head ever attended over
@@ -175,12 +176,30 @@ class Layer:
         method, heads = self.choice.method, self.choice.allocator.heads
         protected = by_sample(quotas, lambda own, quota: shrink(method.protect(seen, rows, quota), rows, quota)[own])
         scores = scores.masked_fill(protected, torch.inf).masked_fill(~rows.present, -torch.inf)
-        if allotted is None:
+        if allotted is None and seen.decoding and self.shares is not None:
+            counts = self.frozen_counts(rows, protected, quotas)
+        elif allotted is None:
             counts = by_sample(quotas, lambda own, quota: heads(scores[own], protected[own], quota))
+            self.shares = None if self.choice.allocator.even else (quotas, counts)
         else:
             counts = rows.present.sum(-1).minimum(allotted.to(rows.mass.device))
         self.protected = int(protected.sum(-1).max())
         self.store(rows, method.cut(rows, scores, counts, protected))
+
+    def frozen_counts(self, rows: Rows, protected: Tensor, quotas: tuple[int, ...]) -> Tensor:
+        """(B, H) rows per head in the proportions of the last cut before decoding."""
+        before, counts = self.shares
+        own, free = protected.sum(-1).tolist(), rows.present.sum(-1).tolist()
+        return torch.tensor(
+            [
+                settle(
+                    [count * quota / then for count in counts[sample].tolist()],
+                    [max(1, safe) for safe in own[sample]], free[sample], quota * len(free[sample]),
+                )
+                for sample, (then, quota) in enumerate(zip(before, quotas, strict=True))
+            ],
+            device=rows.mass.device,
+        )  # fmt: skip
 
     def forget_scores(self) -> None:
         """The block is over: no layer is cut again by its scores."""

@@ -85,10 +85,15 @@ class Method:
     name: str
     decoding: bool = field(default=False, kw_only=True)  # cuts while decoding too, else appends
     decode_interval: int = field(default=1, kw_only=True)  # tokens between two cuts while decoding
+    decode_size: int | None = field(
+        default=None, kw_only=True
+    )  # rows that those leave per layer and head; the budget's
 
     def __post_init__(self) -> None:
         choose("method.decoding", self.decoding, (True, False))
         whole("method.decode_interval", self.decode_interval, 1)
+        if self.decode_size is not None:
+            whole("method.decode_size", self.decode_size, 2)
 
     scores = True  # False for a method that leaves the choice of rows to `cut`
     allots = False  # decides itself how many rows every head keeps (`allot`); only allocator=uniform serves it

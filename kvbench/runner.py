@@ -183,6 +183,7 @@ class Reader:
             attended = list(chain.from_iterable(layer.attended for layer in context.own_layers))
             counted |= {
                 "rows_attended": mean(attended) if attended else counted["rows_held"],
+                "rows_held_end": mean([layer.rows.mean_rows for layer in context.own_layers]),
                 "rows_seen_decoding": context.seen - (len(tokens) - 2) / 2 if len(tokens) > 1 else context.seen,
                 "peak_rows": max(layer.peak_rows for layer in context.own_layers),
                 "peak_rows_attended": max(layer.peak_attended for layer in context.own_layers),
@@ -212,6 +213,7 @@ class Reader:
             "metadata_bytes": held.metadata // batch, "state_bytes": held.state // batch,
             "headroom_bytes": held.headroom // batch, "sliding_bytes": context.sliding_bytes() // batch,
             "rows_held": mean([layer.rows.mean_rows for layer in layers]), "rows_seen": context.seen,
+            "while_decoding": "cuts" if self.choice.method.decoding else "appends",
             "reread_tokens": context.reread_tokens, "reread_ms": context.reread_ms,
         }  # fmt: skip
 

@@ -153,6 +153,21 @@ def test_a_window_larger_than_the_quota(block):
             assert own[1:] == list(range(51, 60)) and own[0] < 51
 
 
+@each_method
+def test_cuts_while_decoding_may_have_a_size_of_their_own(method, allocator):
+    """The prompt keeps all, the answer is cut to 30 rows; a method that does not cut while decoding ignores it."""
+    if "decoding" not in settings("method", method) or own_law(method):
+        return
+    args = {"decoding": True, "decode_interval": 2, "decode_size": 30} | needed(method, "llama")
+    held = kvbench.prefill(tiny("llama"), distinct(40), method, 1.0, None, allocator, method_args=args)
+    assert {len(own) for own in places(held).values()} == {40}
+    for rows in (41, 30, 31, 30):
+        held.extend(ids(1, seed=rows))
+        assert sum(map(len, places(held).values())) == 6 * rows
+    with pytest.raises(SettingError, match="^method.decode_size=1"):
+        kvbench.prefill(tiny("llama"), ids(9), method, method_args=args | {"decode_size": 1})
+
+
 @pytest.mark.parametrize("interval", [1, 3])
 @each_method
 def test_any_method_may_cut_while_decoding(method, allocator, interval):

@@ -61,8 +61,9 @@ def uniform(scores: list[np.ndarray], protected: list[np.ndarray], quota: int) -
     return [quota] * len(scores)
 
 
-def keeps(score: Score, quota: int, protect=nothing, share=uniform) -> Callable[[list[Glance]], list[Head]]:
-    """What every head keeps of a layer: `quota` rows on average, by score."""
+def keeps(score: Score, quota: int, protect=nothing, share=uniform, prompt=60) -> Callable[[list[Glance]], list[Head]]:
+    """What every head keeps of a layer: `quota` rows on average, by score; shares stay once the prompt is read."""
+    before: dict[int, list[int]] = {}
 
     def cut(glances: list[Glance]) -> list[Head]:
         if sum(len(glance.rows.places) for glance in glances) <= quota * len(glances):
@@ -70,7 +71,9 @@ def keeps(score: Score, quota: int, protect=nothing, share=uniform) -> Callable[
         scores = [score(glance) for glance in glances]
         protected = [shrink(protect(glance, quota), quota) for glance in glances]
         raised = [np.where(safe, np.inf, own) for own, safe in zip(scores, protected, strict=True)]
-        counts = share(raised, protected, quota)
+        if glances[0].tokens <= prompt or glances[0].layer not in before:
+            before[glances[0].layer] = share(raised, protected, quota)
+        counts = before[glances[0].layer]
         return [g.rows.take(top(own, n)) for g, own, n in zip(glances, raised, counts, strict=True)]
 
     return cut
@@ -595,7 +598,7 @@ def test_ada(model, mode, alpha, block):
 def behaviour(name: str, preset: str, seed: int) -> tuple:
     """Rows held after a prompt and after three more tokens, with uniform shares."""
     held = kvbench.prefill(
-        tiny("llama"), ids(420, seed), name, 120, method_args=needed(name, "llama") | {"preset": preset}
+        tiny("llama"), ids(420, seed), name, 120, method_args=needed(name, "llama") | {"preset": preset}, prefix=6
     )
     found = []
     for more in (1, 2, 512):

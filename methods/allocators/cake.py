@@ -57,7 +57,9 @@ class Cake(Allocator):
     def layer(self, quota: int, seen: Seen, rows: Callable[[], Rows], shared: dict[str, Any]) -> tuple[int, ...]:
         number, layers = seen.cut_layers.index(seen.layer), len(seen.cut_layers)
         if seen.decoding:
-            before: Shown = shared["cake"]
+            before: Shown | None = shared.get("cake")
+            if before is None:  # the prompt was not cut
+                return (quota,) * seen.queries.shape[0]
             return tuple(frozen(shares, before.quota, quota)[number] for shares in before.shares)
         now, before = rows(), shared["cake"] if number else Shown(quota)
         held = tuple(now.present[:, 0].sum(-1).tolist())

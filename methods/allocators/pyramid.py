@@ -49,7 +49,7 @@ class Pyramid(Allocator):
         number, layers = seen.cut_layers.index(seen.layer), len(seen.cut_layers)
         before: Shares | None = shared.get("pyramid")
         if seen.decoding:
-            return frozen(before.rows, before.quota, quota)[number]
+            return quota if before is None else frozen(before.rows, before.quota, quota)[number]
         if number == 0:
             held = [0] * layers if before is None else before.rows
             most = [own + seen.tokens - (before.tokens if before else 0) for own in held]
