@@ -4,11 +4,13 @@ Source: the CAKE paper; antgroup/cakekv, cake/cake_cache.py. Over the last w que
 s_j = pool_κ(mean_t p_{t,j} + γ·var_t p_{t,j}), unbiased variance (0 for one query), window rows dropped before pooling
 and always kept; then the mean over the group. While decoding: the newest query's attention instead of the mean, no
 variance. How many rows each layer has is allocator=cake; DropKV's table calls the indicator alone CAKE.
+Where the window covers all that a head holds (not defined there), rows of the block only are without a score.
 Pooling runs over rows in order of place; the published decoding pools over rows in the order of their scores.
 """
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvbench.kernels.window import window
@@ -42,5 +44,8 @@ class Cake(Method):
         scores = p.mean(-2)
         if p.shape[-2] > 1:
             scores = scores + self.gamma * p.var(-2)
-        own = (rows.places >= seen.tokens - self.window)[:, :, None]
-        return pool(scores.masked_fill(own, 0), self.kernel, "avg").mean(2)
+        inside = rows.places >= seen.tokens - self.window
+        covered = (inside | ~rows.present).all(-1, keepdim=True)
+        inside = torch.where(covered, rows.places >= seen.first, inside)
+        scores = pool(scores.masked_fill(inside[:, :, None], 0), self.kernel, "avg").mean(2)
+        return scores.masked_fill(inside, 0)

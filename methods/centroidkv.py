@@ -59,7 +59,7 @@ class CentroidKV(Method):
 
     def round(self, rows: Rows, surplus: int) -> Rows:
         """One round: at most `surplus` rows join another."""
-        similar, partner = match(rows.keys, self.chunk)
+        similar, partner = match(rows.keys.to(rows.mass.dtype), self.chunk)  # in bfloat16 most edges would tie
         edges = int((similar[0, 0] > -torch.inf).sum())
         count = min(surplus, max(1, int(self.r * edges)))
         best = similar.argsort(dim=-1, descending=True, stable=True)[..., :count]

@@ -6,10 +6,11 @@ rows of largest s_j, stage 2 fills up to q by (s_j + ε)·n_j; s_j should not be
 protects stay in both stages (the source multiplies their padding by n_j too, so there they may go where α·q < w).
 CriticalAdaKV is criticalkv with allocator=ada mode=safeguard: heads compete by s_j, then both stages run on each
 head's own quota. The safe rows themselves are not handed on: one may go where its head got less than safe / α rows.
+When to cut is this method's `decoding` and `decode_interval`; the base method's own are replaced by them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ class CriticalKV(Method):
             raise SettingError(f"method.alpha={self.alpha}: a share in [0, 1]")
         if not self.epsilon >= 0:
             raise SettingError(f"method.epsilon={self.epsilon}: a number from 0 on")
+        when = {"decoding": self.decoding, "decode_interval": self.decode_interval}
+        object.__setattr__(self, "base", replace(self.base, **when))
 
     @property
     def wants_lse(self) -> bool:
@@ -49,8 +52,15 @@ class CriticalKV(Method):
     def one_block(self) -> bool:
         return self.base.one_block
 
+    @property
+    def rolls(self) -> bool:
+        return self.base.rolls
+
+    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+        self.base.check(layers, heads, dim, sliding)
+
     def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
-        return self.base.refuses(allocator, codec)
+        return super().refuses(allocator, codec) or self.base.refuses(allocator, codec)
 
     def spares(self, layer: int, layers: int) -> bool:
         return self.base.spares(layer, layers)
@@ -64,6 +74,9 @@ class CriticalKV(Method):
         if NORM in rows.columns:
             norms = torch.cat([rows.columns[NORM][..., :-new], norms], -1)
         return {**self.base.update(seen, rows, state), NORM: norms}
+
+    def forget(self, state: State) -> None:
+        self.base.forget(state)
 
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
         return self.base.protect(seen, rows, quota)

@@ -9,7 +9,8 @@ The filters come from a safetensors file with `q_filters` (layers, KV heads, d),
 `python -m kvbench.calibrate qfilters` makes it for any model.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -27,12 +28,16 @@ class QFilters(Method):
 
     path: str | None
     recent: int
-    filters: Tensor = field(init=False, repr=False, compare=False)  # (layers, H, d)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         whole("method.recent", self.recent, 0)
-        object.__setattr__(self, "filters", read(self.path))
+        _ = self.filters  # a file that cannot be used is refused now
+
+    @cached_property
+    def filters(self) -> Tensor:
+        """(layers, H, d); no field, so that a method which holds this one can be built like any other."""
+        return read(self.path)
 
     def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
         if self.filters.shape != (layers, heads, dim):

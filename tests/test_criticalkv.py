@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 from models import Dense, Glance, Head, distinct, double, ids, tiny
+from needed import chosen, needed
 from test_oracles import CLOSE, agree, attention, newest, nothing, safeguard, same_rows, shrink, top, uniform, votes
 
 import kvbench
+from kvbench.catalogue import methods_available
+from kvbench.method import Method
 from kvbench.methods import criticalkv
 from kvbench.settings import SettingError
 
@@ -124,3 +127,53 @@ def test_what_the_base_refuses_is_refused():
     with pytest.raises(SettingError, match="tova .*scope=group"):
         args = {"base": "tova", "base_args": {}}
         kvbench.prefill(tiny("llama"), ids(9), "criticalkv", 5, allocator="ada", method_args=args)
+
+
+# Whatever the base method is, it is itself inside.
+
+
+def held_by(method: str, decoding: bool, **args) -> tuple[list, torch.Tensor]:
+    """Rows held after a prompt in blocks and twelve more tokens, and the logits of the last."""
+    args |= {"decoding": decoding, "decode_interval": 1}
+    held = kvbench.prefill(tiny("llama"), ids(60), method, 17, 20, method_args=args)
+    logits = [held.extend(token) for token in ids(12, seed=4).split(1, dim=1)][-1]
+    return [held.places(layer, head).tolist() for layer in range(3) for head in range(2)], logits
+
+
+BASES = [name for name in methods_available() if chosen(name, "uniform", "llama")[0].scores]
+BASES = [name for name in BASES if type(chosen(name, "uniform", "llama")[0]).score is not Method.score]
+
+
+@pytest.mark.parametrize("decoding", [False, True])
+@pytest.mark.parametrize("base", [name for name in BASES if name != "criticalkv"])
+def test_with_alpha_1_it_is_its_base(base, decoding):
+    """Any method that scores rows: its state, columns, positions and files serve it as they do alone, and it votes
+    while decoding exactly if the composite cuts there, whatever its own preset says.
+    """
+    own = needed(base, "llama")
+    rows, logits = held_by(base, decoding, **own)
+    found, its = held_by("criticalkv", decoding, base=base, base_args=own, alpha=1.0)  # no second stage
+    assert found == rows
+    torch.testing.assert_close(its, logits)
+
+
+def test_what_the_base_remembers_of_the_prompt_is_dropped():
+    args = {"base": "expected_attention", "base_args": {"use_vnorm": False}}
+    held = kvbench.prefill(tiny("llama"), ids(60), "criticalkv", 17, 9, method_args=args)
+    columns = sum(layer.rows.columns["projected_norm"].nbytes for layer in held.contexts[0].own_layers)
+    assert held.bytes.state == columns
+
+
+def test_the_bases_file_must_fit_the_model():
+    args = {"base": "qfilters", "base_args": needed("qfilters", "wide")}
+    with pytest.raises(SettingError, match=r"^method\.path=.*the model has \(3, 2, 32\)"):
+        kvbench.prefill(tiny("llama"), ids(60), "criticalkv", 17, method_args=args)
+
+
+def test_packed_rows_are_not_cut_while_decoding():
+    """It counts when the composite cuts, not when its base would."""
+    with pytest.raises(SettingError, match="^codec=kivi: criticalkv cuts while decoding"):
+        kvbench.prefill(tiny("llama"), ids(140), "criticalkv", 100, codec="kivi", method_args={"decoding": True})
+    args = {"base": "keydiff", "base_args": {}}
+    held = kvbench.prefill(tiny("llama"), ids(140), "criticalkv", 100, codec="kivi", method_args=args)
+    assert torch.isfinite(held.extend(ids(40))).all() and len(held.places(0, 0)) == 140

@@ -12,6 +12,7 @@ from needed import made
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
+from kvbench.catalogue import build, settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 OWN_LAW = ("full", "duo_attention", "quest", "omnikv")  # they hold other numbers of rows
@@ -48,10 +49,13 @@ def test_a_full_budget_gives_the_models_own_logits(model, block_size):
 @pytest.mark.parametrize("block_size", [None, 256])
 def test_kept_rows_agree_across_batch_sizes(model, method, allocator, block_size):
     """Law 7: at least 99 % of the rows kept in a batch are those kept alone (one-shot; blocks drift further apart)."""
-    if method == "centroidkv" and allocator == "ada":
-        pytest.skip("refused: centroidkv has no scores")
     ids = prompts(4, 1000)
     args = made(method, "gpu", model, prompts(2, 200))
+    refused = build("method", settings("method", method, args)).refuses(
+        build("allocator", settings("allocator", allocator)), build("codec", settings("codec", "raw"))
+    )
+    if refused:
+        pytest.skip(refused)
     chosen = {"method": method, "budget": 0.2, "block_size": block_size, "allocator": allocator, "method_args": args}
     together = kvbench.prefill(model, ids, **chosen)
     same = total = 0

@@ -74,6 +74,8 @@ class CakeRule:
         decoding = glance.tokens > self.tokens
         p = attention(glance, 1 if decoding else self.window)
         outside = glance.rows.places < glance.tokens - self.window
+        if not outside.any():  # the window covers all that is held: then only rows of the block have no score
+            outside = glance.rows.places < glance.tokens - glance.queries.shape[1]
         total = np.zeros(outside.sum())
         for own in p:
             varies = own.var(0, ddof=1) if len(own) > 1 else np.zeros(own.shape[1])
@@ -143,6 +145,18 @@ def test_cake(model, cascade, block):
     held, rule = cake(model, cascade, block, tokens=30 if block == 1 else 60)
     assert block == 1 or rule.differed
     assert held.contexts[0].own_layers[0].state.shared["allocation"] == "preferences"
+
+
+@pytest.mark.parametrize("block", [4, 8, 1])
+def test_cake_where_the_window_covers_all_that_is_held(block):
+    """What was held before the block competes by the block's attention; the first row does not stay for ever."""
+    args = dict(window=50, kernel=3, gamma=200.0)
+    rule = CakeRule(10, [0, 1, 2], **args, tau1=1.0, tau2=1.0, cascade=False, tokens=80)
+    cut = lambda glances: [rule.choose(g.rows, rule.indicator(g), 10, g.tokens) for g in glances]  # noqa: E731
+    none = ("uniform", {})
+    held = side_by_side(Dense("llama", cut), "llama", "cake", 10, block, none, decoding=True, tokens=80, **args)
+    free = {held.places(layer, head)[0].item() for layer in range(3) for head in range(2)}
+    assert len(free) > 1
 
 
 def sizes(method="cake", budget=20, block=None, tokens=90, model="llama", name="cake", **allocator_args):

@@ -79,7 +79,12 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("selector", ["last", "softmax_last", "uniform", "exp"])
 @pytest.mark.parametrize(
-    "model, filters, wait", [("llama", [0], 0), ("llama", [0], 1), ("yarn", [0], 0), ("qwen3", [0], 0)]
+    "model, filters, wait",
+    [
+        ("llama", [0], 0),
+        ("llama", [0], 1),
+        *((name, [0], 0) for name in ("llama3", "yarn", "qwen3", "phi3", "mistral")),
+    ],
 )
 @pytest.mark.parametrize("quota, block", [(9, None), (4, 13)])
 def test_omnikv(selector, model, filters, wait, quota, block):

@@ -525,6 +525,18 @@ def test_centroidkv_clusters_again_while_decoding(interval):
     assert len(held.places(0, 0)) == 15 + 7 % interval
 
 
+def test_centroidkv_matches_in_single_precision():
+    """Keys in bfloat16: cosines that are rounded to it tie everywhere, and which rows merge hangs on their order."""
+    draw = torch.Generator().manual_seed(0)
+    keys = torch.randn(1, 2, 400, 32, generator=draw).bfloat16()
+    places, mass = torch.arange(400).expand(1, 2, -1), torch.ones(1, 2, 400)
+    method = build("method", settings("method", "centroidkv"))
+    found = method.round(Rows(keys, keys, places, mass), 60)
+    exact = method.round(Rows(keys.double(), keys.double(), places, mass.double()), 60)
+    assert torch.equal(found.places, exact.places) and torch.equal(found.mass.double(), exact.mass)
+    assert found.keys.dtype == torch.bfloat16
+
+
 def test_centroidkv_merges_equal_rows_without_changing_attention():
     """A prompt of one token repeated, without position: all keys of a head are equal, and so is every output."""
     from models import make

@@ -51,7 +51,7 @@ def keeps(path: str, quota: int, recent: int):
 
 @pytest.mark.parametrize("recent, decoding", [(0, False), (0, True), (6, True), (64, True)])
 @pytest.mark.parametrize("block", [None, 1, 9])
-@pytest.mark.parametrize("name", ["llama", "llama3", "mistral", "qwen3", "phi3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "llama3", "yarn", "mistral", "qwen3", "phi3", "gemma3"])
 def test_rows_kept(name, block, recent, decoding):
     path = needed("qfilters", name)["path"]
     prompt, more = distinct(67, seed=3).split([60, 7], dim=1)

@@ -60,7 +60,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", ["llama", "yarn", "qwen3", "phi3"])
+@pytest.mark.parametrize("model", ["llama", "llama3", "yarn", "qwen3", "phi3", "mistral"])
 @pytest.mark.parametrize("block", [None, 21])
 @pytest.mark.parametrize(
     "page, least, dense, budget, last", [(16, 3, 2, 70, False), (5, 1, 1, 11, True), (7, 2, 0, 9, 0)]
