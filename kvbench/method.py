@@ -121,6 +121,8 @@ class Method:
             )
         if self.allots and allocator.name != "uniform":
             return f"allocator={allocator.name}: {self.name} shares rows out itself; use allocator=uniform"
+        if self.rereads and self.decoding:
+            return f"method.decoding=true: {self.name} has scores of the prompt only; use method.decoding=false"
         if self.rereads and allocator.cascades:
             return (
                 f"allocator={allocator.name}: {self.name} cuts when the model has read about the prompt, and there are "

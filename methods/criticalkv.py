@@ -9,7 +9,7 @@ head's own quota. The safe rows themselves are not handed on: one may go where i
 When to cut is this method's `decoding` and `decode_interval`; the base method's own are replaced by them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvbench.allocator import Allocator
 from kvbench.codec import Codec
-from kvbench.method import Method, Seen, State
+from kvbench.method import Method, Reading, Seen, State, Words
 from kvbench.rows import Rows
 from kvbench.settings import SettingError
 
@@ -53,6 +53,14 @@ class CriticalKV(Method):
         return self.base.one_block
 
     @property
+    def rereads(self) -> bool:
+        return self.base.rereads
+
+    @property
+    def allots(self) -> bool:
+        return self.base.allots
+
+    @property
     def rolls(self) -> bool:
         return self.base.rolls
 
@@ -61,6 +69,12 @@ class CriticalKV(Method):
 
     def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
         return super().refuses(allocator, codec) or self.base.refuses(allocator, codec)
+
+    def readings(self, ids: Tensor, prefix: int, words: Words) -> Iterable[Reading]:
+        return self.base.readings(ids, prefix, words)
+
+    def allot(self, quota: int, seen: Seen, state: State) -> Tensor:
+        return self.base.allot(quota, seen, state)
 
     def spares(self, layer: int, layers: int) -> bool:
         return self.base.spares(layer, layers)

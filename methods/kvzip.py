@@ -16,6 +16,7 @@ strictly above a threshold, which may be less than asked).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +35,8 @@ class KVzip(Method):
 
     chunk: int
     postfix: int
-    first: str | Sequence[int]
-    later: str | Sequence[int]
+    first: Any  # no union of text and list: the settings' library has none
+    later: Any
     sinks: int | None
     scope: str
 
@@ -51,7 +52,8 @@ class KVzip(Method):
         choose("method.scope", self.scope, ("model", "head"))
         for name in ("first", "later"):
             own = getattr(self, name)
-            if not isinstance(own, str) and not all(isinstance(token, int) and token >= 0 for token in own):
+            ids = isinstance(own, Sequence) and all(isinstance(token, int) and token >= 0 for token in own)
+            if not isinstance(own, str) and not ids:
                 raise SettingError(f"method.{name}={own}: a text, or a list of token ids")
 
     @property

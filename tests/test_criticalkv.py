@@ -10,7 +10,7 @@ from needed import chosen, needed
 from test_oracles import CLOSE, agree, attention, newest, nothing, safeguard, same_rows, shrink, top, uniform, votes
 
 import kvbench
-from kvbench.catalogue import methods_available
+from kvbench.catalogue import build, methods_available, settings
 from kvbench.method import Method
 from kvbench.methods import criticalkv
 from kvbench.settings import SettingError
@@ -134,8 +134,9 @@ def test_what_the_base_refuses_is_refused():
 
 def held_by(method: str, decoding: bool, **args) -> tuple[list, torch.Tensor]:
     """Rows held after a prompt in blocks and twelve more tokens, and the logits of the last."""
-    args |= {"decoding": decoding, "decode_interval": 1}
-    held = kvbench.prefill(tiny("llama"), ids(60), method, 17, 20, method_args=args)
+    args |= {"decoding": decoding, "decode_interval": 1} if "decoding" in settings("method", method) else {}
+    block = None if build("method", settings("method", method, args)).one_block else 20
+    held = kvbench.prefill(tiny("llama"), ids(60), method, 17, block, method_args=args)
     logits = [held.extend(token) for token in ids(12, seed=4).split(1, dim=1)][-1]
     return [held.places(layer, head).tolist() for layer in range(3) for head in range(2)], logits
 
@@ -151,6 +152,10 @@ def test_with_alpha_1_it_is_its_base(base, decoding):
     while decoding exactly if the composite cuts there, whatever its own preset says.
     """
     own = needed(base, "llama")
+    if decoding and chosen(base, "uniform", "llama")[0].rereads:
+        with pytest.raises(SettingError, match="^method.decoding=true: criticalkv has scores of the prompt only"):
+            held_by("criticalkv", decoding, base=base, base_args=own)
+        return
     rows, logits = held_by(base, decoding, **own)
     found, its = held_by("criticalkv", decoding, base=base, base_args=own, alpha=1.0)  # no second stage
     assert found == rows

@@ -66,7 +66,7 @@ def test_the_newest_row_may_go():
 @pytest.mark.parametrize("block", [None, 9])
 def test_groups_may_share_rows_layers_may_not(block):
     ada = {"mode": "safeguard", "alpha": 0.2}
-    cut = keeps(last_query, 13, nothing, safeguard(0.2))
+    cut = keeps(last_query, 13, nothing, safeguard(0.2), prompt=40)
     agree("llama", cut, "tova", 13, block, 40, allocator=("ada", ada), decoding=True, preset="keydiff_paper")
     with pytest.raises(SettingError, match="^allocator=ada: tova .*method.scope=group"):
         kvbench.prefill(tiny("llama"), ids(20), "tova", 5, allocator="ada")
