@@ -5,7 +5,7 @@ VERSIONS := 5.5.4 5.17.0 5.23.0
 ARGS ?= method=dropkv budget=0.05 task=ruler
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup run test test-all test-versions test-gpu lint reference-model
+.PHONY: setup run test test-all test-versions test-gpu lint bench-methods reference-model
 
 setup: .venv/ready
 
@@ -36,6 +36,21 @@ test-versions: setup $(VERSIONS:%=.versions/%)
 
 .versions/%:
 	$(BIN)/python -m pip install --quiet --target $@ "transformers==$*" "numpy<2.4"
+
+# what every method's prefill costs, as ratios of the full cache's; others may use the machine, so one thread
+THREADS ?= 1
+FILES := results/files
+
+bench-methods: setup $(FILES)/qfilters.safetensors $(FILES)/duo_attention
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench.efficiency --cross snapkv \
+	  --set qfilters.path=$(FILES)/qfilters.safetensors --set duo_attention.path=$(FILES)/duo_attention \
+	  --out results/efficiency/prefill-$(THREADS).csv
+
+$(FILES)/qfilters.safetensors: | setup
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench.calibrate qfilters --model reference --out $@
+
+$(FILES)/duo_attention: | setup
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench.calibrate duo_attention --model reference --out $@
 
 # the two below need a GPU; GPU=python3 takes another Python than .venv's
 GPU ?= $(BIN)/python

@@ -10,6 +10,7 @@ from kvbench.kernels.attend import attend
 from kvbench.kernels.attend import reference as attend_reference
 from kvbench.kernels.attend import sdpa as attend_sdpa
 from kvbench.kernels.match import match, merge
+from kvbench.kernels.match import reference as match_reference
 from kvbench.kernels.match.reference import even_rows
 from kvbench.kernels.window import window
 from kvbench.kernels.window.pool import pool
@@ -240,8 +241,10 @@ def test_pool(rows, kernel, pooling):
 
 
 @pytest.mark.parametrize("chunk", [None, 2, 3, 7, 8, 100])
+@pytest.mark.parametrize("held", [1, 100, 1 << 21])
 @pytest.mark.parametrize("rows", [1, 2, 3, 9, 16, 29])
-def test_match(rows, chunk):
+def test_match(rows, chunk, held, monkeypatch):
+    monkeypatch.setattr(match_reference, "CHUNK", held)
     keys = torch.randn(2, 3, rows, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     similar, partner = match(keys, chunk)
     size = chunk or rows

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
+CHUNK = 1 << 21  # similarities held at once
+
 
 def even_rows(rows: int, chunk: int | None, device: torch.device) -> Tensor:
     """(E,) indices of the rows that stand at even positions of their chunk."""
@@ -17,11 +19,12 @@ def match_reference(keys: Tensor, chunk: int | None) -> tuple[Tensor, Tensor]:
     chunks = -(-rows // chunk)
     units = pad(normalize(keys, dim=-1), (0, 0, 0, chunks * chunk - rows)).view(batch, heads, chunks, chunk, dim)
     index = torch.arange(chunks * chunk, device=keys.device).view(chunks, chunk)
-    similar = units[..., 0::2, :] @ units[..., 1::2, :].mT
-    similar = similar.masked_fill((index[:, 1::2] >= rows)[:, None], -torch.inf)
-    if similar.shape[-1] == 0:  # a single row
+    even, odd, absent = units[..., 0::2, :], units[..., 1::2, :], (index[:, 1::2] >= rows)[:, None]
+    if odd.shape[-2] == 0:  # a single row
         return keys.new_full((batch, heads, rows), -torch.inf), keys.new_zeros(batch, heads, rows, dtype=torch.int64)
-    best, partner = similar.max(-1)
+    step = max(1, CHUNK // (batch * heads * chunks * odd.shape[-2]))
+    found = [(some @ odd.mT).masked_fill_(absent, -torch.inf).max(-1) for some in even.split(step, dim=-2)]
+    best, partner = (torch.cat(parts, -1) for parts in zip(*found, strict=True))
     partner = partner * 2 + 1 + index[:, :1]
     real = index[:, 0::2].flatten() < rows
     return best.flatten(2)[..., real], partner.flatten(2)[..., real]
