@@ -146,7 +146,9 @@ class Layer:
         if again or self.exceeds(min(quotas), allotted):
             rows = view()
             scores = method.score(seen, rows, self.state).to(rows.mass.dtype) if method.scores else rows.mass
-            scores = scores.nan_to_num(neginf=torch.finfo(scores.dtype).min)
+            if scores[rows.present].isnan().any():
+                raise FloatingPointError(f"{method.name}: scores of layer {self.index} are not numbers")
+            scores = scores.clamp(min=torch.finfo(scores.dtype).min, max=torch.finfo(scores.dtype).max)
             if again:
                 rows = replace(rows, columns={**rows.columns, SCORE: scores})
                 self.rows.columns, self.shown = dict(rows.columns), without_tensors(seen)
@@ -184,7 +186,9 @@ class Layer:
         else:
             counts = rows.present.sum(-1).minimum(allotted.to(rows.mass.device))
         self.protected = int(protected.sum(-1).max())
-        self.store(rows, method.cut(rows, scores, counts, protected))
+        safe = self.choice.allocator.safe
+        kept = protected | by_sample(quotas, lambda own, quota: safe(scores[own], protected[own], quota))
+        self.store(rows, method.cut(rows, scores, counts, kept))
 
     def frozen_counts(self, rows: Rows, protected: Tensor, quotas: tuple[int, ...]) -> Tensor:
         """(B, H) rows per head in the proportions of the last cut before decoding."""

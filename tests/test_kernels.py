@@ -12,6 +12,8 @@ from kvbench.kernels.attend import sdpa as attend_sdpa
 from kvbench.kernels.match import match, merge
 from kvbench.kernels.match import reference as match_reference
 from kvbench.kernels.match.reference import even_rows
+from kvbench.kernels.peaks import peaks
+from kvbench.kernels.votes import votes
 from kvbench.kernels.window import window
 from kvbench.kernels.window.pool import pool
 from kvbench.methods.codecs.raw import Raw
@@ -83,8 +85,8 @@ def test_attend(shape, mass, look):
     expected, sums = by_loops(*inputs[:4], scaling, inputs[4])
     outputs, lse = attend(*inputs[:4], scaling, look=inputs[4], lse=True, implementation="reference")
     torch.testing.assert_close(outputs, expected, rtol=1e-10, atol=1e-12)
-    assert lse.dtype == torch.float32
-    torch.testing.assert_close(lse.double(), sums, rtol=1e-6, atol=1e-6)
+    assert lse.dtype == torch.float64
+    torch.testing.assert_close(lse, sums, rtol=1e-10, atol=1e-12)
     single = [x if x is None or x.dtype == torch.bool else x.float() for x in inputs]
     # a logit of size s is off by s·2^-24·√d at most, which moves weights by as much
     tolerance = 2.0**-24 * 8 * shape[-1] * float(expected.abs().max())
@@ -303,3 +305,30 @@ def test_merge_of_halves_keeps_dtype_and_averages_in_single():
     new, _, mass = merge(keys, keys, torch.ones(1, 1, 600), into)
     assert new.dtype == torch.bfloat16 and mass[0, 0, 0] == 600
     assert new[0, 0, 0].tolist() == [torch.tensor(602 / 600).bfloat16().item()] * 2
+
+
+@pytest.mark.parametrize("dtype, spread", [(torch.bfloat16, 4.0), (torch.float16, 60.0)])
+def test_half_precision_is_that_of_the_inputs_only(dtype, spread):
+    """Logits, probabilities and sums of bfloat16 and float16 inputs are those of float64 arithmetic on them, also where
+    a product of float16 rows exceeds its range.
+    """
+    generator = torch.Generator().manual_seed(3)
+    queries = (spread * torch.randn(2, 6, 9, 64, generator=generator)).to(dtype)
+    keys = (spread * torch.randn(2, 2, 40, 64, generator=generator)).to(dtype)
+    values = torch.randn(2, 2, 40, 64, generator=generator).to(dtype)
+    scaling, mass = 0.3 / spread**2, torch.ones(2, 2, 40)
+    exact = [x.double() for x in (queries, keys, values)]
+    if dtype == torch.float16:
+        assert (exact[0].unflatten(1, (2, 3)) @ exact[1][:, :, None].mT).abs().max() > torch.finfo(dtype).max / 2
+    wanted, sums = attend(*exact, mass.double(), scaling, lse=True, implementation="reference")
+    outputs, lse = attend(queries, keys, values, mass, scaling, lse=True, implementation="reference")
+    torch.testing.assert_close(lse, sums.float(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(outputs.double(), wanted, rtol=0, atol=2 * torch.finfo(dtype).eps)
+    close = dict(rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(
+        window(queries, keys, mass, scaling), window(*exact[:2], mass.double(), scaling).float(), **close
+    )
+    torch.testing.assert_close(
+        votes(queries, keys, mass, lse, scaling), votes(*exact[:2], mass.double(), sums, scaling).float(), **close
+    )
+    torch.testing.assert_close(peaks(queries, keys, scaling), peaks(*exact[:2], scaling).float(), **close)

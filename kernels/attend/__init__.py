@@ -17,7 +17,7 @@ def attend(
     lse: bool = False,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Outputs (B, Hq, T, d) in the queries' dtype and, if `lse`, the log-sum-exp (B, Hq, T) in float32.
+    """Outputs (B, Hq, T, d) in the queries' dtype and, if `lse`, the log-sum-exp (B, Hq, T) in at least float32.
 
     queries (B, Hq, T, d); keys, values (B, H, n, d), H dividing Hq, whose last T rows are the block: query t sees
     rows up to n - T + t. mass (B, H, n) >= 0, None for all ones; rows of mass 0 do not exist. look (B, Hq, n) bool:

@@ -1,4 +1,4 @@
-"""The equation in PyTorch, in the dtype of its inputs (float64 for an oracle)."""
+"""The equation in PyTorch, in float32, or float64 for an oracle; outputs in the dtype of the queries."""
 
 import torch
 from torch import Tensor
@@ -17,14 +17,16 @@ def attend_reference(
 ) -> tuple[Tensor, Tensor | None]:
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
+    dtype = torch.promote_types(queries.dtype, torch.float32)
     grouped = queries.view(batch, heads, -1, tokens, dim)
-    outputs, sums = torch.empty_like(grouped), grouped.new_empty(grouped.shape[:-1], dtype=torch.float32)
+    outputs, sums = torch.empty_like(grouped), grouped.new_empty(grouped.shape[:-1], dtype=dtype)
+    keys, values = keys.to(dtype), values.to(dtype)
     step = max(1, CHUNK // (batch * query_heads * rows))
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
-        logits = grouped[..., start:stop, :] @ keys[:, :, None].mT * scaling
+        logits = grouped[..., start:stop, :].to(dtype) @ keys[:, :, None].mT * scaling
         if mass is not None:
-            logits = logits + mass.log().to(logits.dtype)[:, :, None, None]
+            logits = logits + mass.log().to(dtype)[:, :, None, None]
         logits = logits.masked_fill(~visible(tokens, start, stop, rows, keys.device), -torch.inf)
         if look is not None:
             logits = logits.masked_fill(~look.view(batch, heads, -1, 1, rows), -torch.inf)

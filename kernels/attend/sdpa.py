@@ -38,7 +38,7 @@ def attend_sdpa_lse(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
     keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     outputs, lse = fused(queries, keys, values, 0.0, True, scale=scaling)
-    return outputs, lse.float()
+    return outputs, lse.to(torch.promote_types(lse.dtype, torch.float32))
 
 
 def _bias(

@@ -9,7 +9,7 @@ CHUNK = 1 << 20  # logits held at once: what stays in a core's cache
 def votes_reference(queries: Tensor, keys: Tensor, mass: Tensor, lse: Tensor, scaling: float) -> Tensor:
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
-    grouped = queries.reshape(batch, heads, -1, tokens, dim)
+    grouped, keys = queries.reshape(batch, heads, -1, tokens, dim).to(mass.dtype), keys.to(mass.dtype)
     sums = lse.view(batch, heads, -1, tokens, 1).to(mass.dtype)
     bias = mass.log()[:, :, None, None]
     found = mass.new_zeros(batch, heads, query_heads // heads, rows)
@@ -17,7 +17,7 @@ def votes_reference(queries: Tensor, keys: Tensor, mass: Tensor, lse: Tensor, sc
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
         past, end = rows - tokens + start, rows - tokens + stop  # all of the chunk's queries see rows before `past`
-        logits = (grouped[..., start:stop, :] @ keys[:, :, None, :end].mT).to(mass.dtype) * scaling + bias[..., :end]
+        logits = grouped[..., start:stop, :] @ keys[:, :, None, :end].mT * scaling + bias[..., :end]
         later = torch.ones(stop - start, stop - start, dtype=torch.bool, device=keys.device).triu(1)
         logits[..., past:].masked_fill_(later, -torch.inf)
         found[..., :end] += (logits - sums[..., start:stop, :]).exp_().sum(-2)
