@@ -33,8 +33,10 @@ def cell(config: DictConfig) -> None:
         full = execute(run.baseline(), results, bench)
         method = None if run.value() == run.baseline().value() else execute(run, results, bench)
     except SettingError as error:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise  # the sweep's other cells go on, then Hydra reports this one
+        if HydraConfig.get().mode == RunMode.MULTIRUN:  # the sweep's other cells go on; its folder has the reason
+            refuse(str(error))
+            Path(HydraConfig.get().runtime.output_dir, "refused").write_text(f"{error}\n", encoding="utf-8")
+            raise
         sys.exit(refuse(str(error)))
     heading = {
         "model": run.checkpoint.name,

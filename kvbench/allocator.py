@@ -37,6 +37,10 @@ class Allocator:
         available = (scores > -torch.inf).sum(-1)
         return available.clamp(max=quota)
 
+    def safe(self, scores: Tensor, protected: Tensor, quota: int) -> Tensor:
+        """(B, H, n) bool: rows that a head keeps whatever others have, `protected` among them; asked as `heads` is."""
+        return protected
+
     def earlier(self, quota: int, seen: Seen, shared: dict[str, Any]) -> dict[int, tuple[int, ...]]:
         """Rows per head, one number per sample, that layers before this one are cut to, again or, where `layer` let
         them keep all, for the first time (never refilled). Asked after every layer of allocators that cascade, but

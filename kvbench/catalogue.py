@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.utils import instantiate
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -66,11 +66,8 @@ def build(group: str, resolved: Mapping[str, Any]) -> Any:
     if "base" in own:
         own["base"] = build(group, own["base"])
     try:
-        return instantiate(own, _convert_="object")
+        return get_class(own.pop("_target_"))(**own)
+    except SettingError:
+        raise
     except Exception as error:
-        cause = error
-        while cause is not None and not isinstance(cause, SettingError):
-            cause = cause.__cause__
-        if cause is not None:
-            raise cause from None
         raise SettingError(f"{group}={resolved.get('name')}: {error.__cause__ or error}".splitlines()[0]) from error

@@ -97,6 +97,7 @@ class Method:
 
     scores = True  # False for a method that leaves the choice of rows to `cut`
     allots = False  # decides itself how many rows every head keeps (`allot`); only allocator=uniform serves it
+    weighs_values = False  # its scores have the size of the values in them
     merges = False  # rows may come to stand for several tokens
     wants_lse = False
     one_block = False  # the whole prompt must be one block

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from fractions import Fraction
 
 
 class SettingError(ValueError):
@@ -30,3 +31,8 @@ def odd(name: str, value: object) -> None:
 def number(value: object) -> bool:
     """Whether `value` is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def part(share: float, count: int) -> int:
+    """⌊share · count⌋ in exact decimal arithmetic: int(0.29 * 100) would be 28."""
+    return int(Fraction(str(share)) * count)

@@ -16,7 +16,7 @@ from kvbench.kernels.match import match, merge
 from kvbench.kernels.match.reference import even_rows
 from kvbench.method import Method, Seen
 from kvbench.rows import Rows
-from kvbench.settings import SettingError, number, whole
+from kvbench.settings import SettingError, number, part, whole
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class CentroidKV(Method):
         """One round: at most `surplus` rows join another."""
         similar, partner = match(rows.keys.to(rows.mass.dtype), self.chunk)  # in bfloat16 most edges would tie
         edges = int((similar[0, 0] > -torch.inf).sum())
-        count = min(surplus, max(1, int(self.r * edges)))
+        count = min(surplus, max(1, part(self.r, edges)))
         best = similar.argsort(dim=-1, descending=True, stable=True)[..., :count]
         joining = even_rows(len(rows), self.chunk, rows.keys.device)[best]
         into = torch.arange(len(rows), device=rows.keys.device).expand_as(rows.mass)

@@ -5,7 +5,7 @@ method's score, n_j = mean over the group's query heads h of ‖W_o^h v_j‖₁,
 rows of largest s_j, stage 2 fills up to q by (s_j + ε)·n_j; s_j should not be negative. Rows that the base method
 protects stay in both stages (the source multiplies their padding by n_j too, so there they may go where α·q < w).
 CriticalAdaKV is criticalkv with allocator=ada mode=safeguard: heads compete by s_j, then both stages run on each
-head's own quota. The safe rows themselves are not handed on: one may go where its head got less than safe / α rows.
+head's own quota; the safe rows of a head stay in both.
 When to cut is this method's `decoding` and `decode_interval`; the base method's own are replaced by them.
 """
 
@@ -19,7 +19,7 @@ from kvbench.allocator import Allocator
 from kvbench.codec import Codec
 from kvbench.method import Method, Reading, Seen, State, Words
 from kvbench.rows import Rows
-from kvbench.settings import SettingError
+from kvbench.settings import SettingError, part
 
 CHUNK = 1 << 22  # projected elements held at once
 NORM = "projected_norm"
@@ -41,7 +41,9 @@ class CriticalKV(Method):
             raise SettingError(f"method.alpha={self.alpha}: a share in [0, 1]")
         if not self.epsilon >= 0:
             raise SettingError(f"method.epsilon={self.epsilon}: a number from 0 on")
-        when = {"decoding": self.decoding, "decode_interval": self.decode_interval}
+        if self.base.weighs_values:
+            raise SettingError(f"method.base={self.base.name}: values would count twice; use it without its value norm")
+        when = {"decoding": self.decoding, "decode_interval": self.decode_interval, "decode_size": self.decode_size}
         object.__setattr__(self, "base", replace(self.base, **when))
 
     @property
@@ -99,7 +101,8 @@ class CriticalKV(Method):
         return self.base.score(seen, rows, state)
 
     def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor) -> Rows:
-        first = self.select(scores, (self.alpha * quotas.double()).long())
+        sure = quotas.cpu().clone().apply_(lambda quota: part(self.alpha, quota)).to(quotas.device)
+        first = self.select(scores, sure)
         second = (scores + self.epsilon) * rows.columns[NORM]
         second = second.masked_fill(first | protected, torch.inf).masked_fill(~rows.present, -torch.inf)
         return self.merge(rows, self.select(second, quotas))

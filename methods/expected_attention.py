@@ -46,6 +46,10 @@ class ExpectedAttention(Method):
         if not self.epsilon >= 0:
             raise SettingError(f"method.epsilon={self.epsilon}: a number of at least 0")
 
+    @property
+    def weighs_values(self) -> bool:
+        return self.use_vnorm
+
     def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
         """Moments of the prompt's queries (`count`, `mean`, `scatter`), and `recent`, the last queries as they came."""
         new = seen.queries[:, :, max(0, self.sinks - seen.first) :]

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvbench.kernels.votes import votes
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
-from kvbench.settings import SettingError, choose
+from kvbench.settings import SettingError, choose, part
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class H2O(Method):
         return {f"votes{g}": new[:, :, g] if old is None else old + new[:, :, g] for g, old in enumerate(before)}
 
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
-        recent = self.recent if isinstance(self.recent, int) else int(self.recent * quota)
+        recent = self.recent if isinstance(self.recent, int) else part(self.recent, quota)
         return rows.places >= seen.tokens - recent
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:

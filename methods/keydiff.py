@@ -14,7 +14,7 @@ from torch.nn.functional import cosine_similarity, normalize
 
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
-from kvbench.settings import SettingError, choose, number
+from kvbench.settings import SettingError, choose, number, part
 
 CHUNK = 256  # rows compared with all others at once
 
@@ -35,7 +35,7 @@ class KeyDiff(Method):
             raise SettingError(f"method.recent={self.recent}: a share in [0, 1)")
 
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
-        return rows.places >= seen.tokens - int(self.recent * quota)
+        return rows.places >= seen.tokens - part(self.recent, quota)
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
         keys = rows.keys.to(rows.mass.dtype)

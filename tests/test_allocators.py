@@ -22,7 +22,7 @@ from kvbench.methods.allocators.ada import Ada
 from kvbench.methods.codecs.raw import Raw
 from kvbench.methods.knorm import Knorm
 from kvbench.rows import Rows
-from kvbench.settings import SettingError
+from kvbench.settings import SettingError, part
 
 # settle
 
@@ -133,7 +133,7 @@ def test_safeguard_is_that_of_kvpress(layer, alpha):
     raised = []
     for head in range(heads):
         own = scores[0, head].tolist()
-        safe = sorted(range(rows), key=lambda j: (-own[j], j))[: max(1, int(alpha * quota))]  # a head keeps one row
+        safe = sorted(range(rows), key=lambda j: (-own[j], j))[: max(1, part(alpha, quota))]  # a head keeps one row
         raised.extend((-math.inf if j in safe else -own[j], head, j) for j in range(rows))
     kept = sorted(raised)[: heads * quota]
     expected = [sum(head == h for _, h, _ in kept) for head in range(heads)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvbench.budget import Budget
 from kvbench.method import shrink
 from kvbench.rows import Rows
-from kvbench.settings import SettingError
+from kvbench.settings import SettingError, part
 
 FRACTIONS = st.floats(0, 1, exclude_min=True)
 
@@ -87,3 +87,8 @@ def test_protected_rows_shrink_newest_first(drawn, quota):
     room = quota - 1 if quota > 1 else 1
     assert [j for j, safe in enumerate(protected) if safe] == candidates[max(0, len(candidates) - room) :]
     assert not shrink(None, rows, quota).any()
+
+
+@given(st.integers(0, 100), st.integers(0, 10**6))
+def test_a_part_is_exact_decimal_arithmetic(percent, count):
+    assert part(percent / 100, count) == percent * count // 100

@@ -28,7 +28,7 @@ def projected(model: str, glance: Glance) -> np.ndarray:
     return total / groups
 
 
-def two_stages(model, base, quota, alpha, epsilon, protect=nothing, share=uniform) -> Callable:
+def two_stages(model, base, quota, alpha, epsilon, protect=nothing, share=uniform, safe_share=0.0) -> Callable:
     def cut(glances: list[Glance]) -> list[Head]:
         if sum(len(glance.rows.places) for glance in glances) <= quota * len(glances):
             return [glance.rows for glance in glances]
@@ -42,6 +42,7 @@ def two_stages(model, base, quota, alpha, epsilon, protect=nothing, share=unifor
             second = (score + epsilon) * projected(model, glance)
             second[top(high, int(alpha * count)).astype(int)] = np.inf
             second[own] = np.inf
+            second[top(high, max(round(safe_share * quota), int(own.sum()))).astype(int)] = np.inf
             kept.append(glance.rows.take(top(second, count)))
         return kept
 
@@ -66,11 +67,25 @@ def test_criticalkv(model, alpha, epsilon, block):
 
 @pytest.mark.parametrize("block", [None, 9])
 @pytest.mark.parametrize("model", ["llama", "qwen3"])
-def test_criticaladakv(model, block):
-    """Heads share rows by the base method's scores; each then runs both stages on its own quota."""
-    cut = two_stages(model, mean_votes(**SNAPKV), 13, 0.5, 1e-4, newest(4), safeguard(0.2))
-    ada = ("ada", {"preset": "kvpress"})
-    agree(model, cut, "criticalkv", 13, block, 45, allocator=ada, base_args=SNAPKV)
+@pytest.mark.parametrize("quota, floor", [(13, 0.2), (20, 0.75)])
+def test_criticaladakv(model, quota, floor, block):
+    """Heads share rows by the base method's scores; each then runs both stages on its own quota, its safe rows stay."""
+    first = 0.2 if floor == 0.2 else 0.1  # then more rows are safe than the first stage takes
+    share, safe = safeguard(floor), int(floor * quota) / quota
+    cut = two_stages(model, mean_votes(**SNAPKV), quota, first, 1e-4, newest(4), share, safe)
+    ada = ("ada", {"preset": "kvpress", "alpha": floor})
+    agree(model, cut, "criticalkv", quota, block, 45, allocator=ada, base_args=SNAPKV, alpha=first)
+    assert floor == 0.2 or changes(
+        model, two_stages(model, mean_votes(**SNAPKV), quota, first, 1e-4, newest(4), share), cut
+    )
+
+
+def changes(model: str, one: Callable, other: Callable) -> bool:
+    engines = [Dense(model, cut) for cut in (one, other)]
+    for engine in engines:
+        engine.prefill(distinct(60), None)
+    held = [[head.places.tolist() for layer in engine.held.values() for head in layer] for engine in engines]
+    return held[0] != held[1]
 
 
 def test_another_base_with_columns_of_its_own_that_cuts_while_decoding():
@@ -151,7 +166,7 @@ def test_with_alpha_1_it_is_its_base(base, decoding):
     """Any method that scores rows: its state, columns, positions and files serve it as they do alone, and it votes
     while decoding exactly if the composite cuts there, whatever its own preset says.
     """
-    own = needed(base, "llama")
+    own = needed(base, "llama") | ({"use_vnorm": False} if base == "expected_attention" else {})
     if decoding and chosen(base, "uniform", "llama")[0].rereads:
         with pytest.raises(SettingError, match="^method.decoding=true: criticalkv has scores of the prompt only"):
             held_by("criticalkv", decoding, base=base, base_args=own)
@@ -160,6 +175,11 @@ def test_with_alpha_1_it_is_its_base(base, decoding):
     found, its = held_by("criticalkv", decoding, base=base, base_args=own, alpha=1.0)  # no second stage
     assert found == rows
     torch.testing.assert_close(its, logits)
+
+
+def test_values_count_once():
+    with pytest.raises(SettingError, match="^method.base=expected_attention: values would count twice"):
+        kvbench.prefill(tiny("llama"), ids(9), "criticalkv", 5, method_args={"base": "expected_attention"})
 
 
 def test_what_the_base_remembers_of_the_prompt_is_dropped():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.allocator import Allocator, settle
-from kvbench.settings import SettingError, choose, number
+from kvbench.settings import SettingError, choose, number, part
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,17 @@ class Ada(Allocator):
         counts = [self._sample(s, p, quota) for s, p in zip(scores, protected, strict=True)]
         return torch.tensor(counts, device=scores.device)
 
+    def safe(self, scores: Tensor, protected: Tensor, quota: int) -> Tensor:
+        if self.mode == "interpolate":
+            return protected
+        return torch.stack([self._safe(s, quota, p) for s, p in zip(scores, protected, strict=True)])
+
+    def _safe(self, scores: Tensor, quota: int, protected: Tensor) -> Tensor:
+        """(H, n): the ⌊α·quota⌋ largest of every head, protected ones first, at least one."""
+        least = protected.sum(-1).clamp(min=max(1, part(self.alpha, quota)))
+        rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        return (rank < least[:, None]) & (scores > -torch.inf)
+
     def _sample(self, scores: Tensor, protected: Tensor, quota: int) -> list[int]:
         heads = scores.shape[0]
         available = (scores > -torch.inf).sum(-1).tolist()
@@ -45,9 +56,8 @@ class Ada(Allocator):
             won = winners(scores.masked_fill(protected, -torch.inf), heads * quota - sum(own))
             targets = [c * (1 - self.alpha) + share * self.alpha + p for c, p in zip(won, own, strict=True)]
         else:
-            least = [min(max(int(self.alpha * quota), low), rows) for low, rows in zip(least, available, strict=True)]
-            rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-            safe = rank < torch.tensor(least, device=scores.device)[:, None]
+            safe = self._safe(scores, quota, protected)
+            least = safe.sum(-1).tolist()
             won = winners(scores.masked_fill(safe, -torch.inf), heads * quota - sum(least))
             targets = [float(c + low) for c, low in zip(won, least, strict=True)]
         return settle(targets, least, available, heads * quota)
