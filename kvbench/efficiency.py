@@ -34,8 +34,9 @@ from kvbench.catalogue import build, methods_available, names, settings
 from kvbench.engine import Context
 from kvbench.held import choose_cache
 from kvbench.layer import Choice
-from kvbench.method import Method
+from kvbench.method import Method, Words
 from kvbench.model import REFERENCE, Checkpoint
+from kvbench.prompt import words
 from kvbench.run import UNCUT
 from kvbench.runner import machine
 from kvbench.settings import SettingError, choose, whole
@@ -104,36 +105,36 @@ def limit(method: Method) -> float | None:
     return None if method.rereads else LIMIT_LSE if method.wants_lse else LIMIT
 
 
-def seconds(model: torch.nn.Module, choice: Choice, budget: Budget, ids: Tensor) -> float:
-    """Of one prefill of `ids` (1, tokens) as one block."""
+def seconds(model: torch.nn.Module, choice: Choice, budget: Budget, ids: Tensor, own: Words | None) -> float:
+    """Of one prefill of `ids` (1, tokens) as one block; `own`: for methods that have words for the model."""
     gc.collect()  # the cache before this one
     start = time.perf_counter()
-    Context(model, choice, budget, None, (0,)).prefill(ids)
+    Context(model, choice, budget, None, (0,), words=own).prefill(ids)
     return time.perf_counter() - start
 
 
 def measure(
     model: torch.nn.Module, ids: Tensor, budget: Budget, rounds: int, chosen: Sequence[Setup],
-    method_args: Mapping[str, Mapping[str, Any]],
+    method_args: Mapping[str, Mapping[str, Any]], own_words: Words | None = None,
 ) -> list[Cost]:  # fmt: skip
     """The costs in the order of `chosen`; `method_args`: settings by method."""
     full = Setup().choice({})
-    seconds(model, full, Budget(1.0), ids)
+    seconds(model, full, Budget(1.0), ids, own_words)
     gc.freeze()  # nothing of what is there now is looked through before every prefill
     ready, refused = {}, {}
     for setup in tqdm(chosen, desc="once before", file=sys.stderr):
         try:
             choice = setup.choice(method_args.get(setup.method, {}))
-            seconds(model, choice, budget, ids)
+            seconds(model, choice, budget, ids, own_words)
             ready[setup] = choice
         except SettingError as error:
             refused[setup] = Cost(setup, reason=str(error))
     own, around = ({setup: [] for setup in ready} for _ in range(2))
     for number in range(rounds):
-        before = seconds(model, full, Budget(1.0), ids)
+        before = seconds(model, full, Budget(1.0), ids, own_words)
         for setup, choice in tqdm(ready.items(), desc=f"round {number + 1} of {rounds}", file=sys.stderr):
-            own[setup].append(seconds(model, choice, budget, ids))
-            after = seconds(model, full, Budget(1.0), ids)
+            own[setup].append(seconds(model, choice, budget, ids, own_words))
+            after = seconds(model, full, Budget(1.0), ids, own_words)
             around[setup].append((before + after) / 2)
             before = after
     costs = {
@@ -213,13 +214,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint = Checkpoint("timed", str(REFERENCE) if options.model == "reference" else options.model)
         if options.tokens > checkpoint.longest():
             raise SettingError(f"--tokens={options.tokens}: the model takes {checkpoint.longest()}")
-        model = checkpoint.weights(torch.float32, "cpu")
+        model, own_words = checkpoint.weights(torch.float32, "cpu"), words(checkpoint.tokenizer())
     except SettingError as error:
         print(f"kvbench: {error}", file=sys.stderr)
         return 2
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(vocabulary, (1, options.tokens), generator=torch.Generator().manual_seed(0))
-    costs = measure(model, ids, budget, options.rounds, setups(options.methods, options.cross), own)
+    costs = measure(model, ids, budget, options.rounds, setups(options.methods, options.cross), own, own_words)
     here = machine("cpu")
     about = {name: getattr(options, name) for name in ("model", "tokens", "budget", "rounds")}
     about |= {name: here[name] for name in ("processor", "threads", "python")} | here["versions"]

@@ -46,7 +46,7 @@ def test_the_ratio_is_the_median_over_rounds_and_marked_above_its_limit():
 def test_each_set_up_is_timed_between_two_full_caches(monkeypatch):
     ran = []
 
-    def seconds(model, choice, budget, ids):
+    def seconds(model, choice, budget, ids, own):
         ran.append(choice.method.name)
         return float(len(ran))
 
@@ -126,8 +126,6 @@ CASES += [("snapkv", allocator) for allocator in names("allocator") if allocator
 def test_nothing_holds_queries_times_keys(method, allocator):
     """No tensor has as many elements as one of the six query heads has logits."""
     tokens, choice = 2048, Choice(*chosen(method, allocator, "llama"))
-    if choice.method.rereads:
-        pytest.skip("its extra pass is the model's own")
     context = Context(tiny("llama"), choice, Budget(0.1), None, (0,))
     with Largest() as largest:
         context.prefill(ids(tokens))
