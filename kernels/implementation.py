@@ -1,0 +1,29 @@
+"""Which of an op's implementations runs. One that is asked for by name runs, or says why it cannot."""
+
+import torch
+from torch import Tensor
+
+FAST = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def interpreting() -> bool:
+    """Triton runs its kernels in its interpreter: on the CPU, slowly, to test them."""
+    import triton
+
+    return triton.knobs.runtime.interpret
+
+
+def choose(op: str, asked: str | None, like: Tensor, others: tuple[str, ...] = ()) -> str:
+    """What was asked for: "reference", "triton" or one of `others`; of None, triton for `like` on a GPU in a dtype that
+    its kernels know, else the reference. ValueError for a name that does not exist or cannot run here.
+    """
+    if asked is None:
+        return "triton" if like.is_cuda and like.dtype in FAST else "reference"
+    if asked not in ("reference", "triton", *others):
+        names = ", ".join(("reference", "triton", *others))
+        raise ValueError(f"{op}: implementation {asked!r}; one of {names}")
+    if asked == "triton" and not (like.is_cuda or interpreting()):
+        raise ValueError(f"{op}: implementation triton needs a GPU, or TRITON_INTERPRET=1")
+    if asked == "triton" and like.dtype not in FAST:
+        raise ValueError(f"{op}: implementation triton knows float32, bfloat16 and float16, not {like.dtype}")
+    return asked
