@@ -30,10 +30,13 @@ def main(module: str) -> None:
 
 def compile_all(module: str) -> str:
     """What `main` prints, from a process that does not interpret."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, __file__, module], env=environment, capture_output=True, text=True, cwd=Path(__file__).parent
-    )
+    root = Path(__file__).resolve().parents[1]
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    done = subprocess.run([sys.executable, __file__, module], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

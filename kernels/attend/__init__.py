@@ -1,9 +1,12 @@
 """Attention over rows with mass: softmax(q·k·scaling + log mass)·v, causal within the block."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from kvbench.kernels.attend.reference import attend_reference
+from kvbench.kernels.attend.reference import attend_reference, pad_ragged
 from kvbench.kernels.attend.sdpa import attend_sdpa, attend_sdpa_lse
+from kvbench.kernels.implementation import choose
 
 
 def attend(
@@ -44,3 +47,61 @@ def attend(
     if lse:
         return attend_sdpa_lse(queries, keys, values, scaling)
     return attend_sdpa(queries, keys, values, mass, scaling, look), None
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """R rows of several heads, row after row: those of head (b, h), the i-th of B·H, are `lengths[i]` from `starts[i]`
+    on.
+    """
+
+    keys: Tensor  # (R, d), contiguous
+    values: Tensor  # (R, d), contiguous
+    mass: Tensor | None  # (R,) tokens that each row stands for, > 0; None: one each
+    starts: Tensor  # (B·H,) int64
+    lengths: Tensor  # (B·H,) int64
+    longest: int  # of the lengths
+
+
+def attend_ragged(
+    queries: Tensor,
+    held: Ragged | None,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    *,
+    lse: bool = False,
+    step: Tensor | None = None,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The same as `attend` over `held` rows and, behind those of every head, a tail (B, H, m, d) whose last T rows are
+    the block. No rows are copied together.
+
+    step: int32 on the device, so many further rows of the tail's storage count, of which the last are the block (for
+    graphs, whose arguments are fixed). implementation: "reference" | "triton"; None chooses. ValueError for shapes that
+    do not fit and for an implementation that cannot do what is asked.
+    """
+    batch, query_heads, tokens, dim = queries.shape
+    heads, tail = keys.shape[1:3]
+    if keys.shape != values.shape or keys.shape[0] != batch or keys.shape[3] != dim or query_heads % heads:
+        raise ValueError(
+            f"attend: queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
+        )
+    if tail < tokens and step is None:
+        raise ValueError(f"attend: {tokens} tokens of {tail} rows")
+    if held is not None and (held.keys.shape[1] != dim or held.lengths.numel() != batch * heads):
+        raise ValueError(f"attend: held rows {tuple(held.keys.shape)} of {held.lengths.numel()} heads")
+    if choose("attend", implementation, queries) == "triton":
+        from kvbench.kernels.attend.triton import attend_triton
+
+        parts = None
+        if held is not None:
+            parts = held.keys, held.values, held.mass, held.starts, held.lengths
+        longest = tail + (0 if held is None else held.longest)
+        return attend_triton(queries, parts, keys, values, scaling, longest, lse, step)
+    if step is not None:
+        raise ValueError("attend: step needs implementation triton")
+    if held is None:
+        return attend_reference(queries, keys, values, None, scaling, None, lse)
+    everything = pad_ragged(held.keys, held.values, held.mass, held.starts, held.lengths, keys, values)
+    return attend_reference(queries, *everything, scaling, None, lse)
