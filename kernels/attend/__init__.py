@@ -71,24 +71,26 @@ def attend_ragged(
     scaling: float,
     *,
     lse: bool = False,
+    tail: int | None = None,
     step: Tensor | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same as `attend` over `held` rows and, behind those of every head, a tail (B, H, m, d) whose last T rows are
-    the block. No rows are copied together.
+    """The same as `attend` over `held` rows and, behind those of every head, the first `tail` (None: all) of keys and
+    values (B, H, m, d), of which the last T rows are the block. No rows are copied together.
 
-    step: int32 on the device, so many further rows of the tail's storage count, of which the last are the block (for
-    graphs, whose arguments are fixed). implementation: "reference" | "triton"; None chooses. ValueError for shapes that
-    do not fit and for an implementation that cannot do what is asked.
+    step: int32 on the device, so many rows more are in the tail (for graphs, whose arguments are fixed).
+    implementation: "reference" | "triton"; None chooses. ValueError for shapes that do not fit and for an
+    implementation that cannot do what is asked.
     """
     batch, query_heads, tokens, dim = queries.shape
-    heads, tail = keys.shape[1:3]
+    heads, room = keys.shape[1:3]
+    tail = room if tail is None else tail
     if keys.shape != values.shape or keys.shape[0] != batch or keys.shape[3] != dim or query_heads % heads:
         raise ValueError(
             f"attend: queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
         )
-    if tail < tokens and step is None:
-        raise ValueError(f"attend: {tokens} tokens of {tail} rows")
+    if tail > room or (tail < tokens and step is None):
+        raise ValueError(f"attend: {tokens} tokens of {tail} rows, room for {room}")
     if held is not None and (held.keys.shape[1] != dim or held.lengths.numel() != batch * heads):
         raise ValueError(f"attend: held rows {tuple(held.keys.shape)} of {held.lengths.numel()} heads")
     if choose("attend", implementation, queries) == "triton":
@@ -97,10 +99,10 @@ def attend_ragged(
         parts = None
         if held is not None:
             parts = held.keys, held.values, held.mass, held.starts, held.lengths
-        longest = tail + (0 if held is None else held.longest)
-        return attend_triton(queries, parts, keys, values, scaling, longest, lse, step)
-    if step is not None:
-        raise ValueError("attend: step needs implementation triton")
+        longest = (tail if step is None else room) + (0 if held is None else held.longest)
+        return attend_triton(queries, parts, keys, values, scaling, longest, tail, lse, step)
+    tail += 0 if step is None else int(step)
+    keys, values = keys[:, :, :tail], values[:, :, :tail]
     if held is None:
         return attend_reference(queries, keys, values, None, scaling, None, lse)
     everything = pad_ragged(held.keys, held.values, held.mass, held.starts, held.lengths, keys, values)

@@ -187,12 +187,13 @@ def attend_triton(
     values: Tensor,
     scaling: float,
     longest: int,
+    tail: int,
     lse: bool,
     step: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `attend_ragged`; `longest`: rows of the longest head."""
+    """See `attend_ragged`; `longest`: rows that the longest head may have."""
     batch, query_heads, tokens, dim = queries.shape
-    heads, tail = keys.shape[1:3]
+    heads = keys.shape[1]
     group = query_heads // heads
     queries, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys, values))
     outputs = torch.empty(batch, query_heads, tokens, dim, dtype=queries.dtype, device=queries.device)
