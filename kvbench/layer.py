@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kvbench.allocator import Allocator, settle
 from kvbench.codec import Codec
-from kvbench.kernels.attend import attend
+from kvbench.kernels.attend import attend, attend_ragged
+from kvbench.kernels.implementation import FAST
 from kvbench.method import Method, Seen, State, shrink
 from kvbench.rows import Bytes, LayerRows, Rows, size
 from kvbench.slots import by_slot
@@ -84,17 +85,14 @@ class Layer:
         method, course, rows = self.choice.method, self.course, self.rows
         first = rows.seen - queries.shape[2]
         view = Lazy(rows.view)
-        look = None
+        look, rolled = None, None
         if course.decoding:
             here = {"layer": self.index, "layers": self.layers, "first": first, "prompt": course.prompt}
             here |= {"scaling": scaling, "quota": course.look}
             look = method.read(queries, view, here, self.state)
-        keys, values, mass = rows.attention_view()
-        asking = queries
         if method.rolls and not (rows.even and rows.longest_head == rows.seen):
-            asking, keys = by_slot(queries, view(), rotation)
-        outputs, lse = attend(asking, keys, values, mass, scaling, look=look, lse=method.wants_lse)
-        self.count(look, mass)
+            rolled = by_slot(queries, view(), rotation)
+        outputs, lse = self.look(queries, scaling, look, rolled)
         seen = Seen(
             queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,
             first, course.prompt, course.last, course.decoding, self.cut_layers, course.prefix, course.about,
@@ -118,6 +116,36 @@ class Layer:
             for layer in filter(None, self.cache):
                 layer.peak_rows = max(layer.peak_rows, layer.rows.longest_head)
         return outputs
+
+    def look(
+        self, queries: Tensor, scaling: float, look: Tensor | None, rolled: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention's outputs and, if the method wants them, log-sum-exps. `look`: rows that each query head sees;
+        `rolled`: queries and keys to take in place of the rows' own.
+        """
+        rows, lse = self.rows, self.choice.method.wants_lse
+        held = rows.stored is not None or queries.shape[2] < rows.tail
+        if queries.is_cuda and queries.dtype in FAST and held and rows.raw and look is None and rolled is None:
+            self.count(None, None)
+            return attend_ragged(
+                queries, rows.ragged(), rows.tail_keys, rows.tail_values, scaling, lse=lse, tail=rows.tail
+            )
+        keys, values, mass = rows.attention_view()
+        self.count(look, mass)
+        asking, keys = rolled or (queries, keys)
+        return attend(asking, keys, values, mass, scaling, look=look, lse=lse)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for further tokens, so that their rows have fixed addresses."""
+        self.rows.reserve(tokens)
+        self.weigh()
+
+    def grow(self, tokens: int) -> None:
+        """Count tokens that were decoded and attended to all rows, whose keys and values stand behind the tail."""
+        before = self.rows.mean_rows
+        self.rows.grow(tokens)
+        self.attended += [before + token for token in range(1, tokens + 1)]
+        self.peak_attended = max(self.peak_attended, self.rows.longest_head)
 
     def count(self, look: Tensor | None, mass: Tensor | None) -> None:
         """Note how many rows were attended; rows that a head does not have (mass 0) do not count."""

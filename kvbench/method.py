@@ -106,6 +106,11 @@ class Method:
     reads = False  # holds every row and looks at few: the budget is rows attended while decoding, see `read`
     token_by_token = False  # known tokens that follow the prefill (the question) are read one at a time
 
+    @property
+    def watches(self) -> bool:
+        """Whether `update` must be asked about every token while decoding."""
+        return self.decoding and type(self).update is not Method.update
+
     def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
         """SettingError unless the method can serve a model of `layers` layers with `heads` KV heads of `dim`, of which
         `sliding` keep their own cache. Asked before weights are loaded; for methods that read a file.

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvbench.codec import Codec, Plain, Stored, join
+from kvbench.kernels.attend import Ragged
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class LayerRows:
         self.mass: Tensor | None = None  # (R,) int16 or int32, None while every row stands for one token
         self.columns: dict[str, Tensor] = {}  # (B, H, m) a method's values for the first m rows of the view
         self.lengths: Tensor | None = None  # (B, H) int64 rows of the cut part, None while nothing was cut
+        self.starts: Tensor | None = None  # (B·H,) int64 first row of each head's, None until attention asks
         self.longest = 0  # rows of the longest head in the cut part
         self.even = True  # all heads hold `longest` rows
         self.tail = 0  # tokens in the tail
@@ -93,6 +95,38 @@ class LayerRows:
         self.tail = need
         self.seen += tokens
 
+    def reserve(self, tokens: int) -> None:
+        """Make room for further tokens behind the tail, so that their rows have fixed addresses."""
+        batch, heads = self.shape
+        if self.tail_keys is None:
+            like = self.stored.read()[0]
+            self.tail_keys, self.tail_values = (like.new_empty(batch, heads, tokens, like.shape[1]) for _ in range(2))
+        elif self.tail + tokens > self.tail_keys.shape[2]:
+            for name in ("tail_keys", "tail_values"):
+                before = getattr(self, name)
+                grown = before.new_empty(batch, heads, self.tail + tokens, before.shape[3])
+                grown[:, :, : self.tail] = before[:, :, : self.tail]
+                setattr(self, name, grown)
+
+    def grow(self, tokens: int) -> None:
+        """Count tokens whose keys and values were written behind the tail."""
+        self.tail += tokens
+        self.seen += tokens
+
+    @property
+    def raw(self) -> bool:
+        """Whether what is held is as the model wrote it."""
+        return self.stored is None or isinstance(self.stored, Plain)
+
+    def ragged(self) -> Ragged | None:
+        """The cut part as attention takes it, None where nothing was cut."""
+        if self.stored is None:
+            return None
+        if self.starts is None:
+            lengths = self.lengths.flatten()
+            self.starts = lengths.cumsum(0) - lengths
+        return Ragged(*self.stored.read(), self.mass, self.starts, self.lengths.flatten(), self.longest)
+
     def attention_view(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys, values (B, H, n, d) and mass (B, H, n), or None for mass where every row is present with mass 1."""
         parts = []
@@ -121,7 +155,7 @@ class LayerRows:
         """
         present = rows.present
         keys, values = rows.keys[present], rows.values[present]
-        self.lengths, self.even = present.sum(-1), even
+        self.lengths, self.starts, self.even = present.sum(-1), None, even
         self.longest = int(self.lengths.max())
         if even and bool((self.lengths != self.longest).any()):
             raise ValueError(f"heads that should hold the same number of rows hold {self.lengths.tolist()}")
@@ -175,7 +209,7 @@ class LayerRows:
         packed = size(self.stored.tensors()) if self.stored is not None else 0
         tail = size([self.tail_keys, self.tail_values])
         used = tail * self.tail // self.tail_keys.shape[2] if tail else 0
-        metadata = size([self.places, self.mass, self.lengths])
+        metadata = size([self.places, self.mass, self.lengths, self.starts])
         return Bytes(packed + used, metadata, size(self.columns.values()), tail - used)
 
     def mark(self) -> dict[str, object]:
