@@ -125,7 +125,7 @@ class LayerRows:
         if self.starts is None:
             lengths = self.lengths.flatten()
             self.starts = lengths.cumsum(0) - lengths
-        return Ragged(*self.stored.read(), self.mass, self.starts, self.lengths.flatten(), self.longest)
+        return Ragged(*self.stored.read(), self.mass, self.starts, self.lengths.flatten(), self.longest, self.even)
 
     def attention_view(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys, values (B, H, n, d) and mass (B, H, n), or None for mass where every row is present with mass 1."""

@@ -10,6 +10,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [
     (1, 1, 1, 1, 1, 0, 16), (2, 2, 3, 1, 5, 37, 32), (1, 3, 4, 1, 1, 300, 64), (2, 1, 1, 3, 9, 70, 96),
     (1, 2, 8, 1, 700, 0, 32), (1, 2, 4, 7, 40, 130, 64), (1, 1, 2, 150, 150, 0, 32), (1, 2, 3, 130, 201, 90, 16),
+    (1, 2, 3, 50, 61, 300, 16),
 ]  # fmt: skip
 
 
@@ -51,8 +52,10 @@ def as_double(held):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("enough", [0, 10**6], ids=["many", "few"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_triton_agrees_with_the_equation(shape, merged, dtype):
+def test_triton_agrees_with_the_equation(shape, enough, merged, dtype, monkeypatch):
+    monkeypatch.setattr("kvbench.kernels.attend.triton.ENOUGH", enough)
     queries, held, keys, values = made(shape, merged, dtype)
     scaling = shape[-1] ** -0.5
     exact, sums = attend_ragged(queries.double(), as_double(held), keys.double(), values.double(), scaling, lse=True)
@@ -64,6 +67,22 @@ def test_triton_agrees_with_the_equation(shape, merged, dtype):
     assert (own - sums).abs().max() <= 2e-5
     without, none = attend_ragged(queries, held, keys, values, scaling, implementation="triton")
     assert none is None and torch.equal(without, found)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="cuDNN's attention needs a GPU")
+@pytest.mark.parametrize("longest", [0, 300])
+@pytest.mark.parametrize("tail", [512, 700])
+def test_two_calls_joined_are_one_attention(longest, tail):
+    queries, held, keys, values = made((2, 2, 4, 512, tail, longest, 64), False, torch.bfloat16)
+    if held is not None:
+        rows = torch.randn(2 * 2 * longest, 64, device=DEVICE).bfloat16()
+        full = torch.full((4,), longest, device=DEVICE)
+        held = Ragged(rows, rows.flip(0), None, full.cumsum(0) - full, full, longest, even=True)
+    exact, sums = attend_ragged(queries.double(), as_double(held), keys.double(), values.double(), 0.125, lse=True)
+    found, own = attend_ragged(queries, held, keys, values, 0.125, lse=True, implementation="cudnn")
+    chosen, _ = attend_ragged(queries, held, keys, values, 0.125)
+    assert torch.equal(found, chosen)
+    assert (found - exact).abs().max() <= exact.abs().max() * 2**-6 and (own - sums).abs().max() <= 2e-4
 
 
 def test_a_step_counts_further_rows_of_the_tail():

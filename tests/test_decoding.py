@@ -26,10 +26,10 @@ def choice_of(method, allocator="uniform", codec="raw", **more):
 
 def contexts(model, choice, budget=0.3, batch=1, stepped=True):
     """Two contexts on one prompt: one read by the modules, one by the step."""
-    made = []
+    made, device = [], next(model.parameters()).device
     for step in (False, stepped):
         context = Context(model, choice, Budget(budget), None, tuple(range(batch)), answer=40)
-        context.prefill(torch.cat([ids(60, seed) for seed in range(batch)]))
+        context.prefill(torch.cat([ids(60, seed) for seed in range(batch)]).to(device))
         if step:
             context.weights = weights_of(model)
             assert context.weights is not None

@@ -1,4 +1,4 @@
-"""Attention over a ragged part and a tail in Triton: few queries split over the rows, many split over the queries.
+"""Attention over a ragged part and a tail in Triton: few queries split over the rows, many over the queries.
 
 Both kernels walk the two parts one after the other with an online softmax in float32, in base 2. Derivation: README.md.
 """
@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
-PROGRAMS = 512  # that few queries over many rows are split into, at least
+PROGRAMS = 512  # that few queries over many rows are split into, about
+ENOUGH = 256  # programs, each with 128 queries of a head, that fill a GPU without splitting the rows
 
 
 @triton.jit
@@ -52,14 +53,16 @@ def _few(
     HELD: tl.constexpr, MASS: tl.constexpr, STEP: tl.constexpr, SINGLE: tl.constexpr, LSE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """A program: all queries of one KV head over one of `splits` ranges of its rows."""
+    """A program: M of the queries of one KV head, (query head of the group, token) one after the other, over one of
+    `splits` ranges of its rows.
+    """
     head, split = tl.program_id(0), tl.program_id(1)
     b, h = head // heads, head % heads
     group = query_heads // heads
     if STEP:
         tail += tl.load(step)
     columns = tl.arange(0, D)
-    index = tl.arange(0, M)  # (query head of the group, token)
+    index = tl.program_id(2) * M + tl.arange(0, M)
     t = index % tokens
     asking = index < group * tokens
     own = h * group + index // tokens
@@ -208,7 +211,7 @@ def attend_triton(
     strides = (*queries.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
     scale, mass = scaling * LOG2E.value, held_keys if mass is None else mass
     given = (queries, held_keys, held_values, mass, starts, lengths, keys, values)
-    if group * tokens > 64:
+    if batch * query_heads * triton.cdiv(tokens, 128) >= ENOUGH:
         rows = 64 if exact or sizes["D"] > 128 else 128
         grid = (triton.cdiv(tokens, rows), batch * query_heads)
         _many[grid](
@@ -216,17 +219,18 @@ def attend_triton(
             M=rows, N=32 if exact else 64, **sizes, num_warps=4 if exact else 8, num_stages=2 if exact else 3,
         )  # fmt: skip
         return outputs, sums if lse else None
-    block = 32 if exact or sizes["D"] > 128 else 64
-    splits = min(triton.cdiv(PROGRAMS, batch * heads), triton.cdiv(longest, 2 * block), 128)
+    rows = min(max(16, triton.next_power_of_2(group * tokens)), 32 if exact else 64)
+    block, tiles = 32 if exact or sizes["D"] > 128 else 64, triton.cdiv(group * tokens, rows)
+    splits = min(triton.cdiv(PROGRAMS, batch * heads * tiles), triton.cdiv(longest, 2 * block), 128)
     parts = outputs, outputs, outputs
     if splits > 1:
         parts = [
             torch.empty(batch * heads, splits, group * tokens, *more, dtype=torch.float32, device=queries.device)
             for more in ((dim,), (), ())
         ]
-    _few[batch * heads, splits](
+    _few[batch * heads, splits, tiles](
         *given, step, outputs, sums, *parts, query_heads, heads, tokens, tail, splits, dim, scale, *strides,
-        STEP=step is not None, SINGLE=splits == 1, M=max(16, triton.next_power_of_2(group * tokens)), N=block, **sizes,
+        STEP=step is not None, SINGLE=splits == 1, M=rows, N=block, **sizes,
         num_warps=4, num_stages=2 if exact else 3,
     )  # fmt: skip
     if splits > 1:
