@@ -147,13 +147,14 @@ def test_inputs_that_do_not_fit():
 def ahead():
     from kvbench.kernels.match import triton as own
 
-    for dtype, dim, size in (("bf16", 128, 128), ("bf16", 256, 128), ("fp32", 256, 64), ("fp16", 16, 16)):
+    for dtype, dim, size in (("bf16", 128, 64), ("bf16", 256, 64), ("fp32", 256, 64), ("fp16", 16, 16)):
         rows = dict.fromkeys(("keys", "values", "new_keys", "new_values"), f"*{dtype}")
         found = {**rows, "similar": "*fp32", "partner": "*i64"}
-        shape = {"M": size, "N": size, "D": dim, "K": 32 if dtype == "fp32" else dim, "CAST": False}
-        yield typed(own._match, found, shape, num_warps=8 if size == 128 else 4, num_stages=1)
+        shape = {"M": size, "N": size, "D": dim, "K": 32 if dtype == "fp32" else dim, "CAST": False, "k_d": 1}
+        yield typed(own._match, found, shape, num_warps=4, num_stages=1)
         flat = {"index": "*i64", "mass": "*fp32", "into": "*i64", "chain": "*i32", "new_mass": "*fp32"}
-        yield typed(own._merge, {**rows, **flat}, {"ROWS": 16, "D": dim, "ALL": False})
+        copy = {"ROWS": min(64, 2048 // dim), "D": dim, "ALL": False, "k_d": 1, "v_d": 1}
+        yield typed(own._merge, {**rows, **flat}, copy)
     yield typed(own._chain, {"into": "*i64", "chain": "*i32"}, {"TILE": own.TILE})
 
 

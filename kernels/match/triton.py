@@ -13,7 +13,7 @@ from torch import Tensor
 from kvbench.kernels.implementation import interpreting
 from kvbench.kernels.match.edges import even_count
 
-TILE = 64  # rows that `_chain` compares with as many others
+TILE = 64  # rows that are compared with as many others
 
 
 @triton.jit
@@ -30,6 +30,9 @@ def _match(
     best = tl.full((M,), float("-inf"), tl.float32)
     who = tl.zeros((M,), tl.int32)
     length = tl.full((M,), 1.0, tl.float32)
+    column = tl.arange(0, K)[None]
+    at_a = even[:, None].to(tl.int64) * k_n
+    a = tl.load(keys + at_a + column * k_d, mask=here[:, None] & (column < dim), other=0.0)
     for start in range(0, (stop - first) // 2, N):
         odd = first + 1 + 2 * (start + tl.arange(0, N))
         there = odd < stop
@@ -38,14 +41,15 @@ def _match(
         b_squares = tl.zeros((N,), tl.float32)
         for part in range(0, D, K):
             column = part + tl.arange(0, K)[None]
-            at_a = even[:, None].to(tl.int64) * k_n + column * k_d
-            at_b = odd[:, None].to(tl.int64) * k_n + column * k_d
-            a = tl.load(keys + at_a, mask=here[:, None] & (column < dim), other=0.0)
-            b = tl.load(keys + at_b, mask=there[:, None] & (column < dim), other=0.0)
+            at_b = odd[:, None].to(tl.int64) * k_n
+            if K < D:
+                a = tl.load(keys + at_a + column * k_d, mask=here[:, None] & (column < dim), other=0.0)
+            b = tl.load(keys + at_b + column * k_d, mask=there[:, None] & (column < dim), other=0.0)
             a32, b32 = a.to(tl.float32), b.to(tl.float32)
             if CAST:
-                a, b = a32, b32
-            products = tl.dot(a, tl.trans(b), products, input_precision="ieee")
+                products = tl.dot(a32, tl.trans(b32), products)
+            else:
+                products = tl.dot(a, tl.trans(b), products, input_precision="ieee")
             a_squares += tl.sum(a32 * a32, 1)
             b_squares += tl.sum(b32 * b32, 1)
         length = tl.maximum(tl.sqrt(a_squares), 1e-12)
@@ -67,14 +71,13 @@ def match_triton(keys: Tensor, chunk: int | None) -> tuple[Tensor, Tensor]:
     similar = torch.empty(batch, heads, edges, dtype=torch.float32, device=keys.device)
     partner = torch.empty(batch, heads, edges, dtype=torch.int64, device=keys.device)
     own = (chunk + 1) // 2
-    single = keys.dtype == torch.float32  # its products are not the tensor cores', and a long one compiles slowly
-    size = min(64 if single else 128, max(16, triton.next_power_of_2(own)))
+    size = min(TILE, max(16, triton.next_power_of_2(own)))
+    part = min(wide, 32) if keys.dtype == torch.float32 else wide  # longer products in float32 compile slowly
     tiles = triton.cdiv(own, size)
     if batch * heads:
         _match[triton.cdiv(rows, chunk) * tiles, batch * heads](
             keys, similar, partner, rows, heads, chunk, tiles, edges, dim, *keys.stride(),
-            M=size, N=size, D=wide, K=min(wide, 32) if single else wide, CAST=interpreting(),
-            num_warps=8 if size == 128 else 4, num_stages=1,
+            M=size, N=size, D=wide, K=part, CAST=interpreting(), num_warps=4, num_stages=1,
         )  # fmt: skip
     return similar, partner
 
@@ -149,7 +152,7 @@ def merge_triton(
         chunk = min(chunk or rows, rows)
         tiles = triton.cdiv(chunk, TILE)
         _chain[triton.cdiv(rows, chunk) * tiles, batch * heads](into, chain, rows, chunk, tiles, TILE=TILE)
-        size = 32 if dim <= 64 else 16
+        size = max(4, min(64, 2048 // triton.next_power_of_2(dim)))
         _merge[triton.cdiv(total, size),](
             index, keys, values, mass, into, chain, *new, total, rows, heads, dim, *keys.stride(), *values.stride(),
             ROWS=size, D=triton.next_power_of_2(dim), ALL=index is None,
