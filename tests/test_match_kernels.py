@@ -26,7 +26,7 @@ def check_match(keys, chunk):
     similar, partner = match(keys, chunk, implementation="triton")
     exact, _ = match(keys.double(), chunk, implementation="reference")
     assert similar.dtype == torch.float32 and partner.dtype == torch.int64
-    near = 2.0**-23 * (keys.shape[3] ** 0.5 + 4)
+    near = 2.0**-23 * (keys.shape[3] / 8 + 16)  # tensor cores add up in float32 without rounding to the nearest
     torch.testing.assert_close(similar.double(), exact, rtol=0, atol=near)
     even = even_rows(rows, chunk, keys.device).expand_as(partner)
     paired = exact > -math.inf

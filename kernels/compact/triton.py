@@ -53,7 +53,7 @@ def _digit(counts, known, left, quotas, head, rows, PASS: tl.constexpr, SPLITS: 
         return (start << 8) | digit.to(tl.uint32), room, same
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "heads", "per_split"])
 def _count(
     scores, quotas, counts, known, left, rows, heads, stride_b, stride_h, stride_n, per_split,
     PASS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
@@ -77,7 +77,7 @@ def _count(
     tl.store(counts + out + tl.arange(0, 256), digits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "heads", "per_split"])
 def _choose(
     scores, quotas, counts, known, left, chosen, rows, heads, stride_b, stride_h, stride_n, per_split,
     SPLITS: tl.constexpr, TILE: tl.constexpr,
@@ -119,14 +119,14 @@ def top_triton(scores: Tensor, quotas: Tensor) -> Tensor:
     return chosen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _count_marks(marks, counts, size, TILE: tl.constexpr):
     tile = tl.program_id(0)
     place = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     tl.store(counts + tile, tl.sum(tl.load(marks + place, mask=place < size, other=0).to(tl.int32)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "total"])
 def _write_places(marks, counts, places, size, total, TILE: tl.constexpr):
     tile = tl.program_id(0)
     before = tl.zeros((), tl.int64)
@@ -146,13 +146,13 @@ def find_triton(kept: Tensor, total: int | None) -> Tensor:
     if tiles:
         _count_marks[tiles,](marks, counts, marks.numel(), TILE=TILE)
     total = int(counts.sum()) if total is None else total
-    places = torch.empty(total, dtype=torch.int64, device=kept.device)
+    places = torch.zeros(total, dtype=torch.int64, device=kept.device)  # a wrong total must not become an address
     if total:
         _write_places[tiles,](marks, counts, places, marks.numel(), total, TILE=TILE)
     return places
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "heads", "rows"])
 def _copy(
     index, keys, values, new_keys, new_values, total, heads, rows, dim,
     k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,

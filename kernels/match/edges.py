@@ -17,5 +17,7 @@ def edge_count(rows: int, chunk: int | None) -> int:
 def even_rows(rows: int, chunk: int | None, device: torch.device) -> torch.Tensor:
     """(E,) indices of the rows that stand at even positions of their chunk."""
     chunk = chunk or rows
+    if chunk % 2 == 0 or rows <= chunk:
+        return torch.arange(0, rows, 2, device=device)
     edge, own = torch.arange(even_count(rows, chunk), device=device), (chunk + 1) // 2
     return edge // own * chunk + edge % own * 2

@@ -16,7 +16,7 @@ from kvbench.kernels.match.edges import even_count
 TILE = 64  # rows that are compared with as many others
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "heads", "chunk", "tiles", "edges"])
 def _match(
     keys, similar, partner, rows, heads, chunk, tiles, edges, dim, k_b, k_h, k_n, k_d,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, K: tl.constexpr, CAST: tl.constexpr,
@@ -82,7 +82,7 @@ def match_triton(keys: Tensor, chunk: int | None) -> tuple[Tensor, Tensor]:
     return similar, partner
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "chunk", "tiles"])
 def _chain(into, chain, rows, chunk, tiles, TILE: tl.constexpr):
     """Of each row the last one (before it, if it joins a row itself) that joins the same row, or -1."""
     number, tile, line = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
@@ -101,7 +101,7 @@ def _chain(into, chain, rows, chunk, tiles, TILE: tl.constexpr):
     tl.store(chain + start + row, found, mask=row < stop)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "rows", "heads"])
 def _merge(
     index, keys, values, mass, into, chain, new_keys, new_values, new_mass, total, rows, heads, dim,
     k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,

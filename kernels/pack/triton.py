@@ -22,7 +22,7 @@ def _place(middle, groups, tiles, ROWS: tl.constexpr):
     return (rest // tiles).to(tl.int64), row, row < middle, number
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["middle", "groups", "tiles"])
 def _pack(
     x, codes, scale, zero, middle, groups, group, tiles, x_a, x_b, x_n,
     BITS: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
@@ -51,7 +51,7 @@ def _pack(
     tl.store(zero + line * groups + number, least, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["middle", "groups", "tiles"])
 def _unpack(
     codes, scale, zero, out, middle, groups, group, tiles, o_a, o_b, o_n,
     BITS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,

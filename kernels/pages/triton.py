@@ -9,7 +9,7 @@ ELEMENTS = 8192  # of keys that a program holds
 PAGES = 32  # whose bounds a program holds
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "heads", "pages", "page"])
 def _bounds(
     keys, low, high, rows, heads, pages, page, dim, k_b, k_h, k_n, k_d,
     PAGES: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
@@ -47,7 +47,7 @@ def bounds_triton(keys: Tensor, page: int) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["group", "pages", "heads"])
 def _upper(
     queries, low, high, above, group, pages, dim, heads, q_b, q_h, q_d, l_b, l_h, l_n, l_d, h_b, h_h, h_n, h_d,
     PAGES: tl.constexpr, D: tl.constexpr,
