@@ -6,8 +6,12 @@ import pytest
 import torch
 from ahead import compile_all, typed
 
+import kvbench.kernels.compact
+import kvbench.kernels.match
 from kvbench.kernels.compact import find
 from kvbench.kernels.match import edge_count, even_rows, match, merge
+from kvbench.methods.centroidkv import CentroidKV
+from kvbench.rows import Rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -44,7 +48,7 @@ def check_match(keys, chunk):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows, chunk", [(1, None), (2, 2), (9, 4), (29, 7), (130, 256), (300, 256), (150, None)])
+@pytest.mark.parametrize("rows, chunk", [(1, None), (2, 2), (9, 4), (29, 7), (130, 256), (300, 256), (140, None)])
 def test_match(rows, chunk, dtype):
     check_match(keys_of(rows, 24, dtype, rows), chunk)
 
@@ -92,7 +96,7 @@ def close(found, exact, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "rows, chunk, dim, joined",
-    [(1, None, 16, 1), (2, 2, 24, 1), (37, 7, 96, 0.8), (150, None, 16, 1), (140, 64, 256, 0.3), (70, 64, 128, 0)],
+    [(1, None, 16, 1), (2, 2, 24, 1), (37, 7, 96, 0.8), (90, None, 16, 1), (70, 64, 256, 0.3), (20, 64, 128, 0)],
 )
 def test_merge(rows, chunk, dim, joined, dtype):
     keys, values, mass, into = made(rows, dim, dtype, chunk, joined)
@@ -129,6 +133,25 @@ def test_rows_of_mass_nothing_add_nothing():
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one[stays], other[stays]) and torch.isfinite(one[stays]).all()
     assert torch.isfinite(clean[2]).all()
+
+
+@pytest.mark.parametrize("rows, chunk, quota", [(100, 32, 40), (60, 7, 31)])
+def test_centroids_are_those_of_the_reference(rows, chunk, quota, monkeypatch):
+    """A whole cut in Triton, several rounds of it, of rows that protect both ends."""
+    keys, values = (keys_of(rows, 16, torch.float32, seed) for seed in (1, 2))
+    place = torch.arange(rows, device=DEVICE).expand(2, 2, -1)
+    mass = torch.randint(1, 9, (2, 2, rows), generator=torch.Generator().manual_seed(3)).float().to(DEVICE)
+    held, safe = Rows(keys, values, place * 3, mass), (place < 3) | (place >= rows - 5)
+    method = CentroidKV("centroidkv", sinks=3, recents=5, chunk=chunk, r=0.8)
+    cuts = []
+    for implementation in ("reference", "triton"):
+        for op in (kvbench.kernels.match, kvbench.kernels.compact):
+            monkeypatch.setattr(op, "choose", lambda *_, chosen=implementation: chosen)
+        cuts.append(method.cut(held, mass, torch.full((2, 2), quota, device=DEVICE), safe))
+    assert len(cuts[0]) == quota and torch.equal(cuts[0].mass.sum(-1), mass.sum(-1))
+    assert torch.equal(cuts[0].places, cuts[1].places) and torch.equal(cuts[0].mass, cuts[1].mass)
+    for one, other in ((cuts[0].keys, cuts[1].keys), (cuts[0].values, cuts[1].values)):
+        torch.testing.assert_close(one, other)
 
 
 def test_inputs_that_do_not_fit():

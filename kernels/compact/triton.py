@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SPLITS = 32  # of a head's rows, at most
 TILE = 2048  # scores or marks that a program looks at together
 ROWS = 32  # rows that a program copies
 
@@ -105,7 +104,7 @@ def top_triton(scores: Tensor, quotas: Tensor) -> Tensor:
     chosen = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
     if chosen.numel() == 0:
         return chosen
-    splits = min(SPLITS, triton.next_power_of_2(triton.cdiv(rows, TILE)))
+    splits = 1 if rows <= 2 * TILE else 8 if rows <= 32 * TILE else 32  # three, since each is compiled
     per_split = triton.cdiv(triton.cdiv(rows, splits), TILE) * TILE
     lines = batch * heads
     counts = torch.empty(4, lines, splits, 256, dtype=torch.int32, device=scores.device)
