@@ -174,7 +174,7 @@ class Layer:
         if again or self.exceeds(min(quotas), allotted):
             rows = view()
             scores = method.score(seen, rows, self.state).to(rows.mass.dtype) if method.scores else rows.mass
-            if scores[rows.present].isnan().any():
+            if (scores.isnan() & rows.present).any():
                 raise FloatingPointError(f"{method.name}: scores of layer {self.index} are not numbers")
             scores = scores.clamp(min=torch.finfo(scores.dtype).min, max=torch.finfo(scores.dtype).max)
             if again:
@@ -216,7 +216,9 @@ class Layer:
         self.protected = int(protected.sum(-1).max())
         safe = self.choice.allocator.safe
         kept = protected | by_sample(quotas, lambda own, quota: safe(scores[own], protected[own], quota))
-        self.store(rows, method.cut(rows, scores, counts, kept))
+        known = self.rows.even and self.even and len(set(quotas)) == 1
+        each = min(self.rows.longest_head, quotas[0]) if known else None
+        self.store(rows, method.cut(rows, scores, counts, kept), each)
 
     def frozen_counts(self, rows: Rows, protected: Tensor, quotas: tuple[int, ...]) -> Tensor:
         """(B, H) rows per head in the proportions of the last cut before decoding."""
@@ -239,13 +241,17 @@ class Layer:
         self.shown = None
         self.weigh()
 
-    def store(self, before: Rows, after: Rows) -> None:
-        """Hold what a cut left."""
+    @property
+    def even(self) -> bool:
+        """Whether all heads hold the same number of rows after a cut."""
+        method, allocator = self.choice.method, self.choice.allocator
+        return allocator.even and not method.allots and (len(self.state.seeds) == 1 or not allocator.cascades)
+
+    def store(self, before: Rows, after: Rows, each: int | None) -> None:
+        """Hold what a cut left, `each` rows per head where that is known."""
         gone = (before.mass.sum(-1) - after.mass.sum(-1)).round().long()
         self.evicted = gone if self.evicted is None else self.evicted + gone
-        method, allocator = self.choice.method, self.choice.allocator
-        even = allocator.even and not method.allots and (len(self.state.seeds) == 1 or not allocator.cascades)
-        self.rows.keep(after, even=even, merged=method.merges)
+        self.rows.keep(after, even=self.even, merged=self.choice.method.merges, each=each)
         self.weigh()
 
     def cut_after_readings(self, quota: int) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from kvbench.kernels.compact import top
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, choose, whole
 
@@ -176,9 +177,7 @@ class Method:
 
     def select(self, scores: Tensor, quotas: Tensor) -> Tensor:
         """(B, H, n) bool: which stay. Default: each head's `quotas` (B, H) top rows, ties to the lower place."""
-        order = scores.argsort(dim=-1, descending=True, stable=True)
-        rank = order.argsort(dim=-1)
-        return rank < quotas[..., None]
+        return top(scores, quotas)
 
     def merge(self, rows: Rows, kept: Tensor) -> Rows:
         """What becomes of the rest. Default: gone (mass 0)."""

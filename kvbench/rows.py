@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from kvbench.codec import Codec, Plain, Stored, join
 from kvbench.kernels.attend import Ragged
+from kvbench.kernels.compact import find, take
 
 
 @dataclass(frozen=True)
@@ -149,21 +150,27 @@ class LayerRows:
             mass = torch.ones(batch, heads, keys.shape[2], dtype=mass_dtype(keys), device=keys.device)
         return Rows(keys, values, places, mass, columns)
 
-    def keep(self, rows: Rows, even: bool, merged: bool) -> None:
-        """Hold the rows with mass > 0 and free everything else. `even`: all heads have the same number of them;
-        `merged`: a row may stand for several tokens. A new tail starts, so views and marks stay what they were.
+    def keep(self, rows: Rows, even: bool, merged: bool, each: int | None = None) -> None:
+        """Hold the rows with mass > 0 and free everything else. `even`: all heads have the same number of them, `each`
+        where the caller knows it (on a GPU nothing waits then, nor is it checked); `merged`: a row may stand for
+        several tokens. A new tail starts, so views and marks stay what they were.
         """
         present = rows.present
-        keys, values = rows.keys[present], rows.values[present]
         self.lengths, self.starts, self.even = present.sum(-1), None, even
-        self.longest = int(self.lengths.max())
-        if even and bool((self.lengths != self.longest).any()):
-            raise ValueError(f"heads that should hold the same number of rows hold {self.lengths.tolist()}")
-        self.stored = Plain(keys, values)
-        self.places = rows.places[present].int()
+        if each is None or not present.is_cuda:
+            lengths = self.lengths.flatten().tolist()
+            each = max(lengths)
+            if even and min(lengths) != each:
+                raise ValueError(f"heads that should hold the same number of rows hold {self.lengths.tolist()}")
+            total = sum(lengths)
+        else:
+            total = self.lengths.numel() * each
+        self.longest, index = each, find(present, total)
+        self.stored = Plain(*take(index, rows.keys, rows.values))
+        self.places = rows.places.flatten()[index].int()
         narrow = torch.int16 if self.seen < 1 << 15 else torch.int32  # no row stands for more tokens than were seen
-        self.mass = rows.mass[present].to(narrow) if merged else None
-        self.columns = {name: self._spread(column[present]) for name, column in rows.columns.items()}
+        self.mass = rows.mass.flatten()[index].to(narrow) if merged else None
+        self.columns = {name: self._spread(column.flatten()[index]) for name, column in rows.columns.items()}
         self.tail, self.tail_keys, self.tail_values = 0, None, None
 
     def settle(self) -> None:
