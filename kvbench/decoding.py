@@ -21,6 +21,40 @@ from kvbench.model import Weights
 CHUNK = 16  # tokens between two looks of the host at what was decoded
 
 
+Norms = tuple[Tensor, Tensor, float] | None  # of queries and keys: weights (d,) and ε
+
+
+def through(
+    weights: Weights, ids: Tensor, attend: Callable[[int, Sequence[Tensor], Norms], Tensor], implementation: str | None
+) -> Tensor:
+    """Hidden states (B·T, hidden) of tokens (B, T) behind the last layer. `attend`: layer, projected queries, keys and
+    values (B·T, heads·d), norms to outputs (B, Hq, T, d).
+    """
+    own, epsilon = {"implementation": implementation}, weights.epsilon
+    x = embedding(ids.flatten(), weights.embed)
+    for index, block in enumerate(weights.blocks):
+        three = project(x, block.project, biases=block.biases, norm=(block.norms[0], epsilon), **own)
+        outputs = attend(index, three, None if block.head_norms is None else (*block.head_norms, epsilon))
+        outputs = outputs.transpose(1, 2).reshape(len(x), -1)
+        (x,) = project(outputs, [block.output], residual=x, **own)
+        inner = gated(x, block.gate, block.up, (block.norms[1], epsilon), **own)
+        (x,) = project(inner, [block.down], residual=x, **own)
+    return x
+
+
+def capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A graph of `work`, which is done once before it is recorded."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
 def appends(choice: Choice) -> bool:
     """Whether between two cuts nothing happens to a layer while decoding but that rows are appended and looked at."""
     method = choice.method
@@ -56,38 +90,14 @@ class Decoder:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.begin: torch.cuda.Event | float | None = None
         if device.type == "cuda":
-            self.capture()
-
-    def capture(self) -> None:
-        """Record one step; what it writes while it is tried out is written again by the real ones."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self.one()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.one()
-        self.graph = graph
-        self.back(0)
+            self.graph = capture(self.one)
+            self.back(0)  # what was written while it was recorded is written again
 
     def one(self) -> None:
         """Read the token and pick the next."""
-        weights, own = self.weights, {"implementation": self.implementation}
-        x = embedding(self.token, weights.embed)
-        for block, layer, held in zip(weights.blocks, self.layers, self.held, strict=True):
-            rows = layer.rows
-            tail = rows.tail_keys, rows.tail_values
-            norms = None if block.head_norms is None else (*block.head_norms, weights.epsilon)
-            before = block.norms[0], weights.epsilon
-            three = project(x, block.project, biases=block.biases, norm=before, **own)
-            queries = append(*three, *self.angles, *tail, rows.tail, self.step, norms=norms, **own)
-            outputs, _ = attend_ragged(
-                queries, held, *tail, weights.scaling, tail=rows.tail + 1, step=self.step, **own
-            )  # fmt: skip
-            (x,) = project(outputs.flatten(1), [block.output], residual=x, **own)
-            inner = gated(x, block.gate, block.up, (block.norms[1], weights.epsilon), **own)
-            (x,) = project(inner, [block.down], residual=x, **own)
+        weights = self.weights
+        x = through(weights, self.token[:, None], self.attend, self.implementation)
+        own = {"implementation": self.implementation}
         (self.logits,) = project(x, [weights.head], norm=(weights.norm, weights.epsilon), **own)
         at = self.step.long().view(1)
         self.token.copy_(self.pick(self.logits, self.draws.index_select(1, at).squeeze(1)))
@@ -98,6 +108,14 @@ class Decoder:
     def done(self) -> bool:
         """Whether all that there is room for was read."""
         return self.left == 0 and not self.ahead
+
+    def attend(self, index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
+        """Outputs (B, Hq, 1, d) of one layer."""
+        rows, own = self.layers[index].rows, {"implementation": self.implementation}
+        tail = rows.tail_keys, rows.tail_values
+        queries = append(*projected, *self.angles, *tail, rows.tail, self.step, norms=norms, **own)
+        scaling = self.weights.scaling
+        return attend_ragged(queries, self.held[index], *tail, scaling, tail=rows.tail + 1, step=self.step, **own)[0]
 
     def next(self) -> tuple[Tensor, float]:
         """Read the last token that was given and return the one after it, (B,) on the CPU, and the seconds from the

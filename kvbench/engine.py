@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.blocks import Blocks, serves, steady
 from kvbench.budget import Budget
 from kvbench.decoding import Decoder, appends
 from kvbench.layer import Choice, Course, Layer
@@ -18,6 +19,7 @@ from kvbench.model import attached, forward, layout, make_cache, weights_of
 from kvbench.rows import Bytes, size
 from kvbench.settings import SettingError, number
 
+FEW = 4  # whole blocks from which on graphs are captured for them
 WORTH = 8  # tokens that must be left for a graph to be captured
 ROOM = 64  # tokens that growing storage reserves beyond what it needs when the engine does not know how many will come
 
@@ -107,16 +109,26 @@ class Context:
         if self.choice.method.one_block and self.block_size is not None and self.block_size < prompt:
             raise SettingError(f"block_size={self.block_size}: {self.choice.method.name} needs the prompt as one block")
         self.course.prompt, self.course.prefix, self.course.decoding = prompt, min(self.prefix, prompt), False
-        blocks = ids.split(self.block_size or prompt, dim=1)
-        readings = self._readings(ids)
+        readings, size = self._readings(ids), self.block_size or prompt
+        captured = self.weights is not None and serves(self.choice) and self.budget.of == "prompt"
+        quota = self.budget.rows(prompt, prompt) if captured else None
         with attached(self.model):
-            for number, block in enumerate(blocks):
-                self.course.last = number == len(blocks) - 1
-                rows = None if self.choice.method.reads else self.budget.rows(prompt, self.seen + block.shape[1])
+            while self.seen < prompt:
+                tokens = min(size, prompt - self.seen)
+                if quota is not None and self.seen == 0:  # blocks that fit the quota are cut by nothing: read as one
+                    tokens = min(prompt, max(size, quota // size * size))
+                block = ids[:, self.seen : self.seen + tokens]
+                self.course.last = self.seen + tokens == prompt
+                rows = None if self.choice.method.reads else self.budget.rows(prompt, self.seen + tokens)
                 kept_whole = rows is None or rows >= prompt
-                self.course.room = prompt - self.seen - block.shape[1] + self.answer if kept_whole else 0
+                self.course.room = prompt - self.seen - tokens + self.answer if kept_whole else 0
                 self.course.room += max((reading.ids.shape[1] for reading in readings), default=0)
                 logits = self._read(block, None if self.choice.method.rereads else rows, keep=1)
+                count = (prompt - self.seen - 1) // size  # whole blocks before the last
+                if quota is not None and count >= FEW and steady(self.own_layers, quota):
+                    more = ids[:, self.seen : self.seen + count * size]
+                    Blocks(self.weights, self.own_layers, more, size, quota, self.seen).read()
+                    self._went(more.shape[1])
             self.course.last = False
             if readings:
                 self._reread(readings, rows)
@@ -255,8 +267,12 @@ class Context:
     def _leave(self, decoder: Decoder) -> None:
         """Count what a graph has read."""
         self.logits = decoder.close()
-        self.seen += decoder.read
         self.since_cut += decoder.read
+        self._went(decoder.read)
+
+    def _went(self, tokens: int) -> None:
+        """Count tokens that did not go through the model's modules."""
+        self.seen += tokens
         for port in self.cache.layers:
             port.seen = self.seen
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.allocator import Allocator, settle
-from kvbench.codec import Codec
+from kvbench.codec import Codec, Plain
 from kvbench.kernels.attend import attend, attend_ragged
 from kvbench.kernels.implementation import FAST
 from kvbench.method import Method, Seen, State, shrink
@@ -176,7 +176,7 @@ class Layer:
             scores = method.score(seen, rows, self.state).to(rows.mass.dtype) if method.scores else rows.mass
             if (scores.isnan() & rows.present).any():
                 raise FloatingPointError(f"{method.name}: scores of layer {self.index} are not numbers")
-            scores = scores.clamp(min=torch.finfo(scores.dtype).min, max=torch.finfo(scores.dtype).max)
+            scores = bounded(scores)
             if again:
                 rows = replace(rows, columns={**rows.columns, SCORE: scores})
                 self.rows.columns, self.shown = dict(rows.columns), without_tensors(seen)
@@ -205,7 +205,7 @@ class Layer:
         """Share each sample's rows per head among the heads, unless the method allotted them, and cut them."""
         method, heads = self.choice.method, self.choice.allocator.heads
         protected = by_sample(quotas, lambda own, quota: shrink(method.protect(seen, rows, quota), rows, quota)[own])
-        scores = scores.masked_fill(protected, torch.inf).masked_fill(~rows.present, -torch.inf)
+        scores = marked(scores, protected, rows)
         if allotted is None and seen.decoding and self.shares is not None:
             counts = self.frozen_counts(rows, protected, quotas)
         elif allotted is None:
@@ -234,6 +234,14 @@ class Layer:
             ],
             device=rows.mass.device,
         )  # fmt: skip
+
+    def pass_through(self, stored: Plain, places: Tensor, tokens: int, block: int) -> None:
+        """Take what is left after further `tokens` were read and cut in blocks: as many rows as before, `places` (R,)."""
+        rows = self.rows
+        rows.stored, rows.places, rows.seen = stored, places.int(), rows.seen + tokens
+        self.evicted = tokens + (torch.zeros_like(rows.lengths) if self.evicted is None else self.evicted)
+        self.peak_attended = max(self.peak_attended, rows.longest + block)
+        self.weigh()
 
     def forget_scores(self) -> None:
         """The block is over: no layer is cut again by its scores."""
@@ -293,6 +301,16 @@ class Layer:
         self.attended = list(mark["attended"])
         self.rows.rewind(mark["rows"])
         self.state.layer = dict(mark["state"])
+
+
+def bounded(scores: Tensor) -> Tensor:
+    """Scores with no infinities, which mark what is protected and what is absent."""
+    return scores.clamp(min=torch.finfo(scores.dtype).min, max=torch.finfo(scores.dtype).max)
+
+
+def marked(scores: Tensor, protected: Tensor, rows: Rows) -> Tensor:
+    """+inf where a row is protected, -inf where it is absent."""
+    return scores.masked_fill(protected, torch.inf).masked_fill(~rows.present, -torch.inf)
 
 
 def without_tensors(seen: Seen) -> Seen:

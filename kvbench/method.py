@@ -103,6 +103,9 @@ class Method:
     wants_lse = False
     one_block = False  # the whole prompt must be one block
     rereads = False  # the model reads about the prompt once more before it is cut (`readings`)
+    relative = (
+        False  # scores rows by what the block shows and their distance to it alone, remembers nothing between blocks
+    )
     rolls = False  # attention takes keys and queries at their slot among the rows held, not at their place
     reads = False  # holds every row and looks at few: the budget is rows attended while decoding, see `read`
     token_by_token = False  # known tokens that follow the prefill (the question) are read one at a time

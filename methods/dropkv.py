@@ -29,6 +29,8 @@ class DropKV(Method):
     epsilon: float
     p_dtype: str
 
+    relative = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         whole("method.window", self.window, 1)

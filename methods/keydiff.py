@@ -27,6 +27,8 @@ class KeyDiff(Method):
     metric: str
     recent: float
 
+    relative = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         choose("method.anchor", self.anchor, ("mean_normalised", "mean_raw", "median", "pairwise"))

@@ -18,6 +18,8 @@ class Knorm(Method):
 
     skip_layers: tuple[int, ...]
 
+    relative = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.skip_layers, list | tuple):

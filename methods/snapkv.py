@@ -28,6 +28,8 @@ class SnapKV(Method):
     pooling: str
     group: str
 
+    relative = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         whole("method.window", self.window, 1)

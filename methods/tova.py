@@ -24,6 +24,8 @@ class TOVA(Method):
     scope: str
     recent: int
 
+    relative = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         choose("method.scope", self.scope, ("layer", "group"))
