@@ -1,9 +1,9 @@
 """Blocks of a prompt by the decoder's own step, in CUDA graphs: KeyDiff's protocol cuts after every 128 tokens, and a
 block of 128 takes as long as reading the weights once, if nothing waits for the host.
 
-It serves layers that hold just their quota, of one method that scores rows by what the block shows and by their distance
-to it: then every block does the same, whatever its place. Places are kept relative, as if each block began at `BEGIN`.
-A layer has two sides: a block is written behind the rows of one side, and the rows that stay are gathered into the other.
+It serves layers that hold just their quota, of a method that scores rows by what the block shows and by their distance
+to it: then every block does the same, whatever its place. Places are kept as if each block began at `BEGIN`. A layer
+has two sides: a block is written behind the rows of one, and the rows that stay are gathered into the other.
 """
 
 from collections.abc import Sequence

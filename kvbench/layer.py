@@ -236,7 +236,7 @@ class Layer:
         )  # fmt: skip
 
     def pass_through(self, stored: Plain, places: Tensor, tokens: int, block: int) -> None:
-        """Take what is left after further `tokens` were read and cut in blocks: as many rows as before, `places` (R,)."""
+        """Take what is left after further `tokens` were read and cut in blocks: as many rows as before."""
         rows = self.rows
         rows.stored, rows.places, rows.seen = stored, places.int(), rows.seen + tokens
         self.evicted = tokens + (torch.zeros_like(rows.lengths) if self.evicted is None else self.evicted)
