@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from ahead import compile_all
-from test_votes_kernels import DEVICE, DTYPES, compiled, poisoned
+from test_votes_kernels import DEVICE, DTYPES, compiled, poisoned, same
 
 from kvbench.kernels.expected import expected_logits, expected_scores, merge, moments
 
@@ -131,16 +131,15 @@ def test_views_as_models_and_storage_make_them():
     room[0, :, :, :70, :32], room[1, :, :, :70, :32] = keys, values
     swapped = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values, mass)]
     found = expected_scores(mean, covariance.mT, swapped[0], swapped[2], 0.3, swapped[1], implementation="triton")
-    assert torch.equal(found, expected)
+    same(found, expected)
     sliced = room[:, :, :, :70, :32]
-    assert torch.equal(
-        expected_scores(mean, covariance, sliced[0], mass, 0.3, sliced[1], implementation="triton"), expected
-    )
+    same(expected_scores(mean, covariance, sliced[0], mass, 0.3, sliced[1], implementation="triton"), expected)
     queries, turn = asked((2, 2, 3, 50, 32, 16), torch.bfloat16)
     expected = moments(queries, True, turn, implementation="triton")
     wide = [torch.cat([part, part], 1)[:, : part.shape[1]] for part in turn]  # half of what a model makes
     found = moments(queries.transpose(1, 2).contiguous().transpose(1, 2), True, wide, implementation="triton")
-    assert torch.equal(found.mean, expected.mean) and torch.equal(found.scatter, expected.scatter)
+    same(found.mean, expected.mean)
+    same(found.scatter, expected.scatter)
 
 
 def test_what_is_refused():

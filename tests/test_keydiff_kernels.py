@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from ahead import compile_all
-from test_votes_kernels import DEVICE, DTYPES, compiled, poisoned
+from test_votes_kernels import DEVICE, DTYPES, compiled, poisoned, same
 
 from kvbench.kernels.keydiff import METRICS, anchor, norms, similarity
 
@@ -88,11 +88,11 @@ def test_views_as_models_and_storage_make_them():
     masses = mass.transpose(1, 2).contiguous().transpose(1, 2)
     for view in views:
         assert not view.is_contiguous()
-        assert torch.equal(anchor(view, masses, True, implementation="triton"), to)
-        assert torch.equal(norms(view, implementation="triton"), norms(keys, implementation="triton"))
+        same(anchor(view, masses, True, implementation="triton"), to)
+        same(norms(view, implementation="triton"), norms(keys, implementation="triton"))
         for metric in METRICS:
             expected = similarity(keys, wide.contiguous(), metric, implementation="triton")
-            assert torch.equal(similarity(view, wide, metric, implementation="triton"), expected)
+            same(similarity(view, wide, metric, implementation="triton"), expected)
 
 
 def test_what_is_refused():

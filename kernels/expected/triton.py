@@ -124,8 +124,8 @@ def joined(sums: Tensor, shifts: Tensor, scatters: Tensor | None, per: int, toke
     if scatters is None:
         return Moments(tokens, mean, None)
     inside, between = ((x * counts.rsqrt()).movedim(0, -1) for x in (sums, (means - mean) * counts))
-    total = scatters.sum(0)
-    return Moments(tokens, mean, (total + total.mT) / 2 - inside @ inside.mT + between @ between.mT)
+    total = scatters.sum(0) - inside @ inside.mT + between @ between.mT
+    return Moments(tokens, mean, (total + total.mT) / 2)
 
 
 def query_tiles(dtype: torch.dtype, dim: int) -> dict[str, int]:
