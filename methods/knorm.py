@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvbench.kernels.keydiff import norms
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, whole
@@ -31,4 +32,4 @@ class Knorm(Method):
         return layer in self.skip_layers
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        return -rows.keys.to(rows.mass.dtype).norm(dim=-1)
+        return -norms(rows.keys)
