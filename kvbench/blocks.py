@@ -22,12 +22,13 @@ from kvbench.method import Seen, shrink
 from kvbench.model import Weights
 from kvbench.rows import Rows, mass_dtype
 
+SHORT = 512  # tokens of the longest block that is read so: a longer one keeps a GPU busy anyway, and has no second side
 BEGIN = 1 << 40  # place of every block, larger than any prompt
 
 
-def serves(choice: Choice) -> bool:
-    """Whether every block does the same to layers that hold their quota."""
-    return choice.method.relative and type(choice.allocator) is Allocator and not choice.codec.packs
+def serves(choice: Choice, size: int) -> bool:
+    """Whether every block of `size` tokens does the same to layers that hold their quota, and it is worth it."""
+    return size <= SHORT and choice.method.relative and type(choice.allocator) is Allocator and not choice.codec.packs
 
 
 def steady(layers: Sequence[Layer], quota: int) -> bool:
@@ -39,7 +40,7 @@ def steady(layers: Sequence[Layer], quota: int) -> bool:
 
 
 class Blocks:
-    """Blocks of `size` tokens: ids (B, n·size), read by layers that hold `quota` rows a head; `rotation` of methods."""
+    """Blocks of `size` tokens: ids (B, n·size), behind `seen` others, read by layers that hold `quota` rows a head."""
 
     def __init__(
         self, weights: Weights, layers: Sequence[Layer], ids: Tensor, size: int, quota: int, seen: int,
@@ -53,33 +54,32 @@ class Blocks:
         self.zero = torch.zeros((), dtype=torch.int32, device=device)
         places = torch.arange(seen, seen + ids.shape[1], device=device)
         self.angles = [part[0].to(dtype).unflatten(0, (-1, size)) for part in weights.rotation(places[None])]
-        self.sides: tuple[list, list] = (
-            [],
-            [],
-        )  # of each layer keys, values (B, H, quota + size, d), places (B, H, quota)
-        for layer in layers:
-            own, (heads, dim) = layer.rows, (layer.rows.shape[1], layer.rows.stored.keys.shape[1])
-            shape = batch, heads, quota + size, dim
-            for side in self.sides:
-                side.append([own.stored.keys.new_empty(shape) for _ in range(2)] + [own.places.long().new_empty(0)])
-            for new, old in zip(self.sides[0][-1], own.stored.read(), strict=False):
-                new[:, :, :quota] = old.view(batch, heads, quota, dim)
-            self.sides[0][-1][2] = own.places.long().view(batch, heads, quota) - seen + BEGIN
-            self.sides[1][-1][2] = torch.empty_like(self.sides[0][-1][2])
+        self.sides = [[self.side(layer) for layer in layers] for _ in range(2)]
         self.broken = torch.zeros((), dtype=torch.bool, device=device)
+
+    def side(self, layer: Layer) -> list[Tensor]:
+        """Room for keys and values (B, H, quota + size, d) and places (B, H, quota) of a layer."""
+        like, (batch, heads) = layer.rows.stored.keys, layer.rows.shape
+        shape = batch, heads, self.quota + self.size, like.shape[1]
+        places = self.at.new_full((batch, heads, self.quota), BEGIN - 1)
+        return [like.new_zeros(shape), like.new_zeros(shape), places]
+
+    def fill(self) -> None:
+        """Move what the layers hold into the first side."""
+        for layer, (keys, values, places) in zip(self.layers, self.sides[0], strict=True):
+            for new, old in zip((keys, values), layer.rows.stored.read(), strict=True):
+                new[:, :, : self.quota] = old.view(*places.shape, -1)
+            places.copy_(layer.rows.places.view(places.shape).long() - self.seen + BEGIN)
+            layer.rows.stored = None
 
     def read(self) -> None:
         """Read all blocks and leave the layers as if they had read and cut them."""
         works = [lambda side=side: self.one(side) for side in range(2)]
-        if self.ids.is_cuda and self.count > 2:
-            before = [[part.clone() for part in own] for own in self.sides[0]]
-            works = [capture(work).replay for work in works]
-            for own, saved in zip(self.sides[0], before, strict=True):  # recording has read blocks that do not count
-                for part, was in zip(own, saved, strict=True):
-                    part.copy_(was)
-            del before
+        if self.ids.is_cuda:
+            works = [capture(work).replay for work in works]  # on rows that are not there yet
             self.at.zero_()
             self.broken.zero_()
+        self.fill()
         for number in range(self.count):
             works[number % 2]()
         if self.broken:
@@ -88,7 +88,7 @@ class Blocks:
         for layer, (keys, values, places) in zip(self.layers, self.sides[self.count % 2], strict=True):
             held = [part[:, :, : self.quota].flatten(0, 2) for part in (keys, values)]
             layer.pass_through(Plain(*held), (places - BEGIN + end).flatten(), self.count * self.size, self.size)
-        self.sides = ([], [])
+        self.sides = []
 
     def one(self, side: int) -> None:
         """Read the next block from one side into the other."""

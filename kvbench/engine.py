@@ -110,7 +110,7 @@ class Context:
             raise SettingError(f"block_size={self.block_size}: {self.choice.method.name} needs the prompt as one block")
         self.course.prompt, self.course.prefix, self.course.decoding = prompt, min(self.prefix, prompt), False
         readings, size = self._readings(ids), self.block_size or prompt
-        captured = self.weights is not None and serves(self.choice) and self.budget.of == "prompt"
+        captured = self.weights is not None and serves(self.choice, size) and self.budget.of == "prompt"
         quota = self.budget.rows(prompt, prompt) if captured else None
         with attached(self.model):
             while self.seen < prompt:

@@ -59,8 +59,9 @@ def test_only_what_is_relative_is_read_so():
     for method in available:
         assert type(method).update is Method.update and not (method.wants_lse or method.merges or method.rolls)
         assert type(method).cut is Method.cut and type(method).merge is Method.merge
-    assert serves(choice_of("keydiff")) and not serves(choice_of("keydiff", "ada"))
-    assert not serves(choice_of("sink")) and not serves(choice_of("snapkv", codec="kivi"))
+    assert serves(choice_of("keydiff"), 128) and not serves(choice_of("keydiff"), 1024)
+    assert not serves(choice_of("keydiff", "ada"), 128)
+    assert not serves(choice_of("sink"), 128) and not serves(choice_of("snapkv", codec="kivi"), 128)
     assert set(RELATIVE) <= set(methods_available())
 
 
