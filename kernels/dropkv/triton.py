@@ -29,6 +29,13 @@ STEP = tl.constexpr(8)  # columns of those in a round
 
 
 @triton.jit
+def rounded(p):
+    """float32 p >= 0 to the nearest bfloat16, ties to even, by its bits: the interpreter's conversion cuts them off."""
+    bits = p.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def by_differences(
     v_start, a_start, row, tile, rows, tokens, group, v_row, a_head, a_token,
     GT: tl.constexpr, WT: tl.constexpr, DIM: tl.constexpr,
@@ -84,7 +91,7 @@ def score_kernel(
         along = tl.dot(v, tl.trans(a), input_precision="ieee")
         if REMOVAL:
             if ROUNDED:
-                p = p.to(tl.bfloat16).to(tl.float32)
+                p = rounded(p)
             single = v.to(tl.float32)
             distances = tl.maximum(tl.sum(single * single, 1)[:, None] + lengths[None, :] - 2.0 * along, 0.0)
             if tl.max(p) > LARGE:
@@ -108,7 +115,7 @@ def score_triton(
     mass: Tensor | None,
     scaling: float,
     epsilon: float | None = None,
-    rounded: bool = False,
+    rounding: bool = False,
 ) -> Tensor:
     """DropKV's scores, or AnDPro's without `epsilon`."""
     batch, query_heads, tokens, dim = queries.shape
@@ -123,7 +130,7 @@ def score_triton(
         scaling * LOG2E, epsilon or 0.0, heads, group, tokens, rows, span, cut.count, len(maxima),
         *strides(queries, keys, mass), *values.stride()[:3], *outputs.stride()[:3],
         GT=cut.heads, WT=cut.width, N=cut.rows, D=cut.depth, DIM=dim, SPLITS=triton.next_power_of_2(len(maxima)),
-        MASS=mass is not None, REMOVAL=epsilon is not None, ROUNDED=rounded, CAST=interpreting(),
+        MASS=mass is not None, REMOVAL=epsilon is not None, ROUNDED=rounding, CAST=interpreting(),
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     return scores.sum(0) if cut.count > 1 else scores[0]
