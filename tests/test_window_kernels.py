@@ -163,8 +163,11 @@ def test_glance(case, dtype, programs):
     close(mean, expected[0], off * p.mean(-2))
     close(variance, expected[1], 4 * off * p.square().sum(-2) / max(1, case[3] - 1))
     close(entropy, expected[2], off * (p * (2 + p.clamp(min=1e-30).log().abs())).sum(-2) + 1e-9)
+    (alone,) = glance(*inputs.looked, **TRITON)
+    close(alone, expected[0], off * p.mean(-2))
     if inputs.mass is not None:
-        assert (mean[(inputs.mass == 0)[:, :, None].expand_as(mean)] == 0).all()
+        absent = (inputs.mass == 0)[:, :, None].expand_as(mean)
+        assert (mean[absent] == 0).all() and (alone[absent] == 0).all()
 
 
 def test_glance_gives_what_is_asked_for_the_same_every_time():
@@ -377,10 +380,11 @@ def test_what_does_not_fit_is_refused():
 def ahead():
     """The kernels for bfloat16 at the shapes that are measured, float32, and the widest rows."""
     from kvbench.kernels.dropkv.triton import score_kernel
-    from kvbench.kernels.window.triton import partial_kernel, pool_kernel, reduce_kernel, tiles
+    from kvbench.kernels.window.triton import partial_kernel, reduce_kernel, share_kernel, tiles
+    from kvbench.kernels.window.triton_pool import pool_kernel
 
     def entry(kernel, constants, name, **options):
-        floats = ("maxima", "sums", "mean", "variance", "entropy", "scores", "pooled", "mass")
+        floats = ("maxima", "sums", "mean", "variance", "entropy", "scores", "pooled", "mass", "held")
         types = {}
         for argument in kernel.arg_names:
             if argument in constants:
@@ -395,19 +399,22 @@ def ahead():
 
     removal, along = (dict(SPLITS=128, REMOVAL=own, ROUNDED=own) for own in (True, False))
     every = dict(SPLITS=128, MEAN=True, VARIANCE=True, ENTROPY=True)
+    one, many = dict(HOLD=True), dict(HOLD=False)
     for name, group, tokens, dim, kernels in [
-        ("bf16", 4, 8, 128, ((partial_kernel, 1, {}), (reduce_kernel, 1, every), (score_kernel, 2, removal))),
-        ("bf16", 4, 32, 128, ((partial_kernel, 1, {}), (reduce_kernel, 1, every), (score_kernel, 2, along))),
+        ("bf16", 4, 1, 128, ((partial_kernel, 1, one),)),
+        ("bf16", 4, 8, 128, ((partial_kernel, 1, many), (reduce_kernel, 1, every), (score_kernel, 2, removal))),
+        ("bf16", 4, 32, 128, ((partial_kernel, 1, many), (reduce_kernel, 1, every), (score_kernel, 2, along))),
         ("bf16", 4, 64, 256, ((score_kernel, 2, removal),)),
-        ("fp32", 3, 5, 64, ((partial_kernel, 1, {}), (score_kernel, 2, removal))),
+        ("fp32", 3, 5, 64, ((partial_kernel, 1, many), (score_kernel, 2, removal))),
     ]:
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
         for kernel, products, more in kernels:
             cut = tiles(group, tokens, dim, dtype, products)
             shape = dict(GT=cut.heads, WT=cut.width, N=cut.rows, D=cut.depth, DIM=dim, MASS=True, CAST=False)
             yield entry(kernel, shape | more, name, num_warps=cut.warps, num_stages=cut.stages)
+    yield entry(share_kernel, dict(GT=4, WT=4, N=1024, SPLITS=128), "fp32")
     yield entry(pool_kernel, dict(N=512, KERNEL=11, LARGEST=True, BEFORE=False, HIDDEN=True), "fp32")
 
 
 def test_kernels_compile_for_sm_90():
-    assert len(compile_all("test_window_kernels").splitlines()) == 10
+    assert len(compile_all("test_window_kernels").splitlines()) == 12

@@ -35,7 +35,7 @@ def pool_group(
     if hidden is not None and hidden.shape != scores[:, :, 0].shape:
         raise ValueError(f"pool_group: scores {tuple(scores.shape)}, hidden {tuple(hidden.shape)}")
     if choose("pool_group", implementation, scores) == "triton":
-        from kvbench.kernels.window.triton import pool_group_triton
+        from kvbench.kernels.window.triton_pool import pool_group_triton
 
         return pool_group_triton(scores, hidden, kernel, pooling == "max", group == "before")
     if hidden is not None:

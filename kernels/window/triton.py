@@ -106,28 +106,39 @@ def logits(
 
 
 @triton.jit
-def gather_sums(k_start, q, mass, lows, sums, first, last, rows, tokens, stride_row, stride_mass, scale,
-                N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, WT: tl.constexpr,
-                MASS: tl.constexpr, CAUSAL: tl.constexpr, CAST: tl.constexpr):  # fmt: skip
-    """Running maxima and sums (N, M) over rows first, first + N, … below last, each place of a tile by itself."""
+def gather_sums(
+    k_start, q, mass, held, high, sums, first, last, rows, tokens, group, stride_row, stride_mass, scale,
+    N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, GT: tl.constexpr, WT: tl.constexpr,
+    MASS: tl.constexpr, CAUSAL: tl.constexpr, HOLD: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """Running maxima and sums (N, M) over rows first, first + N, … below last, each place of a tile by itself; HOLD:
+    the first query's x goes to `held` (GT, n).
+    """
     for start in range(first, last, N):
         row = start + tl.arange(0, N)
         k = load_rows(k_start, row, rows, stride_row, D, DIM, CAST)
         x = logits(k, q, mass, row, rows, tokens, stride_mass, scale, WT, MASS, CAUSAL)
-        fall = tl.exp2(-tl.abs(x - lows))  # one exponential serves both: a new maximum, or a number below the old
-        sums = tl.where(x > lows, sums * fall + 1.0, sums + fall)
-        lows = tl.maximum(x, lows)
-    return lows, sums
+        fall = tl.exp2(-tl.abs(x - high))  # one exponential serves both: a new maximum, or a number below the old
+        sums = tl.where(x > high, sums * fall + 1.0, sums + fall)
+        high = tl.maximum(x, high)
+        if HOLD:
+            own = tl.arange(0, GT)
+            x = tl.where((tl.arange(0, WT) == 0)[None, None, :], tl.reshape(x, (N, GT, WT)), 0.0)
+            there = (row < rows)[:, None] & (own < group)[None, :]
+            tl.store(held + own.to(tl.int64)[None, :] * rows + row[:, None], tl.sum(x, 2), mask=there)
+    return high, sums
 
 
 @triton.jit
 def partial_kernel(
-    queries, keys, mass, maxima, sums, scale, heads, group, tokens, rows, span, count,
+    queries, keys, mass, maxima, sums, held, scale, heads, group, tokens, rows, span, count,
     q_batch, q_head, q_token, k_batch, k_head, k_row, m_batch, m_head, m_row,
     GT: tl.constexpr, WT: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
-    MASS: tl.constexpr, CAST: tl.constexpr,
+    MASS: tl.constexpr, HOLD: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """maxima, sums (splits, B·H·count, M) float32 of a tile of queries over `span` rows."""
+    """maxima, sums (splits, B·H·count, M) float32 of a tile of queries over `span` rows; HOLD: x in `held` (B, H, G, n)
+    of one query.
+    """
     tile, split, pair = tl.program_id(0) % count, tl.program_id(0) // count, tl.program_id(1)
     batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     q_start = queries + batch * q_batch + head * group * q_head
@@ -137,10 +148,15 @@ def partial_kernel(
     # tiles that every query sees whole, then those that reach into the window
     free = first + tl.maximum(tl.minimum(last, rows - tokens + 1) - first, 0) // N * N
     high, total = tl.full((N, GT * WT), LOWEST, tl.float32), tl.zeros((N, GT * WT), tl.float32)
-    high, total = gather_sums(k_start, q, m_start, high, total, first, free, rows, tokens, k_row, m_row, scale,
-                              N, D, DIM, WT, MASS, False, CAST)  # fmt: skip
-    high, total = gather_sums(k_start, q, m_start, high, total, free, last, rows, tokens, k_row, m_row, scale,
-                              N, D, DIM, WT, MASS, True, CAST)  # fmt: skip
+    x_start, own = held + (pair.to(tl.int64) * group + tile * GT) * rows, group - tile * GT
+    high, total = gather_sums(
+        k_start, q, m_start, x_start, high, total, first, free, rows, tokens, own, k_row, m_row, scale,
+        N, D, DIM, GT, WT, MASS, False, HOLD, CAST,
+    )  # fmt: skip
+    high, total = gather_sums(
+        k_start, q, m_start, x_start, high, total, free, last, rows, tokens, own, k_row, m_row, scale,
+        N, D, DIM, GT, WT, MASS, True, HOLD, CAST,
+    )  # fmt: skip
     top = tl.max(high, 0)
     total = tl.sum(total * tl.exp2(high - top[None, :]), 0)
     packs = tl.num_programs(1) * count
@@ -200,12 +216,33 @@ def reduce_kernel(
             tl.store(entropy + at, -tl.sum(p * tl.log(p + 1e-10), 2), mask=there)
 
 
+@triton.jit
+def share_kernel(
+    held, maxima, sums, group, rows, count, splits,
+    GT: tl.constexpr, WT: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """`held` (B, H, G, n): x of one query becomes p, N rows a program."""
+    pair, head = tl.program_id(1) // group, tl.program_id(1) % group
+    packs, split = tl.num_programs(1) // group * count, tl.arange(0, SPLITS)
+    at = (split * packs + pair * count + head // GT).to(tl.int64) * (GT * WT) + head % GT * WT
+    high = tl.load(maxima + at, mask=split < splits, other=LOWEST)
+    total = tl.load(sums + at, mask=split < splits, other=0.0)
+    top = tl.max(high, 0)
+    total = tl.sum(total * tl.exp2(high - top), 0)
+    row = tl.program_id(0) * N + tl.arange(0, N)
+    own = held + tl.program_id(1).to(tl.int64) * rows + row
+    p = tl.exp2(tl.load(own, mask=row < rows, other=LOWEST) - top) * tl.where(top > LOWEST, 1.0 / total, 0.0)
+    tl.store(own, p, mask=row < rows)
+
+
 def strides(queries: Tensor, keys: Tensor, mass: Tensor | None) -> tuple[int, ...]:
     return (*queries.stride()[:3], *keys.stride()[:3], *((0, 0, 0) if mass is None else mass.stride()))
 
 
-def partial_sums(queries: Tensor, keys: Tensor, mass: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
-    """The first launch: each query's maxima and sums, (splits, B·H·count, M) each."""
+def partial_sums(
+    queries: Tensor, keys: Tensor, mass: Tensor | None, scaling: float, held: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The first launch: each query's maxima and sums, (splits, B·H·count, M) each; of one query also x, in `held`."""
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
     cut = tiles(query_heads // heads, tokens, dim, keys.dtype)
@@ -214,10 +251,10 @@ def partial_sums(queries: Tensor, keys: Tensor, mass: Tensor | None, scaling: fl
         2, splits, batch * heads * cut.count, cut.queries, dtype=torch.float32, device=keys.device
     )
     partial_kernel[(splits * cut.count, batch * heads)](
-        queries, keys, keys if mass is None else mass, maxima, sums,
+        queries, keys, keys if mass is None else mass, maxima, sums, maxima if held is None else held,
         scaling * LOG2E, heads, query_heads // heads, tokens, rows, span, cut.count, *strides(queries, keys, mass),
-        GT=cut.heads, WT=cut.width, N=cut.rows, D=cut.depth, DIM=dim, MASS=mass is not None, CAST=interpreting(),
-        num_warps=cut.warps, num_stages=cut.stages,
+        GT=cut.heads, WT=cut.width, N=cut.rows, D=cut.depth, DIM=dim, MASS=mass is not None,
+        HOLD=held is not None, CAST=interpreting(), num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     return maxima, sums
 
@@ -229,11 +266,19 @@ def glance_triton(
     heads, rows = keys.shape[1:3]
     group = query_heads // heads
     cut = tiles(group, tokens, dim, keys.dtype)
-    maxima, sums = partial_sums(queries, keys, mass, scaling)
     made = {
         name: torch.empty(batch, heads, group, rows, dtype=torch.float32, device=keys.device)
         for name in dict.fromkeys(of)
     }
+    if tokens == 1 and set(of) == {"mean"}:  # of one query x has the size of the result: keys are read once
+        held = made["mean"]
+        maxima, sums = partial_sums(queries, keys, mass, scaling, held)
+        share_kernel[(triton.cdiv(rows, 1024), batch * query_heads)](
+            held, maxima, sums, group, rows, cut.count, len(maxima),
+            GT=cut.heads, WT=cut.width, N=1024, SPLITS=triton.next_power_of_2(len(maxima)),
+        )  # fmt: skip
+        return tuple(held for _ in of)
+    maxima, sums = partial_sums(queries, keys, mass, scaling)
     span, splits = spans(rows, batch * heads * cut.count, cut.rows)
     reduce_kernel[(splits * cut.count, batch * heads)](
         queries, keys, keys if mass is None else mass, maxima, sums,
@@ -244,45 +289,3 @@ def glance_triton(
         CAST=interpreting(), num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     return tuple(made[name] for name in of)
-
-
-@triton.jit
-def pool_kernel(
-    scores, hidden, pooled, group, rows,
-    N: tl.constexpr, KERNEL: tl.constexpr, LARGEST: tl.constexpr, BEFORE: tl.constexpr, HIDDEN: tl.constexpr,
-):  # fmt: skip
-    """pooled (B·H, n) of scores (B·H, G, n), N rows a program. LARGEST: by maximum, else by average. The group's mean
-    is a sum over as many pools, or BEFORE, a pool of sums, divided in the end.
-    """
-    pair, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
-    result = tl.zeros((N,), tl.float32)
-    for first in range(0, 1 if BEFORE else group):
-        own = tl.full((N,), float("-inf") if LARGEST else 0.0, tl.float32)
-        for offset in tl.static_range(KERNEL):
-            near = row + (offset - KERNEL // 2)
-            inside = (near >= 0) & (near < rows)
-            shown = inside
-            if HIDDEN:
-                shown = inside & (tl.load(hidden + pair * rows + near, mask=inside, other=1) == 0)
-            score = tl.load(scores + (pair * group + first) * rows + near, mask=shown, other=0.0)
-            if BEFORE:
-                for member in range(1, group):
-                    score += tl.load(scores + (pair * group + member) * rows + near, mask=shown, other=0.0)
-            if LARGEST:
-                own = tl.maximum(own, tl.where(inside, score, float("-inf")), propagate_nan=tl.PropagateNan.ALL)
-            else:
-                own += score
-        result += own
-    if HIDDEN:
-        result = tl.where(tl.load(hidden + pair * rows + row, mask=row < rows, other=1) == 0, result, 0.0)
-    tl.store(pooled + pair * rows + row, result / (group if LARGEST else group * KERNEL), mask=row < rows)
-
-
-def pool_group_triton(scores: Tensor, hidden: Tensor | None, kernel: int, largest: bool, before: bool) -> Tensor:
-    batch, heads, group, rows = scores.shape
-    pooled = scores.new_empty(batch, heads, rows, dtype=torch.float32)
-    pool_kernel[(triton.cdiv(rows, 512), batch * heads)](
-        scores.contiguous(), pooled if hidden is None else hidden.contiguous().view(torch.uint8), pooled, group, rows,
-        N=512, KERNEL=kernel, LARGEST=largest, BEFORE=before, HIDDEN=hidden is not None,
-    )  # fmt: skip
-    return pooled
