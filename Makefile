@@ -42,7 +42,7 @@ THREADS ?= 1
 FILES := results/files
 
 bench-methods: setup $(FILES)/qfilters.safetensors $(FILES)/duo_attention
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench.efficiency --cross snapkv \
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench.prefills --cross snapkv \
 	  --set qfilters.path=$(FILES)/qfilters.safetensors --set duo_attention.path=$(FILES)/duo_attention \
 	  --out results/efficiency/prefill-$(THREADS).csv
 

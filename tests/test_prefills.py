@@ -9,10 +9,10 @@ from models import ids, tiny
 from needed import chosen
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvbench import efficiency
+from kvbench import prefills
 from kvbench.budget import Budget
 from kvbench.catalogue import methods_available, names
-from kvbench.efficiency import Cost, Setup, limit, measure, setups, table
+from kvbench.prefills import Cost, Setup, limit, measure, setups, table
 from kvbench.engine import Context
 from kvbench.layer import Choice
 
@@ -50,7 +50,7 @@ def test_each_set_up_is_timed_between_two_full_caches(monkeypatch):
         ran.append(choice.method.name)
         return float(len(ran))
 
-    monkeypatch.setattr(efficiency, "seconds", seconds)
+    monkeypatch.setattr(prefills, "seconds", seconds)
     costs = measure(None, ids(9), Budget(0.5), 2, setups(["knorm", "qfilters", "random"], None), {})
     assert ran == ["full", "knorm", "random"] + 2 * ["full", "knorm", "full", "random", "full"]
     assert [cost.setup.method for cost in costs] == ["knorm", "qfilters", "random"]
@@ -61,7 +61,7 @@ def test_each_set_up_is_timed_between_two_full_caches(monkeypatch):
 def test_the_command_prints_and_writes_every_set_up(tmp_path, capsys):
     out = tmp_path / "new" / "prefill.csv"
     command = ["--tokens=60", "--rounds=1", "--out", str(out), "--methods", "knorm", "h2o", "tova", "qfilters"]
-    assert efficiency.main([*command, "--cross", "tova", "--set", "h2o.preset=kvpress"]) == 0
+    assert prefills.main([*command, "--cross", "tova", "--set", "h2o.preset=kvpress"]) == 0
     printed = capsys.readouterr().out
     with out.open() as file:
         lines = list(csv.DictReader(file))
@@ -75,7 +75,7 @@ def test_the_command_prints_and_writes_every_set_up(tmp_path, capsys):
         assert f"{line['method']} " in printed and line["not_run"] in printed
         assert line["not_run"] or float(line["ratio"]) == pytest.approx(float(line["ms"]) / float(line["full_ms"]))
         assert line["tokens"] == "60" and line["torch"] == torch.__version__
-        assert line["command"].startswith("python -m kvbench.efficiency --tokens=60 --rounds=1")
+        assert line["command"].startswith("python -m kvbench.prefills --tokens=60 --rounds=1")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_the_command_prints_and_writes_every_set_up(tmp_path, capsys):
     ],
 )
 def test_a_setting_that_cannot_be_used_is_said_in_one_line(wrong, tmp_path, capsys):
-    assert efficiency.main([*wrong, "--out", str(tmp_path / "x.csv")]) == 2
+    assert prefills.main([*wrong, "--out", str(tmp_path / "x.csv")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("kvbench: ") and error.count("\n") == 1 and not list(tmp_path.iterdir())
 
