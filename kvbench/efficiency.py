@@ -3,7 +3,7 @@
     python run.py task=efficiency model=random model.like=llama31_8b method=dropkv budget=0.05 task.length=32768
 
 A run is measured on random tokens, which cost what any others cost, and gives lines of results/efficiency/<gpu>.csv,
-one a quantity (kvbench.measurements). `task.measure` says what: latency, throughput and scoring (kvbench.trials).
+one a quantity (kvbench.measurements). `task.measure` says what: latency, throughput or scoring, each a module here.
 
 Out of memory is a result. What was measured already with the same settings and sources is not measured again.
 """
@@ -23,31 +23,58 @@ from typing import Any
 
 import torch
 
-from kvbench import catalogue, trials
-from kvbench.measurements import ENDED, append, check, ended
+from kvbench import catalogue, timing
+from kvbench.latency import latency
+from kvbench.measurements import ENDED, Line, append, check, ended
 from kvbench.run import Run
+from kvbench.scoring import score
 from kvbench.settings import SettingError
 from kvbench.sources import source_hash
-
-Line = dict[str, Any]
+from kvbench.throughput import throughput
 
 
 def execute(run: Run, results: Path) -> tuple[Path, list[Line]]:
     """Measure a run and append its lines, unless that was done; returns the file, and the lines that are new."""
     run = plainly(run)
+    path = file_of(run, results)
+    if cell_of(run) in ended(path):
+        return path, []
+    begin = time.perf_counter()
+    lines = measure(run)
+    return path, keep(run, path, lines, time.perf_counter() - begin)
+
+
+def measure(run: Run) -> list[Line]:
+    """All lines of a run."""
+    kind = {"latency": latency, "throughput": throughput, "scoring": score}[run.task.measure]
+    lines = list(kind(run))
+    if run.task.baseline == "static_compiled":
+        torch.compiler.reset()  # its graphs hold memory
+    timing.clear(run.device)
+    return lines
+
+
+def keep(run: Run, path: Path, lines: list[Line], seconds: float) -> list[Line]:
+    """Append the lines of a cell, with its settings and versions; returns them."""
+    about = settings(run) | versions(run) | {"cell": cell_of(run), "status": "ok"}
+    whole = [about | line for line in [*lines, {"quantity": ENDED, "unit": "s", "value": seconds}]]
+    append(path, whole)
+    return whole
+
+
+def keep_failure(run: Run, results: Path, error: Exception) -> None:
+    """A run that failed is not tried again before the sources change."""
+    run = plainly(run)
+    note = f"{type(error).__name__}: {error}"[:300]
+    keep(run, file_of(run, results), [{"quantity": run.task.measure, "status": "failed", "note": note}], 0.0)
+
+
+def file_of(run: Run, results: Path) -> Path:
+    """Where the lines of a run's machine are; SettingError if they are of another format."""
     path = results / "efficiency" / f"{machine_name(run.device)}.csv"
     if path.exists():
         check(path)
-    cell = cell_of(run)
-    if cell in ended(path):
-        return path, []
-    begin = time.perf_counter()
-    lines = trials.measure(run)
-    lines.append({"quantity": ENDED, "unit": "s", "status": "ok", "value": time.perf_counter() - begin})
-    about = settings(run) | versions(run) | {"cell": cell}
-    lines = [about | {"status": "ok"} | line for line in lines]
-    append(path, lines)
-    return path, lines
+    return path
 
 
 def summary(path: Path, lines: list[Line]) -> str:

@@ -10,6 +10,7 @@ import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvbench.settings import SettingError
 
@@ -24,6 +25,20 @@ VALUES = (
 )  # fmt: skip
 VERSIONS = ("date", "commit", "sources", "torch", "transformers", "triton", "cuda", "driver", "python", "cell")
 COLUMNS = (*SETTINGS, *VALUES, *VERSIONS)
+
+
+Line = dict[str, Any]
+
+
+def line(quantity: str, unit: str, value: float | Mapping[str, float], note: str = "") -> Line:
+    """A measured quantity: one number, or a spread (kvbench.timing), whose median is the value."""
+    spread = {"value": value} if not isinstance(value, Mapping) else {"value": value["median"], **value}
+    return {"quantity": quantity, "unit": unit, "note": note, **spread}
+
+
+def exhausted(quantity: str) -> Line:
+    """There was no memory to measure it."""
+    return {"quantity": quantity, "status": "out_of_memory"}
 
 
 def append(path: Path, rows: Sequence[Mapping[str, object]]) -> None:

@@ -224,7 +224,8 @@ def plain_cache(model: torch.nn.Module, rows: int | None = None) -> Cache:
 
 def random_model(config: Any, dtype: torch.dtype, device: str, seed: int) -> torch.nn.Module:
     """A model of this configuration, initialised on the device in `dtype`; the global random state stays as it was."""
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if device != "cpu" else []), torch.device(device):
+    gpus = [torch.cuda.current_device()] if device == "cuda" else []
+    with torch.random.fork_rng(devices=gpus), torch.device(device):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
 

@@ -1,22 +1,27 @@
-"""A method's score alone, on made-up rows and queries in the shape of one layer of a model: no weights are needed.
+"""task.measure=scoring: a method's score alone, on made-up rows and queries in the shape of one layer of a model. No
+weights are needed.
 
 What is timed is what the engine asks a method when a block was read: `update` where it has one, then `score`; of a
 method without scores its `cut` (CentroidKV's matching and merging).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvbench import timing
+from kvbench.floors import Machine, score_needs
 from kvbench.kernels.implementation import only
+from kvbench.measurements import Line, exhausted, line
 from kvbench.method import Method, Seen, State, shrink
 from kvbench.model import layout_of
 from kvbench.rows import Rows, mass_dtype
 from kvbench.run import DTYPES, Run
 from kvbench.settings import SettingError
+from kvbench.timing import fits, spread
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,32 @@ class Score:
 
     call: Callable[[], Any]
     sizes: dict[str, int]
+
+
+def score(run: Run) -> Iterator[Line]:
+    """The method's score: time, scratch, what it moves and computes, kernels."""
+    task, device = run.task, run.device
+    timing.clear(device)
+    fit, made = fits(lambda: scoring(run), device)
+    if fit:
+        fit, times = fits(lambda: timing.calls(made.call, device, 10 * task.repeats, max(1, task.warmup)), device)
+    if not fit:
+        yield exhausted("scoring")
+        return
+    yield line("scoring_ms", "ms", spread(times))
+    needs = score_needs(run.groups["method"]["name"], run.groups["method"], made.sizes)
+    if needs is not None:
+        yield line("scoring_bytes", "bytes", needs[0])
+        yield line("scoring_operations", "operations", needs[1])
+    if device == "cpu":
+        return
+    if needs is not None:
+        yield line("scoring_floor_ms", "ms", Machine(task.bandwidth, task.flops).ms(*needs))
+    yield line("scoring_scratch_bytes", "bytes", timing.scratch(made.call, device))
+    kernels = timing.launches(made.call, device)
+    yield line("scoring_launches", "kernels", sum(count for count, _ in kernels.values()))
+    for name, (count, us) in sorted(kernels.items(), key=lambda item: -item[1][1]):
+        yield line("kernel_us", "us", us, name[:120]) | {"count": count}
 
 
 def scoring(run: Run) -> Score:

@@ -6,16 +6,20 @@ subject.tokens(count)        the answer, greedy: gives control back after each t
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvbench.engine import Context, Sampling
-from kvbench.model import plain_cache
+from kvbench.model import Checkpoint, plain_cache
 from kvbench.replica import replicate
 from kvbench.rows import Bytes
-from kvbench.run import Run
+from kvbench.run import DTYPES, Run
+from kvbench.timing import Stamps, now
+
+WARMED = 8  # steps of an answer before the median is taken, or half of a short answer
 
 
 class Subject(Protocol):
@@ -29,6 +33,8 @@ class Subject(Protocol):
 
     def bytes(self) -> Bytes: ...
 
+    def drop(self) -> None: ...
+
 
 class Composed:
     """The method, allocator and codec of a run, in kvbench's own cache."""
@@ -37,7 +43,6 @@ class Composed:
         self.model, self.run, self.answer = model, run, answer
 
     def read(self, ids: Tensor) -> None:
-        self.context = None  # the one before is freed first
         self.context = Context(
             self.model, self.run.choice(), self.run.budget, self.run.block_size, (self.run.seed,) * len(ids)
         )
@@ -53,6 +58,9 @@ class Composed:
     def bytes(self) -> Bytes:
         return self.context.bytes()
 
+    def drop(self) -> None:
+        self.context = None
+
 
 class Growing:
     """transformers' dynamic cache as users have it: model.forward, SDPA, a greedy loop."""
@@ -62,7 +70,6 @@ class Growing:
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> None:
-        self.cache = None  # the one before is freed first
         self.cache = plain_cache(self.model)
         logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
         self.token = logits[:, -1:].argmax(-1)
@@ -82,6 +89,9 @@ class Growing:
     def bytes(self) -> Bytes:
         return Bytes(rows=sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers))
 
+    def drop(self) -> None:
+        self.cache = None
+
 
 class Static:
     """transformers' static cache of `rows` tokens and the answer; the step of one token compiled, in a CUDA graph. What
@@ -94,6 +104,7 @@ class Static:
         self.step = self.plain_step
         if compiled:
             self.step = torch.compile(self.plain_step, mode="reduce-overhead", dynamic=False)
+            self.begin = torch.compiler.cudagraph_mark_step_begin
 
     def read(self, ids: Tensor) -> None:
         self.grown = Growing(self.model)
@@ -115,6 +126,9 @@ class Static:
         self.token = self.grown.token.repeat(times, 1)
         self.place = torch.full((1, 1), self.rows, device=self.token.device)
 
+    def begin(self) -> None:
+        """A step begins: what the graph returned before is not needed any more."""
+
     def plain_step(self, token: Tensor, place: Tensor) -> Tensor:
         logits = self.model(input_ids=token, position_ids=place, past_key_values=self.cache, use_cache=True).logits
         return logits[:, -1:].argmax(-1)
@@ -124,13 +138,16 @@ class Static:
         yield
         for _ in range(count - 1):
             with torch.no_grad():
-                torch.compiler.cudagraph_mark_step_begin()
+                self.begin()
                 self.token = self.step(self.token, self.place).clone()  # the graph writes over what it returned
                 self.place += 1
             yield
 
     def bytes(self) -> Bytes:
         return Bytes(rows=sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers))
+
+    def drop(self) -> None:
+        """Nothing: the graph needs its addresses, and the next prompt is written over this one."""
 
 
 def subject(model: torch.nn.Module, run: Run) -> Subject:
@@ -141,3 +158,29 @@ def subject(model: torch.nn.Module, run: Run) -> Subject:
     if run.task.baseline == "static_compiled":
         return Static(model, run.task.rows or run.task.length, answer)
     return Composed(model, run, answer)
+
+
+@lru_cache(maxsize=1)
+def weights(checkpoint: Checkpoint, dtype: str, device: str) -> torch.nn.Module:
+    """The model; one a process is kept for the cells that follow."""
+    return checkpoint.weights(DTYPES[dtype], device)
+
+
+def loaded(run: Run) -> torch.nn.Module:
+    return weights(run.checkpoint, run.dtype, run.device)
+
+
+def prompt(run: Run, model: torch.nn.Module, batch: int | None = None) -> Tensor:
+    """(B, n) random tokens: of a static cache as many as it holds."""
+    size = (batch or run.task.batch, run.task.rows or run.task.length)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return torch.randint(vocabulary, size, generator=torch.Generator().manual_seed(run.seed)).to(run.device)
+
+
+def answered(own: Subject, count: int, device: str) -> Stamps:
+    """Stamps of the tokens of an answer, the first of which is there already."""
+    stamps = Stamps(device)
+    for _ in own.tokens(count):
+        stamps.put()
+    now(device)
+    return stamps

@@ -6,7 +6,6 @@ On a GPU stamps are CUDA events, so that nothing waits while tokens are decoded;
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,22 +16,11 @@ FLUSH = 256 << 20  # bytes written between two timed calls: several times any GP
 EXHAUSTED = ("out of memory", "alloc_failed")  # of libraries that do not raise OutOfMemoryError
 
 
-@dataclass(frozen=True)
-class Spread:
+def spread(values: Sequence[float]) -> dict[str, float]:
     """Of the values of one quantity."""
-
-    median: float
-    mean: float
-    least: float
-    quartile_1: float
-    quartile_3: float
-    most: float
-    count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        least, first, middle, third, most = np.quantile(values, (0, 0.25, 0.5, 0.75, 1)).tolist()
-        return cls(middle, float(np.mean(values)), least, first, third, most, len(values))
+    least, first, middle, third, most = np.quantile(values, (0, 0.25, 0.5, 0.75, 1)).tolist()
+    own = {"median": middle, "mean": float(np.mean(values)), "least": least, "quartile_1": first}
+    return own | {"quartile_3": third, "most": most, "count": len(values)}
 
 
 def now(device: str) -> float:

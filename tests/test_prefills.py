@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvbench import prefills
 from kvbench.budget import Budget
 from kvbench.catalogue import methods_available, names
-from kvbench.prefills import Cost, Setup, limit, measure, setups, table
 from kvbench.engine import Context
 from kvbench.layer import Choice
+from kvbench.prefills import Cost, Setup, limit, measure, setups, table
 
 
 def test_set_ups_are_every_method_alone_and_one_with_everything():
