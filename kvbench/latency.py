@@ -40,7 +40,8 @@ def latency(run: Run) -> Iterator[Line]:
             return
         first.append(1000 * (timing.now(device) - begin))
         found |= memory(own, model, device)
-        found["peak_prefill_bytes"] = timing.peak(device)
+        if run.task.baseline != "static_compiled":
+            found["peak_prefill_bytes"] = timing.peak(device)
         if number >= task.answers:
             continue
         timing.forget_peak(device)

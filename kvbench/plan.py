@@ -59,7 +59,7 @@ def measure(settings: list[str], results: Path, loaded: tuple | None) -> tuple:
         efficiency.keep_failure(run, results, error)
         if run.device != "cpu":
             torch.cuda.synchronize()  # raises again if nothing can run any more
-        timing.clear(run.device)
+    timing.clear(run.device)
     return key
 
 

@@ -38,7 +38,7 @@ def score(run: Run) -> Iterator[Line]:
     timing.clear(device)
     fit, made = fits(lambda: scoring(run), device)
     if fit:
-        fit, times = fits(lambda: timing.calls(made.call, device, 10 * task.repeats, max(1, task.warmup)), device)
+        fit, times = fits(lambda: timing.calls(made.call, device, 10 * task.repeats, max(2, task.warmup)), device)
     if not fit:
         yield exhausted("scoring")
         return

@@ -100,31 +100,23 @@ class Static:
 
     def __init__(self, model: torch.nn.Module, rows: int, answer: int, compiled: bool = True) -> None:
         self.model, self.rows, self.answer = model, rows, answer
-        self.cache, self.batch = None, 0
+        self.cache = None
         self.step = self.plain_step
         if compiled:
             self.step = torch.compile(self.plain_step, mode="reduce-overhead", dynamic=False)
             self.begin = torch.compiler.cudagraph_mark_step_begin
 
-    def read(self, ids: Tensor) -> None:
-        self.grown = Growing(self.model)
-        self.grown.read(ids)
-        self.fill(len(ids))
-
-    def replicate(self, times: int) -> None:
-        self.fill(times)
-
     @torch.no_grad()
-    def fill(self, times: int) -> None:
-        if self.batch == times:
-            self.cache.reset()  # the same addresses: the graph stays valid
+    def read(self, ids: Tensor) -> None:
+        grown = Growing(self.model)
+        grown.read(ids)
+        if self.cache is None:
+            self.cache = plain_cache(self.model, self.rows + self.answer)
         else:
-            self.cache = None  # freed before the next one is made
-            self.cache, self.batch = plain_cache(self.model, self.rows + self.answer), times
-        for index, layer in enumerate(self.grown.cache.layers):
-            self.cache.update(*(own.expand(times, -1, -1, -1) for own in (layer.keys, layer.values)), index)
-        self.token = self.grown.token.repeat(times, 1)
-        self.place = torch.full((1, 1), self.rows, device=self.token.device)
+            self.cache.reset()  # the same addresses: the graph stays valid
+        for index, layer in enumerate(grown.cache.layers):
+            self.cache.update(layer.keys, layer.values, index)
+        self.token, self.place = grown.token, torch.full((1, 1), self.rows, device=ids.device)
 
     def begin(self) -> None:
         """A step begins: what the graph returned before is not needed any more."""
@@ -134,7 +126,6 @@ class Static:
         return logits[:, -1:].argmax(-1)
 
     def tokens(self, count: int) -> Iterator[None]:
-        self.grown = None
         yield
         for _ in range(count - 1):
             with torch.no_grad():

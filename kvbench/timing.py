@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 FLUSH = 256 << 20  # bytes written between two timed calls: several times any GPU's second-level cache
+ENOUGH = 20.0  # seconds of calls, but for the first three
 EXHAUSTED = ("out of memory", "alloc_failed")  # of libraries that do not raise OutOfMemoryError
 
 
@@ -54,9 +55,13 @@ class Stamps:
 
 
 def calls(work: Callable[[], Any], device: str, repeats: int, warmup: int) -> list[float]:
-    """Milliseconds of each of `repeats` calls; on a GPU nothing of what they read is in its second-level cache."""
+    """Milliseconds of each of `repeats` calls, fewer of slow ones; on a GPU nothing of what they read is in its
+    second-level cache. `warmup` >= 1.
+    """
     for _ in range(warmup):
+        begin = now(device)
         work()
+    repeats = max(3, min(repeats, int(ENOUGH / (now(device) - begin))))
     flush = torch.empty(FLUSH if device != "cpu" else 0, dtype=torch.uint8, device=device)
     stamps = Stamps(device)
     for _ in range(repeats):  # no wait in between: a GPU that is behind hides what launching costs
@@ -136,7 +141,11 @@ def launches(work: Callable[[], Any], device: str) -> dict[str, tuple[int, float
     found: dict[str, tuple[int, float]] = {}
     for event in profiled.events():
         on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
-        if on_gpu and not event.name.startswith(("Memcpy", "Memset")) and not event.is_user_annotation:
+        if (
+            on_gpu
+            and not event.name.startswith(("Memcpy", "Memset"))
+            and not getattr(event, "is_user_annotation", False)
+        ):
             count, total = found.get(event.name, (0, 0.0))
             found[event.name] = count + 1, total + event.time_range.elapsed_us()
     return found

@@ -57,6 +57,8 @@ class Efficiency:
             raise SettingError(f"task.rows={self.rows}: of task.baseline=static_compiled; a method has budget=")
         if self.baseline != "none" and self.measure == "scoring":
             raise SettingError(f"task.baseline={self.baseline}: scores nothing; task.measure=latency or throughput")
+        if self.baseline == "static_compiled" and self.measure == "throughput":
+            raise SettingError("task.baseline=static_compiled: compiled anew for every batch; task.measure=latency")
         if self.implementation is not None and self.measure != "scoring":
             raise SettingError(f"task.implementation={self.implementation}: of task.measure=scoring")
 

@@ -202,16 +202,18 @@ def test_a_packed_cache_is_not_replicated(kvbench):
     assert code == 2 and "task.fill=replicated: codec=kivi packs rows" in err
 
 
-def test_the_static_cache_answers_as_the_dynamic_one():
-    model, ids = Shape.like("tiny", 0).weights(torch.float32, "cpu"), torch.arange(3, 43)[None]
-    for times in (1, 3):
-        answers = []
-        for own in (Growing(model), Static(model, 40, 6, compiled=False)):
-            for _ in range(2):  # read again: nothing of the first prompt is left
-                own.read(ids)
-                own.replicate(times)
-                answers.append(torch.cat([own.token.clone() for _ in own.tokens(6)], 1))
-        assert answers[0].shape == (times, 6) and all(torch.equal(answers[0], own) for own in answers)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_transformers_own_caches_answer_alike(batch):
+    model, ids = Shape.like("tiny", 0).weights(torch.float32, "cpu"), torch.arange(3, 43).repeat(batch, 1)
+    one = Growing(model)
+    one.read(ids[:1])
+    one.replicate(batch)
+    answers = [torch.cat([one.token.clone() for _ in one.tokens(6)], 1)]
+    for own in (Growing(model), Static(model, 40, 6, compiled=False)):
+        for _ in range(2):  # read again: nothing of the first prompt is left
+            own.read(ids)
+            answers.append(torch.cat([own.token.clone() for _ in own.tokens(6)], 1))
+    assert answers[0].shape == (batch, 6) and all(torch.equal(answers[0], own) for own in answers)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 49, 130, 1000])
