@@ -33,8 +33,11 @@ class Efficiency:
     @property
     def ends(self) -> tuple[int, ...]:
         """Tokens of the answer after which the end-to-end time is taken, ascending."""
-        several = self.new_tokens if isinstance(self.new_tokens, list | tuple) else (self.new_tokens,)
-        return tuple(sorted(set(several)))
+        return tuple(sorted(set(self._several)))
+
+    @property
+    def _several(self) -> list[int] | tuple[int, ...]:
+        return self.new_tokens if isinstance(self.new_tokens, list | tuple) else (self.new_tokens,)
 
     def check(self) -> None:
         choose("task.measure", self.measure, ("latency", "throughput", "scoring"))
@@ -46,7 +49,7 @@ class Efficiency:
         for name in ("rows", "most_batch"):
             if getattr(self, name) is not None:
                 whole(f"task.{name}", getattr(self, name), 1)
-        for end in self.ends or (None,):
+        for end in self._several or (None,):
             whole("task.new_tokens", end, 2)
         for name in ("bandwidth", "flops"):
             if not number(getattr(self, name)) or not getattr(self, name) > 0:

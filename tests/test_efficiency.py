@@ -6,15 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from hydra import compose, initialize_config_dir
 
 import run as command
 from kvbench import plan, throughput
-from kvbench.catalogue import build, methods_available, settings
-from kvbench.engine import Context
+from kvbench.budget import Budget
+from kvbench.catalogue import CONF, build, methods_available, settings
+from kvbench.engine import Context, Sampling
 from kvbench.floors import Machine, Weights, decode_ms, needs, prefill_ms
 from kvbench.held import choose_cache
 from kvbench.measurements import COLUMNS, ENDED, append, ended, read
 from kvbench.model import random_model
+from kvbench.replica import replicate
+from kvbench.run import Run
+from kvbench.scoring import scoring
 from kvbench.settings import SettingError
 from kvbench.shape import Shape, shapes
 from kvbench.subject import Growing, Static
@@ -103,14 +109,30 @@ def test_other_errors_are_no_lack_of_memory():
 SCORED = [name for name in methods_available() if name not in ("full", "qfilters", "duo_attention")]
 
 
-def test_every_method_is_scored_or_says_why_not(kvbench):
-    _, out, err = kvbench(
-        "-m", f"method={','.join(SCORED)}", "task.measure=scoring", "task.length=70", "task.repeats=1"
-    )
-    for name in SCORED:
-        assert f"{name}, tiny, 70 tokens" in out or f"{name} scores nothing" in err
-    assert {"quest", "omnikv", "kvzip"} == {name for name in SCORED if f"{name} scores nothing" in err}
-    assert set(needs()) <= set(methods_available())
+def test_every_method_is_scored_or_says_why_not():
+    refused, rows = set(), torch.Size([1, 2, 70])
+    base = ["task=efficiency", "model=random", "model.like=tiny", "device=cpu", "budget=0.5"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for name in SCORED:
+            own = [*base, f"method={name}", "task.measure=scoring", "task.length=70"]
+            run = Run.from_config(compose("config", overrides=own))
+            try:
+                made = scoring(run)
+            except SettingError as error:
+                assert f"{name} scores nothing" in str(error)
+                refused.add(name)
+                continue
+            found = made.call()
+            assert (found if run.choice().method.scores else found[-1]).shape == rows, name
+    assert refused == {"quest", "omnikv", "kvzip"} and set(needs()) <= set(methods_available())
+
+
+def test_a_score_is_timed(kvbench):
+    assert kvbench("method=dropkv", "task.measure=scoring", "task.repeats=1", "task.implementation=reference")[0] == 0
+    found = by_quantity(Path("results/efficiency/cpu.csv"))
+    assert found["scoring_ms"]["count"] == "10" and found["scoring_ms"]["implementation"] == "reference"
+    both, once = 4096 * 2 * 32 * 4 * 2, 4096 * 2 * 4  # keys and values of two heads; a number a row
+    assert int(found["scoring_bytes"]["value"]) == 2 * both + once
 
 
 BAD = {
@@ -175,10 +197,6 @@ def test_floors_of_the_8b_shape():
 
 @pytest.mark.parametrize("method", ["full", "snapkv", "keydiff", "h2o", "centroidkv", "quest"])
 def test_a_replicated_prompt_decodes_as_it_does_alone(method):
-    from kvbench.budget import Budget
-    from kvbench.engine import Sampling
-    from kvbench.replica import replicate
-
     model, ids = Shape.like("tiny", 0).weights(torch.float32, "cpu"), torch.arange(3, 103)[None]
     choice = choose_cache(*(build(g, settings(g, n)) for g, n in
                             (("method", method), ("allocator", "uniform"), ("codec", "raw"))))  # fmt: skip
@@ -293,11 +311,6 @@ def test_a_list_goes_on_after_refusals_and_failures(tmp_path, monkeypatch, capsy
 
 
 def test_the_plan_s_lines_are_settings_that_exist():
-    import yaml
-    from hydra import compose, initialize_config_dir
-
-    from kvbench.catalogue import CONF
-
     lists = yaml.safe_load(plan.PLAN.read_text())
     assert set(lists) == {"quick", "full", "cpu"}
     with initialize_config_dir(str(CONF), version_base="1.3"):
