@@ -5,7 +5,7 @@ VERSIONS := 5.5.4 5.17.0 5.23.0
 ARGS ?= method=dropkv budget=0.05 task=ruler
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup run test test-all test-versions test-gpu lint bench-methods reference-model
+.PHONY: setup run test test-all test-versions test-gpu lint bench-methods efficiency efficiency-tables reference-model
 
 setup: .venv/ready
 
@@ -42,7 +42,7 @@ THREADS ?= 1
 FILES := results/files
 
 bench-methods: setup $(FILES)/qfilters.safetensors $(FILES)/duo_attention
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench.efficiency --cross snapkv \
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench.prefills --cross snapkv \
 	  --set qfilters.path=$(FILES)/qfilters.safetensors --set duo_attention.path=$(FILES)/duo_attention \
 	  --out results/efficiency/prefill-$(THREADS).csv
 
@@ -52,11 +52,22 @@ $(FILES)/qfilters.safetensors: | setup
 $(FILES)/duo_attention: | setup
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench.calibrate duo_attention --model reference --out $@
 
-# the two below need a GPU; GPU=python3 takes another Python than .venv's
+# what follows needs a GPU; GPU=python3 takes another Python than .venv's
 GPU ?= $(BIN)/python
 
 test-gpu:
 	$(GPU) -m pytest -m gpu
+
+# time, memory and throughput for the papers' tables (a list of conf/efficiency/plan.yaml), then the tables; stops and goes
+# on wherever it was. QUICK=1: at most 6 minutes; MINUTES=n: begins nothing after n; LIST=cpu: KeyDiff's table, no GPU
+LIST ?= $(if $(QUICK),quick,full)
+
+efficiency:
+	status=0; $(GPU) -m kvbench.plan $(LIST) $(if $(MINUTES),--minutes $(MINUTES)) || status=$$?; \
+	$(GPU) -m kvbench.papers && exit $$status
+
+efficiency-tables:
+	$(GPU) -m kvbench.papers
 
 reference-model:
 	$(GPU) -m kvbench.reference.train --out kvbench/reference --minutes 7.5 --seed 0

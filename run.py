@@ -23,6 +23,7 @@ from kvbench.settings import SettingError
 @hydra.main(version_base="1.3", config_path=str(catalogue.CONF), config_name="config")
 def cell(config: DictConfig) -> None:
     """One run and its baseline, from the store or made now, and the table of both."""
+    from kvbench import efficiency
     from kvbench.run import Run
     from kvbench.runner import Bench, execute
     from kvbench.tables import closing_table
@@ -30,6 +31,9 @@ def cell(config: DictConfig) -> None:
 
     try:
         run = Run.from_config(config)
+        if run.measures:
+            print(efficiency.summary(*efficiency.execute(run, Path(config.results))))
+            return
         results, bench, workers = Path(config.results), Bench(run), check(config.workers, run.device)
         runs = [run.baseline()] if run.value() == run.baseline().value() else [run.baseline(), run]
         if workers > 1:

@@ -1,9 +1,24 @@
 """Which of an op's implementations runs. One that is asked for by name runs, or says why it cannot."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
 FAST = (torch.float32, torch.bfloat16, torch.float16)
+WITHIN: ContextVar[str | None] = ContextVar("implementation", default=None)
+
+
+@contextmanager
+def only(implementation: str | None) -> Iterator[None]:
+    """Inside, ops that are asked for no implementation by name run this one: to time a method with either."""
+    token = WITHIN.set(implementation)
+    try:
+        yield
+    finally:
+        WITHIN.reset(token)
 
 
 def interpreting() -> bool:
@@ -14,9 +29,11 @@ def interpreting() -> bool:
 
 
 def choose(op: str, asked: str | None, like: Tensor, others: tuple[str, ...] = ()) -> str:
-    """What was asked for: "reference", "triton" or one of `others`; of None, triton for `like` on a GPU in a dtype that
-    its kernels know, else the reference. ValueError for a name that does not exist or cannot run here.
+    """What was asked for: "reference", "triton" or one of `others`; of None, what `only` says, else triton for `like`
+    on a GPU in a dtype that its kernels know, else the reference. ValueError for a name that does not exist or cannot
+    run here.
     """
+    asked = WITHIN.get() if asked is None else asked
     if asked is None:
         return "triton" if like.is_cuda and like.dtype in FAST else "reference"
     if asked not in ("reference", "triton", *others):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer, StaticCache
 from transformers.utils import logging
 
 from kvbench.kernels.attend.sdpa import attend_windowed
@@ -267,6 +267,31 @@ def check_architecture(config: Any) -> None:
         )
 
 
+def configuration(path: str, revision: str | None = None) -> Any:
+    """The configuration in a folder, a config.json or on the hub; SettingError if it is none that is supported."""
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise SettingError(f"model.path={path}: no readable model there ({reason})") from None
+    check_architecture(config)
+    return config
+
+
+def plain_cache(model: torch.nn.Module, rows: int | None = None) -> Cache:
+    """transformers' own cache, to compare with: one that grows, or a static one of `rows` tokens."""
+    config = model.config.get_text_config(decoder=True)
+    return DynamicCache(config=config) if rows is None else StaticCache(config=config, max_cache_len=rows)
+
+
+def random_model(config: Any, dtype: torch.dtype, device: str, seed: int) -> torch.nn.Module:
+    """A model of this configuration, initialised on the device in `dtype`; the global random state stays as it was."""
+    gpus = [torch.cuda.current_device()] if device == "cuda" else []
+    with torch.random.fork_rng(devices=gpus), torch.device(device):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A model that is not loaded yet. `path`: a local folder or a hub id; `revision`: of the hub."""
@@ -275,17 +300,13 @@ class Checkpoint:
     path: str
     revision: str | None = None
 
+    reads_text = True  # it has a tokenizer
+
     def config(self) -> Any:
         """Its configuration; SettingError if there is none or the architecture is not supported."""
         if self.path[:1] in "/.~" and not Path(self.path).expanduser().is_dir():
             raise SettingError(f"model.path={self.path}: no such folder")
-        try:
-            config = AutoConfig.from_pretrained(self.path, revision=self.revision, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise SettingError(f"model.path={self.path}: no readable model there ({reason})") from None
-        check_architecture(config)
-        return config
+        return configuration(self.path, self.revision)
 
     def longest(self) -> int:
         """Tokens that the model can take: its positions (YaRN's factor counted), or its window if all layers slide."""

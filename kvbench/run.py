@@ -16,6 +16,7 @@ from kvbench.held import choose_cache
 from kvbench.layer import Choice
 from kvbench.model import REFERENCE, Checkpoint, layout_of
 from kvbench.settings import SettingError, choose, whole
+from kvbench.shape import Shape
 from kvbench.sources import content_hash, source_hash
 from kvbench.task import Task
 
@@ -64,7 +65,7 @@ class Run:
         if groups["method"]["name"] == "full":  # nothing is cut: what says how much does not matter
             groups["allocator"], budget = catalogue.settings("allocator", UNCUT["allocator"]), Budget(1.0)
         run = cls(
-            checkpoint=checkpoint(config.model),
+            checkpoint=checkpoint(config.model, config.seed),
             groups=groups,
             budget=budget,
             block_size=config.block_size,
@@ -91,6 +92,10 @@ class Run:
         shape = layout_of(self.checkpoint.config())
         choice.method.check(shape.layers, shape.heads, shape.dim, shape.sliding)
         self.task.check()
+        if not self.checkpoint.reads_text and not self.measures:
+            raise SettingError(
+                f"model=random: task={self.task_settings['name']} needs text and it has no tokenizer; task=efficiency"
+            )
         longest, switch = self.checkpoint.longest(), self.checkpoint.switches()
         self.checkpoint.check()
         in_parts = self.block_size is not None or self.question == "hidden" or choice.method.rereads
@@ -101,6 +106,11 @@ class Run:
             )
         if self.task.length is not None and self.task.length > longest:
             raise SettingError(f"task.length={self.task.length}: {self.checkpoint.name} takes at most {longest} tokens")
+
+    @property
+    def measures(self) -> bool:
+        """True for a task that measures cost on random tokens and has no samples."""
+        return getattr(self.task, "measures", False)
 
     def choice(self) -> Choice:
         """Method, allocator and codec, constructed."""
@@ -137,10 +147,11 @@ class Run:
             "task": {k: v for k, v in self.task_settings.items() if k not in skipped},
             "data": self.task.fingerprint(),
             "device": where,
-            "sources": source_hash(["kvbench.runner", *self._modules()]),
+            "sources": source_hash(["kvbench.runner", *self.modules()]),
         }
 
-    def _modules(self) -> list[str]:
+    def modules(self) -> list[str]:
+        """Of the method, allocator, codec and task."""
         chosen = [*self.groups.values(), self.task_settings]
         chosen += [own["base"] for own in chosen if "base" in own]
         return [own["_target_"].rpartition(".")[0] for own in chosen]
@@ -156,8 +167,12 @@ def plainly(settings: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def checkpoint(config: DictConfig) -> Checkpoint:
-    """The model that conf/model/<name>.yaml and its overrides point at; SettingError if none does."""
+def checkpoint(config: DictConfig, seed: int) -> Checkpoint:
+    """The model that conf/model/<name>.yaml and its overrides point at; SettingError if none does. `seed`: of random
+    weights.
+    """
+    if config.name == "random":
+        return Shape.like(config.like, seed)
     if config.name == "reference":
         if config.path is not None or config.revision is not None:
             raise SettingError(f"model.path={config.path}: model=reference has its own; add model=hf")

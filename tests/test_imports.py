@@ -11,7 +11,16 @@ from kvbench.sources import closure, imports, source_hash
 
 ROOT = Path(kvbench.__file__).parents[1]
 FILES = sorted(path for folder in ("kvbench", "kernels", "methods", "tasks") for path in (ROOT / folder).rglob("*.py"))
-RECORDS = ("kvbench.store", "kvbench.statistics", "kvbench.tables", "kvbench.report", "kvbench.sources")
+RECORDS = (
+    "kvbench.store",
+    "kvbench.statistics",
+    "kvbench.tables",
+    "kvbench.report",
+    "kvbench.sources",
+    "kvbench.measurements",
+    "kvbench.comparison",
+    "kvbench.papers",
+)
 CONTRACTS = ("kvbench.rows", "kvbench.method", "kvbench.allocator", "kvbench.codec")
 # Who may import what of kvbench (names and all below them); who is not here may import all but methods and tasks.
 KNOWS = {

@@ -1,0 +1,75 @@
+"""What is measured where no text is needed: time, memory and throughput on random tokens (kvbench.efficiency)."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvbench.settings import SettingError, choose, number, whole
+from kvbench.task import Sample
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Settings as conf/task/efficiency.yaml explains them; lengths in tokens."""
+
+    name: str
+    measure: str
+    baseline: str
+    length: int
+    batch: int
+    new_tokens: int | tuple[int, ...]
+    repeats: int
+    answers: int
+    warmup: int
+    rows: int | None
+    fill: str
+    most_batch: int | None
+    implementation: str | None
+    bandwidth: float
+    flops: float
+    seed: int
+
+    measures = True  # there are no samples to score
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens of the answer after which the end-to-end time is taken, ascending."""
+        return tuple(sorted(set(self._several)))
+
+    @property
+    def _several(self) -> list[int] | tuple[int, ...]:
+        return self.new_tokens if isinstance(self.new_tokens, list | tuple) else (self.new_tokens,)
+
+    def check(self) -> None:
+        choose("task.measure", self.measure, ("latency", "throughput", "scoring"))
+        choose("task.baseline", self.baseline, ("none", "dynamic", "static_compiled"))
+        choose("task.fill", self.fill, ("replicated", "prefilled"))
+        choose("task.implementation", self.implementation, (None, "reference", "triton"))
+        for name, least in {"length": 1, "batch": 1, "repeats": 1, "answers": 0, "warmup": 0}.items():
+            whole(f"task.{name}", getattr(self, name), least)
+        for name in ("rows", "most_batch"):
+            if getattr(self, name) is not None:
+                whole(f"task.{name}", getattr(self, name), 1)
+        for end in self._several or (None,):
+            whole("task.new_tokens", end, 2)
+        for name in ("bandwidth", "flops"):
+            if not number(getattr(self, name)) or not getattr(self, name) > 0:
+                raise SettingError(f"task.{name}={getattr(self, name)}: a number above 0")
+        if self.answers > self.repeats:
+            raise SettingError(f"task.answers={self.answers}: at most task.repeats, {self.repeats}")
+        if self.rows is not None and self.baseline != "static_compiled":
+            raise SettingError(f"task.rows={self.rows}: of task.baseline=static_compiled; a method has budget=")
+        if self.baseline != "none" and self.measure == "scoring":
+            raise SettingError(f"task.baseline={self.baseline}: scores nothing; task.measure=latency or throughput")
+        if self.baseline == "static_compiled" and self.measure == "throughput":
+            raise SettingError("task.baseline=static_compiled: compiled anew for every batch; task.measure=latency")
+        if self.implementation is not None and self.measure != "scoring":
+            raise SettingError(f"task.implementation={self.implementation}: of task.measure=scoring")
+
+    def fingerprint(self) -> str:
+        return "random tokens"
+
+    def samples(self, tokenizer: object, template_tokens: int) -> Iterable[Sample]:
+        return ()
+
+    def score(self, sample: Sample, output: str) -> tuple[float, str]:
+        raise NotImplementedError("efficiency scores no text")

@@ -1,0 +1,126 @@
+"""The papers' efficiency tables: published and measured side by side, and what fills an empty cell."""
+
+import csv
+import re
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from kvbench import papers
+from kvbench.catalogue import CONF
+from kvbench.measurements import COLUMNS, ENDED, append
+from kvbench.papers import TABLES, emit, published_values, table
+from kvbench.plan import cells
+
+SPECS = {name: spec for name, spec in yaml.safe_load(TABLES.read_text()).items() if not name.startswith("x-")}
+WANTED = {
+    "dropkv_table02", "dropkv_table09", "dropkv_table10", "dropkv_table17", "dropkv_table18", "dropkv_figure02",
+    "centroidkv_table06", "centroidkv_table07", "centroidkv_figure06", "expected_attention_table03",
+    "expected_attention_figure05a", "keydiff_figure07", "keydiff_table19", "deltakv_table04",
+}  # fmt: skip
+
+
+def lines(cell: str, quantities: dict[str, float | str], **more: object) -> list[dict]:
+    """A cell's lines: a number is measured, a text is a status."""
+    base = {"gpu": "nvidia-test", "measure": "latency", "model": "megabeam_mistral_7b", "method": "full", "preset": ""}
+    base |= {"allocator": "uniform", "codec": "raw", "budget": 1.0, "budget_of": "prompt", "baseline": "dynamic"}
+    base |= {"length": 32768, "batch": 1, "date": "2026-01-02T03:04:05", "cell": cell, "status": "ok", **more}
+    own = [
+        base | ({"status": v} if isinstance(v, str) else {"value": v}) | {"quantity": k} for k, v in quantities.items()
+    ]
+    return [*own, base | {"quantity": ENDED, "value": 1}]
+
+
+@pytest.fixture
+def results(tmp_path):
+    path = tmp_path / "efficiency" / "nvidia-test.csv"
+    append(path, lines("a", {"ttft_ms": 9000.0, "e2e_500_ms": 29999.0}))
+    append(path, lines("b", {"ttft_ms": 1500.0, "e2e_500_ms": 29000.0}))  # newer
+    append(path, lines("c", {"ttft_ms": 1400.0}))  # newer still, with another number of tokens
+    append(path, lines("d", {"latency": "out_of_memory"}, batch=12))
+    append(path, lines("e", {"ttft_ms": 6000.0, "answer": "out_of_memory"}, batch=4))
+    append(path, lines("f", {"ttft_ms": 1.0}, method="dropkv", budget=0.05, baseline="none", changed='{"window": 4}'))
+    (tmp_path / "efficiency" / "prefill-1.csv").write_text("method,ms\nsnapkv,3\n")
+    return tmp_path
+
+
+def rows_of(markdown: str) -> dict[str, list[str]]:
+    found = [[own.strip() for own in line.strip("|").split("|")] for line in markdown.splitlines() if line[:1] == "|"]
+    return {first: rest for first, *rest in found}
+
+
+def test_published_and_measured_stand_side_by_side(results):
+    written = emit(results)
+    folder = results / "efficiency" / "nvidia-test"
+    assert {path.parent for path in written} == {folder}
+    rows = rows_of((folder / "dropkv_table02.md").read_text())
+    assert rows["full cache, transformers"][:2] == ["19.08", "29.00"]  # seconds, of the newest that has them
+    assert rows["full cache, transformers"][4:6] == ["54.72", "OOM"] and rows["full cache, transformers"][-1] == "OOM"
+    assert rows["full cache, transformers"][6] == "OOM"  # as published
+    assert rows["DropKV"][0] == "16.21" and re.fullmatch(r"\[\d+\]", rows["DropKV"][1])
+    rows = rows_of((folder / "dropkv_table10.md").read_text())
+    assert rows["full cache, transformers"][:2] == ["3.69", "1.40"] and rows["full cache, transformers"][5] == "6.00"
+    assert rows["DropKV"][1].startswith("[")  # a changed setting is no measurement of the method
+    text = (folder / "dropkv_table02.md").read_text()
+    assert "one A100-80GB" in text and "Measured: nvidia-test" in text and "2026-01-02" in text
+    latex = (folder / "dropkv_table02.tex").read_text()
+    assert "full cache, transformers & 19.08 & 29.00" in latex and latex.count("\\begin{tabular}") == 1
+    body = [line for line in latex.splitlines() if not line.startswith("%")]
+    assert not re.search(r"(?<!\\)[%#_]", "\n".join(body)) and latex.count(r"\\") == 2 + 6
+
+
+def test_a_ratio_is_of_two_measurements(results):
+    path = results / "efficiency" / "nvidia-test.csv"
+    own = {"model": "llama31_8b", "baseline": "none", "measure": "latency"}
+    append(path, lines("g", {"tpot_ms": 9.0, "tpot_floor_ms": 4.5}, **own))
+    emit(results)
+    rows = rows_of((path.with_suffix("") / "decoding_floor.md").read_text())
+    assert rows["kvbench, full cache, 32k"] == ["9.00", "4.50", "2.00"]
+
+
+def test_all_tables_are_there_and_what_is_empty_says_what_fills_it(results):
+    assert set(SPECS) >= WANTED
+    emit(results)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for name, spec in SPECS.items():
+            if spec.get("device") == "cpu":
+                continue
+            text = (results / "efficiency" / "nvidia-test" / f"{name}.md").read_text()
+            asked = set(re.findall(r"\[(\d+)\]", "\n".join(line for line in text.splitlines() if line[:1] == "|")))
+            filled = dict(re.findall(r"^\* \[(\d+)\] (`python run\.py.*`)$", text, re.M))
+            assert asked == set(filled) and asked, name
+            line = re.findall(r"`python run\.py(?: -m)? ([^`]*)`", text)[0]
+            first, *_ = cells([line])
+            assert compose("config", overrides=first).model.like == line.split("model.like=")[1].split()[0]
+
+
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if "file" in spec])
+def test_every_published_selection_finds_values(name, tmp_path):
+    spec = SPECS[name]
+    printed = published_values(tmp_path, spec["file"])
+    made = table(spec, (), printed)
+    for label, found in made.rows:
+        row = next(own for own in spec["rows"] if own["label"] == label)
+        wanted = row.get("published", {}) is not None
+        assert any(cell.published for cell in found) == wanted, label
+    known = {key for part in (spec, *spec["rows"], *spec["columns"]) for key in (part.get("published") or {})}
+    assert known <= set(printed[0])
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_measured_selection_names_columns(name):
+    spec = SPECS[name]
+    for part in (spec, *spec["rows"], *spec["columns"]):
+        for key in ("measured", "over"):
+            assert set(part.get(key) or {}) <= set(COLUMNS)
+
+
+def test_without_measurements_there_is_one_line(tmp_path, capsys):
+    assert papers.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"no measurements in {tmp_path}/efficiency: `make efficiency` makes them\n"
+
+
+def test_a_table_stands_in_its_csv(results):
+    with (results / "efficiency" / "nvidia-test.csv").open() as file:
+        assert {row["quantity"] for row in csv.DictReader(file)} >= {"ttft_ms", ENDED}
