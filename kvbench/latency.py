@@ -13,7 +13,7 @@ from kvbench import timing
 from kvbench.floors import Machine, Weights, decode_ms, prefill_ms
 from kvbench.measurements import Line, exhausted, line
 from kvbench.run import DTYPES, Run
-from kvbench.subject import WARMED, Subject, answered, loaded, prompt, subject
+from kvbench.subject import WARMED, Subject, loaded, prompt, subject
 from kvbench.timing import fits, spread
 
 
@@ -45,11 +45,10 @@ def latency(run: Run) -> Iterator[Line]:
         if number >= task.answers:
             continue
         timing.forget_peak(device)
-        fit, stamps = fits(lambda: answered(own, answer, device), device)
+        fit, between = fits(lambda: own.answer(answer), device)
         if not fit:
             yield exhausted("answer")
             break
-        between = stamps.between()
         steps += between[min(WARMED, len(between) // 2) :]
         means.append(sum(between) / len(between))
         for end, times in ends.items():
@@ -89,8 +88,7 @@ def latency_floors(run: Run, model: torch.nn.Module, held: int, batch: int) -> I
 def tried(own: Subject, ids: Tensor, count: int) -> None:
     """All of a trial but the times: a short answer, or long enough to have compiled what will run."""
     own.read(ids)
-    for _ in own.tokens(min(count, WARMED)):
-        pass
+    own.answer(min(count, 2 * WARMED))
 
 
 def memory(own: Subject, model: torch.nn.Module, device: str) -> dict[str, int | None]:

@@ -41,6 +41,7 @@ def enlarge(layer: Layer, times: int, room: int) -> None:
     for name, value in vars(rows).items():
         if name not in ("shape", "codec", "tail_keys", "tail_values"):
             setattr(rows, name, copied(value, times))
+    rows.starts = None
     if rows.tail_keys is not None:  # with the room, so that no longer one must be made while decoding
         for name in ("tail_keys", "tail_values"):
             before = getattr(rows, name)

@@ -2,7 +2,7 @@
 
 subject.read(ids)            the prompt (B, n): its last logits are there, and the first token
 subject.replicate(times)     one prompt as a batch of many
-subject.tokens(count)        the answer, greedy: gives control back after each token, the first one included
+subject.answer(count)        the answer, greedy: milliseconds from each token to the next
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class Subject(Protocol):
 
     def replicate(self, times: int) -> None: ...
 
-    def tokens(self, count: int) -> Iterator[None]: ...
+    def answer(self, count: int) -> list[float]: ...
 
     def bytes(self) -> Bytes: ...
 
@@ -39,21 +39,24 @@ class Subject(Protocol):
 class Composed:
     """The method, allocator and codec of a run, in kvbench's own cache."""
 
-    def __init__(self, model: torch.nn.Module, run: Run, answer: int) -> None:
-        self.model, self.run, self.answer = model, run, answer
+    def __init__(self, model: torch.nn.Module, run: Run, room: int) -> None:
+        self.model, self.run, self.room = model, run, room
 
     def read(self, ids: Tensor) -> None:
         self.context = Context(
-            self.model, self.run.choice(), self.run.budget, self.run.block_size, (self.run.seed,) * len(ids)
-        )
+            self.model, self.run.choice(), self.run.budget, self.run.block_size, (self.run.seed,) * len(ids),
+            compile=self.run.compile, answer=self.room,
+        )  # fmt: skip
         self.context.prefill(ids)
 
     def replicate(self, times: int) -> None:
-        replicate(self.context, times, self.answer)
+        replicate(self.context, times, self.room)
 
-    def tokens(self, count: int) -> Iterator[None]:
+    def answer(self, count: int) -> list[float]:
         for _ in self.context.generate(count, Sampling(), frozenset()):
-            yield
+            pass
+        stamps = self.context.stamps
+        return [1000 * (after - before) for before, after in zip(stamps, stamps[1:], strict=False)]
 
     def bytes(self) -> Bytes:
         return self.context.bytes()
@@ -62,7 +65,24 @@ class Composed:
         self.context = None
 
 
-class Growing:
+class Stepwise:
+    """What gives control back after every token of its answer."""
+
+    model: torch.nn.Module
+
+    def tokens(self, count: int) -> Iterator[None]:
+        raise NotImplementedError
+
+    def answer(self, count: int) -> list[float]:
+        device = next(self.model.parameters()).device.type
+        stamps = Stamps(device)
+        for _ in self.tokens(count):
+            stamps.put()
+        now(device)
+        return stamps.between()
+
+
+class Growing(Stepwise):
     """transformers' dynamic cache as users have it: model.forward, SDPA, a greedy loop."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -93,7 +113,7 @@ class Growing:
         self.cache = None
 
 
-class Static:
+class Static(Stepwise):
     """transformers' static cache of `rows` tokens and the answer; the step of one token compiled, in a CUDA graph. What
     it holds was read into a dynamic cache and copied: only its decoding is compared.
     """
@@ -166,12 +186,3 @@ def prompt(run: Run, model: torch.nn.Module, batch: int | None = None) -> Tensor
     size = (batch or run.task.batch, run.task.rows or run.task.length)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     return torch.randint(vocabulary, size, generator=torch.Generator().manual_seed(run.seed)).to(run.device)
-
-
-def answered(own: Subject, count: int, device: str) -> Stamps:
-    """Stamps of the tokens of an answer, the first of which is there already."""
-    stamps = Stamps(device)
-    for _ in own.tokens(count):
-        stamps.put()
-    now(device)
-    return stamps
