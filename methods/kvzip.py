@@ -80,7 +80,8 @@ class KVzip(Method):
         scores = state.layer.get("scores", found.new_zeros(*found.shape[:2], seen.prompt)).clone()
         scores[..., start:stop] = found
         state.layer["scores"] = scores
-        state.shared["scores"] = {**state.shared.get("scores", {}), seen.layer: scores}
+        if self.allots:  # else no other layer asks for them, and nothing would free them
+            state.shared["scores"] = {**state.shared.get("scores", {}), seen.layer: scores}
         return {}
 
     def safe(self, seen: Seen) -> int:

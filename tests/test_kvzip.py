@@ -174,6 +174,16 @@ def test_what_was_read_is_forgotten_and_its_cost_known():
     assert torch.equal(answer, held_by("llama", ids(200), 20).generate(3, stop=frozenset()))
 
 
+@pytest.mark.parametrize("scope", ["model", "head"])
+def test_no_score_outlives_the_cut(scope):
+    """Nor a tensor with a number per token of the prompt in what layers share, which no byte count looks into."""
+    (context,) = held_by("llama", ids(200), 20, scope=scope).contexts
+    shared = context.own_layers[0].state.shared
+    tensors = [own for value in shared.values() for own in value.values()]
+    assert set(shared) == ({"allotted"} if scope == "model" else set()) and all(own.numel() == 2 for own in tensors)
+    assert not any(layer.state.layer for layer in context.own_layers)
+
+
 @pytest.mark.parametrize("heads, groups, tokens, n", [(2, 3, 13, 29), (1, 1, 17, 17), (3, 4, 1, 7)])
 @pytest.mark.parametrize("chunk", [1, 500, 1 << 20])
 def test_peaks_are_the_largest_probabilities(monkeypatch, chunk, heads, groups, tokens, n):
