@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.allocator import Allocator
+from kvbench.codec import Codec
 from kvbench.kernels.peaks import peaks
 from kvbench.method import Method, Reading, Seen, State, Words
 from kvbench.rows import Rows
@@ -59,6 +61,12 @@ class KVzip(Method):
     @property
     def allots(self) -> bool:
         return self.scope == "model"
+
+    def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
+        if self.allots and allocator.name != "uniform" and not allocator.cascades:
+            shares = f"allocator={allocator.name}: {self.name} shares rows out itself"
+            return f"{shares}; use method.scope=head or allocator=uniform"
+        return super().refuses(allocator, codec)
 
     def readings(self, ids: Tensor, prefix: int, words: Words) -> Iterator[Reading]:
         turn, start = ids.new_tensor(words.turn), prefix

@@ -174,6 +174,14 @@ def test_what_was_read_is_forgotten_and_its_cost_known():
     assert torch.equal(answer, held_by("llama", ids(200), 20).generate(3, stop=frozenset()))
 
 
+@pytest.mark.parametrize("allocator", ["ada", "pyramid"])
+def test_what_the_refusal_of_an_allocator_advises_works(allocator):
+    with pytest.raises(SettingError, match=r"use method\.scope=head"):
+        held_by("llama", distinct(60), 17, allocator=allocator)
+    found = rows(held_by("llama", distinct(60), 17, allocator=allocator, scope="head"))
+    assert sum(map(len, found)) == 6 * 17 and len({len(own) for own in found}) > 1
+
+
 @pytest.mark.parametrize("scope", ["model", "head"])
 def test_no_score_outlives_the_cut(scope):
     """Nor a tensor with a number per token of the prompt in what layers share, which no byte count looks into."""
@@ -206,7 +214,8 @@ def test_peaks_are_the_largest_probabilities(monkeypatch, chunk, heads, groups, 
     "where, word",
     [
         ({"block_size": 8}, "^block_size=8: kvzip needs the prompt as one block"),
-        ({"allocator": "ada"}, "^allocator=ada: kvzip shares rows out itself"),
+        ({"allocator": "ada"}, "^allocator=ada: kvzip shares rows out itself; use method.scope=head or"),
+        ({"allocator": "cake"}, "^allocator=cake: kvzip shares rows out itself; use allocator=uniform$"),
         (
             {"allocator": "cake", "method_args": {"scope": "head"}},
             "^allocator=cake: kvzip cuts when the model has read",
