@@ -218,6 +218,18 @@ def test_out_of_memory_is_a_record_and_the_run_goes_on(kvbench, tmp_path, monkey
     assert "out_of_memory" in out
 
 
+def test_a_sweep_says_and_records_what_it_refuses(kvbench, tmp_path):
+    """Cells: centroidkv with uniform and ada, knorm with both; the second is refused and the others run."""
+    code, out, err = kvbench("method=centroidkv,knorm", "allocator=uniform,ada", "budget=0.25", *QUICK, "-m")
+    reason = "allocator=ada: centroidkv has no scores to share rows by; use allocator=uniform"
+    assert code == 2 and "Traceback" not in err and len(re.findall("^method: ", out, re.MULTILINE)) == 3
+    assert f"kvbench: {reason}" in err[: err.index("knorm:")].splitlines()  # at once, not when all is over
+    (sweep,) = (tmp_path / "results" / "sweeps").iterdir()
+    files = {str(path.relative_to(sweep)): path.read_text() for path in sweep.rglob("refused")}
+    assert files == {"1/refused": f"{reason}\n"}
+    assert len(list((tmp_path / "results" / "runs").glob("*/done"))) == 4  # one full cache, three cells
+
+
 def process(checkpoint: Path, folder: Path, *settings: str) -> subprocess.Popen:
     """The command line as a user starts it."""
     where = [f"model.path={checkpoint}", f"results={folder}/results", "device=cpu"]
