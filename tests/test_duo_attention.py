@@ -196,6 +196,12 @@ def test_settings_that_are_refused(setting):
         build("method", settings("method", "duo_attention", args))
 
 
+def test_a_size_while_decoding_is_refused():
+    """Heads stay at what the prompt made them: it would change nothing."""
+    with pytest.raises(SettingError, match="^method setting=decode_size: choose one of"):
+        kvbench.prefill(tiny("llama"), ids(20), "duo_attention", 5, method_args={"decode_size": 9})
+
+
 def test_other_allocators_are_refused():
     args = needed("duo_attention", "llama")
     with pytest.raises(SettingError, match="^allocator=ada: duo_attention"):
