@@ -54,7 +54,7 @@ class KVzip(Method):
         choose("method.scope", self.scope, ("model", "head"))
         for name in ("first", "later"):
             own = getattr(self, name)
-            ids = isinstance(own, Sequence) and all(isinstance(token, int) and token >= 0 for token in own)
+            ids = isinstance(own, Sequence) and all(type(token) is int and token >= 0 for token in own)
             if not isinstance(own, str) and not ids:
                 raise SettingError(f"method.{name}={own}: a text, or a list of token ids")
 
