@@ -222,6 +222,7 @@ def test_peaks_are_the_largest_probabilities(monkeypatch, chunk, heads, groups, 
         ),
         ({"method_args": {"scope": "layer"}}, "^method.scope=layer: choose from model, head|^method.scope"),
         ({"method_args": {"chunk": 0}}, "^method.chunk=0"),
+        ({"method_args": {"first": [5, 10**6]}}, "^method: kvzip lets the model read token ids above its last, "),
         ({"method_args": {"first": [-1]}}, r"^method.first=\[-1\]: a text, or a list of token ids"),
     ],
 )

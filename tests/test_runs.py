@@ -128,6 +128,14 @@ def test_settings_that_only_fail_together(kvbench, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_reading_beyond_what_the_model_takes_is_refused(kvbench):
+    """Where there is one: what keeps all of the prompt reads nothing about it."""
+    long = ("method=kvzip", "task.subtasks=niah_single_1", "task.length=4000", "task.samples=1")
+    code, _, err = kvbench(*long, "budget=0.5")
+    assert code == 2 and re.search(r"kvzip lets the model read \d+ more about them; it takes 4096: a smaller", err)
+    assert kvbench(*long, "budget=1.0")[0] == kvbench(*long, "budget=0.5", "method.chunk=50")[0] == 0
+
+
 def test_an_unsupported_architecture_is_refused(kvbench, tmp_path):
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
