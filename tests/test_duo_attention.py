@@ -223,6 +223,12 @@ def test_a_pattern_made_from_kvzips_head_scores(tmp_path, capsys):
     full = {(i, h) for i in range(6) for h in range(2) if len(held.places(i, h)) == 90}
     gate = np.sort(alpha.ravel())[::-1]
     assert full == {(i, h) for i in range(6) for h in range(2) if alpha[i, h] >= gate[len(full) - 1]} and len(full) == 5
-    for wrong in (["--length", "1"], ["--recent", "0"], ["--sequences", "0"], ["--out", str(out / "config.json")]):
+    inside = ("config.json", "config.json/pattern")
+    for wrong in (
+        ["--length", "1"],
+        ["--recent", "0"],
+        ["--sequences", "0"],
+        *(["--out", str(out / own)] for own in inside),
+    ):
         assert calibrate.main([*command, *wrong]) == 2
         assert capsys.readouterr().err.startswith(f"kvbench: {wrong[0]}={wrong[1]}")
