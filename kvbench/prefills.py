@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     here = machine("cpu")
     about = {name: getattr(options, name) for name in ("model", "tokens", "budget", "rounds")}
     about |= {name: here[name] for name in ("processor", "threads", "python")} | here["versions"]
-    command = shlex.join(["python", "-m", "kvbench.efficiency", *(sys.argv[1:] if argv is None else argv)])
+    command = shlex.join(["python", "-m", "kvbench.prefills", *(sys.argv[1:] if argv is None else argv)])
     save(costs, options.out, about | {"command": command})
     print(table(costs))
     print(f"{options.tokens} tokens, budget {options.budget}, {here['threads']} threads: {options.out}")
