@@ -110,7 +110,7 @@ SCORED = [name for name in methods_available() if name not in ("full", "qfilters
 
 
 def test_every_method_is_scored_or_says_why_not():
-    refused, rows = set(), torch.Size([1, 2, 70])
+    refused = set()
     base = ["task=efficiency", "model=random", "model.like=tiny", "device=cpu", "budget=0.5"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for name in SCORED:
@@ -123,8 +123,8 @@ def test_every_method_is_scored_or_says_why_not():
                 refused.add(name)
                 continue
             found = made.call()
-            own = found if run.choice().method.scores else found[-1]
-            assert own.shape[:2] == rows[:2] and own.shape[2] in (70, 35), name
+            rows = found.shape[2] if run.choice().method.scores else int(found[-1].sum(-1).max())  # tokens, of a cut
+            assert rows == 70, name
     assert refused == {"quest", "omnikv", "kvzip"} and set(needs()) <= set(methods_available())
 
 
