@@ -168,6 +168,7 @@ class Context:
         self.reread_ms += 1000 * (now(self.model) - begin)
         for layer in layers:
             layer.cut_after_readings(quota)
+        self._check()
 
     @torch.inference_mode()
     def extend(self, ids: Tensor) -> Tensor:
@@ -201,7 +202,17 @@ class Context:
         self.course.quota = quota
         logits = forward(self.model, ids, self.cache, keep)
         self.seen += ids.shape[1]
+        if quota is not None:
+            self._check()
         return logits
+
+    def _check(self) -> None:
+        """FloatingPointError if a layer's scores were not numbers: one look at the device for all layers."""
+        layers = self.own_layers
+        broken = torch.stack([layer.broken.to(layers[0].broken.device) for layer in layers]).tolist()
+        if any(broken):
+            index = layers[broken.index(True)].index
+            raise FloatingPointError(f"{self.choice.method.name}: scores of layer {index} are not numbers")
 
     @torch.inference_mode()
     def generate(

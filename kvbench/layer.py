@@ -58,7 +58,8 @@ class Layer:
         self.evicted: Tensor | None = None  # (B, H) tokens whose rows are gone
         self.shown: Seen | None = None  # of this block, while the layer may be cut (again) later
         self.shares: tuple[tuple[int, ...], Tensor] | None = None  # quotas and rows per head at the last uneven cut
-        self.protected = 0  # most rows a head protected at the last cut
+        self.protected = torch.tensor(0)  # most rows a head protected at the last cut
+        self.broken = torch.tensor(False)  # a score was not a number; looked at when the block is through all layers
         self.peak_rows = 0  # most rows a head held after a cut, or after a block of a prompt that is not cut
         self.peak_attended = 0  # most rows a head ever attended over
         self.weight = 0  # bytes at the last weighing
@@ -174,8 +175,7 @@ class Layer:
         if again or self.exceeds(min(quotas), allotted):
             rows = view()
             scores = method.score(seen, rows, self.state).to(rows.mass.dtype) if method.scores else rows.mass
-            if (scores.isnan() & rows.present).any():
-                raise FloatingPointError(f"{method.name}: scores of layer {self.index} are not numbers")
+            self.broken = self.broken | (scores.isnan() & rows.present).any()
             scores = bounded(scores)
             if again:
                 rows = replace(rows, columns={**rows.columns, SCORE: scores})
@@ -214,7 +214,7 @@ class Layer:
             self.shares = None if self.choice.allocator.even else (quotas, counts)
         else:
             counts = rows.present.sum(-1).minimum(allotted.to(rows.mass.device))
-        self.protected = int(protected.sum(-1).max())
+        self.protected = protected.sum(-1).max()
         safe = self.choice.allocator.safe
         kept = protected | by_sample(quotas, lambda own, quota: safe(scores[own], protected[own], quota))
         if frozen:  # a head's share of another quota may have room for fewer rows than are safe at this one

@@ -211,7 +211,7 @@ class Reader:
         held, layers, batch = context.bytes(), context.own_layers, len(context.seeds)
         return {
             "quota": context.budget.rows(context.course.prompt, context.course.prompt),
-            "protected": max(layer.protected for layer in layers),
+            "protected": max(int(layer.protected) for layer in layers),
             "allocation": layers[0].state.shared.get("allocation"),  # which rule the allocator says it followed
             "resident_bytes": held.rows // batch, "full_bytes": context.full_bytes() // batch,
             "metadata_bytes": held.metadata // batch, "state_bytes": held.state // batch,

@@ -11,17 +11,18 @@ When to cut is this method's `decoding` and `decode_interval`; the base method's
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from kvbench.allocator import Allocator
 from kvbench.codec import Codec
+from kvbench.kernels.critical import projected_norms
 from kvbench.method import Method, Reading, Seen, State, Words
 from kvbench.rows import Rows
-from kvbench.settings import SettingError, number, part
+from kvbench.settings import SettingError, number
 
-CHUNK = 1 << 22  # projected elements held at once
 NORM = "projected_norm"
 
 
@@ -86,7 +87,7 @@ class CriticalKV(Method):
         if seen.decoding and not self.decoding:
             return rows.columns
         new = seen.queries.shape[2]
-        norms = projected_norms(rows.values[:, :, -new:], seen.output_weight, seen.queries.shape[1], rows.mass.dtype)
+        norms = projected_norms(rows.values[:, :, -new:], seen.output_weight, seen.queries.shape[1])
         if NORM in rows.columns:
             norms = torch.cat([rows.columns[NORM][..., :-new], norms], -1)
         return {**self.base.update(seen, rows, state), NORM: norms}
@@ -101,21 +102,9 @@ class CriticalKV(Method):
         return self.base.score(seen, rows, state)
 
     def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor) -> Rows:
-        sure = quotas.cpu().clone().apply_(lambda quota: part(self.alpha, quota)).to(quotas.device)
+        share = Fraction(str(self.alpha))  # ⌊α·q⌋ exactly
+        sure = quotas * share.numerator // share.denominator
         first = self.select(scores, sure)
         second = (scores + self.epsilon) * rows.columns[NORM]
         second = second.masked_fill(first | protected, torch.inf).masked_fill(~rows.present, -torch.inf)
         return self.merge(rows, self.select(second, quotas))
-
-
-def projected_norms(values: Tensor, weight: Tensor, query_heads: int, dtype: torch.dtype) -> Tensor:
-    """(B, H, T) mean over the group of ‖W_o^h v‖₁; values (B, H, T, d), weight (hidden, query_heads·d)."""
-    batch, heads, tokens, dim = values.shape
-    own = weight.view(len(weight), heads, query_heads // heads, dim).permute(1, 2, 3, 0)  # (H, G, d, hidden)
-    norms = torch.zeros(batch, heads, tokens, dtype=dtype, device=values.device)
-    step = max(1, CHUNK // (batch * heads * len(weight)))
-    for start in range(0, tokens, step):
-        some = values[:, :, start : start + step]
-        for head in range(own.shape[1]):
-            norms[..., start : start + step] += (some @ own[:, head]).abs().sum(-1, dtype=dtype)
-    return norms / own.shape[1]

@@ -11,8 +11,9 @@ from test_oracles import CLOSE, agree, attention, newest, nothing, safeguard, sa
 
 import kvbench
 from kvbench.catalogue import build, methods_available, settings
+from kvbench.kernels.critical import projected_norms
+from kvbench.kernels.critical import reference as critical
 from kvbench.method import Method
-from kvbench.methods import criticalkv
 from kvbench.settings import SettingError
 
 
@@ -123,11 +124,11 @@ def test_the_second_stage_changes_what_stays():
 
 @pytest.mark.parametrize("chunk", [1, 1000, 1 << 22])
 def test_norms_do_not_depend_on_chunks(monkeypatch, chunk):
-    monkeypatch.setattr(criticalkv, "CHUNK", chunk)
+    monkeypatch.setattr(critical, "CHUNK", chunk)
     draw = torch.Generator().manual_seed(0)
     values = torch.randn(2, 3, 7, 5, generator=draw, dtype=torch.float64)
     weight = torch.randn(11, 3 * 4 * 5, generator=draw, dtype=torch.float64)
-    found = criticalkv.projected_norms(values, weight, 12, torch.float64)
+    found = projected_norms(values, weight, 12)
     outputs = torch.einsum("bhtd,ohgd->bhgto", values, weight.view(11, 3, 4, 5))
     torch.testing.assert_close(found, outputs.abs().sum(-1).mean(2), rtol=1e-12, atol=0)
 
