@@ -27,15 +27,19 @@ def cell(config: DictConfig) -> None:
     from kvbench.run import Run
     from kvbench.runner import Bench, execute
     from kvbench.tables import closing_table
+    from kvbench.workers import check, share
 
     try:
         run = Run.from_config(config)
         if run.measures:
             print(efficiency.summary(*efficiency.execute(run, Path(config.results))))
             return
-        results, bench = Path(config.results), Bench(run)
-        full = execute(run.baseline(), results, bench)
-        method = None if run.value() == run.baseline().value() else execute(run, results, bench)
+        results, bench, workers = Path(config.results), Bench(run), check(config.workers, run.device)
+        runs = [run.baseline()] if run.value() == run.baseline().value() else [run.baseline(), run]
+        if workers > 1:
+            share(runs, results, workers)
+        full, *more = (execute(own, results, bench) for own in runs)
+        method = more[0] if more else None
     except SettingError as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # the sweep's other cells go on; its folder has the reason
             refuse(str(error))

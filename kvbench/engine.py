@@ -10,13 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.blocks import Blocks, serves, steady
 from kvbench.budget import Budget
+from kvbench.decoding import Decoder, appends
 from kvbench.layer import Choice, Course, Layer
 from kvbench.method import Reading, State, Words
-from kvbench.model import attached, forward, layout, make_cache
+from kvbench.model import attached, forward, layout, make_cache, weights_of
 from kvbench.rows import Bytes, size
 from kvbench.settings import SettingError, number
 
+FEW = 4  # whole blocks from which on graphs are captured for them
+WORTH = 8  # tokens that must be left for a graph to be captured
 ROOM = 64  # tokens that growing storage reserves beyond what it needs when the engine does not know how many will come
 
 
@@ -33,20 +37,28 @@ class Sampling:
         if not number(self.top_p) or not 0 < self.top_p <= 1:
             raise SettingError(f"top_p={self.top_p}: a share in (0, 1]")
 
-    def pick(self, logits: Tensor, generators: list[torch.Generator]) -> Tensor:
-        """(B,) token ids from logits (B, vocab); one generator a sample, so that none depends on its neighbours."""
+    def draws(self, seeds: tuple[int, ...], tokens: int) -> Tensor:
+        """(B, tokens) numbers in [0, 1), those of a sample by its own seed, so that none depends on its neighbours."""
+        return torch.stack([torch.rand(tokens, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+
+    def pick(self, logits: Tensor, draws: Tensor) -> Tensor:
+        """(B,) token ids from logits (B, vocab): where draws (B,) fall in the cumulative probabilities, largest
+        first.
+        """
         if self.temperature == 0:
             return logits.argmax(-1)
-        probabilities = (logits.float() / self.temperature).softmax(-1).cpu()
-        ordered, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
-        ordered[ordered.cumsum(-1) - ordered >= self.top_p] = 0
-        picks = [torch.multinomial(row, 1, generator=g) for row, g in zip(ordered, generators, strict=True)]
-        return tokens.gather(-1, torch.stack(picks)).squeeze(-1).to(logits.device)
+        ordered, tokens = (logits.float() / self.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= self.top_p, 0)
+        upto = ordered.cumsum(-1)
+        before = (upto <= draws[:, None] * upto[:, -1:]).sum(-1, keepdim=True)
+        last = (ordered > 0).sum(-1, keepdim=True) - 1  # rounding may let the product reach the sum
+        return tokens.gather(-1, before.minimum(last)).squeeze(-1)
 
 
 class Context:
     """A batch of prompts of one length in one compressed cache. `ids` (B, tokens), the first `prefix` in front of the
-    user's text; `words`: for methods that have some of their own for the model.
+    user's text; `words`: for methods that have some of their own for the model;
+    `compile`: decode in a CUDA graph where that is possible; `answer`: tokens to keep room for where nothing is cut.
     """
 
     def __init__(
@@ -58,9 +70,11 @@ class Context:
         seeds: tuple[int, ...],
         prefix: int = 0,
         words: Words | None = None,
+        compile: bool = True,
+        answer: int = 0,
     ) -> None:
         self.model, self.choice, self.budget, self.block_size, self.seeds = model, choice, budget, block_size, seeds
-        self.prefix, self.words = prefix, words or Words()
+        self.prefix, self.words, self.answer = prefix, words or Words(), answer
         shape = layout(model)
         choice.method.check(shape.layers, shape.heads, shape.dim, shape.sliding)
         self.course = Course(prompt=0)
@@ -77,6 +91,11 @@ class Context:
         self.seen = 0
         self.since_cut = 0
         self.reread_tokens, self.reread_ms = 0, 0.0  # what reading about the prompt took
+        self.stamps: list[float] = []  # seconds from the start of `generate` to each of its tokens, but for capturing
+        self.capture_ms = 0.0  # what capturing graphs took
+        self.decoding = "modules"  # or "graph": what read the answer's tokens
+        usable = compile and next(model.parameters()).is_cuda and appends(choice)
+        self.weights = weights_of(model) if usable else None  # of models that can be decoded in a graph
 
     @property
     def own_layers(self) -> list[Layer]:
@@ -90,16 +109,26 @@ class Context:
         if self.choice.method.one_block and self.block_size is not None and self.block_size < prompt:
             raise SettingError(f"block_size={self.block_size}: {self.choice.method.name} needs the prompt as one block")
         self.course.prompt, self.course.prefix, self.course.decoding = prompt, min(self.prefix, prompt), False
-        blocks = ids.split(self.block_size or prompt, dim=1)
-        readings = self._readings(ids)
+        readings, size = self._readings(ids), self.block_size or prompt
+        captured = self.weights is not None and serves(self.choice, size) and self.budget.of == "prompt"
+        quota = self.budget.rows(prompt, prompt) if captured else None
         with attached(self.model):
-            for number, block in enumerate(blocks):
-                self.course.last = number == len(blocks) - 1
-                rows = None if self.choice.method.reads else self.budget.rows(prompt, self.seen + block.shape[1])
+            while self.seen < prompt:
+                tokens = min(size, prompt - self.seen)
+                if quota is not None and self.seen == 0:  # blocks that fit the quota are cut by nothing: read as one
+                    tokens = min(prompt, max(size, quota // size * size))
+                block = ids[:, self.seen : self.seen + tokens]
+                self.course.last = self.seen + tokens == prompt
+                rows = None if self.choice.method.reads else self.budget.rows(prompt, self.seen + tokens)
                 kept_whole = rows is None or rows >= prompt
-                self.course.room = prompt - self.seen - block.shape[1] if kept_whole else 0
+                self.course.room = prompt - self.seen - tokens + self.answer if kept_whole else 0
                 self.course.room += max((reading.ids.shape[1] for reading in readings), default=0)
                 logits = self._read(block, None if self.choice.method.rereads else rows, keep=1)
+                count = (prompt - self.seen - 1) // size  # whole blocks before the last
+                if quota is not None and count >= FEW and steady(self.own_layers, quota):
+                    more = ids[:, self.seen : self.seen + count * size]
+                    Blocks(self.weights, self.own_layers, more, size, quota, self.seen).read()
+                    self._went(more.shape[1])
             self.course.last = False
             if readings:
                 self._reread(readings, rows)
@@ -177,24 +206,75 @@ class Context:
         """Token after token, (B,) each, until every sample has given a token of `stop` or `max_new_tokens` are out.
         The last one is read into the cache only if `read_last`: what follows then continues the whole answer.
         """
-        generators = [torch.Generator().manual_seed(seed) for seed in self.seeds]
-        ended = torch.zeros(self.logits.shape[0], dtype=torch.bool, device=self.logits.device)
+        draws = sampling.draws(self.seeds, max_new_tokens + 1).to(self.logits.device)
+        ended, ends = torch.zeros(len(self.seeds), dtype=torch.bool), torch.tensor(sorted(stop), dtype=torch.int64)
         for layer in self.own_layers:
             layer.attended.clear()
-        for count in range(1, max_new_tokens + 1):
-            token = sampling.pick(self.logits, generators)
-            yield token
-            ended = ended | torch.isin(token, torch.tensor(sorted(stop), device=token.device, dtype=token.dtype))
-            over = count == max_new_tokens or bool(ended.all())
-            if over and not read_last:
-                break
-            method, left = self.choice.method, max_new_tokens - count + read_last
-            self.course.room = min(left, method.decode_interval) - 1 if method.decoding else left - 1
-            with attached(self.model):  # not across a yield: another context may use the model meanwhile
-                self._extend(token[:, None])
-            if over:
-                break
-        self.course.room = ROOM
+        begin, decoder = now(self.model), None
+        self.capture_ms, self.decoding = 0.0, "modules"
+        token = sampling.pick(self.logits, draws[:, 0]).cpu()
+        self.stamps = [now(self.model) - begin]
+        try:
+            for count in range(1, max_new_tokens + 1):
+                yield token
+                ended |= torch.isin(token, ends)
+                over = count == max_new_tokens or bool(ended.all())
+                if over and not read_last:
+                    break
+                if decoder is not None and decoder.done:
+                    self._leave(decoder)
+                    decoder = None
+                base, left = self.stamps[-1], max_new_tokens - count + read_last
+                if decoder is None:
+                    decoder, since = self._decoder(token, left, sampling, draws[:, count:]), base
+                if decoder is None:
+                    token, elapsed = self._read_one(token, left, sampling, draws[:, count])
+                else:
+                    base, (token, elapsed) = since, decoder.next()
+                self.stamps.append(base + elapsed)
+                if over:
+                    break
+        finally:
+            if decoder is not None:
+                self._leave(decoder)
+            self.course.room = ROOM
+
+    def _read_one(self, token: Tensor, left: int, sampling: Sampling, draws: Tensor) -> tuple[Tensor, float]:
+        """Read a token (B,) through the model's modules: the next, and seconds. `left`: tokens still to be read."""
+        begin, method = now(self.model), self.choice.method
+        self.course.room = min(left, method.decode_interval) - 1 if method.decoding else left - 1
+        with attached(self.model):  # not across a yield: another context may use the model meanwhile
+            self._extend(token[:, None].to(self.logits.device))
+        found = sampling.pick(self.logits, draws).cpu()
+        return found, now(self.model) - begin
+
+    def _decoder(self, token: Tensor, left: int, sampling: Sampling, draws: Tensor) -> Decoder | None:
+        """A graph that reads the `left` tokens to come, or those before the next cut; None where the model's modules
+        must read them, or where there are too few.
+        """
+        method = self.choice.method
+        if method.decoding:
+            left = min(left, method.decode_interval - self.since_cut - 1)
+        if self.weights is None or left < WORTH:
+            return None
+        begin = now(self.model)
+        self.course.decoding, self.decoding = True, "graph"
+        token = token.to(self.logits.device)
+        decoder = Decoder(self.weights, self.own_layers, self.seen, token, left, sampling.pick, draws)
+        self.capture_ms += 1000 * (now(self.model) - begin)
+        return decoder
+
+    def _leave(self, decoder: Decoder) -> None:
+        """Count what a graph has read."""
+        self.logits = decoder.close()
+        self.since_cut += decoder.read
+        self._went(decoder.read)
+
+    def _went(self, tokens: int) -> None:
+        """Count tokens that did not go through the model's modules."""
+        self.seen += tokens
+        for port in self.cache.layers:
+            port.seen = self.seen
 
     @contextmanager
     def branch(self) -> Iterator[None]:

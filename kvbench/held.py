@@ -167,7 +167,7 @@ class Held:
         answers = []
         for context in self.contexts:
             steps = context.generate(max_new_tokens, sampling, stop, read_last=True)
-            tokens = torch.stack(list(steps), dim=1)
+            tokens = torch.stack(list(steps), dim=1).to(context.logits.device)
             answers.extend(trim(row, stop) for row in tokens)
         longest = max(map(len, answers))
         return torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in answers])

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kvbench.allocator import Allocator, settle
-from kvbench.codec import Codec
-from kvbench.kernels.attend import attend
+from kvbench.codec import Codec, Plain
+from kvbench.kernels.attend import attend, attend_ragged
+from kvbench.kernels.implementation import FAST
 from kvbench.method import Method, Seen, State, shrink
 from kvbench.rows import Bytes, LayerRows, Rows, size
 from kvbench.slots import by_slot
@@ -84,17 +85,14 @@ class Layer:
         method, course, rows = self.choice.method, self.course, self.rows
         first = rows.seen - queries.shape[2]
         view = Lazy(rows.view)
-        look = None
+        look, rolled = None, None
         if course.decoding:
             here = {"layer": self.index, "layers": self.layers, "first": first, "prompt": course.prompt}
             here |= {"scaling": scaling, "quota": course.look}
             look = method.read(queries, view, here, self.state)
-        keys, values, mass = rows.attention_view()
-        asking = queries
         if method.rolls and not (rows.even and rows.longest_head == rows.seen):
-            asking, keys = by_slot(queries, view(), rotation)
-        outputs, lse = attend(asking, keys, values, mass, scaling, look=look, lse=method.wants_lse)
-        self.count(look, mass)
+            rolled = by_slot(queries, view(), rotation)
+        outputs, lse = self.look(queries, scaling, look, rolled)
         seen = Seen(
             queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,
             first, course.prompt, course.last, course.decoding, self.cut_layers, course.prefix, course.about,
@@ -118,6 +116,36 @@ class Layer:
             for layer in filter(None, self.cache):
                 layer.peak_rows = max(layer.peak_rows, layer.rows.longest_head)
         return outputs
+
+    def look(
+        self, queries: Tensor, scaling: float, look: Tensor | None, rolled: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention's outputs and, if the method wants them, log-sum-exps. `look`: rows that each query head sees;
+        `rolled`: queries and keys to take in place of the rows' own.
+        """
+        rows, lse = self.rows, self.choice.method.wants_lse
+        held = rows.stored is not None or queries.shape[2] < rows.tail
+        if queries.is_cuda and queries.dtype in FAST and held and rows.raw and look is None and rolled is None:
+            self.count(None, None)
+            return attend_ragged(
+                queries, rows.ragged(), rows.tail_keys, rows.tail_values, scaling, lse=lse, tail=rows.tail
+            )
+        keys, values, mass = rows.attention_view()
+        self.count(look, mass)
+        asking, keys = rolled or (queries, keys)
+        return attend(asking, keys, values, mass, scaling, look=look, lse=lse)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for further tokens, so that their rows have fixed addresses."""
+        self.rows.reserve(tokens)
+        self.weigh()
+
+    def grow(self, tokens: int) -> None:
+        """Count tokens that were decoded and attended to all rows, whose keys and values stand behind the tail."""
+        before = self.rows.mean_rows
+        self.rows.grow(tokens)
+        self.attended += [before + token for token in range(1, tokens + 1)]
+        self.peak_attended = max(self.peak_attended, self.rows.longest_head)
 
     def count(self, look: Tensor | None, mass: Tensor | None) -> None:
         """Note how many rows were attended; rows that a head does not have (mass 0) do not count."""
@@ -146,9 +174,9 @@ class Layer:
         if again or self.exceeds(min(quotas), allotted):
             rows = view()
             scores = method.score(seen, rows, self.state).to(rows.mass.dtype) if method.scores else rows.mass
-            if scores[rows.present].isnan().any():
+            if (scores.isnan() & rows.present).any():
                 raise FloatingPointError(f"{method.name}: scores of layer {self.index} are not numbers")
-            scores = scores.clamp(min=torch.finfo(scores.dtype).min, max=torch.finfo(scores.dtype).max)
+            scores = bounded(scores)
             if again:
                 rows = replace(rows, columns={**rows.columns, SCORE: scores})
                 self.rows.columns, self.shown = dict(rows.columns), without_tensors(seen)
@@ -177,7 +205,7 @@ class Layer:
         """Share each sample's rows per head among the heads, unless the method allotted them, and cut them."""
         method, heads = self.choice.method, self.choice.allocator.heads
         protected = by_sample(quotas, lambda own, quota: shrink(method.protect(seen, rows, quota), rows, quota)[own])
-        scores = scores.masked_fill(protected, torch.inf).masked_fill(~rows.present, -torch.inf)
+        scores = marked(scores, protected, rows)
         if allotted is None and seen.decoding and self.shares is not None:
             counts = self.frozen_counts(rows, protected, quotas)
         elif allotted is None:
@@ -188,7 +216,9 @@ class Layer:
         self.protected = int(protected.sum(-1).max())
         safe = self.choice.allocator.safe
         kept = protected | by_sample(quotas, lambda own, quota: safe(scores[own], protected[own], quota))
-        self.store(rows, method.cut(rows, scores, counts, kept))
+        known = self.rows.even and self.even and len(set(quotas)) == 1
+        each = min(self.rows.longest_head, quotas[0]) if known else None
+        self.store(rows, method.cut(rows, scores, counts, kept), each)
 
     def frozen_counts(self, rows: Rows, protected: Tensor, quotas: tuple[int, ...]) -> Tensor:
         """(B, H) rows per head in the proportions of the last cut before decoding."""
@@ -205,19 +235,31 @@ class Layer:
             device=rows.mass.device,
         )  # fmt: skip
 
+    def pass_through(self, stored: Plain, places: Tensor, tokens: int, block: int) -> None:
+        """Take what is left after further `tokens` were read and cut in blocks: as many rows as before."""
+        rows = self.rows
+        rows.stored, rows.places, rows.seen = stored, places.int(), rows.seen + tokens
+        self.evicted = tokens + (torch.zeros_like(rows.lengths) if self.evicted is None else self.evicted)
+        self.peak_attended = max(self.peak_attended, rows.longest + block)
+        self.weigh()
+
     def forget_scores(self) -> None:
         """The block is over: no layer is cut again by its scores."""
         self.rows.columns = {name: column for name, column in self.rows.columns.items() if name != SCORE}
         self.shown = None
         self.weigh()
 
-    def store(self, before: Rows, after: Rows) -> None:
-        """Hold what a cut left."""
+    @property
+    def even(self) -> bool:
+        """Whether all heads hold the same number of rows after a cut."""
+        method, allocator = self.choice.method, self.choice.allocator
+        return allocator.even and not method.allots and (len(self.state.seeds) == 1 or not allocator.cascades)
+
+    def store(self, before: Rows, after: Rows, each: int | None) -> None:
+        """Hold what a cut left, `each` rows per head where that is known."""
         gone = (before.mass.sum(-1) - after.mass.sum(-1)).round().long()
         self.evicted = gone if self.evicted is None else self.evicted + gone
-        method, allocator = self.choice.method, self.choice.allocator
-        even = allocator.even and not method.allots and (len(self.state.seeds) == 1 or not allocator.cascades)
-        self.rows.keep(after, even=even, merged=method.merges)
+        self.rows.keep(after, even=self.even, merged=self.choice.method.merges, each=each)
         self.weigh()
 
     def cut_after_readings(self, quota: int) -> None:
@@ -259,6 +301,16 @@ class Layer:
         self.attended = list(mark["attended"])
         self.rows.rewind(mark["rows"])
         self.state.layer = dict(mark["state"])
+
+
+def bounded(scores: Tensor) -> Tensor:
+    """Scores with no infinities, which mark what is protected and what is absent."""
+    return scores.clamp(min=torch.finfo(scores.dtype).min, max=torch.finfo(scores.dtype).max)
+
+
+def marked(scores: Tensor, protected: Tensor, rows: Rows) -> Tensor:
+    """+inf where a row is protected, -inf where it is absent."""
+    return scores.masked_fill(protected, torch.inf).masked_fill(~rows.present, -torch.inf)
 
 
 def without_tensors(seen: Seen) -> Seen:

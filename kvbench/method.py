@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from kvbench.kernels.compact import top
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, choose, whole
 
@@ -102,9 +103,17 @@ class Method:
     wants_lse = False
     one_block = False  # the whole prompt must be one block
     rereads = False  # the model reads about the prompt once more before it is cut (`readings`)
+    relative = (
+        False  # scores rows by what the block shows and their distance to it alone, remembers nothing between blocks
+    )
     rolls = False  # attention takes keys and queries at their slot among the rows held, not at their place
     reads = False  # holds every row and looks at few: the budget is rows attended while decoding, see `read`
     token_by_token = False  # known tokens that follow the prefill (the question) are read one at a time
+
+    @property
+    def watches(self) -> bool:
+        """Whether `update` must be asked about every token while decoding."""
+        return self.decoding and type(self).update is not Method.update
 
     def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
         """SettingError unless the method can serve a model of `layers` layers with `heads` KV heads of `dim`, of which
@@ -171,9 +180,7 @@ class Method:
 
     def select(self, scores: Tensor, quotas: Tensor) -> Tensor:
         """(B, H, n) bool: which stay. Default: each head's `quotas` (B, H) top rows, ties to the lower place."""
-        order = scores.argsort(dim=-1, descending=True, stable=True)
-        rank = order.argsort(dim=-1)
-        return rank < quotas[..., None]
+        return top(scores, quotas)
 
     def merge(self, rows: Rows, kept: Tensor) -> Rows:
         """What becomes of the rest. Default: gone (mass 0)."""

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvbench.codec import Codec, Plain, Stored, join
+from kvbench.kernels.attend import Ragged
+from kvbench.kernels.compact import find, take
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class LayerRows:
         self.mass: Tensor | None = None  # (R,) int16 or int32, None while every row stands for one token
         self.columns: dict[str, Tensor] = {}  # (B, H, m) a method's values for the first m rows of the view
         self.lengths: Tensor | None = None  # (B, H) int64 rows of the cut part, None while nothing was cut
+        self.starts: Tensor | None = None  # (B·H,) int64 first row of each head's, None until attention asks
         self.longest = 0  # rows of the longest head in the cut part
         self.even = True  # all heads hold `longest` rows
         self.tail = 0  # tokens in the tail
@@ -93,6 +96,38 @@ class LayerRows:
         self.tail = need
         self.seen += tokens
 
+    def reserve(self, tokens: int) -> None:
+        """Make room for further tokens behind the tail, so that their rows have fixed addresses."""
+        batch, heads = self.shape
+        if self.tail_keys is None:
+            like = self.stored.read()[0]
+            self.tail_keys, self.tail_values = (like.new_empty(batch, heads, tokens, like.shape[1]) for _ in range(2))
+        elif self.tail + tokens > self.tail_keys.shape[2]:
+            for name in ("tail_keys", "tail_values"):
+                before = getattr(self, name)
+                grown = before.new_empty(batch, heads, self.tail + tokens, before.shape[3])
+                grown[:, :, : self.tail] = before[:, :, : self.tail]
+                setattr(self, name, grown)
+
+    def grow(self, tokens: int) -> None:
+        """Count tokens whose keys and values were written behind the tail."""
+        self.tail += tokens
+        self.seen += tokens
+
+    @property
+    def raw(self) -> bool:
+        """Whether what is held is as the model wrote it."""
+        return self.stored is None or isinstance(self.stored, Plain)
+
+    def ragged(self) -> Ragged | None:
+        """The cut part as attention takes it, None where nothing was cut."""
+        if self.stored is None:
+            return None
+        if self.starts is None:
+            lengths = self.lengths.flatten()
+            self.starts = lengths.cumsum(0) - lengths
+        return Ragged(*self.stored.read(), self.mass, self.starts, self.lengths.flatten(), self.longest, self.even)
+
     def attention_view(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys, values (B, H, n, d) and mass (B, H, n), or None for mass where every row is present with mass 1."""
         parts = []
@@ -115,21 +150,27 @@ class LayerRows:
             mass = torch.ones(batch, heads, keys.shape[2], dtype=mass_dtype(keys), device=keys.device)
         return Rows(keys, values, places, mass, columns)
 
-    def keep(self, rows: Rows, even: bool, merged: bool) -> None:
-        """Hold the rows with mass > 0 and free everything else. `even`: all heads have the same number of them;
-        `merged`: a row may stand for several tokens. A new tail starts, so views and marks stay what they were.
+    def keep(self, rows: Rows, even: bool, merged: bool, each: int | None = None) -> None:
+        """Hold the rows with mass > 0 and free everything else. `even`: all heads have the same number of them, `each`
+        where the caller knows it (on a GPU nothing waits then, nor is it checked); `merged`: a row may stand for
+        several tokens. A new tail starts, so views and marks stay what they were.
         """
         present = rows.present
-        keys, values = rows.keys[present], rows.values[present]
-        self.lengths, self.even = present.sum(-1), even
-        self.longest = int(self.lengths.max())
-        if even and bool((self.lengths != self.longest).any()):
-            raise ValueError(f"heads that should hold the same number of rows hold {self.lengths.tolist()}")
-        self.stored = Plain(keys, values)
-        self.places = rows.places[present].int()
+        self.lengths, self.starts, self.even = present.sum(-1), None, even
+        if each is None or not present.is_cuda:
+            lengths = self.lengths.flatten().tolist()
+            each = max(lengths)
+            if even and min(lengths) != each:
+                raise ValueError(f"heads that should hold the same number of rows hold {self.lengths.tolist()}")
+            total = sum(lengths)
+        else:
+            total = self.lengths.numel() * each
+        self.longest, index = each, find(present, total)
+        self.stored = Plain(*take(index, rows.keys, rows.values))
+        self.places = rows.places.flatten()[index].int()
         narrow = torch.int16 if self.seen < 1 << 15 else torch.int32  # no row stands for more tokens than were seen
-        self.mass = rows.mass[present].to(narrow) if merged else None
-        self.columns = {name: self._spread(column[present]) for name, column in rows.columns.items()}
+        self.mass = rows.mass.flatten()[index].to(narrow) if merged else None
+        self.columns = {name: self._spread(column.flatten()[index]) for name, column in rows.columns.items()}
         self.tail, self.tail_keys, self.tail_values = 0, None, None
 
     def settle(self) -> None:
@@ -175,7 +216,7 @@ class LayerRows:
         packed = size(self.stored.tensors()) if self.stored is not None else 0
         tail = size([self.tail_keys, self.tail_values])
         used = tail * self.tail // self.tail_keys.shape[2] if tail else 0
-        metadata = size([self.places, self.mass, self.lengths])
+        metadata = size([self.places, self.mass, self.lengths, self.starts])
         return Bytes(packed + used, metadata, size(self.columns.values()), tail - used)
 
     def mark(self) -> dict[str, object]:

@@ -40,6 +40,7 @@ class Run:
     device: str
     dtype: str
     max_batch: int
+    compile: bool = True  # decode in a CUDA graph where that is possible
 
     @classmethod
     def from_config(cls, config: DictConfig) -> "Run":
@@ -52,6 +53,7 @@ class Run:
         if config.block_size is not None:
             whole("block_size", config.block_size, 1)
         whole("max_batch", config.max_batch, 1)
+        choose("model.compile", config.model.compile, ("auto", "off"))
         choose("question", config.question, ("visible", "hidden"))
         choose("device", config.device, ("auto", "cpu", "cuda"))
         choose("dtype", config.dtype, ("auto", *DTYPES))
@@ -75,6 +77,7 @@ class Run:
             device=device,
             dtype=dtype,
             max_batch=config.max_batch,
+            compile=config.model.compile == "auto",
         )
         run.check()
         return run
@@ -131,7 +134,7 @@ class Run:
         where: dict[str, Any] = {"type": self.device, "dtype": self.dtype}
         where |= {name: version(name) for name in ("torch", "transformers")}
         if self.device != "cpu":
-            where |= {"gpu": torch.cuda.get_device_name(), "max_batch": self.max_batch}
+            where |= {"gpu": torch.cuda.get_device_name(), "max_batch": self.max_batch, "compile": self.compile}
         return {
             "model": {"name": self.checkpoint.name, "identity": self.checkpoint.identity()},
             **plain,

@@ -167,7 +167,8 @@ class Reader:
             if gpu:
                 torch.cuda.reset_peak_memory_stats()
             prefix = batch[0][1].prefix
-            self.prefill_ms, self.context = self._timed(lambda: self._prefill(first, groups, prefix))
+            answer = batch[0][0].max_new_tokens + (len(batch[0][1].rest) if hidden else 0)
+            self.prefill_ms, self.context = self._timed(lambda: self._prefill(first, groups, prefix, answer))
         context = self.context
         with context.branch():
             extend_ms = 0.0
@@ -175,30 +176,32 @@ class Reader:
                 rest = self._tensor([prompt.rest for _, prompt in batch])
                 extend_ms, _ = self._timed(lambda: context.extend(rest))
             counted = self._count(context) | {"batch": len(batch)}
-            stamps, tokens = [], []
-            begin = self._now()
-            for token in context.generate(batch[0][0].max_new_tokens, self.run.sampling, self.stop):
-                tokens.append(token)
-                stamps.append(self._now() - begin)
+            tokens = list(context.generate(batch[0][0].max_new_tokens, self.run.sampling, self.stop))
             attended = list(chain.from_iterable(layer.attended for layer in context.own_layers))
             counted |= {
                 "rows_attended": mean(attended) if attended else counted["rows_held"],
                 "rows_held_end": mean([layer.rows.mean_rows for layer in context.own_layers]),
                 "rows_seen_decoding": context.seen - (len(tokens) - 2) / 2 if len(tokens) > 1 else context.seen,
+                "decoding": context.decoding,
+                "capture_ms": context.capture_ms,
                 "peak_rows": max(layer.peak_rows for layer in context.own_layers),
                 "peak_rows_attended": max(layer.peak_attended for layer in context.own_layers),
                 "prefill_ms": self.prefill_ms + extend_ms,
-                "ttft_ms": self.prefill_ms + extend_ms + 1000 * stamps[0],
+                "ttft_ms": self.prefill_ms + extend_ms + 1000 * context.stamps[0],
                 "peak_bytes": torch.cuda.max_memory_allocated() if gpu else context.course.peak_bytes,
                 "peak_of": "cuda" if gpu else "cache",
                 "error": None,
             }
-        answers = torch.stack(tokens, dim=1).cpu()
-        return [counted | self._output(row, stamps) for row in answers]
+        answers = torch.stack(tokens, dim=1)
+        return [counted | self._output(row, context.stamps) for row in answers]
 
-    def _prefill(self, first: Sequence[tuple[int, ...]], groups: Sequence[str], prefix: int = 0) -> Context:
+    def _prefill(
+        self, first: Sequence[tuple[int, ...]], groups: Sequence[str], prefix: int = 0, answer: int = 0
+    ) -> Context:
         seeds, own = tuple(seed_of(self.run.seed, group) for group in groups), words(self.tokenizer)
-        context = Context(self.model, self.choice, self.run.budget, self.run.block_size, seeds, prefix, own)
+        context = Context(
+            self.model, self.choice, self.run.budget, self.run.block_size, seeds, prefix, own, self.run.compile, answer
+        )
         context.prefill(self._tensor(first))
         return context
 

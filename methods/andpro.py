@@ -6,6 +6,7 @@ s_j = mean over the group of Σ_t p_{t,j}·⟨a_t, v_j⟩. In the paper a_t is t
 max-pooled over κ rows first; rows are scored by chunks, as the chunk's sum; a_t = Σ p_{t,j}·v_j over the rows that may
 be dropped; the first chunk stays beside the window's; one top-k runs over all heads of the layer, which here is
 allocator=ada with mode safeguard and alpha 0. Its chunks count from each head's first row; a quota may split one chunk.
+The paper's form never holds p (kernels/dropkv); with κ > 1 or the code's anchor p is made in full, on every device.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.kernels.dropkv import andpro
 from kvbench.kernels.window import window
 from kvbench.kernels.window.pool import pool
 from kvbench.method import Method, Seen, State
@@ -51,16 +53,22 @@ class AnDPro(Method):
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
         batch, heads, n = rows.mass.shape
-        p = window(seen.queries[:, :, -self.window :], rows.keys, rows.mass, seen.scaling)  # (B, H, G, w, n)
+        queries, outputs = seen.queries[:, :, -self.window :], seen.outputs[:, :, -self.window :]
+        if self.kernel == 1 and self.anchor == "output":
+            return self.by_chunks(andpro(queries, rows.keys, rows.values, outputs, rows.mass, seen.scaling), rows)
+        p = window(queries, rows.keys, rows.mass, seen.scaling)  # (B, H, G, w, n)
         groups = p.shape[2]
         p = pool(p, self.kernel, "max").flatten(2, 3)  # of non-negative numbers: absent rows are no one's maximum
         p = p * rows.present[:, :, None]
         values = rows.values.to(p.dtype)
         if self.anchor == "output":
-            anchors = seen.outputs[:, :, -self.window :].to(p.dtype).reshape(batch, heads, -1, values.shape[-1])
+            anchors = outputs.to(p.dtype).reshape(batch, heads, -1, values.shape[-1])
         else:
             anchors = p * ~self.protect(seen, rows, n)[:, :, None] @ values
-        scores = (p * (anchors @ values.mT)).sum(2) / groups
+        return self.by_chunks((p * (anchors @ values.mT)).sum(2) / groups, rows)
+
+    def by_chunks(self, scores: Tensor, rows: Rows) -> Tensor:
+        """(B, H, n): every row with its chunk's sum."""
         if self.chunk == 1:
             return scores
         chunks = self.chunks(rows).clamp(min=0)

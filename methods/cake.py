@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.window import window
-from kvbench.kernels.window.pool import pool
+from kvbench.kernels.window import glance
+from kvbench.kernels.window.pool import pool_group
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, odd, whole
@@ -40,12 +40,13 @@ class Cake(Method):
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
         count = 1 if seen.decoding else self.window
-        p = window(seen.queries[:, :, -count:], rows.keys, rows.mass, seen.scaling)  # (B, H, G, w, n)
-        scores = p.mean(-2)
-        if p.shape[-2] > 1:
-            scores = scores + self.gamma * p.var(-2)
+        queries = seen.queries[:, :, -count:]
+        of = ("mean", "variance") if queries.shape[2] > 1 else ("mean",)
+        scores, *variance = glance(queries, rows.keys, rows.mass, seen.scaling, of)  # (B, H, G, n) each
+        for own in variance:
+            scores = scores.add(own, alpha=self.gamma)
         inside = rows.places >= seen.tokens - self.window
-        covered = (inside | ~rows.present).all(-1, keepdim=True)
-        inside = torch.where(covered, rows.places >= seen.first, inside)
-        scores = pool(scores.masked_fill(inside[:, :, None], 0), self.kernel, "avg").mean(2)
-        return scores.masked_fill(inside, 0)
+        if seen.queries.shape[2] < self.window:
+            covered = (inside | ~rows.present).all(-1, keepdim=True)
+            inside = torch.where(covered, rows.places >= seen.first, inside)
+        return pool_group(scores, inside, self.kernel, "avg")

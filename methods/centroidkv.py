@@ -7,13 +7,13 @@ here: matching per KV head on the rows as stored (post-RoPE); sinks and recents 
 its odd row's place; every round keeps at most the share r of its edges, the last one exactly as many as needed.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.match import match, merge
-from kvbench.kernels.match.reference import even_rows
+from kvbench.kernels.compact import find, take, top
+from kvbench.kernels.match import edge_count, even_rows, match, merge
 from kvbench.method import Method, Seen
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, number, part, whole
@@ -49,35 +49,42 @@ class CentroidKV(Method):
 
     def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor) -> Rows:
         """Rounds of matching over the middle. All heads have the same number of rows and quotas."""
-        quota, safe = int(quotas[0, 0]), int(protected[0, 0].sum())
-        order = protected.argsort(dim=-1, stable=True)
-        middle, rest = gather(rows, order[..., : len(rows) - safe]), gather(rows, order[..., len(rows) - safe :])
+        quota, safe = torch.stack([quotas[0, 0], protected[0, 0].sum()]).tolist()  # waits for the device once
+        lines = rows.mass[..., 0].numel()
+        middle = some(rows, find(~protected, lines * (len(rows) - safe)))
         while len(middle) > quota - safe:
             middle = self.round(middle, len(middle) - (quota - safe))
+        if safe == 0:
+            return middle
+        rest = some(rows, find(protected, lines * safe))
         both = Rows(*(torch.cat(pair, 2) for pair in zip(parts(middle), parts(rest), strict=True)))
-        return gather(both, both.places.argsort(dim=-1))
+        heads = torch.arange(lines, device=quotas.device).view_as(quotas)[..., None]
+        return some(both, (both.places.argsort(dim=-1) + heads * len(both)).flatten())
 
     def round(self, rows: Rows, surplus: int) -> Rows:
         """One round: at most `surplus` rows join another."""
-        similar, partner = match(rows.keys.to(rows.mass.dtype), self.chunk)  # in bfloat16 most edges would tie
-        edges = int((similar[0, 0] > -torch.inf).sum())
-        count = min(surplus, max(1, part(self.r, edges)))
-        best = similar.argsort(dim=-1, descending=True, stable=True)[..., :count]
-        joining = even_rows(len(rows), self.chunk, rows.keys.device)[best]
-        into = torch.arange(len(rows), device=rows.keys.device).expand_as(rows.mass)
-        into = into.scatter(2, joining, partner.gather(2, best))
-        keys, values, mass = merge(rows.keys, rows.values, rows.mass, into)
-        stay = (mass == 0).long().argsort(dim=-1, stable=True)[..., : len(rows) - count]
-        return gather(replace(rows, keys=keys, values=values, mass=mass), stay)
+        similar, partner = match(rows.keys, self.chunk)
+        count = min(surplus, max(1, part(self.r, edge_count(len(rows), self.chunk))))
+        even = even_rows(len(rows), self.chunk, similar.device).expand_as(partner)
+        own = torch.arange(len(rows), device=similar.device).expand_as(rows.mass)
+        into = own.scatter(2, even, torch.where(top(similar, count), partner, even))
+        index = find(into == own, rows.mass[..., 0].numel() * (len(rows) - count))
+        keys, values, mass = merge(rows.keys, rows.values, rows.mass, into, self.chunk, index)
+        return headwise(rows, keys, values, rows.places.flatten()[index], mass)
 
 
 def parts(rows: Rows) -> tuple[Tensor, ...]:
     return rows.keys, rows.values, rows.places, rows.mass
 
 
-def gather(rows: Rows, index: Tensor) -> Rows:
-    """The rows at `index` (B, H, m)."""
-    wide = index[..., None].expand(*index.shape, rows.keys.shape[-1])
-    return Rows(
-        rows.keys.gather(2, wide), rows.values.gather(2, wide), rows.places.gather(2, index), rows.mass.gather(2, index)
+def some(rows: Rows, index: Tensor) -> Rows:
+    """The rows at `index` (R,), as `find` counts them; of every head equally many."""
+    return headwise(
+        rows, *take(index, rows.keys, rows.values), rows.places.flatten()[index], rows.mass.flatten()[index]
     )
+
+
+def headwise(like: Rows, *flat: Tensor) -> Rows:
+    """Flat keys, values, places and masses (R, …) by sample and head."""
+    heads = like.mass.shape[:2]
+    return Rows(*(column.view(*heads, len(column) // heads.numel(), *column.shape[1:]) for column in flat))

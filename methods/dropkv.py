@@ -9,11 +9,10 @@ score becomes about 1/ε².
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from kvbench.kernels.window import window
-from kvbench.kernels.window.pool import POOLINGS, pool
+from kvbench.kernels.dropkv import dropkv
+from kvbench.kernels.window.pool import POOLINGS, pool_group
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, choose, number, odd, whole
@@ -29,6 +28,8 @@ class DropKV(Method):
     epsilon: float
     p_dtype: str
 
+    relative = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         whole("method.window", self.window, 1)
@@ -42,13 +43,9 @@ class DropKV(Method):
         return rows.places >= seen.tokens - self.window
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        batch, heads = rows.mass.shape[:2]
-        p = window(seen.queries[:, :, -self.window :], rows.keys, rows.mass, seen.scaling)
-        if self.p_dtype == "bf16":
-            p = p.bfloat16().to(p.dtype)
-        weights = (p / (1 - p + self.epsilon)).square()  # (B, H, G, w, n)
-        outputs = seen.outputs[:, :, -self.window :].to(p.dtype).reshape(batch, heads, -1, rows.values.shape[-1])
-        # differences, not ‖a‖² + ‖v‖² - 2a·v: where p is near 1 the weight is about 1/ε² and a is near v
-        distances = torch.cdist(outputs, rows.values.to(p.dtype), compute_mode="donot_use_mm_for_euclid_dist")
-        scores = (weights.flatten(2, 3) * distances.square()).sum(-2) / weights.shape[2]
-        return pool(scores, self.kernel, self.pooling)
+        queries, outputs = seen.queries[:, :, -self.window :], seen.outputs[:, :, -self.window :]
+        rounded = self.p_dtype == "bf16"
+        scores = dropkv(
+            queries, rows.keys, rows.values, outputs, rows.mass, seen.scaling, self.epsilon, rounded
+        )  # fmt: skip
+        return pool_group(scores[:, :, None], None, self.kernel, self.pooling)

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.expected import Moments, expected_logits, merge, moments
+from kvbench.kernels.expected import Moments, expected_scores, merge, moments
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, whole
+
+PLACES = 16384  # rotations that are made at once
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class ExpectedAttention(Method):
             before = before[:, :, max(0, before.shape[2] - kept) :]
             state.layer["recent"] = torch.cat([before, new[:, :, -self.buffer :]], 2)
         if not seen.decoding:
-            found = moments(unrotated(new, seen), self.use_covariance)
+            found = moments(new, self.use_covariance, rotations(seen, new.shape[2]))
             if "count" in state.layer:
                 found = merge(self.prompt_moments(state), found)
             state.layer |= {"count": found.count, "mean": found.mean, "scatter": found.scatter}
@@ -82,13 +84,10 @@ class ExpectedAttention(Method):
         covariance = found.covariance
         if covariance is not None:
             covariance = turned(turned(covariance, *turn).mT, *turn).mT
-        logits = expected_logits(turned(found.mean, *turn), covariance, rows.keys, seen.scaling)
-        logits = logits.unflatten(1, (rows.heads, -1)) + rows.mass.log()[:, :, None]
-        logits = logits.masked_fill((rows.places < self.sinks)[:, :, None], -torch.inf)
-        scores = logits.softmax(-1).mean(2)
-        if self.use_vnorm:
-            scores = (scores + self.epsilon) * rows.values.to(scores.dtype).norm(dim=-1)
-        return scores.masked_fill(rows.places < self.sinks, 0)  # where sinks do not fit the quota, others go first
+        competing = rows.mass.masked_fill(rows.places < self.sinks, 0)  # a sink that finds no room goes first
+        values = rows.values if self.use_vnorm else None
+        mean = turned(found.mean, *turn)
+        return expected_scores(mean, covariance, rows.keys, competing, seen.scaling, values, self.epsilon)
 
     def moments(self, seen: Seen, state: State) -> Moments | None:
         """Of the prompt's queries, or of the last ones while decoding."""
@@ -96,20 +95,27 @@ class ExpectedAttention(Method):
             return self.prompt_moments(state) if "count" in state.layer else None
         if "recent" not in state.layer:
             return None
-        return moments(unrotated(state.layer["recent"], seen), self.use_covariance)
+        recent = state.layer["recent"]
+        return moments(recent, self.use_covariance, rotations(seen, recent.shape[2]))
 
     @staticmethod
     def prompt_moments(state: State) -> Moments:
         return Moments(state.layer["count"], state.layer["mean"], state.layer["scatter"])
 
 
-def unrotated(queries: Tensor, seen: Seen) -> Tensor:
-    """The last T queries read (B, H, T, d) as they were before the rotation; at least float32."""
-    queries = queries.to(torch.promote_types(queries.dtype, torch.float32))
-    places = torch.arange(seen.tokens - queries.shape[2], seen.tokens, device=queries.device)
-    cos, sin = (part.to(queries.dtype) for part in seen.rotation(places[None]))
-    square = cos.square() + sin.square()  # a model may scale as it rotates (yarn)
-    return turned(queries, cos / square, -sin / square)
+def rotations(seen: Seen, tokens: int) -> tuple[Tensor, Tensor]:
+    """cos and sin (tokens, r/2), one for each pair, that the last queries read were rotated with; in the dtype of the
+    queries, as the model rotated them. Made in parts: the model's own are float32 and twice as wide.
+    """
+    places = torch.arange(seen.tokens - tokens, seen.tokens, device=seen.queries.device)
+    made: list[Tensor] = []
+    for start in range(0, tokens, PLACES):
+        some = torch.cat([places[start : start + PLACES], places[-1:]])  # frequencies may depend on the last place
+        parts = [part[0, :-1, : part.shape[2] // 2] for part in seen.rotation(some[None])]
+        made = made or [seen.queries.new_empty(tokens, part.shape[1]) for part in parts]
+        for table, part in zip(made, parts, strict=True):
+            table[start : start + PLACES] = part
+    return made[0], made[1]
 
 
 def mean_rotation(seen: Seen, positions: int) -> tuple[Tensor, Tensor]:

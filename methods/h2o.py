@@ -42,10 +42,14 @@ class H2O(Method):
         """Votes so far, one column for the group, or one for each of its query heads where their maximum is asked."""
         if seen.decoding and not self.decoding:
             return rows.columns
-        new = votes(seen.queries, rows.keys, rows.mass, seen.lse, seen.scaling)
-        new = new.mean(2, keepdim=True) if self.gqa == "mean" else new
-        before = [rows.columns.get(f"votes{g}") for g in range(new.shape[2])]
-        return {f"votes{g}": new[:, :, g] if old is None else old + new[:, :, g] for g, old in enumerate(before)}
+        group = "mean" if self.gqa == "mean" else None
+        found = votes(seen.queries, rows.keys, rows.mass, seen.lse, seen.scaling, group=group)
+        parts = found.unbind(2) if group is None else [found]
+        before = [rows.columns.get(f"votes{g}") for g in range(len(parts))]
+        return {
+            f"votes{g}": new if old is None else old + new
+            for g, (old, new) in enumerate(zip(before, parts, strict=True))
+        }
 
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
         recent = self.recent if isinstance(self.recent, int) else part(self.recent, quota)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, normalize
+from torch.nn.functional import normalize
 
+from kvbench.kernels.keydiff import anchor, similarity
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, choose, number, part
@@ -27,6 +28,8 @@ class KeyDiff(Method):
     metric: str
     recent: float
 
+    relative = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         choose("method.anchor", self.anchor, ("mean_normalised", "mean_raw", "median", "pairwise"))
@@ -38,27 +41,18 @@ class KeyDiff(Method):
         return rows.places >= seen.tokens - part(self.recent, quota)
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        keys = rows.keys.to(rows.mass.dtype)
         if self.anchor == "pairwise":
+            keys = rows.keys.to(rows.mass.dtype)
             parts = [self.pairs(some, keys, rows.mass) for some in keys.split(CHUNK, dim=2)]
             return -torch.cat(parts, dim=2)
-        return -self.similarity(self.mean(keys, rows), keys)
+        return -similarity(rows.keys, self.mean(rows), self.metric)
 
-    def mean(self, keys: Tensor, rows: Rows) -> Tensor:
-        """(B, H, 1, d) anchor over the rows that are present."""
+    def mean(self, rows: Rows) -> Tensor:
+        """(B, H, d) anchor over the rows that are present."""
         if self.anchor == "median":
-            return keys.masked_fill(~rows.present[..., None], torch.nan).nanmedian(dim=2, keepdim=True).values
-        units = normalize(keys, dim=-1) if self.anchor == "mean_normalised" else keys
-        mass = rows.mass[..., None]
-        return (units * mass).sum(2, keepdim=True) / mass.sum(2, keepdim=True)
-
-    def similarity(self, anchor: Tensor, keys: Tensor) -> Tensor:
-        """(B, H, n) similarity of every key to the anchor (B, H, 1, d)."""
-        if self.metric == "cosine":
-            return cosine_similarity(anchor, keys, dim=-1)
-        if self.metric == "dot":
-            return (anchor * keys).sum(-1)
-        return -(anchor - keys).norm(dim=-1)
+            keys = rows.keys.to(rows.mass.dtype)
+            return keys.masked_fill(~rows.present[..., None], torch.nan).nanmedian(dim=2).values
+        return anchor(rows.keys, rows.mass, normalised=self.anchor == "mean_normalised")
 
     def pairs(self, some: Tensor, keys: Tensor, mass: Tensor) -> Tensor:
         """(B, H, m) mean similarity of `some` keys (B, H, m, d) to all that are present, themselves included."""

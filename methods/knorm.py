@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvbench.kernels.keydiff import norms
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, whole
@@ -17,6 +18,8 @@ class Knorm(Method):
     """`skip_layers`: layers that are never cut; what they hold comes on top of the budget and is measured."""
 
     skip_layers: tuple[int, ...]
+
+    relative = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -29,4 +32,4 @@ class Knorm(Method):
         return layer in self.skip_layers
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        return -rows.keys.to(rows.mass.dtype).norm(dim=-1)
+        return -norms(rows.keys)

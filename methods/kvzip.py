@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.kernels.compact import top
 from kvbench.kernels.peaks import peaks
 from kvbench.method import Method, Reading, Seen, State, Words
 from kvbench.rows import Rows
@@ -103,14 +104,12 @@ class KVzip(Method):
         if "allotted" not in state.shared:
             found = state.shared.pop("scores")
             scores = torch.stack([found[layer] for layer in seen.cut_layers], 1)
-            batch, layers, heads, rows = scores.shape
+            _, layers, heads, rows = scores.shape
             own = max(1, min(self.safe(seen), quota - 1))
             safe = torch.arange(rows, device=scores.device) < self.safe(seen)
-            rank = scores.masked_fill(safe, torch.inf).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-            open_ = scores.masked_fill(rank < own, -torch.inf).flatten(1)
-            order = open_.argsort(dim=-1, descending=True, stable=True)[:, : layers * heads * (quota - own)]
-            won = torch.zeros(batch, layers * heads, dtype=torch.int64, device=scores.device)
-            won.scatter_add_(1, order // rows, torch.ones_like(order))
-            counts = (own + won).view(batch, layers, heads)
+            ranked = top(scores.masked_fill(safe, torch.inf).flatten(1, 2), own).view_as(scores)
+            open_ = scores.masked_fill(ranked, -torch.inf).flatten(1)
+            won = top(open_[:, None], layers * heads * (quota - own)).view_as(scores)
+            counts = own + won.sum(-1)
             state.shared["allotted"] = {layer: counts[:, i] for i, layer in enumerate(seen.cut_layers)}
         return state.shared["allotted"][seen.layer]

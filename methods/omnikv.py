@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.kernels.compact import top
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, choose, whole
@@ -90,8 +91,7 @@ class OmniKV(Method):
         if self.windowed:
             queries = self.recent(queries, state)
         scores = self.score_rows(queries, keys[:, :, : prompt - own], scaling)
-        rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        chosen = rank < max(1, quota - own)
+        chosen = top(scores[:, None], max(1, quota - own))[:, 0]
         return torch.cat([chosen, chosen.new_ones(len(chosen), own)], 1)
 
     def score_rows(self, queries: Tensor, keys: Tensor, scaling: float) -> Tensor:

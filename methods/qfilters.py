@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kvbench.kernels.keydiff import similarity
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, whole
@@ -51,7 +52,7 @@ class QFilters(Method):
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
         own = self.filters[seen.layer].to(rows.mass)  # (H, d)
-        return -(rows.keys.to(own.dtype) @ own[:, :, None]).squeeze(-1)
+        return -similarity(rows.keys, own.expand(len(rows.keys), -1, -1), "dot")
 
 
 def read(path: str | None) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.kernels.compact import top
 from kvbench.kernels.pages import bounds, upper
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
@@ -63,8 +64,7 @@ class Quest(Method):
         above = upper(queries[:, :, 0], *self.bounds(rows().keys, state))
         if self.force_last:
             above[..., -1] = torch.inf
-        rank = above.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        return (rank < chosen).repeat_interleave(self.page, -1)[..., :held]
+        return top(above, chosen).repeat_interleave(self.page, -1)[..., :held]
 
     def bounds(self, keys: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """Of all pages; those that were whole before are not looked at again."""

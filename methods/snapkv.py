@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.window import window
-from kvbench.kernels.window.pool import POOLINGS, pool
+from kvbench.kernels.window import glance
+from kvbench.kernels.window.pool import POOLINGS, pool_group
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import choose, odd, whole
@@ -28,6 +28,8 @@ class SnapKV(Method):
     pooling: str
     group: str
 
+    relative = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         whole("method.window", self.window, 1)
@@ -39,14 +41,10 @@ class SnapKV(Method):
         return rows.places >= seen.tokens - self.window
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        votes = window(seen.queries[:, :, -self.window :], rows.keys, rows.mass, seen.scaling).mean(-2)
+        (votes,) = glance(seen.queries[:, :, -self.window :], rows.keys, rows.mass, seen.scaling)
         # rows of the window have no votes; where the window covers all that a head holds, those of the block have none
         inside = rows.places >= seen.tokens - self.window
-        covered = (inside | ~rows.present).all(-1, keepdim=True)
-        inside = torch.where(covered, rows.places >= seen.first, inside)
-        votes = votes.masked_fill(inside[:, :, None], 0)
-        if self.group == "before":
-            votes = pool(votes.mean(2), self.kernel, self.pooling)
-        else:
-            votes = pool(votes, self.kernel, self.pooling).mean(2)
-        return votes.masked_fill(inside, 0)
+        if seen.queries.shape[2] < self.window:
+            covered = (inside | ~rows.present).all(-1, keepdim=True)
+            inside = torch.where(covered, rows.places >= seen.first, inside)
+        return pool_group(votes, inside, self.kernel, self.pooling, self.group)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.allocator import Allocator
 from kvbench.codec import Codec
-from kvbench.kernels.window import window
+from kvbench.kernels.window import glance
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import choose, whole
@@ -23,6 +23,8 @@ class TOVA(Method):
 
     scope: str
     recent: int
+
+    relative = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,7 +43,7 @@ class TOVA(Method):
         return rows.places >= seen.tokens - self.recent
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        p = window(seen.queries[:, :, -1:], rows.keys, rows.mass, seen.scaling).squeeze(-2)  # (B, H, G, n)
+        (p,) = glance(seen.queries[:, :, -1:], rows.keys, rows.mass, seen.scaling)  # (B, H, G, n)
         if self.scope == "group":
             return p.mean(2)
         return p.flatten(1, 2).mean(1, keepdim=True).expand_as(rows.mass)

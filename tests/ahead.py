@@ -28,12 +28,21 @@ def main(module: str) -> None:
         print(kernel.__name__, made.metadata.shared)
 
 
+def typed(kernel: object, pointers: dict[str, str], constants: dict[str, int], **options: int) -> tuple:
+    """An entry of `ahead()`: arguments that are neither `pointers`, as {"keys": "*bf16"}, nor constants are "i32"."""
+    types = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
+    return kernel, types, constants, options
+
+
 def compile_all(module: str) -> str:
     """What `main` prints, from a process that does not interpret."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, __file__, module], env=environment, capture_output=True, text=True, cwd=Path(__file__).parent
-    )
+    root = Path(__file__).resolve().parents[1]
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    done = subprocess.run([sys.executable, __file__, module], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

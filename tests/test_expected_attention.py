@@ -16,8 +16,10 @@ from models import Dense, Glance, Head, distinct, double, ids, tiny
 import kvbench
 from kvbench.catalogue import build, settings
 from kvbench.kernels.expected import expected_logits, merge, moments
+from kvbench.kernels.expected.reference import unturned
 from kvbench.method import Seen, State
-from kvbench.methods.expected_attention import mean_rotation, turned, unrotated
+from kvbench.methods import expected_attention
+from kvbench.methods.expected_attention import mean_rotation, rotations, turned
 from kvbench.model import rotation
 from kvbench.rows import Rows
 from kvbench.settings import SettingError
@@ -258,15 +260,21 @@ def seen_of(name: str, queries: torch.Tensor, first: int) -> Seen:
     return Seen(queries, queries, None, 1.0, torch.zeros(1), turn, 0, 1, first, 10**6, False, False)
 
 
+@pytest.mark.parametrize("places", [2, 16384])
 @pytest.mark.parametrize("name", MODELS)
-def test_queries_are_turned_back_and_rotations_averaged(name):
+def test_queries_are_turned_back_and_rotations_averaged(name, places, monkeypatch):
+    monkeypatch.setattr(expected_attention, "PLACES", places)
     dim = double(name).model.layers[0].self_attn.head_dim
     plain = torch.randn(1, 3, 5, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     turns = matrix(name, np.arange(31, 36), dim)
     rotated = torch.from_numpy(np.einsum("tij,bhtj->bhti", turns, plain.numpy()))
     seen = seen_of(name, rotated, 31)
-    torch.testing.assert_close(unrotated(rotated, seen), plain, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(unrotated(rotated.float(), seen), plain.float(), rtol=1e-4, atol=1e-4)
+    turn = rotations(seen, 5)
+    torch.testing.assert_close(unturned(rotated, *turn), plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(unturned(rotated.float(), *turn), plain.float(), rtol=1e-4, atol=1e-4)
+    found, exact = moments(rotated, turn=turn), moments(plain)
+    torch.testing.assert_close(found.mean, exact.mean, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.scatter, exact.scatter, rtol=1e-4, atol=1e-4)
     mean = mean_matrix(name, 36, 512, dim)
     found = turned(torch.eye(dim, dtype=torch.float64), *mean_rotation(seen, 512)).T  # column by column
     np.testing.assert_allclose(found.numpy(), mean, atol=1e-4)

@@ -501,22 +501,29 @@ def test_sampling_draws_from_the_distribution(temperature, top_p):
         total += p[token]
     share = sum(p[token] for token in inside)
     sampling, draws = Sampling(temperature, top_p), 4000
-    generators = [torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)]
-    counts = Counter()
-    for _ in range(draws // 2):
-        counts.update(sampling.pick(logits.expand(2, -1), generators).tolist())
+    numbers = sampling.draws((0, 1), draws // 2).flatten()
+    counts = Counter(sampling.pick(logits.expand(draws, -1), numbers).tolist())
     assert set(counts) <= inside
     for token in inside:
         expected = draws * p[token] / share
         assert abs(counts[token] - expected) < 4.5 * math.sqrt(expected) + 1
 
 
-def test_greedy_takes_the_first_of_equals_and_one_generator_a_sample():
-    assert Sampling().pick(torch.tensor([[0.0, 2.0, 2.0], [5.0, 1.0, 2.0]]), []).tolist() == [1, 0]
+def test_greedy_takes_the_first_of_equals_and_draws_are_a_samples_own():
+    assert Sampling().pick(torch.tensor([[0.0, 2.0, 2.0], [5.0, 1.0, 2.0]]), torch.zeros(2)).tolist() == [1, 0]
+    sampling = Sampling(1.0)
+    alone, both = sampling.draws((5,), 3), sampling.draws((4, 5), 3)
+    assert torch.equal(alone[0], both[1]) and not torch.equal(both[0], both[1])
     logits = torch.zeros(2, 50)
-    one, two = (torch.Generator().manual_seed(5) for _ in range(2))
-    pick = Sampling(1.0).pick(logits, [one, two])
-    assert pick[0] == pick[1]
+    assert sampling.pick(logits, torch.tensor([0.0, 0.999999])).tolist() == [0, 49]
+
+
+def test_no_draw_falls_beyond_the_kept_tokens():
+    largest = torch.tensor([1 - 2**-24])  # times the sum it may round to the sum
+    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0))
+    kept = logits.softmax(-1).sort(descending=True)[1][0, :2].tolist()
+    share = float(logits.softmax(-1).max())
+    assert Sampling(1.0, share * 1.01).pick(logits, largest).item() in kept
 
 
 # What cannot be used

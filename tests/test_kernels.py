@@ -9,9 +9,8 @@ from torch.nn.functional import normalize
 from kvbench.kernels.attend import attend
 from kvbench.kernels.attend import reference as attend_reference
 from kvbench.kernels.attend import sdpa as attend_sdpa
-from kvbench.kernels.match import match, merge
+from kvbench.kernels.match import even_rows, match, merge
 from kvbench.kernels.match import reference as match_reference
-from kvbench.kernels.match.reference import even_rows
 from kvbench.kernels.peaks import peaks
 from kvbench.kernels.votes import votes
 from kvbench.kernels.window import window

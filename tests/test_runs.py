@@ -20,7 +20,7 @@ from kvbench.engine import Context
 from kvbench.model import REFERENCE
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMES = {"seconds", "prefill_ms", "ttft_ms", "decode_ms"}
+TIMES = {"seconds", "prefill_ms", "ttft_ms", "decode_ms", "capture_ms"}
 QUICK = ("task.subtasks=[niah_single_1,ruler_vt]", "task.length=1024", "task.samples=2")
 
 
@@ -93,6 +93,8 @@ BAD = {
     "limit=0": "limit=0: a whole number of at least 1",
     "seed=-1": "seed=-1: a whole number",
     "max_batch=0": "max_batch=0: a whole number",
+    "workers=0": "workers=0: a whole number of at least 1",
+    "model.compile=on": "model.compile=on: choose one of auto, off",
     "question=maybe": "question=maybe: choose one of visible, hidden",
     "temperature=-1": "temperature=-1: a number from 0",
     "top_p=0": "top_p=0: a share in (0, 1]",
@@ -268,6 +270,21 @@ def test_two_processes_share_one_run(checkpoint, tmp_path):
     assert all("average" in each.communicate()[0] and each.returncode == 0 for each in both)
     for _, records in runs(tmp_path / "results").values():
         assert len(records) == len({record["uid"] for record in records}) == 10
+
+
+def test_workers_share_one_run_without_loss_or_doubling(checkpoint, tmp_path):
+    folders = [tmp_path / name for name in ("alone", "shared")]
+    for folder in folders:
+        folder.mkdir()
+    settings = ("method=knorm", "budget=0.25", *QUICK, "task.samples=4")
+    own = [(), ("workers=2",)]
+    both = [process(checkpoint, folder, *settings, *more) for folder, more in zip(folders, own, strict=True)]
+    assert all("average" in each.communicate()[0] and each.returncode == 0 for each in both)
+    alone, shared = (runs(folder / "results") for folder in folders)
+    for name, (folder, records) in shared.items():
+        assert len(list(folder.glob("records*.jsonl"))) == 2  # each wrote some
+        assert len(records) == len({record["uid"] for record in records}) == 8
+        assert {r["uid"]: r["output"] for r in records} == {r["uid"]: r["output"] for r in alone[name][1]}
 
 
 def test_readme_shows_a_method_that_runs(checkpoint, tmp_path):

@@ -33,3 +33,23 @@ def attend_reference(
         outputs[..., start:stop, :] = logits.softmax(-1) @ values[:, :, None]
         sums[..., start:stop] = logits.logsumexp(-1)
     return outputs.view_as(queries), sums.view(batch, query_heads, tokens) if lse else None
+
+
+def pad_ragged(
+    held_keys: Tensor, held_values: Tensor, mass: Tensor | None, starts: Tensor, lengths: Tensor,
+    keys: Tensor, values: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Keys, values (B, H, n, d) and mass (B, H, n) of ragged rows and the tail behind them; absent rows on the left."""
+    batch, heads, tail, dim = keys.shape
+    longest = int(lengths.max())
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    some_keys, some_values = (x.new_zeros(batch * heads, longest, dim) for x in (held_keys, held_values))
+    some_mass = torch.zeros(batch * heads, longest, dtype=dtype, device=keys.device)
+    for head, (start, length) in enumerate(zip(starts.tolist(), lengths.flatten().tolist(), strict=True)):
+        here = slice(start, start + length)
+        some_keys[head, longest - length :] = held_keys[here]
+        some_values[head, longest - length :] = held_values[here]
+        some_mass[head, longest - length :] = 1 if mass is None else mass[here].to(dtype)
+    parts = [x.view(batch, heads, longest, *x.shape[2:]) for x in (some_keys, some_values, some_mass)]
+    ones = torch.ones(batch, heads, tail, dtype=dtype, device=keys.device)
+    return tuple(torch.cat(both, 2) for both in zip(parts, (keys, values, ones), strict=True))

@@ -41,6 +41,31 @@ def attend_sdpa_lse(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
     return outputs, lse.to(torch.promote_types(lse.dtype, torch.float32))
 
 
+def cudnn_serves(queries: Tensor, keys: Tensor) -> bool:
+    """Whether cuDNN's attention, the fastest for long blocks on Hopper, takes these."""
+    if not queries.is_cuda or queries.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    given = torch.backends.cuda.SDPAParams(queries, keys, keys, None, 0.0, True, queries.shape[1] != keys.shape[1])
+    return torch.backends.cuda.can_use_cudnn_attention(given, False)
+
+
+def attend_cudnn(
+    queries: Tensor, earlier: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exp (B, Hq, T) of a block over itself, causal, and over all rows `earlier`, keys and values
+    (B, H, m, d): two calls joined by their log-sum-exps, neither of which has a mask.
+    """
+    fused = torch.ops.aten._scaled_dot_product_cudnn_attention
+    outputs, lse = fused(queries, keys, values, None, True, 0.0, True, scale=scaling)[:2]
+    lse = lse.view(queries.shape[:3])
+    if earlier is None:
+        return outputs, lse
+    others, other = fused(queries, *earlier, None, True, 0.0, False, scale=scaling)[:2]
+    other = other.view(lse.shape)
+    share = torch.sigmoid(other - lse)[..., None].to(outputs.dtype)  # of the earlier rows in the softmax
+    return torch.lerp(outputs, others, share), torch.logaddexp(lse, other)
+
+
 def _bias(
     batch: int, heads: int, groups: int, tokens: int, start: int, stop: int,
     mass: Tensor | None, look: Tensor | None, rows: int, like: Tensor,

@@ -1,43 +1,28 @@
-"""Moments of queries and the expected logits under them, in PyTorch. Derivation: README.md."""
-
-from dataclasses import dataclass
+"""Moments of queries and what keys may expect under them, in PyTorch. Derivation: README.md."""
 
 import torch
 from torch import Tensor
 
+from kvbench.kernels.expected.gaussian import Moments
+
 CHUNK = 1024  # keys whose products with all covariances of their group are held at once
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Of queries, per head: how many, their mean, and the sum of outer products of what differs from it."""
-
-    count: int
-    mean: Tensor  # (B, H, d)
-    scatter: Tensor | None  # (B, H, d, d), None where it is not wanted
-
-    @property
-    def covariance(self) -> Tensor | None:
-        """(B, H, d, d), biased: divided by the count."""
-        return None if self.scatter is None else self.scatter / self.count
+def unturned(queries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """queries (B, H, T, d), rotated with cos, sin (T, r/2) in pairs of channels i and i + r/2, as they were before."""
+    cos, sin = cos.to(queries.dtype), sin.to(queries.dtype)
+    square = cos.square() + sin.square()  # a model may scale as it rotates (yarn)
+    cos, sin, half = cos / square, sin / square, cos.shape[-1]
+    one, other, rest = queries.split([half, half, queries.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([one * cos + other * sin, other * cos - one * sin, rest], -1)
 
 
-def moments_reference(queries: Tensor, scatter: bool) -> Moments:
+def moments_reference(queries: Tensor, scatter: bool, turn: tuple[Tensor, Tensor] | None) -> Moments:
     queries = queries.to(torch.promote_types(queries.dtype, torch.float32))
+    queries = queries if turn is None else unturned(queries, *turn)
     mean = queries.mean(2)
     apart = queries - mean[:, :, None]
     return Moments(queries.shape[2], mean, apart.mT @ apart if scatter else None)
-
-
-def merge(one: Moments, other: Moments) -> Moments:
-    """Moments of both together (Chan, Golub, LeVeque 1979): nothing large is subtracted from anything large."""
-    count = one.count + other.count
-    step = other.mean - one.mean
-    mean = one.mean + step * (other.count / count)
-    if one.scatter is None:
-        return Moments(count, mean, None)
-    between = step[..., :, None] * step[..., None, :] * (one.count * other.count / count)
-    return Moments(count, mean, one.scatter + other.scatter + between)
 
 
 def logits_reference(mean: Tensor, covariance: Tensor | None, keys: Tensor, scaling: float) -> Tensor:
@@ -56,3 +41,14 @@ def logits_reference(mean: Tensor, covariance: Tensor | None, keys: Tensor, scal
             sides = (some @ square).view(batch, heads, -1, group, dim) + linear[:, :, None]
             parts.append((sides @ some[..., None]).squeeze(-1).mT)
     return torch.cat(parts, dim=-1).reshape(batch, heads * group, rows)
+
+
+def scores_reference(
+    mean: Tensor, covariance: Tensor | None, keys: Tensor, mass: Tensor, scaling: float, values: Tensor | None,
+    epsilon: float,
+) -> Tensor:  # fmt: skip
+    logits = logits_reference(mean, covariance, keys, scaling).unflatten(1, (keys.shape[1], -1))
+    scores = (logits + mass.log()[:, :, None]).softmax(-1).mean(2)
+    if values is not None:
+        scores = (scores + epsilon) * values.to(scores.dtype).norm(dim=-1)
+    return scores.masked_fill(mass == 0, 0)

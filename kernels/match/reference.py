@@ -7,14 +7,9 @@ from torch.nn.functional import normalize, pad
 CHUNK = 1 << 21  # similarities held at once
 
 
-def even_rows(rows: int, chunk: int | None, device: torch.device) -> Tensor:
-    """(E,) indices of the rows that stand at even positions of their chunk."""
-    index = torch.arange(rows, device=device)
-    return index[(index % (chunk or rows)) % 2 == 0]
-
-
 def match_reference(keys: Tensor, chunk: int | None) -> tuple[Tensor, Tensor]:
     batch, heads, rows, dim = keys.shape
+    keys = keys.to(torch.promote_types(keys.dtype, torch.float32))  # in bfloat16 most edges would tie
     chunk = chunk or rows
     chunks = -(-rows // chunk)
     units = pad(normalize(keys, dim=-1), (0, 0, 0, chunks * chunk - rows)).view(batch, heads, chunks, chunk, dim)
@@ -30,7 +25,9 @@ def match_reference(keys: Tensor, chunk: int | None) -> tuple[Tensor, Tensor]:
     return best.flatten(2)[..., real], partner.flatten(2)[..., real]
 
 
-def merge_reference(keys: Tensor, values: Tensor, mass: Tensor, into: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def merge_reference(
+    keys: Tensor, values: Tensor, mass: Tensor, into: Tensor, index: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     total = torch.zeros_like(mass).scatter_add(2, into, mass)
     grew = (total > mass)[..., None]
 
@@ -39,4 +36,6 @@ def merge_reference(keys: Tensor, values: Tensor, mass: Tensor, into: Tensor) ->
         summed = torch.zeros_like(weighted).scatter_add(2, into[..., None].expand_as(weighted), weighted)
         return torch.where(grew, (summed / total[..., None].clamp(min=1)).to(rows.dtype), rows)
 
-    return mean(keys), mean(values), total
+    if index is None:
+        return mean(keys), mean(values), total
+    return mean(keys).flatten(0, 2)[index], mean(values).flatten(0, 2)[index], total.flatten()[index]

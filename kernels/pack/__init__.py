@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
+from kvbench.kernels.implementation import choose
 from kvbench.kernels.pack.reference import Groups, pack_reference, unpack_reference
 
 __all__ = ["Groups", "pack", "unpack"]
 
 
-def pack(x: Tensor, bits: int, group: int) -> Groups:
+def pack(x: Tensor, bits: int, group: int, *, implementation: str | None = None) -> Groups:
     """Codes (…, n·bits/8) uint8, scale and zero (…, n/group) float16 of x (…, n), in groups along the last dimension.
 
     Computed in float32 (float64 for float64 x). ValueError unless `bits` is 1, 2, 4 or 8, n is whole groups and a
@@ -16,9 +17,31 @@ def pack(x: Tensor, bits: int, group: int) -> Groups:
     """
     if bits not in (1, 2, 4, 8) or group < 1 or group * bits % 8 or x.shape[-1] % group:
         raise ValueError(f"pack: {tuple(x.shape)} to {bits} bits in groups of {group}")
-    return pack_reference(x, bits, group)
+    if choose("pack", implementation, x) == "reference":
+        return pack_reference(x, bits, group)
+    from kvbench.kernels.pack.triton import pack_triton
+
+    return Groups(*pack_triton(x, bits, group))
 
 
-def unpack(groups: Groups, bits: int, group: int, dtype: torch.dtype) -> Tensor:
-    """(…, n) in `dtype`: what `pack` kept of x."""
-    return unpack_reference(groups, bits, group, dtype)
+def unpack(
+    groups: Groups,
+    bits: int,
+    group: int,
+    dtype: torch.dtype,
+    turned: bool = False,
+    *,
+    implementation: str | None = None,
+) -> Tensor:
+    """(…, n) in `dtype`: what `pack` kept of x. `turned`: in memory the last two dimensions may lie the other way
+    round, as they did in a transposed x. ValueError where codes and groups do not fit.
+    """
+    size = groups.codes.shape[-1] * 8
+    if size != groups.scale.shape[-1] * group * bits or groups.scale.shape != groups.zero.shape:
+        shapes = ", ".join(str(tuple(part.shape)) for part in groups)
+        raise ValueError(f"unpack: codes, scale, zero {shapes} of {bits} bits in groups of {group}")
+    if choose("unpack", implementation, groups.scale.new_empty(0, dtype=dtype)) == "reference":
+        return unpack_reference(groups, bits, group, dtype)
+    from kvbench.kernels.pack.triton import unpack_triton
+
+    return unpack_triton(*groups, bits, group, dtype, turned)

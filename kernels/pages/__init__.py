@@ -2,23 +2,33 @@
 
 from torch import Tensor
 
+from kvbench.kernels.implementation import choose
 from kvbench.kernels.pages.reference import bounds_reference, upper_reference
 
 
-def bounds(keys: Tensor, page: int) -> tuple[Tensor, Tensor]:
+def bounds(keys: Tensor, page: int, *, implementation: str | None = None) -> tuple[Tensor, Tensor]:
     """Elementwise minimum and maximum (B, H, ⌈n/page⌉, d) of the keys (B, H, n, d) of each page; the last page may be
     partial. ValueError for no keys or page < 1.
     """
-    if page < 1 or keys.shape[2] == 0:
+    if keys.dim() != 4 or page < 1 or keys.shape[2] == 0:
         raise ValueError(f"bounds: keys {tuple(keys.shape)} in pages of {page}")
-    return bounds_reference(keys, page)
+    if choose("bounds", implementation, keys) == "reference":
+        return bounds_reference(keys, page)
+    from kvbench.kernels.pages.triton import bounds_triton
+
+    return bounds_triton(keys, page)
 
 
-def upper(queries: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def upper(queries: Tensor, low: Tensor, high: Tensor, *, implementation: str | None = None) -> Tensor:
     """(B, H·G, pages) in float32 (float64 for float64 inputs): no q·k in the page is larger, but for rounding.
 
-    queries (B, H·G, d); low, high (B, H, pages, d). ValueError if heads do not divide.
+    queries (B, H·G, d); low, high (B, H, pages, d). ValueError if heads do not divide or dimensions differ.
     """
-    if queries.shape[1] % low.shape[1] or low.shape != high.shape:
+    fits = low.dim() == 4 and queries.dim() == 3 and low.shape == high.shape and queries.shape[2] == low.shape[3]
+    if not fits or queries.shape[0] != low.shape[0] or queries.shape[1] % low.shape[1]:
         raise ValueError(f"upper: queries {tuple(queries.shape)}, bounds {tuple(low.shape)}, {tuple(high.shape)}")
-    return upper_reference(queries, low, high)
+    if choose("upper", implementation, low) == "reference":
+        return upper_reference(queries, low, high)
+    from kvbench.kernels.pages.triton import upper_triton
+
+    return upper_triton(queries, low, high)

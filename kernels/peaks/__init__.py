@@ -2,15 +2,20 @@
 
 from torch import Tensor
 
+from kvbench.kernels.implementation import choose
 from kvbench.kernels.peaks.reference import peaks_reference
 
 
-def peaks(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
+def peaks(queries: Tensor, keys: Tensor, scaling: float, *, implementation: str | None = None) -> Tensor:
     """max over the group's query heads and over queries t of softmax(q_t·k·scaling)_j: (B, H, n) in at least float32.
 
     queries (B, H·G, T, d), whose last belongs to the last row: query t sees rows up to n - T + t; keys (B, H, n, d).
-    ValueError for shapes that do not fit.
+    implementation: "reference" | "triton"; None chooses. ValueError for shapes that do not fit.
     """
     if queries.shape[1] % keys.shape[1] or queries.shape[2] > keys.shape[2]:
         raise ValueError(f"peaks: queries {tuple(queries.shape)}, keys {tuple(keys.shape)}")
+    if choose("peaks", implementation, queries) == "triton":
+        from kvbench.kernels.peaks.triton import peaks_triton
+
+        return peaks_triton(queries, keys, scaling)
     return peaks_reference(queries, keys, scaling)

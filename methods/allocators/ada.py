@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.allocator import Allocator, settle
+from kvbench.kernels.compact import top
 from kvbench.settings import SettingError, choose, number, part
 
 
@@ -43,8 +44,7 @@ class Ada(Allocator):
     def _safe(self, scores: Tensor, quota: int, protected: Tensor) -> Tensor:
         """(H, n): the ⌊α·quota⌋ largest of every head, protected ones first, at least one."""
         least = protected.sum(-1).clamp(min=max(1, part(self.alpha, quota)))
-        rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        return (rank < least[:, None]) & (scores > -torch.inf)
+        return top(scores[None], least[None])[0] & (scores > -torch.inf)
 
     def _sample(self, scores: Tensor, protected: Tensor, quota: int) -> list[int]:
         heads = scores.shape[0]
@@ -65,6 +65,5 @@ class Ada(Allocator):
 
 def winners(scores: Tensor, total: int) -> list[int]:
     """How many of the `total` largest scores (H, n) each head has; ties to the lower head, then the lower place."""
-    order = scores.flatten().argsort(descending=True, stable=True)[: max(total, 0)]
-    order = order[scores.flatten()[order] > -torch.inf]
-    return torch.bincount(order // scores.shape[1], minlength=scores.shape[0]).tolist()
+    won = top(scores.flatten()[None, None], total).view_as(scores) & (scores > -torch.inf)
+    return won.sum(-1).tolist()

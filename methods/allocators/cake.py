@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvbench.allocator import Allocator, frozen, settle
-from kvbench.kernels.window import window
+from kvbench.kernels.window import glance
 from kvbench.method import Seen
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, whole
@@ -80,10 +80,12 @@ class Cake(Allocator):
 
     def preference(self, seen: Seen, rows: Rows) -> Tensor:
         """(B,) P of the layer."""
-        p = window(seen.queries[:, :, -self.window :], rows.keys, rows.mass, seen.scaling)
-        p = p.masked_fill((rows.places >= seen.tokens - self.window)[:, :, None, None], 0).double()
-        entropy = (-p * (p + 1e-10).log()).flatten(1).sum(-1).clamp(min=0)
-        variance = p.var(-2).flatten(1).sum(-1) if p.shape[-2] > 1 else torch.zeros_like(entropy)
+        queries = seen.queries[:, :, -self.window :]
+        both = glance(queries, rows.keys, rows.mass, seen.scaling, ("entropy", "variance"))  # (B, H, G, n) each
+        inside = rows.places >= seen.tokens - self.window
+        entropy, variance = (
+            x.sum(2, dtype=torch.float64).masked_fill(inside, 0).flatten(1).sum(-1).clamp(min=0) for x in both
+        )
         return entropy ** (1 / self.tau1) * variance ** (1 / self.tau2)
 
     def share(self, quota: int, layers: int, preferences: tuple[float, ...], held: tuple[int, ...]) -> tuple[int, ...]:

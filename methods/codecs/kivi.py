@@ -79,7 +79,7 @@ class KiviRows:
     def read(self) -> tuple[Tensor, Tensor]:
         bits, group, dtype = self.codec.bits, self.codec.group, self.keys.dtype
         of_keys, of_values = self.packed(self.lengths)
-        keys = unpack(self.key_groups, bits, group, dtype).mT.flatten(0, 1)
+        keys = unpack(self.key_groups, bits, group, dtype, turned=True).mT.flatten(0, 1)
         values = unpack(self.value_groups, bits, group, dtype)
         return (
             join(keys, of_keys, self.keys, self.lengths - of_keys),

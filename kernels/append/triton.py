@@ -1,0 +1,76 @@
+"""Norm, rotation and writing in Triton: a program for each token and head."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rounded(x, like):
+    """Float32 numbers rounded to the dtype that the pointer `like` points to."""
+    return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _append(
+    queries, keys, values, cos, sin, query_norm, key_norm, tail_keys, tail_values, out, step,
+    tail, tokens, heads, query_heads, dim, turning, epsilon, s_q, s_k, s_v, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
+    NORM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0), tl.program_id(1)
+    b, t = (token // tokens).to(tl.int64), token % tokens
+    first = tl.load(step)
+    column = tl.arange(0, D)
+    there = column < dim
+    half = turning // 2
+    other = tl.where(column < half, column + half, tl.where(column < turning, column - half, column))
+    row = tail + first + t
+    if head >= query_heads + heads:
+        h = head - query_heads - heads
+        value = tl.load(values + token.to(tl.int64) * s_v + h * dim + column, mask=there)
+        into = tail_values + b * sv_b + h.to(tl.int64) * sv_h + row.to(tl.int64) * sv_n
+        tl.store(into + column, value, mask=there)
+    else:
+        is_key = head >= query_heads
+        h = tl.where(is_key, head - query_heads, head)
+        source = queries + token.to(tl.int64) * s_q + h * dim
+        scale = query_norm
+        if is_key:
+            source = keys + token.to(tl.int64) * s_k + h * dim
+            scale = key_norm
+        x = tl.load(source + column, mask=there, other=0.0).to(tl.float32)
+        y = tl.load(source + other, mask=there, other=0.0).to(tl.float32)
+        if NORM:
+            inverse = 1.0 / tl.sqrt(tl.sum(x * x, 0) / dim + epsilon)
+            one = tl.load(scale + column, mask=there, other=0.0).to(tl.float32)
+            two = tl.load(scale + other, mask=there, other=0.0).to(tl.float32)
+            x = _rounded(_rounded(x * inverse, out) * one, out)
+            y = _rounded(_rounded(y * inverse, out) * two, out)
+        angle = (first + t) * turning + column
+        c = _rounded(tl.load(cos + angle, mask=column < turning, other=1.0).to(tl.float32), out)
+        s = _rounded(tl.load(sin + angle, mask=column < turning, other=0.0).to(tl.float32), out)
+        y = tl.where(column < half, -y, y)
+        found = _rounded(x * c, out) + _rounded(y * s, out)
+        if is_key:
+            place = tail_keys + b * sk_b + h.to(tl.int64) * sk_h + row.to(tl.int64) * sk_n
+            tl.store(place + column, found, mask=there)
+        else:
+            tl.store(out + ((b * query_heads + h) * tokens + t) * dim + column, found, mask=there)
+
+
+def append_triton(
+    queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, tail_keys: Tensor, tail_values: Tensor,
+    tail: int, step: Tensor, norms: tuple[Tensor, Tensor, float] | None,
+) -> Tensor:  # fmt: skip
+    batch, heads, _, dim = tail_keys.shape
+    tokens, query_heads = len(keys) // batch, queries.shape[1] // dim
+    out = torch.empty(batch, query_heads, tokens, dim, dtype=queries.dtype, device=queries.device)
+    query_norm, key_norm, epsilon = norms or (queries, keys, 0.0)
+    _append[(len(keys), query_heads + 2 * heads)](
+        queries, keys, values, cos, sin, query_norm, key_norm, tail_keys, tail_values, out, step,
+        tail, tokens, heads, query_heads, dim, cos.shape[1], epsilon,
+        queries.stride(0), keys.stride(0), values.stride(0), *tail_keys.stride()[:3], *tail_values.stride()[:3],
+        NORM=norms is not None, D=triton.next_power_of_2(dim), num_warps=1 if dim <= 64 else 2,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,241 @@
+"""Attention over a ragged part and a tail in Triton: few queries split over the rows, many over the queries.
+
+Both kernels walk the two parts one after the other with an online softmax in float32, in base 2. Derivation: README.md.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = tl.constexpr(1.4426950408889634)
+PROGRAMS = 512  # that few queries over many rows are split into, about
+ENOUGH = 256  # programs, each with 128 queries of a head, that fill a GPU without splitting the rows
+
+
+@triton.jit
+def _tile(
+    q, m, norm, acc, keys, values, mass, stride_k, stride_v, row, stop, limit, offset, columns, dim,
+    scale, MASS: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows: `row` (N,) their index, of which those before `stop` exist; with MASKED a query sees rows up to
+    `limit` (M,). `offset`: elements from keys and values to row 0.
+    """
+    here = row < stop
+    where = here[:, None] if WHOLE else here[:, None] & (columns < dim)[None]
+    k = tl.load(keys + row[:, None].to(tl.int64) * stride_k + columns[None], mask=where, other=0.0)
+    v = tl.load(values + row[:, None].to(tl.int64) * stride_v + columns[None], mask=where, other=0.0)
+    if CAST:
+        k, v = k.to(tl.float32), v.to(tl.float32)
+    logits = tl.dot(q, k.T, input_precision="ieee") * scale  # ieee: of float32 inputs, others are exact anyway
+    if MASS:
+        weight = tl.load(mass + offset + row, mask=here, other=1).to(tl.float32)
+        logits += tl.log2(weight)[None]
+    if MASKED:
+        logits = tl.where(here[None] & (row[None] <= limit[:, None]), logits, float("-inf"))
+    else:
+        logits = tl.where(here[None], logits, float("-inf"))
+    new = tl.maximum(m, tl.max(logits, 1))
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(logits - safe[:, None])
+    shrink = tl.exp2(m - safe)
+    norm = norm * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return new, norm, acc
+
+
+@triton.jit
+def _few(
+    queries, held_keys, held_values, held_mass, starts, lengths, tail_keys, tail_values, step,
+    outputs, lse, part_acc, part_max, part_norm,
+    query_heads, heads, tokens, tail, splits, dim, scale,
+    sq_b, sq_h, sq_t, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
+    HELD: tl.constexpr, MASS: tl.constexpr, STEP: tl.constexpr, SINGLE: tl.constexpr, LSE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """A program: M of the queries of one KV head, (query head of the group, token) one after the other, over one of
+    `splits` ranges of its rows.
+    """
+    head, split = tl.program_id(0), tl.program_id(1)
+    b, h = head // heads, head % heads
+    group = query_heads // heads
+    if STEP:
+        tail += tl.load(step)
+    columns = tl.arange(0, D)
+    index = tl.program_id(2) * M + tl.arange(0, M)
+    t = index % tokens
+    asking = index < group * tokens
+    own = h * group + index // tokens
+    where = asking[:, None] & (columns < dim)[None]
+    q = tl.load(
+        queries + b.to(tl.int64) * sq_b + own[:, None].to(tl.int64) * sq_h + t[:, None].to(tl.int64) * sq_t
+        + columns[None], mask=where, other=0.0,
+    )  # fmt: skip
+    if CAST:
+        q = q.to(tl.float32)
+    m = tl.full([M], float("-inf"), tl.float32)
+    norm = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    length = 0
+    if HELD:
+        length = tl.load(lengths + head).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(length + tail, splits), N) * N
+    low = split * share
+    high = tl.minimum(low + share, length + tail)
+    if HELD:
+        start = tl.load(starts + head)
+        stop = tl.minimum(high, length)
+        for first in range(low, stop, N):
+            m, norm, acc = _tile(
+                q, m, norm, acc, held_keys + start * dim, held_values + start * dim, held_mass, dim, dim,
+                first + tl.arange(0, N), stop, t, start, columns, dim, scale, MASS, False, WHOLE, CAST,
+            )  # fmt: skip
+    keys = tail_keys + b.to(tl.int64) * sk_b + h.to(tl.int64) * sk_h
+    values = tail_values + b.to(tl.int64) * sv_b + h.to(tl.int64) * sv_h
+    limit = tail - tokens + t
+    for first in range(tl.maximum(low - length, 0), high - length, N):
+        m, norm, acc = _tile(
+            q, m, norm, acc, keys, values, held_mass, sk_n, sv_n,
+            first + tl.arange(0, N), high - length, limit, 0, columns, dim, scale,
+            False, True, WHOLE, CAST,
+        )  # fmt: skip
+    if SINGLE:
+        place = (b.to(tl.int64) * query_heads + own) * tokens + t
+        tl.store(outputs + place[:, None] * dim + columns[None], acc / norm[:, None], mask=where)
+        if LSE:
+            tl.store(lse + place, (m + tl.log2(norm)) / LOG2E, mask=asking)
+    else:
+        part = ((head * splits + split) * group * tokens + index).to(tl.int64)
+        tl.store(part_acc + part[:, None] * dim + columns[None], acc, mask=where)
+        tl.store(part_max + part, m, mask=asking)
+        tl.store(part_norm + part, norm, mask=asking)
+
+
+@triton.jit
+def _combine(
+    part_acc, part_max, part_norm, outputs, lse, tokens, group, splits, dim,
+    LSE: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """One query's outputs from its splits; a program for each (sample, query head, token)."""
+    place = tl.program_id(0).to(tl.int64)
+    head, rest = place // (group * tokens), place % (group * tokens)
+    split, columns = tl.arange(0, S), tl.arange(0, D)
+    index = (head * splits + split) * group * tokens + rest
+    m = tl.load(part_max + index, mask=split < splits, other=float("-inf"))
+    norm = tl.load(part_norm + index, mask=split < splits, other=0.0)
+    where = (split < splits)[:, None] & (columns < dim)[None]
+    acc = tl.load(part_acc + index[:, None] * dim + columns[None], mask=where, other=0.0)
+    most = tl.max(m, 0)
+    weight = tl.exp2(m - most)
+    total = tl.sum(weight * norm, 0)
+    tl.store(outputs + place * dim + columns, tl.sum(acc * weight[:, None], 0) / total, mask=columns < dim)
+    if LSE:
+        tl.store(lse + place, (most + tl.log2(total)) / LOG2E)
+
+
+@triton.jit
+def _many(
+    queries, held_keys, held_values, held_mass, starts, lengths, tail_keys, tail_values,
+    outputs, lse, query_heads, heads, tokens, tail, dim, scale,
+    sq_b, sq_h, sq_t, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
+    HELD: tl.constexpr, MASS: tl.constexpr, LSE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """A program: M queries of one query head over all rows that they see; the last queries, which see most, first."""
+    block, query_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    b, own = query_head // query_heads, query_head % query_heads
+    h = own // (query_heads // heads)
+    columns, t = tl.arange(0, D), block * M + tl.arange(0, M)
+    where = (t < tokens)[:, None] & (columns < dim)[None]
+    q = tl.load(
+        queries + b.to(tl.int64) * sq_b + own.to(tl.int64) * sq_h + t[:, None].to(tl.int64) * sq_t + columns[None],
+        mask=where, other=0.0,
+    )  # fmt: skip
+    if CAST:
+        q = q.to(tl.float32)
+    m = tl.full([M], float("-inf"), tl.float32)
+    norm = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    limit = tail - tokens + t
+    if HELD:
+        start, length = tl.load(starts + b * heads + h), tl.load(lengths + b * heads + h).to(tl.int32)
+        for first in range(0, length, N):
+            m, norm, acc = _tile(
+                q, m, norm, acc, held_keys + start * dim, held_values + start * dim, held_mass, dim, dim,
+                first + tl.arange(0, N), length, t, start, columns, dim, scale, MASS, False, WHOLE, CAST,
+            )  # fmt: skip
+    keys = tail_keys + b.to(tl.int64) * sk_b + h.to(tl.int64) * sk_h
+    values = tail_values + b.to(tl.int64) * sv_b + h.to(tl.int64) * sv_h
+    whole = (tail - tokens + block * M + 1) // N * N  # rows before this one are seen by all of the queries
+    for first in range(0, whole, N):
+        m, norm, acc = _tile(
+            q, m, norm, acc, keys, values, held_mass, sk_n, sv_n,
+            first + tl.arange(0, N), whole, limit, 0, columns, dim, scale, False, False, WHOLE, CAST,
+        )  # fmt: skip
+    for first in range(whole, tl.minimum(tail, tail - tokens + (block + 1) * M), N):
+        m, norm, acc = _tile(
+            q, m, norm, acc, keys, values, held_mass, sk_n, sv_n,
+            first + tl.arange(0, N), tail, limit, 0, columns, dim, scale, False, True, WHOLE, CAST,
+        )  # fmt: skip
+    place = query_head.to(tl.int64) * tokens + t
+    tl.store(outputs + place[:, None] * dim + columns[None], acc / norm[:, None], mask=where)
+    if LSE:
+        tl.store(lse + place, (m + tl.log2(norm)) / LOG2E, mask=t < tokens)
+
+
+def attend_triton(
+    queries: Tensor,
+    held: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor] | None,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    longest: int,
+    tail: int,
+    lse: bool,
+    step: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """See `attend_ragged`; `longest`: rows that the longest head may have."""
+    batch, query_heads, tokens, dim = queries.shape
+    heads = keys.shape[1]
+    group = query_heads // heads
+    queries, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys, values))
+    outputs = torch.empty(batch, query_heads, tokens, dim, dtype=queries.dtype, device=queries.device)
+    sums = torch.empty(batch, query_heads, tokens, dtype=torch.float32, device=queries.device) if lse else outputs
+    held_keys, held_values, mass, starts, lengths = held or (keys, values, None, keys, keys)
+    exact = queries.dtype == torch.float32
+    sizes = {
+        "D": max(16, triton.next_power_of_2(dim)), "WHOLE": dim in (16, 32, 64, 128, 256), "HELD": held is not None,
+        "MASS": mass is not None, "LSE": lse,
+        "CAST": triton.knobs.runtime.interpret and queries.dtype == torch.bfloat16,
+    }  # fmt: skip
+    strides = (*queries.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
+    scale, mass = scaling * LOG2E.value, held_keys if mass is None else mass
+    given = (queries, held_keys, held_values, mass, starts, lengths, keys, values)
+    if batch * query_heads * triton.cdiv(tokens, 128) >= ENOUGH:
+        rows = 64 if exact or sizes["D"] > 128 else 128
+        grid = (triton.cdiv(tokens, rows), batch * query_heads)
+        _many[grid](
+            *given, outputs, sums, query_heads, heads, tokens, tail, dim, scale, *strides,
+            M=rows, N=32 if exact else 64, **sizes, num_warps=4 if exact else 8, num_stages=2 if exact else 3,
+        )  # fmt: skip
+        return outputs, sums if lse else None
+    rows = min(max(16, triton.next_power_of_2(group * tokens)), 32 if exact else 64)
+    block, tiles = 32 if exact or sizes["D"] > 128 else 64, triton.cdiv(group * tokens, rows)
+    splits = min(triton.cdiv(PROGRAMS, batch * heads * tiles), triton.cdiv(longest, 2 * block), 128)
+    parts = outputs, outputs, outputs
+    if splits > 1:
+        parts = [
+            torch.empty(batch * heads, splits, group * tokens, *more, dtype=torch.float32, device=queries.device)
+            for more in ((dim,), (), ())
+        ]
+    _few[batch * heads, splits, tiles](
+        *given, step, outputs, sums, *parts, query_heads, heads, tokens, tail, splits, dim, scale, *strides,
+        STEP=step is not None, SINGLE=splits == 1, M=rows, N=block, **sizes,
+        num_warps=4, num_stages=2 if exact else 3,
+    )  # fmt: skip
+    if splits > 1:
+        _combine[(batch * query_heads * tokens,)](
+            *parts, outputs, sums, tokens, group, splits, dim,
+            LSE=lse, S=triton.next_power_of_2(splits), D=sizes["D"], num_warps=4,
+        )  # fmt: skip
+    return outputs, sums if lse else None

@@ -1,0 +1,48 @@
+"""Scores smoothed along rows and averaged over a group, in one launch that reads them once."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def pool_kernel(
+    scores, hidden, pooled, group, rows,
+    N: tl.constexpr, KERNEL: tl.constexpr, LARGEST: tl.constexpr, BEFORE: tl.constexpr, HIDDEN: tl.constexpr,
+):  # fmt: skip
+    """pooled (B·H, n) of scores (B·H, G, n), N rows a program. LARGEST: by maximum, else by average. The group's mean
+    is a sum over as many pools, or BEFORE, a pool of sums, divided in the end.
+    """
+    pair, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
+    result = tl.zeros((N,), tl.float32)
+    for first in range(0, 1 if BEFORE else group):
+        own = tl.full((N,), float("-inf") if LARGEST else 0.0, tl.float32)
+        for offset in tl.static_range(KERNEL):
+            near = row + (offset - KERNEL // 2)
+            inside = (near >= 0) & (near < rows)
+            shown = inside
+            if HIDDEN:
+                shown = inside & (tl.load(hidden + pair * rows + near, mask=inside, other=1) == 0)
+            score = tl.load(scores + (pair * group + first) * rows + near, mask=shown, other=0.0)
+            if BEFORE:
+                for member in range(1, group):
+                    score += tl.load(scores + (pair * group + member) * rows + near, mask=shown, other=0.0)
+            if LARGEST:
+                own = tl.maximum(own, tl.where(inside, score, float("-inf")), propagate_nan=tl.PropagateNan.ALL)
+            else:
+                own += score
+        result += own
+    if HIDDEN:
+        result = tl.where(tl.load(hidden + pair * rows + row, mask=row < rows, other=1) == 0, result, 0.0)
+    tl.store(pooled + pair * rows + row, result / (group if LARGEST else group * KERNEL), mask=row < rows)
+
+
+def pool_group_triton(scores: Tensor, hidden: Tensor | None, kernel: int, largest: bool, before: bool) -> Tensor:
+    batch, heads, group, rows = scores.shape
+    pooled = scores.new_empty(batch, heads, rows, dtype=torch.float32)
+    pool_kernel[(triton.cdiv(rows, 512), batch * heads)](
+        scores.contiguous(), pooled if hidden is None else hidden.contiguous().view(torch.uint8), pooled, group, rows,
+        N=512, KERNEL=kernel, LARGEST=largest, BEFORE=before, HIDDEN=hidden is not None,
+    )  # fmt: skip
+    return pooled

@@ -1,0 +1,74 @@
+"""Blocks read by the step of their own leave what the modules leave."""
+
+import pytest
+import torch
+from models import ids, tiny
+
+from kvbench.blocks import serves
+from kvbench.budget import Budget
+from kvbench.catalogue import build, methods_available, settings
+from kvbench.engine import Context, Sampling
+from kvbench.held import choose_cache
+from kvbench.method import Method
+from kvbench.model import weights_of
+
+RELATIVE = ("dropkv", "keydiff", "knorm", "snapkv", "tova")
+
+
+def choice_of(method, allocator="uniform", codec="raw", **more):
+    return choose_cache(
+        build("method", settings("method", method, more)),
+        build("allocator", settings("allocator", allocator)),
+        build("codec", settings("codec", codec)),
+    )
+
+
+def read(model, choice, size, budget, prompt, stepped):
+    context = Context(model, choice, Budget(budget), size, tuple(range(len(prompt))), compile=False)
+    context.weights = weights_of(model) if stepped else None
+    context.prefill(prompt.to(next(model.parameters()).device))
+    return context
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+@pytest.mark.parametrize(("size", "budget", "tokens"), [(7, 24, 150), (16, 0.2, 160), (30, 10, 211)])
+@pytest.mark.parametrize("method", RELATIVE)
+def test_blocks_leave_what_the_modules_leave(method, size, budget, tokens, model, monkeypatch):
+    prompt = torch.cat([ids(tokens, seed) for seed in range(2)])
+    calls = []
+    own = Context._went
+    monkeypatch.setattr(Context, "_went", lambda self, tokens: (calls.append(tokens), own(self, tokens)))
+    modules, step = (read(tiny(model), choice_of(method), size, budget, prompt, on) for on in (False, True))
+    assert len(calls) == 1 and calls[0] % size == 0 and calls[0] > 4 * size
+    assert torch.allclose(modules.logits, step.logits, atol=1e-4)
+    assert modules.seen == step.seen == tokens
+    for one, other in zip(modules.own_layers, step.own_layers, strict=True):
+        rows, others = one.rows.view(), other.rows.view()
+        assert torch.equal(rows.places, others.places)
+        assert torch.allclose(rows.keys, others.keys, atol=1e-4) and torch.allclose(
+            rows.values, others.values, atol=1e-4
+        )
+        assert torch.equal(one.evicted, other.evicted) and one.rows.seen == other.rows.seen
+        assert (one.peak_rows, one.peak_attended) == (other.peak_rows, other.peak_attended)
+    answers = [torch.stack(list(context.generate(9, Sampling(), frozenset()))) for context in (modules, step)]
+    assert torch.equal(*answers)
+
+
+def test_only_what_is_relative_is_read_so():
+    available = [build("method", settings("method", name)) for name in RELATIVE]
+    for method in available:
+        assert type(method).update is Method.update and not (method.wants_lse or method.merges or method.rolls)
+        assert type(method).cut is Method.cut and type(method).merge is Method.merge
+    assert serves(choice_of("keydiff"), 128) and not serves(choice_of("keydiff"), 1024)
+    assert not serves(choice_of("keydiff", "ada"), 128)
+    assert not serves(choice_of("sink"), 128) and not serves(choice_of("snapkv", codec="kivi"), 128)
+    assert set(RELATIVE) <= set(methods_available())
+
+
+def test_scores_that_are_no_numbers_raise(monkeypatch):
+    choice = choice_of("keydiff")
+    own = type(choice.method).score
+    broken = lambda self, seen, rows, state: own(self, seen, rows, state) / (rows.places >= 0).logical_not()  # noqa: E731
+    monkeypatch.setattr(type(choice.method), "score", lambda *a: broken(*a) * 0 if a[1].first > 10**6 else own(*a))
+    with pytest.raises(FloatingPointError, match="keydiff: scores are not numbers"):
+        read(tiny("llama"), choice, 16, 32, ids(160), True)

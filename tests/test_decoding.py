@@ -1,0 +1,151 @@
+"""A decode step over the modules' weights gives what the modules give, on rows held in every way."""
+
+import pytest
+import torch
+from models import ids, tiny
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from kvbench.budget import Budget
+from kvbench.catalogue import build, settings
+from kvbench.decoding import CHUNK, Decoder, appends
+from kvbench.engine import Context, Sampling
+from kvbench.held import choose_cache
+from kvbench.model import weights_of
+
+SETUPS = [("full", "uniform"), ("snapkv", "uniform"), ("snapkv", "ada"), ("criticalkv", "ada"), ("kvzip", "uniform")]
+
+
+def choice_of(method, allocator="uniform", codec="raw", **more):
+    own = {"first": [5, 6], "later": [7]} if method == "kvzip" else {}
+    return choose_cache(
+        build("method", settings("method", method, {**own, **more})),
+        build("allocator", settings("allocator", allocator)),
+        build("codec", settings("codec", codec)),
+    )
+
+
+def contexts(model, choice, budget=0.3, batch=1, stepped=True):
+    """Two contexts on one prompt: one read by the modules, one by the step."""
+    made, device = [], next(model.parameters()).device
+    for step in (False, stepped):
+        context = Context(model, choice, Budget(budget), None, tuple(range(batch)), answer=40)
+        context.prefill(torch.cat([ids(60, seed) for seed in range(batch)]).to(device))
+        if step:
+            context.weights = weights_of(model)
+            assert context.weights is not None
+        made.append(context)
+    return made
+
+
+def qwen2():
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=512, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
+            num_key_value_heads=2, max_position_embeddings=512,
+        )
+    ).eval()  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "allocator"), SETUPS)
+def test_the_step_gives_what_the_modules_give(method, allocator):
+    budget = 1.0 if method == "full" else 0.3
+    modules, step = contexts(tiny("llama"), choice_of(method, allocator), budget)
+    answers = [list(context.generate(CHUNK + 9, Sampling(), frozenset())) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, answers))
+    assert (modules.decoding, step.decoding) == ("modules", "graph")
+    assert modules.seen == step.seen and len(step.stamps) >= CHUNK + 9
+    assert step.stamps == sorted(step.stamps)
+    for one, other in zip(modules.own_layers, step.own_layers, strict=True):
+        assert one.attended == other.attended and one.peak_attended == other.peak_attended
+        assert torch.equal(one.rows.view().places, other.rows.view().places)
+        assert torch.allclose(one.rows.view().keys, other.rows.view().keys, atol=1e-5)
+    more = ids(5, 9)
+    assert torch.allclose(modules.extend(more), step.extend(more), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3", "qwen2"])
+def test_biases_and_norms_of_heads_are_the_models(name):
+    model = qwen2() if name == "qwen2" else tiny(name)
+    modules, step = contexts(model, choice_of("snapkv"), batch=2)
+    answers = [list(context.generate(20, Sampling(), frozenset())) for context in (modules, step)]
+    assert step.decoding == "graph" and torch.equal(*map(torch.stack, answers))
+    assert torch.allclose(modules.logits, step.logits, atol=1e-5)
+
+
+def test_sampled_tokens_are_the_same_too():
+    modules, step = contexts(tiny("llama"), choice_of("knorm", decoding=False), batch=2)
+    sampling = Sampling(0.9, 0.95)
+    answers = [list(context.generate(30, sampling, frozenset())) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, answers))
+
+
+@pytest.mark.parametrize("read_last", [False, True])
+@pytest.mark.parametrize("end", [2, CHUNK, CHUNK + 3])
+def test_what_was_decoded_beyond_the_end_is_as_if_it_never_was(end, read_last):
+    modules, step = contexts(tiny("llama"), choice_of("snapkv"))
+    with modules.branch():
+        free = torch.stack(list(modules.generate(40, Sampling(), frozenset()))).flatten().tolist()
+    stop = next(iter(token for token in free[end:] if token not in free[:end]))
+    answers = [list(context.generate(40, Sampling(), frozenset([stop]), read_last)) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+    assert modules.seen == step.seen
+    assert torch.allclose(modules.logits, step.logits, atol=1e-5)
+    again = [list(context.generate(12, Sampling(), frozenset())) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, again))
+
+
+def test_between_two_cuts_a_graph_reads():
+    choice = choice_of("knorm", decoding=True, decode_interval=15)
+    modules, step = contexts(tiny("llama"), choice)
+    answers = [list(context.generate(40, Sampling(), frozenset())) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+    for one, other in zip(modules.own_layers, step.own_layers, strict=True):
+        assert torch.equal(one.rows.view().places, other.rows.view().places)
+
+
+def test_a_branch_leaves_nothing_behind():
+    _, step = contexts(tiny("llama"), choice_of("snapkv"))
+    with step.branch():
+        first = torch.stack(list(step.generate(20, Sampling(), frozenset())))
+    before = [layer.rows.head_places(0, 0) for layer in step.own_layers]
+    with step.branch():
+        assert torch.equal(torch.stack(list(step.generate(20, Sampling(), frozenset()))), first)
+    assert all(
+        torch.equal(layer.rows.head_places(0, 0), own) for layer, own in zip(step.own_layers, before, strict=True)
+    )
+
+
+def test_what_more_than_appends_is_read_by_the_modules():
+    for method, more in (("quest", {}), ("sink", {}), ("h2o", {"decoding": True})):
+        assert not appends(choice_of(method, **more))
+    assert not appends(choice_of("snapkv", codec="kivi"))
+    assert appends(choice_of("h2o", decoding=False)) and appends(choice_of("tova"))
+
+
+def test_models_that_are_not_plain_have_no_weights_for_a_step():
+    assert weights_of(tiny("gemma3")) is None
+    model = qwen2()
+    model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
+    assert weights_of(model) is None
+
+
+def test_the_kernels_take_the_same_step():
+    """One step of two layers through the interpreter, or on the GPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = tiny("llama").to(device)
+    _, context = contexts(model, choice_of("snapkv", "ada"))
+    try:
+        found = []
+        for name in ("reference", "triton"):
+            with context.branch():
+                first = context.logits.argmax(-1)
+                draws = torch.zeros(1, 3, device=device)
+                decoder = Decoder(
+                    context.weights, context.own_layers, context.seen, first, 2, Sampling().pick, draws, name
+                )
+                tokens = [int(decoder.next()[0]) for _ in range(2)]
+                found.append((tokens, decoder.close()))
+        assert found[0][0] == found[1][0] and torch.allclose(found[0][1], found[1][1], atol=1e-4)
+    finally:
+        model.to("cpu")
