@@ -13,7 +13,7 @@ from kvbench import timing
 from kvbench.floors import Machine, Weights, decode_ms, prefill_ms
 from kvbench.measurements import Line, exhausted, line
 from kvbench.run import DTYPES, Run
-from kvbench.subject import WARMED, Subject, answered, loaded, prompt, subject
+from kvbench.subject import WARMED, Subject, loaded, prompt, subject
 from kvbench.timing import fits, spread
 
 
@@ -28,7 +28,7 @@ def latency(run: Run) -> Iterator[Line]:
         if not fit:
             yield exhausted("latency")
             return
-    first, steps, ends, means, found = [], [], {end: [] for end in task.ends}, [], {}
+    first, steps, means, captures, ends, found = [], [], [], [], {end: [] for end in task.ends}, {}
     for number in range(task.repeats):
         own.drop()
         timing.clear(device)
@@ -45,26 +45,27 @@ def latency(run: Run) -> Iterator[Line]:
         if number >= task.answers:
             continue
         timing.forget_peak(device)
-        fit, stamps = fits(lambda: answered(own, answer, device), device)
+        fit, between = fits(lambda: own.answer(answer), device)
         if not fit:
             yield exhausted("answer")
             break
-        between = stamps.between()
         steps += between[min(WARMED, len(between) // 2) :]
         means.append(sum(between) / len(between))
         for end, times in ends.items():
             times.append(sum(between[: end - 1]))
+        captures.append(own.capture_ms)
         found["peak_decode_bytes"] = timing.peak(device)
     if run.task.baseline != "static_compiled":  # what it holds was read by another cache
         yield line("ttft_ms", "ms", spread(first))
     if steps:
-        yield line("tpot_ms", "ms", spread(steps))
+        yield line("tpot_ms", "ms", spread(steps), own.path)
         yield line("tpot_mean_ms", "ms", spread(means))
         yield line("decode_tokens_s", "tokens/s", spread([1000 * len(ids) / mean for mean in means]))
+        yield line("capture_ms", "ms", spread(captures))  # of graphs, once an answer; part of the end-to-end time
         for end, times in ends.items():
             yield line(f"answer_{end}_ms", "ms", spread(times))  # from the first token on
             if run.task.baseline != "static_compiled":
-                whole = [ttft + time for ttft, time in zip(first, times, strict=False)]
+                whole = [sum(parts) for parts in zip(first, captures, times, strict=False)]
                 yield line(f"e2e_{end}_ms", "ms", spread(whole))
     for part in ("prefill", "decode"):
         if found.get(f"peak_{part}_bytes"):
@@ -89,8 +90,7 @@ def latency_floors(run: Run, model: torch.nn.Module, held: int, batch: int) -> I
 def tried(own: Subject, ids: Tensor, count: int) -> None:
     """All of a trial but the times: a short answer, or long enough to have compiled what will run."""
     own.read(ids)
-    for _ in own.tokens(min(count, WARMED)):
-        pass
+    own.answer(count, WARMED)
 
 
 def memory(own: Subject, model: torch.nn.Module, device: str) -> dict[str, int | None]:

@@ -7,7 +7,7 @@ import torch
 from kvbench import timing
 from kvbench.measurements import Line, exhausted, line
 from kvbench.run import Run
-from kvbench.subject import WARMED, Subject, answered, loaded, prompt, subject
+from kvbench.subject import WARMED, Subject, loaded, prompt, subject
 from kvbench.timing import fits, spread
 
 PROBE = 3  # tokens that a batch must decode to count as fitting
@@ -20,12 +20,12 @@ def throughput(run: Run) -> Iterator[Line]:
     own, ids = subject(model, run), prompt(run, model, 1)
     copied = task.fill == "replicated"
 
-    def answer(batch: int, count: int) -> timing.Stamps | None:
-        """Of a batch, None if there is no memory for it."""
+    def answer(batch: int, most: int | None = None) -> list[float] | None:
+        """Milliseconds a step of a batch, None if there is no memory for it; `most`: only as many tokens."""
         own.drop()
         timing.clear(device)
         timing.forget_peak(device)
-        return fits(lambda: filled(batch) or answered(own, count, device), device)[1]
+        return fits(lambda: filled(batch) or own.answer(count, most), device)[1]
 
     def filled(batch: int) -> None:
         own.read(ids if copied else ids.repeat(batch, 1))
@@ -33,19 +33,18 @@ def throughput(run: Run) -> Iterator[Line]:
             own.replicate(batch)
 
     count, most = max(task.ends), task.most_batch or (CPU_BATCH if device == "cpu" else None)
-    largest, stamps = 0, None
-    if answer(1, min(PROBE, count)):
-        largest = bisect(lambda batch: answer(batch, min(PROBE, count)) is not None, guess(own, device), most)
-    while stamps is None and largest:  # the last tokens of a long answer may need more than the probe
-        stamps = answer(largest, count)
-        largest = largest if stamps else min(largest - 1, int(largest * 0.98))
+    largest, between = 0, None
+    if answer(1, PROBE) is not None:
+        largest = bisect(lambda batch: answer(batch, PROBE) is not None, guess(own, device), most)
+    while between is None and largest:  # the last tokens of a long answer may need more than the probe
+        between = answer(largest)
+        largest = largest if between else min(largest - 1, int(largest * 0.98))
     if not largest:
         yield exhausted("throughput")
         return
-    between = stamps.between()
     warm = between[min(WARMED, len(between) // 2) :]
     yield line("largest_batch", "prompts", largest)
-    yield line("tpot_ms", "ms", spread(warm))
+    yield line("tpot_ms", "ms", spread(warm), own.path)
     yield line("decode_tokens_s", "tokens/s", spread([1000 * largest / step for step in warm]))
     yield line("resident_bytes", "bytes", own.bytes().rows)
     if device != "cpu":
