@@ -33,7 +33,7 @@ from kvbench.methods.kvzip import KVzip
 from kvbench.model import REFERENCE, Checkpoint, layout
 from kvbench.prompt import words
 from kvbench.rows import Rows
-from kvbench.settings import SettingError, whole
+from kvbench.settings import SettingError, choose, whole
 from kvbench.tasks import prose
 
 ROOM = 32  # tokens for what is read about a text beside the text
@@ -155,6 +155,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             whole(f"--{name}", getattr(options, name), least)
         if pattern and options.out.is_file():
             raise SettingError(f"--out={options.out}: a folder, and there is a file")
+        if any(own.is_file() for own in options.out.parents) or (not pattern and options.out.is_dir()):
+            raise SettingError(f"--out={options.out}: no {'folder' if pattern else 'file'} can be there")
+        choose("--device", options.device, ("cpu", "cuda"))
+        if options.device == "cuda" and not torch.cuda.is_available():
+            raise SettingError("--device=cuda: there is no CUDA device here")
         checkpoint = Checkpoint("calibrated", str(REFERENCE) if options.model == "reference" else options.model)
         checkpoint.config()
         longest = checkpoint.longest()

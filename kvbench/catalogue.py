@@ -56,7 +56,11 @@ def resolve(group: str, config: DictConfig) -> dict[str, Any]:
         raise SettingError(f"{group}: {str(error).splitlines()[0]}") from None
     resolved.pop("presets", None)
     if "base" in resolved:  # a composite's own method, by name
-        resolved["base"] = settings("method", resolved["base"], resolved.pop("base_args", None))
+        args = resolved.pop("base_args", None)
+        choose(f"{group}.base", resolved["base"], names(group))
+        if not isinstance(args, Mapping | None):
+            raise SettingError(f"{group}.base_args={args}: settings of {resolved['base']}, such as {{preset: paper}}")
+        resolved["base"] = settings(group, resolved["base"], args)
     return resolved
 
 

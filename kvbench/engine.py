@@ -144,7 +144,11 @@ class Context:
         quota = self.budget.rows(prompt, prompt)
         if not method.rereads or quota is None or quota >= prompt:
             return []
-        return list(method.readings(ids, self.course.prefix, self.words))
+        readings = list(method.readings(ids, self.course.prefix, self.words))
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        if any(int(reading.ids.max()) >= vocabulary for reading in readings):
+            raise SettingError(f"method: {method.name} lets the model read token ids above its last, {vocabulary - 1}")
+        return readings
 
     def _reread(self, readings: list[Reading], quota: int) -> None:
         """Let the model read about the prompt, forget what it read but not what the method noted, and cut."""

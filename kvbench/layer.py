@@ -206,7 +206,8 @@ class Layer:
         method, heads = self.choice.method, self.choice.allocator.heads
         protected = by_sample(quotas, lambda own, quota: shrink(method.protect(seen, rows, quota), rows, quota)[own])
         scores = marked(scores, protected, rows)
-        if allotted is None and seen.decoding and self.shares is not None:
+        frozen = allotted is None and seen.decoding and self.shares is not None
+        if frozen:
             counts = self.frozen_counts(rows, protected, quotas)
         elif allotted is None:
             counts = by_sample(quotas, lambda own, quota: heads(scores[own], protected[own], quota))
@@ -216,6 +217,8 @@ class Layer:
         self.protected = int(protected.sum(-1).max())
         safe = self.choice.allocator.safe
         kept = protected | by_sample(quotas, lambda own, quota: safe(scores[own], protected[own], quota))
+        if frozen:  # a head's share of another quota may have room for fewer rows than are safe at this one
+            kept = protected | (kept & method.select(scores, counts))
         known = self.rows.even and self.even and len(set(quotas)) == 1
         each = min(self.rows.longest_head, quotas[0]) if known else None
         self.store(rows, method.cut(rows, scores, counts, kept), each)

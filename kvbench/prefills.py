@@ -180,7 +180,7 @@ def arguments(argv: Sequence[str] | None) -> Namespace:
     parser = ArgumentParser(prog="python -m kvbench.prefills", description="Time every method's prefill.")
     parser.add_argument("--model", default="reference", help="reference, a local folder or a hub id")
     parser.add_argument("--tokens", type=int, default=4096, help="of the prompt")
-    parser.add_argument("--budget", type=yaml.safe_load, default=0.1, help="as in run.py")
+    parser.add_argument("--budget", type=value, default=0.1, help="as in run.py")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--methods", nargs="+", default=methods_available(), help="default: all of conf/method/")
     parser.add_argument("--cross", help="the method to run with every allocator and codec too")
@@ -189,16 +189,24 @@ def arguments(argv: Sequence[str] | None) -> Namespace:
     return parser.parse_args(argv)
 
 
+def value(text: str) -> Any:
+    """What YAML says it is, or else the text itself."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
 def method_args(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
     """METHOD.KEY=VALUE, … as settings by method."""
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
-        name, equals, value = text.partition("=")
+        name, equals, own = text.partition("=")
         method, dot, key = name.partition(".")
         if not (equals and dot and key):
             raise SettingError(f"--set={text}: METHOD.KEY=VALUE")
         choose("--set: method", method, methods_available())
-        found.setdefault(method, {})[key] = yaml.safe_load(value)
+        found.setdefault(method, {})[key] = value(own)
     return found
 
 
@@ -210,6 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             whole(f"--{name}", getattr(options, name), 1)
         for method in (*options.methods, options.cross or UNCUT["method"]):
             choose("--methods", method, methods_available())
+        if options.out.is_dir() or any(own.is_file() for own in options.out.parents):
+            raise SettingError(f"--out={options.out}: no file can be there")
         budget, own = Budget(options.budget), method_args(options.set)
         checkpoint = Checkpoint("timed", str(REFERENCE) if options.model == "reference" else options.model)
         if options.tokens > checkpoint.longest():

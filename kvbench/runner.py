@@ -93,7 +93,8 @@ def check_readings(run: Run, bench: Bench, longest: int) -> None:
     for uid, (_, prompt) in bench.prompts.items():
         ids = torch.tensor([prompt.context if run.question == "hidden" else prompt.ids])
         most = max(reading.ids.shape[1] for reading in method.readings(ids, prompt.prefix, words(bench.tokenizer)))
-        if ids.shape[1] + most > longest:
+        quota = run.budget.rows(ids.shape[1], ids.shape[1])
+        if quota is not None and quota < ids.shape[1] and ids.shape[1] + most > longest:
             raise SettingError(
                 f"task: {uid} has {ids.shape[1]} tokens, {method.name} lets the model read {most} more about them; it "
                 f"takes {longest}: a smaller task.length or method.chunk"

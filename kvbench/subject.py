@@ -2,7 +2,7 @@
 
 subject.read(ids)            the prompt (B, n): its last logits are there, and the first token
 subject.replicate(times)     one prompt as a batch of many
-subject.tokens(count)        the answer, greedy: gives control back after each token, the first one included
+subject.answer(count)        the answer, greedy: milliseconds from each token to the next
 """
 
 from collections.abc import Iterator

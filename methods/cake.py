@@ -17,7 +17,7 @@ from kvbench.kernels.window import glance
 from kvbench.kernels.window.pool import pool_group
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
-from kvbench.settings import SettingError, odd, whole
+from kvbench.settings import SettingError, number, odd, whole
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Cake(Method):
         super().__post_init__()
         whole("method.window", self.window, 1)
         odd("method.kernel", self.kernel)
-        if not self.gamma >= 0:
+        if not number(self.gamma) or not self.gamma >= 0:
             raise SettingError(f"method.gamma={self.gamma}: a number from 0 on")
 
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:

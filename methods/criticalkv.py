@@ -19,7 +19,7 @@ from kvbench.allocator import Allocator
 from kvbench.codec import Codec
 from kvbench.method import Method, Reading, Seen, State, Words
 from kvbench.rows import Rows
-from kvbench.settings import SettingError, part
+from kvbench.settings import SettingError, number, part
 
 CHUNK = 1 << 22  # projected elements held at once
 NORM = "projected_norm"
@@ -37,9 +37,9 @@ class CriticalKV(Method):
         super().__post_init__()
         if type(self.base).score is Method.score:
             raise SettingError(f"method.base={self.base.name}: {self.name} needs a method that scores rows")
-        if not 0 <= self.alpha <= 1:
+        if not number(self.alpha) or not 0 <= self.alpha <= 1:
             raise SettingError(f"method.alpha={self.alpha}: a share in [0, 1]")
-        if not self.epsilon >= 0:
+        if not number(self.epsilon) or not self.epsilon >= 0:
             raise SettingError(f"method.epsilon={self.epsilon}: a number from 0 on")
         if self.base.weighs_values:
             raise SettingError(f"method.base={self.base.name}: values would count twice; use it without its value norm")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
-from kvbench.settings import SettingError, choose, whole
+from kvbench.settings import SettingError, choose, number, whole
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class DuoAttention(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         choose("method.count", self.count, ("quantile", "round"))
-        if self.sparsity is not None and not 0 <= self.sparsity <= 1:
+        if self.sparsity is not None and not (number(self.sparsity) and 0 <= self.sparsity <= 1):
             raise SettingError(f"method.sparsity={self.sparsity}: a share in [0, 1], or null to follow the budget")
         if self.sinks is not None:
             whole("method.sinks", self.sinks, 0)
@@ -130,6 +130,8 @@ def read(path: str | None) -> Pattern:
             "method.path=null: a folder with full_attention_heads.tsv and config.json, as in "
             "mit-han-lab/duo-attention attn_patterns/ or from python -m kvbench.calibrate duo_attention"
         )
+    if not isinstance(path, str | Path):
+        raise SettingError(f"method.path={path}: a path")
     folder = Path(path).expanduser()
     try:
         lines = (folder / "full_attention_heads.tsv").read_text(encoding="utf-8").split("\n")

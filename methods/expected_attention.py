@@ -21,7 +21,7 @@ from torch import Tensor
 from kvbench.kernels.expected import Moments, expected_scores, merge, moments
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
-from kvbench.settings import SettingError, whole
+from kvbench.settings import SettingError, number, whole
 
 PLACES = 16384  # rotations that are made at once
 
@@ -45,7 +45,7 @@ class ExpectedAttention(Method):
         whole("method.positions", self.positions, 1)
         whole("method.sinks", self.sinks, 0)
         whole("method.buffer", self.buffer, 2)
-        if not self.epsilon >= 0:
+        if not number(self.epsilon) or not self.epsilon >= 0:
             raise SettingError(f"method.epsilon={self.epsilon}: a number of at least 0")
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvbench.kernels.votes import votes
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
-from kvbench.settings import SettingError, choose, part
+from kvbench.settings import SettingError, choose, number, part
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class H2O(Method):
         super().__post_init__()
         choose("method.norm", self.norm, ("none", "count"))
         choose("method.gqa", self.gqa, ("mean", "max"))
-        if isinstance(self.recent, bool) or self.recent < 0 or (isinstance(self.recent, float) and self.recent >= 1):
+        if not number(self.recent) or self.recent < 0 or (isinstance(self.recent, float) and self.recent >= 1):
             raise SettingError(f"method.recent={self.recent}: a share in [0, 1) such as 0.5, or whole rows from 0 on")
 
     def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.allocator import Allocator
+from kvbench.codec import Codec
 from kvbench.kernels.compact import top
 from kvbench.kernels.peaks import peaks
 from kvbench.method import Method, Reading, Seen, State, Words
@@ -53,13 +55,19 @@ class KVzip(Method):
         choose("method.scope", self.scope, ("model", "head"))
         for name in ("first", "later"):
             own = getattr(self, name)
-            ids = isinstance(own, Sequence) and all(isinstance(token, int) and token >= 0 for token in own)
+            ids = isinstance(own, Sequence) and all(type(token) is int and token >= 0 for token in own)
             if not isinstance(own, str) and not ids:
                 raise SettingError(f"method.{name}={own}: a text, or a list of token ids")
 
     @property
     def allots(self) -> bool:
         return self.scope == "model"
+
+    def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
+        if self.allots and allocator.name != "uniform" and not allocator.cascades:
+            shares = f"allocator={allocator.name}: {self.name} shares rows out itself"
+            return f"{shares}; use method.scope=head or allocator=uniform"
+        return super().refuses(allocator, codec)
 
     def readings(self, ids: Tensor, prefix: int, words: Words) -> Iterator[Reading]:
         turn, start = ids.new_tensor(words.turn), prefix
@@ -81,7 +89,8 @@ class KVzip(Method):
         scores = state.layer.get("scores", found.new_zeros(*found.shape[:2], seen.prompt)).clone()
         scores[..., start:stop] = found
         state.layer["scores"] = scores
-        state.shared["scores"] = {**state.shared.get("scores", {}), seen.layer: scores}
+        if self.allots:  # else no other layer asks for them, and nothing would free them
+            state.shared["scores"] = {**state.shared.get("scores", {}), seen.layer: scores}
         return {}
 
     def safe(self, seen: Seen) -> int:

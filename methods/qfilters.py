@@ -62,6 +62,8 @@ def read(path: str | None) -> Tensor:
             "method.path=null: a safetensors file of filters; make one with "
             "python -m kvbench.calibrate qfilters --model MODEL --out FILE"
         )
+    if not isinstance(path, str | Path):
+        raise SettingError(f"method.path={path}: a path")
     try:
         with safe_open(str(Path(path).expanduser()), framework="pt") as file:
             filters = file.get_tensor("q_filters")

@@ -177,6 +177,22 @@ def test_with_alpha_1_it_is_its_base(base, decoding):
     torch.testing.assert_close(its, logits)
 
 
+@pytest.mark.parametrize("size", [60, 90])
+def test_the_newest_stay_where_more_rows_are_safe_than_a_frozen_share_has(size):
+    """⌊0.9·9⌋ = 8 rows of a head are safe and 8 its share; of 60 rows 54 would be safe, and 53 is what 8 become."""
+    args = {"base": "h2o", "base_args": {}, "decoding": True, "decode_size": size}
+    ada = {"preset": "kvpress", "alpha": 0.9}
+    held = kvbench.prefill(
+        tiny("llama"), distinct(100), "criticalkv", 9, None, "ada", method_args=args, allocator_args=ada
+    )
+    for token in ids(size, seed=3).split(1, dim=1):
+        held.extend(token)
+    newest = set(range(100 + size - size // 2, 100 + size))
+    for layer in held.contexts[0].own_layers:
+        own = [held.places(layer.index, head).tolist() for head in range(2)]
+        assert sum(map(len, own)) == 2 * size and all(newest <= set(places) for places in own)
+
+
 def test_values_count_once():
     with pytest.raises(SettingError, match="^method.base=expected_attention: values would count twice"):
         kvbench.prefill(tiny("llama"), ids(9), "criticalkv", 5, method_args={"base": "expected_attention"})

@@ -196,6 +196,12 @@ def test_settings_that_are_refused(setting):
         build("method", settings("method", "duo_attention", args))
 
 
+def test_a_size_while_decoding_is_refused():
+    """Heads stay at what the prompt made them: it would change nothing."""
+    with pytest.raises(SettingError, match="^method setting=decode_size: choose one of"):
+        kvbench.prefill(tiny("llama"), ids(20), "duo_attention", 5, method_args={"decode_size": 9})
+
+
 def test_other_allocators_are_refused():
     args = needed("duo_attention", "llama")
     with pytest.raises(SettingError, match="^allocator=ada: duo_attention"):
@@ -217,6 +223,12 @@ def test_a_pattern_made_from_kvzips_head_scores(tmp_path, capsys):
     full = {(i, h) for i in range(6) for h in range(2) if len(held.places(i, h)) == 90}
     gate = np.sort(alpha.ravel())[::-1]
     assert full == {(i, h) for i in range(6) for h in range(2) if alpha[i, h] >= gate[len(full) - 1]} and len(full) == 5
-    for wrong in (["--length", "1"], ["--recent", "0"], ["--sequences", "0"], ["--out", str(out / "config.json")]):
+    inside = ("config.json", "config.json/pattern")
+    for wrong in (
+        ["--length", "1"],
+        ["--recent", "0"],
+        ["--sequences", "0"],
+        *(["--out", str(out / own)] for own in inside),
+    ):
         assert calibrate.main([*command, *wrong]) == 2
         assert capsys.readouterr().err.startswith(f"kvbench: {wrong[0]}={wrong[1]}")

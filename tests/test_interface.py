@@ -14,7 +14,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 import kvbench
 from kvbench.allocator import Allocator
 from kvbench.budget import Budget
-from kvbench.catalogue import names, settings
+from kvbench.catalogue import build, names, settings
 from kvbench.engine import Context, Sampling
 from kvbench.held import Held, choose_cache
 from kvbench.method import Method
@@ -689,3 +689,25 @@ def test_what_a_method_sees(model):
         half = torch.cat([-keys[..., size // 2 : size], keys[..., : size // 2]], -1)
         torch.testing.assert_close(turned[..., :size], keys[..., :size] * cos + half * sin, rtol=1e-5, atol=1e-5)
         assert torch.equal(turned[..., size:], keys[..., size:])
+
+
+WRONG = [
+    ("method", "h2o", {"recent": "half"}), ("method", "h2o", {"recent": None}),
+    ("method", "criticalkv", {"alpha": "half"}), ("method", "criticalkv", {"epsilon": None}),
+    ("method", "criticalkv", {"base": None}), ("method", "criticalkv", {"base": "nothing"}),
+    ("method", "criticalkv", {"base_args": 5}), ("method", "criticalkv", {"base_args": [1]}),
+    ("method", "cake", {"gamma": "x"}), ("method", "cake", {"gamma": float("inf")}),
+    ("method", "expected_attention", {"epsilon": "x"}), ("method", "qfilters", {"path": 5}),
+    ("method", "duo_attention", {"path": [1]}), ("method", "duo_attention", {"path": "", "sparsity": "half"}),
+    ("allocator", "cake", {"tau1": "x"}), ("allocator", "cake", {"tau2": float("inf")}),
+    ("allocator", "cake", {"cascade": "maybe"}), ("method", "kvzip", {"first": [True]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("group, name, args", WRONG, ids=str)
+def test_a_value_of_another_kind_is_refused_by_its_name(group, name, args):
+    """Not by what Python says when it compares a text with a number."""
+    key, value = list(args.items())[-1]
+    with pytest.raises(SettingError) as refusal:
+        build(group, settings(group, name, args))
+    assert str(refusal.value).startswith(f"{group}.{key}={value}: ") and "\n" not in str(refusal.value)

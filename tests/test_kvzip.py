@@ -174,6 +174,24 @@ def test_what_was_read_is_forgotten_and_its_cost_known():
     assert torch.equal(answer, held_by("llama", ids(200), 20).generate(3, stop=frozenset()))
 
 
+@pytest.mark.parametrize("allocator", ["ada", "pyramid"])
+def test_what_the_refusal_of_an_allocator_advises_works(allocator):
+    with pytest.raises(SettingError, match=r"use method\.scope=head"):
+        held_by("llama", distinct(60), 17, allocator=allocator)
+    found = rows(held_by("llama", distinct(60), 17, allocator=allocator, scope="head"))
+    assert sum(map(len, found)) == 6 * 17 and len({len(own) for own in found}) > 1
+
+
+@pytest.mark.parametrize("scope", ["model", "head"])
+def test_no_score_outlives_the_cut(scope):
+    """Nor a tensor with a number per token of the prompt in what layers share, which no byte count looks into."""
+    (context,) = held_by("llama", ids(200), 20, scope=scope).contexts
+    shared = context.own_layers[0].state.shared
+    tensors = [own for value in shared.values() for own in value.values()]
+    assert set(shared) == ({"allotted"} if scope == "model" else set()) and all(own.numel() == 2 for own in tensors)
+    assert not any(layer.state.layer for layer in context.own_layers)
+
+
 @pytest.mark.parametrize("heads, groups, tokens, n", [(2, 3, 13, 29), (1, 1, 17, 17), (3, 4, 1, 7)])
 @pytest.mark.parametrize("chunk", [1, 500, 1 << 20])
 def test_peaks_are_the_largest_probabilities(monkeypatch, chunk, heads, groups, tokens, n):
@@ -196,13 +214,15 @@ def test_peaks_are_the_largest_probabilities(monkeypatch, chunk, heads, groups, 
     "where, word",
     [
         ({"block_size": 8}, "^block_size=8: kvzip needs the prompt as one block"),
-        ({"allocator": "ada"}, "^allocator=ada: kvzip shares rows out itself"),
+        ({"allocator": "ada"}, "^allocator=ada: kvzip shares rows out itself; use method.scope=head or"),
+        ({"allocator": "cake"}, "^allocator=cake: kvzip shares rows out itself; use allocator=uniform$"),
         (
             {"allocator": "cake", "method_args": {"scope": "head"}},
             "^allocator=cake: kvzip cuts when the model has read",
         ),
         ({"method_args": {"scope": "layer"}}, "^method.scope=layer: choose from model, head|^method.scope"),
         ({"method_args": {"chunk": 0}}, "^method.chunk=0"),
+        ({"method_args": {"first": [5, 10**6]}}, "^method: kvzip lets the model read token ids above its last, "),
         ({"method_args": {"first": [-1]}}, r"^method.first=\[-1\]: a text, or a list of token ids"),
     ],
 )

@@ -91,12 +91,19 @@ def test_the_command_prints_and_writes_every_set_up(tmp_path, capsys):
         ["--set", "knorm.preset"],
         ["--set", "preset=paper"],
         ["--set", "nothing.path=x"],
+        ["--budget", "["],
+        ["--out", "/"],
+        ["--out", f"{__file__}/x.csv"],
     ],
 )
 def test_a_setting_that_cannot_be_used_is_said_in_one_line(wrong, tmp_path, capsys):
-    assert prefills.main([*wrong, "--out", str(tmp_path / "x.csv")]) == 2
+    assert prefills.main(["--out", str(tmp_path / "x.csv"), *wrong]) == 2
     error = capsys.readouterr().err
     assert error.startswith("kvbench: ") and error.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_what_is_no_yaml_is_text():
+    assert prefills.method_args(["snapkv.window=[", "snapkv.kernel=7"]) == {"snapkv": {"window": "[", "kernel": 7}}
 
 
 class Largest(TorchDispatchMode):

@@ -130,6 +130,14 @@ def test_settings_that_only_fail_together(kvbench, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_reading_beyond_what_the_model_takes_is_refused(kvbench):
+    """Where there is one: what keeps all of the prompt reads nothing about it."""
+    long = ("method=kvzip", "task.subtasks=niah_single_1", "task.length=4000", "task.samples=1")
+    code, _, err = kvbench(*long, "budget=0.5")
+    assert code == 2 and re.search(r"kvzip lets the model read \d+ more about them; it takes 4096: a smaller", err)
+    assert kvbench(*long, "budget=1.0")[0] == kvbench(*long, "budget=0.5", "method.chunk=50")[0] == 0
+
+
 def test_an_unsupported_architecture_is_refused(kvbench, tmp_path):
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
@@ -218,6 +226,18 @@ def test_out_of_memory_is_a_record_and_the_run_goes_on(kvbench, tmp_path, monkey
     records = runs(tmp_path / "results")["full"][1]
     assert code == 0 and [r["error"] for r in records].count("out_of_memory") == 1 and len(records) == 4
     assert "out_of_memory" in out
+
+
+def test_a_sweep_says_and_records_what_it_refuses(kvbench, tmp_path):
+    """Cells: centroidkv with uniform and ada, knorm with both; the second is refused and the others run."""
+    code, out, err = kvbench("method=centroidkv,knorm", "allocator=uniform,ada", "budget=0.25", *QUICK, "-m")
+    reason = "allocator=ada: centroidkv has no scores to share rows by; use allocator=uniform"
+    assert code == 2 and "Traceback" not in err and len(re.findall("^method: ", out, re.MULTILINE)) == 3
+    assert f"kvbench: {reason}" in err[: err.index("knorm:")].splitlines()  # at once, not when all is over
+    (sweep,) = (tmp_path / "results" / "sweeps").iterdir()
+    files = {str(path.relative_to(sweep)): path.read_text() for path in sweep.rglob("refused")}
+    assert files == {"1/refused": f"{reason}\n"}
+    assert len(list((tmp_path / "results" / "runs").glob("*/done"))) == 4  # one full cache, three cells
 
 
 def process(checkpoint: Path, folder: Path, *settings: str) -> subprocess.Popen:

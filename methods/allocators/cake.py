@@ -24,7 +24,7 @@ from kvbench.allocator import Allocator, frozen, settle
 from kvbench.kernels.window import glance
 from kvbench.method import Seen
 from kvbench.rows import Rows
-from kvbench.settings import SettingError, whole
+from kvbench.settings import SettingError, choose, number, whole
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ class Cake(Allocator):
 
     def __post_init__(self) -> None:
         whole("allocator.window", self.window, 1)
+        choose("allocator.cascade", self.cascade, (True, False))
         for name, value in (("tau1", self.tau1), ("tau2", self.tau2)):
-            if not value > 0:
+            if not number(value) or not value > 0:
                 raise SettingError(f"allocator.{name}={value}: a number above 0")
 
     def layer(self, quota: int, seen: Seen, rows: Callable[[], Rows], shared: dict[str, Any]) -> tuple[int, ...]:
