@@ -28,7 +28,7 @@ def latency(run: Run) -> Iterator[Line]:
         if not fit:
             yield exhausted("latency")
             return
-    first, steps, ends, means, found = [], [], {end: [] for end in task.ends}, [], {}
+    first, steps, means, captures, ends, found = [], [], [], [], {end: [] for end in task.ends}, {}
     for number in range(task.repeats):
         own.drop()
         timing.clear(device)
@@ -53,17 +53,19 @@ def latency(run: Run) -> Iterator[Line]:
         means.append(sum(between) / len(between))
         for end, times in ends.items():
             times.append(sum(between[: end - 1]))
+        captures.append(own.capture_ms)
         found["peak_decode_bytes"] = timing.peak(device)
     if run.task.baseline != "static_compiled":  # what it holds was read by another cache
         yield line("ttft_ms", "ms", spread(first))
     if steps:
-        yield line("tpot_ms", "ms", spread(steps))
+        yield line("tpot_ms", "ms", spread(steps), own.path)
         yield line("tpot_mean_ms", "ms", spread(means))
         yield line("decode_tokens_s", "tokens/s", spread([1000 * len(ids) / mean for mean in means]))
+        yield line("capture_ms", "ms", spread(captures))  # of graphs, once an answer; part of the end-to-end time
         for end, times in ends.items():
             yield line(f"answer_{end}_ms", "ms", spread(times))  # from the first token on
             if run.task.baseline != "static_compiled":
-                whole = [ttft + time for ttft, time in zip(first, times, strict=False)]
+                whole = [sum(parts) for parts in zip(first, captures, times, strict=False)]
                 yield line(f"e2e_{end}_ms", "ms", spread(whole))
     for part in ("prefill", "decode"):
         if found.get(f"peak_{part}_bytes"):
@@ -88,7 +90,7 @@ def latency_floors(run: Run, model: torch.nn.Module, held: int, batch: int) -> I
 def tried(own: Subject, ids: Tensor, count: int) -> None:
     """All of a trial but the times: a short answer, or long enough to have compiled what will run."""
     own.read(ids)
-    own.answer(min(count, 2 * WARMED))
+    own.answer(count, WARMED)
 
 
 def memory(own: Subject, model: torch.nn.Module, device: str) -> dict[str, int | None]:

@@ -17,8 +17,8 @@ from kvbench.settings import SettingError
 ENDED = "measuring_s"  # the last quantity of every cell: how long it took
 SETTINGS = (
     "gpu", "measure", "model", "weights", "method", "preset", "changed", "allocator", "codec", "budget", "budget_of",
-    "block_size", "baseline", "implementation", "length", "batch", "rows", "fill", "new_tokens", "repeats", "device",
-    "dtype",
+    "block_size", "baseline", "compile", "implementation", "length", "batch", "rows", "fill", "new_tokens", "repeats",
+    "device", "dtype",
 )  # fmt: skip
 VALUES = (
     "quantity", "unit", "status", "value", "mean", "least", "quartile_1", "quartile_3", "most", "count", "note",

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "conf" / "efficiency" / "tables.yaml"
 PLAIN = {
     "allocator": "uniform", "codec": "raw", "budget_of": "prompt", "block_size": "", "changed": "", "baseline": "none",
-    "implementation": "",
+    "compile": "", "implementation": "",
 }  # fmt: skip  # what a cell says nothing about
 FAILURES = {"out_of_memory": "OOM", "failed": "failed"}
 

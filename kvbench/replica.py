@@ -39,9 +39,9 @@ def enlarge(layer: Layer, times: int, room: int) -> None:
     batch, heads = rows.shape
     rows.shape = batch * times, heads
     for name, value in vars(rows).items():
-        if name not in ("shape", "codec", "tail_keys", "tail_values"):
+        if name not in ("shape", "codec", "starts", "tail_keys", "tail_values"):
             setattr(rows, name, copied(value, times))
-    rows.starts = None
+    rows.starts = None  # counted anew from the lengths
     if rows.tail_keys is not None:  # with the room, so that no longer one must be made while decoding
         for name in ("tail_keys", "tail_values"):
             before = getattr(rows, name)

@@ -6,7 +6,9 @@ subject.answer(count)        the answer, greedy: milliseconds from each token to
 """
 
 from collections.abc import Iterator
+from contextlib import closing
 from functools import lru_cache
+from itertools import islice, pairwise
 from typing import Protocol
 
 import torch
@@ -17,7 +19,7 @@ from kvbench.model import Checkpoint, plain_cache
 from kvbench.replica import replicate
 from kvbench.rows import Bytes
 from kvbench.run import DTYPES, Run
-from kvbench.timing import Stamps, now
+from kvbench.timing import Stamps
 
 WARMED = 8  # steps of an answer before the median is taken, or half of a short answer
 
@@ -29,7 +31,8 @@ class Subject(Protocol):
 
     def replicate(self, times: int) -> None: ...
 
-    def answer(self, count: int) -> list[float]: ...
+    def answer(self, count: int, most: int | None = None) -> list[float]:
+        """`most`: stop after as many tokens, with room for all of them."""
 
     def bytes(self) -> Bytes: ...
 
@@ -41,22 +44,25 @@ class Composed:
 
     def __init__(self, model: torch.nn.Module, run: Run, room: int) -> None:
         self.model, self.run, self.room = model, run, room
+        self.capture_ms, self.path = 0.0, ""  # of the last answer: capturing graphs, and what read its tokens
 
     def read(self, ids: Tensor) -> None:
+        run, seeds = self.run, (self.run.seed,) * len(ids)
         self.context = Context(
-            self.model, self.run.choice(), self.run.budget, self.run.block_size, (self.run.seed,) * len(ids),
-            compile=self.run.compile, answer=self.room,
-        )  # fmt: skip
+            self.model, run.choice(), run.budget, run.block_size, seeds, compile=run.compile, answer=self.room
+        )
         self.context.prefill(ids)
 
     def replicate(self, times: int) -> None:
         replicate(self.context, times, self.room)
 
-    def answer(self, count: int) -> list[float]:
-        for _ in self.context.generate(count, Sampling(), frozenset()):
-            pass
-        stamps = self.context.stamps
-        return [1000 * (after - before) for before, after in zip(stamps, stamps[1:], strict=False)]
+    def answer(self, count: int, most: int | None = None) -> list[float]:
+        with closing(self.context.generate(count, Sampling(), frozenset())) as tokens:
+            for _ in islice(tokens, most):
+                pass
+        stamps = self.context.stamps[:most]
+        self.capture_ms, self.path = self.context.capture_ms, self.context.decoding
+        return [1000 * (after - before) for before, after in pairwise(stamps)]
 
     def bytes(self) -> Bytes:
         return self.context.bytes()
@@ -65,24 +71,19 @@ class Composed:
         self.context = None
 
 
-class Stepwise:
-    """What gives control back after every token of its answer."""
+class Stepping:
+    """Answers step by step; the time of a step is the device's, nothing waits in between."""
 
-    model: torch.nn.Module
+    capture_ms, path = 0.0, ""
 
-    def tokens(self, count: int) -> Iterator[None]:
-        raise NotImplementedError
-
-    def answer(self, count: int) -> list[float]:
-        device = next(self.model.parameters()).device.type
-        stamps = Stamps(device)
-        for _ in self.tokens(count):
+    def answer(self, count: int, most: int | None = None) -> list[float]:
+        stamps = Stamps(self.token.device.type)
+        for _ in islice(self.tokens(count), most):
             stamps.put()
-        now(device)
         return stamps.between()
 
 
-class Growing(Stepwise):
+class Growing(Stepping):
     """transformers' dynamic cache as users have it: model.forward, SDPA, a greedy loop."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -113,13 +114,13 @@ class Growing(Stepwise):
         self.cache = None
 
 
-class Static(Stepwise):
+class Static(Stepping):
     """transformers' static cache of `rows` tokens and the answer; the step of one token compiled, in a CUDA graph. What
     it holds was read into a dynamic cache and copied: only its decoding is compared.
     """
 
-    def __init__(self, model: torch.nn.Module, rows: int, answer: int, compiled: bool = True) -> None:
-        self.model, self.rows, self.answer = model, rows, answer
+    def __init__(self, model: torch.nn.Module, rows: int, room: int, compiled: bool = True) -> None:
+        self.model, self.rows, self.room = model, rows, room
         self.cache = None
         self.step = self.plain_step
         if compiled:
@@ -131,7 +132,7 @@ class Static(Stepwise):
         grown = Growing(self.model)
         grown.read(ids)
         if self.cache is None:
-            self.cache = plain_cache(self.model, self.rows + self.answer)
+            self.cache = plain_cache(self.model, self.rows + self.room)
         else:
             self.cache.reset()  # the same addresses: the graph stays valid
         for index, layer in enumerate(grown.cache.layers):
@@ -163,12 +164,12 @@ class Static(Stepwise):
 
 def subject(model: torch.nn.Module, run: Run) -> Subject:
     """The one that a run names."""
-    answer = max(run.task.ends)
+    room = max(run.task.ends)
     if run.task.baseline == "dynamic":
         return Growing(model)
     if run.task.baseline == "static_compiled":
-        return Static(model, run.task.rows or run.task.length, answer)
-    return Composed(model, run, answer)
+        return Static(model, run.task.rows or run.task.length, room)
+    return Composed(model, run, room)
 
 
 @lru_cache(maxsize=1)

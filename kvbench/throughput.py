@@ -10,7 +10,7 @@ from kvbench.run import Run
 from kvbench.subject import WARMED, Subject, loaded, prompt, subject
 from kvbench.timing import fits, spread
 
-PROBE = 2 * WARMED  # tokens that a batch must decode to count as fitting
+PROBE = 3  # tokens that a batch must decode to count as fitting
 CPU_BATCH = 8  # largest batch tried on a CPU, where memory does not run out in time
 
 
@@ -20,12 +20,12 @@ def throughput(run: Run) -> Iterator[Line]:
     own, ids = subject(model, run), prompt(run, model, 1)
     copied = task.fill == "replicated"
 
-    def answer(batch: int, count: int) -> list[float] | None:
-        """Milliseconds of each token of a batch, None if there is no memory for it."""
+    def answer(batch: int, most: int | None = None) -> list[float] | None:
+        """Milliseconds a step of a batch, None if there is no memory for it; `most`: only as many tokens."""
         own.drop()
         timing.clear(device)
         timing.forget_peak(device)
-        return fits(lambda: filled(batch) or own.answer(count), device)[1]
+        return fits(lambda: filled(batch) or own.answer(count, most), device)[1]
 
     def filled(batch: int) -> None:
         own.read(ids if copied else ids.repeat(batch, 1))
@@ -34,17 +34,17 @@ def throughput(run: Run) -> Iterator[Line]:
 
     count, most = max(task.ends), task.most_batch or (CPU_BATCH if device == "cpu" else None)
     largest, between = 0, None
-    if answer(1, min(PROBE, count)):
-        largest = bisect(lambda batch: answer(batch, min(PROBE, count)) is not None, guess(own, device), most)
+    if answer(1, PROBE) is not None:
+        largest = bisect(lambda batch: answer(batch, PROBE) is not None, guess(own, device), most)
     while between is None and largest:  # the last tokens of a long answer may need more than the probe
-        between = answer(largest, count)
+        between = answer(largest)
         largest = largest if between else min(largest - 1, int(largest * 0.98))
     if not largest:
         yield exhausted("throughput")
         return
     warm = between[min(WARMED, len(between) // 2) :]
     yield line("largest_batch", "prompts", largest)
-    yield line("tpot_ms", "ms", spread(warm))
+    yield line("tpot_ms", "ms", spread(warm), own.path)
     yield line("decode_tokens_s", "tokens/s", spread([1000 * largest / step for step in warm]))
     yield line("resident_bytes", "bytes", own.bytes().rows)
     if device != "cpu":

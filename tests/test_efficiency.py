@@ -10,7 +10,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 import run as command
-from kvbench import plan, throughput
+from kvbench import plan
 from kvbench.budget import Budget
 from kvbench.catalogue import CONF, build, methods_available, settings
 from kvbench.engine import Context, Sampling
@@ -23,7 +23,7 @@ from kvbench.run import Run
 from kvbench.scoring import scoring
 from kvbench.settings import SettingError
 from kvbench.shape import Shape, shapes
-from kvbench.subject import Growing, Static
+from kvbench.subject import Composed, Growing, Static
 from kvbench.throughput import bisect
 from kvbench.timing import fits, spread
 
@@ -245,14 +245,14 @@ def test_bisection_finds_the_largest_batch(limit, first):
 
 
 def test_a_batch_that_fails_late_is_made_smaller(kvbench, monkeypatch):
-    answered = throughput.answered
+    answer = Composed.answer
 
-    def late(own, count, device):
-        if count > throughput.PROBE and len(own.context.seeds) > 2:
+    def late(own, count, most=None):
+        if most is None and len(own.context.seeds) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return answered(own, count, device)
+        return answer(own, count, most)
 
-    monkeypatch.setattr(throughput, "answered", late)
+    monkeypatch.setattr(Composed, "answer", late)
     assert kvbench("method=snapkv", "task.measure=throughput", "task.most_batch=4", *QUICK)[0] == 0
     assert by_quantity(Path("results/efficiency/cpu.csv"))["largest_batch"]["value"] == "2"
 
