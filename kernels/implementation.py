@@ -39,8 +39,8 @@ def choose(op: str, asked: str | None, like: Tensor, others: tuple[str, ...] = (
     if asked not in ("reference", "triton", *others):
         names = ", ".join(("reference", "triton", *others))
         raise ValueError(f"{op}: implementation {asked!r}; one of {names}")
-    if asked == "triton" and not (like.is_cuda or interpreting()):
-        raise ValueError(f"{op}: implementation triton needs a GPU, or TRITON_INTERPRET=1")
     if asked == "triton" and like.dtype not in FAST:
         raise ValueError(f"{op}: implementation triton knows float32, bfloat16 and float16, not {like.dtype}")
+    if asked == "triton" and not (like.is_cuda or interpreting()):
+        raise ValueError(f"{op}: implementation triton needs a GPU, or TRITON_INTERPRET=1")
     return asked
