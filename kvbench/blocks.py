@@ -17,7 +17,7 @@ from kvbench.decoding import Norms, capture, through
 from kvbench.kernels.append import append
 from kvbench.kernels.attend import attend_ragged
 from kvbench.kernels.compact import find, take
-from kvbench.layer import Choice, Layer, bounded, marked
+from kvbench.layer import Choice, Layer, bounded
 from kvbench.method import Seen, shrink
 from kvbench.model import Weights
 from kvbench.rows import Rows, mass_dtype
@@ -55,7 +55,7 @@ class Blocks:
         places = torch.arange(seen, seen + ids.shape[1], device=device)
         self.angles = [part[0].to(dtype).unflatten(0, (-1, size)) for part in weights.rotation(places[None])]
         self.sides = [[self.side(layer) for layer in layers] for _ in range(2)]
-        self.broken = torch.zeros((), dtype=torch.bool, device=device)
+        self.worst = torch.zeros((), dtype=mass_dtype(weights.embed), device=device)
 
     def side(self, layer: Layer) -> list[Tensor]:
         """Room for keys and values (B, H, quota + size, d) and places (B, H, quota) of a layer."""
@@ -78,11 +78,11 @@ class Blocks:
         if self.ids.is_cuda:
             works = [capture(work).replay for work in works]  # on rows that are not there yet
             self.at.zero_()
-            self.broken.zero_()
+            self.worst.zero_()
         self.fill()
         for number in range(self.count):
             works[number % 2]()
-        if self.broken:
+        if self.worst.isnan():
             raise FloatingPointError(f"{self.layers[0].choice.method.name}: scores are not numbers")
         end = self.seen + self.count * self.size
         for layer, (keys, values, places) in zip(self.layers, self.sides[self.count % 2], strict=True):
@@ -118,12 +118,13 @@ class Blocks:
         )  # fmt: skip
         method = layer.choice.method
         scores = method.score(seen, rows, layer.state).to(ones.dtype)
-        self.broken |= scores.isnan().any()
-        scores = marked(bounded(scores), shrink(method.protect(seen, rows, quota), rows, quota), rows)
+        self.worst.copy_(torch.maximum(self.worst, scores.max()))  # NaN if any is
+        protected = method.protect(seen, rows, quota)
+        if protected is not None:
+            scores = bounded(scores).masked_fill(shrink(protected, rows, quota), torch.inf)
         kept = method.select(scores, torch.full(places.shape[:2], quota, device=places.device))
         which = find(kept, kept.shape[0] * kept.shape[1] * quota, implementation=self.implementation)
-        stay = take(which, keys, values, implementation=self.implementation)
-        into = self.sides[1 - side][index]
-        for part, rest in zip(into[:2], stay, strict=True):
-            part[:, :, :quota] = rest.view(*places.shape, -1)
-        into[2].copy_(rows.places.flatten()[which].view(places.shape) - self.size)
+        *into, left = self.sides[1 - side][index]
+        into = tuple(part[:, :, :quota] for part in into)
+        take(which, keys, values, into=into, implementation=self.implementation)
+        left.copy_(rows.places.flatten()[which].view(places.shape) - self.size)

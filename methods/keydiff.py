@@ -37,8 +37,8 @@ class KeyDiff(Method):
         if not number(self.recent) or not 0 <= self.recent < 1:
             raise SettingError(f"method.recent={self.recent}: a share in [0, 1)")
 
-    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
-        return rows.places >= seen.tokens - part(self.recent, quota)
+    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
+        return None if self.recent == 0 else rows.places >= seen.tokens - part(self.recent, quota)
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
         if self.anchor == "pairwise":

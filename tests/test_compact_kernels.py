@@ -99,6 +99,21 @@ def test_many_tiles():
     assert torch.equal(find(kept, implementation="triton"), kept.flatten().nonzero()[:, 0])
 
 
+def test_take_writes_where_it_is_told():
+    keys, values = (torch.randn(2, 3, 9, 5, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(2))
+    kept = top(keys[..., 0], 4, implementation="reference")
+    heads = kept.flatten(0, 1)
+    expected = [torch.stack([some.flatten(0, 1)[h][heads[h]] for h in range(6)]) for some in (keys, values)]
+    for name in ("reference", "triton"):
+        room = [torch.full((2, 3, 7, 5), torch.nan, device=DEVICE) for _ in range(2)]
+        into = tuple(part[:, :, :4] for part in room)
+        take(find(kept, 24), keys, values, into=into, implementation=name)
+        for part, rows in zip(room, expected, strict=True):
+            assert torch.equal(part[:, :, :4].flatten(0, 1), rows) and part[:, :, 4:].isnan().all()
+    with pytest.raises(ValueError, match="^take: 24 rows into"):
+        take(find(kept, 24), keys, values, into=(into[0][:, :, :3], into[1][:, :, :3]))
+
+
 def test_inputs_that_do_not_fit():
     scores, rows = torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, 4)
     for message, call in (
@@ -126,7 +141,7 @@ def ahead():
     yield typed(own._count_marks, marks, {"TILE": own.TILE})
     yield typed(own._write_places, marks, {"TILE": own.TILE})
     rows = dict.fromkeys(("keys", "values", "new_keys", "new_values"), "*bf16")
-    yield typed(own._copy, {**rows, "index": "*i64", "k_b": "i64"}, {"ROWS": own.ROWS, "DIM": 128})
+    yield typed(own._copy, {**rows, "index": "*i64", "k_b": "i64", "new_h": "i64"}, {"ROWS": own.ROWS, "DIM": 128})
 
 
 def test_the_kernels_compile_for_hopper():

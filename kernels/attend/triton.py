@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
-PROGRAMS = 512  # that few queries over many rows are split into, about
+PROGRAMS = {16: 512, 32: 512, 64: 264, 128: 132}  # that rows are split into, about, by the queries of a program
 ENOUGH = 256  # programs, each with 128 queries of a head, that fill a GPU without splitting the rows
 
 
@@ -219,9 +219,9 @@ def attend_triton(
             M=rows, N=32 if exact else 64, **sizes, num_warps=4 if exact else 8, num_stages=2 if exact else 3,
         )  # fmt: skip
         return outputs, sums if lse else None
-    rows = min(max(16, triton.next_power_of_2(group * tokens)), 32 if exact else 64)
+    rows = min(max(16, triton.next_power_of_2(group * tokens)), 32 if exact else 64 if sizes["D"] > 128 else 128)
     block, tiles = 32 if exact or sizes["D"] > 128 else 64, triton.cdiv(group * tokens, rows)
-    splits = min(triton.cdiv(PROGRAMS, batch * heads * tiles), triton.cdiv(longest, 2 * block), 128)
+    splits = min(triton.cdiv(PROGRAMS[rows], batch * heads * tiles), triton.cdiv(longest, 2 * block), 128)
     parts = outputs, outputs, outputs
     if splits > 1:
         parts = [
@@ -231,7 +231,7 @@ def attend_triton(
     _few[batch * heads, splits, tiles](
         *given, step, outputs, sums, *parts, query_heads, heads, tokens, tail, splits, dim, scale, *strides,
         STEP=step is not None, SINGLE=splits == 1, M=rows, N=block, **sizes,
-        num_warps=4, num_stages=2 if exact else 3,
+        num_warps=8 if rows == 128 else 4, num_stages=2 if exact else 3,
     )  # fmt: skip
     if splits > 1:
         _combine[(batch * query_heads * tokens,)](

@@ -39,15 +39,25 @@ def find(kept: Tensor, total: int | None = None, *, implementation: str | None =
     return find_triton(kept, total)
 
 
-def take(index: Tensor, keys: Tensor, values: Tensor, *, implementation: str | None = None) -> tuple[Tensor, Tensor]:
+def take(
+    index: Tensor, keys: Tensor, values: Tensor, *, into: tuple[Tensor, Tensor] | None = None,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Keys and values (R, d) of the rows at `index` (R,) as `find` counts them, of keys, values (B, H, n, d).
 
-    ValueError where keys and values differ in shape or dtype.
+    into: where to write them, two of shape (B, H, m, d) with the same strides, R = B·H·m; they are returned. ValueError
+    where keys and values differ in shape or dtype, or `into` does not fit.
     """
     if index.dim() != 1 or keys.dim() != 4 or keys.shape != values.shape or keys.dtype != values.dtype:
         raise ValueError(f"take: {tuple(index.shape)} of keys {tuple(keys.shape)}, values {tuple(values.shape)}")
+    if into is not None and not (
+        into[0].shape == into[1].shape == (*keys.shape[:2], len(index) // keys[..., 0, 0].numel(), keys.shape[3])
+        and into[0].stride() == into[1].stride() and into[0].stride(3) == 1 and into[0].stride(2) == keys.shape[3]
+        and into[0].stride(0) == keys.shape[1] * into[0].stride(1)
+    ):  # fmt: skip
+        raise ValueError(f"take: {len(index)} rows into {tuple(into[0].shape)}, {tuple(into[1].shape)}")
     if choose("take", implementation, keys) == "reference":
-        return take_reference(index, keys, values)
+        return take_reference(index, keys, values, into)
     from kvbench.kernels.compact.triton import take_triton
 
-    return take_triton(index, keys, values)
+    return take_triton(index, keys, values, into)

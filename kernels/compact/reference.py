@@ -17,10 +17,17 @@ def find_reference(kept: Tensor, total: int | None) -> Tensor:
     return index
 
 
-def take_reference(index: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def take_reference(
+    index: Tensor, keys: Tensor, values: Tensor, into: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
     def some(rows: Tensor) -> Tensor:
         if rows.is_contiguous():
             return rows.flatten(0, 2).index_select(0, index)
         return rows[torch.unravel_index(index, rows.shape[:3])]
 
-    return some(keys), some(values)
+    found = some(keys), some(values)
+    if into is None:
+        return found
+    for part, rows in zip(into, found, strict=True):
+        part.copy_(rows.view(part.shape))
+    return into

@@ -151,9 +151,9 @@ def find_triton(kept: Tensor, total: int | None) -> Tensor:
     return places
 
 
-@triton.jit(do_not_specialize=["total", "heads", "rows"])
+@triton.jit(do_not_specialize=["total", "heads", "rows", "each"])
 def _copy(
-    index, keys, values, new_keys, new_values, total, heads, rows, dim,
+    index, keys, values, new_keys, new_values, total, heads, rows, dim, each, new_h,
     k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
     ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
@@ -163,19 +163,23 @@ def _copy(
     batch, head = head // heads, head % heads
     column = tl.arange(0, DIM)[None]
     here = (slot < total)[:, None] & (column < dim)
-    out = slot[:, None] * dim + column
+    out = (slot // each * new_h + slot % each * dim)[:, None] + column
     k = (batch * k_b + head * k_h + row * k_n)[:, None] + column * k_d
     v = (batch * v_b + head * v_h + row * v_n)[:, None] + column * v_d
     tl.store(new_keys + out, tl.load(keys + k, mask=here), mask=here)
     tl.store(new_values + out, tl.load(values + v, mask=here), mask=here)
 
 
-def take_triton(index: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def take_triton(
+    index: Tensor, keys: Tensor, values: Tensor, into: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
     total, (_, heads, rows, dim) = len(index), keys.shape
-    new = keys.new_empty(total, dim), values.new_empty(total, dim)
+    new = into or (keys.new_empty(total, dim), values.new_empty(total, dim))
+    each, new_h = (total, 0) if into is None else (into[0].shape[2], into[0].stride(1))
     if total:
         _copy[triton.cdiv(total, ROWS),](
-            index.contiguous(), keys, values, *new, total, heads, rows, dim, *keys.stride(), *values.stride(),
+            index.contiguous(), keys, values, *new, total, heads, rows, dim, each, new_h, *keys.stride(),
+            *values.stride(),
             ROWS=ROWS, DIM=triton.next_power_of_2(dim),
         )  # fmt: skip
     return new
