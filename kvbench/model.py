@@ -101,10 +101,11 @@ def attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The attention function that transformers calls by name; queries (B, Hq, T, d), outputs (B, T, Hq, d)."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(key, Port):
-        outputs = key.layer.attend(query, scaling, module.o_proj.weight, key.rotation)
-    else:
-        outputs = attend_windowed(query, key, value, scaling, sliding_window)
+    with torch.cuda.device_of(query):  # a layer's kernels run where the layer is
+        if isinstance(key, Port):
+            outputs = key.layer.attend(query, scaling, module.o_proj.weight, key.rotation)
+        else:
+            outputs = attend_windowed(query, key, value, scaling, sliding_window)
     return outputs.transpose(1, 2), None
 
 
@@ -172,7 +173,8 @@ def rotation(model: torch.nn.Module, kind: str) -> Callable[[Tensor], tuple[Tens
         like = next(model.parameters())
         attributes, buffers = dict(vars(module)), dict(module._buffers)
         try:
-            return module(torch.empty(0, dtype=torch.float32, device=like.device), places, *own)
+            found = module(torch.empty(0, dtype=torch.float32, device=like.device), places.to(like.device), *own)
+            return tuple(part.to(places.device) for part in found)
         finally:
             vars(module).update(attributes)
             module._buffers.update(buffers)
@@ -294,11 +296,14 @@ def random_model(config: Any, dtype: torch.dtype, device: str, seed: int) -> tor
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model that is not loaded yet. `path`: a local folder or a hub id; `revision`: of the hub."""
+    """A model that is not loaded yet. `path`: a local folder or a hub id; `revision`: of the hub; `device_map`: "auto"
+    spreads its layers over all GPUs (accelerate).
+    """
 
     name: str
     path: str
     revision: str | None = None
+    device_map: str | None = None
 
     reads_text = True  # it has a tokenizer
 
@@ -353,11 +358,12 @@ class Checkpoint:
         logging.disable_progress_bar()
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                self.path, revision=self.revision, dtype=dtype, trust_remote_code=False, use_safetensors=True
-            )
+                self.path, revision=self.revision, dtype=dtype, trust_remote_code=False, use_safetensors=True,
+                device_map=self.device_map,
+            )  # fmt: skip
         except (OSError, ValueError) as error:
             raise SettingError(f"model.path={self.path}: no readable weights ({str(error).splitlines()[0]})") from None
-        return model.to(device).eval()
+        return (model if self.device_map else model.to(device)).eval()
 
     def identity(self) -> str:
         """What the weights are: the hub's commit, or a hash over a local folder's weights, settings and tokenizer

@@ -61,6 +61,8 @@ class Run:
             raise SettingError("device=cuda: there is no CUDA device here; use device=cpu or device=auto")
         device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         dtype = config.dtype if config.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+        if config.model.device_map is not None and (device == "cpu" or config.workers != 1):
+            raise SettingError(f"model.device_map={config.model.device_map}: needs GPUs and workers=1")
         budget = Budget(config.budget, config.budget_of)
         if groups["method"]["name"] == "full":  # nothing is cut: what says how much does not matter
             groups["allocator"], budget = catalogue.settings("allocator", UNCUT["allocator"]), Budget(1.0)
@@ -135,6 +137,7 @@ class Run:
         where |= {name: version(name) for name in ("torch", "transformers")}
         if self.device != "cpu":
             where |= {"gpu": torch.cuda.get_device_name(), "max_batch": self.max_batch, "compile": self.compile}
+            where["device_map"] = self.checkpoint.device_map
         return {
             "model": {"name": self.checkpoint.name, "identity": self.checkpoint.identity()},
             **plain,
@@ -171,6 +174,9 @@ def checkpoint(config: DictConfig, seed: int) -> Checkpoint:
     """The model that conf/model/<name>.yaml and its overrides point at; SettingError if none does. `seed`: of random
     weights.
     """
+    choose("model.device_map", config.device_map, (None, "auto"))
+    if config.device_map is not None and config.name in ("random", "reference"):
+        raise SettingError(f"model.device_map={config.device_map}: model={config.name} fits one GPU; null")
     if config.name == "random":
         return Shape.like(config.like, seed)
     if config.name == "reference":
@@ -180,4 +186,4 @@ def checkpoint(config: DictConfig, seed: int) -> Checkpoint:
     if config.path is None:
         raise SettingError(f"model.path=null: model={config.name} needs a local folder or a hub id")
     name = config.name if config.name != "hf" else str(config.path).rstrip("/").split("/")[-1]
-    return Checkpoint(name, str(config.path), config.revision)
+    return Checkpoint(name, str(config.path), config.revision, config.device_map)

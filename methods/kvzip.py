@@ -112,7 +112,7 @@ class KVzip(Method):
         """
         if "allotted" not in state.shared:
             found = state.shared.pop("scores")
-            scores = torch.stack([found[layer] for layer in seen.cut_layers], 1)
+            scores = torch.stack([found[layer].to(found[seen.layer].device) for layer in seen.cut_layers], 1)
             _, layers, heads, rows = scores.shape
             own = max(1, min(self.safe(seen), quota - 1))
             safe = torch.arange(rows, device=scores.device) < self.safe(seen)

@@ -81,7 +81,7 @@ class OmniKV(Method):
         if layer <= chooser + self.wait or "look" not in state.shared:  # a filter with a sliding window chooses nothing
             return None
         after = queries.new_ones(len(queries), seen["first"] + 1 - prompt, dtype=torch.bool)
-        look = torch.cat([state.shared["look"], after], 1)
+        look = torch.cat([state.shared["look"].to(after.device), after], 1)
         return look[:, None].expand(-1, queries.shape[1], -1)
 
     def choose(self, queries: Tensor, keys: Tensor, quota: int, decoded: int, scaling: float, state: State) -> Tensor:
