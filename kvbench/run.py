@@ -53,6 +53,7 @@ class Run:
         if config.block_size is not None:
             whole("block_size", config.block_size, 1)
         whole("max_batch", config.max_batch, 1)
+        choose("model.device_map", config.model.device_map, (None, "auto"))
         choose("model.compile", config.model.compile, ("auto", "off"))
         choose("question", config.question, ("visible", "hidden"))
         choose("device", config.device, ("auto", "cpu", "cuda"))
@@ -174,7 +175,6 @@ def checkpoint(config: DictConfig, seed: int) -> Checkpoint:
     """The model that conf/model/<name>.yaml and its overrides point at; SettingError if none does. `seed`: of random
     weights.
     """
-    choose("model.device_map", config.device_map, (None, "auto"))
     if config.device_map is not None and config.name in ("random", "reference"):
         raise SettingError(f"model.device_map={config.device_map}: model={config.name} fits one GPU; null")
     if config.name == "random":
