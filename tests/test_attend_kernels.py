@@ -56,6 +56,7 @@ def as_double(held):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_triton_agrees_with_the_equation(shape, enough, merged, dtype, monkeypatch):
     monkeypatch.setattr("kvbench.kernels.attend.triton.ENOUGH", enough)
+    monkeypatch.setattr("kvbench.kernels.attend.triton.FEW", 0)
     queries, held, keys, values = made(shape, merged, dtype)
     scaling = shape[-1] ** -0.5
     exact, sums = attend_ragged(queries.double(), as_double(held), keys.double(), values.double(), scaling, lse=True)
@@ -83,6 +84,18 @@ def test_two_calls_joined_are_one_attention(longest, tail):
     chosen, _ = attend_ragged(queries, held, keys, values, 0.125)
     assert torch.equal(found, chosen)
     assert (found - exact).abs().max() <= exact.abs().max() * 2**-6 and (own - sums).abs().max() <= 2e-4
+
+
+def test_one_query_of_many_samples_reads_a_heads_rows_once(monkeypatch):
+    """However many heads there are, the query heads of a group share a program."""
+    from kvbench.kernels.attend import triton as own
+
+    monkeypatch.setattr(own, "_many", None)
+    queries, held, keys, values = made((40, 2, 4, 1, 3, 9, 16), False, torch.float32)
+    found, _ = attend_ragged(queries, held, keys, values, 0.25, implementation="triton")
+    assert torch.allclose(
+        found, attend_ragged(queries, held, keys, values, 0.25, implementation="reference")[0], atol=1e-6
+    )
 
 
 def test_a_step_counts_further_rows_of_the_tail():

@@ -12,7 +12,11 @@ from needed import made
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
+from kvbench.blocks import Blocks
+from kvbench.budget import Budget
 from kvbench.catalogue import build, settings
+from kvbench.engine import Context, Sampling
+from kvbench.held import choose_cache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 OWN_LAW = ("full", "duo_attention", "quest", "omnikv")  # they hold other numbers of rows
@@ -42,6 +46,55 @@ def test_a_full_budget_gives_the_models_own_logits(model, block_size):
         model.bfloat16()
     held = kvbench.prefill(model, ids, method="snapkv", budget=1.0, block_size=block_size)
     assert (held.logits.float() - exact).abs().max() <= 2 * (own - exact).abs().max() + 1e-3
+
+
+@pytest.fixture(scope="module")
+def exact() -> LlamaForCausalLM:
+    """In float32, where two ways to the same numbers agree to a few digits less."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=32768,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).cuda().eval()
+
+
+def both_ways(model, method, ids, budget, block_size=None, allocator="uniform") -> tuple[list[Context], list]:
+    """A context read and answered by the modules and one by graphs, and the answers."""
+    contexts, answers = [], []
+    choice = choose_cache(
+        build("method", settings("method", method)), build("allocator", settings("allocator", allocator)),
+        build("codec", settings("codec", "raw")),
+    )  # fmt: skip
+    for graphs in (False, True):
+        context = Context(model, choice, Budget(budget), block_size, (0,) * len(ids), compile=graphs, answer=64)
+        context.prefill(ids)
+        answers.append(torch.stack(list(context.generate(40, Sampling(), frozenset())), 1))
+        contexts.append(context)
+    return contexts, answers
+
+
+@pytest.mark.parametrize(("method", "allocator"), [("full", "uniform"), ("snapkv", "uniform"), ("snapkv", "ada")])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_graphs_decode_what_the_modules_decode(exact, method, allocator, batch):
+    budget = 1.0 if method == "full" else 0.2
+    contexts, answers = both_ways(exact, method, prompts(batch, 700), budget, allocator=allocator)
+    assert [context.decoding for context in contexts] == ["modules", "graph"]
+    assert torch.equal(*answers) and torch.allclose(contexts[0].logits, contexts[1].logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["dropkv", "keydiff", "knorm", "snapkv", "tova"])
+def test_graphs_read_blocks_as_the_modules_do(exact, method, monkeypatch):
+    read = []
+    monkeypatch.setattr(Blocks, "read", lambda own, read_all=Blocks.read: (read.append(own.count), read_all(own)))
+    contexts, _ = both_ways(exact, method, prompts(2, 1500), 200, block_size=64)
+    assert len(read) == 1 and read[0] > 15
+    kept, found = (
+        [set(layer.rows.head_places(b, h).tolist()) for layer in own.layers for b in range(2) for h in range(2)]
+        for own in contexts
+    )
+    same = sum(len(one & other) for one, other in zip(kept, found, strict=True))
+    assert same >= 0.99 * sum(map(len, kept))
 
 
 @pytest.mark.parametrize("method", METHODS)

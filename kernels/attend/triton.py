@@ -10,6 +10,7 @@ from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PROGRAMS = {16: 512, 32: 512, 64: 264, 128: 132}  # that rows are split into, about, by the queries of a program
+FEW = 64  # queries of a KV head that one program takes, however many heads there are
 ENOUGH = 256  # programs, each with 128 queries of a head, that fill a GPU without splitting the rows
 
 
@@ -211,7 +212,7 @@ def attend_triton(
     strides = (*queries.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
     scale, mass = scaling * LOG2E.value, held_keys if mass is None else mass
     given = (queries, held_keys, held_values, mass, starts, lengths, keys, values)
-    if batch * query_heads * triton.cdiv(tokens, 128) >= ENOUGH:
+    if group * tokens > FEW and batch * query_heads * triton.cdiv(tokens, 128) >= ENOUGH:
         rows = 64 if exact or sizes["D"] > 128 else 128
         grid = (triton.cdiv(tokens, rows), batch * query_heads)
         _many[grid](
