@@ -17,6 +17,7 @@ from kvbench.budget import Budget
 from kvbench.catalogue import build, settings
 from kvbench.engine import Context, Sampling
 from kvbench.held import choose_cache
+from kvbench.model import Checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 OWN_LAW = ("full", "duo_attention", "quest", "omnikv")  # they hold other numbers of rows
@@ -196,3 +197,27 @@ def test_out_of_memory_is_a_record(tmp_path, monkeypatch, capsys):
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "out_of_memory" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here")
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "random"] + ["quest", "omnikv"])
+@pytest.mark.parametrize("allocator", ["uniform", "cake"])
+def test_a_model_over_two_gpus_is_the_same_model(model, method, allocator, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("spread")
+    model.save_pretrained(folder)
+    spread = Checkpoint("spread", str(folder), None, "auto").weights(torch.bfloat16, "cuda")
+    assert len({parameter.device for parameter in spread.parameters()}) == 2
+    args, ids = made(method, "gpu", model, prompts(2, 200)), prompts(1, 1000)
+    own = build("method", settings("method", method, args))
+    refused = own.refuses(
+        build("allocator", settings("allocator", allocator)), build("codec", settings("codec", "raw"))
+    )
+    if refused:
+        pytest.skip(refused)
+    one, two = (
+        kvbench.prefill(each, ids, method=method, budget=0.2, allocator=allocator, method_args=args)
+        for each in (model, spread)
+    )
+    for layer in range(4):
+        assert all(torch.equal(one.places(layer, h), two.places(layer, h).to("cuda:0")) for h in range(2))
+    assert torch.equal(one.generate(6, stop=frozenset()), two.generate(6, stop=frozenset()).to("cuda:0"))
