@@ -42,7 +42,7 @@ def cell(config: DictConfig) -> None:
         method = more[0] if more else None
     except SettingError as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # the sweep's other cells go on; its folder has the reason
-            refuse(str(error))
+            refuse(f"{' '.join(HydraConfig.get().overrides.task)}: {error}")
             Path(HydraConfig.get().runtime.output_dir, "refused").write_text(f"{error}\n", encoding="utf-8")
             raise
         sys.exit(refuse(str(error)))
@@ -93,6 +93,8 @@ def one_line(error: BaseException | None) -> str | None:
             return f"{group}={name}: choose one of {', '.join(catalogue.names(group))}"
         if isinstance(error, OmegaConfBaseException) and error.full_key:
             return f"{error.full_key}: no such setting, or not of this kind; `python run.py --cfg job` lists them"
+        if isinstance(error, ValueError) and "Config group override" in str(error):  # Hydra names no group
+            return "a group (model, method, allocator, codec, task) cannot be null: choose one of its names"
         if isinstance(error, HydraException) and not isinstance(
             error.__cause__, HydraException | OmegaConfBaseException
         ):

@@ -95,6 +95,8 @@ class Method:
         whole("method.decode_interval", self.decode_interval, 1)
         if self.decode_size is not None:
             whole("method.decode_size", self.decode_size, 2)
+            if not self.decoding:
+                raise SettingError(f"method.decode_size={self.decode_size}: only with method.decoding=true")
 
     scores = True  # False for a method that leaves the choice of rows to `cut`
     allots = False  # decides itself how many rows every head keeps (`allot`); only allocator=uniform serves it

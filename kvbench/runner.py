@@ -59,6 +59,10 @@ class Bench:
 
 def execute(run: Run, results: Path, bench: Bench) -> dict[str, dict]:
     """All records of the run, by uid: those on disk, and the missing ones made now. A finished run returns at once."""
+    try:
+        (results / "runs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"results={results}: {error.strerror}") from None
     folder = RunFolder(results / "runs", run.value())
     if folder.finished:
         return folder.records()
@@ -179,6 +183,7 @@ class Reader:
             counted = self._count(context) | {"batch": len(batch)}
             tokens = list(context.generate(batch[0][0].max_new_tokens, self.run.sampling, self.stop))
             attended = list(chain.from_iterable(layer.attended for layer in context.own_layers))
+            cached = context.course.peak_bytes + context.sliding_bytes()
             counted |= {
                 "rows_attended": mean(attended) if attended else counted["rows_held"],
                 "rows_held_end": mean([layer.rows.mean_rows for layer in context.own_layers]),
@@ -189,7 +194,7 @@ class Reader:
                 "peak_rows_attended": max(layer.peak_attended for layer in context.own_layers),
                 "prefill_ms": self.prefill_ms + extend_ms,
                 "ttft_ms": self.prefill_ms + extend_ms + 1000 * context.stamps[0],
-                "peak_bytes": torch.cuda.max_memory_allocated() if gpu else context.course.peak_bytes,
+                "peak_bytes": torch.cuda.max_memory_allocated() if gpu else cached,
                 "peak_of": "cuda" if gpu else "cache",
                 "error": None,
             }

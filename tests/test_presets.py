@@ -1,5 +1,6 @@
 """Presets: each says where its values come from, and does something else than its siblings."""
 
+import math
 import re
 from itertools import combinations
 
@@ -53,7 +54,7 @@ def test_taus_of_a_model_and_size_give_other_shares():
     found = {}
     for preset in presets("allocator", "cake"):
         own = build("allocator", settings("allocator", "cake", {"preset": preset}))
-        preferences = tuple(entropy ** (1 / own.tau1) * variance ** (1 / own.tau2) for entropy, variance in shown)
+        preferences = tuple(math.log(entropy) / own.tau1 + math.log(variance) / own.tau2 for entropy, variance in shown)
         found[preset] = own.share(1024, 4, preferences, (8000,) * 4)
         assert sum(found[preset]) == 4096
     assert found.pop("ffy0") == found["llama31_8b_128"]  # the same τ

@@ -13,6 +13,7 @@ Not defined there and chosen here: equal shares where no layer has any preferenc
 where the quota is the window's or less.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ class Cake(Allocator):
         now, before = rows(), shared["cake"] if number else Shown(quota)
         held = tuple(now.present[:, 0].sum(-1).tolist())
         everything = seen.tokens <= quota
-        preferences = (1.0,) * len(held) if everything else tuple(self.preference(seen, now).tolist())
+        preferences = (0.0,) * len(held) if everything else tuple(self.preference(seen, now).tolist())
         preferences, held = (*before.preferences, preferences), (*before.held, held)
         samples = zip(zip(*preferences, strict=True), zip(*held, strict=True), strict=True)
         ready = self.cascade or number == layers - 1
@@ -80,19 +81,20 @@ class Cake(Allocator):
         return {seen.cut_layers[i]: tuple(own[i] for own in shares) for i in range(number)} if shares else {}
 
     def preference(self, seen: Seen, rows: Rows) -> Tensor:
-        """(B,) P of the layer."""
+        """(B,) log P of the layer: 1/τ may be large."""
         queries = seen.queries[:, :, -self.window :]
         both = glance(queries, rows.keys, rows.mass, seen.scaling, ("entropy", "variance"))  # (B, H, G, n) each
         inside = rows.places >= seen.tokens - self.window
         entropy, variance = (
             x.sum(2, dtype=torch.float64).masked_fill(inside, 0).flatten(1).sum(-1).clamp(min=0) for x in both
         )
-        return entropy ** (1 / self.tau1) * variance ** (1 / self.tau2)
+        return entropy.log() / self.tau1 + variance.log() / self.tau2
 
     def share(self, quota: int, layers: int, preferences: tuple[float, ...], held: tuple[int, ...]) -> tuple[int, ...]:
-        """Rows per head of the layers so far, out of the total for all `layers`."""
+        """Rows per head of the layers so far, out of the total for all `layers`; preferences: their log P."""
         base = min(self.window, quota)
-        free, total = layers * (quota - base), sum(preferences)
-        parts = [p / total if total > 0 else 1 / len(preferences) for p in preferences]
+        free, most = layers * (quota - base), max(preferences)
+        weights = [1.0 if most == -math.inf else math.exp(own - most) for own in preferences]
+        parts = [weight / sum(weights) for weight in weights]
         least = [min(base, rows) for rows in held]
         return tuple(settle([base + part * free for part in parts], least, list(held), len(held) * base + free))
