@@ -116,6 +116,34 @@ def test_a_branch_leaves_nothing_behind():
     )
 
 
+def test_what_is_read_while_an_answer_is_under_way_comes_behind_what_it_has_read():
+    both = contexts(tiny("llama"), choice_of("snapkv"))
+    found = []
+    for context in both:
+        answer = context.generate(40, Sampling(), frozenset())
+        tokens = [next(answer) for _ in range(5)]
+        logits = context.extend(ids(3, 9))
+        tokens += [next(answer) for _ in range(4)]
+        with context.branch():
+            aside = list(context.generate(12, Sampling(), frozenset()))
+        found.append((torch.stack(tokens + aside + list(answer)), logits, context.logits))
+    assert torch.equal(found[0][0], found[1][0]) and both[0].seen == both[1].seen
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found[0][1:], found[1][1:], strict=True))
+    for one, other in zip(*(context.own_layers for context in both), strict=True):
+        assert torch.equal(one.rows.view().places, other.rows.view().places)
+        assert torch.allclose(one.rows.view().keys, other.rows.view().keys, atol=1e-5)
+
+
+def test_an_answer_that_a_branch_cut_short_counts_for_nothing():
+    _, step = contexts(tiny("llama"), choice_of("snapkv"))
+    rows, seen = [layer.rows.mean_rows for layer in step.own_layers], step.seen
+    with step.branch():
+        answer = step.generate(40, Sampling(), frozenset())
+        assert len([next(answer) for _ in range(5)]) == 5
+    answer.close()
+    assert [layer.rows.mean_rows for layer in step.own_layers] == rows and step.seen == seen
+
+
 def test_what_more_than_appends_is_read_by_the_modules():
     for method, more in (("quest", {}), ("sink", {}), ("h2o", {"decoding": True})):
         assert not appends(choice_of(method, **more))
