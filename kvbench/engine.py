@@ -287,7 +287,8 @@ class Context:
         if self.decoder is None:
             return
         decoder, self.decoder = self.decoder, None
-        self.logits = decoder.close()
+        logits = decoder.close()
+        self.logits = logits if decoder.read else self.logits  # none where the first step failed
         self.since_cut += decoder.read
         self._went(decoder.read)
 
