@@ -13,6 +13,7 @@ from torch import Tensor
 from kvbench.blocks import Blocks, serves, steady
 from kvbench.budget import Budget
 from kvbench.decoding import Decoder, appends
+from kvbench.kernels.implementation import FAST
 from kvbench.layer import Choice, Course, Layer
 from kvbench.method import Reading, State, Words
 from kvbench.model import attached, forward, layout, make_cache, weights_of
@@ -95,7 +96,7 @@ class Context:
         self.capture_ms = 0.0  # what capturing graphs took
         self.decoding = "modules"  # or "graph": what read the answer's tokens
         self.decoder: Decoder | None = None  # reads the answer that is under way; what it has read is not counted yet
-        usable = compile and next(model.parameters()).is_cuda and appends(choice)
+        usable = compile and capturable(model) and appends(choice)
         self.weights = weights_of(model) if usable else None  # of models that can be decoded in a graph
 
     @property
@@ -338,6 +339,12 @@ class Context:
     def full_bytes(self) -> int:
         """Bytes that keys and values of all tokens seen would take."""
         return self.sliding_bytes() + sum(layer.full_bytes() for layer in self.own_layers)
+
+
+def capturable(model: torch.nn.Module) -> bool:
+    """Whether the model is where graphs are recorded, in a dtype of the kernels: a reference waits for the host."""
+    like = next(model.parameters())
+    return like.is_cuda and like.device.index == torch.cuda.current_device() and like.dtype in FAST
 
 
 def now(model: torch.nn.Module) -> float:

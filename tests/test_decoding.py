@@ -37,12 +37,12 @@ def contexts(model, choice, budget=0.3, batch=1, stepped=True):
     return made
 
 
-def qwen2():
+def qwen2(**more):
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=512, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
-            num_key_value_heads=2, max_position_embeddings=512,
+            num_key_value_heads=2, max_position_embeddings=512, **more,
         )
     ).eval()  # fmt: skip
 
@@ -156,6 +156,21 @@ def test_models_that_are_not_plain_have_no_weights_for_a_step():
     model = qwen2()
     model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
     assert weights_of(model) is None
+    model = qwen2()
+    weight = model.model.layers[1].mlp.up_proj.weight
+    model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(weight.data.mT.contiguous().mT)
+    assert weights_of(model) is None
+
+
+def test_frequencies_that_follow_the_longest_place_are_left_to_the_modules():
+    """The step turns all places of an answer at once, also those that it ends before."""
+    for kind in (
+        {"rope_type": "dynamic"},
+        {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    ):
+        rope = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, **kind}
+        assert weights_of(qwen2(rope_parameters=rope)) is None
+    assert weights_of(qwen2()) is not None
 
 
 def test_the_kernels_take_the_same_step():
