@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import run as command
 from kvbench.engine import Context
 from kvbench.model import REFERENCE
+from kvbench.runner import Reader
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMES = {"seconds", "prefill_ms", "ttft_ms", "decode_ms", "capture_ms"}
@@ -228,6 +230,26 @@ def test_out_of_memory_is_a_record_and_the_run_goes_on(kvbench, tmp_path, monkey
     records = runs(tmp_path / "results")["full"][1]
     assert code == 0 and [r["error"] for r in records].count("out_of_memory") == 1 and len(records) == 4
     assert "out_of_memory" in out
+
+
+def test_a_batch_that_does_not_fit_is_freed_before_its_samples_are_read_alone(monkeypatch):
+    held = []
+
+    class Large:
+        pass
+
+    def measure(self, batch):
+        context = Large()
+        assert not any(other() for other in held)
+        held.append(weakref.ref(context))
+        if len(batch) > 1:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return [{"error": "alone"}]
+
+    monkeypatch.setattr(Reader, "_measure", measure)
+    monkeypatch.setattr(Reader, "_identity", lambda self, sample, prompt: {"uid": sample})
+    records = Reader.answer(Reader.__new__(Reader), [("a", None), ("b", None)])
+    assert [(record["uid"], record["error"]) for record in records] == [("a", "alone"), ("b", "alone")]
 
 
 def test_a_sweep_says_and_records_what_it_refuses(kvbench, tmp_path):
