@@ -266,14 +266,12 @@ def test_a_sweep_says_and_records_what_it_refuses(kvbench, tmp_path):
     assert len(list((tmp_path / "results" / "runs").glob("*/done"))) == 4  # one full cache, three cells
 
 
-def process(checkpoint: Path, folder: Path, *settings: str) -> subprocess.Popen:
+def process(checkpoint: Path, folder: Path, *settings: str, errors: int = subprocess.DEVNULL) -> subprocess.Popen:
     """The command line as a user starts it."""
     where = [f"model.path={checkpoint}", f"results={folder}/results", "device=cpu"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     arguments = [sys.executable, str(ROOT / "run.py"), "model=hf", *where, *settings]
-    return subprocess.Popen(
-        arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    return subprocess.Popen(arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
 
 
 def test_killed_at_any_moment_it_continues_and_equals_an_undisturbed_run(checkpoint, tmp_path):
@@ -324,8 +322,13 @@ def test_workers_share_one_run_without_loss_or_doubling(checkpoint, tmp_path):
         folder.mkdir()
     settings = ("method=knorm", "budget=0.25", *QUICK, "task.samples=4")
     own = [(), ("workers=2",)]
-    both = [process(checkpoint, folder, *settings, *more) for folder, more in zip(folders, own, strict=True)]
-    assert all("average" in each.communicate()[0] and each.returncode == 0 for each in both)
+    both = [
+        process(checkpoint, folder, *settings, *more, errors=subprocess.PIPE)
+        for folder, more in zip(folders, own, strict=True)
+    ]
+    said = [each.communicate() for each in both]
+    assert all("average" in out and each.returncode == 0 for each, (out, _) in zip(both, said, strict=True))
+    assert all(len(re.findall(r"knorm: +0%", err)) == 1 for _, err in said)  # one bar, whoever works
     alone, shared = (runs(folder / "results") for folder in folders)
     for name, (folder, records) in shared.items():
         assert len(list(folder.glob("records*.jsonl"))) == 2  # each wrote some
