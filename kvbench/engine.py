@@ -14,7 +14,7 @@ from kvbench.blocks import Blocks, serves, steady
 from kvbench.budget import Budget
 from kvbench.decoding import Decoder, appends
 from kvbench.kernels.implementation import FAST
-from kvbench.layer import Choice, Course, Layer
+from kvbench.layer import Choice, Course, Layer, Layers
 from kvbench.method import Reading, State, Words
 from kvbench.model import attached, forward, layout, make_cache, weights_of
 from kvbench.rows import Bytes, size
@@ -80,7 +80,7 @@ class Context:
         choice.method.check(shape.layers, shape.heads, shape.dim, shape.sliding)
         self.course = Course(prompt=0)
         state = State(seeds)
-        self.layers: list[Layer | None] = []
+        self.layers = Layers()
         for index in range(shape.layers):
             own = (
                 None if index in shape.sliding else Layer(index, shape.layers, choice, self.course, state, self.layers)

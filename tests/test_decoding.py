@@ -1,5 +1,8 @@
 """A decode step over the modules' weights gives what the modules give, on rows held in every way."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from models import ids, tiny
@@ -142,6 +145,21 @@ def test_an_answer_that_a_branch_cut_short_counts_for_nothing():
         assert len([next(answer) for _ in range(5)]) == 5
     answer.close()
     assert [layer.rows.mean_rows for layer in step.own_layers] == rows and step.seen == seen
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_context_that_nobody_has_is_freed_at_once(stepped):
+    """Not when Python next looks for cycles: a GPU would hold the cache of the sample before."""
+    context = contexts(tiny("llama"), choice_of("snapkv"), stepped=stepped)[1]
+    with context.branch():
+        list(context.generate(20, Sampling(), frozenset()))
+    layer = weakref.ref(context.own_layers[0])
+    gc.disable()
+    try:
+        del context
+        assert layer() is None
+    finally:
+        gc.enable()
 
 
 def test_what_more_than_appends_is_read_by_the_modules():
