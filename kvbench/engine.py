@@ -20,6 +20,7 @@ from kvbench.model import attached, forward, layout, make_cache, weights_of
 from kvbench.rows import Bytes, size
 from kvbench.settings import SettingError, number
 
+MOST = 8192  # tokens of blocks that are read as one: what they take beside the cache stays small
 FEW = 4  # whole blocks from which on graphs are captured for them
 WORTH = 8  # tokens that must be left for a graph to be captured
 ROOM = 64  # tokens that growing storage reserves beyond what it needs when the engine does not know how many will come
@@ -117,8 +118,8 @@ class Context:
         with attached(self.model):
             while self.seen < prompt:
                 tokens = min(size, prompt - self.seen)
-                if quota is not None and self.seen == 0:  # blocks that fit the quota are cut by nothing: read as one
-                    tokens = min(prompt, max(size, quota // size * size))
+                if quota is not None and self.seen < quota:  # blocks that fit the quota are cut by nothing: read as one
+                    tokens = min(prompt - self.seen, max(size, min(quota - self.seen, MOST) // size * size))
                 block = ids[:, self.seen : self.seen + tokens]
                 self.course.last = self.seen + tokens == prompt
                 rows = None if self.choice.method.reads else self.budget.rows(prompt, self.seen + tokens)
