@@ -7,6 +7,7 @@ to come; which of the room is used stands on the device (`step`).
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -42,15 +43,21 @@ def through(
     return x
 
 
+@cache
+def aside(gpu: int) -> torch.cuda.Stream:
+    """Where graphs are made: one stream a GPU, since cuBLAS keeps a workspace for each stream that it ever ran on."""
+    return torch.cuda.Stream(gpu)
+
+
 def capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """A graph of `work`, which is done once before it is recorded."""
-    side = torch.cuda.Stream()
+    side = aside(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         work()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         work()
     return graph
 

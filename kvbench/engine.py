@@ -13,12 +13,14 @@ from torch import Tensor
 from kvbench.blocks import Blocks, serves, steady
 from kvbench.budget import Budget
 from kvbench.decoding import Decoder, appends
-from kvbench.layer import Choice, Course, Layer
+from kvbench.kernels.implementation import FAST
+from kvbench.layer import Choice, Course, Layer, Layers
 from kvbench.method import Reading, State, Words
 from kvbench.model import attached, forward, layout, make_cache, weights_of
 from kvbench.rows import Bytes, size
 from kvbench.settings import SettingError, number
 
+MOST = 8192  # tokens of blocks that are read as one: what they take beside the cache stays small
 FEW = 4  # whole blocks from which on graphs are captured for them
 WORTH = 8  # tokens that must be left for a graph to be captured
 ROOM = 64  # tokens that growing storage reserves beyond what it needs when the engine does not know how many will come
@@ -79,7 +81,7 @@ class Context:
         choice.method.check(shape.layers, shape.heads, shape.dim, shape.sliding)
         self.course = Course(prompt=0)
         state = State(seeds)
-        self.layers: list[Layer | None] = []
+        self.layers = Layers()
         for index in range(shape.layers):
             own = (
                 None if index in shape.sliding else Layer(index, shape.layers, choice, self.course, state, self.layers)
@@ -94,7 +96,8 @@ class Context:
         self.stamps: list[float] = []  # seconds from the start of `generate` to each of its tokens, but for capturing
         self.capture_ms = 0.0  # what capturing graphs took
         self.decoding = "modules"  # or "graph": what read the answer's tokens
-        usable = compile and next(model.parameters()).is_cuda and appends(choice)
+        self.decoder: Decoder | None = None  # reads the answer that is under way; what it has read is not counted yet
+        usable = compile and capturable(model) and appends(choice)
         self.weights = weights_of(model) if usable else None  # of models that can be decoded in a graph
 
     @property
@@ -115,8 +118,8 @@ class Context:
         with attached(self.model):
             while self.seen < prompt:
                 tokens = min(size, prompt - self.seen)
-                if quota is not None and self.seen == 0:  # blocks that fit the quota are cut by nothing: read as one
-                    tokens = min(prompt, max(size, quota // size * size))
+                if quota is not None and self.seen < quota:  # blocks that fit the quota are cut by nothing: read as one
+                    tokens = min(prompt - self.seen, max(size, min(quota - self.seen, MOST) // size * size))
                 block = ids[:, self.seen : self.seen + tokens]
                 self.course.last = self.seen + tokens == prompt
                 rows = None if self.choice.method.reads else self.budget.rows(prompt, self.seen + tokens)
@@ -175,6 +178,7 @@ class Context:
         """Read further tokens (B, t) over the held rows; cut only if the method cuts while decoding. Returns logits
         (B, t, vocab).
         """
+        self._leave()
         with attached(self.model):
             return self._extend(ids)
 
@@ -221,6 +225,7 @@ class Context:
         """Token after token, (B,) each, until every sample has given a token of `stop` or `max_new_tokens` are out.
         The last one is read into the cache only if `read_last`: what follows then continues the whole answer.
         """
+        self._leave()
         draws = sampling.draws(self.seeds, max_new_tokens + 1).to(self.logits.device)
         ended, ends = torch.zeros(len(self.seeds), dtype=torch.bool), torch.tensor(sorted(stop), dtype=torch.int64)
         for layer in self.own_layers:
@@ -236,11 +241,9 @@ class Context:
                 over = count == max_new_tokens or bool(ended.all())
                 if over and not read_last:
                     break
-                if decoder is not None and decoder.done:
-                    self._leave(decoder)
-                    decoder = None
                 base, left = self.stamps[-1], max_new_tokens - count + read_last
-                if decoder is None:
+                if decoder is None or decoder.done or decoder is not self.decoder:  # or something else was read since
+                    self._leave()
                     decoder, since = self._decoder(token, left, sampling, draws[:, count:]), base
                 if decoder is None:
                     token, elapsed = self._read_one(token, left, sampling, draws[:, count])
@@ -250,8 +253,8 @@ class Context:
                 if over:
                     break
         finally:
-            if decoder is not None:
-                self._leave(decoder)
+            if decoder is self.decoder:
+                self._leave()
             self.course.room = ROOM
 
     def _read_one(self, token: Tensor, left: int, sampling: Sampling, draws: Tensor) -> tuple[Tensor, float]:
@@ -277,11 +280,17 @@ class Context:
         token = token.to(self.logits.device)
         decoder = Decoder(self.weights, self.own_layers, self.seen, token, left, sampling.pick, draws)
         self.capture_ms += 1000 * (now(self.model) - begin)
+        self.decoder = decoder
         return decoder
 
-    def _leave(self, decoder: Decoder) -> None:
-        """Count what a graph has read."""
-        self.logits = decoder.close()
+    @torch.inference_mode()
+    def _leave(self) -> None:
+        """Count what the graph of an answer has read, if there is one: what is asked for now comes behind it."""
+        if self.decoder is None:
+            return
+        decoder, self.decoder = self.decoder, None
+        logits = decoder.close()
+        self.logits = logits if decoder.read else self.logits  # none where the first step failed
         self.since_cut += decoder.read
         self._went(decoder.read)
 
@@ -294,6 +303,7 @@ class Context:
     @contextmanager
     def branch(self) -> Iterator[None]:
         """Whatever is read inside is forgotten afterwards; the compressed context is shared, not computed again."""
+        self._leave()
         marks = [layer.mark() for layer in self.own_layers]
         sliding = [(c.keys, c.values, c.cumulative_length) for c in self._sliding()]
         seen, since, logits, shared = self.seen, self.since_cut, self.logits, dict(self.own_layers[0].state.shared)
@@ -301,6 +311,7 @@ class Context:
         try:
             yield
         finally:
+            self.decoder = None  # of an answer that was not ended inside
             for layer, mark in zip(self.own_layers, marks, strict=True):
                 layer.rewind(mark)
             for own, (keys, values, length) in zip(self._sliding(), sliding, strict=True):
@@ -329,6 +340,12 @@ class Context:
     def full_bytes(self) -> int:
         """Bytes that keys and values of all tokens seen would take."""
         return self.sliding_bytes() + sum(layer.full_bytes() for layer in self.own_layers)
+
+
+def capturable(model: torch.nn.Module) -> bool:
+    """Whether the model is where graphs are recorded, in a dtype of the kernels: a reference waits for the host."""
+    like = next(model.parameters())
+    return like.is_cuda and like.device.index == torch.cuda.current_device() and like.dtype in FAST
 
 
 def now(model: torch.nn.Module) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -48,11 +49,17 @@ class Choice:
         return self.method.token_by_token or self.codec.token_by_token
 
 
+class Layers(list["Layer | None"]):
+    """All layers of a cache, None for one that keeps its own. They know of each other and do not keep each other: with
+    the cache goes at once what it occupied.
+    """
+
+
 class Layer:
     """Rows of one layer and what happens to them when a block is read."""
 
-    def __init__(self, index: int, layers: int, choice: Choice, course: Course, state: State, cache: list["Layer"]):
-        self.index, self.layers, self.choice, self.course, self.cache = index, layers, choice, course, cache
+    def __init__(self, index: int, layers: int, choice: Choice, course: Course, state: State, cache: Layers):
+        self.index, self.layers, self.choice, self.course, self.cache = index, layers, choice, course, proxy(cache)
         self.state = State(state.seeds, {}, state.shared)
         self.rows = LayerRows(choice.codec)
         self.evicted: Tensor | None = None  # (B, H) tokens whose rows are gone

@@ -22,6 +22,7 @@ from kvbench.settings import SettingError
 
 NAME = "kvbench"
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
+SWITCHING = ("longrope", "dynamic")  # RoPE whose frequencies follow the longest place
 PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # see `weights_of`
 IDENTITY = (
     "model",
@@ -218,6 +219,8 @@ def weights_of(model: torch.nn.Module) -> Weights | None:
     """The weights of a model whose decoder layers do just what `Block` says; None for another."""
     if type(model).__name__ not in PLAIN or layout(model).sliding or layout(model).window is not None:
         return None
+    if rope_settings(model.config).get("rope_type") in SWITCHING:  # all places of an answer are turned at once
+        return None
     inner, linear = model.model, torch.nn.Linear
     layers = [(layer.self_attn, layer.mlp, layer) for layer in inner.layers]
     products = [
@@ -227,6 +230,9 @@ def weights_of(model: torch.nn.Module) -> Weights | None:
     flat = [product for some in products for product in some] + [model.lm_head]
     one_place = len({parameter.device for parameter in model.parameters()}) == 1
     if not one_place or any(type(product) is not linear for product in flat):  # quantised, adapted, spread
+        return None
+    plain = all(type(own) is torch.nn.Parameter and own.is_contiguous() for own in model.parameters())
+    if not plain or len({own.dtype for own in model.parameters()}) > 1:  # quantised in place; kernels read rows
         return None
     if any(product.bias is not None for some in products for product in some[3:]) or model.lm_head.bias is not None:
         return None
@@ -329,7 +335,7 @@ class Checkpoint:
         """Tokens beyond which RoPE changes its frequencies (LongRoPE, dynamic scaling), None if it never does."""
         text = self.config().get_text_config(decoder=True)
         rope = rope_settings(text)
-        if rope.get("rope_type") not in ("longrope", "dynamic"):
+        if rope.get("rope_type") not in SWITCHING:
             return None
         original = rope.get("original_max_position_embeddings")
         return original or getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings

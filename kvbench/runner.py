@@ -4,6 +4,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.metadata import version
@@ -137,9 +138,10 @@ class Reader:
         """One record for each sample of a batch of prompts of one length."""
         started = time.perf_counter()
         base = [self._identity(sample, prompt) for sample, prompt in batch]
-        try:
+        measured = None
+        with suppress(torch.cuda.OutOfMemoryError):
             measured = self._measure(batch)
-        except torch.cuda.OutOfMemoryError:
+        if measured is None:  # here, not where it is caught: an error that is handled holds what its frames made
             self.context = None
             torch.cuda.empty_cache()
             if len(batch) > 1:  # each may fit alone

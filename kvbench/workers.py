@@ -4,7 +4,8 @@ answered once; what one leaves undone when it dies, the others do.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -31,20 +32,32 @@ def share(runs: Sequence[Run], results: Path, workers: int) -> None:
     gpus = gpus if gpus != [""] else [str(index) for index in range(workers)]
     processes = []
     for index in range(workers):
-        environment = {"CUDA_VISIBLE_DEVICES": gpus[index]} if runs[0].device == "cuda" else {}
-        environment |= {"TQDM_DISABLE": "1"} if index else {}
-        processes.append(context.Process(target=work, args=(runs, results, environment), daemon=True))
-    for process in processes:
-        process.start()
+        own = {"CUDA_VISIBLE_DEVICES": gpus[index]} if runs[0].device == "cuda" else {}
+        own |= {"TQDM_DISABLE": "1"} if index else {}
+        processes.append(context.Process(target=work, args=(runs, results), daemon=True))
+        with environment(own):  # of the new process, from its first import on: tqdm looks when it is imported
+            processes[-1].start()
     for index, process in enumerate(processes):
         process.join()
         if process.exitcode:
             print(f"kvbench: worker {index} ended with code {process.exitcode}", file=sys.stderr)
 
 
-def work(runs: Sequence[Run], results: Path, environment: dict[str, str]) -> None:
-    """What a process does; `environment` is set before anything asks for a GPU."""
-    os.environ.update(environment)
+@contextmanager
+def environment(own: dict[str, str]) -> Iterator[None]:
+    """Inside, these variables are set."""
+    before = dict(os.environ)
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            os.environ.pop(name)
+        os.environ.update({name: value for name, value in before.items() if name in own})
+
+
+def work(runs: Sequence[Run], results: Path) -> None:
+    """What a process does."""
     if runs[0].device == "cpu":
         torch.set_num_threads(1)
     bench = Bench(runs[0])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvbench.kernels.attend import Ragged, attend, attend_ragged
+from kvbench.kernels.attend import Ragged, attend, attend_ragged, joined
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # batch, KV heads, group, tokens, tail, longest held, dim
@@ -84,6 +84,22 @@ def test_two_calls_joined_are_one_attention(longest, tail):
     chosen, _ = attend_ragged(queries, held, keys, values, 0.125)
     assert torch.equal(found, chosen)
     assert (found - exact).abs().max() <= exact.abs().max() * 2**-6 and (own - sums).abs().max() <= 2e-4
+
+
+def test_a_single_earlier_row_is_not_cudnns(monkeypatch):
+    """What a small share of a short first block leaves: cuDNN takes no keys of one row."""
+    monkeypatch.setattr("kvbench.kernels.attend.cudnn_serves", lambda queries, keys: True)
+    queries, keys = torch.zeros(1, 2, 600, 16), torch.zeros(1, 1, 700, 16)
+    for longest, tail, chosen in (
+        (1, 600, None),
+        (2, 600, "cudnn"),
+        (0, 601, None),
+        (0, 600, "cudnn"),
+        (1, 601, "cudnn"),
+    ):
+        rows, count = torch.zeros(longest, 16), torch.tensor([longest])
+        held = Ragged(rows, rows, None, count - longest, count, longest, even=True) if longest else None
+        assert joined(queries, held, keys, tail, None) == chosen
 
 
 def test_one_query_of_many_samples_reads_a_heads_rows_once(monkeypatch):

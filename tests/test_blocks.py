@@ -54,6 +54,25 @@ def test_blocks_leave_what_the_modules_leave(method, size, budget, tokens, model
     assert torch.equal(*answers)
 
 
+def test_blocks_that_fit_the_quota_are_read_together_and_not_too_many(monkeypatch):
+    """A block's size bounds the memory that reading takes."""
+    monkeypatch.setattr("kvbench.engine.MOST", 25)
+    read_, sizes = Context._read, []
+    monkeypatch.setattr(
+        Context, "_read", lambda own, ids, *a, **k: sizes.append(ids.shape[1]) or read_(own, ids, *a, **k)
+    )
+    prompt = ids(150, 0)
+    step = read(tiny("llama"), choice_of("keydiff"), 8, 70, prompt, True)
+    assert sizes == [24, 24, 16, 8, 6]  # 8 are cut to 70 rows, the blocks between are not the modules'
+    modules = read(tiny("llama"), choice_of("keydiff"), 8, 70, prompt, False)
+    for one, other in zip(modules.own_layers, step.own_layers, strict=True):
+        assert torch.equal(one.rows.view().places, other.rows.view().places)
+        assert (one.peak_rows, one.peak_attended) == (other.peak_rows, other.peak_attended)
+    sizes.clear()
+    read(tiny("llama"), choice_of("keydiff"), 8, 500, prompt, True)
+    assert sizes == [24] * 6 + [6]
+
+
 def test_only_what_is_relative_is_read_so():
     available = [build("method", settings("method", name)) for name in RELATIVE]
     for method in available:

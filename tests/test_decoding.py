@@ -1,5 +1,8 @@
 """A decode step over the modules' weights gives what the modules give, on rows held in every way."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from models import ids, tiny
@@ -37,12 +40,12 @@ def contexts(model, choice, budget=0.3, batch=1, stepped=True):
     return made
 
 
-def qwen2():
+def qwen2(**more):
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=512, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
-            num_key_value_heads=2, max_position_embeddings=512,
+            num_key_value_heads=2, max_position_embeddings=512, **more,
         )
     ).eval()  # fmt: skip
 
@@ -116,6 +119,49 @@ def test_a_branch_leaves_nothing_behind():
     )
 
 
+def test_what_is_read_while_an_answer_is_under_way_comes_behind_what_it_has_read():
+    both = contexts(tiny("llama"), choice_of("snapkv"))
+    found = []
+    for context in both:
+        answer = context.generate(40, Sampling(), frozenset())
+        tokens = [next(answer) for _ in range(5)]
+        logits = context.extend(ids(3, 9))
+        tokens += [next(answer) for _ in range(4)]
+        with context.branch():
+            aside = list(context.generate(12, Sampling(), frozenset()))
+        found.append((torch.stack(tokens + aside + list(answer)), logits, context.logits))
+    assert torch.equal(found[0][0], found[1][0]) and both[0].seen == both[1].seen
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found[0][1:], found[1][1:], strict=True))
+    for one, other in zip(*(context.own_layers for context in both), strict=True):
+        assert torch.equal(one.rows.view().places, other.rows.view().places)
+        assert torch.allclose(one.rows.view().keys, other.rows.view().keys, atol=1e-5)
+
+
+def test_an_answer_that_a_branch_cut_short_counts_for_nothing():
+    _, step = contexts(tiny("llama"), choice_of("snapkv"))
+    rows, seen = [layer.rows.mean_rows for layer in step.own_layers], step.seen
+    with step.branch():
+        answer = step.generate(40, Sampling(), frozenset())
+        assert len([next(answer) for _ in range(5)]) == 5
+    answer.close()
+    assert [layer.rows.mean_rows for layer in step.own_layers] == rows and step.seen == seen
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_context_that_nobody_has_is_freed_at_once(stepped):
+    """Not when Python next looks for cycles: a GPU would hold the cache of the sample before."""
+    context = contexts(tiny("llama"), choice_of("snapkv"), stepped=stepped)[1]
+    with context.branch():
+        list(context.generate(20, Sampling(), frozenset()))
+    layer = weakref.ref(context.own_layers[0])
+    gc.disable()
+    try:
+        del context
+        assert layer() is None
+    finally:
+        gc.enable()
+
+
 def test_what_more_than_appends_is_read_by_the_modules():
     for method, more in (("quest", {}), ("sink", {}), ("h2o", {"decoding": True})):
         assert not appends(choice_of(method, **more))
@@ -128,6 +174,21 @@ def test_models_that_are_not_plain_have_no_weights_for_a_step():
     model = qwen2()
     model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
     assert weights_of(model) is None
+    model = qwen2()
+    weight = model.model.layers[1].mlp.up_proj.weight
+    model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(weight.data.mT.contiguous().mT)
+    assert weights_of(model) is None
+
+
+def test_frequencies_that_follow_the_longest_place_are_left_to_the_modules():
+    """The step turns all places of an answer at once, also those that it ends before."""
+    for kind in (
+        {"rope_type": "dynamic"},
+        {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    ):
+        rope = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, **kind}
+        assert weights_of(qwen2(rope_parameters=rope)) is None
+    assert weights_of(qwen2()) is not None
 
 
 def test_the_kernels_take_the_same_step():

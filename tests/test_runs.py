@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import run as command
 from kvbench.engine import Context
 from kvbench.model import REFERENCE
+from kvbench.runner import Reader
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMES = {"seconds", "prefill_ms", "ttft_ms", "decode_ms", "capture_ms"}
@@ -230,6 +232,26 @@ def test_out_of_memory_is_a_record_and_the_run_goes_on(kvbench, tmp_path, monkey
     assert "out_of_memory" in out
 
 
+def test_a_batch_that_does_not_fit_is_freed_before_its_samples_are_read_alone(monkeypatch):
+    held = []
+
+    class Large:
+        pass
+
+    def measure(self, batch):
+        context = Large()
+        assert not any(other() for other in held)
+        held.append(weakref.ref(context))
+        if len(batch) > 1:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return [{"error": "alone"}]
+
+    monkeypatch.setattr(Reader, "_measure", measure)
+    monkeypatch.setattr(Reader, "_identity", lambda self, sample, prompt: {"uid": sample})
+    records = Reader.answer(Reader.__new__(Reader), [("a", None), ("b", None)])
+    assert [(record["uid"], record["error"]) for record in records] == [("a", "alone"), ("b", "alone")]
+
+
 def test_a_sweep_says_and_records_what_it_refuses(kvbench, tmp_path):
     """Cells: centroidkv with uniform and ada, knorm with both; the second is refused and the others run."""
     code, out, err = kvbench("method=centroidkv,knorm", "allocator=uniform,ada", "budget=0.25", *QUICK, "-m")
@@ -244,14 +266,12 @@ def test_a_sweep_says_and_records_what_it_refuses(kvbench, tmp_path):
     assert len(list((tmp_path / "results" / "runs").glob("*/done"))) == 4  # one full cache, three cells
 
 
-def process(checkpoint: Path, folder: Path, *settings: str) -> subprocess.Popen:
+def process(checkpoint: Path, folder: Path, *settings: str, errors: int = subprocess.DEVNULL) -> subprocess.Popen:
     """The command line as a user starts it."""
     where = [f"model.path={checkpoint}", f"results={folder}/results", "device=cpu"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     arguments = [sys.executable, str(ROOT / "run.py"), "model=hf", *where, *settings]
-    return subprocess.Popen(
-        arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    return subprocess.Popen(arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
 
 
 def test_killed_at_any_moment_it_continues_and_equals_an_undisturbed_run(checkpoint, tmp_path):
@@ -302,8 +322,13 @@ def test_workers_share_one_run_without_loss_or_doubling(checkpoint, tmp_path):
         folder.mkdir()
     settings = ("method=knorm", "budget=0.25", *QUICK, "task.samples=4")
     own = [(), ("workers=2",)]
-    both = [process(checkpoint, folder, *settings, *more) for folder, more in zip(folders, own, strict=True)]
-    assert all("average" in each.communicate()[0] and each.returncode == 0 for each in both)
+    both = [
+        process(checkpoint, folder, *settings, *more, errors=subprocess.PIPE)
+        for folder, more in zip(folders, own, strict=True)
+    ]
+    said = [each.communicate() for each in both]
+    assert all("average" in out and each.returncode == 0 for each, (out, _) in zip(both, said, strict=True))
+    assert all(len(re.findall(r"knorm: +0%", err)) == 1 for _, err in said)  # one bar, whoever works
     alone, shared = (runs(folder / "results") for folder in folders)
     for name, (folder, records) in shared.items():
         assert len(list(folder.glob("records*.jsonl"))) == 2  # each wrote some

@@ -100,7 +100,7 @@ def attend_ragged(
         raise ValueError(f"attend: {tokens} tokens of {tail} rows, room for {room}")
     if held is not None and (held.keys.shape[1] != dim or held.lengths.numel() != batch * heads):
         raise ValueError(f"attend: held rows {tuple(held.keys.shape)} of {held.lengths.numel()} heads")
-    implementation = choose("attend", implementation or joined(queries, held, keys, step), queries, ("cudnn",))
+    implementation = choose("attend", implementation or joined(queries, held, keys, tail, step), queries, ("cudnn",))
     if implementation == "cudnn":
         keys, values = keys[:, :, :tail], values[:, :, :tail]
         earlier = [x[:, :, : tail - tokens] for x in (keys, values)] if tail > tokens else []
@@ -126,7 +126,8 @@ def attend_ragged(
     return attend_reference(queries, *everything, scaling, None, lse)
 
 
-def joined(queries: Tensor, held: Ragged | None, keys: Tensor, step: Tensor | None) -> str | None:
+def joined(queries: Tensor, held: Ragged | None, keys: Tensor, tail: int, step: Tensor | None) -> str | None:
     """Name of cuDNN's for a long block over even heads of single tokens, where it can serve them; else None."""
     plain = step is None and (held is None or (held.even and held.mass is None))
-    return "cudnn" if plain and queries.shape[2] >= LONG and cudnn_serves(queries, keys) else None
+    earlier = tail - queries.shape[2] + (0 if held is None else held.longest)  # of one row it refuses to be asked
+    return "cudnn" if plain and queries.shape[2] >= LONG and earlier != 1 and cudnn_serves(queries, keys) else None
