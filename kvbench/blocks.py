@@ -22,7 +22,7 @@ from kvbench.method import Seen, shrink
 from kvbench.model import Weights
 from kvbench.rows import Rows, mass_dtype
 
-SHORT = 512  # tokens of the longest block that is read so: a longer one keeps a GPU busy anyway, and has no second side
+SHORT = 511  # tokens of the longest block that is read so: a longer one keeps a GPU busy anyway, and has no second side
 BEGIN = 1 << 40  # place of every block, larger than any prompt
 
 

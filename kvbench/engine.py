@@ -23,6 +23,7 @@ from kvbench.settings import SettingError, number
 MOST = 8192  # tokens of blocks that are read as one: what they take beside the cache stays small
 FEW = 4  # whole blocks from which on graphs are captured for them
 WORTH = 8  # tokens that must be left for a graph to be captured
+WORTH_BETWEEN_CUTS = 32  # the same where the next cut makes it useless
 ROOM = 64  # tokens that growing storage reserves beyond what it needs when the engine does not know how many will come
 
 
@@ -211,12 +212,19 @@ class Context:
         return logits
 
     def _check(self) -> None:
-        """FloatingPointError if a layer's scores were not numbers: one look at the device for all layers."""
-        layers = self.own_layers
-        broken = torch.stack([layer.broken.to(layers[0].broken.device) for layer in layers]).tolist()
-        if any(broken):
-            index = layers[broken.index(True)].index
-            raise FloatingPointError(f"{self.choice.method.name}: scores of layer {index} are not numbers")
+        """FloatingPointError if a layer's scores were not numbers, ValueError if heads that should hold the same number
+        of rows do not: one look at the device for all layers.
+        """
+        layers, name = self.own_layers, self.choice.method.name
+        flags = [flag for layer in layers for flag in (layer.broken, layer.uneven)]
+        found = torch.stack([flag.to(next(self.model.parameters()).device) for flag in flags]).view(-1, 2).tolist()
+        for layer, (broken, uneven) in zip(layers, found, strict=True):
+            if broken:
+                raise FloatingPointError(f"{name}: scores of layer {layer.index} are not numbers")
+            if uneven:
+                raise ValueError(
+                    f"{name}: heads of layer {layer.index} that should hold the same number of rows do not"
+                )
 
     @torch.inference_mode()
     def generate(
@@ -273,7 +281,7 @@ class Context:
         method = self.choice.method
         if method.decoding:
             left = min(left, method.decode_interval - self.since_cut - 1)
-        if self.weights is None or left < WORTH:
+        if self.weights is None or left < (WORTH_BETWEEN_CUTS if method.decoding else WORTH):
             return None
         begin = now(self.model)
         self.course.decoding, self.decoding = True, "graph"

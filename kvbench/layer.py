@@ -66,7 +66,8 @@ class Layer:
         self.shown: Seen | None = None  # of this block, while the layer may be cut (again) later
         self.shares: tuple[tuple[int, ...], Tensor] | None = None  # quotas and rows per head at the last uneven cut
         self.protected = torch.tensor(0)  # most rows a head protected at the last cut
-        self.broken = torch.tensor(False)  # a score was not a number; looked at when the block is through all layers
+        # looked at when the block is through all layers: a score was not a number; a cut left other than it should
+        self.broken, self.uneven = torch.tensor(False), torch.tensor(False)
         self.peak_rows = 0  # most rows a head held after a cut, or after a block of a prompt that is not cut
         self.peak_attended = 0  # most rows a head ever attended over
         self.weight = 0  # bytes at the last weighing
@@ -270,6 +271,8 @@ class Layer:
         gone = (before.mass.sum(-1) - after.mass.sum(-1)).round().long()
         self.evicted = gone if self.evicted is None else self.evicted + gone
         self.rows.keep(after, even=self.even, merged=self.choice.method.merges, each=each)
+        if each is not None:
+            self.uneven = self.uneven | (self.rows.lengths != each).any()
         self.weigh()
 
     def cut_after_readings(self, quota: int) -> None:

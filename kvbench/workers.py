@@ -58,8 +58,6 @@ def environment(own: dict[str, str]) -> Iterator[None]:
 
 def work(runs: Sequence[Run], results: Path) -> None:
     """What a process does."""
-    if runs[0].device == "cpu":
-        torch.set_num_threads(1)
     bench = Bench(runs[0])
     for run in runs:
         execute(run, results, bench)

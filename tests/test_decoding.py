@@ -99,10 +99,11 @@ def test_what_was_decoded_beyond_the_end_is_as_if_it_never_was(end, read_last):
 
 
 def test_between_two_cuts_a_graph_reads():
-    choice = choice_of("knorm", decoding=True, decode_interval=15)
+    choice = choice_of("knorm", decoding=True, decode_interval=34)
     modules, step = contexts(tiny("llama"), choice)
-    answers = [list(context.generate(40, Sampling(), frozenset())) for context in (modules, step)]
+    answers = [list(context.generate(75, Sampling(), frozenset())) for context in (modules, step)]
     assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+    assert all(layer.evicted.min() > 60 for layer in step.own_layers)  # the prompt's cut and two more
     for one, other in zip(modules.own_layers, step.own_layers, strict=True):
         assert torch.equal(one.rows.view().places, other.rows.view().places)
 

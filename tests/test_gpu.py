@@ -20,6 +20,7 @@ from kvbench.held import choose_cache
 from kvbench.model import Checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+GREEDY = Sampling()
 OWN_LAW = ("full", "duo_attention", "quest", "omnikv")  # they hold other numbers of rows
 METHODS = [name for name in kvbench.methods_available() if name not in OWN_LAW]
 
@@ -60,7 +61,9 @@ def exact() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).cuda().eval()
 
 
-def both_ways(model, method, ids, budget, block_size=None, allocator="uniform") -> tuple[list[Context], list]:
+def both_ways(
+    model, method, ids, budget, block_size=None, allocator="uniform", sampling=GREEDY
+) -> tuple[list[Context], list]:
     """A context read and answered by the modules and one by graphs, and the answers."""
     contexts, answers = [], []
     choice = choose_cache(
@@ -70,16 +73,17 @@ def both_ways(model, method, ids, budget, block_size=None, allocator="uniform") 
     for graphs in (False, True):
         context = Context(model, choice, Budget(budget), block_size, (0,) * len(ids), compile=graphs, answer=64)
         context.prefill(ids)
-        answers.append(torch.stack(list(context.generate(40, Sampling(), frozenset())), 1))
+        answers.append(torch.stack(list(context.generate(40, sampling, frozenset())), 1))
         contexts.append(context)
     return contexts, answers
 
 
 @pytest.mark.parametrize(("method", "allocator"), [("full", "uniform"), ("snapkv", "uniform"), ("snapkv", "ada")])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_graphs_decode_what_the_modules_decode(exact, method, allocator, batch):
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 0.95)], ids=["greedy", "sampled"])
+def test_graphs_decode_what_the_modules_decode(exact, method, allocator, batch, sampling):
     budget = 1.0 if method == "full" else 0.2
-    contexts, answers = both_ways(exact, method, prompts(batch, 700), budget, allocator=allocator)
+    contexts, answers = both_ways(exact, method, prompts(batch, 700), budget, allocator=allocator, sampling=sampling)
     assert [context.decoding for context in contexts] == ["modules", "graph"]
     assert torch.equal(*answers) and torch.allclose(contexts[0].logits, contexts[1].logits, atol=1e-3)
 
