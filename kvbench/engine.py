@@ -2,7 +2,6 @@
 the layer is cut to its quota, and only then the next block is read. Decoding is the same loop with one token.
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from kvbench.method import Reading, State, Words
 from kvbench.model import attached, forward, layout, make_cache, weights_of
 from kvbench.rows import Bytes, size
 from kvbench.settings import SettingError, number
+from kvbench.timing import now
 
 MOST = 8192  # tokens of blocks that are read as one: what they take beside the cache stays small
 FEW = 4  # whole blocks from which on graphs are captured for them
@@ -77,6 +77,7 @@ class Context:
         answer: int = 0,
     ) -> None:
         self.model, self.choice, self.budget, self.block_size, self.seeds = model, choice, budget, block_size, seeds
+        self.device = next(model.parameters()).device.type
         self.prefix, self.words, self.answer = prefix, words or Words(), answer
         shape = layout(model)
         choice.method.check(shape.layers, shape.heads, shape.dim, shape.sliding)
@@ -156,7 +157,7 @@ class Context:
 
     def _reread(self, readings: list[Reading], quota: int) -> None:
         """Let the model read about the prompt, forget what it read but not what the method noted, and cut."""
-        begin, layers = now(self.model), self.own_layers
+        begin, layers = now(self.device), self.own_layers
         for reading in readings:
             with self.branch():
                 self.course.about = (reading.start, reading.stop)
@@ -169,7 +170,7 @@ class Context:
             layers[0].state.shared.update(shared)
             self.course.peak_bytes = max(self.course.peak_bytes, peak)
             self.reread_tokens += reading.ids.shape[1]
-        self.reread_ms += 1000 * (now(self.model) - begin)
+        self.reread_ms += 1000 * (now(self.device) - begin)
         for layer in layers:
             layer.cut_after_readings(quota)
         self._check()
@@ -238,10 +239,10 @@ class Context:
         ended, ends = torch.zeros(len(self.seeds), dtype=torch.bool), torch.tensor(sorted(stop), dtype=torch.int64)
         for layer in self.own_layers:
             layer.attended.clear()
-        begin, decoder = now(self.model), None
+        begin, decoder = now(self.device), None
         self.capture_ms, self.decoding = 0.0, "modules"
         token = sampling.pick(self.logits, draws[:, 0]).cpu()
-        self.stamps = [now(self.model) - begin]
+        self.stamps = [now(self.device) - begin]
         try:
             for count in range(1, max_new_tokens + 1):
                 yield token
@@ -267,12 +268,12 @@ class Context:
 
     def _read_one(self, token: Tensor, left: int, sampling: Sampling, draws: Tensor) -> tuple[Tensor, float]:
         """Read a token (B,) through the model's modules: the next, and seconds. `left`: tokens still to be read."""
-        begin, method = now(self.model), self.choice.method
+        begin, method = now(self.device), self.choice.method
         self.course.room = min(left, method.decode_interval) - 1 if method.decoding else left - 1
         with attached(self.model):  # not across a yield: another context may use the model meanwhile
             self._extend(token[:, None].to(self.logits.device))
         found = sampling.pick(self.logits, draws).cpu()
-        return found, now(self.model) - begin
+        return found, now(self.device) - begin
 
     def _decoder(self, token: Tensor, left: int, sampling: Sampling, draws: Tensor) -> Decoder | None:
         """A graph that reads the `left` tokens to come, or those before the next cut; None where the model's modules
@@ -283,11 +284,11 @@ class Context:
             left = min(left, method.decode_interval - self.since_cut - 1)
         if self.weights is None or left < (WORTH_BETWEEN_CUTS if method.decoding else WORTH):
             return None
-        begin = now(self.model)
+        begin = now(self.device)
         self.course.decoding, self.decoding = True, "graph"
         token = token.to(self.logits.device)
         decoder = Decoder(self.weights, self.own_layers, self.seen, token, left, sampling.pick, draws)
-        self.capture_ms += 1000 * (now(self.model) - begin)
+        self.capture_ms += 1000 * (now(self.device) - begin)
         self.decoder = decoder
         return decoder
 
@@ -354,10 +355,3 @@ def capturable(model: torch.nn.Module) -> bool:
     """Whether the model is where graphs are recorded, in a dtype of the kernels: a reference waits for the host."""
     like = next(model.parameters())
     return like.is_cuda and like.device.index == torch.cuda.current_device() and like.dtype in FAST
-
-
-def now(model: torch.nn.Module) -> float:
-    """Seconds, when all that was asked of the model's device is done."""
-    if next(model.parameters()).is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter()

@@ -25,6 +25,7 @@ from kvbench.run import DTYPES, Run
 from kvbench.settings import SettingError
 from kvbench.store import RunFolder
 from kvbench.task import Sample
+from kvbench.timing import now
 
 
 @dataclass
@@ -238,15 +239,10 @@ class Reader:
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(rows, device=next(self.model.parameters()).device)
 
-    def _now(self) -> float:
-        if self.run.device != "cpu":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
     def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        begin = self._now()
+        begin = now(self.run.device)
         result = work()
-        return 1000 * (self._now() - begin), result
+        return 1000 * (now(self.run.device) - begin), result
 
 
 def mean(values: Sequence[float]) -> float:

@@ -54,7 +54,7 @@ def needed(method: str, name: str) -> dict:
     return made(method, name, tiny(name), [ids(100, seed)[0] for seed in range(4)])
 
 
-def chosen(method: str, allocator: str, name: str, codec: str = "raw") -> list:
-    """Method, allocator and codec as a user of a tiny model gets them."""
-    args, groups = {"method": needed(method, name)}, {"method": method, "allocator": allocator, "codec": codec}
+def chosen(method: str, allocator: str, name: str, codec: str = "raw", **more: object) -> list:
+    """Method, with `more` settings, allocator and codec as a user of a tiny model gets them."""
+    args, groups = {"method": needed(method, name) | more}, {"method": method, "allocator": allocator, "codec": codec}
     return [build(group, settings(group, own, args.get(group))) for group, own in groups.items()]

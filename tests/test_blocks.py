@@ -3,6 +3,7 @@
 import pytest
 import torch
 from models import ids, tiny
+from needed import chosen
 
 from kvbench.blocks import serves
 from kvbench.budget import Budget
@@ -16,11 +17,7 @@ RELATIVE = ("dropkv", "keydiff", "knorm", "snapkv", "tova")
 
 
 def choice_of(method, allocator="uniform", codec="raw", **more):
-    return choose_cache(
-        build("method", settings("method", method, more)),
-        build("allocator", settings("allocator", allocator)),
-        build("codec", settings("codec", codec)),
-    )
+    return choose_cache(*chosen(method, allocator, "llama", codec, **more))
 
 
 def read(model, choice, size, budget, prompt, stepped):

@@ -6,10 +6,10 @@ import weakref
 import pytest
 import torch
 from models import ids, tiny
+from needed import chosen
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvbench.budget import Budget
-from kvbench.catalogue import build, settings
 from kvbench.decoding import CHUNK, Decoder, appends
 from kvbench.engine import Context, Sampling
 from kvbench.held import choose_cache
@@ -19,12 +19,7 @@ SETUPS = [("full", "uniform"), ("snapkv", "uniform"), ("snapkv", "ada"), ("criti
 
 
 def choice_of(method, allocator="uniform", codec="raw", **more):
-    own = {"first": [5, 6], "later": [7]} if method == "kvzip" else {}
-    return choose_cache(
-        build("method", settings("method", method, {**own, **more})),
-        build("allocator", settings("allocator", allocator)),
-        build("codec", settings("codec", codec)),
-    )
+    return choose_cache(*chosen(method, allocator, "llama", codec, **more))
 
 
 def contexts(model, choice, budget=0.3, batch=1, stepped=True):

@@ -1,15 +1,14 @@
 """task=efficiency: lines with all settings, out of memory as a result, no cell twice, wrong settings in one line."""
 
 import csv
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from command_line import answer, assert_refused
 from hydra import compose, initialize_config_dir
 
-import run as command
 from kvbench import plan
 from kvbench.budget import Budget
 from kvbench.catalogue import CONF, build, methods_available, settings
@@ -43,13 +42,7 @@ def kvbench(tmp_path, monkeypatch, capsys):
     def call(*own: str) -> tuple[int, str, str]:
         base = ["task=efficiency", "model=random", "model.like=tiny", "device=cpu"]
         sweep = [setting for setting in own if setting == "-m"]  # in front of all settings
-        monkeypatch.setattr(sys, "argv", ["run.py", *sweep, *base, *own[len(sweep) :]])
-        try:
-            code = command.main()
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
-        return code, out, err
+        return answer([*sweep, *base, *own[len(sweep) :]], monkeypatch, capsys)
 
     return call
 
@@ -160,10 +153,7 @@ BAD = {
 @pytest.mark.parametrize("setting", BAD)
 def test_a_bad_setting_is_one_line_and_leaves_nothing(kvbench, tmp_path, monkeypatch, setting):
     monkeypatch.setattr("kvbench.shape.Shape.weights", lambda *_: pytest.fail("weights were loaded"))
-    code, out, err = kvbench(setting)
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1 and err.startswith("kvbench: " + BAD[setting]), err
-    assert list(tmp_path.iterdir()) == []
+    assert_refused(kvbench(setting), BAD[setting], tmp_path)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from needed import made
+from needed import chosen, made
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
@@ -66,10 +66,7 @@ def both_ways(
 ) -> tuple[list[Context], list]:
     """A context read and answered by the modules and one by graphs, and the answers."""
     contexts, answers = [], []
-    choice = choose_cache(
-        build("method", settings("method", method)), build("allocator", settings("allocator", allocator)),
-        build("codec", settings("codec", "raw")),
-    )  # fmt: skip
+    choice = choose_cache(*chosen(method, allocator, "llama"))
     for graphs in (False, True):
         context = Context(model, choice, Budget(budget), block_size, (0,) * len(ids), compile=graphs, answer=64)
         context.prefill(ids)

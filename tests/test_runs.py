@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from command_line import answer, assert_refused
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-import run as command
 from kvbench.engine import Context
 from kvbench.model import REFERENCE
 from kvbench.runner import Reader
@@ -49,13 +49,7 @@ def kvbench(checkpoint, tmp_path, monkeypatch, capsys):
 
     def call(*settings: str) -> tuple[int, str, str]:
         base = ["model=hf", f"model.path={checkpoint}", "device=cpu"]
-        monkeypatch.setattr(sys, "argv", ["run.py", *base, *settings])
-        try:
-            code = command.main()
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
-        return code, out, err
+        return answer([*base, *settings], monkeypatch, capsys)
 
     return call
 
@@ -119,10 +113,7 @@ BAD = {
 @pytest.mark.parametrize("setting", BAD)
 def test_a_bad_setting_is_one_line_and_leaves_nothing(kvbench, tmp_path, monkeypatch, setting):
     monkeypatch.setattr("kvbench.model.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
-    code, out, err = kvbench(setting)
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1 and err.startswith("kvbench: " + BAD[setting]), err
-    assert list(tmp_path.iterdir()) == []
+    assert_refused(kvbench(setting), BAD[setting], tmp_path)
 
 
 def test_settings_that_only_fail_together(kvbench, tmp_path, monkeypatch):

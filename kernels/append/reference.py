@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from kvbench.kernels.project.reference import normed_reference
+from kvbench.kernels.turn.reference import half
+
 
 def append_reference(
     queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, tail_keys: Tensor, tail_values: Tensor,
@@ -14,17 +17,11 @@ def append_reference(
     angles = cos[first : first + tokens].to(queries.dtype), sin[first : first + tokens].to(queries.dtype)
     queries, keys, values = (x.view(batch, tokens, -1, dim).transpose(1, 2) for x in (queries, keys, values))
     if norms is not None:
-        queries, keys = normed(queries, norms[0], norms[2]), normed(keys, norms[1], norms[2])
+        queries, keys = (normed_reference(x, weight, norms[2]) for x, weight in ((queries, norms[0]), (keys, norms[1])))
     tail_keys[:, :, here], tail_values[:, :, here] = rotated(keys, *angles), values
     return rotated(queries, *angles)
 
 
-def normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
-
-
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = turning.chunk(2, dim=-1)
-    return torch.cat([turning * cos + torch.cat([-second, first], -1) * sin, rest], -1)
+    return torch.cat([turning * cos + half(turning) * sin, rest], -1)
