@@ -9,16 +9,21 @@ import sys
 
 import pytest
 import torch
-from needed import chosen, made
+from hydra import compose, initialize_config_dir
+from needed import MAKE, chosen, made
+from test_runs import TIMES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
+from kvbench import catalogue, together
 from kvbench.blocks import Blocks
 from kvbench.budget import Budget
 from kvbench.catalogue import build, settings
 from kvbench.engine import Context, Sampling
 from kvbench.held import choose_cache
 from kvbench.model import Checkpoint
+from kvbench.run import Run
+from kvbench.runner import Bench, execute, execute_all
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 GREEDY = Sampling()
@@ -232,6 +237,45 @@ def test_out_of_memory_is_a_record(tmp_path, monkeypatch, capsys):
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "out_of_memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_contexts_of_one_prefill_hold_and_answer_what_each_does_alone(model, lse):
+    """Row by row and token by token: attention is the same call in both, and every method is asked as it is alone."""
+    built = [choose_cache(*chosen(name, "uniform", "llama")) for name in METHODS if name not in MAKE]
+    choices = [own for own in built if own.method.wants_lse == lse and not own.method.rereads]
+
+    def some() -> list[Context]:
+        return [Context(model, own, Budget(0.2), None, (0,), answer=24) for own in choices]
+
+    shared, ids, wrong = some(), prompts(1, 3000), []
+    together.prefill(shared, ids)
+    for alone, context in zip(some(), shared, strict=True):
+        alone.prefill(ids)
+        answers = [torch.stack(list(own.generate(24, GREEDY, frozenset()))) for own in (alone, context)]
+        for one, other in zip(alone.own_layers, context.own_layers, strict=True):
+            rows, found = one.rows.view(), other.rows.view()
+            if not all(torch.equal(getattr(rows, name), getattr(found, name)) for name in ("places", "keys", "values")):
+                wrong.append((context.choice.method, one.index))
+        if not torch.equal(*answers):
+            wrong.append((context.choice.method, "answer"))
+    assert len(choices) > 1 and not wrong
+
+
+def test_runs_of_one_prefill_write_the_records_of_lone_ones(tmp_path):
+    small = ["task.subtasks=[niah_single_2]", "task.length=2048", "limit=2", "device=cuda", "budget=0.2"]
+    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
+        runs = [
+            Run.from_config(compose("config", [*small, f"method={name}"])) for name in ("snapkv", "keydiff", "sink")
+        ]
+    bench = Bench(runs[0])
+    shared = [folder.records() for folder in execute_all(runs, tmp_path / "shared", bench)]
+    alone = [execute(run, tmp_path / "alone", bench) for run in runs]
+    own = {*TIMES, "shared_prefill", "reread_ms", "peak_bytes"}
+    for one, other in zip(alone, shared, strict=True):
+        assert one.keys() == other.keys() and {record["shared_prefill"] for record in other.values()} == {3}
+        for uid, record in one.items():
+            assert {key for key in record if record[key] != other[uid][key]} <= own
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here")
