@@ -148,12 +148,12 @@ def read_back(path: Path) -> dict:
             found |= {"id": record.run.run_id, "project": record.run.project, "tags": list(record.run.tags)}
             found["config"] |= {own.key: json.loads(own.value_json) for own in record.run.config.update}
         elif kind == "summary":
-            found["summary"] |= {own.key: json.loads(own.value_json) for own in record.summary.update}
+            told = {own.key: json.loads(own.value_json) for own in record.summary.update}  # its own: "", "_runtime"
+            found["summary"] |= {key: own for key, own in told.items() if key.lstrip("_") == key != ""}
         elif kind == "exit":
             found["code"] = record.exit.exit_code
         assert kind != "history"  # it would grow every time
     found["config"].pop("_wandb", None)
-    found["summary"].pop("_wandb", None)
     for name, own in found["summary"].items():
         if isinstance(own, dict):
             table = json.loads((path / "files" / own["path"]).read_text())
