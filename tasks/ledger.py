@@ -5,15 +5,16 @@ Made by kvbench, no benchmark. Line n of the ledger adds a number to the result 
 (`Line 45: line 12 is 38, 38 + 7 = 45`) and closes with the results of a few lines (`Results: line 9 is 52, …`). So
 every step reads a row of the prompt and one that was generated, at distances from one line to the whole answer.
 
-Drawing is apart from rendering. Each earlier line is as likely to be built on, so chains have about log(steps) lines and
-an error reaches few others; each result in [10, 99] that is at most `largest` away is as likely, so nothing wraps and all
-have two digits. Lines to recall are drawn among the first `early` of the ledger, no starts (these could be computed from
-the prompt), and no line behind that part builds on them: their results are last written there.
+Drawing is apart from rendering. A line builds on any line before it, each as likely, so chains have about log(steps)
+lines and an error reaches few others. Each result in [10, 99] at most `largest` away is as likely, so nothing wraps and
+all have two digits. Lines to recall are drawn among the first `early` of the ledger, no starts (these could be computed
+from the prompt), and no line behind that part builds on them: their results are last written there.
 """
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
+from fractions import Fraction
 from hashlib import sha256
 from itertools import islice
 from math import ceil
@@ -21,7 +22,7 @@ from math import ceil
 from kvbench.settings import SettingError, number, part, whole
 from kvbench.task import Graded, Sample, Tokenizer
 from kvbench.tasks.grid import axis
-from kvbench.tasks.ledger_answer import Written, results, sums
+from kvbench.tasks.ledger_answer import Written, read
 
 STARTS = 4
 LEAST, MOST = 10, 99  # of a result
@@ -101,7 +102,7 @@ SHOWN = Ledger(
 
 
 def draw(steps: int, recalled: int, early: float, largest: int, rng: random.Random) -> Ledger:
-    """A ledger of `steps` lines; `part(early, steps)` is at least STARTS + recalled."""
+    """A ledger of `steps` lines; ⌊early · steps⌋ is at least STARTS + recalled."""
     last = part(early, steps)
     asked = rng.sample(range(STARTS + 1, last + 1), recalled)
     made: dict[int, Step] = {}
@@ -141,8 +142,9 @@ class LedgerTask:
         whole("task.recalled", self.recalled, 2)
         if not number(self.early) or not 0 < self.early <= 1:
             raise SettingError(f"task.early={self.early}: a number in (0, 1]")
-        if not isinstance(self.largest, int) or not 1 <= self.largest <= MOST - LEAST:
-            raise SettingError(f"task.largest={self.largest}: a whole number from 1 to {MOST - LEAST}")
+        whole("task.largest", self.largest, 1)
+        if self.largest > MOST - LEAST:
+            raise SettingError(f"task.largest={self.largest}: at most {MOST - LEAST}")
         whole("task.samples", self.per_subtask, 1)
         if self.max_new_tokens is not None:
             whole("task.max_new_tokens", self.max_new_tokens, 1)
@@ -150,8 +152,9 @@ class LedgerTask:
             whole("limit", self.limit, 1)
         for steps in self._steps():
             if part(self.early, steps) < STARTS + self.recalled:
-                least = ceil((STARTS + self.recalled) / self.early)
-                raise SettingError(f"task.steps={steps}: at least {least} with task.recalled={self.recalled}")
+                least = ceil((STARTS + self.recalled) / Fraction(str(self.early)))
+                settings = f"task.recalled={self.recalled} and task.early={self.early}"
+                raise SettingError(f"task.steps={steps}: at least {least} with {settings}")
 
     def fingerprint(self) -> str:
         """Hash of the wording."""
@@ -173,14 +176,14 @@ class LedgerTask:
         `ended`: whether it came to all results.
         """
         ledger = self._ledger(sample.meta["steps"], sample.uid)
+        sums, found = read(output, ledger.recalled)
         own: dict[int, Written] = {}
         carried: dict[int, bool] = {}
-        for line, written in sums(output):
+        for line, written in sums:
             if step := ledger.steps.get(line):
                 before = own.get(written.line or step.line)
                 carried |= {} if step.line is None else {line: before is not None and before.result == written.left}
                 own[line] = written
-        found = results(output, ledger.recalled)
         said = {line: written.result for line, written in own.items()}
         also = {
             "recalled_own": _share(line in said and said[line] == found.get(line) for line in ledger.recalled),

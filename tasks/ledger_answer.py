@@ -1,25 +1,30 @@
 """What an answer to a ledger says: the sum of each line, and the results at its end.
 
-Marks of markdown count for nothing, and words may stand for signs. A sum stands in a text line that begins with
-`Line 45`, perhaps behind a bullet; of several there the last counts: `Line 45: line 12 is 38, so 38 plus 7 = 45`.
+Markdown and brackets count for nothing, words may stand for signs. A sum of two numbers stands in a text line that
+begins with `Line 45`, perhaps behind a bullet; of several there the last counts: `Line 45: 38, so 38 plus 7 = 45`.
 
-Results stand behind the last `Results` that one of the lines asked for follows, each behind its `line 45` on the same
-text line: the number after the last equals sign, else the first number (`line 5 is 12`, `- Line 5: 38 + 7 = 45`,
-`| line 5 | 12 |`). A line that is given two different results has none; lines not asked for do not matter.
+Results stand behind the word `Results` (of several the one that most of the lines asked for follow, the last of these),
+each behind its `line 45` on the same text line: the number after the last equals sign, else the first one (`line 5 is
+12`, `- Line 5: 38 + 7 = 45`, `| line 5 | 12 |`). A line with two different results has none; lines that were not asked
+for do not matter.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-MARKS = re.compile(r"[*_`$\\]")
+BLANK = re.compile(r"[*_`$\\()\[\] \t]+")
 SIGNS = {"−": "-", "–": "-", "plus": "+", "minus": "-", "equals": "="}
 SIGN = re.compile("|".join(rf"\b{own}\b" if own.isalpha() else own for own in SIGNS), re.IGNORECASE)
-STEP = re.compile(r"^[^\w\n]*line[ \t]+(\d+)\b(.*)$", re.IGNORECASE | re.MULTILINE)
-SUM = re.compile(r"(?<![\d.])(\d+)\s*([+-])\s*(\d+)\s*=\s*(-?\d+)(?![\d.]*\d)")
-NAMED = re.compile(r"\bline\s+(\d+)\b", re.IGNORECASE)
+STEP = re.compile(r"^[^\w\n]*line (\d+)\b(.*)$", re.IGNORECASE | re.MULTILINE)
+NAMED = re.compile(r"\bline (\d+)\b", re.IGNORECASE)
+SUM = re.compile(
+    r"(?<![\d.])(?<!line )(\d+) ?([+-]) ?(\d+) ?= ?(-?\d+)(?!\d|\.\d| ?[+-] ?\d)", re.IGNORECASE
+)  # of values, not of a line's number; what it gives begins no further sum
 HEADING = re.compile(r"\bresults\b", re.IGNORECASE)
-ITEM = re.compile(r"\bline\s+(\d+)\b(.*?)(?=\bline\b|$)", re.IGNORECASE | re.MULTILINE)
+ITEM = re.compile(r"\bline (\d+)\b(.*?)(?=\bline\b|$)", re.IGNORECASE | re.MULTILINE)
+WHOLE = re.compile(r"-?\d+$")
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:[.,]\d+)*")
 
 
@@ -38,28 +43,28 @@ class Written:
         return self.result == (self.left + self.right if self.sign == "+" else self.left - self.right)
 
 
-def sums(output: str) -> Iterator[tuple[int, Written]]:
-    """Lines and their sums in the order in which they are written."""
-    for line, text in STEP.findall(_plain(output)):
-        if found := list(SUM.finditer(text)):
-            left, sign, right, result = found[-1].groups()
-            named = NAMED.findall(text[: found[-1].start()])
+def read(output: str, asked: Collection[int]) -> tuple[Sequence[tuple[int, Written]], Mapping[int, int | None]]:
+    """Lines and their sums as they follow one another; the results of lines asked for that stand at the end, None where
+    it is no whole number or not always the same.
+    """
+    text = BLANK.sub(" ", SIGN.sub(lambda found: SIGNS[found[0].lower()], output))
+    edges = [*(heading.start() for heading in HEADING.finditer(text)), len(text)]
+    ends = [(begin, found) for begin, end in pairwise(edges) if (found := _results(text[begin:end], asked))]
+    begin, found = max(ends, key=lambda own: (len(own[1]), own[0]), default=(len(text), {}))
+    return list(_sums(text[:begin])), found
+
+
+def _sums(text: str) -> Iterator[tuple[int, Written]]:
+    for line, said in STEP.findall(text):
+        if sums := list(SUM.finditer(said)):
+            named = NAMED.findall(said[: sums[-1].start()])
+            left, sign, right, result = sums[-1].groups()
             yield int(line), Written(int(named[-1]) if named else None, int(left), sign, int(right), int(result))
 
 
-def results(output: str, asked: Collection[int]) -> Mapping[int, int | None]:
-    """The results at the end by their lines, as far as they are asked for; None: no number, or two different ones."""
-    text = _plain(output)
-    for heading in reversed(list(HEADING.finditer(text))):
-        found: dict[int, set[int | None]] = {}
-        for line, said in ITEM.findall(text[heading.end() :]):
-            numbers = NUMBER.findall(said.rpartition("=")[2])
-            if int(line) in asked and numbers:
-                found.setdefault(int(line), set()).add(int(numbers[0]) if numbers[0].lstrip("-").isdigit() else None)
-        if found:
-            return {line: own.pop() if len(own) == 1 else None for line, own in found.items()}
-    return {}
-
-
-def _plain(output: str) -> str:
-    return SIGN.sub(lambda found: SIGNS[found[0].lower()], MARKS.sub("", output))
+def _results(text: str, asked: Collection[int]) -> dict[int, int | None]:
+    found: dict[int, set[str]] = {}
+    for line, said in ITEM.findall(text):
+        if int(line) in asked and (numbers := NUMBER.findall(said.rpartition("=")[2])):
+            found.setdefault(int(line), set()).add(numbers[0].lstrip("0"))
+    return {line: int(*own) if len(own) == 1 and WHOLE.match(*own) else None for line, own in found.items()}
