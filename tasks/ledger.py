@@ -42,8 +42,12 @@ Answer:
 
 Ledger:
 {lines}"""
-QUESTION = "\n\nWork out all {steps} lines in order, then write again the results of lines {first} and {last}."
-PREFIX = "\n\nAnswer:\n"
+QUESTION = """
+
+Work out all {steps} lines in order, then write again the results of lines {first} and {last}.
+
+Answer:"""
+PREFIX = "\n"
 
 
 @dataclass(frozen=True)

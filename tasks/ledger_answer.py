@@ -1,7 +1,7 @@
 """What an answer to a ledger says: the sum of each line, and the results at its end.
 
 Markdown and brackets count for nothing, words may stand for signs. A sum of two numbers stands in a text line that
-begins with `Line 45`, perhaps behind a bullet; of several there the last counts: `Line 45: 38, so 38 plus 7 = 45`.
+begins with `Line 45`, perhaps behind a bullet or a number; the last one there counts: `Line 45: so 38 plus 7 = 45`.
 
 Results stand behind the word `Results` (of several the one that most of the lines asked for follow, the last of these),
 each behind its `line 45` on the same text line: the number after the last equals sign, else the first one (`line 5 is
@@ -17,7 +17,7 @@ from itertools import pairwise
 BLANK = re.compile(r"[*_`$\\()\[\] \t]+")
 SIGNS = {"−": "-", "–": "-", "plus": "+", "minus": "-", "equals": "="}
 SIGN = re.compile("|".join(rf"\b{own}\b" if own.isalpha() else own for own in SIGNS), re.IGNORECASE)
-STEP = re.compile(r"^[^\w\n]*line (\d+)\b(.*)$", re.IGNORECASE | re.MULTILINE)
+STEP = re.compile(r"^[^a-z\n]*line (\d+)\b(.*)$", re.IGNORECASE | re.MULTILINE)
 NAMED = re.compile(r"\bline (\d+)\b", re.IGNORECASE)
 SUM = re.compile(
     r"(?<![\d.])(?<!line )(\d+) ?([+-]) ?(\d+) ?= ?(-?\d+)(?!\d|\.\d| ?[+-] ?\d)", re.IGNORECASE

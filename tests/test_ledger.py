@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from kvbench import catalogue
 from kvbench.model import REFERENCE
+from kvbench.prompt import encode, template_tokens
 from kvbench.settings import SettingError
 from kvbench.task import Sample
 from kvbench.tasks.ledger import PREFIX, STARTS, Ledger, LedgerTask, Step, draw
@@ -91,10 +92,9 @@ def test_lines_build_on_near_and_far_ones_in_short_chains():
 def test_the_prompt(tokenizer):
     [sample] = ledger_task(samples=1).samples(tokenizer, 0, 4096)
     prompt = sample.context + sample.question + sample.answer_prefix
-    *first, last = sample.meta["recalled"]
-    assert sample.question == (
-        f"\n\nWork out all 60 lines in order, then write again the results of lines {', '.join(map(str, first))} and {last}."
-    )
+    *first, last = map(str, sample.meta["recalled"])
+    asked = f"write again the results of lines {', '.join(first)} and {last}."
+    assert sample.question == f"\n\nWork out all 60 lines in order, then {asked}\n\nAnswer:"
     assert prompt.endswith("\n\nAnswer:\n") and sample.context.count("\nLine 60: line ") == 1
     results = worked_out(sample.context)
     assert sample.answers == tuple(str(results[line]) for line in sample.meta["recalled"])
@@ -102,6 +102,15 @@ def test_the_prompt(tokenizer):
     assert (
         "Line 902: line 901 is 55, 55 - 9 = 46\nResults: line 902 is 46, line 901 is 55.\n\nLedger:\nLine 1: " in prompt
     )
+
+
+def test_a_chat_model_is_asked_and_its_answer_opened():
+    own = AutoTokenizer.from_pretrained(REFERENCE)
+    own.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    [sample] = ledger_task(samples=1).samples(own, template_tokens(own), 4096)
+    prompt = encode(own, sample)
+    assert own.decode(prompt.context) == f"<user>{sample.context}"
+    assert own.decode(prompt.rest) == f"{sample.question}<assistant>\n"
 
 
 def test_an_answer_takes_a_thousand_tokens_and_has_room(tokenizer):
@@ -331,7 +340,10 @@ def test_two_methods_and_both_questions(tmp_path, monkeypatch, capsys):
         for _, records in found.values():
             [record] = records
             assert record["error"] is None and record["tokens_out"] <= 48 and record["meta"]["steps"] == 18
-        assert all(found[name][1][0]["while_decoding"]["evicted"] for name in ("snapkv", "keydiff"))
+        full, *cut = (found[name][1][0] for name in ("full", "snapkv", "keydiff"))
+        assert full["rows_attended"] > 400
+        for record in cut:
+            assert record["while_decoding"] == "cuts" and record["rows_attended"] < 100
 
 
 def test_what_does_not_fit_the_model_leaves_nothing(tmp_path, monkeypatch, capsys):
