@@ -198,7 +198,8 @@ class LedgerTask:
             "ended": len(found) == len(ledger.recalled),
         }
         score = _share(found.get(line) == ledger.steps[line].result for line in ledger.recalled)
-        return Graded(score, ", ".join(f"line {line} is {result}" for line, result in found.items()), also)
+        given = (f"line {line} is {result}" for line, result in found.items() if result is not None)
+        return Graded(score, ", ".join(given), also)
 
     def _steps(self) -> list[int]:
         return axis("task.steps", self.steps, 1, EXAMPLE - 1)

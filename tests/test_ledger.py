@@ -279,7 +279,8 @@ def test_what_went_wrong_can_be_told(score, output, points, also):
 def test_of_a_line_written_twice_the_last_counts(score):
     solved = SMALL.solved()
     assert score(solved.replace("25 + 12 = 37", "25 + 12 = 38") + "\n" + solved).also["holds"] == 100
-    assert score(solved + "\nBut line 3 is 38.").score == 50
+    but = score(solved + "\nBut line 3 is 38.")
+    assert but.score == 50 and but.answer == "line 4 is 30" and score(solved).answer == "line 4 is 30, line 3 is 37"
 
 
 def test_an_answer_that_loops_is_read_in_time(score):
