@@ -18,7 +18,7 @@ from kvbench.report.looks import COLOURS, ORDER, look
 from kvbench.report.page import MOST, html, main, report
 from kvbench.report.samples import LONGEST, visible
 from kvbench.settings import SettingError
-from kvbench.statistics import Scores, average
+from kvbench.statistics import Interval, Scores, average
 
 NOW = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 
@@ -29,7 +29,15 @@ def store(tmp_path) -> Path:
 
 
 def data_of(path: Path) -> dict:
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text())[1])
+    """What the page holds, its tables as rows with names."""
+
+    def unpacked(own: dict) -> object:
+        return (
+            [dict(zip(own["names"], row, strict=True)) for row in own["rows"]] if set(own) == {"names", "rows"} else own
+        )
+
+    text = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text())[1]
+    return json.loads(text, object_hook=unpacked)
 
 
 def samples_of(path: Path) -> list:
@@ -46,8 +54,8 @@ def test_every_number_is_recomputed_from_the_records(store):
     full = records(1.0, 100)
     for place, own in enumerate(panel["series"]):
         salt = {"snapkv": 0, "keydiff": 1, "keydiff · block 128": 2, "newest": 3}[own["label"]]
-        assert len(own["points"]) == len(BUDGETS)
-        for (budget, chance), point in zip(BUDGETS.items(), own["points"], strict=True):
+        points = [point for point in panel["points"] if point["s"] == place == own["s"]]
+        for (budget, chance), point in zip(BUDGETS.items(), points, strict=True):
             method = records(budget, chance + 15 * (salt % 2), salt)
             scores = {}
             for task in TASKS:
@@ -56,23 +64,34 @@ def test_every_number_is_recomputed_from_the_records(store):
                 scores[task] = Scores(*parts, [full[uid]["group"] for uid in uids])
             score, change = mean([one.method_values for one in scores.values()]), average(list(scores.values()))
             expected = [budget, score.value, score.low, score.high, 24]
-            assert point[0] == f"{100 * budget:g}\u202f%" and point[1:6] == pytest.approx(expected, abs=1e-4)
-            expected = [change.difference, change.low, change.high, change.mean_full, change.mean_method]
-            assert point[6] == pytest.approx([*expected, change.lost, change.gained, change.same, 24], abs=0.006)
-            cost = next(one for one in panel["costs"] if one["row"] == f"{own['label']} · {point[0]}")
+            found = [point[name] for name in ("share", "score", "score_low", "score_high", "n")]
+            assert point["budget"] == f"{100 * budget:g}\u202f%" and found == pytest.approx(expected, abs=1e-4)
+            assert [point[name] for name in CHANGE] == pytest.approx(numbers(change), abs=1e-4)
+            name = f"{own['label']} · {point['budget']}"
+            cost = next(one for one in panel["costs"] if one["row"] == name)
             assert (cost["held"], cost["ttft"]) == pytest.approx((budget, 100 + 200 * budget + salt))
-            assert cost["change"] == point[6] and cost["tpot"] == pytest.approx((80 + 40 * budget) / 8)
+            assert [cost[name] for name in CHANGE] == [point[name] for name in CHANGE]
+            assert cost["tpot"] == pytest.approx((80 + 40 * budget) / 8) and (cost["s"], cost["score"]) == (
+                place,
+                point["score"],
+            )
+            (row,) = [row for row in panel["rows"] if row["row"] == name]
+            assert row["s"] == place
             for task, one in scores.items():
-                name = f"{own['label']} · {point[0]}"
-                at = panel["rows"].index([place, name]), panel["tasks"].index(task)
-                (cell,) = [cell[2:] for cell in panel["cells"] if tuple(cell[:2]) == at]
-                found = average([one])
-                assert cell[:3] == pytest.approx([found.difference, found.low, found.high], abs=0.006)
+                column = next(own["column"] for own in panel["tasks"] if own["task"] == task)
+                (cell,) = [cell for cell in panel["cells"] if (cell["order"], cell["column"]) == (row["order"], column)]
+                assert [cell[name] for name in CHANGE] == pytest.approx(numbers(average([one])), abs=1e-4)
     grid = next(one for one in panel["grids"] if one["row"] == "snapkv · 5\u202f%")
     own = [one for one in records(0.05, 30).values() if one["meta"].get("depth") == 50 and one["meta"]["length"] == 512]
-    assert next(cell for cell in grid["cells"] if cell[:2] == [512, 50])[2] == sum(one["score"] for one in own) / len(
-        own
-    )
+    cell = next(cell for cell in grid["cells"] if (cell["length"], cell["depth"]) == (512, 50))
+    assert cell["score"] == sum(one["score"] for one in own) / len(own) and cell["n"] == len(own)
+
+
+CHANGE = ("diff", "diff_low", "diff_high", "full", "lost", "gained", "same")
+
+
+def numbers(own: Interval) -> list:
+    return [own.difference, own.low, own.high, own.mean_full, own.lost, own.gained, own.same]
 
 
 def test_the_front_is_what_nothing_beats(store):
@@ -81,8 +100,8 @@ def test_the_front_is_what_nothing_beats(store):
             for row in panel["costs"]:
                 beaten = any(
                     other[cost] <= row[cost]
-                    and other["change"][0] >= row["change"][0]
-                    and (other[cost], other["change"][0]) != (row[cost], row["change"][0])
+                    and other["diff"] >= row["diff"]
+                    and (other[cost], other["diff"]) != (row[cost], row["diff"])
                     for other in panel["costs"]
                 )
                 assert row[f"front_{cost}"] is not beaten
@@ -193,7 +212,8 @@ def test_what_is_damaged_is_named_and_the_rest_is_shown(store):
     assert "run.yaml cannot be read" in said and "torn" in said and "is not in [0, 100]" in said
     assert page["unfinished"] == 1
     snapkv = next(own for own in page["panels"][1]["series"] if own["label"] == "snapkv")
-    assert [point[0] for point in snapkv["points"]] == ["5\u202f%", "10\u202f%", "30\u202f%"]
+    points = [point for point in page["panels"][1]["points"] if point["s"] == snapkv["s"]]
+    assert [point["budget"] for point in points] == ["5\u202f%", "10\u202f%", "30\u202f%"]
 
 
 def test_the_page_says_what_it_is_made_of(store):
@@ -210,7 +230,7 @@ def test_a_large_study_stays_small(tmp_path, monkeypatch):
     monkeypatch.setattr(report_store, "TASKS", tuple(f"a_rather_long_name_{place}" for place in range(21)))
     page = gather(small(tmp_path), NOW).page
     for panel in page["panels"]:  # 12 runs to 204
-        for name in ("rows", "cells", "costs", "grids", "series"):
+        for name in ("points", "rows", "cells", "costs", "grids", "series"):
             panel[name] = panel[name] * (17 if name != "series" else 5)
     page["runs"] *= 17
     files = [{"run": 16 * "0", "panel": 0, "row": 30 * " ", "names": [30 * " "], "method": "", "block": 1}] * 408

@@ -1,6 +1,8 @@
-"""The charts as Vega-Lite specifications, without numbers: the page fills the data sets `points`, `full` and `cells`.
+"""The charts as Vega-Lite specifications without numbers, of the page (kvbench.report) and of print (kvbench.figures).
 
-Colours, shapes and dashes stand in the data (kvbench.report.looks), so that no scale can give them out by order.
+They take the tables of a panel (kvbench.report.gather) as data sets of these names, whole; `series` says what is drawn,
+and what belongs to others is left out. Colours, shapes and dashes stand in the data (kvbench.report.looks), so that no
+scale can give them out by order.
 """
 
 from typing import Any
@@ -12,6 +14,8 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 SHARES = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1]
 LOSS = ["#a6381f", "#e08a63", "#f1f3f4", "#7ab0d4", "#1f5f99"]  # worse to better, told apart by all
 SCORE = ["#f2f4f7", "#bcd3e6", "#6fa3cc", "#2f6ea8", "#123f6d"]
+FULL_DASH = [4, 3]
+CROWD = 60  # cells of a grid, from which on they carry no numbers
 CONFIG = {
     "font": FONT,
     "background": "transparent",
@@ -32,19 +36,20 @@ CONFIG = {
 
 
 def charts() -> dict[str, Any]:
-    """Name -> specification."""
-    own = {"curve": curve(), "tasks": tasks(), "grid": grid()}
-    own |= {name: cost(name, title, form) for name, title, form in COSTS}
-    return {name: plain(chart) for name, chart in own.items()}
+    """Name -> specification as the page takes it."""
+    own = {"curve": curve(), "tasks": tasks(), "grid": grid(), **{name: cost(name) for name in COSTS}}
+    return {name: plain(chart.properties(width="container")) for name, chart in own.items()}
 
 
-COSTS = (
-    ("held", "Bytes held, share of the full cache", ".0%"),
-    ("ttft", "Time to first token, ms", "~s"),
-    ("tpot", "Time per output token, ms", "~s"),
-)
+BYTES = "Measured share of the full cache's bytes"
+COSTS = {
+    "held": ("Bytes held, share of the full cache", ".0%"),
+    "ttft": ("Time to first token, ms", "~s"),
+    "tpot": ("Time per output token, ms", "~s"),
+}
 COLOUR = alt.Color("colour:N", scale=None, legend=None)
 SHAPE = alt.Shape("shape:N", scale=None, legend=None)
+DASH = alt.StrokeDash("dash:N", scale=None, legend=None)
 DIFFERENCE = [
     alt.Tooltip("diff:Q", title="difference", format="+.1f"),
     alt.Tooltip("interval:N", title="95 %"),
@@ -52,18 +57,35 @@ DIFFERENCE = [
 ]
 
 
-def curve() -> alt.LayerChart:
-    """Score against the measured share, with bands; the full cache's score is a dashed line with its band."""
-    points, full = alt.NamedData(name="points"), alt.NamedData(name="full")
-    share = alt.X(
+def said(low: str, high: str, sign: str = "") -> str:
+    """The expression for an interval's text."""
+    ends = " + ' to ' + ".join(f"format(datum.{end}, '{sign}.1f')" for end in (low, high))
+    return f"isValid(datum.{low}) ? {ends} : 'one context: none'"
+
+
+def of_series(name: str) -> alt.Chart:
+    """A table whose rows belong to series, as a chart of those that are drawn, with the texts of its tooltips."""
+    drawn = alt.LookupData(alt.NamedData(name="series"), key="s", fields=["label", "colour", "shape", "dash"])
+    chart = alt.Chart(alt.NamedData(name=name)).transform_lookup(lookup="s", from_=drawn)
+    return chart.transform_filter("isValid(datum.label)").transform_calculate(
+        between=said("score_low", "score_high"),
+        interval=said("diff_low", "diff_high", "+"),
+        changed="datum.lost + ' / ' + datum.gained + ' / ' + datum.same",
+    )
+
+
+def curve(share: str = BYTES) -> alt.LayerChart:
+    """Score against a measured share, with bands; the full cache's score is a dashed line with its band."""
+    x = alt.X(
         "share:Q",
-        title="Measured share of the full cache's bytes",
+        title=share,
         scale=alt.Scale(type="log", nice=False, padding=12),
         axis=alt.Axis(format="~%", values=SHARES, grid=False),
     )
     score = alt.Y("score:Q", title="Score", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(tickCount=5))
+    low, high = alt.Y("score_low:Q", title="Score"), alt.Y2("score_high:Q")
     tip = [
-        alt.Tooltip("series:N", title="method"),
+        alt.Tooltip("label:N", title="method"),
         alt.Tooltip("budget:N"),
         alt.Tooltip("share:Q", title="measured", format=".1%"),
         alt.Tooltip("score:Q", format=".1f"),
@@ -71,18 +93,19 @@ def curve() -> alt.LayerChart:
         *DIFFERENCE,
         alt.Tooltip("n:Q", title="samples"),
     ]
-    base = alt.Chart(points).encode(x=share, detail="series:N", color=COLOUR)
+    base = of_series("points").encode(x=x, detail="label:N", color=COLOUR)
+    full = of_series("full").transform_aggregate(groupby=["score", "score_low", "score_high"])  # one line for all
     layers = [
-        alt.Chart(full).mark_rect(color="#333333", opacity=0.06).encode(y=alt.Y("low:Q", title="Score"), y2="high:Q"),
-        alt.Chart(full).mark_rule(color="#333333", strokeDash=[4, 3]).encode(y=alt.Y("score:Q", title="Score")),
-        base.mark_area(opacity=0.13).encode(y=alt.Y("low:Q", title="Score"), y2="high:Q"),
-        base.mark_line(strokeWidth=2).encode(y=score, strokeDash=alt.StrokeDash("dash:N", scale=None, legend=None)),
+        full.mark_rect(color="#333333", opacity=0.06).encode(y=low, y2=high),
+        full.mark_rule(color="#333333", strokeDash=FULL_DASH).encode(y=score),
+        base.mark_area(opacity=0.13).encode(y=low, y2=high),
+        base.mark_line(strokeWidth=2).encode(y=score, strokeDash=DASH),
         base.mark_point(filled=True, size=60, opacity=1).encode(y=score, shape=SHAPE, tooltip=tip),
     ]
-    return alt.layer(*layers).properties(width="container", height=300)
+    return alt.layer(*layers).properties(height=300)
 
 
-def tasks() -> alt.LayerChart:
+def tasks(legend: alt.Legend | None = None) -> alt.LayerChart:
     """Difference from the full cache, a row for each run and a column for each subtask."""
     column = alt.X(
         "task:N",
@@ -96,10 +119,15 @@ def tasks() -> alt.LayerChart:
         sort=alt.EncodingSortField("order", op="min"),
         axis=alt.Axis(labelLimit=230, domain=False, ticks=False, labelColor=INK, labelPadding=8),
     )
-    base = alt.Chart(alt.NamedData(name="cells")).encode(x=column, y=row)
+    rows = alt.LookupData(alt.NamedData(name="rows"), key="order", fields=["s", "row"])
+    names = alt.LookupData(alt.NamedData(name="tasks"), key="column", fields=["task"])
+    cells = of_series("cells")
+    cells.transform = [*alt.Chart().transform_lookup(lookup="order", from_=rows).transform, *cells.transform]
+    base = cells.transform_lookup(lookup="column", from_=names).encode(x=column, y=row)
     colour = alt.Color(
         "diff:Q",
-        legend=None,
+        title="Score difference",
+        legend=legend,
         scale=alt.Scale(domain=[-100, -40, 0, 40, 100], range=LOSS, interpolate="rgb", clamp=True),
     )
     tip = [
@@ -111,24 +139,31 @@ def tasks() -> alt.LayerChart:
         alt.Tooltip("n:Q", title="samples"),
     ]
     dark = alt.condition("abs(datum.diff) > 65", alt.value("white"), alt.value(INK))
-    stripe = alt.Chart(alt.NamedData(name="rows")).mark_rect()
+    stripe = of_series("rows").mark_rect()
     return alt.layer(
         stripe.encode(x=alt.value(-5), x2=alt.value(-1), y=row, fill=alt.Fill("colour:N", scale=None, legend=None)),
         base.mark_rect(stroke="#ffffff", strokeWidth=2).encode(color=colour, tooltip=tip),
         base.mark_text(fontSize=11).encode(text=alt.Text("diff:Q", format="+.0f"), color=dark, tooltip=tip),
-    ).properties(width="container")  # the page sets the height
+    ).properties(height=24)  # of a row: whoever draws it knows how many there are
 
 
-def grid() -> alt.LayerChart:
-    """One run's scores by length and depth."""
-    base = alt.Chart(alt.NamedData(name="cells")).encode(
-        x=alt.X("length:O", title="Length", axis=alt.Axis(labelAngle=0, domain=False, ticks=False)),
-        y=alt.Y(
-            "depth:O",
-            title="Depth, %",
-            sort=alt.EncodingSortField("order", op="min"),
-            axis=alt.Axis(domain=False, ticks=False),
-        ),
+def grid(legend: alt.Legend | None = None) -> alt.LayerChart:
+    """One run's scores by length and depth: its `cells` of the table `grids`."""
+    base = (
+        alt.Chart()
+        .transform_calculate(between=said("score_low", "score_high"), place="isNumber(datum.depth) ? datum.depth : -1")
+        .transform_joinaggregate(cells="count()")
+        .encode(
+            x=alt.X(
+                "length:O", title="Length", axis=alt.Axis(labelAngle=0, domain=False, ticks=False, labelOverlap=True)
+            ),
+            y=alt.Y(
+                "depth:O",
+                title="Depth, %",
+                sort=alt.EncodingSortField("place", op="min"),
+                axis=alt.Axis(domain=False, ticks=False, labelOverlap=True),
+            ),
+        )
     )
     tip = [
         alt.Tooltip("length:O"),
@@ -138,18 +173,23 @@ def grid() -> alt.LayerChart:
         alt.Tooltip("n:Q", title="samples"),
     ]
     colour = alt.Color(
-        "score:Q", legend=None, scale=alt.Scale(domain=[0, 25, 50, 75, 100], range=SCORE, interpolate="rgb")
+        "score:Q",
+        title="Score",
+        legend=legend,
+        scale=alt.Scale(domain=[0, 25, 50, 75, 100], range=SCORE, interpolate="rgb"),
     )
     dark = alt.condition("datum.score > 60", alt.value("white"), alt.value(INK))
+    numbers = base.transform_filter(f"datum.cells <= {CROWD}").mark_text(fontSize=10)
     return alt.layer(
         base.mark_rect(stroke="#ffffff", strokeWidth=1).encode(color=colour, tooltip=tip),
-        base.mark_text(fontSize=10).encode(text=alt.Text("label:N"), color=dark, tooltip=tip),
-    ).properties(width="container", height=150)
+        numbers.encode(text=alt.Text("score:Q", format=".0f"), color=dark, tooltip=tip),
+        data=alt.NamedData(name="cells"),
+    ).properties(height=150)
 
 
-def cost(name: str, title: str, form: str) -> alt.LayerChart:
+def cost(name: str) -> alt.LayerChart:
     """Score difference against one cost; runs that no other beats in both are filled and joined."""
-    points, full = alt.NamedData(name="points"), alt.NamedData(name="full")
+    title, form = COSTS[name]
     x = alt.X(
         f"{name}:Q", title=title, scale=alt.Scale(zero=False, padding=14), axis=alt.Axis(format=form, tickCount=5)
     )
@@ -162,17 +202,20 @@ def cost(name: str, title: str, form: str) -> alt.LayerChart:
         *DIFFERENCE,
         alt.Tooltip("megabytes:Q", title="MB held", format=".2f"),
     ]
-    base = alt.Chart(points)
+    known = f"isValid(datum.{name})"
+    base = of_series("costs").transform_filter(known).encode(x=x, y=y)
     front = base.transform_filter(f"datum.front_{name}")
-    shape = alt.Chart(full).mark_point(shape="diamond", size=90, filled=True, color="#333333")
+    full = alt.Chart(alt.NamedData(name="free")).transform_filter(known)
+    line = base.mark_line(strokeWidth=1, opacity=0.35)
     return alt.layer(
-        front.mark_line(interpolate="step-after", color="#9aa0a6", strokeWidth=1).encode(x=x, y=y),
-        base.mark_point(size=64, strokeWidth=1.6, filled=False).encode(
-            x=x, y=y, color=COLOUR, shape=SHAPE, tooltip=tip
+        line.encode(color=COLOUR, strokeDash=DASH, detail="label:N", order="held:Q"),
+        front.mark_line(interpolate="step-after", color="#9aa0a6", strokeWidth=1),
+        base.mark_point(size=64, strokeWidth=1.6, filled=False).encode(color=COLOUR, shape=SHAPE, tooltip=tip),
+        front.mark_point(size=64, filled=True, opacity=1).encode(color=COLOUR, shape=SHAPE, tooltip=tip),
+        full.mark_point(shape="diamond", size=90, filled=True, color="#333333").encode(
+            x=x, y=y, tooltip=alt.value("full cache")
         ),
-        front.mark_point(size=64, filled=True, opacity=1).encode(x=x, y=y, color=COLOUR, shape=SHAPE, tooltip=tip),
-        shape.encode(x=x, y=y, tooltip=alt.value("full cache")),
-    ).properties(width="container", height=230)
+    ).properties(height=230)
 
 
 def plain(chart: alt.LayerChart) -> dict[str, Any]:

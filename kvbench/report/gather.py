@@ -1,4 +1,4 @@
-"""What the page shows of a store: panels of runs that can be compared, every number from the modules of the tables.
+"""What page and figures show of a store: panels of runs that can be compared, numbers from the modules of the tables.
 
 A panel is one protocol (kvbench.audit.protocol): the same model, task, data, question, sampling, seed and kind of
 machine. In it a series is the runs that differ in their budget alone, and its numbers are those of kvbench.swept; what
@@ -6,7 +6,7 @@ subtasks lose and runs cost are those of kvbench.tables. Damaged runs are named 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -102,82 +102,83 @@ def missing(value: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def gather(results: Path, now: datetime) -> Gathered:
-    """Everything but the answers."""
-    found = find(results)
+def panels_of(found: Found, wanted: Collection[Stored], choice: Choice) -> list["Panel"]:
+    """The panels of the wanted runs, with the full cache's of their protocols; what cannot be compared is `damaged`."""
     groups: dict[str, list[Stored]] = {}
     for run in found.runs:
         groups.setdefault(protocol(run.value), []).append(run)
     names = {key: titled(own[0]) for key, own in groups.items()}
-    panels, pairings, listed = [], [], []
-    for key, runs in sorted(groups.items(), key=lambda item: (names[item[0]], item[0])):
+    hashes = {run.hash for run in wanted}
+    panels = []
+    for key, every in sorted(groups.items(), key=lambda item: (names[item[0]], item[0])):
+        if hashes.isdisjoint(run.hash for run in every):
+            continue
         beside = [groups[other][0] for other in groups if names[other] == names[key]]
-        panel = Panel(len(panels), runs, told(runs[0], beside))
-        panels.append(panel.shown())
-        pairings += panel.pairings
-        found.damaged |= panel.refused
-        listed += panel.listed
+        runs = [run for run in every if run.full or run.hash in hashes]
+        panels.append(Panel(len(panels), key, runs, told(every[0], beside), choice))
+        found.damaged |= panels[-1].refused
+    return panels
+
+
+def gather(results: Path, now: datetime) -> Gathered:
+    """Everything but the answers."""
+    found = find(results)
+    panels = panels_of(found, found.runs, Choice())
     first = [run.value for run in found.runs]
     page = {
         "made": now.strftime("%Y-%m-%d %H:%M UTC"),
         "keep": KEEP,
-        "panels": panels,
-        "runs": listed,
+        "panels": [panel.shown for panel in panels],
+        "runs": [own for panel in panels for own in panel.listed],
         "unfinished": len(found.unfinished),
         "damaged": [[short(name), short(reason, 300)] for name, reason in sorted(found.damaged.items())],
         "models": sorted({f"{named(value, 'model')} {short(value['model'].get('identity') or '')}" for value in first}),
         "machines": sorted({one for run in found.runs for one in machines(results, run.hash)}),
     }
-    return Gathered(page, pairings)
+    return Gathered(page, [own for panel in panels for own in panel.pairings])
 
 
 class Panel:
-    """The runs of one protocol."""
+    """The runs of one protocol: `shown` is what is drawn, tables of rows with names, of kvbench.report.charts."""
 
-    def __init__(self, index: int, runs: Sequence[Stored], also: Sequence[str]) -> None:
-        self.index, self.runs, self.also = index, runs, also
+    def __init__(self, index: int, key: str, runs: Sequence[Stored], also: Sequence[str], choice: Choice) -> None:
+        self.index, self.key, self.runs, self.choice = index, key, runs, choice
         self.pairings: list[Pairing] = []
         self.refused: dict[str, str] = {}
         self.listed: list[dict[str, Any]] = []
         self.notes: list[str] = []
-        self.rows: list[list] = []  # of the heat map: series, name
-        self.cells: list[list] = []
-        self.costs: list[dict[str, Any]] = []
+        self.tables: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
         self.grids: list[dict[str, Any]] = []
-        self.tasks: list[str] = []
-        self.full: dict[str, Any] | None = None
+        series = self._series()
+        for name in ("held", "ttft", "tpot"):
+            for row in self.tables["costs"]:
+                row[f"front_{name}"] = on_front(row, self.tables["costs"], name)
+        self.shown = {
+            "model": named(runs[0].value, "model"),
+            "task": named(runs[0].value, "task"),
+            "question": short(str(runs[0].value["question"])),
+            "also": list(also),
+            "series": series,
+            **self.tables,
+            "grids": self.grids,
+            "notes": list(dict.fromkeys(self.notes)),
+        }
 
-    def shown(self) -> dict[str, Any]:
-        """As the page takes it."""
-        run, series = self.runs[0], []
+    def _series(self) -> list[dict[str, Any]]:
+        series: list[dict[str, Any]] = []
         for own in self.runs:
             if own.full:
                 self._list(own, "full cache")
                 self._grid(own, None, "full cache")
         for label, dash, runs in lines(self.runs):
-            shown = {"label": label, "method": named(runs[0].value, "method"), "dash": DASHES[dash % len(DASHES)]}
-            shown |= look(shown["method"]) | {"block": runs[0].value.get("block_size")}
             place = len(series)
             ordered = [own for own in sorted(runs, key=size) if self._run(own, place, label)]
             if ordered:
-                series.append(shown | self._swept(ordered))
-        for name in ("held", "ttft", "tpot"):
-            for row in self.costs:
-                row[f"front_{name}"] = on_front(row, self.costs, name)
-        return {
-            "model": named(run.value, "model"),
-            "task": named(run.value, "task"),
-            "question": short(str(run.value["question"])),
-            "also": list(self.also),
-            "tasks": self.tasks,
-            "series": series,
-            "rows": self.rows,
-            "cells": self.cells,
-            "costs": self.costs,
-            "full": self.full,
-            "grids": self.grids,
-            "notes": list(dict.fromkeys(self.notes)),
-        }
+                method = named(runs[0].value, "method")
+                shown = {"s": place, "label": label, "method": method, "dash": DASHES[dash % len(DASHES)]}
+                shown |= look(method) | {"block": runs[0].value.get("block_size")}
+                series.append(shown | self._swept(ordered, place))
+        return series
 
     def _run(self, run: Stored, series: int, label: str) -> bool:
         """Take in one run; False, and named, where it cannot be compared."""
@@ -201,48 +202,41 @@ class Panel:
 
     def _table(self, rows: Sequence[Row], run: Stored, series: int, name: str) -> None:
         averages = [row for row in rows if row.kind == "average"][:1]
-        mean_of = {row.subtask: f"∅ {row.subtask}" if row in averages else row.subtask for row in rows}
-        cells, order = [], averages + [row for row in rows if row.kind == "subtask"]
+        order = averages + [row for row in rows if row.kind == "subtask"]
+        cells, tasks = [], [own["task"] for own in self.tables["tasks"]]
         for row in order if len(order) > 2 else order[1:]:
             if row.interval:
-                task = short(mean_of[row.subtask])
-                if task not in self.tasks:
-                    self.tasks.append(task)
-                cells.append([len(self.rows), self.tasks.index(task), *changed(row.interval)])
-        costs = []
+                task = short(f"∅ {row.subtask}" if row in averages else row.subtask)
+                tasks += [] if task in tasks else [task]
+                at = {"order": len(self.tables["rows"]), "column": tasks.index(task)}
+                cells.append(at | changed(row.interval))
+        costs, full = [], []
         for row in averages:
             if row.interval:
                 held = fmean(one["resident_bytes"] for one in run.records.values() if failure(one) is None)
                 own = {"s": series, "row": name, "held": row.held, "ttft": row.ttft, "tpot": row.tpot}
-                own |= {"megabytes": held / 1e6, "change": changed(row.interval)}
-                self.full = {"held": 1.0, "ttft": row.ttft_full, "tpot": row.tpot_full, "diff": 0}
-                costs.append(own)
-        self.rows.append([series, name])
-        self.cells += cells
-        self.costs += costs
+                costs.append(own | {"megabytes": held / 1e6} | changed(row.interval))
+                full = [{"held": 1.0, "ttft": row.ttft_full, "tpot": row.tpot_full, "diff": 0.0}]
+        self.tables["rows"].append({"s": series, "order": len(self.tables["rows"]), "row": name})
+        self.tables["tasks"] = [{"column": column, "task": task} for column, task in enumerate(tasks)]
+        self.tables["cells"] += cells
+        self.tables["costs"] += costs
+        self.tables["free"] = full or self.tables["free"]
 
-    def _swept(self, runs: Sequence[Stored]) -> dict[str, Any]:
-        """Points of the curve and the smallest budget; why there are none."""
+    def _swept(self, runs: Sequence[Stored], series: int) -> dict[str, Any]:
+        """Take in the points of a curve; the smallest budget, or why there are none."""
         try:
-            swept = sweep(runs, self.runs, Choice())
+            swept = sweep(runs, self.runs, self.choice)
             *points, full = swept.points
         except WRONG as error:
-            return {"points": [], "refused": said(error)}
+            return {"refused": said(error)}
         named_budget = {str(run.value["budget"]): budget(run) for run in runs}
-        return {
-            "points": [
-                [
-                    named_budget[point.budget],
-                    *(point.share, point.score.value, point.score.low, point.score.high, point.score.samples),
-                    changed(point.interval),
-                ]
-                for point in points
-            ],
-            "full": [full.score.value, full.score.low, full.score.high],
-            "average": short(swept.average),
-            "left_out": swept.left_out,
-            "smallest": least_budget(swept),
-        }
+        for point in points:
+            own = {"s": series, "budget": named_budget[point.budget], "share": point.share}
+            self.tables["points"].append(own | changed(point.interval) | stated(point.score))
+        self.tables["full"].append({"s": series} | stated(full.score))
+        shown = {"average": short(swept.average), "left_out": swept.left_out, "samples": len(swept.uids)}
+        return shown | {"smallest": least_budget(swept)}
 
     def _list(self, run: Stored, label: str) -> None:
         path = run.folder.path
@@ -271,19 +265,22 @@ class Panel:
             for (length, depth), records in sorted(cells.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
                 groups = [record["group"] or record["uid"] for record in records]
                 own = mean([Values([record["score"] for record in records], groups)])
-                shown.append([length, "drawn" if depth is None else depth, *stated(own), own.samples])
+                shown.append({"length": length, "depth": "drawn" if depth is None else depth} | stated(own))
         except WRONG:
             return
         if shown:
             self.grids.append({"s": series, "row": name, "cells": shown})
 
 
+TABLES = ("points", "full", "tasks", "rows", "cells", "costs", "free")
+
+
 def on_front(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], name: str) -> bool:
     """Whether no other row costs as little and loses as little, one of them truly less."""
-    own = (row[name], -row["change"][0])
+    own = (row[name], -row["diff"])
     if own[0] is None:
         return False
-    others = [(other[name], -other["change"][0]) for other in rows if other[name] is not None]
+    others = [(other[name], -other["diff"]) for other in rows if other[name] is not None]
     return not any(other[0] <= own[0] and other[1] <= own[1] and other != own for other in others)
 
 
@@ -383,19 +380,16 @@ def least_budget(swept: Swept) -> dict[str, Any]:
     return shown | {"text": text, "interval": interval, "order": order if order < 2 else None, "ends": ends}
 
 
-def changed(own: Interval) -> list:
-    """[difference, low, high, full, method, lost, gained, same, samples]"""
-    points = (own.difference, own.low, own.high, own.mean_full, own.mean_method)
-    return [*map(hundredths, points), own.lost, own.gained, own.same, own.samples]
+def changed(own: Interval) -> dict[str, Any]:
+    """A difference from the full cache, in points, and the samples behind it."""
+    found = {"diff": own.difference, "diff_low": own.low, "diff_high": own.high, "full": own.mean_full}
+    found |= {"score": own.mean_method, "lost": own.lost, "gained": own.gained, "same": own.same}
+    return found | {"n": own.samples}
 
 
-def stated(own: Mean) -> list:
-    return [hundredths(point) for point in (own.value, own.low, own.high)]
-
-
-def hundredths(points: float | None) -> float | None:
-    """Of a point: more than samples can tell, and what a page of many runs can carry."""
-    return None if points is None else round(points, 2)
+def stated(own: Mean) -> dict[str, Any]:
+    """A mean score, in points."""
+    return {"score": own.value, "score_low": own.low, "score_high": own.high, "n": own.samples}
 
 
 def size(run: Stored) -> tuple[bool, float]:

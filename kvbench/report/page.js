@@ -5,6 +5,7 @@
   const FULL = { colour: DATA.ink, shape: "diamond" };
   const state = { model: ALL, task: ALL, question: ALL, block: ALL, off: new Set() };
   const methods = new Map();
+  const rowsOf = ({ names, rows }) => rows.map((row) => Object.fromEntries(names.map((name, at) => [name, row[at]])));
   for (const panel of DATA.panels) for (const own of panel.series) methods.set(own.method, own);
 
   // ---- small things
@@ -27,7 +28,6 @@
   const PATHS = { circle: "M6 1.5a4.5 4.5 0 1 0 .01 0z", square: "M2 2h8v8H2z", "triangle-up": "M6 1.5L11 10.5H1z", diamond: "M6 .5L11 6L6 11.5L1 6z" };
   const mark = (own) => svg("svg", { class: "mark", width: 12, height: 12, viewBox: "0 0 12 12", "aria-hidden": "true" }, svg("path", { d: PATHS[own.shape], fill: own.colour }));
   const points = (value, sign) => (value === null || value === undefined ? "–" : (sign && value > 0 ? "+" : "") + value.toFixed(1).replace("-", "−"));
-  const between = (low, high, sign) => (low === null ? "one context: none" : `${points(low, sign)} to ${points(high, sign)}`);
   const percent = (share) => `${(100 * share).toFixed(1)}\u202f%`;
   const title = (panel) => `${panel.task} · question ${panel.question}`;
   const heading = (panel) => el("header", {}, el("h3", {}, title(panel)), el("small", {}, [panel.model, ...panel.also].join(" · ")));
@@ -38,11 +38,6 @@
   const passes = (own) => !state.off.has(own.method) && (state.block === ALL || blockOf(own.block) === state.block);
   const shows = (panel) => ["model", "task", "question"].every((key) => state[key] === ALL || panel[key] === state[key]);
   const chosen = () => DATA.panels.map((panel, index) => ({ panel, index })).filter(({ panel }) => shows(panel));
-
-  function changed(own) {
-    const [diff, low, high, full, score, lost, gained, same, n] = own;
-    return { diff, full, score, n, interval: between(low, high, true), changed: `${lost} / ${gained} / ${same}` };
-  }
 
   // ---- charts: drawn when they come near the screen
 
@@ -60,6 +55,7 @@
       (error) => { node.textContent = "This chart cannot be drawn."; console.error(error); },
     );
   }
+  const tables = (panel, series) => ({ series, ...Object.fromEntries(Object.entries(panel).filter(([, own]) => own.names).map(([name, own]) => [name, rowsOf(own)])) });
   function chart(name, datasets, label, more) {
     const node = el("div", { class: "chart", "data-chart": name, role: "img", "aria-label": label });
     waiting.set(node, { ...structuredClone(DATA.charts[name]), datasets, ...more });
@@ -88,58 +84,46 @@
         el("td", { class: "num" }, place(one) === Infinity ? "–" : String(1 + own.filter((other) => place(other) < place(one)).length)),
         el("td", { class: "name marked" }, mark(one), one.label),
         el("td", { class: "num" }, text), el("td", { class: "num muted" }, interval || why || "–"),
-        el("td", { class: "strip" }, strip), el("td", { class: "num wider" }, one.smallest.most === null ? "–" : percent(one.smallest.most)), el("td", { class: "num wider" }, String(one.points[0][5])));
+        el("td", { class: "strip" }, strip), el("td", { class: "num wider" }, one.smallest.most === null ? "–" : percent(one.smallest.most)), el("td", { class: "num wider" }, String(one.samples)));
     });
     const head = ["#:num", "method:", "smallest:num", "95\u202f% interval:num", "measured range:strip", "at most:num wider", "samples:num wider"].map((text) => el("th", { class: text.split(":")[1] }, text.split(":")[0]));
     return [el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows))];
   }
 
   function curves(panel) {
-    const own = panel.series.filter((one) => passes(one) && one.points.length);
+    const own = panel.series.filter((one) => passes(one) && one.smallest);
     if (!own.length) return null;
-    const rows = own.flatMap((one) => one.points.map(([budget, share, score, low, high, n, change]) => ({
-      ...changed(change), series: one.label, colour: one.colour, shape: one.shape, dash: one.dash, budget, share, score, n, low, high, between: between(low, high),
-    })));
-    const [score, low, high] = own[0].full;
     const dash = (one) => svg("svg", { class: "mark", width: 22, height: 12, viewBox: "0 0 22 12", "aria-hidden": "true" },
       svg("line", { x1: 0, x2: 22, y1: 6, y2: 6, stroke: one.colour, "stroke-width": 2, "stroke-dasharray": one.dash[1] ? one.dash.join(" ") : "none" }), svg("path", { d: PATHS[one.shape], fill: one.colour, transform: "translate(5 0)" }));
     const key = own.map((one) => el("span", {}, dash(one), one.label));
     key.push(el("span", {}, dash({ colour: DATA.ink, shape: "diamond", dash: [4, 3] }), "full cache"));
     const left = Math.max(...own.map((one) => one.left_out));
-    return [chart("curve", { points: rows, full: [{ score, low, high }] }, `Score against measured share, ${title(panel)}`), el("div", { class: "key" }, key),
+    return [chart("curve", tables(panel, own), `Score against measured share, ${title(panel)}`), el("div", { class: "key" }, key),
       el("small", {}, own[0].average + (left ? `; up to ${left} samples not answered everywhere are left out` : ""))];
   }
 
   function tasks(panel) {
-    const rows = panel.rows.map(([s, row], order) => ({ row, order, colour: panel.series[s].colour, shown: passes(panel.series[s]) }));
-    const shown = rows.filter((row) => row.shown);
-    if (!shown.length) return null;
-    const cells = panel.cells.filter(([at]) => rows[at].shown).map(([at, column, ...change]) => ({
-      ...changed(change), row: rows[at].row, order: at, task: panel.tasks[column], column,
-    }));
-    const node = chart("tasks", { cells, rows: shown }, `Difference from the full cache by task, ${title(panel)}`, { height: 24 * shown.length });
-    node.style.minWidth = `${190 + 52 * panel.tasks.length}px`;
-    node.style.maxWidth = `${230 + 110 * panel.tasks.length}px`;
+    const own = panel.series.filter(passes);
+    if (!own.length) return null;
+    const rows = rowsOf(panel.rows).filter(({ s }) => own.includes(panel.series[s])).length;
+    const node = chart("tasks", tables(panel, own), `Difference from the full cache by task, ${title(panel)}`, { height: rows * DATA.charts.tasks.height });
+    node.style.minWidth = `${190 + 52 * panel.tasks.rows.length}px`;
+    node.style.maxWidth = `${230 + 110 * panel.tasks.rows.length}px`;
     return [el("div", { class: "scroll" }, node)];
   }
 
   function grids(panel) {
     const own = panel.grids.filter(({ s }) => s === null || passes(panel.series[s]));
     if (!own.some(({ s }) => s !== null || !panel.series.length)) return null;
-    const depth = (value) => (typeof value === "number" ? value : -1);
     return [el("div", { class: "grids" }, own.map(({ s, row, cells }) => el("div", {},
       el("h4", {}, mark(s === null ? FULL : panel.series[s]), row),
-      chart("grid", { cells: cells.map(([length, deep, score, low, high, n]) => ({ length, depth: deep, order: depth(deep), score, n, label: cells.length > 60 ? "" : score.toFixed(0), between: between(low, high) })) }, `Score by length and depth, ${row}`))))];
+      chart("grid", { cells: rowsOf(cells) }, `Score by length and depth, ${row}`))))];
   }
 
   function costs(panel) {
-    const own = panel.costs.filter(({ s }) => passes(panel.series[s]));
-    if (!own.length) return null;
-    const rows = own.map(({ s, change, ...cost }) => ({ ...changed(change), ...cost, colour: panel.series[s].colour, shape: panel.series[s].shape }));
-    return [el("div", { class: "trio" }, ["held", "ttft", "tpot"].map((name) => {
-      const known = rows.filter((row) => row[name] !== null);
-      return chart(name, { points: known, full: panel.full && panel.full[name] !== null ? [panel.full] : [] }, `Score difference against ${name}, ${title(panel)}`);
-    }))];
+    const own = panel.series.filter(passes);
+    if (!own.length || !panel.costs.rows.length) return null;
+    return [el("div", { class: "trio" }, ["held", "ttft", "tpot"].map((name) => chart(name, tables(panel, own), `Score difference against ${name}, ${title(panel)}`)))];
   }
 
   const SECTIONS = [

@@ -10,7 +10,7 @@ from typing import Any
 import vl_convert
 
 from kvbench.report.charts import charts
-from kvbench.report.gather import WRONG, Gathered, gather, said
+from kvbench.report.gather import TABLES, WRONG, Gathered, gather, said
 from kvbench.report.looks import FULL
 from kvbench.report.samples import embedded, write
 from kvbench.settings import SettingError
@@ -18,6 +18,7 @@ from kvbench.settings import SettingError
 HERE = Path(__file__).parent
 FOLDER = "report"  # of the samples, beside the page
 DIGITS = 4  # after the point
+PACKED = (*TABLES, "cells")  # a grid's too
 MOST = 2_000_000  # bytes of a page
 
 
@@ -61,7 +62,7 @@ def html(page: dict[str, Any]) -> str:
     for text in (library, script):
         if "</script" in text.lower() or "<!--" in text:
             raise ValueError("a script that would end itself")
-    data = embedded(rounded(page | {"charts": charts(), "ink": FULL}))
+    data = embedded(packed(page) | {"charts": charts(), "ink": FULL})
     allowed = " ".join(f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in (library, script))
     policy = (  # the library compiles expressions; loaded by these two scripts and by nobody else: files of samples
         f"default-src 'none'; script-src {allowed} 'strict-dynamic' 'unsafe-eval'; style-src 'unsafe-inline'; "
@@ -85,13 +86,16 @@ def html(page: dict[str, Any]) -> str:
     )
 
 
-def rounded(value: Any) -> Any:
-    """Floats with the digits that a page can show."""
+def packed(value: Any, name: str = "") -> Any:
+    """Floats with the digits that a page can show, and tables with their names once: {"names": […], "rows": [[…]]}."""
     if isinstance(value, float):
         return round(value, DIGITS)
+    if name in PACKED:
+        names = list(value[0]) if value else []
+        return {"names": names, "rows": [[packed(row[key]) for key in names] for row in value]}
     if isinstance(value, dict):
-        return {key: rounded(own) for key, own in value.items()}
-    return [rounded(own) for own in value] if isinstance(value, list | tuple) else value
+        return {key: packed(own, key) for key, own in value.items()}
+    return [packed(own) for own in value] if isinstance(value, list | tuple) else value
 
 
 def main(results: Path) -> int:
