@@ -5,7 +5,7 @@ VERSIONS := 5.5.4 5.17.0 5.23.0
 ARGS ?= method=dropkv budget=0.05 task=ruler
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: report test-browser table papers test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint bench-methods efficiency efficiency-tables reference-model
+.PHONY: report figures test-browser table papers test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint bench-methods efficiency efficiency-tables reference-model
 
 setup: .venv/ready
 
@@ -79,6 +79,10 @@ wandb-sync: setup
 # the store as a page: results/report.html, and the samples' files beside it
 report: setup
 	@$(BIN)/python -m kvbench.report $(RESULTS)
+
+# its charts for print, PDF, SVG, PNG and CSV, in results/figures/: FILTERS="question=hidden method=snapkv --kind curve"
+figures: setup
+	@$(BIN)/python -m kvbench.figures $(RESULTS) $(FILTERS)
 
 # the page in a headless Chromium, installed with apt if it is missing; SHOTS=folder keeps screenshots
 test-browser: setup

@@ -12,12 +12,11 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 from math import inf, isfinite
-from pathlib import Path
 
 from kvbench.budget_curve import KEEP, Estimate
 from kvbench.metrics import data_kinds
 from kvbench.settings import SettingError, choose
-from kvbench.stored import CACHE, Stored, chosen, differing, read
+from kvbench.stored import CACHE, Stored, asked, chosen, differing, read
 from kvbench.swept import EACH, SHARES, Choice, Swept, sweep
 from kvbench.tables import EMBEDDED, MINIATURE
 from kvbench.text_table import NONE, Column, aligned, between, escape, number, percent, wrapped
@@ -86,7 +85,7 @@ def in_common(curves: Iterable[Swept]) -> tuple[float, float] | None:
 
 def report(options: Namespace, width: int) -> tuple[list[str], list[str]]:
     """What is printed, and what is refused; SettingError for a store or filter that gives nothing."""
-    stored, unfinished = read(Path(options.results))
+    stored, unfinished = read(options.results)
     runs = [run for run in chosen(stored, options.filters) if not run.full]
     if not runs:
         raise SettingError(f"{options.results}: the full cache alone makes no curve")
@@ -127,14 +126,7 @@ def arguments(given: Sequence[str]) -> Namespace:
     parser.add_argument("--average", help=f"name of one of the task's averages, or {EACH}; default: its first")
     parser.add_argument("--full", metavar="HASH", help="run of the full cache, where there are several")
     options = parser.parse_args(given)
-    folders = [own for own in options.chosen if "=" not in own]
-    if len(folders) > 1:
-        raise SettingError(f"{folders[1]}: one folder of results, then setting=value")
-    options.results = folders[0] if folders else "results"
-    filters = [own.split("=", 1) for own in options.chosen if "=" in own]
-    options.filters = dict(filters)
-    if len(options.filters) < len(filters):
-        raise SettingError(f"{' '.join(map('='.join, filters))}: each setting once, with values between commas")
+    options.results, options.filters = asked(options.chosen)
     subtask = options.filters.pop("subtask", None)
     choose("--against", options.against, SHARES)
     options.choice = Choice(options.against, options.average, subtask, options.full)

@@ -75,6 +75,17 @@ def read(results: Path) -> tuple[list[Stored], int]:
     return found, len(runs) - len(found)
 
 
+def asked(given: Sequence[str]) -> tuple[Path, dict[str, str]]:
+    """The folder of results and the filters of a command line, `results setting=value,value …`; SettingError."""
+    folders = [own for own in given if "=" not in own]
+    if len(folders) > 1:
+        raise SettingError(f"{folders[1]}: one folder of results, then setting=value")
+    filters = [own.split("=", 1) for own in given if "=" in own]
+    if len(dict(filters)) < len(filters):
+        raise SettingError(f"{' '.join(map('='.join, filters))}: each setting once, with values between commas")
+    return Path(folders[0] if folders else "results"), dict(filters)
+
+
 def chosen(runs: Sequence[Stored], filters: Mapping[str, str]) -> list[Stored]:
     """The runs whose settings are among the values given, a value or several between commas; SettingError for a setting
     that no run has.

@@ -25,6 +25,7 @@ RECORDS = (
     "kvbench.sweep",
     "kvbench.budget_curve",
     "kvbench.curves",
+    "kvbench.figures",
     "kvbench.means",
     "kvbench.metrics",
     "kvbench.rendering",

@@ -6,6 +6,7 @@
     gather.py    runs -> panels: what is shown, computed by the modules that make the tables
     samples.py   answers beside the full cache's, in files that the page loads when they are asked for
     charts.py    Vega-Lite specifications, of the page and of kvbench.figures, which give them these numbers
+    printed.py   a chart with title, key and width, for kvbench.figures
     page.py      all of it as one file, with page.css and page.js
 
 Text from records reaches the page as ASCII JSON and is shown as text only; the page's policy allows no request.

@@ -13,7 +13,10 @@ INK, MUTED, LINE = "#1a1a1a", "#5f6368", "#e8eaed"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 SHARES = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1]
 LOSS = ["#a6381f", "#e08a63", "#f1f3f4", "#7ab0d4", "#1f5f99"]  # worse to better, told apart by all
+LOSSES = alt.Scale(domain=[-100, -40, 0, 40, 100], range=LOSS, interpolate="rgb", clamp=True)
+DARK, GAIN = "abs(datum.diff) > 65", "Difference"
 SCORE = ["#f2f4f7", "#bcd3e6", "#6fa3cc", "#2f6ea8", "#123f6d"]
+SCORES = alt.Scale(domain=[0, 25, 50, 75, 100], range=SCORE, interpolate="rgb")
 FULL_DASH = [4, 3]
 CROWD = 60  # cells of a grid, from which on they carry no numbers
 CONFIG = {
@@ -42,6 +45,7 @@ def charts() -> dict[str, Any]:
 
 
 BYTES = "Measured share of the full cache's bytes"
+ROWS = "Measured share of the rows, attended while decoding"
 COSTS = {
     "held": ("Bytes held, share of the full cache", ".0%"),
     "ttft": ("Time to first token, ms", "~s"),
@@ -124,12 +128,7 @@ def tasks(legend: alt.Legend | None = None) -> alt.LayerChart:
     cells = of_series("cells")
     cells.transform = [*alt.Chart().transform_lookup(lookup="order", from_=rows).transform, *cells.transform]
     base = cells.transform_lookup(lookup="column", from_=names).encode(x=column, y=row)
-    colour = alt.Color(
-        "diff:Q",
-        title="Score difference",
-        legend=legend,
-        scale=alt.Scale(domain=[-100, -40, 0, 40, 100], range=LOSS, interpolate="rgb", clamp=True),
-    )
+    colour = alt.Color("diff:Q", title=GAIN, legend=legend, scale=LOSSES)
     tip = [
         alt.Tooltip("row:N", title="run"),
         alt.Tooltip("task:N"),
@@ -138,7 +137,7 @@ def tasks(legend: alt.Legend | None = None) -> alt.LayerChart:
         alt.Tooltip("score:Q", format=".1f"),
         alt.Tooltip("n:Q", title="samples"),
     ]
-    dark = alt.condition("abs(datum.diff) > 65", alt.value("white"), alt.value(INK))
+    dark = alt.condition(DARK, alt.value("white"), alt.value(INK))
     stripe = of_series("rows").mark_rect()
     return alt.layer(
         stripe.encode(x=alt.value(-5), x2=alt.value(-1), y=row, fill=alt.Fill("colour:N", scale=None, legend=None)),
@@ -147,22 +146,20 @@ def tasks(legend: alt.Legend | None = None) -> alt.LayerChart:
     ).properties(height=24)  # of a row: whoever draws it knows how many there are
 
 
-def grid(legend: alt.Legend | None = None) -> alt.LayerChart:
-    """One run's scores by length and depth: its `cells` of the table `grids`."""
+def grid(legend: alt.Legend | None = None, change: bool = False) -> alt.LayerChart:
+    """One run's scores by length and depth, or what they lack of the full cache's; `cells` of the table `grids`."""
+    value, form = ("diff", "+.0f") if change else ("score", ".0f")
+    place = alt.Axis(labelAngle=0, domain=False, ticks=False, labelOverlap=True)
+    order = alt.EncodingSortField("place", op="min")
+    texts = {"between": said("score_low", "score_high"), "interval": said("diff_low", "diff_high", "+")}
     base = (
         alt.Chart()
-        .transform_calculate(between=said("score_low", "score_high"), place="isNumber(datum.depth) ? datum.depth : -1")
-        .transform_joinaggregate(cells="count()")
+        .transform_filter(f"isValid(datum.{value})")
+        .transform_calculate(place="isNumber(datum.depth) ? datum.depth : -1", **texts)
+        .transform_joinaggregate(cells="count()", groupby=[])
         .encode(
-            x=alt.X(
-                "length:O", title="Length", axis=alt.Axis(labelAngle=0, domain=False, ticks=False, labelOverlap=True)
-            ),
-            y=alt.Y(
-                "depth:O",
-                title="Depth, %",
-                sort=alt.EncodingSortField("place", op="min"),
-                axis=alt.Axis(domain=False, ticks=False, labelOverlap=True),
-            ),
+            x=alt.X("length:O", title="Length", axis=place),
+            y=alt.Y("depth:O", title="Depth, %", sort=order, axis=place),
         )
     )
     tip = [
@@ -170,19 +167,21 @@ def grid(legend: alt.Legend | None = None) -> alt.LayerChart:
         alt.Tooltip("depth:O"),
         alt.Tooltip("score:Q", format=".1f"),
         alt.Tooltip("between:N", title="95 %"),
+        alt.Tooltip("diff:Q", title="difference", format="+.1f"),
+        alt.Tooltip("interval:N", title="its 95 %"),
         alt.Tooltip("n:Q", title="samples"),
     ]
     colour = alt.Color(
-        "score:Q",
-        title="Score",
+        f"{value}:Q",
+        title=GAIN if change else "Score",
         legend=legend,
-        scale=alt.Scale(domain=[0, 25, 50, 75, 100], range=SCORE, interpolate="rgb"),
+        scale=LOSSES if change else SCORES,
     )
-    dark = alt.condition("datum.score > 60", alt.value("white"), alt.value(INK))
+    dark = alt.condition(DARK if change else "datum.score > 60", alt.value("white"), alt.value(INK))
     numbers = base.transform_filter(f"datum.cells <= {CROWD}").mark_text(fontSize=10)
     return alt.layer(
         base.mark_rect(stroke="#ffffff", strokeWidth=1).encode(color=colour, tooltip=tip),
-        numbers.encode(text=alt.Text("score:Q", format=".0f"), color=dark, tooltip=tip),
+        numbers.encode(text=alt.Text(f"{value}:Q", format=form), color=dark, tooltip=tip),
         data=alt.NamedData(name="cells"),
     ).properties(height=150)
 

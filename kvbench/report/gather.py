@@ -23,7 +23,7 @@ from kvbench.metrics import failure
 from kvbench.rendering import Row
 from kvbench.report.looks import DASHES, look
 from kvbench.settings import SettingError
-from kvbench.statistics import Interval
+from kvbench.statistics import Interval, paired
 from kvbench.store import RunFolder, run_hash
 from kvbench.stored import CACHE, OWN, Stored, baseline, differing
 from kvbench.swept import Choice, Swept, sweep
@@ -169,7 +169,7 @@ class Panel:
         for own in self.runs:
             if own.full:
                 self._list(own, "full cache")
-                self._grid(own, None, "full cache")
+                self._grid(own, own, None, "full cache")
         for label, dash, runs in lines(self.runs):
             place = len(series)
             ordered = [own for own in sorted(runs, key=size) if self._run(own, place, label)]
@@ -190,7 +190,7 @@ class Panel:
             averages = dict(run.value.get("averages") or []) or None
             table = closing_table(full.records, run.records, heading, averages)
             self._table(table.rows, run, series, name)
-            self._grid(run, series, name)
+            self._grid(run, full, series, name)
         except WRONG as error:
             self.refused[f"{run.hash} ({name})"] = said(error)
             return False
@@ -206,7 +206,7 @@ class Panel:
         cells, tasks = [], [own["task"] for own in self.tables["tasks"]]
         for row in order if len(order) > 2 else order[1:]:
             if row.interval:
-                task = short(f"∅ {row.subtask}" if row in averages else row.subtask)
+                task = short(f"Ø {row.subtask}" if row in averages else row.subtask)
                 tasks += [] if task in tasks else [task]
                 at = {"order": len(self.tables["rows"]), "column": tasks.index(task)}
                 cells.append(at | changed(row.interval))
@@ -253,8 +253,8 @@ class Panel:
             }
         )
 
-    def _grid(self, run: Stored, series: int | None, name: str) -> None:
-        """Score by length and depth, where records have them."""
+    def _grid(self, run: Stored, full: Stored, series: int | None, name: str) -> None:
+        """Score and difference by length and depth, where records have them."""
         cells: dict[tuple, list[dict]] = {}
         try:
             for record in run.records.values():
@@ -263,9 +263,9 @@ class Panel:
                     cells.setdefault((float(meta["length"]), meta["depth"]), []).append(record)
             shown = []
             for (length, depth), records in sorted(cells.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
-                groups = [record["group"] or record["uid"] for record in records]
-                own = mean([Values([record["score"] for record in records], groups)])
-                shown.append({"length": length, "depth": "drawn" if depth is None else depth} | stated(own))
+                own = mean([Values([record["score"] for record in records], groups_of(records))])
+                cell = {"length": length, "depth": "drawn" if depth is None else depth} | stated(own)
+                shown.append(cell | differed(full.records, records))
         except WRONG:
             return
         if shown:
@@ -390,6 +390,20 @@ def changed(own: Interval) -> dict[str, Any]:
 def stated(own: Mean) -> dict[str, Any]:
     """A mean score, in points."""
     return {"score": own.value, "score_low": own.low, "score_high": own.high, "n": own.samples}
+
+
+def differed(full: Mapping[str, dict], records: Sequence[dict]) -> dict[str, Any]:
+    """The difference of those records that the full cache has a score for too; None where none has."""
+    both = [own for own in records if own["uid"] in full and failure(full[own["uid"]]) is None]
+    if not both:
+        return dict.fromkeys(("diff", "diff_low", "diff_high"))
+    scores = [[own["score"] for own in side] for side in ([full[own["uid"]] for own in both], both)]
+    own = paired(*scores, groups_of(both))
+    return {"diff": own.difference, "diff_low": own.low, "diff_high": own.high}
+
+
+def groups_of(records: Sequence[dict]) -> list[str]:
+    return [record["group"] or record["uid"] for record in records]
 
 
 def size(run: Stored) -> tuple[bool, float]:

@@ -129,7 +129,7 @@
   const SECTIONS = [
     ["leaderboard", `Smallest budget that keeps ${100 * DATA.keep}\u202f%`, `The measured share of the full cache's bytes from which on a method keeps ${100 * DATA.keep}\u202f% of the full cache's score, straight between measured points; ≤ and > lie beyond what was measured. At most: the share of the score that the largest measured budget keeps.`, leaderboard],
     ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against what was really resident, not what was asked for. The dashed line is the full cache on the same samples.", curves],
-    ["tasks", "Difference by task", "Points gained or lost against the full cache on the same samples; ∅ is the average. Point at a cell for its interval.", tasks, "wide"],
+    ["tasks", "Difference by task", "Points gained or lost against the full cache on the same samples; Ø is the average. Point at a cell for its interval.", tasks, "wide"],
     ["grids", "Length × depth", "Mean score by the length of the context and by how deep in it the answer stands.", grids, "wide"],
     ["costs", "What a score costs", "Filled and joined: among all runs of a panel none costs less and scores more. The diamond is the full cache; times are medians.", costs, "wide"],
   ];
