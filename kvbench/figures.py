@@ -77,16 +77,17 @@ def figures(options: Namespace, found: Found, wanted: Sequence[Stored]) -> Itera
     """What there is to draw of the wanted runs; what cannot be compared becomes `damaged`."""
     for subtask in options.subtasks or [None]:
         choice = Choice(options.against, options.average, subtask)
-        parts = [None if options.against == "bytes" else options.against, options.average, subtask]
+        parts = ["" if options.against == "bytes" else options.against, options.average or "", subtask or ""]
+        curve = "-".join(["curve", *map(slug, filter(None, parts))])
         for panel in panels_of(found, wanted, choice):
             for own in panel.shown["series"]:
                 if "curve" in options.kinds and "refused" in own:
-                    found.damaged[f"{titled(panel)}, {own['label']}"] = f"no curve: {own['refused']}"
+                    found.damaged[f"{titled(panel)}-{curve}, {own['label']}"] = own["refused"]
             for kind in options.kinds:
                 pixels = 72 * (options.width or INCHES[kind]) / POINTS
                 drawing = drawn(kind, panel.shown, options.against, pixels)
                 if drawing:
-                    name = "-".join([titled(panel), panel.key[:8], kind, *map(slug, filter(None, parts))])
+                    name = f"{titled(panel)}-{curve if kind == 'curve' else kind}"
                     yield Figure(name, panel.shown, drawing, pixels)
 
 
@@ -99,7 +100,7 @@ def drawn(kind: str, panel: Mapping[str, Any], against: str, pixels: float) -> D
 
 
 def titled(panel: Panel) -> str:
-    return "-".join(slug(panel.shown[name]) for name in ("model", "task", "question"))
+    return "-".join([*(slug(panel.shown[name]) for name in ("model", "task", "question")), panel.key[:8]])
 
 
 def slug(text: str) -> str:
@@ -114,7 +115,7 @@ def draw(given: Sequence[str]) -> int:
     found = find(options.results)
     wanted = chosen(found.runs, options.filters)
     if options.subtasks:
-        there = sorted({record["subtask"] for run in wanted for record in run.records.values()})
+        there = sorted({str(own.get("subtask")) for run in wanted for own in run.records.values()})
         for subtask in options.subtasks:
             choose("subtask", subtask, there)
     if options.average is not None:
@@ -125,7 +126,10 @@ def draw(given: Sequence[str]) -> int:
     if not own:
         raise SettingError(f"{options.results}: nothing there for --kind {','.join(options.kinds)}")
     folder = options.out or options.results / "figures"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"--out {folder}: a folder that can be written ({error.strerror})") from None
     for figure in own:
         print(figure.write(folder))
     if found.unfinished:
@@ -150,11 +154,12 @@ def arguments(given: Sequence[str]) -> Namespace:
     options.results, options.filters = asked(options.chosen)
     subtasks = options.filters.pop("subtask", None)
     options.subtasks = list(dict.fromkeys(subtasks.split(","))) if subtasks is not None else []
-    options.kinds = (options.kind or ("curve" if options.subtasks else ",".join(INCHES))).split(",")
+    kinds = "curve" if options.subtasks else ",".join(INCHES)
+    options.kinds = list(dict.fromkeys((kinds if options.kind is None else options.kind).split(",")))
     for kind in options.kinds:
         choose("--kind", kind, ["curve"] if options.subtasks else list(INCHES))
     choose("--against", options.against, SHARES)
-    options.width = inches(options.width) if options.width else None
+    options.width = None if options.width is None else inches(options.width)
     return options
 
 

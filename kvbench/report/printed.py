@@ -147,7 +147,7 @@ def key(entries: Sequence[Mapping[str, Any]], width: float) -> alt.LayerChart:
     base = alt.Chart(alt.Data(values=values)).encode(y=alt.Y("y:Q", scale=None, axis=None), color=charts.COLOUR)
     line = base.transform_filter("datum.dash").mark_rule(strokeWidth=2)
     mark = base.transform_filter("datum.shape").mark_point(filled=True, size=60, opacity=1)
-    name = base.mark_text(align="left", dx=6, fontSize=11, limit=width - 30, color=charts.INK)
+    name = base.mark_text(align="left", dx=6, fontSize=11, limit=width - 30)
     return alt.layer(
         line.encode(x=at("x"), x2="end", strokeDash=charts.DASH),
         mark.encode(x=at("mid"), shape=charts.SHAPE),
@@ -169,15 +169,9 @@ def specification(drawing: Drawing, panel: Mapping[str, Any], plot: float, total
     chart = drawing.chart(plot)
     parts = [chart, key(drawing.key, plot * drawing.plots)] if drawing.key else [chart]
     figure = alt.vconcat(*parts, spacing=14, title=titled(panel, drawing.about, total)).configure(**CONFIG)
-    spec = figure.resolve_scale(color="independent", shape="independent", strokeDash="independent").to_dict(
-        validate=False
-    )
-    spec["datasets"] = spec.get("datasets", {}) | {
-        name: [{key: own for key, own in row.items() if key != "smallest"} for row in rows]
-        for name, rows in drawing.tables.items()
-        if name in named(spec)
-    }
-    return spec
+    spec = figure.resolve_scale(color="independent", shape="independent", strokeDash="independent").to_dict()
+    tables = {name: drawing.tables[name] for name in sorted(named(spec) & drawing.tables.keys())}
+    return spec | {"datasets": spec.get("datasets", {}) | tables}
 
 
 def named(spec: Any) -> set[str]:
