@@ -10,7 +10,7 @@ from hashlib import sha256
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#332288", "#56B4E9", "#882255", "#999933")
 SHAPES = ("circle", "square", "triangle-up")
 FULL = "#333333"
-DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2])  # variants of one method in one panel
+DASHES = ([], [6, 3], [2, 2], [8, 2, 2, 2])  # variants of one method in one panel
 ORDER = (
     *("snapkv", "keydiff", "dropkv", "h2o", "sink", "expected_attention", "knorm", "kvzip", "tova"),
     *("cake", "criticalkv", "centroidkv", "andpro", "observed_attention", "duo_attention", "quest", "qfilters"),

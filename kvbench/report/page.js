@@ -94,7 +94,7 @@
     const own = panel.series.filter((one) => passes(one) && one.smallest);
     if (!own.length) return null;
     const dash = (one) => svg("svg", { class: "mark", width: 22, height: 12, viewBox: "0 0 22 12", "aria-hidden": "true" },
-      svg("line", { x1: 0, x2: 22, y1: 6, y2: 6, stroke: one.colour, "stroke-width": 2, "stroke-dasharray": one.dash[1] ? one.dash.join(" ") : "none" }), svg("path", { d: PATHS[one.shape], fill: one.colour, transform: "translate(5 0)" }));
+      svg("line", { x1: 0, x2: 22, y1: 6, y2: 6, stroke: one.colour, "stroke-width": 2, "stroke-dasharray": one.dash.join(" ") || "none" }), svg("path", { d: PATHS[one.shape], fill: one.colour, transform: "translate(5 0)" }));
     const key = own.map((one) => el("span", {}, dash(one), one.label));
     key.push(el("span", {}, dash({ colour: DATA.ink, shape: "diamond", dash: [4, 3] }), "full cache"));
     const left = Math.max(...own.map((one) => one.left_out));

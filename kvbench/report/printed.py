@@ -97,7 +97,8 @@ def grid(panel: Mapping[str, Any], total: float, change: bool = False) -> Drawin
     lengths, depths = (len({own[name] for own in cells}) for name in ("length", "depth"))
     least = max(76, 17 * lengths, min(LETTER * max(map(len, runs)), total - 130))
     beside = max(1, min(len(runs), int((total - 130) // (least + 12))))
-    beside = ceil(len(runs) / ceil(len(runs) / beside))
+    whole = (own for own in range(beside, beside // 2, -1) if len(runs) % own == 0)  # no row with a gap
+    beside = next(whole, ceil(len(runs) / ceil(len(runs) / beside)))
     height = max(60, min(200, 20 * depths))
 
     def chart(width: float) -> alt.FacetChart:
