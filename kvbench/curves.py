@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvbench.budget_curve import KEEP, Estimate
 from kvbench.metrics import data_kinds
-from kvbench.settings import SettingError, choose
+from kvbench.settings import SettingError, answered, choose
 from kvbench.stored import CACHE, Stored, chosen, differing, read
 from kvbench.swept import EACH, SHARES, Choice, Swept, sweep
 from kvbench.tables import EMBEDDED, MINIATURE
@@ -155,6 +155,11 @@ def shares(name: str, text: str, count: int) -> tuple[float, ...]:
 
 
 def main(given: Sequence[str]) -> int:
+    return answered(lambda: show(given))
+
+
+def show(given: Sequence[str]) -> int:
+    """Print curves, and what makes none; 2 if anything does."""
     try:
         lines, refused = report(arguments(given), 120)
     except SettingError as error:

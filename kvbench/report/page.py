@@ -13,7 +13,7 @@ from kvbench.report.charts import charts
 from kvbench.report.gather import WRONG, Gathered, gather, said
 from kvbench.report.looks import FULL
 from kvbench.report.samples import embedded, write
-from kvbench.settings import SettingError
+from kvbench.settings import answered
 
 HERE = Path(__file__).parent
 FOLDER = "report"  # of the samples, beside the page
@@ -95,13 +95,12 @@ def rounded(value: Any) -> Any:
 
 
 def main(results: Path) -> int:
-    try:
-        path = report(results, datetime.now(UTC))
-    except SettingError as error:
-        print(f"kvbench: {error}", file=sys.stderr)
-        return 2
+    return answered(lambda: show(report(results, datetime.now(UTC))))
+
+
+def show(path: Path) -> None:
+    """Print where the page is and what it weighs."""
     size = path.stat().st_size
     print(f"{path}  {size / 1e6:.2f} MB")
     if size > MOST:
         print(f"kvbench: {path} has more than {MOST / 1e6:g} MB: a results folder for each study", file=sys.stderr)
-    return 0
