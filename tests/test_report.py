@@ -200,6 +200,7 @@ def test_the_page_says_what_it_is_made_of(store):
     page = data_of(report(store, NOW))
     assert page["made"] == "2026-01-02 03:04 UTC" and page["models"] == ["reference 0a1b"]
     assert page["machines"] == ["CPU x86_64, 1 thread, Python 3.11, torch 2.13.0"]
+    assert {run["code"] for run in page["runs"]} == {"git 0123456789 dirty"}
     assert {run["sources"] for run in page["runs"]} == {"s0"} and len(page["runs"]) == 26
     notes = " ".join(page["panels"][0]["notes"])
     assert "no evidence about large models" in notes and "Miniature data" in notes

@@ -126,7 +126,7 @@ def gather(results: Path, now: datetime) -> Gathered:
         "unfinished": len(found.unfinished),
         "damaged": [[short(name), short(reason, 300)] for name, reason in sorted(found.damaged.items())],
         "models": sorted({f"{named(value, 'model')} {short(value['model'].get('identity') or '')}" for value in first}),
-        "machines": sorted({one for run in found.runs for one in machines(results, run.hash)}),
+        "machines": sorted({hardware for run in found.runs for hardware, _ in machines(run)}),
     }
     return Gathered(page, pairings)
 
@@ -255,6 +255,7 @@ class Panel:
                 "budget": "" if run.full else budget(run),
                 "samples": len(run.records),
                 "sources": short(str(run.value.get("sources") or "")),
+                "code": ", ".join(sorted({code for _, code in machines(run) if code})),
                 "date": datetime.fromtimestamp((path / "done").stat().st_mtime, UTC).strftime("%Y-%m-%d"),
             }
         )
@@ -349,18 +350,20 @@ def setting(value: Any, hashed: bool) -> str:
 HASHES = ("data", "model.identity")
 
 
-def machines(results: Path, name: str) -> list[str]:
-    """What ran it, a line for each machine that did."""
+def machines(run: Stored) -> list[tuple[str, str]]:
+    """What ran it: (hardware and versions, revision of the code, "" of an older record), of each machine that did."""
     found = []
-    for path in sorted((results / "runs" / name).glob("machine*.json")):
+    for path in sorted(run.folder.path.glob("machine*.json")):
         try:
             own = json.loads(path.read_text())
             parts = [own.get("gpu") or f"CPU {own.get('processor')}, {own.get('threads')} threads"]
             parts += [f"Python {own.get('python')}"]
             parts += [f"{key} {own['versions'][key]}" for key in ("torch", "transformers") if key in own["versions"]]
-            found.append(short(", ".join(parts).replace(" 1 threads", " 1 thread")))
+            kind, _, code = str(own.get("code", "")).partition(" ")
+            code = f"{kind} {code[:10]}{' dirty' * code.endswith(' dirty')}" if kind else ""
+            found.append((short(", ".join(parts).replace(" 1 threads", " 1 thread")), short(code)))
         except (OSError, *WRONG):
-            found.append(f"{path.name} of {name} cannot be read")
+            found.append((f"{path.name} of {run.hash} cannot be read", ""))
     return found
 
 

@@ -275,17 +275,21 @@
   function runs() {
     const cell = (text, kind) => el("td", { class: kind || "" }, text);
     const rows = DATA.runs.map((run) => el("tr", {}, cell(el("code", {}, run.hash)), cell(title(DATA.panels[run.panel])), cell(run.series, "name"), cell(run.budget, "num"),
-      cell(String(run.samples), "num"), cell(el("code", {}, run.sources)), cell(run.date), cell((run.notes || []).join(" "))));
-    const head = ["run", "task", "method", "budget", "samples", "code", "finished", ""].map((text) => el("th", { class: text === "budget" || text === "samples" ? "num" : "" }, text));
+      cell(String(run.samples), "num"), cell(run.code), cell(el("code", {}, run.sources)), cell(run.date), cell((run.notes || []).join(" "))));
+    const head = ["run", "task", "method", "budget", "samples", "code", "sources", "finished", ""].map((text) => el("th", { class: text === "budget" || text === "samples" ? "num" : "" }, text));
     return el("details", {}, el("summary", {}, `${DATA.runs.length} runs`), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows))));
   }
   function facts() {
-    const codes = [...new Set(DATA.runs.map((run) => run.sources))].sort(), dates = DATA.runs.map((run) => run.date).sort();
+    const each = (key, many) => {
+      const own = [...new Set(DATA.runs.map((run) => run[key]).filter(Boolean))].sort();
+      return own.length > 3 ? `${own.length} ${many}, listed under Runs` : own.join(", ");
+    };
+    const dates = DATA.runs.map((run) => run.date).sort();
     const period = dates.length ? (dates[0] === dates[dates.length - 1] ? dates[0] : `${dates[0]} to ${dates[dates.length - 1]}`) : "–";
     const rows = [
       ["Runs", `${DATA.runs.length} finished, ${methods.size} methods, ${DATA.runs.reduce((sum, run) => sum + run.samples, 0)} answers` + (DATA.unfinished ? `; ${DATA.unfinished} unfinished left out` : "")],
       ["Models", DATA.models.join("; ") || "–"],
-      ["Code", codes.length > 3 ? `${codes.length} hashes of sources, listed under Runs` : codes.join(", ") || "–"],
+      ["Code", [each("code", "revisions"), each("sources", "hashes of sources")].filter(Boolean).join("; sources ") || "–"],
       ["Hardware", DATA.machines.join("; ") || "–"],
       ["Measured", `${period}; page made ${DATA.made}`],
     ];
