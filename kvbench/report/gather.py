@@ -103,8 +103,12 @@ def missing(value: Mapping[str, Any]) -> list[str]:
 
 
 def gather(results: Path, now: datetime) -> Gathered:
-    """Everything but the answers."""
-    found = find(results)
+    """Everything but the answers; SettingError for a folder without runs."""
+    return shown(find(results), now)
+
+
+def shown(found: Found, now: datetime) -> Gathered:
+    """The same of runs that were found."""
     groups: dict[str, list[Stored]] = {}
     for run in found.runs:
         groups.setdefault(protocol(run.value), []).append(run)
@@ -118,10 +122,18 @@ def gather(results: Path, now: datetime) -> Gathered:
         found.damaged |= panel.refused
         listed += panel.listed
     first = [run.value for run in found.runs]
+    series = [(panel, own) for panel in panels for own in panel["series"]]
     page = {
         "made": now.strftime("%Y-%m-%d %H:%M UTC"),
         "keep": KEEP,
         "panels": panels,
+        "methods": {own["method"]: look(own["method"]) for _, own in series},
+        "blocks": list({own["block"]: None for _, own in series}),
+        "refused": [
+            f"{panel['task']} · question {panel['question']}, {own['label']}: no curve: {own['refused']}"
+            for panel, own in series
+            if "refused" in own
+        ],
         "runs": listed,
         "unfinished": len(found.unfinished),
         "damaged": [[short(name), short(reason, 300)] for name, reason in sorted(found.damaged.items())],
