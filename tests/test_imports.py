@@ -23,6 +23,7 @@ RECORDS = (
     "kvbench.frames",
     "kvbench.audit",
     "kvbench.sweep",
+    "kvbench.dashboard",
     "kvbench.budget_curve",
     "kvbench.curves",
     "kvbench.means",
