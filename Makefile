@@ -5,7 +5,7 @@ VERSIONS := 5.5.4 5.17.0 5.23.0
 ARGS ?= method=dropkv budget=0.05 task=ruler
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: report figures test-browser table papers test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint bench-methods efficiency efficiency-tables reference-model
+.PHONY: report figures dashboard test-browser table papers test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint bench-methods efficiency efficiency-tables reference-model
 
 setup: .venv/ready
 
@@ -84,10 +84,16 @@ report: setup
 figures: setup
 	@$(BIN)/python -m kvbench.figures $(RESULTS) $(FILTERS)
 
+# the page on http://127.0.0.1:8765, which follows sweeps as they run; PORT= takes another
+PORT ?= 8765
+
+dashboard: setup
+	@$(BIN)/python -m kvbench.dashboard $(RESULTS) --port $(PORT)
+
 # the page in a headless Chromium, installed with apt if it is missing; SHOTS=folder keeps screenshots
 test-browser: setup
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium)
-	$(if $(SHOTS),KVBENCH_SHOTS=$(abspath $(SHOTS))) $(PYTEST) -m browser tests/test_report_browser.py
+	$(if $(SHOTS),KVBENCH_SHOTS=$(abspath $(SHOTS))) $(PYTEST) -m browser tests/test_report_browser.py tests/test_dashboard.py
 
 # a sweep on a real SLURM: installed with apt if it is missing, started on the loopback, stopped in the end
 test-slurm: setup

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import catalogue
-from kvbench.settings import SettingError
+from kvbench.settings import SettingError, answered
 
 
 @hydra.main(version_base="1.3", config_path=str(catalogue.CONF), config_name="config")
@@ -159,4 +159,4 @@ def one_line(error: BaseException | None) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answered(main))

@@ -13,7 +13,7 @@ The pattern's config.json says so; the trained gates of DuoAttention's authors a
 
 import json
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from kvbench.methods.kvzip import KVzip
 from kvbench.model import REFERENCE, Checkpoint, layout
 from kvbench.prompt import words
 from kvbench.rows import Rows
-from kvbench.settings import SettingError, choose, whole
+from kvbench.settings import SettingError, answered, choose, whole
 from kvbench.tasks import prose
 
 ROOM = 32  # tokens for what is read about a text beside the text
@@ -128,7 +128,7 @@ def write_pattern(alpha: Tensor, folder: Path, sinks: int, recent: int, source: 
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def arguments(argv: Sequence[str] | None) -> object:
+def arguments(argv: Sequence[str] | None) -> Namespace:
     parser = ArgumentParser(prog="python -m kvbench.calibrate", description="Make the file that a method needs.")
     parser.add_argument("method", choices=["qfilters", "duo_attention"])
     parser.add_argument("--model", required=True, help="reference, a local folder or a hub id")
@@ -146,7 +146,11 @@ def arguments(argv: Sequence[str] | None) -> object:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 2 and one line for a setting that cannot be used."""
-    options = arguments(argv)
+    return answered(lambda: calibrate(arguments(argv)))
+
+
+def calibrate(options: Namespace) -> None:
+    """Make the file or folder that is asked for."""
     try:
         pattern = options.method == "duo_attention"
         sequences = options.sequences if options.sequences is not None else 1 if pattern else 20
@@ -177,12 +181,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             made = query_filters(model, pieces, options.queries, options.seed)
             options.out.parent.mkdir(parents=True, exist_ok=True)
             save_file({"q_filters": made.contiguous()}, str(options.out), {"model": checkpoint.identity()})
-    except (SettingError, OSError, UnicodeDecodeError) as error:
-        print(f"kvbench: {error}", file=sys.stderr)
-        return 2
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(str(error)) from None
     kind = "pattern" if pattern else "q_filters"
     print(f"{options.out}: {kind} {tuple(made.shape)} from {len(pieces)} texts of {length} tokens")
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from math import inf, isfinite
 
 from kvbench.budget_curve import KEEP, Estimate
 from kvbench.metrics import data_kinds
-from kvbench.settings import SettingError, choose
+from kvbench.settings import SettingError, answered, choose
 from kvbench.stored import CACHE, Stored, asked, chosen, differing, read
 from kvbench.swept import EACH, SHARES, Choice, Swept, sweep
 from kvbench.tables import EMBEDDED, MINIATURE
@@ -147,6 +147,11 @@ def shares(name: str, text: str, count: int) -> tuple[float, ...]:
 
 
 def main(given: Sequence[str]) -> int:
+    return answered(lambda: show(given))
+
+
+def show(given: Sequence[str]) -> int:
+    """Print curves, and what makes none; 2 if anything does."""
     try:
         lines, refused = report(arguments(given), 120)
     except SettingError as error:

@@ -12,7 +12,7 @@ Lines are parsed a chunk at a time into Arrow columns: a million records never a
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,7 @@ import pandas
 import pyarrow
 from pyarrow import parquet
 
-from kvbench.settings import SettingError, choose
+from kvbench.settings import SettingError, answered, choose
 from kvbench.store import value_of
 
 CHUNK = 20_000  # records parsed at a time
@@ -195,9 +195,12 @@ def alike(kinds: set[pyarrow.DataType]) -> bool:
     return True
 
 
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) != 2:
+        print("kvbench: python -m kvbench.frames <results> <folder of the Parquet files>", file=sys.stderr)
+        return 2
+    return answered(lambda: print(*export(*map(Path, arguments)), sep="\n"))
+
+
 if __name__ == "__main__":
-    try:
-        for path in export(Path(sys.argv[1]), Path(sys.argv[2])):
-            print(path)
-    except SettingError as error:
-        sys.exit(f"kvbench: {error}")
+    sys.exit(main(sys.argv[1:]))

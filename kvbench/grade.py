@@ -158,11 +158,15 @@ def grade_all(results: Path, seconds: float) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
+    return answered(lambda: show(arguments))
+
+
+def show(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m kvbench.grade", description=__doc__.splitlines()[0])
     parser.add_argument("results", nargs="?", default="results", type=Path)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for one answer")
     given = parser.parse_args(arguments)
-    return answered(lambda: grade_all(given.results, given.seconds))
+    grade_all(given.results, given.seconds)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from kvbench.contradictions import contradictions
 from kvbench.measurements import measured, read
 from kvbench.protocol import Protocol, needed
 from kvbench.scores import Found, Runs
-from kvbench.settings import SettingError
+from kvbench.settings import answered
 from kvbench.specification import (
     Lines,
     Printed,
@@ -179,12 +179,13 @@ def write(path: Path, made: Table) -> list[Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     results, *which = [*(sys.argv[1:] if argv is None else argv)] or ["results"]
-    try:
-        wanted = specs(*which[:2])
-    except SettingError as error:
-        print(f"kvbench: {error}", file=sys.stderr)
-        return 2
-    written = emit(Path(results), wanted)
+    return answered(lambda: show(Path(results), which))
+
+
+def show(results: Path, which: Sequence[str]) -> None:
+    """Print the tables' files, or the text of the one that is named."""
+    wanted = specs(*which[:2])
+    written = emit(results, wanted)
     texts = map(str, written)
     if len(which) == 2:
         texts = (path.read_text(encoding="utf-8") for path in written if path.suffix == ".md")
@@ -192,7 +193,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text)
     if any(map(timed_only, wanted.values())) and not any(path.parts[-3:-2] == ("efficiency",) for path in written):
         print(f"no measurements in {results}/efficiency: `make efficiency` makes them")
-    return 0
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from kvbench import efficiency, subject, timing
 from kvbench.catalogue import CONF
 from kvbench.run import Run
-from kvbench.settings import SettingError, choose
+from kvbench.settings import SettingError, answered, choose
 
 PLAN = CONF / "efficiency" / "plan.yaml"
 EVERY = ("task=efficiency", "model=random")
@@ -74,13 +74,14 @@ def arguments(argv: Sequence[str] | None) -> Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 2 and one line for a list that does not exist; 1 if the time was over before the list was."""
-    options, begin, loaded = arguments(argv), time.monotonic(), None
+    return answered(lambda: measure_all(arguments(argv)))
+
+
+def measure_all(options: Namespace) -> int:
+    """Measure the cells of a list; 1 if the time was over first."""
+    begin, loaded = time.monotonic(), None
     plan = yaml.safe_load(options.plan.read_text())
-    try:
-        choose("list", options.list, plan)
-    except SettingError as error:
-        print(f"kvbench: {error}", file=sys.stderr)
-        return 2
+    choose("list", options.list, plan)
     todo = list(cells(plan[options.list]))
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for number, settings in enumerate(todo, 1):

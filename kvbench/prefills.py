@@ -39,7 +39,7 @@ from kvbench.model import REFERENCE, Checkpoint
 from kvbench.prompt import words
 from kvbench.run import UNCUT
 from kvbench.runner import machine
-from kvbench.settings import SettingError, choose, whole
+from kvbench.settings import SettingError, answered, choose, whole
 
 LIMIT = 1.3  # of the full cache's time
 LIMIT_LSE = 2.0
@@ -212,33 +212,32 @@ def method_args(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 2 and one line for a setting that cannot be used."""
-    options = arguments(argv)
-    try:
-        for name in ("tokens", "rounds"):
-            whole(f"--{name}", getattr(options, name), 1)
-        for method in (*options.methods, options.cross or UNCUT["method"]):
-            choose("--methods", method, methods_available())
-        if options.out.is_dir() or any(own.is_file() for own in options.out.parents):
-            raise SettingError(f"--out={options.out}: no file can be there")
-        budget, own = Budget(options.budget), method_args(options.set)
-        checkpoint = Checkpoint("timed", str(REFERENCE) if options.model == "reference" else options.model)
-        if options.tokens > checkpoint.longest():
-            raise SettingError(f"--tokens={options.tokens}: the model takes {checkpoint.longest()}")
-        model, own_words = checkpoint.weights(torch.float32, "cpu"), words(checkpoint.tokenizer())
-    except SettingError as error:
-        print(f"kvbench: {error}", file=sys.stderr)
-        return 2
+    given = sys.argv[1:] if argv is None else argv
+    return answered(lambda: time_all(arguments(given), shlex.join(["python", "-m", "kvbench.prefills", *given])))
+
+
+def time_all(options: Namespace, command: str) -> None:
+    """Measure, save and print."""
+    for name in ("tokens", "rounds"):
+        whole(f"--{name}", getattr(options, name), 1)
+    for method in (*options.methods, options.cross or UNCUT["method"]):
+        choose("--methods", method, methods_available())
+    if options.out.is_dir() or any(own.is_file() for own in options.out.parents):
+        raise SettingError(f"--out={options.out}: no file can be there")
+    budget, own = Budget(options.budget), method_args(options.set)
+    checkpoint = Checkpoint("timed", str(REFERENCE) if options.model == "reference" else options.model)
+    if options.tokens > checkpoint.longest():
+        raise SettingError(f"--tokens={options.tokens}: the model takes {checkpoint.longest()}")
+    model, own_words = checkpoint.weights(torch.float32, "cpu"), words(checkpoint.tokenizer())
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(vocabulary, (1, options.tokens), generator=torch.Generator().manual_seed(0))
     costs = measure(model, ids, budget, options.rounds, setups(options.methods, options.cross), own, own_words)
     here = machine("cpu")
     about = {name: getattr(options, name) for name in ("model", "tokens", "budget", "rounds")}
     about |= {name: here[name] for name in ("processor", "threads", "python")} | here["versions"]
-    command = shlex.join(["python", "-m", "kvbench.prefills", *(sys.argv[1:] if argv is None else argv)])
     save(costs, options.out, about | {"command": command})
     print(table(costs))
     print(f"{options.tokens} tokens, budget {options.budget}, {here['threads']} threads: {options.out}")
-    return 0
 
 
 if __name__ == "__main__":

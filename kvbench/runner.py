@@ -26,6 +26,7 @@ from kvbench.model import stop_tokens
 from kvbench.prompt import Prompt, encode_all, template_tokens, words
 from kvbench.run import DTYPES, Run
 from kvbench.settings import SettingError
+from kvbench.sources import revision
 from kvbench.store import RunFolder, claim_all, claims
 from kvbench.task import Sample
 from kvbench.timing import forget_peak, now
@@ -421,6 +422,7 @@ def machine(device: str) -> dict[str, Any]:
     """What ran it: for people, not for the hash."""
     packages = ("torch", "transformers", "tokenizers", "triton", "numpy")
     return {
+        "code": revision(),
         "python": platform.python_version(),
         "processor": platform.machine(),
         "threads": torch.get_num_threads(),

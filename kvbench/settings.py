@@ -1,9 +1,13 @@
 """Settings that are wrong, said in one line that names the setting and what is allowed."""
 
 import math
+import os
+import select
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+
+UNREAD = 141  # exit code: what a shell says of a program that SIGPIPE ended
 
 
 class SettingError(ValueError):
@@ -11,12 +15,29 @@ class SettingError(ValueError):
 
 
 def answered(work: Callable[[], int | None]) -> int:
-    """The exit code of a command: `work`'s, or 2 and one line on stderr for a setting that cannot be used."""
+    """The exit code of a command: `work`'s, or 2 and one line on stderr for a setting that cannot be used. Where nobody
+    reads what it prints any more (`| head -1`), it ends in silence.
+    """
     try:
-        return work() or 0
-    except SettingError as error:
-        print(f"kvbench: {error}", file=sys.stderr)
-        return 2
+        try:
+            return work() or 0
+        except SettingError as error:
+            print(f"kvbench: {error}", file=sys.stderr)
+            return 2
+        finally:
+            print(end="", flush=True)  # now, not when Python ends
+    except BrokenPipeError:
+        if not unread(sys.stdout.fileno()):
+            raise  # another pipe broke
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail when Python ends
+        return UNREAD
+
+
+def unread(descriptor: int) -> bool:
+    """Whether it is a pipe or socket whose reader is gone."""
+    asked = select.poll()
+    asked.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in asked.poll(0))
 
 
 def choose(name: str, value: object, allowed: Iterable[object]) -> None:

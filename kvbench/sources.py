@@ -1,4 +1,5 @@
-"""Which sources can change a result: a hash of modules and of all that they import from kvbench.
+"""Which sources can change a result: a hash of modules and of all that they import from kvbench; and the revision of
+all of them.
 
 The walk is static (ast; nothing is imported) and covers imports inside functions. A package counts with all its
 files but its prose, since a kernel's `__init__.py` may choose its implementation by name at run time.
@@ -6,6 +7,9 @@ files but its prose, since a kernel's `__init__.py` may choose its implementatio
 
 import ast
 import hashlib
+import os
+import subprocess
+import tomllib
 from collections.abc import Iterable
 from functools import cache
 from importlib.util import resolve_name
@@ -14,6 +18,8 @@ from pathlib import Path
 import kvbench
 
 NO_SOURCE = (".md", ".pyc")
+ROOT = Path(__file__).resolve().parents[1]
+CODE = ("kvbench", "kernels", "methods", "tasks", "conf", "run.py")  # of a checkout
 
 
 def source_hash(modules: Iterable[str]) -> str:
@@ -37,6 +43,27 @@ def content_hash(path: Path) -> str:
         name = "" if file == path else file.name
         digest.update(f"{name} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:16]
+
+
+@cache
+def revision(root: Path = ROOT) -> str:
+    """`git <40 hex digits>` of the checkout, with ` dirty` behind it where its code has changed since; `version <n>`
+    where it is none, or git is missing.
+    """
+    try:
+        top, commit = _git(root, "rev-parse", "--show-toplevel", "HEAD").split("\n")
+        if Path(top) == root:
+            return f"git {commit}{' dirty' if _git(root, 'status', '--porcelain', '--', *CODE) else ''}"
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    return f"version {tomllib.loads((root / 'pyproject.toml').read_text())['project']['version']}"
+
+
+def _git(root: Path, *arguments: str) -> str:
+    """What git says of the folder `root`, whoever owns it, and whatever repository the environment names."""
+    command = ["git", "--no-optional-locks", "-c", f"safe.directory={root}", "-C", str(root), *arguments]
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    return subprocess.run(command, env=own, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def closure(modules: Iterable[str]) -> set[str]:

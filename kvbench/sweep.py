@@ -12,8 +12,8 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -55,13 +55,31 @@ class State:
         return self.name + count + (f": {self.reason}" if self.reason else "")
 
 
-def state_of(results: Path, name: str) -> State:
+def counted(path: Path) -> tuple[int, int]:
+    """Whole records of a run, and how many of them say that the sample failed."""
+    errors = [record.get("error") is not None for record in records(path)]
+    return len(errors), sum(errors)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """`counted` for who looks again and again: read only where the files have changed."""
+
+    known: dict[Path, tuple[list, tuple[int, int]]] = field(default_factory=dict)
+
+    def __call__(self, path: Path) -> tuple[int, int]:
+        files = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in path.glob("records*.jsonl")]
+        if path not in self.known or self.known[path][0] != files:
+            self.known[path] = files, counted(path)
+        return self.known[path][1]
+
+
+def state_of(results: Path, name: str, counts: Callable[[Path], tuple[int, int]] = counted) -> State:
     """How far the run of this hash is."""
     path = results / "runs" / name
     if not (path / "run.yaml").is_file():
         return State("missing")
-    count, total = sum(1 for _ in records(path)), total_of(path)
-    errors = sum(record.get("error") is not None for record in islice(records(path), count))
+    (count, errors), total = counts(path), total_of(path)
     reason = f"{errors} samples failed" if errors else ""
     if (path / "done").is_file():
         return State("done", count, total, reason)
@@ -79,7 +97,7 @@ def total_of(path: Path) -> int | None:
 def busy(locks: Path) -> bool:
     """Whether any process holds a sample of the run; only looks."""
     try:
-        descriptor = os.open(locks, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(locks, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:
@@ -95,7 +113,7 @@ def write(folder: Path, cells: Sequence[Cell]) -> None:
     lines = [
         {
             "cell": cell.label, "refused": cell.refused, "overrides": list(cell.overrides),
-            "readings": list(cell.readings),
+            "readings": list(cell.readings), "value": cell.run,
             "runs": [RunFolder(folder, value).hash for value in (cell.run, cell.baseline) if value is not None],
         }
         for cell in cells
@@ -111,14 +129,16 @@ def read(folder: Path) -> list[dict[str, Any]]:
         raise SettingError(f"sweep={folder}: no cells.json there") from None
 
 
-def status(results: Path, folder: Path) -> Iterator[tuple[str, State]]:
+def status(
+    results: Path, folder: Path, counts: Callable[[Path], tuple[int, int]] = counted
+) -> Iterator[tuple[str, State]]:
     """Every cell of a sweep (its overrides as one text) and how far it is."""
     for index, cell in enumerate(read(folder)):
         label = cell["cell"]
         if cell["refused"]:
             yield label, State("refused", reason=cell["refused"])
             continue
-        own, *baseline = (state_of(results, name) for name in cell["runs"])
+        own, *baseline = (state_of(results, name, counts) for name in cell["runs"])
         left = next((other for other in (own, *baseline) if other.name != "done"), own)
         failed = folder / str(index) / "failed"
         if own.name != "done" and left.name != "running" and failed.is_file():
@@ -137,27 +157,41 @@ def newest(results: Path) -> Path:
 
 def plan(results: Path, cells: Sequence[Cell]) -> str:
     """What a sweep is about to do, as text."""
-    times, lines, left, unknown = Times(results), [], 0.0, 0
-    begun: set[str] = set()  # readings that a cell before takes part in
-    counts = dict.fromkeys(STATES, 0)
-    for cell in cells:
-        if cell.run is None:
-            state, spent = State("refused", reason=cell.refused or ""), 0.0
-        else:
-            state = state_of(results, RunFolder(results, cell.run).hash)
-            spent = 0.0
-            if state.name != "done":
-                own = set(cell.readings[:1]) - {None}
-                spent = times.left(cell.run, state, prefilled=bool(begun & own))
-                begun |= own
-        counts[state.name] += 1
-        left, unknown = left + (spent or 0.0), unknown + (spent is None)
-        lines.append(f"  {cell.label:<60} {state}" + (f", about {spent / 60:.1f} min" if spent else ""))
-    said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    hours = f"about {left / 3600:.2f} hours are left on one worker" if left else ""
+    states = [
+        State("refused", reason=cell.refused or "")
+        if cell.run is None
+        else state_of(results, RunFolder(results, cell.run).hash)
+        for cell in cells
+    ]
+    spent = left(Times(results), [(cell.run, cell.readings, own) for cell, own in zip(cells, states, strict=True)])
+    lines = [
+        f"  {cell.label:<60} {state}" + (f", about {own / 60:.1f} min" if own else "")
+        for cell, state, own in zip(cells, states, spent, strict=True)
+    ]
+    said = ", ".join(f"{count} {name}" for name in STATES if (count := sum(own.name == name for own in states)))
+    total, unknown = sum(own or 0.0 for own in spent), spent.count(None)
+    hours = f"about {total / 3600:.2f} hours are left on one worker" if total else ""
     if unknown:
         hours += f"{'; ' if hours else ''}{unknown} cells have no measured time to go by"
     return "\n".join([f"{len(cells)} cells: {said}" + (f"; {hours}" if hours else ""), *lines])
+
+
+def left(
+    times: "Times", cells: Iterable[tuple[Mapping[str, Any] | None, Sequence[str | None], State]]
+) -> list[float | None]:
+    """Seconds that each cell (its run's value, its readings, its state) takes until it is done, on one worker: 0 where
+    nothing is left to do, None where nothing is known. What a cell before reads is read for all.
+    """
+    found: list[float | None] = []
+    begun: set[str] = set()
+    for value, readings, state in cells:
+        own = set(readings[:1]) - {None}
+        if state.name in ("done", "failed", "refused"):
+            found.append(0.0)
+            continue
+        found.append(None if value is None else times.left(value, state, prefilled=bool(begun & own)))
+        begun |= own
+    return found
 
 
 class Times:

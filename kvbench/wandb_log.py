@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from kvbench.settings import SettingError, choose, number
+from kvbench.settings import SettingError, answered, choose, number
 from kvbench.text_table import escape
 from kvbench.wandb_run import REASON, Subject
 
@@ -158,27 +158,28 @@ def line_of(pipe: int, end: float) -> bytes | None:
 
 def main(arguments: Sequence[str]) -> int:
     """`results`, filters and settings of the logger; one line a run. Exit code 1 if any could not be logged."""
+    return answered(lambda: sync(arguments))
+
+
+def sync(arguments: Sequence[str]) -> int:
+    """Log a store again; 1 if a run could not be."""
     from kvbench.stored import baseline, chosen
 
     results = Path(next((own for own in arguments if "=" not in own), "results"))
     given = dict(own.split("=", 1) for own in arguments if "=" in own)
-    try:
-        log = Log.of(configured({name[7:]: own for name, own in given.items() if name.startswith("logger.")}), results)
-        runs = held(results)
-        found = chosen(runs, {name: own for name, own in given.items() if not name.startswith("logger.")})
-        subjects, whole = [], [own for own in runs if own.folder.finished]
-        for run in found:
-            full = None
-            if not run.full:
-                try:
-                    full = baseline(run, whole).value
-                except SettingError as error:
-                    print(f"kvbench: {run.hash} is left out: {error}", file=sys.stderr)
-                    continue
-            subjects.append(Subject(log.results, run.value, full))
-    except SettingError as error:
-        print(f"kvbench: {error}", file=sys.stderr)
-        return 2
+    log = Log.of(configured({name[7:]: own for name, own in given.items() if name.startswith("logger.")}), results)
+    runs = held(results)
+    found = chosen(runs, {name: own for name, own in given.items() if not name.startswith("logger.")})
+    subjects, whole = [], [own for own in runs if own.folder.finished]
+    for run in found:
+        full = None
+        if not run.full:
+            try:
+                full = baseline(run, whole).value
+            except SettingError as error:
+                print(f"kvbench: {run.hash} is left out: {error}", file=sys.stderr)
+                continue
+        subjects.append(Subject(log.results, run.value, full))
     count = 0
     for subject, wrong in zip(subjects, log.send(subjects, again=True), strict=False):
         print(f"{subject.folder.hash}  {escape(wrong) if wrong else subject.state['state']}", flush=True)

@@ -24,7 +24,14 @@ VALUE = {
     "device": {"type": "cpu"},
     "sources": "s0",
 }
-MACHINE = {"gpu": None, "processor": "x86_64", "threads": 1, "python": "3.11", "versions": {"torch": "2.13.0"}}
+MACHINE = {
+    "code": f"git {4 * '0123456789'} dirty",
+    "gpu": None,
+    "processor": "x86_64",
+    "threads": 1,
+    "python": "3.11",
+    "versions": {"torch": "2.13.0"},
+}
 TASKS = ("niah", "vt", "cwe<img src=x onerror='window.hacked=1'>")
 BUDGETS = {0.05: 30, 0.1: 55, 0.3: 85}  # chance in per cent to keep what the full cache has right
 HOSTILE = (

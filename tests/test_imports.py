@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import kvbench
-from kvbench.sources import closure, imports, source_hash
+from kvbench.sources import closure, imports, revision, source_hash
 
 ROOT = Path(kvbench.__file__).parents[1]
 FILES = sorted(path for folder in ("kvbench", "kernels", "methods", "tasks") for path in (ROOT / folder).rglob("*.py"))
@@ -23,6 +23,7 @@ RECORDS = (
     "kvbench.frames",
     "kvbench.audit",
     "kvbench.sweep",
+    "kvbench.dashboard",
     "kvbench.budget_curve",
     "kvbench.curves",
     "kvbench.figures",
@@ -189,3 +190,36 @@ def test_the_hash_follows_what_can_change_a_result(checkout):
     assert source_hash(named) == before != source_hash(["kvbench.engine"])
     (checkout / "kernels/attend/new.py").write_text("")
     assert source_hash(named) != before
+
+
+def test_the_revision_is_the_checkouts(tmp_path, monkeypatch):
+    def git(*arguments: str) -> str:
+        own = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        return subprocess.run(
+            ["git", *own, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    def now(folder: Path = tmp_path) -> str:
+        revision.cache_clear()
+        return revision(folder)
+
+    inner = tmp_path / "kvbench"
+    inner.mkdir()
+    for folder in (tmp_path, inner):
+        (folder / "pyproject.toml").write_text('[project]\nversion = "7.1"\n')
+    (inner / "rows.py").write_text("")
+    assert now() == "version 7.1"
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    first = git("rev-parse", "HEAD").strip()
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert now() == f"git {first}"
+    assert now(inner) == "version 7.1"  # a copy inside somebody's repository is no checkout
+    (tmp_path / "notes.txt").write_text("no code")
+    assert now() == f"git {first}"
+    (inner / "new.py").write_text("")
+    assert now() == f"git {first} dirty"
+    monkeypatch.setenv("PATH", "")
+    assert now() == "version 7.1"
+    revision.cache_clear()

@@ -15,8 +15,8 @@ import kvbench
 from kvbench.means import mean
 from kvbench.report.gather import gather
 from kvbench.report.looks import COLOURS, ORDER, look
-from kvbench.report.page import MOST, html, main, report
-from kvbench.report.samples import LONGEST, visible
+from kvbench.report.page import MOST, NUMBERS, html, main, report, rounded
+from kvbench.report.samples import LONGEST, embedded, visible
 from kvbench.settings import SettingError
 from kvbench.statistics import Interval, Scores, average
 
@@ -220,6 +220,7 @@ def test_the_page_says_what_it_is_made_of(store):
     page = data_of(report(store, NOW))
     assert page["made"] == "2026-01-02 03:04 UTC" and page["models"] == ["reference 0a1b"]
     assert page["machines"] == ["CPU x86_64, 1 thread, Python 3.11, torch 2.13.0"]
+    assert {run["code"] for run in page["runs"]} == {"git 0123456789 dirty"}
     assert {run["sources"] for run in page["runs"]} == {"s0"} and len(page["runs"]) == 26
     notes = " ".join(page["panels"][0]["notes"])
     assert "no evidence about large models" in notes and "Miniature data" in notes
@@ -234,7 +235,36 @@ def test_a_large_study_stays_small(tmp_path, monkeypatch):
             panel[name] = panel[name] * (17 if name != "series" else 5)
     page["runs"] *= 17
     files = [{"run": 16 * "0", "panel": 0, "row": 30 * " ", "names": [30 * " "], "method": "", "block": 1}] * 408
-    assert len(html(page | {"files": files, "folder": "report"})) < MOST
+    assert len(html(rounded(page | {"files": files, "folder": "report"}))) < MOST
+
+
+def test_no_store_is_too_large(store, monkeypatch):
+    """With the numbers of a thousand runs they lie beside the page, and are the same; with few they do not."""
+    whole = gather(store, NOW)
+    for panel in whole.page["panels"]:
+        panel |= {name: panel[name] * 60 for name in ("rows", "cells", "costs", "grids", "series")}
+    whole.page["runs"] *= 60
+    monkeypatch.setattr("kvbench.report.page.gather", lambda results, now: whole)
+    path, folder = report(store, NOW), store / "report"
+    assert path.stat().st_size < 1_000_000
+
+    def part(name: str) -> dict:
+        text = (folder / name).read_text("ascii")
+        assert text.startswith(f'kvbenchPart("{name}",') and text.endswith(");\n")
+        return json.loads(text[len(f'kvbenchPart("{name}",') : -3])
+
+    page = part(data_of(path)["part"])
+    assert {file.name for file in folder.glob("part-*")} == {
+        data_of(path)["part"],
+        *(panel["part"] for panel in page["panels"]),
+    }
+    assert len(page["runs"]) == 1560 and len(page["files"]) == 24
+    for panel, expected in zip(page["panels"], whole.page["panels"], strict=True):
+        numbers = part(panel.pop("part"))
+        assert set(numbers) == set(NUMBERS) and panel | numbers == json.loads(embedded(rounded(expected)))
+    monkeypatch.undo()
+    report(store, NOW)
+    assert len(data_of(path)["panels"]) == 2 and not list(folder.glob("part-*"))
 
 
 def test_a_folder_without_runs_is_refused(tmp_path, capsys):

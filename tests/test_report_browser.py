@@ -55,7 +55,7 @@ def page(request, chromium, page_file):
 def drawn(page) -> int:
     """Scrolls until every chart is there; how many."""
     for _ in range(200):
-        left = page.locator(".chart:not([data-drawn])")
+        left = page.locator(".chart:not([data-drawn]), .unloaded")
         if not left.count():
             break
         left.first.evaluate("node => node.scrollIntoView({block: 'center'})")
@@ -149,6 +149,74 @@ def test_a_file_of_samples_that_is_gone_is_named(chromium, page_file):
     finally:
         away.rename(gone)
         page.close()
+
+
+def test_the_address_says_what_is_chosen(page, page_file):
+    page.select_option("[data-filter=question]", "hidden")
+    page.click("[data-method=newest]")
+    page.select_option("[data-pick=run]", label="ruler · question hidden · snapkv · 5\u202f%")
+    page.wait_for_selector(".sample")
+    page.select_option("[data-pick=show]", "lost")
+    page.select_option("[data-pick=subtask]", "vt")
+    shown, link = page.locator(".sample").count(), page.url
+    run = page.input_value("[data-pick=run]")
+    assert link.partition("#")[2] == f"question=hidden&hide=newest&run={run}&show=lost&subtask=vt" and shown
+    page.goto("about:blank")
+    page.goto(link)
+    page.wait_for_selector(".sample")
+    assert page.locator(".sample").count() == shown and page.url == link
+    assert page.input_value("[data-filter=question]") == "hidden" and "newest" not in series(page)
+    assert [page.input_value(f"[data-pick={name}]") for name in ("run", "show", "subtask")] == [run, "lost", "vt"]
+    page.select_option("[data-pick=show]", "all")
+    page.click("[data-method=newest]")
+    assert "newest" in series(page)
+    page.go_back()
+    assert "newest" not in series(page) and page.input_value("[data-pick=show]") == "all"
+    page.go_back()
+    assert page.input_value("[data-pick=show]") == "lost" and page.locator(".sample").count() == shown
+    page.go_forward()
+    assert page.input_value("[data-pick=show]") == "all"
+
+
+def test_an_address_of_another_store_is_ignored(page, page_file):
+    page.goto("about:blank")
+    page.goto(
+        f"{page_file.as_uri()}#question=sideways&hide=nobody&hide=toString&run=0&show=constructor&subtask=x&z=%ff"
+    )
+    page.wait_for_selector("#leaderboard table")
+    assert page.locator("#curves .panel").count() == 2 and page.locator("[aria-pressed=false]").count() == 0
+    assert [page.input_value(f"[data-pick={name}]") for name in ("run", "show", "subtask")] == ["", "all", ""]
+    (own, *_) = page.evaluate("JSON.parse(document.getElementById('data').textContent).files")
+    page.goto("about:blank")
+    page.goto(f"{page_file.as_uri()}#run={own['run']}&subtask=nothing")
+    page.wait_for_selector(".sample")
+    assert page.input_value("[data-pick=subtask]") == "" and page.locator(".sample").count() == 20
+
+
+def test_numbers_beside_the_page_come_when_they_are_near(chromium, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvbench.report.page.MOST", 1000)
+    write(small(tmp_path), records(0.2, 50), budget=0.2, question="hidden")
+    file = report(tmp_path, datetime(2026, 1, 2, 3, 4, tzinfo=UTC))
+    page = chromium.new_page(viewport={"width": 1440, "height": 900})
+    said = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(f"{file.as_uri()}#question=hidden")
+    page.wait_for_selector("#leaderboard table")
+    assert drawn(page) == 1 + 1 + 3 + 14
+    assert page.locator("script[src*=part]").count() == 2  # the other question's are not asked for
+    page.select_option("[data-filter=question]", "")
+    assert drawn(page) == 2 * (1 + 1 + 3 + 13) + 1 and page.locator(".unloaded").count() == 0
+    assert page.locator("script[src*=part]").count() == 3
+    page.select_option("[data-filter=block]", "128")
+    assert series(page) == ["keydiff · block 128"]
+    assert said == []
+    for part in (file.parent / "report").glob("part-*"):
+        part.unlink()
+    page.reload()
+    page.wait_for_selector(".note.bad")
+    assert "is not beside this page" in page.locator(".note.bad").inner_text()
+    page.close()
 
 
 def test_pictures_for_people(page):

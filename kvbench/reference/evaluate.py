@@ -10,12 +10,14 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 import time
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvbench.settings import answered
 from kvbench.task import Sample
 from kvbench.tasks.ruler import SUBTASKS, Ruler
 
@@ -61,7 +63,7 @@ def evaluate(folder: Path, count: int, lengths: tuple[int, ...], batch: int, unt
     return scores
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path(__file__).parent)
     parser.add_argument("--samples", type=int, default=100)
@@ -71,3 +73,7 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "scores.json")
     given = parser.parse_args()
     evaluate(given.model, given.samples, tuple(given.lengths), given.batch, time.time() + given.seconds, given.out)
+
+
+if __name__ == "__main__":
+    sys.exit(answered(main))

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from safetensors.torch import save_file
 
 from kvbench.reference import data, tokenizer
 from kvbench.reference.model import CONFIG, Llama
+from kvbench.settings import answered
 from kvbench.tasks.ruler import SUBTASKS
 
 STAGES = ((0.0, 256), (0.06, 512), (0.14, 1024), (0.30, 2048), (0.55, 4096))  # from this share of the time on
@@ -150,7 +152,7 @@ def train(out: Path, minutes: float, seed: int, workers: int, tokens: int, steps
     print(json.dumps(facts), flush=True)
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     parser.add_argument("--minutes", type=float, default=7.5)
@@ -165,3 +167,7 @@ if __name__ == "__main__":
         tokenizer.learn(data.corpus(), CONFIG["vocab_size"], given.out)
     if not given.tokenizer:
         train(given.out, given.minutes, given.seed, given.workers, given.tokens, given.steps)
+
+
+if __name__ == "__main__":
+    sys.exit(answered(main))

@@ -1,6 +1,6 @@
 """The report page: one HTML file that says what a store holds, from its records alone (`make report`).
 
-    python -m kvbench.report results      # results/report.html, and results/report/samples-*.js beside it
+    python -m kvbench.report results      # results/report.html, and results/report/*.js beside it
 
     looks.py     a method's colour and shape, the same everywhere
     gather.py    runs -> panels: what is shown, computed by the modules that make the tables

@@ -121,19 +121,31 @@ def panels_of(found: Found, wanted: Collection[Stored], choice: Choice) -> list[
 
 
 def gather(results: Path, now: datetime) -> Gathered:
-    """Everything but the answers."""
-    found = find(results)
+    """Everything but the answers; SettingError for a folder without runs."""
+    return shown(find(results), now)
+
+
+def shown(found: Found, now: datetime) -> Gathered:
+    """The same of runs that were found."""
     panels = panels_of(found, found.runs, Choice())
     first = [run.value for run in found.runs]
+    series = [(panel.shown, own) for panel in panels for own in panel.shown["series"]]
     page = {
         "made": now.strftime("%Y-%m-%d %H:%M UTC"),
         "keep": KEEP,
         "panels": [panel.shown for panel in panels],
+        "methods": {own["method"]: look(own["method"]) for _, own in series},
+        "blocks": list({own["block"]: None for _, own in series}),
+        "refused": [
+            f"{panel['task']} · question {panel['question']}, {own['label']}: no curve: {own['refused']}"
+            for panel, own in series
+            if "refused" in own
+        ],
         "runs": [own for panel in panels for own in panel.listed],
         "unfinished": len(found.unfinished),
         "damaged": [[short(name), short(reason, 300)] for name, reason in sorted(found.damaged.items())],
         "models": sorted({f"{named(value, 'model')} {short(value['model'].get('identity') or '')}" for value in first}),
-        "machines": sorted({one for run in found.runs for one in machines(results, run.hash)}),
+        "machines": sorted({hardware for run in found.runs for hardware, _ in machines(run)}),
     }
     return Gathered(page, [own for panel in panels for own in panel.pairings])
 
@@ -249,6 +261,7 @@ class Panel:
                 "budget": "" if run.full else budget(run),
                 "samples": len(run.records),
                 "sources": short(str(run.value.get("sources") or "")),
+                "code": ", ".join(sorted({code for _, code in machines(run) if code})),
                 "date": datetime.fromtimestamp((path / "done").stat().st_mtime, UTC).strftime("%Y-%m-%d"),
             }
         )
@@ -346,18 +359,20 @@ def setting(value: Any, hashed: bool) -> str:
 HASHES = ("data", "model.identity")
 
 
-def machines(results: Path, name: str) -> list[str]:
-    """What ran it, a line for each machine that did."""
+def machines(run: Stored) -> list[tuple[str, str]]:
+    """What ran it: (hardware and versions, revision of the code, "" of an older record), of each machine that did."""
     found = []
-    for path in sorted((results / "runs" / name).glob("machine*.json")):
+    for path in sorted(run.folder.path.glob("machine*.json")):
         try:
             own = json.loads(path.read_text())
             parts = [own.get("gpu") or f"CPU {own.get('processor')}, {own.get('threads')} threads"]
             parts += [f"Python {own.get('python')}"]
             parts += [f"{key} {own['versions'][key]}" for key in ("torch", "transformers") if key in own["versions"]]
-            found.append(short(", ".join(parts).replace(" 1 threads", " 1 thread")))
+            kind, _, code = str(own.get("code", "")).partition(" ")
+            code = f"{kind} {code[:10]}{' dirty' * code.endswith(' dirty')}" if kind else ""
+            found.append((short(", ".join(parts).replace(" 1 threads", " 1 thread")), short(code)))
         except (OSError, *WRONG):
-            found.append(f"{path.name} of {name} cannot be read")
+            found.append((f"{path.name} of {run.hash} cannot be read", ""))
     return found
 
 

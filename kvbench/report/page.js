@@ -1,12 +1,12 @@
 "use strict";
 (() => {
-  const DATA = JSON.parse(document.getElementById("data").textContent);
+  const FIRST = JSON.parse(document.getElementById("data").textContent);
   const ALL = "";
-  const FULL = { colour: DATA.ink, shape: "diamond" };
-  const state = { model: ALL, task: ALL, question: ALL, block: ALL, off: new Set() };
-  const methods = new Map();
+  const FULL = { colour: FIRST.ink, shape: "diamond" };
+  const FILTERS = { model: "Model", task: "Task", question: "Question", block: "Block size" };
+  const state = { off: new Set() }; // and a value of each filter
+  let DATA = FIRST;
   const rowsOf = ({ names, rows }) => rows.map((row) => Object.fromEntries(names.map((name, at) => [name, row[at]])));
-  for (const panel of DATA.panels) for (const own of panel.series) methods.set(own.method, own);
 
   // ---- small things
 
@@ -39,17 +39,40 @@
   const shows = (panel) => ["model", "task", "question"].every((key) => state[key] === ALL || panel[key] === state[key]);
   const chosen = () => DATA.panels.map((panel, index) => ({ panel, index })).filter(({ panel }) => shows(panel));
 
-  // ---- charts: drawn when they come near the screen
+  // ---- files beside the page: calls of these two
+
+  const loaded = new Map(), asked = new Map();
+  window.kvbenchSamples = (run, part, samples) => loaded.set(`${run} ${part}`, samples);
+  window.kvbenchPart = (name, value) => loaded.set(name, value);
+  function load(name, key) {
+    if (!asked.has(key)) asked.set(key, new Promise((done, failed) => {
+      const script = el("script", { src: `${FIRST.folder}/${name}` });
+      script.onload = () => (loaded.has(key) ? done() : failed(new Error(`${FIRST.folder}/${name} is not whole`)));
+      script.onerror = () => failed(new Error(`${FIRST.folder}/${name} is not beside this page`));
+      document.body.append(script);
+    }));
+    asked.get(key).catch(() => asked.delete(key)); // it may be there the next time
+    return asked.get(key);
+  }
+
+  // ---- charts and panels: made when they come near the screen
 
   const waiting = new Map();
+  const heights = new Map(); // of charts that were drawn before the page was made anew
   const watcher = new IntersectionObserver((seen) => {
-    for (const { isIntersecting, target } of seen) if (isIntersecting) draw(target);
+    for (const { isIntersecting, target } of seen) if (isIntersecting) near(target);
   }, { rootMargin: "600px" });
-  function draw(node) {
-    const spec = waiting.get(node);
-    if (!spec) return;
+  function later(node, make) {
+    waiting.set(node, make);
+    watcher.observe(node);
+  }
+  function near(node) {
+    const make = waiting.get(node);
     waiting.delete(node);
     watcher.unobserve(node);
+    if (make) make();
+  }
+  function draw(node, spec) {
     vegaEmbed(node, spec, { mode: "vega-lite", renderer: "svg", actions: false }).then(
       () => { node.dataset.drawn = "yes"; },
       (error) => { node.textContent = "This chart cannot be drawn."; console.error(error); },
@@ -58,8 +81,8 @@
   const tables = (panel, series) => ({ series, ...Object.fromEntries(Object.entries(panel).filter(([, own]) => own.names).map(([name, own]) => [name, rowsOf(own)])) });
   function chart(name, datasets, label, more) {
     const node = el("div", { class: "chart", "data-chart": name, role: "img", "aria-label": label });
-    waiting.set(node, { ...structuredClone(DATA.charts[name]), datasets, ...more });
-    watcher.observe(node);
+    if (heights.has(label)) node.style.minHeight = `${heights.get(label)}px`;
+    later(node, () => draw(node, { ...structuredClone(FIRST.charts[name]), datasets, ...more }));
     return node;
   }
 
@@ -96,7 +119,7 @@
     const dash = (one) => svg("svg", { class: "mark", width: 22, height: 12, viewBox: "0 0 22 12", "aria-hidden": "true" },
       svg("line", { x1: 0, x2: 22, y1: 6, y2: 6, stroke: one.colour, "stroke-width": 2, "stroke-dasharray": one.dash.join(" ") || "none" }), svg("path", { d: PATHS[one.shape], fill: one.colour, transform: "translate(5 0)" }));
     const key = own.map((one) => el("span", {}, dash(one), one.label));
-    key.push(el("span", {}, dash({ colour: DATA.ink, shape: "diamond", dash: [4, 3] }), "full cache"));
+    key.push(el("span", {}, dash({ ...FULL, shape: "diamond", dash: [4, 3] }), "full cache"));
     const left = Math.max(...own.map((one) => one.left_out));
     return [chart("curve", tables(panel, own), `Score against measured share, ${title(panel)}`), el("div", { class: "key" }, key),
       el("small", {}, own[0].average + (left ? `; up to ${left} samples not answered everywhere are left out` : ""))];
@@ -126,7 +149,7 @@
     return [el("div", { class: "trio" }, ["held", "ttft", "tpot"].map((name) => chart(name, tables(panel, own), `Score difference against ${name}, ${title(panel)}`)))];
   }
 
-  const SECTIONS = [
+  const SECTIONS = () => [
     ["leaderboard", `Smallest budget that keeps ${100 * DATA.keep}\u202f%`, `The measured share of the full cache's bytes from which on a method keeps ${100 * DATA.keep}\u202f% of the full cache's score, straight between measured points; ≤ and > lie beyond what was measured. At most: the share of the score that the largest measured budget keeps.`, leaderboard],
     ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against what was really resident, not what was asked for. The dashed line is the full cache on the same samples.", curves],
     ["tasks", "Difference by task", "Points gained or lost against the full cache on the same samples; Ø is the average. Point at a cell for its interval.", tasks, "wide"],
@@ -136,18 +159,7 @@
 
   // ---- samples: files beside the page, loaded when they are asked for
 
-  const loaded = new Map();
   const browser = { run: null, show: "all", subtask: ALL, limit: 20 };
-  window.kvbenchSamples = (run, part, samples) => loaded.set(`${run} ${part}`, samples);
-  function load(file, part) {
-    return new Promise((done, failed) => {
-      if (loaded.has(`${file.run} ${part}`)) { done(); return; }
-      const script = el("script", { src: `${DATA.folder}/${file.names[part]}` });
-      script.onload = () => done();
-      script.onerror = () => failed(new Error(`${DATA.folder}/${file.names[part]} is not beside this page`));
-      document.body.append(script);
-    });
-  }
   const WORDS = 1200;
   function diff(one, other) {
     const [a, b] = [one, other].map((text) => text.match(/\s+|[^\s]+/g) || []);
@@ -200,26 +212,55 @@
     const pick = (name, label, values) => el("label", {}, label, el("select", { "data-pick": name, onchange: (event) => choose(name, event.target.value) },
       values.map(([value, text]) => el("option", { value, selected: browser[name] === value || (value === "" && browser[name] === null) ? "" : null }, text))));
     const subtasks = [...new Set(entries.map(([, own]) => own))].sort();
+    const partly = file && parts.length < file.names.length;
+    if (entries.length && browser.subtask !== ALL && !subtasks.includes(browser.subtask)) { // of a link
+      if (partly && !browser.failed) { more(file, parts.length); return; }
+      browser.subtask = ALL;
+    }
     body.append(el("div", { class: "pick" }, pick("run", "Run", options),
       pick("show", "Show", Object.entries(KINDS).map(([key, [text]]) => [key, text])),
       pick("subtask", "Task", [[ALL, "all"], ...subtasks.map((own) => [own, own])])));
     if (!file) return;
     if (browser.failed) { body.append(el("p", { class: "note bad" }, browser.failed)); return; }
     const found = entries.filter((own) => KINDS[browser.show][1](own) && (browser.subtask === ALL || own[1] === browser.subtask));
-    const partly = parts.length < file.names.length;
     body.append(el("small", {}, `${found.length} of ${entries.length} samples${partly ? `, ${parts.length} of ${file.names.length} files loaded` : ""}; what lost most comes first`));
     body.append(...found.slice(0, browser.limit).map((own) => sample(own, file.row)));
     if (found.length > browser.limit) body.append(el("button", { onclick: () => { browser.limit += 40; samples(); } }, "Show more"));
     else if (partly) body.append(el("button", { onclick: () => more(file, parts.length) }, "Load more"));
   }
   function more(file, part) {
-    load(file, part).then(() => { browser.failed = null; samples(); }, (error) => { browser.failed = error.message; samples(); });
+    load(file.names[part], `${file.run} ${part}`).then(() => { browser.failed = null; samples(); }, (error) => { browser.failed = error.message; samples(); });
   }
   function choose(name, value) {
     Object.assign(browser, { [name]: value, limit: 20 }, name === "run" ? { subtask: ALL, failed: null } : {});
     const file = DATA.files.find((own) => own.run === browser.run);
     samples();
     if (name === "run" && file) more(file, 0);
+    remember();
+  }
+
+  // ---- the address: what is chosen, so that a link opens the same view
+
+  const picks = { run: null, show: "all", subtask: ALL }; // and what they are where nothing is chosen
+  function remember() {
+    const own = new URLSearchParams();
+    for (const key of Object.keys(FILTERS)) if (state[key] !== ALL) own.set(key, state[key]);
+    for (const name of [...state.off].sort()) own.append("hide", name);
+    for (const key of Object.keys(picks)) if (browser[key] !== picks[key]) own.set(key, browser[key]);
+    const text = `#${own}`;
+    if (text !== (location.hash || "#")) history.pushState(null, "", text);
+  }
+  function recall() {
+    const own = new URLSearchParams(location.hash.slice(1));
+    for (const key of Object.keys(FILTERS)) state[key] = values(key).includes(own.get(key)) ? own.get(key) : ALL;
+    state.off = new Set(own.getAll("hide").filter((name) => Object.hasOwn(DATA.methods, name)));
+    const file = DATA.files.find(({ run }) => run === own.get("run"));
+    Object.assign(browser, picks, { failed: null, limit: 20 });
+    if (file) Object.assign(browser, { run: file.run, subtask: own.get("subtask") || ALL });
+    if (Object.hasOwn(KINDS, own.get("show"))) browser.show = own.get("show");
+    for (const key of Object.keys(FILTERS)) document.querySelector(`[data-filter=${key}]`).value = state[key];
+    press();
+    if (browser.run) more(file, 0);
   }
 
   // ---- the page
@@ -227,49 +268,76 @@
   function render() {
     waiting.clear();
     watcher.disconnect();
-    for (const [id, , , make] of SECTIONS) {
-      const node = document.getElementById(id), box = node.querySelector(".panels");
-      const panels = chosen().map(({ panel }) => [panel, make(panel)]).filter(([, made]) => made);
-      box.replaceChildren(...panels.map(([panel, made]) => el("div", { class: "panel" }, heading(panel), made)));
-      node.hidden = !panels.length;
+    for (const [id, , , make] of SECTIONS()) {
+      const box = document.getElementById(id).querySelector(".panels");
+      box.replaceChildren(...chosen().map(({ panel }) => (panel.part ? unloaded(panel) : framed(panel, make))).filter(Boolean));
     }
-    document.getElementById("nothing").hidden = SECTIONS.some(([id]) => !document.getElementById(id).hidden);
+    empty();
     samples();
   }
-  function filter(name, label, values) {
-    return el("label", {}, label, el("select", { "data-filter": name, onchange: (event) => { state[name] = event.target.value; render(); } },
-      el("option", { value: ALL }, "all"), values.map((value) => el("option", { value }, value))));
+  function framed(panel, make) {
+    const made = make(panel);
+    return made && el("div", { class: "panel" }, heading(panel), made);
+  }
+  function unloaded(panel) {
+    const node = el("div", { class: "panel unloaded", "data-panel": DATA.panels.indexOf(panel) }, heading(panel), el("p", { class: "empty" }, "…"));
+    later(node, () => load(panel.part, panel.part).then(() => fill(panel), (error) => { node.lastChild.textContent = error.message; }));
+    return node;
+  }
+  function fill(panel) {
+    const name = panel.part;
+    if (!name) return; // another section's
+    Object.assign(panel, loaded.get(name), { part: null });
+    for (const [id, , , make] of SECTIONS()) {
+      const node = document.querySelector(`#${id} [data-panel="${DATA.panels.indexOf(panel)}"]`), made = node && framed(panel, make);
+      if (made) node.replaceWith(made); else if (node) node.remove();
+    }
+    empty();
+  }
+  function empty() {
+    const nodes = SECTIONS().map(([id]) => document.getElementById(id));
+    for (const node of nodes) node.hidden = !node.querySelector(".panels").children.length;
+    document.getElementById("nothing").hidden = nodes.some((node) => !node.hidden);
+  }
+  function press() {
+    for (const chip of document.querySelectorAll("[data-method]")) chip.setAttribute("aria-pressed", String(!state.off.has(chip.dataset.method)));
+    render();
+  }
+  const values = (key) => (key === "block" ? DATA.blocks.map(blockOf).sort((a, b) => a.localeCompare(b, "en", { numeric: true })) : [...new Set(DATA.panels.map((panel) => panel[key]))].sort());
+  function filter(name) {
+    return el("label", {}, FILTERS[name], el("select", { "data-filter": name, onchange: (event) => { state[name] = event.target.value; render(); remember(); } },
+      el("option", { value: ALL }, "all"), values(name).map((value) => el("option", { value }, value))));
   }
   function bar() {
-    const of = (key) => [...new Set(DATA.panels.map((panel) => panel[key]))].sort();
-    const blocks = [...new Set(DATA.panels.flatMap((panel) => panel.series.map((own) => blockOf(own.block))))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
-    const chips = [...methods].sort(([a], [b]) => a.localeCompare(b)).map(([name, own]) => {
-      const button = el("button", { "aria-pressed": "true", "data-method": name, title: "click: show or hide; double click: only this one" }, mark(own), name);
-      const press = () => {
-        for (const chip of document.querySelectorAll("[data-method]")) chip.setAttribute("aria-pressed", String(!state.off.has(chip.dataset.method)));
-        render();
-      };
-      button.addEventListener("click", () => { if (!state.off.delete(name)) state.off.add(name); press(); });
-      button.addEventListener("dblclick", () => { state.off = new Set([...methods.keys()].filter((own) => own !== name)); press(); });
-      return button;
+    const names = Object.keys(DATA.methods).sort((a, b) => a.localeCompare(b));
+    const chips = names.map((name) => {
+      const hide = (off) => { state.off = new Set(off); press(); remember(); };
+      return el("button", {
+        "data-method": name, title: "click: show or hide; double click: only this one",
+        onclick: ({ detail }) => { if (detail < 2) hide(state.off.has(name) ? [...state.off].filter((own) => own !== name) : [...state.off, name]); },
+        ondblclick: () => hide(names.filter((own) => own !== name)),
+      }, mark(DATA.methods[name]), name);
     });
-    return el("div", { class: "bar", role: "toolbar", "aria-label": "Filters" }, filter("model", "Model", of("model")), filter("task", "Task", of("task")),
-      filter("question", "Question", of("question")), filter("block", "Block size", blocks), el("div", { class: "chips" }, chips));
+    return el("div", { class: "bar", role: "toolbar", "aria-label": "Filters" }, Object.keys(FILTERS).map(filter), el("div", { class: "chips" }, chips));
   }
   function runs() {
     const cell = (text, kind) => el("td", { class: kind || "" }, text);
     const rows = DATA.runs.map((run) => el("tr", {}, cell(el("code", {}, run.hash)), cell(title(DATA.panels[run.panel])), cell(run.series, "name"), cell(run.budget, "num"),
-      cell(String(run.samples), "num"), cell(el("code", {}, run.sources)), cell(run.date), cell((run.notes || []).join(" "))));
-    const head = ["run", "task", "method", "budget", "samples", "code", "finished", ""].map((text) => el("th", { class: text === "budget" || text === "samples" ? "num" : "" }, text));
+      cell(String(run.samples), "num"), cell(run.code), cell(el("code", {}, run.sources)), cell(run.date), cell((run.notes || []).join(" "))));
+    const head = ["run", "task", "method", "budget", "samples", "code", "sources", "finished", ""].map((text) => el("th", { class: text === "budget" || text === "samples" ? "num" : "" }, text));
     return el("details", {}, el("summary", {}, `${DATA.runs.length} runs`), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows))));
   }
   function facts() {
-    const codes = [...new Set(DATA.runs.map((run) => run.sources))].sort(), dates = DATA.runs.map((run) => run.date).sort();
+    const each = (key, many) => {
+      const own = [...new Set(DATA.runs.map((run) => run[key]).filter(Boolean))].sort();
+      return own.length > 3 ? `${own.length} ${many}, listed under Runs` : own.join(", ");
+    };
+    const dates = DATA.runs.map((run) => run.date).sort();
     const period = dates.length ? (dates[0] === dates[dates.length - 1] ? dates[0] : `${dates[0]} to ${dates[dates.length - 1]}`) : "–";
     const rows = [
-      ["Runs", `${DATA.runs.length} finished, ${methods.size} methods, ${DATA.runs.reduce((sum, run) => sum + run.samples, 0)} answers` + (DATA.unfinished ? `; ${DATA.unfinished} unfinished left out` : "")],
+      ["Runs", `${DATA.runs.length} finished, ${Object.keys(DATA.methods).length} methods, ${DATA.runs.reduce((sum, run) => sum + run.samples, 0)} answers` + (DATA.unfinished ? `; ${DATA.unfinished} unfinished left out` : "")],
       ["Models", DATA.models.join("; ") || "–"],
-      ["Code", codes.length > 3 ? `${codes.length} hashes of sources, listed under Runs` : codes.join(", ") || "–"],
+      ["Code", [each("code", "revisions"), each("sources", "hashes of sources")].filter(Boolean).join("; sources ") || "–"],
       ["Hardware", DATA.machines.join("; ") || "–"],
       ["Measured", `${period}; page made ${DATA.made}`],
     ];
@@ -277,19 +345,92 @@
   }
   function notes() {
     const said = [...new Set(DATA.panels.flatMap((panel) => panel.notes))];
-    const refused = DATA.panels.flatMap((panel) => panel.series.filter((own) => own.refused).map((own) => `${title(panel)}, ${own.label}: no curve: ${own.refused}`));
-    const bad = [...DATA.damaged.map(([name, why]) => `${name}: ${why}`), ...refused];
+    const bad = [...DATA.damaged.map(([name, why]) => `${name}: ${why}`), ...DATA.refused];
     return [said.length ? el("p", { class: "note" }, said.join(" ")) : null,
       bad.length ? el("div", { class: "note bad", id: "damaged" }, "Left out, the rest is shown:", el("ul", {}, bad.map((text) => el("li", {}, text)))) : null];
   }
 
   const section = (id, name, about, wide) => el("section", { id }, el("h2", {}, name), el("p", {}, about), el("div", { class: `panels ${wide || ""}` }));
-  document.getElementById("page").replaceChildren(
+  const build = () => document.getElementById("page").replaceChildren(
     el("header", {}, el("h1", {}, "What KV-cache methods cost, and what they lose"), el("p", { class: "muted" }, "Every number is computed from kvbench's records; runs of different protocols never share a panel."), facts(), ...notes().filter(Boolean)),
-    bar(), el("p", { class: "empty", id: "nothing" }, "No run passes the filters."),
-    ...SECTIONS.map(([id, name, about, , wide]) => section(id, name, about, wide)),
+    ...(live.seconds ? [live.node] : []), bar(), el("p", { class: "empty", id: "nothing" }, DATA.panels.length ? "No run passes the filters." : "No run is finished yet."),
+    ...SECTIONS().map(([id, name, about, , wide]) => section(id, name, about, wide)),
     el("section", { id: "samples" }, el("h2", {}, "Samples"), el("p", {}, "The full cache's answer beside the method's, with the words in which they differ."), el("div", { class: "body" })),
     el("section", { id: "runs" }, el("h2", {}, "Runs"), runs()),
   );
-  render();
+  // ---- the dashboard: this page, served, asks how far sweeps are and takes in what changed
+
+  const live = { seconds: Number(document.body.dataset.live), page: document.body.dataset.page, said: "", node: el("section", { id: "progress", hidden: "" }) };
+  const COLOURS = { done: "#1f5f99", running: "#6fa3cc", stopped: "#e0a030", failed: "#b3261e", refused: "#80868b", missing: "#e3e6ea" };
+  window.kvbenchProgress = (said) => {
+    if (said.page !== live.page) { live.page = said.page; ask("data.js"); }
+    const { at, ...news } = said, text = JSON.stringify(news);
+    live.node.hidden = false;
+    if (live.said !== text) live.node.replaceChildren(...progress(news));
+    live.said = text;
+    live.node.querySelector(".at").textContent = `as of ${at}`;
+  };
+  window.kvbenchData = anew;
+  function ask(name) {
+    const script = el("script", { src: `${name}?${performance.now()}` });
+    const answer = new Promise((done) => { script.onload = () => done(true); script.onerror = () => done(false); });
+    document.body.append(script);
+    return answer.finally(() => script.remove());
+  }
+  async function follow() {
+    if (!document.hidden && !(await ask("progress.js"))) {
+      live.node.hidden = false;
+      live.said = "";
+      live.node.replaceChildren(el("h2", {}, "Sweeps"), el("p", { class: "note bad" }, "The dashboard does not answer any more; what stands below is the last it said."));
+    }
+    setTimeout(follow, 1000 * live.seconds);
+  }
+  const minutes = (seconds) => (seconds === null ? "?" : seconds < 90 ? `${Math.ceil(seconds)} s` : seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`);
+  function progress({ sweeps, problem, making }) {
+    const open = new Set([...live.node.querySelectorAll("details[open]")].map((node) => node.dataset.sweep));
+    return [el("h2", {}, "Sweeps"), el("p", {}, el("span", { class: "at" }), making ? "; the page is being made" : ""),
+      problem ? el("p", { class: "note bad" }, problem) : null, sweeps.length ? null : el("p", { class: "empty" }, "No sweep was begun here."),
+      ...sweeps.map((sweep) => oneSweep(sweep, open))].filter(Boolean);
+  }
+  function oneSweep({ name, wrong, counts, cells }, open) {
+    if (wrong) return el("div", { class: "sweep" }, el("h3", {}, name), el("p", { class: "note bad" }, wrong));
+    const some = Object.entries(counts).filter(([, count]) => count);
+    const waits = cells.reduce((sum, { left }) => sum + (left || 0), 0), unknown = cells.filter(({ left }) => left === null).length;
+    const more = [some.map(([state, count]) => `${count} ${state}`).join(", "), waits ? `about ${minutes(waits)} left on one worker` : "", unknown ? `${unknown} with no measured time to go by` : ""];
+    const table = (own) => el("div", { class: "scroll" }, el("table", {}, el("tbody", {}, own.map(({ cell, name: state, records, total, reason, left }) => el("tr", {}, el("td", { class: "name" }, cell),
+      el("td", { class: "state" }, el("i", { class: "dot", style: `background: ${COLOURS[state]}` }), state), el("td", { class: "num" }, total === null && !records ? "" : `${records} of ${total === null ? "?" : total}`),
+      el("td", { class: "num" }, left ? `${minutes(left)} left` : ""), el("td", { class: "why" }, reason))))));
+    const now = cells.filter(({ name: state, reason }) => state === "running" || state === "failed" || state === "stopped" || reason);
+    return el("div", { class: "sweep" }, el("h3", {}, name),
+      el("div", { class: "share", role: "img", "aria-label": more[0] }, some.map(([state, count]) => el("i", { style: `flex: ${count}; background: ${COLOURS[state]}` }))),
+      el("small", {}, more.filter(Boolean).join("; ")), now.length ? table(now) : null,
+      el("details", { "data-sweep": name, open: open.has(name) ? "" : null }, el("summary", {}, `${cells.length} cells`), table(cells)));
+  }
+  function anew(data) { // where the reader is stays where it is
+    const key = (node) => [node.closest("section").id, node.querySelector("header")?.innerText].join();
+    const places = () => [...document.querySelectorAll("#page > section, .panel, .sample")].filter((node) => node.getClientRects().length);
+    const place = places().findLast((node) => node.getBoundingClientRect().top <= 150);
+    const before = place && [key(place), place.getBoundingClientRect().top], top = scrollY;
+    const focus = document.activeElement?.dataset, open = document.querySelector("#runs details")?.open, { limit } = browser;
+    for (const node of document.querySelectorAll(".chart[data-drawn]")) heights.set(node.getAttribute("aria-label"), node.offsetHeight);
+    show(data).then(() => {
+      browser.limit = limit;
+      samples();
+      if (open) document.querySelector("#runs details").open = true;
+      const again = focus && Object.entries(focus).map(([name, value]) => document.querySelector(`[data-${name}="${CSS.escape(value)}"]`)).find(Boolean);
+      if (again) again.focus({ preventScroll: true });
+      const after = before && places().find((node) => key(node) === before[0]);
+      scrollTo(0, after ? scrollY + after.getBoundingClientRect().top - before[1] : top);
+    });
+  }
+
+  function show(data) {
+    DATA = data;
+    if (data.panels) { build(); recall(); return Promise.resolve(); }
+    return load(data.part, data.part).then(() => show(structuredClone(loaded.get(data.part))), (error) => {
+      document.getElementById("page").replaceChildren(el("p", { class: "note bad" }, error.message));
+    });
+  }
+  window.addEventListener("popstate", () => { if (DATA.panels) recall(); });
+  show(FIRST).then(() => { if (live.seconds) follow(); });
 })();

@@ -1,8 +1,12 @@
-"""The page as one file: style, charting library, specifications, numbers; and the folder of samples beside it."""
+"""The page as one file: style, charting library, specifications, numbers; and the folder of samples beside it.
 
-import sys
+Where the numbers would make the page larger than MOST, they lie in script files beside it: those of each panel in one
+that is loaded when it comes near the screen, all else in one that the page begins with.
+"""
+
 from base64 import b64encode
 from datetime import UTC, datetime
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,11 +16,12 @@ import vl_convert
 from kvbench.report.charts import charts
 from kvbench.report.gather import TABLES, WRONG, Gathered, gather, said
 from kvbench.report.looks import FULL
-from kvbench.report.samples import embedded, write
-from kvbench.settings import SettingError
+from kvbench.report.samples import embedded, save, write
+from kvbench.settings import answered
 
 HERE = Path(__file__).parent
 FOLDER = "report"  # of the samples, beside the page
+NUMBERS = (*TABLES, "series", "grids")  # of a panel
 DIGITS = 4  # after the point
 PACKED = (*TABLES, "cells")  # a grid's too
 MOST = 2_000_000  # bytes of a page
@@ -28,18 +33,39 @@ def report(results: Path, now: datetime) -> Path:
     path = results / "report.html"
     folder = results / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    files = parts(gathered, folder)
-    draft = path.with_suffix(".draft")
-    draft.write_text(html(gathered.page | {"files": files, "folder": FOLDER}), encoding="utf-8")
-    draft.replace(path)
-    wanted = {name for own in files for name in own["names"]}
-    for old in folder.glob("samples-*.js"):
+    page = packed(gathered.page | {"files": answers(gathered, folder), "folder": FOLDER})
+    wanted = {name for own in page["files"] for name in own["names"]}
+    text = html(page)
+    if len(text.encode()) > MOST:
+        page, parts = apart(page, folder)
+        text, wanted = html(page), wanted | parts
+    save(path, text)
+    for old in (*folder.glob("samples-*.js"), *folder.glob("part-*.js")):
         if old.name not in wanted:
             old.unlink()
     return path
 
 
-def parts(gathered: Gathered, folder: Path) -> list[dict[str, Any]]:
+def apart(page: dict[str, Any], folder: Path) -> tuple[dict[str, Any], set[str]]:
+    """The page that loads its data, and the names of the files in `folder` that now have them."""
+    names = set()
+
+    def put(value: object) -> str:
+        text = embedded(value)
+        name = f"part-{sha256(text.encode()).hexdigest()[:16]}.js"
+        save(folder / name, f'kvbenchPart("{name}",{text});\n')
+        names.add(name)
+        return name
+
+    panels = [
+        {name: own for name, own in panel.items() if name not in NUMBERS}
+        | {"part": put({name: panel[name] for name in NUMBERS})}
+        for panel in page["panels"]
+    ]
+    return {"folder": FOLDER, "part": put(page | {"panels": panels})}, names
+
+
+def answers(gathered: Gathered, folder: Path) -> list[dict[str, Any]]:
     """What the browser of samples may load."""
     found = []
     for own in gathered.pairings:
@@ -57,22 +83,13 @@ def parts(gathered: Gathered, folder: Path) -> list[dict[str, Any]]:
 
 def html(page: dict[str, Any]) -> str:
     """The whole page."""
-    library = vl_convert.javascript_bundle()
-    script = (HERE / "page.js").read_text(encoding="utf-8")
-    for text in (library, script):
-        if "</script" in text.lower() or "<!--" in text:
-            raise ValueError("a script that would end itself")
-    data = embedded(packed(page) | {"charts": charts(), "ink": FULL})
-    allowed = " ".join(f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in (library, script))
-    policy = (  # the library compiles expressions; loaded by these two scripts and by nobody else: files of samples
-        f"default-src 'none'; script-src {allowed} 'strict-dynamic' 'unsafe-eval'; style-src 'unsafe-inline'; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
-    )
+    library, script = scripts()
+    data = embedded(page | {"charts": charts(), "ink": FULL})
     style = (HERE / "page.css").read_text(encoding="utf-8")
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy()}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<link rel="icon" href="data:,">',
             f"<title>kvbench report</title><style>{style}</style></head><body>",
@@ -83,6 +100,27 @@ def html(page: dict[str, Any]) -> str:
             f"<script>{script}</script>",
             "</body></html>\n",
         ]
+    )
+
+
+@cache
+def scripts() -> tuple[str, str]:
+    """The charting library and the page's own."""
+    found = vl_convert.javascript_bundle(), (HERE / "page.js").read_text(encoding="utf-8")
+    for text in found:
+        if "</script" in text.lower() or "<!--" in text:
+            raise ValueError("a script that would end itself")
+    return found
+
+
+def policy() -> str:
+    """What the page may do. The library compiles expressions; files beside the page are loaded by its scripts and by
+    nobody else.
+    """
+    allowed = " ".join(f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in scripts())
+    return (
+        f"default-src 'none'; script-src {allowed} 'strict-dynamic' 'unsafe-eval'; style-src 'unsafe-inline'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
 
 
@@ -99,13 +137,9 @@ def packed(value: Any, name: str = "") -> Any:
 
 
 def main(results: Path) -> int:
-    try:
-        path = report(results, datetime.now(UTC))
-    except SettingError as error:
-        print(f"kvbench: {error}", file=sys.stderr)
-        return 2
-    size = path.stat().st_size
-    print(f"{path}  {size / 1e6:.2f} MB")
-    if size > MOST:
-        print(f"kvbench: {path} has more than {MOST / 1e6:g} MB: a results folder for each study", file=sys.stderr)
-    return 0
+    return answered(lambda: show(report(results, datetime.now(UTC))))
+
+
+def show(path: Path) -> None:
+    """Print where the page is and what it weighs."""
+    print(f"{path}  {path.stat().st_size / 1e6:.2f} MB")

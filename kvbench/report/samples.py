@@ -52,10 +52,7 @@ def write(folder: Path, pairing: Pairing) -> list[str]:
 
     def close() -> None:
         name = f"samples-{pairing.run.hash}-{len(names)}.js"
-        text = f'kvbenchSamples("{pairing.run.hash}",{len(names)},[{",".join(part)}]);\n'
-        draft = folder / f"{name}.draft"
-        draft.write_text(text, encoding="ascii")
-        draft.replace(folder / name)
+        save(folder / name, f'kvbenchSamples("{pairing.run.hash}",{len(names)},[{",".join(part)}]);\n')
         names.append(name)
         part.clear()
 
@@ -69,6 +66,13 @@ def write(folder: Path, pairing: Pairing) -> list[str]:
     if part:
         close()
     return names
+
+
+def save(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    draft = path.with_name(f"{path.name}.draft")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
 
 
 def embedded(value: Any) -> str:

@@ -1,0 +1,64 @@
+"""Every command of the package ends in silence when nobody reads what it prints."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from report_store import records, write
+
+import kvbench
+from kvbench.settings import UNREAD, answered
+
+ROOT = Path(kvbench.__file__).parents[1]
+ANSWER = {"kvbench/verify.py", "kvbench/wandb_run.py"}  # to the process that started them, on a pipe of their own
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    results = tmp_path_factory.mktemp("store")
+    write(results, records(1.0, 100), method={"name": "full"}, sampling={"temperature": 0.0, "top_p": 1.0})
+    write(results, records(0.5, 100), budget=0.5, sampling={"temperature": 0.0, "top_p": 1.0})
+    return results
+
+
+def unread(*arguments: str) -> tuple[int, str]:
+    """Exit code and errors of a Python command whose output has no reader."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, *arguments], stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        )  # fmt: skip
+    finally:
+        os.close(write)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("command", ["curves", "audit", "heatmap", "papers", "report", "frames"])
+def test_a_command_ends_in_silence(command, store, tmp_path):
+    more = [str(tmp_path)] if command == "frames" else []
+    assert unread("-m", f"kvbench.{command}", str(store), *more) == (UNREAD, "")
+
+
+def test_so_do_help_and_the_command_line():
+    assert unread("-m", "kvbench.grade", "--help") == (UNREAD, "")
+    assert unread("run.py", "--cfg", "job") == (UNREAD, "")
+
+
+def test_every_command_is_answered():
+    found = [*ROOT.glob("kvbench/**/*.py"), ROOT / "run.py"]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in found}
+    commands = {name: text for name, text in texts.items() if '__name__ == "__main__"' in text}
+    assert len(commands) > 15
+    assert {name for name, text in commands.items() if "answered(" not in text} == ANSWER
+
+
+def test_another_pipe_that_breaks_is_an_error():
+    def work() -> None:
+        raise BrokenPipeError("of a helper")
+
+    with pytest.raises(BrokenPipeError, match="of a helper"):
+        answered(work)
