@@ -187,7 +187,8 @@ def test_export_writes_what_load_shows(tmp_path):
 )
 def test_records_load_in_time_and_memory(tmp_path, runs, seconds, capsys):
     """20,000, 100,000 and 1,000,000 records, in a process of its own."""
-    line = json.dumps(record(0) | {f"number{i}": i / 7 for i in range(35)} | {"output": "word " * 40})
+    text = {"output": "word " * 40, "asked": "word " * 40, "survived": "0564" * 32, "evidence": [3, 4]}
+    line = json.dumps(record(0) | {f"number{i}": i / 7 for i in range(35)} | text)
     for run in range(runs):
         own = value(seed=run)
         folder = tmp_path / "runs" / run_hash(own)
