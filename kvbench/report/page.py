@@ -9,7 +9,7 @@ from typing import Any
 
 import vl_convert
 
-from kvbench.report.charts import charts
+from kvbench.report.charts import SCORE, charts
 from kvbench.report.gather import TABLES, WRONG, Gathered, gather, said
 from kvbench.report.looks import FULL
 from kvbench.report.samples import embedded, write
@@ -62,7 +62,7 @@ def html(page: dict[str, Any]) -> str:
     for text in (library, script):
         if "</script" in text.lower() or "<!--" in text:
             raise ValueError("a script that would end itself")
-    data = embedded(packed(page) | {"charts": charts(), "ink": FULL})
+    data = embedded(packed(page) | {"charts": charts(), "ink": FULL, "shades": SCORE})
     allowed = " ".join(f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in (library, script))
     policy = (  # the library compiles expressions; loaded by these two scripts and by nobody else: files of samples
         f"default-src 'none'; script-src {allowed} 'strict-dynamic' 'unsafe-eval'; style-src 'unsafe-inline'; "
