@@ -10,9 +10,11 @@
 Lines are parsed a chunk at a time into Arrow columns: a million records never are a million dicts. No torch is needed.
 """
 
+import gc
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -50,15 +52,28 @@ class Loaded:
         """The same as an Arrow table."""
         wanted = None if columns is None else list(dict.fromkeys(columns))
         parts = [pyarrow.table({"run": pyarrow.nulls(0), "uid": pyarrow.nulls(0)})]
-        for run in self.runs.index:
-            about = {"run": run, **{key: self.runs[key][run] for key in KEYS}}
-            found = records(self.folder / "runs" / run)
-            while chunk := list(islice(found, CHUNK)):
-                parts.append(chunked(chunk, about, wanted))
+        with uncollected():
+            for run in self.runs.index:
+                about = {"run": run, **{key: self.runs[key][run] for key in KEYS}}
+                found = records(self.folder / "runs" / run)
+                while chunk := list(islice(found, CHUNK)):
+                    parts.append(chunked(chunk, about, wanted))
         table = together(parts)
         if wanted is not None and (missing := [name for name in wanted if name not in table.column_names]):
             raise SettingError(f"columns={missing[0]}: choose from {', '.join(sorted(table.column_names))}")
         return table if wanted is None else table.select(wanted)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Nobody looks for cycles inside: lines have none, and looking at all of them again and again takes long."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def load(results: str | Path = "results", **filters: Any) -> Loaded:
@@ -154,15 +169,16 @@ def chunked(chunk: list[dict[str, Any]], about: Mapping[str, str], wanted: list[
 
 
 def column(values: list[Any]) -> pyarrow.Array:
-    """Values as they are, or as JSON where they are of different kinds."""
+    """Values as they are, or as JSON where they are of different kinds; a lone surrogate in a text is written out."""
     try:
         return pyarrow.array(values)
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, UnicodeEncodeError):
         return as_json(values)
 
 
 def as_json(values: list[Any]) -> pyarrow.Array:
-    return pyarrow.array([value if value is None or isinstance(value, str) else json.dumps(value) for value in values])
+    texts = (value if value is None or isinstance(value, str) else json.dumps(value) for value in values)
+    return pyarrow.array([text and text.encode("utf-8", "backslashreplace").decode() for text in texts])
 
 
 def together(parts: list[pyarrow.Table]) -> pyarrow.Table:

@@ -8,7 +8,8 @@ answer, and where the template strips a message's spaces they stay.
 """
 
 import hashlib
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ class Prompt:
     prefix: int = 0  # tokens in front of the sample's own text
     earlier: tuple[tuple[int, ...], ...] = ()  # the `rest` of each turn before
     unknown: int = 0  # tokens that own answers of earlier turns have at most
+    ends: Sequence[int] = ()  # of each token of the context: characters of the sample's context up to its end
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -115,7 +117,7 @@ def _next_turn(tokenizer: Any, sample: Sample, before: Sample, prompt: Prompt) -
     text = said + opening + sample.question + closing + sample.answer_prefix
     rest = tuple(tokenizer.encode(text, add_special_tokens=False))
     unknown = prompt.unknown + (before.max_new_tokens if before.said is None else 0)
-    return Prompt(prompt.context, rest, prompt.prefix, (*prompt.earlier, prompt.rest), unknown)
+    return Prompt(prompt.context, rest, prompt.prefix, (*prompt.earlier, prompt.rest), unknown, prompt.ends)
 
 
 def encode(tokenizer: Any, sample: Sample) -> Prompt:
@@ -136,7 +138,8 @@ def divide(tokenizer: Any, text: str, begin: int, end: int, special: bool) -> Pr
     ids = found["input_ids"]
     spans = found["offset_mapping"]
     prefix = next((i for i, (_, stop) in enumerate(spans) if stop > begin), len(ids))
-    return Prompt(tuple(ids[:split]), tuple(ids[split:]), min(prefix, split))
+    ends = array("I", (max(0, stop - begin) for _, stop in spans[:split]))  # a long prompt has many
+    return Prompt(tuple(ids[:split]), tuple(ids[split:]), min(prefix, split), ends=ends)
 
 
 def words(tokenizer: Any) -> Words:

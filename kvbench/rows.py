@@ -8,7 +8,7 @@ as many rows as it may keep; and a *tail* (B, H, capacity, d) of what was read s
 takes both over when the prefill ends, and from then on each tail once it was attended to.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -217,6 +217,16 @@ class LayerRows:
         """(B, H) rows held by every head."""
         cut = torch.zeros(self.shape, dtype=torch.int64) if self.lengths is None else self.lengths
         return cut + self.tail
+
+    def below(self, places: Sequence[int]) -> Tensor:
+        """(B, H, m) int64: rows held in front of each of m places. It takes 13 bytes a row at most."""
+        like = self.tail_keys if self.places is None else self.places
+        wanted = torch.tensor(places, dtype=torch.int32, device=like.device).expand(*self.shape, -1)
+        tail = (wanted - (self.seen - self.tail)).clamp(0, self.tail).long()
+        if self.places is None:
+            return tail
+        cut = torch.searchsorted(self._spread(self.places, absent=-1), wanted.contiguous())
+        return tail + cut - (self.longest - self.lengths)[..., None]
 
     def bytes(self) -> "Bytes":
         """What this layer occupies, counted on the storages it owns."""

@@ -28,10 +28,12 @@ from kvbench.run import DTYPES, Run
 from kvbench.settings import SettingError
 from kvbench.sources import revision
 from kvbench.store import RunFolder, claim_all, claims
+from kvbench.survival import evidence, survived
 from kvbench.task import Sample
-from kvbench.timing import forget_peak, now
+from kvbench.timing import forget_peak, now, peak
 
 UNGRADED = {"score": None, "answer": None, "also": {}}
+ASKED = 1000  # characters of a question that are recorded
 
 
 @dataclass
@@ -199,6 +201,7 @@ class Reader:
         self.context: Context | None = None  # the last compressed context, of what was read
         self.opening: Opening | None = None
         self.prefill_ms, self.shared = 0.0, 1
+        self.peak = 0  # bytes on a GPU since the context was begun, but for what looking at it took
         self._read(Opening((tuple(range(64)),), ("warm-up",)))  # the first pass pays for what later ones find ready
         self.drop()
 
@@ -243,6 +246,7 @@ class Reader:
             "uid": sample.uid, "index": self.order[sample.uid], "subtask": sample.subtask,
             "group": sample.group or sample.uid,
             "prompt_hash": prompt.hash(), "target_hash": target, "target": list(sample.answers),
+            "asked": shortened(sample.question + sample.answer_prefix),
             "tokens_in": len(prompt.ids), "tokens_context": len(prompt.context),
             "budget": 1.0 if self.run.full else self.run.budget.value, "meta": dict(sample.meta),
             "conversation": sample.conversation or None, "turn": len(prompt.earlier),
@@ -298,6 +302,7 @@ class Reader:
     def keep(self, opening: Opening, context: Context, milliseconds: float, shared: int = 1) -> None:
         """The context was read; `shared`: how many were at once."""
         self.opening, self.context, self.prefill_ms, self.shared = opening, context, milliseconds, shared
+        self.peak = peak(self.run.device) or 0
 
     def _read(self, opening: Opening) -> None:
         self.drop()  # freed before the new one grows
@@ -325,6 +330,7 @@ class Reader:
         self, context: Context, batch: Sequence[tuple[Sample, Prompt]], spent: float
     ) -> tuple[list[dict], Tensor]:
         """What the answers are and cost, and their tokens (B, n); `spent`: milliseconds that reading took before."""
+        looked = self._look(context, batch)
         context.reserve(batch[0][0].max_new_tokens)
         counted = self._count(context) | {"batch": len(batch)}
         answers = self._tokens(context, [sample for sample, _ in batch])
@@ -342,12 +348,12 @@ class Reader:
             "prefill_ms": spent,
             "shared_prefill": self.shared,  # runs that the prompt was read for at once
             "ttft_ms": spent + 1000 * context.stamps[0],
-            "peak_bytes": torch.cuda.max_memory_allocated() if gpu else cached,
+            "peak_bytes": max(self.peak, peak(self.run.device)) if gpu else cached,
             "peak_of": "cuda" if gpu else "cache",
             "error": None,
         }
         outputs = [self._output(sample, row, context.stamps) for (sample, _), row in zip(batch, answers, strict=True)]
-        return [counted | own for own in outputs], answers
+        return [counted | own | other for own, other in zip(looked, outputs, strict=True)], answers
 
     def _tokens(self, context: Context, samples: Sequence[Sample]) -> Tensor:
         """(B, n) tokens, until each sample's answer is over."""
@@ -372,6 +378,16 @@ class Reader:
                     if all(over):
                         break
         return torch.stack(tokens, dim=1)
+
+    def _look(self, context: Context, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
+        """Which of the tokens read are held when the answers begin. What looking takes is no part of the peak."""
+        self.peak = max(self.peak, peak(self.run.device) or 0)
+        shares = survived([layer.rows for layer in context.own_layers], context.seen)
+        forget_peak(self.run.device)
+        return [
+            {"survived": share, "evidence": evidence(*own, context.seen)}
+            for share, own in zip(shares, batch, strict=True)
+        ]
 
     def _count(self, context: Context) -> dict:
         """What one sample of the batch holds when the answer begins."""
@@ -407,6 +423,13 @@ class Reader:
 
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(rows, device=next(self.model.parameters()).device)
+
+
+def shortened(text: str, most: int = ASKED) -> str:
+    """`text` without its middle where that is long, and how much is not there."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} […{len(text) - most // 2 * 2} characters…] {text[-(most // 2) :]}"
 
 
 def mean(values: Sequence[float]) -> float:

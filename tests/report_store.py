@@ -42,6 +42,16 @@ HOSTILE = (
 )
 
 
+def recorded(draw: np.random.Generator, budget: float, index: int) -> dict:
+    """What older records lack, here those of the largest budget: the question, and which rows survived."""
+    if budget == max(BUDGETS):
+        return {}
+    percents = np.clip(draw.normal(100 * budget, 100 * budget, 64), 0, 100).astype(int)
+    percents[[0, -2, -1]] = 100
+    asked = "What is the number?\n" + HOSTILE[index % len(HOSTILE)]
+    return {"asked": asked, "survived": bytes(percents.tolist()).hex(), "evidence": [20 + index], "rows_seen": 200}
+
+
 def records(budget: float, chance: float, salt: int = 0, count: int = 8, **changed: object) -> dict[str, dict]:
     """Three subtasks of `count` samples; of the first, cells of a grid."""
     found = {}
@@ -59,6 +69,7 @@ def records(budget: float, chance: float, salt: int = 0, count: int = 8, **chang
                 "score": (100.0 if index % 5 else 50.0) * right, "stop": "eos", "tokens_out": 9,
                 "ttft_ms": 100.0 + 200 * budget + salt, "decode_ms": 80 + 40 * budget, "resident_bytes": 1000 * budget,
                 "full_bytes": 1000, "rows_attended": 200 * budget + 2, "rows_seen_decoding": 200,
+                **recorded(draw, budget, index),
             } | changed  # fmt: skip
     return found
 

@@ -59,6 +59,13 @@ def test_runs_and_records(tmp_path):
     assert list(kvbench.load(tmp_path, method="full").records(["uid", "meta.units"])["meta.units"]) == [0, 1, 2]
 
 
+def test_a_lone_surrogate_is_written_out(tmp_path):
+    write(tmp_path, found=[record(0, output="a \ud800", target=["\ud800"]), record(1, output="é \\", target=["b"])])
+    found = kvbench.load(tmp_path).records()
+    assert list(found.output) == ["a \\ud800", "é \\"] and list(found.target) == ['["\\ud800"]', '["b"]']
+    frames.export(tmp_path, tmp_path / "export")
+
+
 def test_filters_take_values_and_lists_and_refuse_what_is_not_there(tmp_path):
     for budget in (0.05, 0.1, 0.3):
         write(tmp_path, value(budget=budget))
@@ -187,7 +194,8 @@ def test_export_writes_what_load_shows(tmp_path):
 )
 def test_records_load_in_time_and_memory(tmp_path, runs, seconds, capsys):
     """20,000, 100,000 and 1,000,000 records, in a process of its own."""
-    line = json.dumps(record(0) | {f"number{i}": i / 7 for i in range(35)} | {"output": "word " * 40})
+    text = {"output": "word " * 40, "asked": "word " * 40, "survived": "0564" * 32, "evidence": [3, 4]}
+    line = json.dumps(record(0) | {f"number{i}": i / 7 for i in range(35)} | text)
     for run in range(runs):
         own = value(seed=run)
         folder = tmp_path / "runs" / run_hash(own)

@@ -13,10 +13,10 @@ from report_store import BUDGETS, HOSTILE, TASKS, records, small, write
 
 import kvbench
 from kvbench.means import mean
-from kvbench.report.gather import gather
+from kvbench.report.gather import gather, short
 from kvbench.report.looks import COLOURS, ORDER, look
-from kvbench.report.page import MOST, NUMBERS, html, main, report, rounded
-from kvbench.report.samples import LONGEST, embedded, visible
+from kvbench.report.page import MOST, NUMBERS, html, main, packed, report
+from kvbench.report.samples import LONGEST, QUESTION, embedded, strip, visible
 from kvbench.settings import SettingError
 from kvbench.statistics import Interval, Scores, average
 
@@ -166,7 +166,7 @@ def test_answers_lie_beside_the_page_and_are_text_only(store):
     for own in page["files"]:
         shown = [sample for name in own["names"] for sample in samples_of(store / "report" / name)]
         assert len(shown) == 24
-        changes = [method[1] - full[1] for _, _, _, full, method in shown]
+        changes = [method[1] - full[1] for _, _, _, full, method, *_ in shown]
         assert changes == sorted(changes)
     raw = "".join((store / "report" / name).read_text("ascii") for name in page["files"][0]["names"])
     assert "<" not in raw and ">" not in raw and "\x1b" not in raw
@@ -178,6 +178,33 @@ def test_answers_lie_beside_the_page_and_are_text_only(store):
     assert "\\ud800" in visible(HOSTILE[2])
     assert len(visible(HOSTILE[3])) < LONGEST + 60 and visible(HOSTILE[3]).endswith("more characters in the record")
     assert visible(None) == "" and visible({"a": 1}) == '{"a": 1}'
+
+
+def test_question_and_rows_are_the_records(store):
+    files = {own["run"]: own["names"] for own in data_of(report(store, NOW))["files"]}
+    for pairing in gather(store, NOW).pairings:
+        records = {short(uid): record for uid, record in pairing.run.records.items()}
+        shown = [sample for name in files[pairing.run.hash] for sample in samples_of(store / "report" / name)]
+        assert len(shown) == len(records) == 24
+        for uid, *_, asked, rows in shown:
+            record = records[uid]
+            if pairing.run.value["budget"] == 0.3:  # not recorded
+                assert asked is rows is None
+            else:
+                assert asked == visible(record["asked"], QUESTION) and len(asked) < QUESTION + 60
+                assert rows == [record["survived"], 200, record["evidence"]]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"survived": "65"}, {"survived": "0"}, {"survived": "00" * 65}, {"survived": "<b"}, {"survived": 5}]
+    + [{"survived": None}, {"rows_seen": "many"}, {"rows_seen": None}],
+)
+def test_a_strip_that_is_none_is_not_shown(wrong):
+    good = {"survived": "0064", "rows_seen": 9, "evidence": [1]}
+    assert strip(good) == ["0064", 9, [1]] and strip(good | wrong) is None
+    for evidence in (None, "1", [2, -1, "1", [1], None]):
+        assert strip(good | {"evidence": evidence}) == ["0064", 9, []]
 
 
 def test_files_of_samples_are_split_and_old_ones_go(store, monkeypatch):
@@ -235,7 +262,7 @@ def test_a_large_study_stays_small(tmp_path, monkeypatch):
             panel[name] = panel[name] * (17 if name != "series" else 5)
     page["runs"] *= 17
     files = [{"run": 16 * "0", "panel": 0, "row": 30 * " ", "names": [30 * " "], "method": "", "block": 1}] * 408
-    assert len(html(rounded(page | {"files": files, "folder": "report"}))) < MOST
+    assert len(html(packed(page | {"files": files, "folder": "report"}))) < MOST
 
 
 def test_no_store_is_too_large(store, monkeypatch):
@@ -261,7 +288,7 @@ def test_no_store_is_too_large(store, monkeypatch):
     assert len(page["runs"]) == 1560 and len(page["files"]) == 24
     for panel, expected in zip(page["panels"], whole.page["panels"], strict=True):
         numbers = part(panel.pop("part"))
-        assert set(numbers) == set(NUMBERS) and panel | numbers == json.loads(embedded(rounded(expected)))
+        assert set(numbers) == set(NUMBERS) and panel | numbers == json.loads(embedded(packed(expected)))
     monkeypatch.undo()
     report(store, NOW)
     assert len(data_of(path)["panels"]) == 2 and not list(folder.glob("part-*"))

@@ -125,6 +125,14 @@ def test_samples_are_loaded_when_they_are_asked_for(page):
     assert page.locator("#samples img, #samples script").count() == 0
     first = page.locator(".sample").first
     assert first.locator("del").count() and first.locator("ins").count()
+    assert body.count("What is the number?") == 24
+    assert page.locator("#samples .rows svg").count() == 24 and page.locator("#samples .shades").count() == 1
+    rows = page.locator("#samples .rows").first
+    assert rows.locator("rect:has(title)").count() == 64 and rows.locator("rect.place").count() == 1
+    assert rows.locator("rect").first.get_attribute("fill") == "rgb(18,63,109)"  # all of a bin
+    assert rows.locator("title").first.text_content() == "tokens 0 to 3: 100\u202f%"
+    assert "where a target stands" in rows.locator("svg").get_attribute("aria-label")
+    assert rows.locator("span").all_inner_texts()[::2] == ["0", "200 tokens"]
     page.select_option("[data-pick=show]", "lost")
     lost = page.locator(".sample").count()
     assert 0 < lost < 24 and "difference −" in page.locator(".sample small").first.inner_text()
@@ -134,6 +142,14 @@ def test_samples_are_loaded_when_they_are_asked_for(page):
     assert page.locator(".sample").count() == 0
     page.click("[data-method=snapkv]")  # what is filtered out is not shown
     assert page.input_value("[data-pick=run]") == ""
+
+
+def test_what_older_records_lack_is_said(page):
+    page.select_option("[data-pick=run]", label="ruler · question visible · snapkv · 30\u202f%")
+    page.wait_for_selector(".sample")
+    assert page.locator(".sample .rows").count() == page.locator(".shades").count() == 0
+    said = page.locator(".sample").first.inner_text()
+    assert "question: not recorded" in said and "which rows survived: not recorded" in said
 
 
 def test_a_file_of_samples_that_is_gone_is_named(chromium, page_file):
@@ -222,7 +238,13 @@ def test_numbers_beside_the_page_come_when_they_are_near(chromium, tmp_path, mon
 def test_pictures_for_people(page):
     """KVBENCH_SHOTS=folder keeps what the page looks like."""
     drawn(page)
-    folder = os.environ.get("KVBENCH_SHOTS")
-    width = page.viewport_size["width"]
-    shot = page.screenshot(full_page=True, path=Path(folder) / f"report-{width}.png" if folder else None)
-    assert len(shot) > 50_000
+    folder, width = os.environ.get("KVBENCH_SHOTS"), page.viewport_size["width"]
+
+    def keep(name: str) -> str | None:
+        return Path(folder) / f"{name}-{width}.png" if folder else None
+
+    assert len(page.screenshot(full_page=True, path=keep("report"))) > 50_000
+    page.select_option("[data-pick=run]", label="ruler · question visible · snapkv · 5\u202f%")
+    page.wait_for_selector(".sample")
+    page.evaluate("document.getElementById('samples').scrollIntoView()")
+    assert len(page.screenshot(path=keep("samples"))) > 20_000

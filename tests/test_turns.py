@@ -22,6 +22,7 @@ from kvbench.prompt import encode_all
 from kvbench.run import Run
 from kvbench.runner import Bench, Reader, execute, seed_of
 from kvbench.settings import SettingError
+from kvbench.survival import survived
 from kvbench.task import Graded, Sample
 
 CHATML = (
@@ -149,6 +150,9 @@ def test_with_a_method_every_turn_is_what_the_same_steps_give(reader, monkeypatc
         if turn or question == "hidden":
             held.extend(torch.tensor([prompt.rest]))
         assert record["rows_held"] == held.contexts[0].own_layers[0].rows.mean_rows < record["rows_seen"]
+        [context] = held.contexts
+        assert [record["survived"]] == survived([layer.rows for layer in context.own_layers], record["rows_seen"])
+        assert record["asked"] == ASKED[turn]
         with nullcontext() if said[turn] is None else held.branch():
             answer = held.generate(tokens, stop=frozenset())
         assert record["output"] == own.tokenizer.decode(answer[0], skip_special_tokens=True)

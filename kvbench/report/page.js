@@ -183,12 +183,41 @@
   function side(name, [output, score, error], shown) {
     return el("div", { class: "side" }, el("h4", {}, el("span", {}, name), el("b", {}, error || points(score))), el("pre", { tabindex: 0 }, shown || (output === "" ? "" : output)));
   }
-  function sample([uid, subtask, targets, full, method], name) {
+  const SVG = { preserveAspectRatio: "none", role: "img" };
+  function shade(percent) {
+    const at = Math.sqrt(percent / 100) * (FIRST.shades.length - 1), below = Math.min(Math.floor(at), FIRST.shades.length - 2);
+    const part = (index, from) => parseInt(FIRST.shades[index].slice(from, from + 2), 16);
+    return `rgb(${[1, 3, 5].map((from) => Math.round(part(below, from) + (at - below) * (part(below + 1, from) - part(below, from))))})`;
+  }
+  function legend() {
+    const steps = [...Array(51).keys()].map((step) => svg("rect", { x: step, width: 1.05, height: 1, fill: shade(step * step / 25) }));
+    const ticks = [0, 5, 25, 100].map((own) => el("span", { style: `left: ${10 * Math.sqrt(own)}%` }, String(own)));
+    return el("p", { class: "shades" }, "Rows held when the answer begins, mean over layers and KV heads,", el("span", { class: "scale" },
+      svg("svg", { ...SVG, viewBox: "0 0 51 1", "aria-label": "0 to 100\u202f%, darker is more" }, ...steps), ticks), "%");
+  }
+  function strip(own) {
+    if (!own) return el("p", { class: "target" }, el("small", {}, "which rows survived: not recorded"));
+    const [digits, tokens, places] = own;
+    const percents = digits.match(/../g).map((two) => parseInt(two, 16)), bins = percents.length;
+    const said = (percent) => (percent < 0.5 ? "<1\u202f%" : `${Math.round(percent)}\u202f%`);
+    const mean = (values) => said(values.reduce((sum, one) => sum + one, 0) / values.length);
+    const edge = (bin) => Math.ceil((bin * tokens) / bins);
+    const box = svg("svg", { ...SVG, viewBox: `0 0 ${bins} 18` });
+    percents.forEach((percent, bin) => box.append(svg("rect", { x: bin, width: bin + 1 < bins ? 1.05 : 1, height: 12, fill: shade(percent) },
+      svg("title", {}, `tokens ${edge(bin)} to ${edge(bin + 1) - 1}: ${said(percent)}`))));
+    box.append(svg("rect", { class: "frame", width: bins, height: 12 }));
+    for (const bin of places) box.append(svg("rect", { class: "place", x: bin, y: 14, width: 1, height: 4 }));
+    const survived = `${mean(percents)} survived` + (places.length ? `, ${mean(places.map((bin) => percents[bin]))} where a target stands (▬)` : "");
+    box.setAttribute("aria-label", `Rows over the prompt of ${tokens} tokens: ${survived}`);
+    return el("div", { class: "rows" }, box, el("small", {}, el("span", {}, "0"), el("span", {}, survived), el("span", {}, `${tokens.toLocaleString("en")} tokens`)));
+  }
+  function sample([uid, subtask, targets, full, method, asked, survived], name) {
     const words = diff(full[0], method[0]);
     const change = full[1] === null || method[1] === null ? "" : points(method[1] - full[1], true);
     return el("article", { class: "sample" },
       el("header", {}, el("b", {}, uid), el("small", {}, `${subtask} · ${change === "" ? "no score" : `difference ${change}`}${words ? "" : " · too long to compare word by word"}`)),
-      el("p", { class: "target" }, el("small", {}, "target "), targets.join("  ·  ")),
+      el("p", { class: "target asked", tabindex: 0 }, el("small", {}, asked === null ? "question: not recorded" : "question "), asked && asked.trim()),
+      el("p", { class: "target" }, el("small", {}, "target "), targets.join("  ·  ")), strip(survived),
       el("div", { class: "sides" }, side("full cache", full, words && words[0]), side(name, method, words && words[1])));
   }
   const KINDS = {
@@ -223,7 +252,7 @@
     if (!file) return;
     if (browser.failed) { body.append(el("p", { class: "note bad" }, browser.failed)); return; }
     const found = entries.filter((own) => KINDS[browser.show][1](own) && (browser.subtask === ALL || own[1] === browser.subtask));
-    body.append(el("small", {}, `${found.length} of ${entries.length} samples${partly ? `, ${parts.length} of ${file.names.length} files loaded` : ""}; what lost most comes first`));
+    body.append(el("small", {}, `${found.length} of ${entries.length} samples${partly ? `, ${parts.length} of ${file.names.length} files loaded` : ""}; what lost most comes first`), found.some((own) => own[6]) ? legend() : "");
     body.append(...found.slice(0, browser.limit).map((own) => sample(own, file.row)));
     if (found.length > browser.limit) body.append(el("button", { onclick: () => { browser.limit += 40; samples(); } }, "Show more"));
     else if (partly) body.append(el("button", { onclick: () => more(file, parts.length) }, "Load more"));
@@ -355,7 +384,7 @@
     el("header", {}, el("h1", {}, "What KV-cache methods cost, and what they lose"), el("p", { class: "muted" }, "Every number is computed from kvbench's records; runs of different protocols never share a panel."), facts(), ...notes().filter(Boolean)),
     ...(live.seconds ? [live.node] : []), bar(), el("p", { class: "empty", id: "nothing" }, DATA.panels.length ? "No run passes the filters." : "No run is finished yet."),
     ...SECTIONS().map(([id, name, about, , wide]) => section(id, name, about, wide)),
-    el("section", { id: "samples" }, el("h2", {}, "Samples"), el("p", {}, "The full cache's answer beside the method's, with the words in which they differ."), el("div", { class: "body" })),
+    el("section", { id: "samples" }, el("h2", {}, "Samples"), el("p", {}, "The full cache's answer beside the method's, with the words in which they differ, and which rows of the prompt the method still held."), el("div", { class: "body" })),
     el("section", { id: "runs" }, el("h2", {}, "Runs"), runs()),
   );
   // ---- the dashboard: this page, served, asks how far sweeps are and takes in what changed

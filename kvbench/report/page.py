@@ -13,7 +13,7 @@ from typing import Any
 
 import vl_convert
 
-from kvbench.report.charts import charts
+from kvbench.report.charts import SCORE, charts
 from kvbench.report.gather import TABLES, WRONG, Gathered, gather, said
 from kvbench.report.looks import FULL
 from kvbench.report.samples import embedded, save, write
@@ -84,7 +84,7 @@ def answers(gathered: Gathered, folder: Path) -> list[dict[str, Any]]:
 def html(page: dict[str, Any]) -> str:
     """The whole page."""
     library, script = scripts()
-    data = embedded(page | {"charts": charts(), "ink": FULL})
+    data = embedded(page | {"charts": charts(), "ink": FULL, "shades": SCORE})
     style = (HERE / "page.css").read_text(encoding="utf-8")
     return "\n".join(
         [

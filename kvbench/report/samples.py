@@ -1,10 +1,12 @@
 """Answers beside the full cache's, in script files that the page loads when somebody looks: no server is needed.
 
 A file is one call, kvbenchSamples(run, part, samples), of about PART characters; a sample is [uid, subtask, targets,
-full cache's side, method's side], a side [output, score, error]. Samples that lost most come first.
+full cache's side, method's side, question, strip], a side [output, score, error]. Samples that lost most come first.
+Question and strip are null in runs of a kvbench that did not record them.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from kvbench.store import finite
 from kvbench.text_table import escape
 
 LONGEST = 20_000  # characters of an answer that are shown
+QUESTION = 2_000  # of a question
 PART = 400_000
+SURVIVED = re.compile("([0-5][0-9a-f]|6[0-4]){1,64}")  # percentages, as kvbench.survival writes them
 
 
 def visible(text: object, longest: int = LONGEST) -> str:
@@ -32,6 +36,18 @@ def side(record: dict) -> list:
     return [visible(record.get("output")), record["score"], record["error"] and short(str(record["error"]))]
 
 
+def strip(record: dict) -> list | None:
+    """[percentages of the bins, tokens read, bins where a target stands]"""
+    found, tokens, places = (record.get(name) for name in ("survived", "rows_seen", "evidence"))
+    if not (isinstance(found, str) and SURVIVED.fullmatch(found) and isinstance(tokens, int)):
+        return None
+    return [
+        found,
+        tokens,
+        [own for own in (places if isinstance(places, list) else []) if own in range(len(found) // 2)],
+    ]
+
+
 def entries(pairing: Pairing) -> Iterator[list]:
     """The samples of a run, those that lost most first."""
 
@@ -43,7 +59,9 @@ def entries(pairing: Pairing) -> Iterator[list]:
         targets = method.get("target")
         targets = targets if isinstance(targets, list) else [targets]
         shown = [visible(target, 2000) for target in targets[:20]]
-        yield [short(method["uid"]), short(str(method["subtask"])), shown, side(full), side(method)]
+        asked = None if method.get("asked") is None else visible(method["asked"], QUESTION)
+        names = [short(method["uid"]), short(str(method["subtask"]))]
+        yield [*names, shown, side(full), side(method), asked, strip(method)]
 
 
 def write(folder: Path, pairing: Pairing) -> list[str]:
