@@ -78,7 +78,7 @@
       (error) => { node.textContent = "This chart cannot be drawn."; console.error(error); },
     );
   }
-  const tables = (panel, series) => ({ series, ...Object.fromEntries(Object.entries(panel).filter(([, own]) => own.names).map(([name, own]) => [name, rowsOf(own)])) });
+  const tables = (panel, series) => ({ series, ...Object.fromEntries(Object.entries(panel).filter(([, own]) => own?.names).map(([name, own]) => [name, rowsOf(own)])) });
   function chart(name, datasets, label, more) {
     const node = el("div", { class: "chart", "data-chart": name, role: "img", "aria-label": label });
     if (heights.has(label)) node.style.minHeight = `${heights.get(label)}px`;
