@@ -28,6 +28,7 @@ from kvbench.specification import (
     is_number,
     joined,
     matches,
+    preset_of,
     published_values,
     specs,
     timed_only,
@@ -157,6 +158,8 @@ def emit(results: Path, wanted: Mapping[str, Select]) -> list[Path]:
     for name, spec in wanted.items():
         if timed_only(spec):
             continue
+        if preset := preset_of(name, spec):
+            spec = {**spec, "notes": [*spec.get("notes", ()), f"All its runs: python run.py -m preset={preset}"]}
         made = table(spec, (), published_values(results, spec.get("file")), runs)
         written += write(results / "papers" / name, made)
     for path in measured(results / "efficiency"):
