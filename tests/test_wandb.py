@@ -1,6 +1,7 @@
 """logger=wandb: what is logged is what the store holds, and whatever W&B does, the run goes on."""
 
 import json
+import socket
 import struct
 import sys
 import time
@@ -220,9 +221,31 @@ def test_what_hangs_is_given_up_at_the_limit(runs, tmp_path, capsys, fake, monke
     begin = time.monotonic()
     log(tmp_path, seconds="2").finished(runs)
     assert 2 <= time.monotonic() - begin < 5
-    assert capsys.readouterr().err.startswith("kvbench: logger=wandb: not done after 2 s (logger.seconds); later: ")
+    assert capsys.readouterr().err.startswith("kvbench: logger=wandb: not done after 2 s (logger.seconds); this ")
     assert main([str(tmp_path), "logger.seconds=0.5"]) == 1
     assert "0 of 2 runs logged" in capsys.readouterr().out
+
+
+def test_a_hub_that_never_answers_is_waited_for_once(runs, tmp_path, capsys, monkeypatch):
+    """W&B itself against a socket that takes connections and says nothing: the second cell of a sweep does not ask."""
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        begin = time.monotonic()
+        log(tmp_path, mode="online", seconds="6").finished(runs)
+        assert 6 <= time.monotonic() - begin < 9
+        begin = time.monotonic()
+        log(tmp_path, mode="online", seconds="6").finished(runs)
+        log(tmp_path, mode="online", seconds="6").failed(runs[1:], OSError("disk"))
+        assert time.monotonic() - begin < 1
+        deaf.settimeout(1)
+        deaf.accept()[0].close()  # it was asked at all
+    said = (
+        "kvbench: logger=wandb: not done after 6 s (logger.seconds); this process logs no more runs there; later: make "
+    )
+    assert capsys.readouterr().err == f"{said}wandb-sync RESULTS={tmp_path}\n"
+    log(tmp_path).finished(runs[:1])
+    assert (tmp_path / "wandb").exists() and capsys.readouterr().err == ""  # another place is none of that hub's
 
 
 def test_a_run_is_logged_when_it_fails_and_again_when_it_is_done(tmp_path, monkeypatch, capsys, fake):
