@@ -5,34 +5,18 @@ import socket
 import struct
 import sys
 import time
-from copy import deepcopy
 from pathlib import Path
 
+import made_runs
 import pytest
 from command_line import answer, assert_refused
 
 from kvbench.settings import SettingError
-from kvbench.store import RunFolder
 from kvbench.stored import Stored
 from kvbench.tables import closing_table
 from kvbench.wandb_log import Log, configured, main
 
-VALUE = {
-    "model": {"name": "tiny", "identity": "0a1b"},
-    "method": {"name": "snapkv", "window": 64},
-    "allocator": {"name": "uniform"},
-    "codec": {"name": "raw"},
-    "budget": 0.1,
-    "budget_of": "prompt",
-    "block_size": None,
-    "question": "visible",
-    "seed": 0,
-    "task": {"name": "ruler", "length": 2048},
-    "averages": [["all", {"vt": 1.0, "niah": 2.0}]],
-    "data": "d0",
-    "device": {"type": "cpu"},
-    "sources": "s0",
-}
+CUT = {"budget": 0.1, "averages": [["all", {"vt": 1.0, "niah": 2.0}]]}
 FULL = {"method": {"name": "full"}, "budget": 1.0, "sources": "s1"}
 OUT_OF_MEMORY = "\x1b out_of_memory\ud800"
 FAKE = """
@@ -83,15 +67,7 @@ def records(full: bool) -> dict[str, dict]:
 
 def write(results: Path, own: dict[str, dict], finish: bool = True, **changed: object) -> Stored:
     """A run on the disk."""
-    value = deepcopy(VALUE) | changed
-    folder = RunFolder(results / "runs", value)
-    with folder.open({}):
-        for uid, record in own.items():
-            assert folder.claim(uid)
-            folder.append(record)
-        if finish:
-            folder.finish(own)
-    return Stored(folder.hash, value, folder)
+    return made_runs.write(results, own, finish, **CUT | changed)
 
 
 @pytest.fixture
@@ -171,7 +147,7 @@ def test_an_offline_run_says_what_the_store_holds_and_a_replay_the_same(runs, tm
         assert found[own.hash]["config"] == own.value
         assert (found[own.hash]["project"], found[own.hash]["tags"], found[own.hash]["code"]) == ("mine", ["a"], 0)
     said, (full, method) = found[runs[1].hash]["summary"], (own.records for own in runs)
-    table = closing_table(full, method, {}, dict(VALUE["averages"]))
+    table = closing_table(full, method, {}, dict(CUT["averages"]))
     for row in table.rows:
         expected = {
             "score": row.method.value, "score/low": row.method.low, "score/high": row.method.high,
