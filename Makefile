@@ -5,7 +5,7 @@ VERSIONS := 5.5.4 5.17.0 5.23.0
 ARGS ?= method=dropkv budget=0.05 task=ruler
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: report figures dashboard test-browser table papers test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint bench-methods efficiency efficiency-tables reference-model
+.PHONY: bench-share report figures dashboard test-browser table papers test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint bench-methods efficiency efficiency-tables reference-model
 
 setup: .venv/ready
 
@@ -45,6 +45,12 @@ bench-methods: setup $(FILES)/qfilters.safetensors $(FILES)/duo_attention
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench.prefills --cross snapkv \
 	  --set qfilters.path=$(FILES)/qfilters.safetensors --set duo_attention.path=$(FILES)/duo_attention \
 	  --out results/efficiency/prefill-$(THREADS).csv
+
+# what reading a prompt once for 13 runs saves: SHARE="model=random model.like=llama31_8b model.tokenizer=reference …" on a GPU
+SHARE ?= task.length=4096 limit=1 task.subtasks=[niah_single_1] rounds=3
+
+bench-share: setup
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench.saving $(SHARE)
 
 $(FILES)/qfilters.safetensors: | setup
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench.calibrate qfilters --model reference --out $@

@@ -20,6 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench import catalogue
 from kvbench.settings import SettingError, answered
 
+MANY = {"-m", "--multirun"}
+
 
 @hydra.main(version_base="1.3", config_path=str(catalogue.CONF), config_name="config")
 def cell(config: DictConfig) -> None:
@@ -118,14 +120,15 @@ def main() -> int:
         sys.argv.append("--resolve")
     swept = None
     try:
-        if {"-m", "--multirun"} & set(sys.argv) and not {"--cfg", "-c", "--info", "-i", "--help", "-h"} & set(sys.argv):
+        if MANY & set(sys.argv) and not {"--cfg", "-c", "--info", "-i", "--help", "-h"} & set(sys.argv):
             from kvbench import capacity
-            from kvbench.cells import Sweep
+            from kvbench.cells import Asked, Sweep
 
-            capacity.check([argument for argument in sys.argv[1:] if not argument.startswith("-")])
-            swept = Sweep.begin([argument for argument in sys.argv[1:] if not argument.startswith("-")])
-            others = [argument for argument in sys.argv[1:] if argument not in ("-m", "--multirun")]
-            sys.argv[1:] = ["-m", *others, f"hydra.sweep.dir={swept.folder}"]  # Hydra takes no setting behind an option
+            asked = Asked.of([argument for argument in sys.argv[1:] if not argument.startswith("-")])
+            capacity.check(asked)
+            swept = Sweep.begin(asked)
+            options = [argument for argument in sys.argv[1:] if argument.startswith("-") and argument not in MANY]
+            sys.argv[1:] = ["-m", *asked.overrides, f"hydra.sweep.dir={swept.folder}", *options]
         cell()
     except Exception as error:
         line = one_line(error)

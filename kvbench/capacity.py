@@ -8,14 +8,14 @@ passes may still be too large.
 """
 
 import os
-from collections.abc import Sequence
-from itertools import product
+from itertools import chain
 
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
 from kvbench import catalogue
+from kvbench.cells import Asked
 from kvbench.model import layout_of, parameters
 from kvbench.run import DTYPES, Run
 from kvbench.settings import SettingError
@@ -39,36 +39,24 @@ def room(run: Run) -> int:
     return sum(torch.cuda.get_device_properties(index).total_memory for index in range(count))
 
 
-def check(overrides: Sequence[str]) -> None:
-    """SettingError if a preset among the overrides of a sweep has runs that the machine cannot hold.
+def check(asked: Asked) -> None:
+    """SettingError if a preset that a sweep is asked for has runs that the machine cannot hold.
 
     What cannot be composed is left to the sweep, which refuses it cell by cell.
     """
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
-    fixed = [own.input_line for own in parsed if not own.is_sweep_override()]
+    preset = asked.config.hydra.runtime.choices.get("preset")
+    if preset is None:
+        return
+    named = any(line.startswith("model=") for line in [*asked.fixed, *(axis.input_line for axis in asked.axes)])
+    deciding = SIZES if named else (*SIZES, "row")  # a row may bring its model
+    axes = [axis for axis in asked.axes if axis.key_or_group.split(".")[0] in deciding]
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        whole = compose("config", fixed, return_hydra_config=True)
-        preset = whole.hydra.runtime.choices.get("preset")
-        if preset is None:
-            return
-        lines = [f"{key}={value}" for key, value in (whole.hydra.sweeper.params or {}).items()]
-        swept = [*OverridesParser.create().parse_overrides(lines), *(own for own in parsed if own.is_sweep_override())]
-        given = {own.key_or_group for own in parsed}
-        axes = {
-            own.key_or_group: list(own.sweep_string_iterator())
-            for own in swept
-            if own.is_sweep_override() and own.key_or_group.split(".")[0] in SIZES
-            if own in parsed or own.key_or_group not in given
-        }
-        for values in product(*axes.values()):
-            chosen = [f"{name}={value}" for name, value in zip(axes, values, strict=True)]
+        for chosen in chain(*BasicSweeper.split_arguments(axes, None)):
             try:
-                run = Run.from_config(compose("config", [*fixed, *chosen]))
+                run = Run.from_config(compose("config", [*asked.fixed, *chosen]))
             except SettingError:
                 continue
             if (wanted := needed(run)) > (there := room(run)):
-                what = " ".join(chosen) or run.checkpoint.name
-                raise SettingError(
-                    f"preset={preset}: {what} needs {wanted / 1e9:.1f} GB for weights and full cache, this machine has "
-                    f"{there / 1e9:.1f} GB ({run.device})"
-                )
+                what = f"preset={preset}: model={run.checkpoint.name} needs {wanted / 1e9:.1f} GB"
+                has = f"this machine has {there / 1e9:.1f} GB ({run.device})"
+                raise SettingError(f"{what} for weights and full cache, {has}")

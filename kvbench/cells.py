@@ -7,12 +7,40 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig
 
 from kvbench import catalogue, sweep
 from kvbench.logger import logger_of
 from kvbench.run import Run
 from kvbench.settings import SettingError
 from kvbench.store import RunFolder
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the overrides of a sweep say: what its cells share, and what they do not, the axes of a preset first."""
+
+    config: DictConfig  # of what they share, with Hydra's own
+    fixed: list[str]
+    axes: list[Override]
+
+    @classmethod
+    def of(cls, overrides: Sequence[str]) -> "Asked":
+        """What is given takes the place of a preset's axis. What Hydra would refuse is raised as Hydra does."""
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        fixed = [one.input_line for one in parsed if not one.is_sweep_override()]
+        with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
+            whole = compose("config", fixed, return_hydra_config=True)
+        given = {one.key_or_group for one in parsed}
+        left = {key: axis for key, axis in (whole.hydra.sweeper.params or {}).items() if key not in given}
+        own = OverridesParser.create().parse_overrides([f"{key}={axis}" for key, axis in left.items()])
+        return cls(whole, fixed, [*own, *(one for one in parsed if one.is_sweep_override())])
+
+    @property
+    def overrides(self) -> list[str]:
+        """What makes Hydra launch these cells and no others."""
+        return [*self.fixed, *(one.input_line for one in self.axes), "hydra.sweeper.params=null"]
 
 
 @dataclass(frozen=True)
@@ -24,21 +52,14 @@ class Sweep:
     counted: bool  # False: its cells measure cost and have no samples
 
     @classmethod
-    def begin(cls, overrides: Sequence[str]) -> "Sweep":
-        """Say what the cells of `overrides` are and how far, and keep it. A cell that is refused does not stop the
-        others; what Hydra would refuse is raised as Hydra does.
-        """
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-        fixed = [one.input_line for one in parsed if not one.is_sweep_override()]
+    def begin(cls, asked: Asked) -> "Sweep":
+        """Say what its cells are and how far, and keep it. A cell that is refused does not stop the others."""
         with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-            whole = compose("config", fixed, return_hydra_config=True)
-            logger_of(whole)  # what it cannot use is said once
-            preset = whole.hydra.sweeper.params or {}
-            own = OverridesParser.create().parse_overrides([f"{key}={value}" for key, value in preset.items()])
-            varied = [*own, *(one for one in parsed if one.is_sweep_override())]
-            [chosen] = BasicSweeper.split_arguments(varied, None)
-            found = [checked(fixed, some) for some in chosen]
-        this = cls(Path(whole.results), Path(whole.hydra.sweep.dir), not any(run and run.measures for _, run in found))
+            logger_of(asked.config)  # what it cannot use is said once
+            [chosen] = BasicSweeper.split_arguments(asked.axes, None)
+            found = [checked(asked.fixed, some) for some in chosen]
+        results, folder = Path(asked.config.results), Path(asked.config.hydra.sweep.dir)
+        this = cls(results, folder, not any(run and run.measures for _, run in found))
         if this.counted:
             cells = [cell for cell, _ in found]
             print(sweep.plan(this.results, cells), flush=True)

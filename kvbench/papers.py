@@ -3,9 +3,9 @@
     python -m kvbench.papers [results] [paper] [table]
 
 A table is data (kvbench.specification). Beside what a paper printed stands what the store's run that answers the same
-question says (kvbench.scores), or what was measured of cost on one machine, of which the newest line counts. Rows for
-what else the store holds of the same protocol follow. Where a cell is empty a note has the command that fills it. No
-torch is needed.
+question says (kvbench.scores), or what task=efficiency measured of cost on one machine, the newest line of it;
+never a time of a record, whose prompt may have been read for several cells of a sweep at once. Rows for what else the
+store holds of the same protocol follow. Where a cell is empty a note has the command that fills it. No torch is needed.
 """
 
 import sys
@@ -28,6 +28,7 @@ from kvbench.specification import (
     is_number,
     joined,
     matches,
+    preset_of,
     published_values,
     specs,
     timed_only,
@@ -72,7 +73,8 @@ def about(spec: Select, lines: Lines) -> Iterator[str]:
         last = lines[-1]
         yield (
             f"Measured: {last['gpu']}, torch {last['torch']}, transformers {last['transformers']}, triton "
-            f"{last['triton']}, until {last['date'][:10]}; random weights in the model's shape; medians."
+            f"{last['triton']}, until {last['date'][:10]}; random weights in the model's shape; medians; "
+            "every prompt read for one cell alone."
         )
 
 
@@ -156,6 +158,8 @@ def emit(results: Path, wanted: Mapping[str, Select]) -> list[Path]:
     for name, spec in wanted.items():
         if timed_only(spec):
             continue
+        if preset := preset_of(name, spec):
+            spec = {**spec, "notes": [*spec.get("notes", ()), f"All its runs: python run.py -m preset={preset}"]}
         made = table(spec, (), published_values(results, spec.get("file")), runs)
         written += write(results / "papers" / name, made)
     for path in measured(results / "efficiency"):

@@ -102,7 +102,8 @@ class Run:
         self.task.check()
         if not self.checkpoint.reads_text and not self.measures:
             raise SettingError(
-                f"model=random: task={self.task_settings['name']} needs text and it has no tokenizer; task=efficiency"
+                f"model=random: task={self.task_settings['name']} needs text and it has no tokenizer; task=efficiency, "
+                "or to time it model.tokenizer=reference"
             )
         longest, switch = self.checkpoint.longest(), self.checkpoint.switches()
         self.checkpoint.check()
@@ -189,7 +190,7 @@ def checkpoint(config: DictConfig, seed: int) -> Checkpoint:
     if config.device_map is not None and config.name in ("random", "reference"):
         raise SettingError(f"model.device_map={config.device_map}: model={config.name} fits one GPU; null")
     if config.name == "random":
-        return Shape.like(config.like, seed)
+        return Shape.like(config.like, seed, config.tokenizer)
     if config.name == "reference":
         if config.path is not None or config.revision is not None:
             raise SettingError(f"model.path={config.path}: model=reference has its own; add model=hf")

@@ -6,6 +6,9 @@
     measured, over   columns of a line of results/efficiency/<gpu>.csv, and what it is divided by
     scale, digits    of what is measured
     averages    averages that the paper's own cells contradict (kvbench.contradictions)
+    preset      of conf/preset/, the sweep that fills the table; without it the one named after the table. A row that
+                needs a file is in none
+    no_preset   why there is none
     checks      what the notes say of published values and a test recomputes
 
 Table, row and column are merged in this order; null takes a side away. `left_out` says why a table is not emitted.
@@ -60,6 +63,12 @@ def load(path: Path) -> dict[str, Select]:
     """A file of tables; x-: shared by tables."""
     own = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return {name: spec for name, spec in own.items() if not name.startswith("x-")}
+
+
+def preset_of(name: str, spec: Select) -> str | None:
+    """The preset of the table of this name, `<paper>_table<NN>`; None if no run fills it."""
+    paper, number = name.rsplit("_table", 1)
+    return None if "no_preset" in spec else spec.get("preset", f"{paper}_table{int(number)}")
 
 
 def timed_only(spec: Select) -> bool:

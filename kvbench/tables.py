@@ -7,7 +7,8 @@ alike, the mean share of bytes held (resident_bytes / full_bytes), the mean shar
 after it, in ms. Rows below the rule are means of rows above it, weighted as the task says, else one average with each
 subtask weighing the same. A second block has what else is known of the answers: the task's further metrics
 (kvbench.metrics). Failed samples (`error`) leave both sides of their pair and are counted. Without a method the table
-is the full cache's own.
+is the full cache's own. Records say for how many runs their prompt was read at once (`shared_prefill`): a note says it
+too where that is more than one.
 """
 
 from collections import Counter
@@ -23,6 +24,10 @@ from kvbench.text_table import NONE, escape
 
 EMBEDDED = "The embedded reference model tests the harness; it is no evidence about large models."
 WEIGHTED = "Below the rule: means of subtasks, weighted as the benchmark does it, or papers that use it."
+TOGETHER = (
+    "Time to first token of the {}: prompts were read for several cells at once, it is what all have in common plus "
+    "the cell's own part; sweep.share_prefill=false reads them alone."
+)
 MINIATURE = "Miniature data made by kvbench in the benchmark's format: no comparison with published scores."
 
 
@@ -148,6 +153,10 @@ def _notes(
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(failures.items()))
             count = f"{failures.total()} of {len(pairs)} samples"
             notes.append(f"{count} failed in the {name} run ({kinds}); left out on both sides.")
+    sides = ("full cache", "method")[: 1 + with_method]
+    shared = [name for side, name in enumerate(sides) if any(both[side].get("shared_prefill", 1) > 1 for both in pairs)]
+    if shared:
+        notes.append(TOGETHER.format(" and the ".join(shared)))
     for records, name in ((full, "full cache's"), (method, "method's")):
         if alone := len(records) - len(pairs):
             notes.append(f"{alone} samples of the {name} run have no partner in the other; left out.")

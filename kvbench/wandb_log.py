@@ -4,8 +4,9 @@
     python -m kvbench.wandb_log results method=snapkv logger.mode=online # `make wandb-sync`: all of a store again
 
 A run never waits longer than `logger.seconds` and never fails for it: another process talks to W&B (kvbench.wandb_run),
-is killed at the limit, and whatever goes wrong there is one line on stderr. What was logged to the same place already
-is not logged again, but for `wandb_log`, which always does.
+is killed at the limit, and whatever goes wrong there is one line on stderr. A hub that does not answer in time is not
+asked again by the same process, so that it costs a sweep `logger.seconds` once. What was logged to the same place
+already is not logged again, but for `wandb_log`, which always does.
 """
 
 import json
@@ -16,8 +17,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
+from threading import Event
 from typing import Any
 
 from kvbench.settings import SettingError, answered, choose, number
@@ -26,6 +29,7 @@ from kvbench.wandb_run import REASON, Subject
 
 ROOT = Path(__file__).resolve().parent.parent
 FORBIDDEN = "/\\#?%:"  # in W&B's names of projects and entities
+UNANSWERED = ("not done after", "CommError")  # what is said of a hub that does not answer, by us and by W&B
 LONGEST = {"project": 128, "entity": 128, "group": 128, "tags": 64}
 
 
@@ -99,7 +103,7 @@ class Log:
             for _ in subjects:
                 line = line_of(process.stdout.fileno(), end)
                 if line is None:
-                    yield f"not done after {self.settings['seconds']:g} s (logger.seconds)"
+                    yield f"{UNANSWERED[0]} {self.settings['seconds']:g} s (logger.seconds)"
                     return
                 if not line:
                     yield "the process that logs ended"
@@ -116,8 +120,16 @@ class Log:
         return [Subject(self.results, own, values[0] if index else None) for index, own in enumerate(values)]
 
     def _new(self, subjects: Sequence[Subject]) -> Iterator[str | None]:
+        if given_up(self.where).is_set():
+            return
         fresh = [own for own in subjects if not own.logged(self.where)]
-        return self.send(fresh, again=False) if fresh else iter(())
+        for wrong in self.send(fresh, again=False) if fresh else ():
+            if wrong and wrong.startswith(UNANSWERED):
+                given_up(self.where).set()
+                wrong += "; this process logs no more runs there"
+            yield wrong
+            if given_up(self.where).is_set():
+                return
 
     def _quietly(self, work: Any) -> None:
         """Whatever goes wrong is one line."""
@@ -131,6 +143,12 @@ class Log:
         """One line on stderr."""
         wrong = escape(" ".join(wrong.split())[:300])
         print(f"kvbench: logger=wandb: {wrong}; later: make wandb-sync RESULTS={self.results}", file=sys.stderr)
+
+
+@cache
+def given_up(where: str) -> Event:
+    """Whether this process has given up logging there."""
+    return Event()
 
 
 def named(name: str, value: object) -> None:

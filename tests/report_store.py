@@ -1,29 +1,12 @@
 """A store for the report page, with answers and names that would like to be more than text."""
 
 from collections.abc import Mapping
-from copy import deepcopy
 from pathlib import Path
 
+import made_runs
 import numpy as np
 
-from kvbench.store import RunFolder
-
-VALUE = {
-    "model": {"name": "reference", "identity": "0a1b"},
-    "method": {"name": "snapkv", "window": 64},
-    "allocator": {"name": "uniform"},
-    "codec": {"name": "raw"},
-    "budget": 1.0,
-    "budget_of": "prompt",
-    "block_size": None,
-    "question": "visible",
-    "seed": 0,
-    "task": {"name": "ruler", "length": 2048},
-    "averages": [],
-    "data": "d0",
-    "device": {"type": "cpu"},
-    "sources": "s0",
-}
+VALUE = made_runs.VALUE | {"model": {"name": "reference", "identity": "0a1b"}}
 MACHINE = {
     "code": f"git {4 * '0123456789'} dirty",
     "gpu": None,
@@ -76,14 +59,7 @@ def records(budget: float, chance: float, salt: int = 0, count: int = 8, **chang
 
 def write(results: Path, own: Mapping[str, dict], finish: bool = True, **changed: object) -> Path:
     """A run on the disk; its folder."""
-    folder = RunFolder(results / "runs", deepcopy(VALUE) | changed)
-    with folder.open(MACHINE):
-        for uid, record in own.items():
-            assert folder.claim(uid)
-            folder.append(record)
-        if finish:
-            folder.finish(own)
-    return folder.path
+    return made_runs.write(results, own, finish, MACHINE, **VALUE | changed).folder.path
 
 
 def small(results: Path) -> Path:

@@ -5,6 +5,7 @@ from command_line import answer, assert_refused
 
 from kvbench import capacity
 from kvbench.catalogue import CONF
+from kvbench.cells import Asked
 from kvbench.model import Checkpoint, configuration, parameters
 from kvbench.settings import SettingError
 
@@ -20,6 +21,10 @@ def shapes(monkeypatch):
     monkeypatch.setattr(RulerLmEval, "fingerprint", lambda self: "data")
 
 
+def check(overrides: list[str]) -> None:
+    capacity.check(Asked.of(overrides))
+
+
 def test_parameters_are_counted_without_memory():
     assert parameters(configuration(str(CONF / "model" / "shapes" / "llama31_8b.json"))) == 8_030_261_248
 
@@ -31,12 +36,15 @@ def test_what_is_too_large_is_refused(shapes, monkeypatch, tmp_path, capsys):
     line = "preset=dropkv_table5: model=llama31_8b needs 33.2 GB for weights and full cache, this machine has 33.0 GB"
     assert_refused(answer(["-m", *given], monkeypatch, capsys), line, tmp_path)
     monkeypatch.setattr(capacity, "room", lambda run: 34_000_000_000)
-    capacity.check(given)
+    check(given)
     monkeypatch.setattr(capacity, "room", lambda run: 20_000_000_000)
     with pytest.raises(SettingError, match="needs 33.2 GB"):
-        capacity.check(given)
-    capacity.check([*given, "task.length=16384"])  # 18.2 GB
-    capacity.check(["method=snapkv,keydiff", "dtype=bfloat16"])  # no preset
+        check(given)
+    check([*given, "task.length=16384"])  # 18.2 GB
+    check(["method=snapkv,keydiff", "dtype=bfloat16"])  # no preset
+    check([*given, "model=reference"])
+    with pytest.raises(SettingError, match="deltakv_table9: model=qwen25_32b needs 65.5 GB"):  # named by its rows
+        check(["preset=deltakv_table9", "dtype=bfloat16", "task.path=miniature"])
 
 
 def test_a_preset_alone_is_refused(monkeypatch, tmp_path, capsys):

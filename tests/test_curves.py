@@ -2,9 +2,9 @@
 
 import json
 import re
-from copy import deepcopy
 from pathlib import Path
 
+import made_runs
 import numpy as np
 import pytest
 from command_line import answer
@@ -13,25 +13,8 @@ from kvbench.budget_curve import Curve, area, smallest
 from kvbench.curves import main
 from kvbench.means import mean
 from kvbench.statistics import Scores, average
-from kvbench.store import RunFolder
 from kvbench.tasks.ruler import Ruler
 
-VALUE = {
-    "model": {"name": "tiny", "identity": "0a1b"},
-    "method": {"name": "snapkv", "window": 64},
-    "allocator": {"name": "uniform"},
-    "codec": {"name": "raw"},
-    "budget": 1.0,
-    "budget_of": "prompt",
-    "block_size": None,
-    "question": "visible",
-    "seed": 0,
-    "task": {"name": "ruler", "length": 2048},
-    "averages": [],
-    "data": "d0",
-    "device": {"type": "cpu"},
-    "sources": "s0",
-}
 FULL = {"method": {"name": "full"}, "sources": "s1"}
 BUDGETS = {0.05: 30, 0.1: 55, 0.3: 85}  # chance to keep what the full cache has right
 
@@ -55,14 +38,7 @@ def records(budget: float | int, chance: float, **changed: object) -> dict[str, 
 
 def write(results: Path, own: dict[str, dict], finish: bool = True, **changed: object) -> str:
     """A run on the disk; its hash."""
-    folder = RunFolder(results / "runs", deepcopy(VALUE) | changed)
-    with folder.open({}):
-        for uid, record in own.items():
-            assert folder.claim(uid)
-            folder.append(record)
-        if finish:
-            folder.finish(own)
-    return folder.hash
+    return made_runs.write(results, own, finish, **changed).hash
 
 
 @pytest.fixture
@@ -291,7 +267,7 @@ def test_a_damaged_store_is_said(tmp_path, store, curves, capsys):
     assert main([str(tmp_path / "nowhere")]) == 2 and "nowhere/runs: no run there" in capsys.readouterr().err
     folder = store / "runs" / "0123456789abcdef"
     folder.mkdir()
-    (folder / "run.yaml").write_text(json.dumps({"format": 1, "hash": "0", "value": VALUE}))
+    (folder / "run.yaml").write_text(json.dumps({"format": 1, "hash": "0", "value": made_runs.VALUE}))
     assert "run.yaml does not have the value" in curves()[2]
     for text in ("[", "1", "{}", '{"value": {"when": 2020-01-01}}'):
         (folder / "run.yaml").write_text(text)

@@ -5,14 +5,17 @@ import os
 import re
 import shlex
 from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
-import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
 from kvbench import frames, papers
 from kvbench.catalogue import CONF, names
+from kvbench.cells import Asked
 from kvbench.comparison import commands
 from kvbench.contradictions import leaves, recomputed
 from kvbench.papers import table
@@ -27,6 +30,7 @@ from kvbench.specification import (
     is_number,
     joined,
     load,
+    preset_of,
     published_values,
     specs,
     timed_only,
@@ -429,35 +433,54 @@ def test_commands_cross_only_what_is_wanted_crossed():
     assert commands([{"a": [1, "x"], "b": {"c": None}, "d": True}]) == ("python run.py 'a=[1,x]' 'b={c:null}' d=true",)
 
 
-def swept(preset: str) -> list[list[str]]:
-    """The settings of every cell of a preset."""
-    params = yaml.safe_load((CONF / "preset" / f"{preset}.yaml").read_text())["hydra"]["sweeper"]["params"]
-    return list(cells([" ".join([f"preset={preset}", *(f"{key}={value}" for key, value in params.items())])]))
+def axes(preset: str) -> list[list[str]]:
+    """The settings that each axis of a preset goes through."""
+    return [
+        list(chain(*chain(*BasicSweeper.split_arguments([axis], None)))) for axis in Asked.of([f"preset={preset}"]).axes
+    ]
 
 
-def spec_of(preset: str) -> dict:
-    paper, number = preset.split("_table")
-    return TABLES[f"{paper}_table{int(number):02d}"]
+def diagonal(preset: str) -> list[tuple[str, ...]]:
+    """As few cells as have every value of every axis, the full cache's in each."""
+    own = axes(preset)
+    return [tuple(axis[place % len(axis)] for axis in own) for place in range(max(map(len, own)))]
 
 
-def protocols(found: list[list[str]]) -> set[Protocol]:
+def runnable(name: str) -> set[Protocol]:
+    return {Protocol.wanted(run) for row in wanted(TABLES[name]) for run in row}
+
+
+def protocols(preset: str, found: Iterable[Sequence[str]]) -> set[Protocol]:
     from kvbench.run import Run
 
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return {Protocol.of(Run.from_config(compose("config", overrides=one)).value) for one in found}
+        configs = [compose("config", overrides=[f"preset={preset}", *own]) for own in found]
+        return {Protocol.of(Run.from_config(config).value) for config in configs}
+
+
+def test_every_table_has_a_preset_or_says_why_not():
+    """Tables of one preset want the same runs; a table without has none that could fill it."""
+    found: dict[str, set[frozenset[Protocol]]] = {}
+    for name, spec in TABLES.items():
+        preset, own = preset_of(name, spec), runnable(name)
+        assert bool(own) == (preset is not None) and len(spec.get("no_preset", "because")) > 5, name
+        if own:
+            found.setdefault(preset, set()).add(frozenset(own))
+    assert sorted(found) == names("preset") and {len(own) for own in found.values()} == {1}
 
 
 @pytest.mark.parametrize("preset", names("preset"))
 def test_a_preset_has_cells_of_its_table(offline, preset):
-    """The last one, and as many as make all runs but for the full cache's, which every budget shares."""
-    found = swept(preset)
-    own = {Protocol.wanted(run) for row in wanted(spec_of(preset)) for run in row}
-    assert protocols([found[-1]]) <= own
-    full = {protocol for protocol in own if protocol.budget == '[1.0, "prompt"]'}
-    assert sum("row=full" not in one for one in found) == len(own - full)
+    """Every value of its axes, and as many as make all runs but for the full cache's, which every budget shares."""
+    own = runnable(next(name for name, spec in TABLES.items() if preset_of(name, spec) == preset))
+    assert protocols(preset, diagonal(preset)) <= own
+    cut = [cell for cell in product(*axes(preset)) if not re.search(r"row=\[?full\b", " ".join(cell))]
+    full = Protocol.wanted({"method": "full"}).cache
+    assert len(cut) == sum(protocol.cache != full for protocol in own)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("preset", names("preset"))
 def test_a_preset_is_its_whole_table(offline, preset):
-    assert protocols(swept(preset)) == {Protocol.wanted(run) for row in wanted(spec_of(preset)) for run in row}
+    own = runnable(next(name for name, spec in TABLES.items() if preset_of(name, spec) == preset))
+    assert protocols(preset, product(*axes(preset))) == own

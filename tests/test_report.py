@@ -19,6 +19,7 @@ from kvbench.report.page import MOST, NUMBERS, html, main, packed, report
 from kvbench.report.samples import LONGEST, QUESTION, embedded, strip, visible
 from kvbench.settings import SettingError
 from kvbench.statistics import Interval, Scores, average
+from kvbench.tables import TOGETHER
 
 NOW = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 
@@ -251,6 +252,14 @@ def test_the_page_says_what_it_is_made_of(store):
     assert {run["sources"] for run in page["runs"]} == {"s0"} and len(page["runs"]) == 26
     notes = " ".join(page["panels"][0]["notes"])
     assert "no evidence about large models" in notes and "Miniature data" in notes
+    assert "several cells" not in notes
+
+
+def test_the_costs_say_that_prompts_were_shared(tmp_path):
+    write(tmp_path, records(1.0, 100), method={"name": "full"})
+    write(tmp_path, records(0.1, 55, shared_prefill=12), budget=0.1)
+    [panel] = data_of(report(tmp_path, NOW))["panels"]
+    assert panel["costs"] and [note for note in panel["notes"] if note == TOGETHER.format("method")]
 
 
 def test_a_large_study_stays_small(tmp_path, monkeypatch):

@@ -10,9 +10,10 @@ import pytest
 from command_line import answer
 
 import kvbench
+import run
 from kvbench import sweep
 from kvbench.settings import SettingError
-from kvbench.store import RunFolder
+from kvbench.store import RunFolder, value_of
 
 ROOT = Path(kvbench.__file__).parents[1]
 QUICK = ["task.subtasks=niah_single_1", "task.samples=2", "task.length=512"]
@@ -126,6 +127,38 @@ def test_a_sweep_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert (code, out) == (2, "") and err.startswith("kvbench: budgets: no such setting")
     assert sweep.main([str(tmp_path)]) == 0 and sweep.main([str(tmp_path / "nowhere")]) == 2
     assert len(json.loads((sweep.newest(tmp_path) / "cells.json").read_text())) == 2
+
+
+def test_what_is_refused_is_named_before_anything_is_read(tmp_path, monkeypatch, capsys):
+    """Where cells share their prompts too, each pair that cannot work, with its reason."""
+    monkeypatch.setattr(run, "cell", lambda: None)
+    cells = ["method=knorm,quest", "allocator=uniform,ada", "codec=raw,kivi"]
+    code, out, err = answer(["-m", *cells, f"results={tmp_path}", *QUICK], monkeypatch, capsys)
+    first, *lines = out.splitlines()[:9]
+    refused = {tuple(line.split()[:3]): line.partition("refused: ")[2] for line in lines if "refused: " in line}
+    assert (code, err) == (0, "") and first.startswith("8 cells: 4 refused, 4 missing") and len(refused) == 4, out
+    assert all(reason.startswith(("allocator=ada: quest", "codec=kivi: knorm")) for reason in refused.values()), refused
+
+
+@pytest.mark.parametrize(
+    ("preset", "own"),
+    [
+        ("centroidkv_table4", ["row=full,centroidkv", "task.subtasks=[qasper]"]),
+        ("keydiff_table4", ["row=[keydiff_window,keydiff_4k_1024]", "task.max_new_tokens=8", "task.repeats=1"]),
+    ],
+)
+def test_a_preset_runs_with_the_embedded_model(preset, own, tmp_path, monkeypatch, capsys):
+    """What is given takes the place of the preset's own axis, in the plan and in the runs."""
+    given = [f"preset={preset}", "model=reference", "task.path=miniature", "limit=1", *own, f"results={tmp_path}"]
+    code, out, _ = answer(["-m", *given], monkeypatch, capsys)
+    labels = ["row=full", "row=centroidkv"] if preset == "centroidkv_table4" else ["(one cell)"]
+    first, *plan = out.splitlines()
+    assert code == 0 and first.startswith(f"{len(labels)} cells: {len(labels)} missing")
+    assert [line.partition("  ")[0] for line in map(str.strip, plan[: len(labels)])] == labels
+    assert out.endswith(f"{len(labels)} done\n")
+    values = [value_of(path.parent) for path in tmp_path.glob("runs/*/run.yaml")]
+    assert {own["model"]["name"] for own in values} == {"reference"} and len(values) == 2
+    assert {own["budget"] for own in values} == {1.0, 0.25 if preset == "centroidkv_table4" else 1024}
 
 
 def test_launchers(monkeypatch, capsys, tmp_path):

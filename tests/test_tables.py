@@ -10,7 +10,7 @@ from kvbench.means import Values, mean
 from kvbench.repeats import pass_at
 from kvbench.settings import SettingError
 from kvbench.statistics import Scores, average, paired
-from kvbench.tables import EMBEDDED, MINIATURE, closing_table
+from kvbench.tables import EMBEDDED, MINIATURE, TOGETHER, closing_table
 from kvbench.text_table import escape
 
 HEADING = {"model": "tiny", "revision": "0a1b", "method": "snapkv", "budget": 0.1}
@@ -218,6 +218,20 @@ def test_samples_without_a_partner_are_counted():
     assert table.rows[-1].interval.samples == 2
     assert "2 samples of the full cache's run have no partner in the other; left out." in table.notes
     assert "1 samples of the method's run have no partner in the other; left out." in table.notes
+
+
+def test_a_time_to_first_token_of_shared_prompts_says_so():
+    full, method = records(FULL, shared_prefill=1), records(METHOD, shared_prefill=12)
+    one = {uid: record | {"shared_prefill": 12 if uid == "vt/0" else 1} for uid, record in full.items()}
+    said = {
+        "method": closing_table(full, method, HEADING),
+        "full cache and the method": closing_table(one, method, HEADING),
+        "full cache": closing_table(one, None, HEADING),
+        None: closing_table(full, records(METHOD), HEADING),
+    }
+    for sides, table in said.items():
+        found = [note for note in table.notes if note.startswith("Time to first token")]
+        assert found == ([TOGETHER.format(sides)] if sides else [])
 
 
 def test_runs_on_other_prompts_are_refused():

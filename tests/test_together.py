@@ -16,6 +16,7 @@ from test_runs import TIMES
 from kvbench import catalogue, company, sweep, together
 from kvbench.budget import Budget
 from kvbench.catalogue import names
+from kvbench.cells import checked
 from kvbench.engine import Context, Sampling
 from kvbench.layer import Choice
 from kvbench.model import Checkpoint
@@ -214,6 +215,10 @@ def test_who_may_read_together(runs):
     assert len({run_of(own).reading for own in others} | same) == len(others) + 1
     sliding = replace(runs[0], checkpoint=Windows("windows", "nowhere"))
     assert sliding.reading is None
+    timed = ["task=efficiency", "model=random", "model.like=tiny"]
+    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
+        timed, plain = (checked([], own)[0].readings for own in (timed, ["method=sink"]))
+    assert timed == [] and len(plain) == 2 and None not in plain
 
 
 class Windows(Checkpoint):

@@ -1,37 +1,22 @@
 """logger=wandb: what is logged is what the store holds, and whatever W&B does, the run goes on."""
 
 import json
+import socket
 import struct
 import sys
 import time
-from copy import deepcopy
 from pathlib import Path
 
+import made_runs
 import pytest
 from command_line import answer, assert_refused
 
 from kvbench.settings import SettingError
-from kvbench.store import RunFolder
 from kvbench.stored import Stored
 from kvbench.tables import closing_table
 from kvbench.wandb_log import Log, configured, main
 
-VALUE = {
-    "model": {"name": "tiny", "identity": "0a1b"},
-    "method": {"name": "snapkv", "window": 64},
-    "allocator": {"name": "uniform"},
-    "codec": {"name": "raw"},
-    "budget": 0.1,
-    "budget_of": "prompt",
-    "block_size": None,
-    "question": "visible",
-    "seed": 0,
-    "task": {"name": "ruler", "length": 2048},
-    "averages": [["all", {"vt": 1.0, "niah": 2.0}]],
-    "data": "d0",
-    "device": {"type": "cpu"},
-    "sources": "s0",
-}
+CUT = {"budget": 0.1, "averages": [["all", {"vt": 1.0, "niah": 2.0}]]}
 FULL = {"method": {"name": "full"}, "budget": 1.0, "sources": "s1"}
 OUT_OF_MEMORY = "\x1b out_of_memory\ud800"
 FAKE = """
@@ -82,15 +67,7 @@ def records(full: bool) -> dict[str, dict]:
 
 def write(results: Path, own: dict[str, dict], finish: bool = True, **changed: object) -> Stored:
     """A run on the disk."""
-    value = deepcopy(VALUE) | changed
-    folder = RunFolder(results / "runs", value)
-    with folder.open({}):
-        for uid, record in own.items():
-            assert folder.claim(uid)
-            folder.append(record)
-        if finish:
-            folder.finish(own)
-    return Stored(folder.hash, value, folder)
+    return made_runs.write(results, own, finish, **CUT | changed)
 
 
 @pytest.fixture
@@ -170,7 +147,7 @@ def test_an_offline_run_says_what_the_store_holds_and_a_replay_the_same(runs, tm
         assert found[own.hash]["config"] == own.value
         assert (found[own.hash]["project"], found[own.hash]["tags"], found[own.hash]["code"]) == ("mine", ["a"], 0)
     said, (full, method) = found[runs[1].hash]["summary"], (own.records for own in runs)
-    table = closing_table(full, method, {}, dict(VALUE["averages"]))
+    table = closing_table(full, method, {}, dict(CUT["averages"]))
     for row in table.rows:
         expected = {
             "score": row.method.value, "score/low": row.method.low, "score/high": row.method.high,
@@ -220,9 +197,31 @@ def test_what_hangs_is_given_up_at_the_limit(runs, tmp_path, capsys, fake, monke
     begin = time.monotonic()
     log(tmp_path, seconds="2").finished(runs)
     assert 2 <= time.monotonic() - begin < 5
-    assert capsys.readouterr().err.startswith("kvbench: logger=wandb: not done after 2 s (logger.seconds); later: ")
+    assert capsys.readouterr().err.startswith("kvbench: logger=wandb: not done after 2 s (logger.seconds); this ")
     assert main([str(tmp_path), "logger.seconds=0.5"]) == 1
     assert "0 of 2 runs logged" in capsys.readouterr().out
+
+
+def test_a_hub_that_never_answers_is_waited_for_once(runs, tmp_path, capsys, monkeypatch):
+    """W&B itself against a socket that takes connections and says nothing: the second cell of a sweep does not ask."""
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        begin = time.monotonic()
+        log(tmp_path, mode="online", seconds="6").finished(runs)
+        assert 6 <= time.monotonic() - begin < 9
+        begin = time.monotonic()
+        log(tmp_path, mode="online", seconds="6").finished(runs)
+        log(tmp_path, mode="online", seconds="6").failed(runs[1:], OSError("disk"))
+        assert time.monotonic() - begin < 1
+        deaf.settimeout(1)
+        deaf.accept()[0].close()  # it was asked at all
+    said = (
+        "kvbench: logger=wandb: not done after 6 s (logger.seconds); this process logs no more runs there; later: make "
+    )
+    assert capsys.readouterr().err == f"{said}wandb-sync RESULTS={tmp_path}\n"
+    log(tmp_path).finished(runs[:1])
+    assert (tmp_path / "wandb").exists() and capsys.readouterr().err == ""  # another place is none of that hub's
 
 
 def test_a_run_is_logged_when_it_fails_and_again_when_it_is_done(tmp_path, monkeypatch, capsys, fake):

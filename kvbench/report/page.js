@@ -129,7 +129,7 @@
     const own = panel.series.filter(passes);
     if (!own.length) return null;
     const rows = rowsOf(panel.rows).filter(({ s }) => own.includes(panel.series[s])).length;
-    const node = chart("tasks", tables(panel, own), `Difference from the full cache by task, ${title(panel)}`, { height: rows * DATA.charts.tasks.height });
+    const node = chart("tasks", tables(panel, own), `Difference from the full cache by task, ${title(panel)}`, { height: rows * FIRST.charts.tasks.height });
     node.style.minWidth = `${190 + 52 * panel.tasks.rows.length}px`;
     node.style.maxWidth = `${230 + 110 * panel.tasks.rows.length}px`;
     return [el("div", { class: "scroll" }, node)];

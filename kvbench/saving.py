@@ -1,0 +1,134 @@
+"""What reading a prompt once for many cells saves: the seconds of a sweep's runs, together and each alone.
+
+    python -m kvbench.saving task.length=4096 limit=1      # `make bench-share`; settings are those of run.py -m
+
+Without methods and budgets it takes METHODS at BUDGETS. The full cache's run, which a sweep makes too, is among them.
+In a round all runs are made twice into new folders, first together, then one after the other, from the same prompts
+with the same loaded weights; before that everything was run on short prompts once. ratio = seconds alone / seconds
+together, of several rounds the medians. A line is appended to <results>/efficiency/share-<machine>.csv. Weights may be
+random, prompts need a tokenizer: model=random model.like=llama31_8b model.tokenizer=reference.
+"""
+
+import csv
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from omegaconf import DictConfig
+
+from kvbench import catalogue
+from kvbench.cells import Asked
+from kvbench.efficiency import machine_name, versions
+from kvbench.run import Run
+from kvbench.runner import Bench, execute_all
+from kvbench.settings import SettingError, answered, whole
+
+METHODS = ("snapkv", "keydiff", "dropkv", "knorm", "tova", "expected_attention")
+BUDGETS = (0.1, 0.3)
+SHORT = 1024  # tokens of what is run before anything is timed
+ROUNDS = "rounds="
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Seconds of each round."""
+
+    together: tuple[float, ...]
+    alone: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        return median(self.alone) / median(self.together)
+
+
+def measure(runs: Sequence[Run], short: Sequence[Run], rounds: int, bench: Bench) -> Saving:
+    """Of runs that read their prompts together; `short`: the same on short prompts."""
+    spent(short, Bench(short[0], {"model": bench.model, "tokenizer": bench.tokenizer}), True)
+    bench.prompts  # noqa: B018 - drawn before anything is timed
+    found = [(spent(runs, bench, True), spent(runs, bench, False)) for _ in range(rounds)]
+    return Saving(*map(tuple, zip(*found, strict=True)))
+
+
+def spent(runs: Sequence[Run], bench: Bench, together: bool) -> float:
+    """Seconds to make the records of the runs in a new folder."""
+    with TemporaryDirectory() as folder:
+        begin = time.perf_counter()
+        for some in [runs] if together else [[run] for run in runs]:
+            with redirect_stderr(StringIO()) as said:
+                folders = execute_all(some, Path(folder), bench)
+            shared = {record.get("shared_prefill") for own in folders for record in own.records().values()}
+            if not all(own.finished for own in folders) or shared != {len(some)}:
+                raise SettingError(f"limit: {len(some)} runs could not be made at once: {said.getvalue()[-300:]}")
+        return time.perf_counter() - begin
+
+
+def cells(asked: Asked, *more: str) -> tuple[DictConfig, list[Run]]:
+    """The full cache's run and those of all cells; SettingError unless all read their prompts together."""
+    given = [axis.key_or_group for axis in asked.axes] + [line.partition("=")[0] for line in asked.fixed]
+    usual = {"method": METHODS, "budget": BUDGETS}
+    lines = [f"{name}={','.join(map(str, own))}" for name, own in usual.items() if name not in given]
+    axes = [*asked.axes, *Asked.of(lines).axes]
+    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
+        [chosen] = BasicSweeper.split_arguments(axes, None)
+        configs = [compose("config", [*asked.fixed, *own, *more]) for own in chosen]
+        runs = [Run.from_config(config) for config in configs]
+    runs = list({str(run.value): run for run in [runs[0].baseline(), *runs]}.values())
+    if len({run.reading for run in runs}) > 1 or runs[0].reading is None or len(runs) < 3:
+        raise SettingError("method: cells that read their prompts together, two at least; not all of these do")
+    return configs[0], runs
+
+
+def save(path: Path, line: dict[str, Any]) -> None:
+    """Append to a CSV; SettingError for a file of other columns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    there = path.read_text(encoding="utf-8").splitlines()[:1] if path.exists() else []
+    if there not in ([], [",".join(line)]):
+        raise SettingError(f"{path}: has other columns; move it away")
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(line), lineterminator="\n")
+        if not there:
+            writer.writeheader()
+        writer.writerow(line)
+
+
+def report(arguments: Sequence[str]) -> None:
+    rounds = next((own.removeprefix(ROUNDS) for own in arguments if own.startswith(ROUNDS)), "1")
+    rounds = int(rounds) if rounds.isdecimal() else rounds
+    whole("rounds", rounds, 1)
+    asked = Asked.of([own for own in arguments if not own.startswith(ROUNDS)])
+    config, runs = cells(asked)
+    length = runs[0].task.length
+    if length is None:
+        raise SettingError(f"task={runs[0].task_settings['name']}: one whose prompts have a task.length")
+    _, short = cells(asked, f"task.length={min(SHORT, length)}", "limit=1")
+    bench = Bench(runs[0])
+    saving = measure(runs, short, rounds, bench)
+    first, name = runs[0], machine_name(runs[0].device)
+    line = {
+        "machine": name, "model": first.checkpoint.name, "weights": first.checkpoint.identity(),
+        "task": first.task_settings["name"], "length": length, "samples": len(bench.prompts),
+        "methods": " ".join(dict.fromkeys(run.groups["method"]["name"] for run in runs)),
+        "budgets": " ".join(dict.fromkeys(str(run.budget.value) for run in runs)), "runs": len(runs), "rounds": rounds,
+        "together_s": median(saving.together), "alone_s": median(saving.alone), "ratio": saving.ratio,
+        "dtype": first.dtype, "threads": torch.get_num_threads(), **versions(first),
+    }  # fmt: skip
+    path = Path(config.results) / "efficiency" / f"share-{name}.csv"
+    save(path, line)
+    print(
+        f"{len(runs)} runs of {line['samples']} samples, {length} tokens: {line['together_s']:.1f} s together, "
+        f"{line['alone_s']:.1f} s alone, {saving.ratio:.2f} times: {path}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(answered(lambda: report(sys.argv[1:])))
