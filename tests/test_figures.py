@@ -9,6 +9,8 @@ from xml.etree import ElementTree
 import pytest
 from report_store import BUDGETS, TASKS, records, small, write
 
+import kvbench
+from kvbench.curves import show
 from kvbench.figures import INCHES, draw, slug
 from kvbench.report import charts, printed
 from kvbench.report.gather import find, panels_of
@@ -232,3 +234,39 @@ def test_what_is_wrong_is_said_and_nothing_written(store, tmp_path, given, said)
         draw([str(store), "--out", str(tmp_path / "new"), *given.split()])
     assert said in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "new").exists()
+
+
+def test_every_printed_average_follows_from_the_frame(store, drawn, capsys):
+    """Curves, and the figures and costs that the page has too: means of subtasks' means of samples, by pandas alone."""
+    loaded = kvbench.load(store, method=["snapkv", "keydiff"], question="visible")
+    found = loaded.records(["run", "subtask", "score", "resident_bytes", "full_bytes", "ttft_ms"])
+    expected = found.groupby(["run", "subtask"]).score.mean().groupby("run").mean().to_frame()
+    expected["share"] = found.resident_bytes.groupby(found.run).sum() / found.full_bytes.groupby(found.run).sum()
+    expected["ttft"] = found.ttft_ms.groupby(found.run).median()
+    full = kvbench.load(store, method="full", question="visible").records(["subtask", "score"])
+    expected["diff"] = expected.score - full.groupby("subtask").score.mean().mean()
+    expected = expected.join(loaded.runs[["method", "budget", "block_size"]])
+    assert len(expected) == 3 * len(BUDGETS)
+
+    def named(own) -> str:
+        block = "" if own.block_size != own.block_size else f" · block {own.block_size:g}"  # NaN: one block
+        return f"{own.method}{block} · {100 * own.budget:g}\u202f%"
+
+    wanted = {named(own): own for own in expected.itertuples()}
+    figure = {
+        f"{one['method']} · {one['budget']}": numbers(one, "score", "share", "diff")
+        for one in lines(drawn["curve"])
+        if one["diff"]
+    }
+    cost = {one["run"]: numbers(one, "score", "held", "diff", "ttft") for one in lines(drawn["cost"]) if one["score"]}
+    assert figure.keys() == cost.keys() == wanted.keys()
+    for name, own in wanted.items():
+        assert figure[name] == pytest.approx([own.score, own.share, own.diff])
+        assert cost[name] == pytest.approx([own.score, own.share, own.diff, own.ttft])
+
+    assert show([str(store), "question=visible", "method=snapkv"]) == 0
+    said = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line[:2] == "0."}
+    for own in expected[expected.method == "snapkv"].itertuples():
+        _, share, score, *_, diff, _, _, _, _ = said[f"{own.budget:g}"]  # an interval is two words
+        numbers_said = [float(number.strip("%")) for number in (share, score, diff)]
+        assert numbers_said == pytest.approx([100 * own.share, own.score, own.diff], abs=0.051)
