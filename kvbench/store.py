@@ -7,7 +7,8 @@
                                                  to one file are not atomic on shared file systems)
                         samples              how many there will be
                         claims.lock              byte-range locks: byte 0 while the folder is set up or closed,
-                                                 one byte for each sample that somebody is working on
+                                                 one byte for each sample that somebody is working on, and a last one
+                                                 that all who have the run open share
                         done                     written last
 
 Three facts of POSIX carry it. A line counts once its newline is on the disk, so a killed writer leaves at most a torn
@@ -34,6 +35,7 @@ import yaml
 from kvbench.settings import SettingError
 
 FORMAT = 1  # of the folder and its records; a folder of another format is refused, never mixed
+OPEN = 1 << 57  # a byte of claims.lock: who looks on sees who works, between two samples too
 
 
 def plain(value: object) -> Any:
@@ -110,6 +112,7 @@ class RunFolder:
                 if samples is not None:
                     self._put("samples", f"{samples}\n")
                 self._cut_torn_tails()
+            fcntl.lockf(self._locks, fcntl.LOCK_SH, 1, OPEN)
             yield self
         finally:
             for descriptor in (self._own, self._locks):

@@ -95,7 +95,7 @@ def total_of(path: Path) -> int | None:
 
 
 def busy(locks: Path) -> bool:
-    """Whether any process holds a sample of the run; only looks."""
+    """Whether any process has the run open; only looks."""
     try:
         descriptor = os.open(locks, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

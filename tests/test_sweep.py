@@ -66,6 +66,24 @@ def test_running_is_seen_without_taking_part(tmp_path):
     assert sweep.state_of(tmp_path, name).name == "stopped"
 
 
+def test_a_run_that_is_open_is_running_between_two_samples_too(tmp_path):
+    """As where a prompt is read for many runs, and each writes its record in its turn."""
+    name = begun(tmp_path, value(), 1)
+    code = (
+        "import json, sys\nfrom pathlib import Path\nfrom kvbench.store import RunFolder\n"
+        "with RunFolder(Path(sys.argv[1]), json.loads(sys.argv[2])).open({}):\n"
+        "    print(flush=True)\n    sys.stdin.readline()"
+    )
+    arguments = [sys.executable, "-c", code, str(tmp_path / "runs"), json.dumps(value())]
+    with subprocess.Popen(arguments, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        other.stdout.readline()
+        assert str(sweep.state_of(tmp_path, name)) == "running 1 of 4 samples"
+        with RunFolder(tmp_path / "runs", value()).open({}) as second:
+            assert second.claim("niah/9")
+        other.communicate("\n")
+    assert sweep.state_of(tmp_path, name).name == "stopped"
+
+
 def test_the_plan_counts_and_estimates(tmp_path):
     """Half a minute a sample: of the method where it ran, else of others on the same task."""
     full = value("full", budget=1.0)
