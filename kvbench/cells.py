@@ -50,6 +50,7 @@ class Sweep:
     results: Path
     folder: Path
     counted: bool  # False: its cells measure cost and have no samples
+    queued: bool = False  # whether a job has to be asked for
 
     @classmethod
     def begin(cls, asked: Asked) -> "Sweep":
@@ -59,12 +60,19 @@ class Sweep:
             [chosen] = BasicSweeper.split_arguments(asked.axes, None)
             found = [checked(asked.fixed, some) for some in chosen]
         results, folder = Path(asked.config.results), Path(asked.config.hydra.sweep.dir)
-        this = cls(results, folder, not any(run and run.measures for _, run in found))
+        queued = asked.config.hydra.runtime.choices["hydra/launcher"] == "slurm"
+        this = cls(results, folder, not any(run and run.measures for _, run in found), queued)
         if this.counted:
             cells = [cell for cell, _ in found]
             print(sweep.plan(this.results, cells), flush=True)
             sweep.write(this.folder, cells)
         return this
+
+    @property
+    def over(self) -> bool:
+        """Whether jobs would wait in a queue to find everything done."""
+        states = sweep.status(self.results, self.folder) if self.queued and self.counted else ()
+        return {state.name for _, state in states} in ({"done"}, {"done", "refused"})
 
     def end(self) -> None:
         """Say how far the cells are now."""

@@ -179,6 +179,14 @@ def test_a_preset_runs_with_the_embedded_model(preset, own, tmp_path, monkeypatc
     assert {own["budget"] for own in values} == {1.0, 0.25 if preset == "centroidkv_table4" else 1024}
 
 
+def test_no_job_is_queued_for_a_sweep_that_is_done(monkeypatch, capsys, tmp_path):
+    """There is no SLURM here: to ask for a job would fail."""
+    own = ["-m", "method=full", f"results={tmp_path}", *QUICK]
+    answer(own, monkeypatch, capsys)
+    code, out, err = answer([*own, "hydra/launcher=slurm"], monkeypatch, capsys)
+    assert (code, err) == (0, "") and out.startswith("1 cells: 1 done") and out.endswith("1 done\n")
+
+
 def test_launchers(monkeypatch, capsys, tmp_path):
     for launcher, said in (("slurm", "SlurmLauncher"), ("local", "BasicLauncher")):
         code, out, _ = answer([f"hydra/launcher={launcher}", "--cfg", "all"], monkeypatch, capsys)
