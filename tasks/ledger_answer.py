@@ -14,17 +14,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+DIGITS = r"\d{1,18}"  # an answer that loops writes numbers that nobody can mean
 BLANK = re.compile(r"[*_`$\\()\[\] \t]+")
 SIGNS = {"−": "-", "–": "-", "plus": "+", "minus": "-", "equals": "="}
 SIGN = re.compile("|".join(rf"\b{own}\b" if own.isalpha() else own for own in SIGNS), re.IGNORECASE)
-STEP = re.compile(r"^[^a-z\n]*line (\d+)\b(.*)$", re.IGNORECASE | re.MULTILINE)
-NAMED = re.compile(r"\bline (\d+)\b", re.IGNORECASE)
+STEP = re.compile(rf"^[^a-z\n]*line ({DIGITS})\b(.*)$", re.IGNORECASE | re.MULTILINE)
+NAMED = re.compile(rf"\bline ({DIGITS})\b", re.IGNORECASE)
 SUM = re.compile(
-    r"(?<![\d.])(?<!line )(\d+) ?([+-]) ?(\d+) ?= ?(-?\d+)(?!\d|\.\d| ?[+-] ?\d)", re.IGNORECASE
+    rf"(?<![\d.])(?<!line )({DIGITS}) ?([+-]) ?({DIGITS}) ?= ?(-?{DIGITS})(?!\d|\.\d| ?[+-] ?\d)", re.IGNORECASE
 )  # of values, not of a line's number; what it gives begins no further sum
 HEADING = re.compile(r"\bresults\b", re.IGNORECASE)
-ITEM = re.compile(r"\bline (\d+)\b(.*?)(?=\bline\b|$)", re.IGNORECASE | re.MULTILINE)
-WHOLE = re.compile(r"-?\d+$")
+ITEM = re.compile(rf"\bline ({DIGITS})\b(.*?)(?=\bline\b|$)", re.IGNORECASE | re.MULTILINE)
+WHOLE = re.compile(rf"-?{DIGITS}$")
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:[.,]\d+)*")
 
 

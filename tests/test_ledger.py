@@ -292,6 +292,14 @@ def test_an_answer_that_loops_is_read_in_time(score):
     assert time.perf_counter() - started < 5
 
 
+def test_a_number_that_never_ends_is_none(score):
+    solved, endless = SMALL.solved(), "7" * 5000
+    for line in (f"Line 3: 25 + 12 = {endless}", f"Line {endless}: 25 + 12 = 37", f"Line 3: line {endless}"):
+        assert score(f"{line}\n{solved}") == score(solved)
+    assert score(solved.replace("line 3 is 37", f"line 3 is {endless}")).answer == "line 4 is 30"
+    assert score(f"{solved}, line {endless} is 5") == score(solved)
+
+
 @pytest.mark.parametrize(
     "own, message",
     [
