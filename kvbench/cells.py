@@ -50,17 +50,17 @@ class Sweep:
     results: Path
     folder: Path
     counted: bool  # False: its cells measure cost and have no samples
-    queued: bool = False  # whether a job has to be asked for
+    queued: bool = False  # whether a job has to be asked for, and nothing else than its records is wanted of it
 
     @classmethod
     def begin(cls, asked: Asked) -> "Sweep":
         """Say what its cells are and how far, and keep it. A cell that is refused does not stop the others."""
         with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-            logger_of(asked.config)  # what it cannot use is said once
+            log = logger_of(asked.config)  # what it cannot use is said once
             [chosen] = BasicSweeper.split_arguments(asked.axes, None)
             found = [checked(asked.fixed, some) for some in chosen]
         results, folder = Path(asked.config.results), Path(asked.config.hydra.sweep.dir)
-        queued = asked.config.hydra.runtime.choices["hydra/launcher"] == "slurm"
+        queued = asked.config.hydra.runtime.choices["hydra/launcher"] == "slurm" and log is None
         this = cls(results, folder, not any(run and run.measures for _, run in found), queued)
         if this.counted:
             cells = [cell for cell, _ in found]

@@ -7,9 +7,10 @@
     /data.js             the data of that page
     /report/<file>.js    what lies beside it
 
-Nothing is done before somebody looks: a look at the newest sweeps reads their runs where these changed, and starts to
-make the page anew, in a process of its own, where finished runs changed. Both wait PATIENCE times as long as they take
-before the next, so that what runs keeps the machine. Nothing is written but the report's files.
+Nothing is done while nobody looks, but for one look at the beginning: a look at the newest sweeps reads their runs
+where these changed, and starts to make the page anew, in a process of its own, where finished runs changed. Both wait
+PATIENCE times as long as they take before the next, so that what runs keeps the machine. Nothing is written but the
+report's files.
 """
 
 import os
@@ -32,7 +33,7 @@ from kvbench.report.page import FOLDER, html, policy
 from kvbench.report.samples import embedded
 from kvbench.settings import SettingError, answered
 from kvbench.sources import ROOT
-from kvbench.sweep import CELLS, STATES, Counts, Times, left, read, status
+from kvbench.sweep import STATES, Counts, Times, begun, left, read, status
 
 SECONDS = 2.0  # between two looks
 SLOWLY = 15.0  # between two looks at how long samples take
@@ -97,7 +98,7 @@ class Dashboard:
                     self.timing.begin()
                     self.times = Times(self.results)
                     self.timing.end()
-                sweeps = [self._sweep(folder) for folder in newest(self.results)]
+                sweeps = [self._sweep(folder) for folder in begun(self.results)[:SWEEPS]]
                 now = datetime.now(UTC).strftime("%H:%M:%S UTC")
                 self.said = {"at": now, "sweeps": sweeps, "problem": self.problem, "making": self.maker is not None}
                 self.look.end()
@@ -132,7 +133,10 @@ class Dashboard:
             self.problem = (
                 short(f"the page cannot be made: {(reason or ['?'])[-1]}", 300) if self.maker.returncode else ""
             )
-            self.made |= not self.maker.returncode
+            if self.maker.returncode:
+                self.made_of = None  # it is tried again
+            else:
+                self.made = True
             self.maker = None
             self.make.end()
         finished = stamps(self.results)
@@ -161,11 +165,6 @@ class Dashboard:
         except (OSError, *WRONG) as error:
             return {"name": short(folder.name), "wrong": said(error), "counts": {}, "cells": []}
         return {"name": short(folder.name), "wrong": "", "counts": counts, "cells": cells}
-
-
-def newest(results: Path) -> list[Path]:
-    """The folders of the last sweeps, the newest first."""
-    return sorted((path.parent for path in (results / "sweeps").glob(f"*/{CELLS}")), reverse=True)[:SWEEPS]
 
 
 def stamps(results: Path) -> dict[str, list[tuple]]:

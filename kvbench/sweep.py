@@ -22,7 +22,7 @@ from typing import Any
 from kvbench.audit import protocol
 from kvbench.frames import records
 from kvbench.settings import SettingError, answered
-from kvbench.store import RunFolder, value_of
+from kvbench.store import run_hash, value_of
 
 LOOKED_AT = 50  # records of a run that its time is taken from
 CELLS = "cells.json"
@@ -39,6 +39,11 @@ class Cell:
     refused: str | None = None
     overrides: Sequence[str] = ()  # all of them
     readings: Sequence[str | None] = ()  # `Run.reading` of its run and of its full cache, where they may be shared
+
+    @property
+    def names(self) -> list[str]:
+        """The hashes of both."""
+        return [run_hash(value) for value in (self.run, self.baseline) if value is not None]
 
 
 @dataclass(frozen=True)
@@ -86,10 +91,21 @@ def state_of(results: Path, name: str, counts: Callable[[Path], tuple[int, int]]
     return State("running" if busy(path / "claims.lock") else "stopped", count, total, reason)
 
 
+def state_of_cell(results: Path, names: Sequence[str], counts: Callable[[Path], tuple[int, int]] = counted) -> State:
+    """How far a cell is, of these hashes its run's and its full cache's: the run, or the full cache where that is what
+    it waits for.
+    """
+    state, *baseline = (state_of(results, name, counts) for name in names)
+    for full in baseline:
+        if (state.name == "done" and full.name != "done") or (state.name == "missing" and full.name == "running"):
+            return full
+    return state
+
+
 def total_of(path: Path) -> int | None:
     """How many samples a run has, as its first writer knew."""
     try:
-        return json.loads((path / "samples").read_text())
+        return int((path / "samples").read_text())
     except (OSError, ValueError):
         return None
 
@@ -113,8 +129,7 @@ def write(folder: Path, cells: Sequence[Cell]) -> None:
     lines = [
         {
             "cell": cell.label, "refused": cell.refused, "overrides": list(cell.overrides),
-            "readings": list(cell.readings), "value": cell.run,
-            "runs": [RunFolder(folder, value).hash for value in (cell.run, cell.baseline) if value is not None],
+            "readings": list(cell.readings), "value": cell.run, "runs": cell.names,
         }
         for cell in cells
     ]  # fmt: skip
@@ -138,29 +153,29 @@ def status(
         if cell["refused"]:
             yield label, State("refused", reason=cell["refused"])
             continue
-        own, *baseline = (state_of(results, name, counts) for name in cell["runs"])
-        left = next((other for other in (own, *baseline) if other.name != "done"), own)
+        state = state_of_cell(results, cell["runs"], counts)
         failed = folder / str(index) / "failed"
-        if own.name != "done" and left.name != "running" and failed.is_file():
-            yield label, State("failed", own.records, own.total, failed.read_text(encoding="utf-8").strip())
-        else:
-            yield label, own if own.name != "missing" or left.name != "running" else left
+        if state.name in ("stopped", "missing") and failed.is_file():
+            state = State("failed", state.records, state.total, failed.read_text(encoding="utf-8").strip())
+        yield label, state
+
+
+def begun(results: Path) -> list[Path]:
+    """The folders of all sweeps, the newest first."""
+    return sorted((path.parent for path in (results / "sweeps").glob(f"*/{CELLS}")), reverse=True)
 
 
 def newest(results: Path) -> Path:
     """The folder of the last sweep; SettingError if there is none."""
-    found = sorted(path.parent for path in (results / "sweeps").glob(f"*/{CELLS}"))
-    if not found:
-        raise SettingError(f"results={results}: no sweep was begun there")
-    return found[-1]
+    if found := begun(results):
+        return found[0]
+    raise SettingError(f"results={results}: no sweep was begun there")
 
 
 def plan(results: Path, cells: Sequence[Cell]) -> str:
     """What a sweep is about to do, as text."""
     states = [
-        State("refused", reason=cell.refused or "")
-        if cell.run is None
-        else state_of(results, RunFolder(results, cell.run).hash)
+        State("refused", reason=cell.refused or "") if cell.run is None else state_of_cell(results, cell.names)
         for cell in cells
     ]
     spent = left(Times(results), [(cell.run, cell.readings, own) for cell, own in zip(cells, states, strict=True)])
@@ -203,17 +218,18 @@ class Times:
         for path in sorted((results / "runs").glob("*/run.yaml")):
             try:
                 value = value_of(path.parent)
-            except ValueError:
-                continue  # `make check-results` names it
-            known = [
-                (record["seconds"], max(0.0, record["seconds"] - record.get("prefill_ms", 0.0) / 1000))
-                for record in islice(records(path.parent), LOOKED_AT)
-                if record.get("seconds") is not None
-            ]
-            for key in keys(value):
+                alike, same = keys(value), protocol(value)
+                known = [
+                    (record["seconds"], max(0.0, record["seconds"] - record.get("prefill_ms", 0.0) / 1000))
+                    for record in islice(records(path.parent), LOOKED_AT)
+                    if record.get("seconds") is not None
+                ]
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                continue  # `make check-results` and the report name it
+            for key in alike:
                 self.seconds.setdefault(key, []).extend(known)
             if (total := total_of(path.parent)) is not None:
-                self.samples[protocol(value)] = total
+                self.samples[same] = total
 
     def left(self, value: Mapping[str, Any], state: State, prefilled: bool) -> float | None:
         """Seconds that a run still takes, by runs of its method, else by others; None if nothing is known.

@@ -107,6 +107,37 @@ def test_the_plan_counts_and_estimates(tmp_path):
     assert text[5].endswith("refused: block_size=8: not with kvzip")
 
 
+def test_damaged_runs_say_nothing_of_times(tmp_path):
+    begun(tmp_path, value(), 2)
+    known = sweep.Times(tmp_path)
+    begun(tmp_path, {"method": {"name": "snapkv"}}, 2)
+    begun(tmp_path, value(budget=0.2), 2, total="many", seconds="long")
+    begun(tmp_path, value(budget=0.3), 2, seconds=30.0, prefill_ms="short")
+    assert vars(sweep.Times(tmp_path)) == vars(known) and known.seconds
+
+
+def test_a_cell_waits_for_its_full_cache(tmp_path, monkeypatch):
+    full, folder = value("full", budget=1.0), tmp_path / "sweeps" / "one"
+    cells = [sweep.Cell("answered", value(), full), sweep.Cell("not begun", value(budget=0.2), full)]
+    sweep.write(folder, cells)
+
+    def states() -> list[str]:
+        found = [str(state) for _, state in sweep.status(tmp_path, folder)]
+        told = sweep.plan(tmp_path, cells).splitlines()[1:]
+        assert all(own in line for own, line in zip(found, told, strict=True))
+        return found
+
+    begun(tmp_path, value(), 4, finish=True)
+    assert states() == ["missing", "missing"]
+    name = begun(tmp_path, full, 3)
+    assert states() == ["stopped 3 of 4 samples", "missing"]
+    with monkeypatch.context() as patched:
+        patched.setattr(sweep, "busy", lambda locks: True)
+        assert states() == 2 * ["running 3 of 4 samples"]
+    (tmp_path / "runs" / name / "done").touch()
+    assert states() == ["done", "missing"]
+
+
 def test_status_says_why(tmp_path):
     full, folder = value("full", budget=1.0), tmp_path / "sweeps" / "one"
     cells = [
