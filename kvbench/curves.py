@@ -152,10 +152,7 @@ def main(given: Sequence[str]) -> int:
 
 def show(given: Sequence[str]) -> int:
     """Print curves, and what makes none; 2 if anything does."""
-    try:
-        lines, refused = report(arguments(given), 120)
-    except SettingError as error:
-        lines, refused = [], [str(error)]
+    lines, refused = report(arguments(given), 120)
     if lines:
         print("\n".join(lines))
     for line in refused:

@@ -212,6 +212,8 @@ def test_a_page_that_cannot_be_made_is_said(served, running):
     said = until(served, lambda said: said["problem"])
     assert said["problem"].startswith("the page cannot be made: ") and said["sweeps"][0]["counts"]["done"] == 1
     assert "<body data-live=" in ask(served, "/")[2]
+    (results / "report").unlink()
+    assert until(served, lambda said: said["page"])["problem"] == ""  # it was tried again
 
 
 def test_what_cannot_be_served_is_one_line(tmp_path, capsys):

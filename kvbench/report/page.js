@@ -392,7 +392,11 @@
   const live = { seconds: Number(document.body.dataset.live), page: document.body.dataset.page, said: "", node: el("section", { id: "progress", hidden: "" }) };
   const COLOURS = { done: "#1f5f99", running: "#6fa3cc", stopped: "#e0a030", failed: "#b3261e", refused: "#80868b", missing: "#e3e6ea" };
   window.kvbenchProgress = (said) => {
-    if (said.page !== live.page) { live.page = said.page; ask("data.js"); }
+    if (said.page !== live.page) {
+      const { page } = live;
+      live.page = said.page;
+      ask("data.js").then((there) => { if (!there) live.page = page; }); // asked for again
+    }
     const { at, ...news } = said, text = JSON.stringify(news);
     live.node.hidden = false;
     if (live.said !== text) live.node.replaceChildren(...progress(news));
