@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from base64 import b64encode
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -15,7 +17,7 @@ import kvbench
 from kvbench.means import mean
 from kvbench.report.gather import gather, short
 from kvbench.report.looks import COLOURS, ORDER, look
-from kvbench.report.page import MOST, NUMBERS, html, main, packed, report
+from kvbench.report.page import MOST, NUMBERS, html, lay, main, packed, report
 from kvbench.report.samples import LONGEST, QUESTION, embedded, strip, visible
 from kvbench.settings import SettingError
 from kvbench.statistics import Interval, Scores, average
@@ -162,7 +164,7 @@ def test_answers_lie_beside_the_page_and_are_text_only(store):
     text, page = path.read_text(), data_of(path)
     assert "the number is 3" not in text and "surrogate" not in text
     assert {name for own in page["files"] for name in own["names"]} == {
-        file.name for file in (store / "report").iterdir()
+        file.name for file in (store / "report").glob("*.*")
     }
     for own in page["files"]:
         shown = [sample for name in own["names"] for sample in samples_of(store / "report" / name)]
@@ -216,7 +218,22 @@ def test_files_of_samples_are_split_and_old_ones_go(store, monkeypatch):
     page = data_of(report(store, NOW))
     names = {name for own in page["files"] for name in own["names"]}
     assert min(len(own["names"]) for own in page["files"]) > 1
-    assert {file.name for file in (store / "report").iterdir()} == names | {"notes.txt"}
+    assert {file.name for file in (store / "report").iterdir()} == names | {"notes.txt", "lock"}
+
+
+def test_who_makes_the_page_is_alone(store, monkeypatch):
+    """Or one would take away what lies beside the other's page."""
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    other = [sys.executable, "-c", code, str(store / "report" / "lock")]
+    tried = []
+
+    def watched(*given: object) -> None:
+        tried.append(subprocess.run(other, capture_output=True).returncode)
+        lay(*given)
+
+    monkeypatch.setattr("kvbench.report.page.lay", watched)
+    assert report(store, NOW).is_file() and tried == [1]
+    assert subprocess.run(other, capture_output=True).returncode == 0
 
 
 def test_what_is_damaged_is_named_and_the_rest_is_shown(store):

@@ -4,6 +4,7 @@ Where the numbers would make the page larger than MOST, they lie in script files
 that is loaded when it comes near the screen, all else in one that the page begins with.
 """
 
+import fcntl
 from base64 import b64encode
 from datetime import UTC, datetime
 from functools import cache
@@ -33,6 +34,14 @@ def report(results: Path, now: datetime) -> Path:
     path = results / "report.html"
     folder = results / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:  # until it is closed: who else makes the page here, waits
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        lay(gathered, path, folder)
+    return path
+
+
+def lay(gathered: Gathered, path: Path, folder: Path) -> None:
+    """Write the page and what lies beside it, and take away what lay there for another."""
     page = packed(gathered.page | {"files": answers(gathered, folder), "folder": FOLDER})
     wanted = {name for own in page["files"] for name in own["names"]}
     text = html(page)
@@ -43,7 +52,6 @@ def report(results: Path, now: datetime) -> Path:
     for old in (*folder.glob("samples-*.js"), *folder.glob("part-*.js")):
         if old.name not in wanted:
             old.unlink()
-    return path
 
 
 def apart(page: dict[str, Any], folder: Path) -> tuple[dict[str, Any], set[str]]:
