@@ -212,6 +212,18 @@ def test_damaged_runs_and_other_protocols_stay_out(tmp_path, capsys):
     assert [[line["budget"] for line in own] for own in found] == [["10\u202f%", ""]] * 2
 
 
+def test_a_curve_says_how_many_samples_each_method_answered(tmp_path):
+    write(tmp_path, records(1.0, 100), method={"name": "full"})
+    write(tmp_path, records(0.1, 50), budget=0.1)
+    few = records(0.1, 50)
+    for uid in list(few)[:4]:
+        few[uid] |= {"score": None, "error": "out_of_memory"}
+    write(tmp_path, few, method={"name": "keydiff"}, budget=0.1)
+    assert draw([str(tmp_path), "--kind", "curve"]) == 0
+    [path] = (tmp_path / "figures").glob("*.svg")
+    assert "20 to 24 samples (0 to 4 not answered everywhere)" in " ".join(texts(path))
+
+
 @pytest.mark.parametrize(
     "given, said",
     {

@@ -5,7 +5,7 @@ proportions of letters, lines and marks. How wide plots are follows from what th
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from textwrap import wrap
@@ -53,11 +53,9 @@ def curve(panel: Mapping[str, Any], against: str, total: float) -> Drawing | Non
     names = [own["label"] for own in panel["series"]]
     rows = [{"method": names[own["s"]], **own} for own in panel["points"]]
     rows += [{"method": f"full cache, beside {names[own['s']]}", **own} for own in panel["full"]]
-    left = max(own["left_out"] for own in series)
-    about = [
-        series[0]["average"],
-        f"{series[0]['samples']} samples" + (f" ({left} not answered everywhere)" if left else ""),
-    ]
+    samples, left = ({own[name] for own in series} for name in ("samples", "left_out"))
+    more = f" ({between(left)} not answered everywhere)" if any(left) else ""
+    about = [series[0]["average"], f"{between(samples)} samples{more}"]
     share = charts.BYTES if against == "bytes" else charts.ROWS
 
     def chart(width: float) -> alt.LayerChart:
@@ -65,6 +63,11 @@ def curve(panel: Mapping[str, Any], against: str, total: float) -> Drawing | Non
 
     full = {"label": "full cache", "colour": FULL, "shape": "", "dash": charts.FULL_DASH}
     return Drawing(rows, panel, chart, 1, (80, total), [*series, full], about)
+
+
+def between(counts: Collection[int]) -> str:
+    """What several have: one number, or the least and the most."""
+    return " to ".join(map(str, sorted({min(counts), max(counts)})))
 
 
 def tasks(panel: Mapping[str, Any], total: float) -> Drawing | None:
