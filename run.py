@@ -12,10 +12,8 @@ os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # a hub out of reach is said
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import catalogue
 from kvbench.settings import SettingError, answered
@@ -133,7 +131,7 @@ def main() -> int:
             sys.argv[1:] = ["-m", *asked.overrides, f"hydra.sweep.dir={swept.folder}", *options]
         cell()
     except Exception as error:
-        line = one_line(error)
+        line = catalogue.one_line(error)
         if line is None:
             raise
         return refuse(line)
@@ -141,26 +139,6 @@ def main() -> int:
         if swept is not None:
             swept.end()
     return 0
-
-
-def one_line(error: BaseException | None) -> str | None:
-    """What is wrong with the settings, or None if the error is about something else."""
-    while error is not None:
-        if isinstance(error, SettingError):
-            return str(error)
-        if isinstance(error, MissingConfigException) and error.missing_cfg_file and "/" in error.missing_cfg_file:
-            group, _, name = error.missing_cfg_file.partition("/")
-            return f"{group}={name}: choose one of {', '.join(catalogue.names(group))}"
-        if isinstance(error, OmegaConfBaseException) and error.full_key:
-            return f"{error.full_key}: no such setting, or not of this kind; `python run.py --cfg job` lists them"
-        if isinstance(error, ValueError) and "Config group override" in str(error):  # Hydra names no group
-            return "a group (model, method, allocator, codec, task, logger) cannot be null: choose one of its names"
-        if isinstance(error, HydraException) and not isinstance(
-            error.__cause__, HydraException | OmegaConfBaseException
-        ):
-            return " ".join(str(error).split())
-        error = error.__cause__
-    return None
 
 
 if __name__ == "__main__":

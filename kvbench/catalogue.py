@@ -1,4 +1,6 @@
-"""What conf/ offers, by name: methods, allocators, codecs, with their presets. A file there is all it takes."""
+"""What conf/ offers, by name: methods, allocators, codecs, with their presets. A file there is all it takes. What it
+does not offer is said in one line.
+"""
 
 from collections.abc import Mapping
 from functools import cache
@@ -6,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.errors import HydraException, MissingConfigException
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -93,3 +96,23 @@ def build(group: str, resolved: Mapping[str, Any]) -> Any:
         raise
     except Exception as error:
         raise SettingError(f"{group}={resolved.get('name')}: {error.__cause__ or error}".splitlines()[0]) from error
+
+
+def one_line(error: BaseException | None) -> str | None:
+    """What is wrong with the settings, or None if the error is about something else."""
+    while error is not None:
+        if isinstance(error, SettingError):
+            return str(error)
+        if isinstance(error, MissingConfigException) and error.missing_cfg_file and "/" in error.missing_cfg_file:
+            group, _, name = error.missing_cfg_file.partition("/")
+            return f"{group}={name}: choose one of {', '.join(names(group))}"
+        if isinstance(error, OmegaConfBaseException) and error.full_key:
+            return f"{error.full_key}: no such setting, or not of this kind; `python run.py --cfg job` lists them"
+        if isinstance(error, ValueError) and "Config group override" in str(error):  # Hydra names no group
+            return "a group (model, method, allocator, codec, task, logger) cannot be null: choose one of its names"
+        if isinstance(error, HydraException) and not isinstance(
+            error.__cause__, HydraException | OmegaConfBaseException
+        ):
+            return " ".join(str(error).split())
+        error = error.__cause__
+    return None

@@ -41,19 +41,19 @@ def exhausted(quantity: str) -> Line:
     return {"quantity": quantity, "status": "out_of_memory"}
 
 
-def append(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+def append(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequence[str] = COLUMNS) -> None:
     """Write whole lines behind what is there, in one write, and wait until they are on the disk."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for row in rows:
-        writer.writerow([" ".join(str(row.get(column, "")).split()) for column in COLUMNS])  # one physical line each
+        writer.writerow([" ".join(str(row.get(column, "")).split()) for column in columns])  # one physical line each
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         end = file.seek(0, os.SEEK_END)
-        before = ",".join(COLUMNS) + "\n" if end == 0 else ""
+        before = ",".join(columns) + "\n" if end == 0 else ""
         if end:
-            check(path)
+            check(path, columns)
             file.seek(end - 1)
             before = "" if file.read(1) == b"\n" else "\n"  # a torn line stays as it is, ours starts on its own
         data = (before + text.getvalue()).encode()
@@ -62,10 +62,10 @@ def append(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
         os.fsync(file.fileno())
 
 
-def check(path: Path) -> None:
+def check(path: Path, columns: Sequence[str] = COLUMNS) -> None:
     """SettingError if the file's columns are not the ones that would be appended."""
     with path.open(newline="", encoding="utf-8") as file:
-        if tuple(next(csv.reader(file), ())) != COLUMNS:
+        if next(csv.reader(file), []) != list(columns):
             raise SettingError(f"{path}: has other columns than this version writes; move it away")
 
 

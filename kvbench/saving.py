@@ -9,7 +9,6 @@ together, of several rounds the medians. A line is appended to <results>/efficie
 random, prompts need a tokenizer: model=random model.like=llama31_8b model.tokenizer=reference.
 """
 
-import csv
 import sys
 import time
 from collections.abc import Sequence
@@ -19,16 +18,18 @@ from io import StringIO
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import catalogue
 from kvbench.cells import Asked
 from kvbench.efficiency import machine_name, versions
+from kvbench.measurements import append, check
 from kvbench.run import Run
 from kvbench.runner import Bench, execute_all
 from kvbench.settings import SettingError, answered, whole
@@ -37,6 +38,11 @@ METHODS = ("snapkv", "keydiff", "dropkv", "knorm", "tova", "expected_attention")
 BUDGETS = (0.1, 0.3)
 SHORT = 1024  # tokens of what is run before anything is timed
 ROUNDS = "rounds="
+COLUMNS = (
+    "machine", "model", "weights", "task", "length", "samples", "methods", "budgets", "runs", "rounds", "together_s",
+    "alone_s", "ratio", "dtype", "threads", "torch", "transformers", "triton", "date", "python", "cuda", "sources",
+    "commit", "driver",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,32 +94,25 @@ def cells(asked: Asked, *more: str) -> tuple[DictConfig, list[Run]]:
     return configs[0], runs
 
 
-def save(path: Path, line: dict[str, Any]) -> None:
-    """Append to a CSV; SettingError for a file of other columns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    there = path.read_text(encoding="utf-8").splitlines()[:1] if path.exists() else []
-    if there not in ([], [",".join(line)]):
-        raise SettingError(f"{path}: has other columns; move it away")
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(line), lineterminator="\n")
-        if not there:
-            writer.writeheader()
-        writer.writerow(line)
-
-
 def report(arguments: Sequence[str]) -> None:
     rounds = next((own.removeprefix(ROUNDS) for own in arguments if own.startswith(ROUNDS)), "1")
     rounds = int(rounds) if rounds.isdecimal() else rounds
     whole("rounds", rounds, 1)
-    asked = Asked.of([own for own in arguments if not own.startswith(ROUNDS)])
-    config, runs = cells(asked)
+    try:
+        asked = Asked.of([own for own in arguments if not own.startswith(ROUNDS)])
+        config, runs = cells(asked)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise SettingError(catalogue.one_line(error) or " ".join(str(error).split())) from None
     length = runs[0].task.length
     if length is None:
         raise SettingError(f"task={runs[0].task_settings['name']}: one whose prompts have a task.length")
     _, short = cells(asked, f"task.length={min(SHORT, length)}", "limit=1")
-    bench = Bench(runs[0])
-    saving = measure(runs, short, rounds, bench)
     first, name = runs[0], machine_name(runs[0].device)
+    path = Path(config.results) / "efficiency" / f"share-{name}.csv"
+    if path.exists():
+        check(path, COLUMNS)
+    bench = Bench(first)
+    saving = measure(runs, short, rounds, bench)
     line = {
         "machine": name, "model": first.checkpoint.name, "weights": first.checkpoint.identity(),
         "task": first.task_settings["name"], "length": length, "samples": len(bench.prompts),
@@ -122,8 +121,7 @@ def report(arguments: Sequence[str]) -> None:
         "together_s": median(saving.together), "alone_s": median(saving.alone), "ratio": saving.ratio,
         "dtype": first.dtype, "threads": torch.get_num_threads(), **versions(first),
     }  # fmt: skip
-    path = Path(config.results) / "efficiency" / f"share-{name}.csv"
-    save(path, line)
+    append(path, [line], COLUMNS)
     print(
         f"{len(runs)} runs of {line['samples']} samples, {length} tokens: {line['together_s']:.1f} s together, "
         f"{line['alone_s']:.1f} s alone, {saving.ratio:.2f} times: {path}"

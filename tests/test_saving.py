@@ -35,12 +35,23 @@ def test_a_line_is_appended_for_all_runs_together_and_alone(tmp_path, capsys):
         (["method=full"], "method: cells that read"),
         (["rounds=0"], "rounds=0: a whole number"),
         (["method=quest", "allocator=ada"], "allocator=ada: quest"),
+        (["task=nothing"], "task=nothing: choose one of"),
+        (["task.lenght=512"], "task.lenght: no such setting"),
+        (["--quick"], "LexerNoViableAltException: --quick"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(own, line, tmp_path):
     with pytest.raises(SettingError, match=f"^{line}"):
         report([*own, *QUICK, f"results={tmp_path}"])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_of_other_columns_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvbench.saving.measure", None)
+    (tmp_path / "efficiency").mkdir()
+    (tmp_path / "efficiency" / "share-cpu.csv").write_text("machine,ratio\n")
+    with pytest.raises(SettingError, match="share-cpu.csv: has other columns than this version writes"):
+        report([*QUICK, f"results={tmp_path}"])
 
 
 def test_random_weights_may_borrow_a_tokenizer(monkeypatch, capsys):
