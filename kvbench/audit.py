@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.frames import records, whole
-from kvbench.settings import SettingError, answered
+from kvbench.settings import Arguments, SettingError, answered
 from kvbench.store import run_hash, seal, value_of
 from kvbench.stored import OWN
 
@@ -89,8 +89,11 @@ def sealed(done: Path, uids: Sequence[str]) -> bool:
         return False
 
 
-def show(results: Path) -> int:
+def show(arguments: Sequence[str]) -> int:
     """Print what `audit` finds; 1 if a run is damaged."""
+    parser = Arguments("kvbench.audit", __doc__)
+    parser.add_argument("results", nargs="?", default="results", type=Path)
+    results = parser.parse_args(arguments).results
     damaged = 0
     for name, state, wrong in audit(results):
         print(f"{name}  {state}")
@@ -102,7 +105,7 @@ def show(results: Path) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return answered(lambda: show(Path(arguments[0] if arguments else "results")))
+    return answered(lambda: show(arguments))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ The pattern's config.json says so; the trained gates of DuoAttention's authors a
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from kvbench.methods.kvzip import KVzip
 from kvbench.model import REFERENCE, Checkpoint, layout
 from kvbench.prompt import words
 from kvbench.rows import Rows
-from kvbench.settings import SettingError, answered, choose, whole
+from kvbench.settings import Arguments, SettingError, answered, choose, whole
 from kvbench.tasks import prose
 
 ROOM = 32  # tokens for what is read about a text beside the text
@@ -129,7 +129,7 @@ def write_pattern(alpha: Tensor, folder: Path, sinks: int, recent: int, source: 
 
 
 def arguments(argv: Sequence[str] | None) -> Namespace:
-    parser = ArgumentParser(prog="python -m kvbench.calibrate", description="Make the file that a method needs.")
+    parser = Arguments("kvbench.calibrate", "Make the file that a method needs.")
     parser.add_argument("method", choices=["qfilters", "duo_attention"])
     parser.add_argument("--model", required=True, help="reference, a local folder or a hub id")
     parser.add_argument("--out", required=True, type=Path, help="what to write: a safetensors file, or a folder")

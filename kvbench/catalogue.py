@@ -104,7 +104,7 @@ def one_line(error: BaseException | None) -> str | None:
         if isinstance(error, SettingError):
             return str(error)
         if isinstance(error, MissingConfigException) and error.missing_cfg_file and "/" in error.missing_cfg_file:
-            group, _, name = error.missing_cfg_file.partition("/")
+            group, _, name = error.missing_cfg_file.rpartition("/")
             return f"{group}={name}: choose one of {', '.join(names(group))}"
         if isinstance(error, OmegaConfBaseException) and error.full_key:
             return f"{error.full_key}: no such setting, or not of this kind; `python run.py --cfg job` lists them"

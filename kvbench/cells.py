@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from kvbench import catalogue, sweep
 from kvbench.logger import logger_of
 from kvbench.run import Run
-from kvbench.settings import SettingError
+from kvbench.settings import SettingError, writable
 from kvbench.store import RunFolder
 
 
@@ -55,11 +55,13 @@ class Sweep:
     @classmethod
     def begin(cls, asked: Asked) -> "Sweep":
         """Say what its cells are and how far, and keep it. A cell that is refused does not stop the others."""
+        results, folder = Path(asked.config.results), Path(asked.config.hydra.sweep.dir)
+        writable("results", results)
+        writable("hydra.sweep.dir", folder)
         with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
             log = logger_of(asked.config)  # what it cannot use is said once
             [chosen] = BasicSweeper.split_arguments(asked.axes, None)
             found = [checked(asked.fixed, some) for some in chosen]
-        results, folder = Path(asked.config.results), Path(asked.config.hydra.sweep.dir)
         queued = asked.config.hydra.runtime.choices["hydra/launcher"] == "slurm" and log is None
         this = cls(results, folder, not any(run and run.measures for _, run in found), queued)
         if this.counted:

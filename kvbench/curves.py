@@ -9,15 +9,15 @@ that differ in anything but the budget are no curve: they are refused, with the 
 """
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from math import inf, isfinite
 
 from kvbench.budget_curve import KEEP, Estimate
 from kvbench.metrics import data_kinds
-from kvbench.settings import SettingError, answered, choose
+from kvbench.settings import Arguments, SettingError, answered, choose
 from kvbench.stored import CACHE, Stored, asked, chosen, differing, read
-from kvbench.swept import EACH, SHARES, Choice, Swept, sweep
+from kvbench.swept import EACH, SHARES, Choice, Swept, subtasks, sweep
 from kvbench.tables import EMBEDDED, MINIATURE
 from kvbench.text_table import NONE, Column, aligned, between, escape, number, percent, wrapped
 
@@ -89,6 +89,8 @@ def report(options: Namespace, width: int) -> tuple[list[str], list[str]]:
     runs = [run for run in chosen(stored, options.filters) if not run.full]
     if not runs:
         raise SettingError(f"{options.results}: the full cache alone makes no curve")
+    if options.choice.subtask is not None:
+        choose("subtask", options.choice.subtask, subtasks(runs))
     groups: dict[tuple[str, str], list[Stored]] = {}
     for run in runs:
         groups.setdefault((label_of(run, []), run.cache), []).append(run)
@@ -116,7 +118,7 @@ def report(options: Namespace, width: int) -> tuple[list[str], list[str]]:
 
 def arguments(given: Sequence[str]) -> Namespace:
     """SettingError for what cannot be used."""
-    parser = ArgumentParser("python -m kvbench.curves", description=__doc__.splitlines()[0])
+    parser = Arguments("kvbench.curves", __doc__)
     parser.add_argument(
         "chosen", nargs="*", metavar="RESULTS | SETTING=VALUE,VALUE", help="folder of the records; runs"
     )
@@ -125,7 +127,7 @@ def arguments(given: Sequence[str]) -> Namespace:
     parser.add_argument("--keep", default=str(KEEP), help="share of the full cache's score")
     parser.add_argument("--average", help=f"name of one of the task's averages, or {EACH}; default: its first")
     parser.add_argument("--full", metavar="HASH", help="run of the full cache, where there are several")
-    options = parser.parse_args(given)
+    options = parser.parse_intermixed_args(given)
     options.results, options.filters = asked(options.chosen)
     subtask = options.filters.pop("subtask", None)
     choose("--against", options.against, SHARES)

@@ -18,7 +18,6 @@ import re
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -31,7 +30,7 @@ from typing import Any
 from kvbench.report.gather import WRONG, Found, said, short, shown
 from kvbench.report.page import FOLDER, html, policy
 from kvbench.report.samples import embedded
-from kvbench.settings import SettingError, answered
+from kvbench.settings import Arguments, SettingError, answered
 from kvbench.sources import ROOT
 from kvbench.sweep import STATES, Counts, Times, begun, left, read, status
 
@@ -272,7 +271,7 @@ class Server(ThreadingHTTPServer):
 
 def serve(arguments: Sequence[str]) -> None:
     """Until Ctrl-C."""
-    parser = ArgumentParser(prog="python -m kvbench.dashboard", description=__doc__.splitlines()[0])
+    parser = Arguments("kvbench.dashboard", __doc__)
     parser.add_argument("results", nargs="?", default="results", type=Path)
     parser.add_argument("--port", type=int, default=PORT)
     given = parser.parse_args(arguments)

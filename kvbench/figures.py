@@ -17,7 +17,7 @@ import csv
 import io
 import re
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -29,9 +29,9 @@ import vl_convert
 from kvbench.report import printed
 from kvbench.report.gather import Found, Panel, find, panels_of
 from kvbench.report.printed import POINTS, SIZE, Drawing
-from kvbench.settings import SettingError, answered, choose
+from kvbench.settings import Arguments, SettingError, answered, choose
 from kvbench.stored import Stored, asked, chosen
-from kvbench.swept import EACH, SHARES, Choice
+from kvbench.swept import EACH, SHARES, Choice, subtasks
 from kvbench.text_table import escape
 
 INCHES = {"curve": 3.25, "tasks": 6.75, "grid": 6.75, "change": 6.75, "cost": 6.75}  # a column of a paper, or both
@@ -114,10 +114,8 @@ def draw(given: Sequence[str]) -> int:
     options = arguments(given)
     found = find(options.results)
     wanted = chosen(found.runs, options.filters)
-    if options.subtasks:
-        there = sorted({str(own.get("subtask")) for run in wanted for own in run.records.values()})
-        for subtask in options.subtasks:
-            choose("subtask", subtask, there)
+    for subtask in options.subtasks:
+        choose("subtask", subtask, subtasks(wanted))
     if options.average is not None:
         choose("--average", options.average, sorted({EACH, *(name for run in wanted for name in averages(run))}))
     own = list(figures(options, found, wanted))
@@ -143,7 +141,7 @@ def averages(run: Stored) -> dict[str, Any]:
 
 def arguments(given: Sequence[str]) -> Namespace:
     """SettingError for what cannot be used."""
-    parser = ArgumentParser("python -m kvbench.figures", description=__doc__.splitlines()[0])
+    parser = Arguments("kvbench.figures", __doc__)
     parser.add_argument("chosen", nargs="*", metavar="RESULTS | SETTING=VALUE,VALUE", help="folder; runs")
     parser.add_argument("--kind", help=f"of {','.join(INCHES)}; default: all")
     parser.add_argument("--width", help="inches at most; default: 3.25 for curves, else 6.75")
@@ -172,5 +170,9 @@ def inches(text: str) -> float:
     raise SettingError(f"--width {text}: inches, from {LEAST} to {MOST}")
 
 
+def main(given: Sequence[str]) -> int:
+    return answered(lambda: draw(given))
+
+
 if __name__ == "__main__":
-    sys.exit(answered(lambda: draw(sys.argv[1:])))
+    sys.exit(main(sys.argv[1:]))

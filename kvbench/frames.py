@@ -24,7 +24,7 @@ import pandas
 import pyarrow
 from pyarrow import parquet
 
-from kvbench.settings import SettingError, answered, choose
+from kvbench.settings import Arguments, SettingError, answered, choose, writable
 from kvbench.store import value_of
 
 CHUNK = 20_000  # records parsed at a time
@@ -101,7 +101,8 @@ def load(results: str | Path = "results", **filters: Any) -> Loaded:
 
 
 def export(results: Path, out: Path) -> list[Path]:
-    """`out`/runs.parquet and records.parquet, each written whole or not at all."""
+    """`out`/runs.parquet and records.parquet, each written whole or not at all; SettingError if it cannot be."""
+    writable("out", out)
     loaded = load(results)
     runs = pyarrow.Table.from_pydict(
         {"run": list(loaded.runs.index), **{name: column(list(loaded.runs[name])) for name in loaded.runs}}
@@ -212,10 +213,16 @@ def alike(kinds: set[pyarrow.DataType]) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    if len(arguments) != 2:
-        print("kvbench: python -m kvbench.frames <results> <folder of the Parquet files>", file=sys.stderr)
-        return 2
-    return answered(lambda: print(*export(*map(Path, arguments)), sep="\n"))
+    return answered(lambda: show(arguments))
+
+
+def show(arguments: Sequence[str]) -> None:
+    """Export, and print the files."""
+    parser = Arguments("kvbench.frames", __doc__)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("out", type=Path, help="folder of the Parquet files")
+    given = parser.parse_args(arguments)
+    print(*export(given.results, given.out), sep="\n")
 
 
 if __name__ == "__main__":

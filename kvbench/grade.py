@@ -8,7 +8,6 @@ version is not graded again, but for what ran out of a shorter time. Every answe
 at the time limit (kvbench.verify). The notes say how often the two differ.
 """
 
-import argparse
 import fcntl
 import json
 import os
@@ -24,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvbench.settings import SettingError, answered
+from kvbench.settings import Arguments, SettingError, answered
 from kvbench.store import RunFolder, value_of
 from kvbench.stored import every
 
@@ -162,7 +161,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m kvbench.grade", description=__doc__.splitlines()[0])
+    parser = Arguments("kvbench.grade", __doc__)
     parser.add_argument("results", nargs="?", default="results", type=Path)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for one answer")
     given = parser.parse_args(arguments)

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvbench.settings import SettingError, answered
+from kvbench.settings import Arguments, SettingError, answered
 from kvbench.stored import Stored, every
 
 RUN = ("run", "finished", "model", "method", "allocator", "codec", "budget", "block_size", "question", "seed", "task")
@@ -63,10 +63,14 @@ def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    if len(arguments) != 1:
-        print("kvbench: python -m kvbench.heatmap <results>", file=sys.stderr)
-        return 2
-    return answered(lambda: print(grid(Path(arguments[0])), end=""))
+    return answered(lambda: show(arguments))
+
+
+def show(arguments: Sequence[str]) -> None:
+    """Print the CSV."""
+    parser = Arguments("kvbench.heatmap", __doc__)
+    parser.add_argument("results", type=Path)
+    print(grid(parser.parse_args(arguments).results), end="")
 
 
 if __name__ == "__main__":

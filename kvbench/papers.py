@@ -19,7 +19,7 @@ from kvbench.contradictions import contradictions
 from kvbench.measurements import measured, read
 from kvbench.protocol import Protocol, needed
 from kvbench.scores import Found, Runs
-from kvbench.settings import answered
+from kvbench.settings import Arguments, SettingError, answered, writable
 from kvbench.specification import (
     Lines,
     Printed,
@@ -182,16 +182,23 @@ def write(path: Path, made: Table) -> list[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    results, *which = [*(sys.argv[1:] if argv is None else argv)] or ["results"]
-    return answered(lambda: show(Path(results), which))
+    return answered(lambda: show(argv))
 
 
-def show(results: Path, which: Sequence[str]) -> None:
+def show(argv: Sequence[str] | None) -> None:
     """Print the tables' files, or the text of the one that is named."""
-    wanted = specs(*which[:2])
+    parser = Arguments("kvbench.papers", __doc__)
+    parser.add_argument("results", nargs="?", default="results", type=Path)
+    parser.add_argument("paper", nargs="?")
+    parser.add_argument("table", nargs="?", help="its number; default: all")
+    given = parser.parse_args(argv)
+    results, wanted = given.results, specs(given.paper, given.table)
+    if not results.is_dir():
+        raise SettingError(f"results={results}: no such folder")
+    writable("results", results)
     written = emit(results, wanted)
     texts = map(str, written)
-    if len(which) == 2:
+    if given.table is not None:
         texts = (path.read_text(encoding="utf-8") for path in written if path.suffix == ".md")
     for text in texts:
         print(text)

@@ -11,7 +11,7 @@ on, unless the GPU itself cannot be used any more.
 import sys
 import time
 import traceback
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -24,7 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from kvbench import efficiency, subject, timing
 from kvbench.catalogue import CONF
 from kvbench.run import Run
-from kvbench.settings import SettingError, answered, choose
+from kvbench.settings import Arguments, SettingError, answered, choose
 
 PLAN = CONF / "efficiency" / "plan.yaml"
 EVERY = ("task=efficiency", "model=random")
@@ -64,7 +64,7 @@ def measure(settings: list[str], results: Path, loaded: tuple | None) -> tuple:
 
 
 def arguments(argv: Sequence[str] | None) -> Namespace:
-    parser = ArgumentParser(prog="python -m kvbench.plan", description=(__doc__ or "").splitlines()[0])
+    parser = Arguments("kvbench.plan", __doc__)
     parser.add_argument("list", help="a key of conf/efficiency/plan.yaml")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no cell is begun after as many")
     parser.add_argument("--results", type=Path, default=Path("results"))

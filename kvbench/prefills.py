@@ -17,7 +17,7 @@ import gc
 import shlex
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ from kvbench.model import REFERENCE, Checkpoint
 from kvbench.prompt import words
 from kvbench.run import UNCUT
 from kvbench.runner import machine
-from kvbench.settings import SettingError, answered, choose, whole
+from kvbench.settings import Arguments, SettingError, answered, choose, whole
 
 LIMIT = 1.3  # of the full cache's time
 LIMIT_LSE = 2.0
@@ -177,7 +177,7 @@ def save(costs: Sequence[Cost], path: Path, about: Mapping[str, Any]) -> None:
 
 
 def arguments(argv: Sequence[str] | None) -> Namespace:
-    parser = ArgumentParser(prog="python -m kvbench.prefills", description="Time every method's prefill.")
+    parser = Arguments("kvbench.prefills", "Time every method's prefill.")
     parser.add_argument("--model", default="reference", help="reference, a local folder or a hub id")
     parser.add_argument("--tokens", type=int, default=4096, help="of the prompt")
     parser.add_argument("--budget", type=value, default=0.1, help="as in run.py")

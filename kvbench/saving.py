@@ -32,7 +32,7 @@ from kvbench.efficiency import machine_name, versions
 from kvbench.measurements import append, check
 from kvbench.run import Run
 from kvbench.runner import Bench, execute_all
-from kvbench.settings import SettingError, answered, whole
+from kvbench.settings import SettingError, answered, whole, writable
 
 METHODS = ("snapkv", "keydiff", "dropkv", "knorm", "tova", "expected_attention")
 BUDGETS = (0.1, 0.3)
@@ -94,6 +94,10 @@ def cells(asked: Asked, *more: str) -> tuple[DictConfig, list[Run]]:
     return configs[0], runs
 
 
+def main(arguments: Sequence[str]) -> int:
+    return answered(lambda: report(arguments))
+
+
 def report(arguments: Sequence[str]) -> None:
     rounds = next((own.removeprefix(ROUNDS) for own in arguments if own.startswith(ROUNDS)), "1")
     rounds = int(rounds) if rounds.isdecimal() else rounds
@@ -103,8 +107,9 @@ def report(arguments: Sequence[str]) -> None:
         config, runs = cells(asked)
     except (HydraException, OmegaConfBaseException) as error:
         raise SettingError(catalogue.one_line(error) or " ".join(str(error).split())) from None
+    writable("results", Path(config.results))
     length = runs[0].task.length
-    if length is None:
+    if length is None or runs[0].measures:
         raise SettingError(f"task={runs[0].task_settings['name']}: one whose prompts have a task.length")
     _, short = cells(asked, f"task.length={min(SHORT, length)}", "limit=1")
     first, name = runs[0], machine_name(runs[0].device)
@@ -129,4 +134,4 @@ def report(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(answered(lambda: report(sys.argv[1:])))
+    sys.exit(main(sys.argv[1:]))

@@ -4,14 +4,27 @@ import math
 import os
 import select
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
+from typing import NoReturn
 
 UNREAD = 141  # exit code: what a shell says of a program that SIGPIPE ended
 
 
 class SettingError(ValueError):
     """A setting cannot be used. The message is one line: `setting=value: what is allowed`."""
+
+
+class Arguments(ArgumentParser):
+    """What the command `python -m <module>` takes; SettingError, with its usage, for anything else."""
+
+    def __init__(self, module: str, doc: str | None) -> None:
+        super().__init__(f"python -m {module}", description=(doc or "").partition("\n")[0])
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingError(f"{message}; {' '.join(self.format_usage().split())}")
 
 
 def answered(work: Callable[[], int | None]) -> int:
@@ -60,6 +73,13 @@ def several(
     if not names or len(set(names)) < len(names):
         raise SettingError(f"{name}={names}: {', '.join(sets)}, one subtask, or a list of different ones")
     return list(sets.get(names[0], names)) if len(names) == 1 else names
+
+
+def writable(name: str, folder: Path) -> None:
+    """Raise a SettingError unless `folder` can be written, or made; nothing is."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise SettingError(f"{name}={folder}: a folder that can be written")
 
 
 def whole(name: str, value: object, least: int) -> None:

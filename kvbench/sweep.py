@@ -21,7 +21,7 @@ from typing import Any
 
 from kvbench.audit import protocol
 from kvbench.frames import records
-from kvbench.settings import SettingError, answered
+from kvbench.settings import Arguments, SettingError, answered
 from kvbench.store import run_hash, value_of
 
 LOOKED_AT = 50  # records of a run that its time is taken from
@@ -250,10 +250,14 @@ def keys(value: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
     return (*about, method, str(value["block_size"]), str(value["budget"])), (*about, method), about
 
 
-def show(results: Path, folder: Path | None) -> None:
+def show(arguments: Sequence[str]) -> None:
     """Print how far the cells of a sweep are, of the newest where none is named."""
-    folder = newest(results) if folder is None else folder
-    found = list(status(results, folder))
+    parser = Arguments("kvbench.sweep", __doc__)
+    parser.add_argument("results", nargs="?", default="results", type=Path)
+    parser.add_argument("folder", nargs="?", type=Path, help="of the sweep; default: the newest")
+    given = parser.parse_args(arguments)
+    folder = given.folder or newest(given.results)
+    found = list(status(given.results, folder))
     print(folder)
     for label, state in found:
         print(f"  {label:<60} {state}")
@@ -261,8 +265,7 @@ def show(results: Path, folder: Path | None) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    results, *folder = map(Path, arguments or ["results"])
-    return answered(lambda: show(results, folder[0] if folder else None))
+    return answered(lambda: show(arguments))
 
 
 if __name__ == "__main__":

@@ -96,6 +96,11 @@ def kept(record: Mapping, against: str) -> float:
     return part / whole
 
 
+def subtasks(runs: Sequence[Stored]) -> list[str]:
+    """Those of which runs have records."""
+    return sorted({str(own.get("subtask")) for run in runs for own in run.records.values()})
+
+
 def sweep(runs: Sequence[Stored], stored: Sequence[Stored], choice: Choice) -> Swept:
     """The curve of `runs`, with the full cache's run among `stored`; SettingError where they make none."""
     if found := differing(runs, ("budget", "averages")) or differing(runs, ("budget",)):  # averages follow from others

@@ -23,7 +23,7 @@ from tempfile import TemporaryFile
 from threading import Event
 from typing import Any
 
-from kvbench.settings import SettingError, answered, choose, number
+from kvbench.settings import SettingError, answered, choose, number, writable
 from kvbench.text_table import escape
 from kvbench.wandb_run import REASON, Subject
 
@@ -57,9 +57,8 @@ class Log:
         if not isinstance(own["dir"], str | None):
             raise SettingError(f"logger.dir={own['dir']}: a folder that can be written, or null")
         own["dir"] = str(Path(own["dir"] or results).expanduser().absolute())
-        nearest = next(path for path in (Path(own["dir"]), *Path(own["dir"]).parents) if path.exists())
-        if settings["dir"] is not None and not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-            raise SettingError(f"logger.dir={settings['dir']}: a folder that can be written, or null")
+        if settings["dir"] is not None:
+            writable("logger.dir", Path(own["dir"]))
         return cls(Path(results).absolute(), own | {"tags": list(own["tags"])})
 
     @property
@@ -181,10 +180,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def sync(arguments: Sequence[str]) -> int:
     """Log a store again; 1 if a run could not be."""
-    from kvbench.stored import baseline, chosen
+    from kvbench.stored import asked, baseline, chosen
 
-    results = Path(next((own for own in arguments if "=" not in own), "results"))
-    given = dict(own.split("=", 1) for own in arguments if "=" in own)
+    results, given = asked(arguments)
     log = Log.of(configured({name[7:]: own for name, own in given.items() if name.startswith("logger.")}), results)
     runs = held(results)
     found = chosen(runs, {name: own for name, own in given.items() if not name.startswith("logger.")})

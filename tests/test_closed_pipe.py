@@ -1,8 +1,9 @@
-"""Every command of the package ends in silence when nobody reads what it prints."""
+"""Every command of the package says in one line what it cannot use, and ends in silence when nobody reads it."""
 
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,35 @@ def test_another_pipe_that_breaks_is_an_error():
 
     with pytest.raises(BrokenPipeError, match="of a helper"):
         answered(work)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["audit", "curves", "dashboard", "figures", "frames", "grade", "heatmap", "papers", "report.page", "sweep"],
+)
+def test_arguments_that_are_none_are_one_line(command, tmp_path, capsys):
+    assert import_module(f"kvbench.{command}").main([str(tmp_path), *["no", "such", "argument"], "--nor=this"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("kvbench: unrecognized arguments: ") and err.count("\n") == 1
+    assert f"; usage: python -m kvbench.{command.partition('.')[0]} [-h] " in err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "line"),
+    [
+        ("frames", ["{}", "{}/file/out"], "out={}/file/out: a folder that can be written"),
+        ("papers", ["{}/nowhere"], "results={}/nowhere: no such folder"),
+        ("papers", ["{}/file", "dropkv", "1"], "results={}/file: no such folder"),
+        ("saving", ["results={}/file"], "results={}/file: a folder that can be written"),
+        ("saving", ["nosuch=1"], "nosuch: no such setting"),
+        ("saving", ["method=nosuch"], "method=nosuch: choose one of andpro, "),
+        ("saving", ["task=efficiency"], "task=efficiency: one whose prompts"),
+        ("wandb_log", ["{}", "more"], "more: one folder of results"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(command, given, line, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert import_module(f"kvbench.{command}").main([own.format(tmp_path) for own in given]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("kvbench: " + line.format(tmp_path)) and err.count("\n") == 1
+    assert [own.name for own in tmp_path.iterdir()] == ["file"]

@@ -323,9 +323,9 @@ def test_no_store_is_too_large(store, monkeypatch):
 def test_a_folder_without_runs_is_refused(tmp_path, capsys):
     with pytest.raises(SettingError, match="no folder with runs"):
         report(tmp_path, NOW)
-    assert main(tmp_path) == 2 and not (tmp_path / "report.html").exists()
+    assert main([str(tmp_path)]) == 2 and not (tmp_path / "report.html").exists()
     (tmp_path / "runs").mkdir()
-    assert main(tmp_path) == 0 and data_of(tmp_path / "report.html")["panels"] == []
+    assert main([str(tmp_path)]) == 0 and data_of(tmp_path / "report.html")["panels"] == []
     write(tmp_path, records(1.0, 100), method={"name": "full"})
-    assert main(tmp_path) == 0 and data_of(tmp_path / "report.html")["panels"][0]["series"] == []
+    assert main([str(tmp_path)]) == 0 and data_of(tmp_path / "report.html")["panels"][0]["series"] == []
     assert "report.html" in capsys.readouterr().out

@@ -284,8 +284,8 @@ BAD = {
     "logger.tags=a": "logger.tags=a: a list of texts, such as [a,b]",
     "logger.tags=[1]": "logger.tags=1: a text of 1 to 64 characters",
     "logger.seconds=0": "logger.seconds=0: a number of seconds over 0",
-    "logger.dir=5": "logger.dir=5: a folder that can be written, or null",
-    "logger.dir=/dev/null/x": "logger.dir=/dev/null/x: a folder that can be written, or null",
+    "logger.dir=5": "logger.dir=5: a folder that can be written",
+    "logger.dir=/dev/null/x": "logger.dir=/dev/null/x: a folder that can be written",
     "logger.nothing=1": "logger.nothing: no such setting",
     "task=efficiency": "logger=wandb: task=efficiency keeps no records; logger=none",
 }

@@ -6,6 +6,7 @@ that is loaded when it comes near the screen, all else in one that the page begi
 
 import fcntl
 from base64 import b64encode
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from hashlib import sha256
@@ -18,7 +19,7 @@ from kvbench.report.charts import SCORE, charts
 from kvbench.report.gather import TABLES, WRONG, Gathered, gather, said
 from kvbench.report.looks import FULL
 from kvbench.report.samples import embedded, save, write
-from kvbench.settings import answered
+from kvbench.settings import Arguments, answered
 
 HERE = Path(__file__).parent
 FOLDER = "report"  # of the samples, beside the page
@@ -144,10 +145,13 @@ def packed(value: Any, name: str = "") -> Any:
     return [packed(own) for own in value] if isinstance(value, list | tuple) else value
 
 
-def main(results: Path) -> int:
-    return answered(lambda: show(report(results, datetime.now(UTC))))
+def main(arguments: Sequence[str]) -> int:
+    return answered(lambda: show(arguments))
 
 
-def show(path: Path) -> None:
-    """Print where the page is and what it weighs."""
+def show(arguments: Sequence[str]) -> None:
+    """Make the page; print where it is and what it weighs."""
+    parser = Arguments("kvbench.report", __doc__)
+    parser.add_argument("results", nargs="?", default="results", type=Path)
+    path = report(parser.parse_args(arguments).results, datetime.now(UTC))
     print(f"{path}  {path.stat().st_size / 1e6:.2f} MB")
