@@ -32,28 +32,45 @@ def audit(results: Path) -> Iterator[tuple[str, str, list[str]]]:
     """(hash, state, what is wrong) of every run; SettingError for a folder without runs."""
     if not (results / "runs").is_dir():
         raise SettingError(f"results={results}: no folder with runs")
-    first: dict[tuple[str, str], tuple[str, dict[str, str]]] = {}  # (protocol, uid) -> run, its hashes
+    said = agreed(results)
     for path in sorted(own for own in (results / "runs").iterdir() if own.is_dir()):
         try:
             value = value_of(path)
         except ValueError as error:
             yield path.name, "damaged", [str(error)]
             continue
-        wrong, uids = list(lines(path)), []
-        differ: Counter[str] = Counter()
+        wrong, uids, differ, key = list(lines(path)), [], 0, protocol(value)
         for record in records(path):
             uids.append(record["uid"])
-            own = {name: record.get(name) for name in HASHES}
-            other, theirs = first.setdefault((protocol(value), record["uid"]), (path.name, own))
-            differ.update({other: own != theirs})
-        wrong += [
-            f"{count} samples with other prompts or targets than run {run}" for run, count in differ.items() if count
-        ]
+            own = hashes(record)
+            differ += own not in said.get((key, record["uid"]), [own])  # it may have come since
+        if differ:
+            wrong.append(f"{differ} samples whose prompt or target is not that of most runs")
         done = path / "done"
         if done.is_file() and not sealed(done, uids):
             wrong.append(f"done does not speak of the {len(uids)} records that are there")
         state = f"{len(uids)} records, {'finished' if done.is_file() else 'unfinished'}"
         yield path.name, "damaged" if wrong else state, wrong
+
+
+def agreed(results: Path) -> dict[tuple[str, str], list[tuple[str, str]]]:
+    """(protocol, uid) -> the hashes that most runs have; none where no hashes have more runs than others."""
+    found: dict[tuple[str, str], Counter[tuple[str, str]]] = {}
+    for path in (results / "runs").glob("*/run.yaml"):
+        try:
+            key = protocol(value_of(path.parent))
+        except ValueError:
+            continue  # `audit` names it
+        for record in records(path.parent):
+            found.setdefault((key, record["uid"]), Counter())[hashes(record)] += 1
+    most = {key: max(own.values()) for key, own in found.items()}
+    tied = {key: [one for one, count in own.items() if count == most[key]] for key, own in found.items()}
+    return {key: own if len(own) == 1 else [] for key, own in tied.items()}
+
+
+def hashes(record: Mapping[str, Any]) -> tuple[str, str]:
+    """Of its prompt and its target, as JSON: a damaged record has anything there."""
+    return tuple(json.dumps(record.get(name)) for name in HASHES)
 
 
 def lines(path: Path) -> Iterator[str]:

@@ -60,7 +60,7 @@ class Loaded:
                     parts.append(chunked(chunk, about, wanted))
         table = together(parts)
         if wanted is not None and (missing := [name for name in wanted if name not in table.column_names]):
-            raise SettingError(f"columns={missing[0]}: choose from {', '.join(sorted(table.column_names))}")
+            raise SettingError(f"columns={missing[0]}: choose from {', '.join(sorted(self.table().column_names))}")
         return table if wanted is None else table.select(wanted)
 
 

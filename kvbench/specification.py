@@ -50,11 +50,8 @@ def specs(paper: str | None = None, number: str | None = None) -> dict[str, Sele
         if reason := load(PAPERS / f"{paper}.yaml").get(LEFT_OUT, {}).get(wanted):
             raise SettingError(f"TABLE={number}: is not emitted: {reason}")
         numbers = {name.removeprefix("table").lstrip("0"): name for name in own}
-        choose(
-            "TABLE",
-            wanted.removeprefix("table").lstrip("0"),
-            sorted(numbers, key=lambda own: (not own.isdecimal(), own.zfill(3))),
-        )
+        there = sorted(numbers, key=lambda own: (not own.isdecimal(), own.zfill(3)))
+        choose("TABLE", wanted.removeprefix("table").lstrip("0"), there)
         own = {wanted: own[wanted]}
     return {name: found[name] for name in own.values()}
 

@@ -1,6 +1,7 @@
 """Runs of a store, chosen by their settings, and the full cache's run that each is compared with."""
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,13 +53,16 @@ def flat(value: object, name: str = "") -> dict[str, Any]:
 
 
 def every(results: Path) -> list[Stored]:
-    """The runs, finished or not, by hash; SettingError for a folder without runs, or for one that cannot be read."""
+    """The runs, finished or not, by hash; SettingError for a folder without runs. One that cannot be read is named on
+    stderr and left out.
+    """
     found = []
     for path in sorted((results / "runs").glob("*/run.yaml")):
         try:
             value = value_of(path.parent)
         except ValueError as error:
-            raise SettingError(f"{path.parent}: {error}") from None
+            print(f"kvbench: run {path.parent.name} is left out: {error}", file=sys.stderr)
+            continue
         folder = RunFolder(results / "runs", value)
         found.append(Stored(folder.hash, value, folder))
     if not found:

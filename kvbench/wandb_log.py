@@ -180,11 +180,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def sync(arguments: Sequence[str]) -> int:
     """Log a store again; 1 if a run could not be."""
-    from kvbench.stored import asked, baseline, chosen
+    from kvbench.stored import asked, baseline, chosen, every
 
     results, given = asked(arguments)
     log = Log.of(configured({name[7:]: own for name, own in given.items() if name.startswith("logger.")}), results)
-    runs = held(results)
+    runs = every(results)
     found = chosen(runs, {name: own for name, own in given.items() if not name.startswith("logger.")})
     subjects, whole = [], [own for own in runs if own.folder.finished]
     for run in found:
@@ -193,7 +193,7 @@ def sync(arguments: Sequence[str]) -> int:
             try:
                 full = baseline(run, whole).value
             except SettingError as error:
-                print(f"kvbench: {run.hash} is left out: {error}", file=sys.stderr)
+                print(f"kvbench: run {run.hash} is left out: {error}", file=sys.stderr)
                 continue
         subjects.append(Subject(log.results, run.value, full))
     count = 0
@@ -216,25 +216,6 @@ def configured(overrides: Mapping[str, str]) -> dict[str, Any]:
         except yaml.YAMLError:
             raise SettingError(f"logger.{name}={text}: not a value that a setting can have") from None
     return own
-
-
-def held(results: Path) -> list[Any]:
-    """All runs of a store, finished or not, by hash; the damaged ones are named on stderr and left out."""
-    from kvbench.frames import value_of
-    from kvbench.store import RunFolder
-    from kvbench.stored import Stored
-
-    found = []
-    for path in sorted((results / "runs").glob("*/run.yaml")):
-        try:
-            value = value_of(path.parent)
-        except ValueError as error:
-            print(f"kvbench: {path.parent.name} is left out: {error}", file=sys.stderr)
-            continue
-        found.append(Stored(path.parent.name, value, RunFolder(results / "runs", value)))
-    if not found:
-        raise SettingError(f"results={results}: no runs there")
-    return found
 
 
 if __name__ == "__main__":
