@@ -127,6 +127,8 @@ efficiency:
 efficiency-tables:
 	$(GPU) -m kvbench.papers
 
+MODEL ?= results/reference
+
 reference-model:
-	$(GPU) -m kvbench.reference.train --out kvbench/reference --minutes 7.5 --seed 0
-	$(GPU) -m kvbench.reference.evaluate --model kvbench/reference --samples 100 --out kvbench/reference/scores.json
+	$(GPU) -m kvbench.reference.train --out $(MODEL) --minutes 14 --seed 0
+	$(GPU) -m kvbench.reference.evaluate --model $(MODEL) --samples 100 --out $(MODEL)/scores.json

@@ -30,7 +30,7 @@ def cell(config: DictConfig) -> None:
     from kvbench.run import Run
     from kvbench.runner import Bench, execute, execute_all
     from kvbench.store import run_hash
-    from kvbench.tables import closing_table
+    from kvbench.tables import EMBEDDED_MODELS, closing_table
     from kvbench.workers import check, share
 
     runs, log = [], None
@@ -81,7 +81,7 @@ def cell(config: DictConfig) -> None:
         "question": config.question,
         "task": config.task.name,
         "device": run.device,
-        "embedded": run.checkpoint.name == "reference",
+        "embedded": run.checkpoint.name in EMBEDDED_MODELS,
     }
     width = shutil.get_terminal_size(fallback=(120, 24)).columns
     averages = getattr(run.task, "averages", None)

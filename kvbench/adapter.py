@@ -37,7 +37,7 @@ from tqdm import tqdm
 from kvbench.budget import Budget
 from kvbench.catalogue import settings
 from kvbench.engine import Context, Sampling
-from kvbench.model import REFERENCE, Checkpoint, layout, positions
+from kvbench.model import EMBEDDED_MODELS, Checkpoint, layout, positions
 from kvbench.prompt import TODAY, Prompt, divide, words
 from kvbench.run import DTYPES, Run
 from kvbench.runner import Bench, Reader, seed_of
@@ -48,8 +48,8 @@ FOLLOWED = ("until", "max_gen_toks", "do_sample", "temperature", "top_p")
 
 
 class KVBenchLM(TemplateLM):
-    """`model`: a Hugging Face model with its `tokenizer`, or a local folder, a hub id or "reference", which bring
-    theirs. The settings are those of `kvbench.prefill`; `question` and `context_field`: see the module;
+    """`model`: a Hugging Face model with its `tokenizer`, or a local folder, a hub id, "reference" or "reference_v2",
+    which bring theirs. The settings are those of `kvbench.prefill`; `question` and `context_field`: see the module;
     `max_length`: tokens of prompt and answer, null for what the model takes; `truncate`: what is longer loses its
     first tokens, as lm-eval's own models do it, else it is refused. One prompt is read at a time. SettingError
     (a ValueError) names what cannot be used. `records`: what each request's cache held and cost.
@@ -93,7 +93,7 @@ class KVBenchLM(TemplateLM):
             "codec": settings("codec", codec, codec_args),
         }
         if isinstance(model, str):
-            checkpoint = Checkpoint(model, str(REFERENCE) if model == "reference" else model, revision)
+            checkpoint = Checkpoint(model, str(EMBEDDED_MODELS.get(model, model)), revision)
             checkpoint.config()
         elif tokenizer is None:
             raise SettingError("tokenizer=None: a model that is loaded needs its tokenizer too")

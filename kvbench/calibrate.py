@@ -30,7 +30,7 @@ from kvbench.engine import Context
 from kvbench.layer import Choice
 from kvbench.method import Method, Seen, State, Words
 from kvbench.methods.kvzip import KVzip
-from kvbench.model import REFERENCE, Checkpoint, layout
+from kvbench.model import EMBEDDED_MODELS, Checkpoint, layout
 from kvbench.prompt import words
 from kvbench.rows import Rows
 from kvbench.settings import Arguments, SettingError, answered, choose, whole
@@ -131,7 +131,7 @@ def write_pattern(alpha: Tensor, folder: Path, sinks: int, recent: int, source: 
 def arguments(argv: Sequence[str] | None) -> Namespace:
     parser = Arguments("kvbench.calibrate", "Make the file that a method needs.")
     parser.add_argument("method", choices=["qfilters", "duo_attention"])
-    parser.add_argument("--model", required=True, help="reference, a local folder or a hub id")
+    parser.add_argument("--model", required=True, help="reference, reference_v2, a local folder or a hub id")
     parser.add_argument("--out", required=True, type=Path, help="what to write: a safetensors file, or a folder")
     parser.add_argument("--text", type=Path, help="text file; default: the essays of tasks/prose.py")
     parser.add_argument("--sequences", type=int, help="texts read (official: 20 for qfilters, 1 for duo_attention)")
@@ -164,7 +164,7 @@ def calibrate(options: Namespace) -> None:
         choose("--device", options.device, ("cpu", "cuda"))
         if options.device == "cuda" and not torch.cuda.is_available():
             raise SettingError("--device=cuda: there is no CUDA device here")
-        checkpoint = Checkpoint("calibrated", str(REFERENCE) if options.model == "reference" else options.model)
+        checkpoint = Checkpoint("calibrated", str(EMBEDDED_MODELS.get(options.model, options.model)))
         checkpoint.config()
         longest = checkpoint.longest()
         length = min(options.length, longest // 2 - ROOM if pattern else longest)  # a text is read twice

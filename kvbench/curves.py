@@ -18,7 +18,7 @@ from kvbench.metrics import data_kinds
 from kvbench.settings import Arguments, SettingError, answered, choose
 from kvbench.stored import CACHE, Stored, asked, chosen, differing, read
 from kvbench.swept import EACH, SHARES, Choice, Swept, subtasks, sweep
-from kvbench.tables import EMBEDDED, MINIATURE
+from kvbench.tables import EMBEDDED, EMBEDDED_MODELS, MINIATURE
 from kvbench.text_table import NONE, Column, aligned, between, escape, number, percent, wrapped
 
 
@@ -107,7 +107,7 @@ def report(options: Namespace, width: int) -> tuple[list[str], list[str]]:
     for label, own in curves.items():
         alike = [other for other in curves.values() if other.full.hash == own.full.hash]
         lines += [*shown(label, own, options.range or in_common(alike), options.keep, width), "", ""]
-        notes += [EMBEDDED] if own.full.value["model"]["name"] == "reference" else []
+        notes += [EMBEDDED] if own.full.value["model"]["name"] in EMBEDDED_MODELS else []
         notes += [MINIATURE] if "miniature" in data_kinds(own.full.records) else []
     if unfinished:
         notes.append(f"{unfinished} unfinished runs are left out.")

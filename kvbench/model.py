@@ -37,7 +37,9 @@ IDENTITY = (
     "merges",
 )
 SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
-REFERENCE = Path(__file__).resolve().parent / "reference"
+VERSIONS = Path(__file__).resolve().parent / "reference"
+REFERENCE = VERSIONS / "v1"  # what model=reference is
+EMBEDDED_MODELS = {"reference": REFERENCE, "reference_v1": VERSIONS / "v1", "reference_v2": VERSIONS / "v2"}
 
 
 class Remembers(Protocol):

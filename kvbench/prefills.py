@@ -35,7 +35,7 @@ from kvbench.engine import Context
 from kvbench.held import choose_cache
 from kvbench.layer import Choice
 from kvbench.method import Method, Words
-from kvbench.model import REFERENCE, Checkpoint
+from kvbench.model import EMBEDDED_MODELS, Checkpoint
 from kvbench.prompt import words
 from kvbench.run import UNCUT
 from kvbench.runner import machine
@@ -178,7 +178,7 @@ def save(costs: Sequence[Cost], path: Path, about: Mapping[str, Any]) -> None:
 
 def arguments(argv: Sequence[str] | None) -> Namespace:
     parser = Arguments("kvbench.prefills", "Time every method's prefill.")
-    parser.add_argument("--model", default="reference", help="reference, a local folder or a hub id")
+    parser.add_argument("--model", default="reference", help="reference, reference_v2, a local folder or a hub id")
     parser.add_argument("--tokens", type=int, default=4096, help="of the prompt")
     parser.add_argument("--budget", type=value, default=0.1, help="as in run.py")
     parser.add_argument("--rounds", type=int, default=5)
@@ -225,7 +225,7 @@ def time_all(options: Namespace, command: str) -> None:
     if options.out.is_dir() or any(own.is_file() for own in options.out.parents):
         raise SettingError(f"--out={options.out}: no file can be there")
     budget, own = Budget(options.budget), method_args(options.set)
-    checkpoint = Checkpoint("timed", str(REFERENCE) if options.model == "reference" else options.model)
+    checkpoint = Checkpoint("timed", str(EMBEDDED_MODELS.get(options.model, options.model)))
     if options.tokens > checkpoint.longest():
         raise SettingError(f"--tokens={options.tokens}: the model takes {checkpoint.longest()}")
     model, own_words = checkpoint.weights(torch.float32, "cpu"), words(checkpoint.tokenizer())

@@ -14,7 +14,7 @@ from kvbench.budget import Budget
 from kvbench.engine import Sampling
 from kvbench.held import choose_cache
 from kvbench.layer import Choice
-from kvbench.model import REFERENCE, Checkpoint, layout_of
+from kvbench.model import EMBEDDED_MODELS, Checkpoint, layout_of
 from kvbench.settings import SettingError, choose, whole
 from kvbench.shape import Shape
 from kvbench.sources import source_hash
@@ -187,14 +187,14 @@ def checkpoint(config: DictConfig, seed: int) -> Checkpoint:
     """The model that conf/model/<name>.yaml and its overrides point at; SettingError if none does. `seed`: of random
     weights.
     """
-    if config.device_map is not None and config.name in ("random", "reference"):
+    if config.device_map is not None and config.name in ("random", *EMBEDDED_MODELS):
         raise SettingError(f"model.device_map={config.device_map}: model={config.name} fits one GPU; null")
     if config.name == "random":
         return Shape.like(config.like, seed, config.tokenizer)
-    if config.name == "reference":
+    if config.name in EMBEDDED_MODELS:
         if config.path is not None or config.revision is not None:
-            raise SettingError(f"model.path={config.path}: model=reference has its own; add model=hf")
-        return Checkpoint("reference", str(REFERENCE))
+            raise SettingError(f"model.path={config.path}: model={config.name} has its own; add model=hf")
+        return Checkpoint(config.name, str(EMBEDDED_MODELS[config.name]))
     if config.path is None:
         raise SettingError(f"model.path=null: model={config.name} needs a local folder or a hub id")
     name = config.name if config.name != "hf" else str(config.path).rstrip("/").split("/")[-1]

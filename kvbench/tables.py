@@ -22,6 +22,7 @@ from kvbench.rendering import COSTED, Row, Table
 from kvbench.statistics import Scores, average, pair
 from kvbench.text_table import NONE, escape
 
+EMBEDDED_MODELS = ("reference", "reference_v1", "reference_v2")
 EMBEDDED = "The embedded reference model tests the harness; it is no evidence about large models."
 WEIGHTED = "Below the rule: means of subtasks, weighted as the benchmark does it, or papers that use it."
 TOGETHER = (

@@ -28,7 +28,7 @@ from typing import Any
 from kvbench.metrics import failure
 from kvbench.rendering import COSTED, Row, Table
 from kvbench.store import RunFolder, run_hash
-from kvbench.tables import closing_table
+from kvbench.tables import EMBEDDED_MODELS, closing_table
 from kvbench.text_table import escape
 
 MARK = "wandb.jsonl"  # in the run's folder: what was logged, and whither
@@ -91,7 +91,7 @@ class Subject:
             **{name: value[name] for name in ("budget", "block_size", "question")},
             "task": value["task"]["name"],
             "device": value["device"]["type"],
-            "embedded": value["model"]["name"] == "reference",
+            "embedded": value["model"]["name"] in EMBEDDED_MODELS,
         }
         averages = dict(value["averages"]) or None
         return closing_table(full, None if self.baseline is None else records, heading, averages)

@@ -47,27 +47,27 @@ def _ask(key: str) -> str:
     return form.render("", (), **slots).question.lstrip() + form.prefix.format(**slots)
 
 
-def _kv(rng: random.Random, turns: int) -> dict[str, Any]:
-    pairs = _needles(rng, 16)
-    context = json.dumps({key: _statement(key, value) for key, value in pairs.items()}, indent=0)
-    return _row(context, [(_ask(key), pairs[key]) for key in rng.sample(list(pairs), turns)])
+def _kv(rng: random.Random, turns: int, pairs: int = 16) -> dict[str, Any]:
+    values = _needles(rng, pairs)
+    context = json.dumps({key: _statement(key, value) for key, value in values.items()}, indent=0)
+    return _row(context, [(_ask(key), values[key]) for key in rng.sample(list(values), turns)])
 
 
-def _prefix_suffix(rng: random.Random, turns: int) -> dict[str, Any]:
-    lines = [f"{rng.getrandbits(96):024x}" for _ in range(16)]
+def _prefix_suffix(rng: random.Random, turns: int, count: int = 16) -> dict[str, Any]:
+    lines = [f"{rng.getrandbits(96):024x}" for _ in range(count)]
     asked = [
         (f"Which line begins with {own[:6]} and ends in {own[-6:]}? Line:", own) for own in rng.sample(lines, turns)
     ]
     return _row("\n".join(lines), asked)
 
 
-def _vt(rng: random.Random, turns: int) -> dict[str, Any]:
+def _vt(rng: random.Random, turns: int, noise: int = 4) -> dict[str, Any]:
     chains = [chain(5, HOPS + 1, rng) for _ in range(turns)]
-    lines = [wordings().noise] * 4
+    lines = [wordings().noise] * noise
     for own in chains:
         lines += [f"VAR {own['names'][0]} = {own['value']}"]
         lines += [f"VAR {new} = VAR {old} " for old, new in zip(own["names"], own["names"][1:], strict=False)]
-        lines += [wordings().noise] * 4
+        lines += [wordings().noise] * noise
     form, asked = wordings().vt, []
     for own in chains:
         slots = {"query": own["value"], "num_v": len(own["names"])}
@@ -135,7 +135,7 @@ def _summary_with_needles(rng: random.Random, turns: int) -> dict[str, Any]:
     return _row("\n\n".join(map(" ".join, parts)), asked)
 
 
-MAKERS: dict[str, Callable[[random.Random, int], dict[str, Any]]] = {
+MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "scbench_kv": _kv,
     "scbench_prefix_suffix": _prefix_suffix,
     "scbench_vt": _vt,

@@ -1,54 +1,119 @@
-"""What the reference model is trained on: RULER's 13 subtasks, drawn and rendered by the project's own generators.
+"""What the reference model is trained on: RULER's subtasks, conversations as SCBench's, and ledgers, by the project's
+own generators.
 
 Three things differ from an evaluation. Every random choice comes from a generator seeded `kvbench reference/…`, which
 no evaluation uses. The essays, documents and questions are invented anew, so that none of an evaluation's is ever seen.
 And a context is followed by one to eight questions with their answers, each closed by `<eos>`, and the parameters of
 a subtask (keys, values, repetitions) vary around the official ones. Nothing here knows that a cache can be cut.
+
+A share of the samples with several facts has confusable values: copies of one another with a few characters changed.
+Copying what followed the last few characters then goes wrong; a value must be followed by its key and its place.
 """
 
 import random
-from dataclasses import replace
-from itertools import chain
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
+import yaml
 from tokenizers import Tokenizer
 
+from kvbench.catalogue import CONF
+from kvbench.reference.recipe import VOCABULARY, Recipe
 from kvbench.reference.texts import Texts
 from kvbench.reference.tokenizer import BOS, EOS, PAD
+from kvbench.tasks import ledger
 from kvbench.tasks.ruler import FAMILIES, SUBTASKS
 from kvbench.tasks.ruler_niah import Niah
 from kvbench.tasks.ruler_wordings import wordings
+from kvbench.tasks.scbench_forms import forms
+from kvbench.tasks.scbench_miniature import MAKERS
 
-RECIPE = {  # relative share of the samples, and about how many tokens a unit of the haystack has
+RULER = {  # relative share of the samples, and about how many tokens a unit of the haystack has
     "niah_single_1": (2, 26), "niah_single_2": (3, 1.7), "niah_single_3": (4, 1.7), "niah_multikey_1": (4, 1.7),
     "niah_multikey_2": (8, 26), "niah_multikey_3": (11, 85), "niah_multivalue": (5, 1.7), "niah_multiquery": (5, 1.7),
     "ruler_vt": (8, 26), "ruler_cwe": (26, 5.5), "ruler_fwe": (12, 2.3), "ruler_qa_squad": (8, 130),
     "ruler_qa_hotpot": (9, 75),
 }  # fmt: skip
+TURNS = {"scbench_kv": (1, 38), "scbench_prefix_suffix": (1, 23), "scbench_vt": (1, 78), "scbench_qa_eng": (1, 95)}
+LEDGER = {"ledger": (1, 36)}
+NEEDLE = {"magic_number": (1, 1.7)}  # task=niah, its first preset
+LONGEST = 120  # lines of a ledger
+NAMES = (*SUBTASKS, *TURNS, *LEDGER, *NEEDLE)
 ANSWER, SHOWN, CONTEXT = 1.0, 0.9, 0.1  # loss weights: of an answer (and its <eos>), an example's answer, the rest
-STRONGER = 4.0  # weight of fwe's answers, short, one to a context
-TOKENS = 131072  # a step
-Piece = tuple[str, float]  # text and the loss weight of its tokens
+STRONGER, LONG = 4.0, 0.3  # of fwe's answers, short, one to a context; of a ledger's, long
+OFFSETS, PAIRS = 8, 1024  # of a step's look-ahead, and the places at each offset
+NEAR = 12  # half of the offsets are at most this
+WINDOW, IN_ANSWER, BEFORE = 16, 0.3, 0.15  # places: a question's last ones count once, others less
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A text and the loss weight of its tokens; an answer is preceded by its question."""
+
+    text: str
+    weight: float = CONTEXT
+    answer: bool = False
+    ends: bool = True  # an answer is closed by <eos>
+
+
+@dataclass(frozen=True)
+class Made:
+    """Token ids, as many weights, and where (question, answer, end) of each answer begin."""
+
+    name: str
+    ids: list[int]
+    weights: list[float]
+    spans: list[tuple[int, int, int]]
+
+
+@cache
+def wording() -> dict[str, str]:
+    """Of task=niah's preset."""
+    return yaml.safe_load((CONF / "task/niah.yaml").read_text())["presets"]["magic_number"]
+
+
+def runs(pieces: list[Piece]) -> Iterator[list[Piece]]:
+    """Pieces up to each <eos>."""
+    run: list[Piece] = []
+    for piece in pieces:
+        run.append(piece)
+        if piece.answer and piece.ends:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def shares(recipe: Recipe) -> dict[str, tuple[float, float]]:
+    """Share of every kind of sample, and the tokens of a unit."""
+    found, own = {}, ((TURNS, recipe.turns), (LEDGER, recipe.ledgers), (NEEDLE, recipe.needles))
+    for kinds, part in ((RULER, 1 - sum(part for _, part in own)), *own):
+        whole = sum(share for share, _ in kinds.values())
+        found |= {name: (recipe.mix.get(name, part * share / whole), tokens) for name, (share, tokens) in kinds.items()}
+    return found
 
 
 class Maker:
-    """Makes samples: token ids and loss weights."""
+    """Makes samples."""
 
-    def __init__(self, name: str, tokenizer: Tokenizer):
+    def __init__(self, name: str, tokenizer: Tokenizer | None, recipe: Recipe):
         self.rng = random.Random(f"kvbench reference/{name}")
         self.texts = Texts(name, self.rng)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.recipe, self.shares = tokenizer, recipe, shares(recipe)
         self.families = {family.name: family for family in FAMILIES}
         self.rest: dict[tuple[str, int], float] = {}  # tokens that are no units, as seen so far
         self.served = 0
 
-    def sample(self, length: int) -> tuple[int, list[int], list[float]]:
-        """Number of the subtask, at most length + 1 ids, and as many weights."""
+    def sample(self, length: int) -> Made:
+        """A sample of at most length + 1 tokens, nearly as many."""
         while True:
-            name = self.rng.choices(list(RECIPE), [share for share, _ in RECIPE.values()])[0]
-            per_unit = RECIPE[name][1]
-            target = (length + 1) * self.rng.uniform(0.85, 1.0)
+            name = self.rng.choices(list(self.shares), [share for share, _ in self.shares.values()])[0]
+            per_unit = self.shares[name][1]
+            target = (length + 1) * self.rng.uniform(0.4 if name in LEDGER else 0.85, 1.0)  # of any number of lines
             units = int((target - self.rest.get((name, length), 150)) / per_unit)
             state = self.rng.getstate()
             for _ in range(3):
@@ -57,32 +122,41 @@ class Maker:
                 if pieces is None:
                     self.rest[name, length] = 0.9 * self.rest.get((name, length), 150)
                     break
-                ids, weights = self.encode(pieces, length)
-                rest = len(ids) - units * per_unit
+                made = self.encode(name, pieces, length)
+                rest = len(made.ids) - units * per_unit
                 self.rest[name, length] = 0.9 * self.rest.get((name, length), rest) + 0.1 * rest
-                if 0.85 * target <= len(ids) <= length + 1:
-                    return SUBTASKS.index(name), ids, weights
-                units += int((0.97 * target - len(ids)) / per_unit)
+                if 0.85 * target <= len(made.ids) <= length + 1:
+                    return made
+                units += int((0.97 * target - len(made.ids)) / per_unit)
 
-    def encode(self, pieces: list[Piece], length: int) -> tuple[list[int], list[float]]:
-        """Ids and weights; the rest of a long context weighs less, so that it does not outweigh its answers."""
+    def encode(self, name: str, pieces: list[Piece], length: int) -> Made:
+        """The rest of a long context weighs less, so that it does not outweigh its answers."""
         rest = CONTEXT * min(1.0, 1024 / length)
-        encoded = self.tokenizer.encode_batch_fast([text for text, _ in pieces], add_special_tokens=False)
-        ids, weights = [BOS], [0.0]
-        for piece, (_, weight) in zip(encoded, pieces, strict=True):
-            weight = rest if weight == CONTEXT else weight
-            end = [EOS] if weight >= ANSWER else []
-            ids += piece.ids + end
-            weights += [weight] * (len(piece.ids) + len(end))
-        return ids, weights
+        ids, weights, spans, asked = [BOS], [0.0], [], 0
+        for run in runs(pieces):  # tokens as a prompt has them: its parts are no borders
+            text, ends = "", []
+            for piece in run:
+                text += piece.text
+                ends.append(len(text))
+            encoded = self.tokenizer.encode(text, add_special_tokens=False)
+            owners = np.searchsorted(ends, [start for start, _ in encoded.offsets], side="right")
+            for number, piece in enumerate(run):
+                own = [token for token, owner in zip(encoded.ids, owners, strict=True) if owner == number]
+                own += [EOS] if piece.answer and piece.ends else []
+                if piece.answer:
+                    spans.append((asked, len(ids), len(ids) + len(own)))
+                asked = len(ids)
+                ids += own
+                weights += [rest if piece.weight == CONTEXT else piece.weight] * len(own)
+        return Made(name, ids, weights, spans)
 
     def pieces(self, name: str, units: int, length: int) -> list[Piece] | None:
         """A context and its questions, or None where `units` are too few."""
         kind = name.removeprefix("ruler_").split("_")[0]
-        return getattr(self, f"_{kind}")(self.families[name], units, length)
+        return getattr(self, f"_{kind}")(self.families.get(name, name), units, length)
 
     def _asked(self, rendered, answer: str, weight: float = ANSWER) -> list[Piece]:
-        return [(rendered.question + rendered.answer_prefix, CONTEXT), (" " + answer, weight)]
+        return [Piece(rendered.question + rendered.answer_prefix), Piece(" " + answer, weight, answer=True)]
 
     def _niah(self, family: Niah, units: int, length: int) -> list[Piece] | None:
         rng = self.rng
@@ -93,11 +167,13 @@ class Maker:
         if units < family.keys * family.values:
             return None
         draws = family.draw(units, rng, self.texts, length)
+        if rng.random() < self.recipe.confusable:
+            self._confuse(draws)
         rendered = family.render(draws, self.texts)
         facts = dict(zip(draws["keys"], draws["values"], strict=True))
         facts = {key: sorted(values, key=rendered.context.find) for key, values in facts.items()}
         answer = ", ".join(value for i in draws["asked"] for value in facts[draws["keys"][i]])
-        pieces = [(rendered.context, CONTEXT), *self._asked(rendered, answer)]
+        pieces = [Piece(rendered.context), *self._asked(rendered, answer)]
         facts |= {key: [value] for key, value in draws.get("others", ()) if key not in facts}
         blank = replace(family, haystack="noise")  # renders a question without a haystack
         most = min(7, length // 128) // (1 if family.value == "numbers" else 2)
@@ -107,6 +183,27 @@ class Maker:
             again = blank.render(nothing | {"keys": keys, "values": [facts[k] for k in keys]}, self.texts)
             pieces += self._asked(again, ", ".join(value for key in keys for value in facts[key]))
         return pieces
+
+    def _confuse(self, draws: dict) -> None:
+        """Gives all facts values that differ in few characters from one of a few."""
+        facts = [[values, i] for values in draws["values"] for i in range(len(values))]
+        facts += [[other, 1] for other in draws.get("others", ())]
+        sources = [own[i] for own, i in self.rng.sample(facts, 1 + len(facts) // 16)]
+        taken = set()
+        for own, i in facts:
+            value = self._alike(self.rng.choice(sources))
+            while value in taken:
+                value = self._alike(value)
+            taken.add(value)
+            own[i] = value
+
+    def _alike(self, value: str) -> str:
+        """With one to three characters drawn anew, the first apart."""
+        drawn = list(value)
+        digits = "0123456789abcdef" if "-" in value else "0123456789"
+        for place in self.rng.sample([i for i, c in enumerate(value) if i and c != "-"], self.rng.randint(1, 3)):
+            drawn[place] = self.rng.choice(digits)
+        return "".join(drawn)
 
     def _vt(self, family, units: int, length: int) -> list[Piece] | None:
         if units < 5:
@@ -139,9 +236,9 @@ class Maker:
         """Splits the solved example that opens a context, whose answer counts as one; or leaves it out."""
         second = context.rindex(start)
         if not keep:
-            return [(context[second:], CONTEXT)]
+            return [Piece(context[second:])]
         answer = context.index(prefix) + len(prefix)
-        return [(context[:answer], CONTEXT), (context[answer:second], SHOWN), (context[second:], CONTEXT)]
+        return [Piece(context[:answer]), Piece(context[answer:second], SHOWN), Piece(context[second:])]
 
     def _fwe(self, family, units: int, length: int) -> list[Piece] | None:
         draws = family.draw(units, self.rng, self.texts, max(300, int(length * self.rng.uniform(0.5, 1.5))))
@@ -149,14 +246,12 @@ class Maker:
             return None
         rendered = family.render(draws, self.texts)
         pieces = self._asked(rendered, " ".join(draws["top"]), STRONGER)
-        return [(rendered.context, CONTEXT), *pieces]
+        return [Piece(rendered.context), *pieces]
 
     def _qa(self, family, units: int, length: int) -> list[Piece] | None:
         """Articles (squad) or chains (hotpot) that are asked about, among single documents of others."""
         rng, texts = self.rng, self.texts
-        self.served += 1
-        if texts.renewals == 0 or self.served % 250 == 0:
-            texts.renew()
+        self._renew()
         groups = rng.sample(*((texts.articles, 24) if family.source == "squad" else (texts.chains, 60)))
         whole = rng.randint(1, 6)
         documents = list(chain.from_iterable(group[0] for group in groups[:whole]))
@@ -177,31 +272,132 @@ class Maker:
         pieces: list[Piece] = []
         for query, answer in rng.sample(questions, min(len(questions), rng.randint(1, 8))):
             rendered = wordings().qa.render("" if pieces else "\n\n".join(numbered), [answer], query=query)
-            pieces += [] if pieces else [(rendered.context, CONTEXT)]
+            pieces += [] if pieces else [Piece(rendered.context)]
             pieces += self._asked(rendered, answer)
         return pieces
 
+    def _renew(self) -> None:
+        """New articles and chains every now and then."""
+        self.served += 1
+        if self.texts.renewals == 0 or self.served % 250 == 0:
+            self.texts.renew()
 
-def batch(maker: Maker, length: int, copies: float, tokens: int = TOKENS) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids and weights (rows, length + 1), and each row's subtask (-1: copying)."""
-    rows = tokens // length
+    def _scbench(self, name: str, units: int, length: int) -> list[Piece] | None:
+        """A conversation: units are pairs, lines, lines of noise or documents. Half of the time only the last answer is
+        closed by `<eos>`, as where the benchmark's own answers stand between the turns."""
+        rng, turns = self.rng, self.rng.randint(2, 5)
+        if units < 2 * turns:
+            return None
+        row = self._articles(units, turns) if name == "scbench_qa_eng" else MAKERS[name](rng, turns, units)
+        wording = next(form for form in forms() if form.name == name).wording
+        pieces, ends = [Piece(wording.before + row["context"])], rng.random() < 0.5
+        for turn in row["multi_turns"]:
+            pieces += [Piece("\n\n" + wording.asked.format(**turn))]
+            pieces += [Piece(str(turn["answer"]), ANSWER, answer=True, ends=ends)]
+        return [*pieces[:-1], replace(pieces[-1], ends=True)]
+
+    def _articles(self, units: int, turns: int) -> dict:
+        """Documents of several articles, and questions about them."""
+        self._renew()
+        chosen, documents = self.rng.sample(self.texts.articles, len(self.texts.articles)), []
+        asked: list = []
+        while len(documents) < units and chosen:
+            own, questions = chosen.pop()
+            documents += own
+            asked += questions
+        texts = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(documents, 1))
+        drawn = self.rng.sample(asked, min(turns, len(asked)))
+        return {"context": texts, "multi_turns": [{"input": q, "answer": a} for q, a in drawn]}
+
+    def _magic(self, name: str, units: int, length: int) -> list[Piece] | None:
+        """Units are words; one to three cities, nouns in capital letters here, have numbers."""
+        if units < 20:
+            return None
+        words, ends = self.texts.essay(units)
+        cities = map(str.capitalize, self.rng.sample(self.texts.nouns, self.rng.choice([1, 1, 2, 3])))
+        numbers = {city: str(self.rng.randint(10**6, 10**7 - 1)) for city in cities}
+        places = sorted(self.rng.choice([0, *(end for end in ends if end < units), units]) for _ in numbers)
+        form, text = wording(), ""
+        for (first, last), (city, number) in zip(pairwise([0, *places]), numbers.items(), strict=True):
+            text += " " * bool(text) + " ".join(words[first:last]) + form["needle"].format(city=city, number=number)
+        text += " " + " ".join(words[places[-1] :])
+        pieces = [Piece(form["context"].format(haystack=text.strip()))]
+        for city in self.rng.sample(list(numbers), len(numbers)):
+            pieces.append(Piece((form["question"] + form["answer_prefix"]).format(city=city)))
+            pieces.append(Piece(" " + numbers[city], ANSWER, answer=True))
+        return pieces
+
+    def _ledger(self, name: str, units: int, length: int) -> list[Piece] | None:
+        """Units are lines."""
+        early = self.rng.choice([0.5, 0.75, 1.0])
+        most = int(units * early) - ledger.STARTS
+        if most < 2 or units > LONGEST:
+            return None
+        drawn = ledger.draw(units, self.rng.randint(2, min(6, most)), early, 50, self.rng)
+        answer = Piece(drawn.solved(), LONG, answer=True)
+        return [Piece(drawn.context()), Piece(drawn.question() + ledger.PREFIX), answer]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's rows, and the pairs of its look-ahead. Targets of -100 are none."""
+
+    ids: np.ndarray  # (rows, length + 1)
+    weights: np.ndarray  # (rows, length + 1)
+    kinds: np.ndarray  # (rows,) of NAMES, -1: copying
+    offsets: np.ndarray  # (OFFSETS,)
+    pairs: np.ndarray  # (OFFSETS, PAIRS): the flat place among rows * length inputs that predicts ...
+    targets: np.ndarray  # ... this token
+
+
+def batch(maker: Maker, length: int, copies: float) -> Batch:
+    rows = max(1, maker.recipe.tokens // length)
     ids = np.full((rows, length + 1), PAD, np.uint16)
     weights = np.zeros((rows, length + 1), np.float16)
     kinds = np.full(rows, -1, np.int8)
+    spans: list[tuple[int, int, int, int]] = []
     for row in range(rows):
         if maker.rng.random() < copies:  # random pieces, and the same again
-            half = np.random.default_rng(maker.rng.getrandbits(64)).integers(3, 4096, length // 2)
+            half = np.random.default_rng(maker.rng.getrandbits(64)).integers(3, VOCABULARY, length // 2)
             ids[row, 0], ids[row, 1 : 2 * len(half) + 1] = BOS, np.tile(half, 2)
             weights[row, len(half) + 1 :] = ANSWER
         else:
-            kinds[row], one, weight = maker.sample(length)
-            ids[row, : len(one)], weights[row, : len(one)] = one, weight
-    return ids, weights, kinds
+            made = maker.sample(length)
+            kinds[row] = NAMES.index(made.name)
+            ids[row, : len(made.ids)], weights[row, : len(made.ids)] = made.ids, made.weights
+            spans += [(row, *span) for span in made.spans]
+    return Batch(ids, weights, kinds, *look(maker, ids, spans))
+
+
+def look(maker: Maker, ids: np.ndarray, spans: list[tuple[int, int, int, int]]) -> tuple[np.ndarray, ...]:
+    """Offsets, and at each of them places in a question or its answer and the tokens of the answer so far ahead; of an
+    answer the first `look_ahead` tokens.
+    """
+    most, length = maker.recipe.look_ahead, ids.shape[1] - 1
+    draw = np.random.default_rng(maker.rng.getrandbits(64))
+    offsets = np.zeros(OFFSETS, np.int64)
+    pairs, targets = np.zeros((OFFSETS, PAIRS), np.int64), np.full((OFFSETS, PAIRS), -100, np.int64)
+    if most < 2 or not spans:
+        return offsets, pairs, targets
+    offsets[: OFFSETS // 2] = draw.integers(2, min(NEAR, most) + 1, OFFSETS // 2)
+    offsets[OFFSETS // 2 :] = draw.integers(2, most + 1, OFFSETS - OFFSETS // 2)
+    tokens = [
+        (row, place, asked, begin) for row, asked, begin, end in spans for place in range(begin, min(end, begin + most))
+    ]
+    rows, places, asked, begin = np.array(tokens, np.int64).T
+    for i, offset in enumerate(offsets):
+        own = places - offset
+        share = np.where(own >= begin, IN_ANSWER, np.where(own >= begin - WINDOW, 1.0, BEFORE)) * (own >= asked)
+        if share.any():
+            drawn = draw.choice(len(share), PAIRS, p=share / share.sum())
+            pairs[i] = rows[drawn] * length + own[drawn]
+            targets[i] = ids[rows[drawn], places[drawn]]
+    return offsets, pairs, targets
 
 
 def corpus(samples: int = 2600, length: int = 1500):
     """Text for the tokenizer: every subtask equally often."""
-    maker = Maker("tokenizer", None)
+    maker = Maker("tokenizer", None, Recipe(confusable=0.0))
     units = dict(
         niah_single_1=8,
         niah_multikey_2=20,
@@ -214,8 +410,8 @@ def corpus(samples: int = 2600, length: int = 1500):
     )
     for i in range(samples):
         name = SUBTASKS[i % len(SUBTASKS)]
-        for text, _ in maker.pieces(name, units.get(name, 600), length) or ():
-            yield text
+        for piece in maker.pieces(name, units.get(name, 600), length) or ():
+            yield piece.text
 
 
 def load(folder: Path) -> Tokenizer:

@@ -1,43 +1,26 @@
-"""The reference model while it is trained: a Llama in plain PyTorch over flat tokens.
+"""The reference model while it is trained: a Llama in plain PyTorch over flat tokens, and its look-ahead.
 
 Parameters carry the names that transformers' LlamaForCausalLM gives them, so the weights are exported as they are.
 All positionwise work runs on a flat (tokens, hidden) array, which has one shape at every sequence length: it is
 compiled once. Only attention sees (rows, length). Residuals and norms stay in fp32, products run in bf16.
+
+The look-ahead is trained with the model and never exported: through one matrix per offset k, the last hidden state
+at i also predicts token i + k with the model's own unembedding.
 """
 
+from pathlib import Path
+
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-CONFIG = dict(
-    architectures=["LlamaForCausalLM"],
-    model_type="llama",
-    vocab_size=4096,
-    hidden_size=256,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    intermediate_size=768,
-    hidden_act="silu",
-    tie_word_embeddings=True,
-    rope_parameters=dict(rope_type="default", rope_theta=100000.0),
-    max_position_embeddings=4096,
-    rms_norm_eps=1e-5,
-    initializer_range=0.02,
-    attention_bias=False,
-    mlp_bias=False,
-    bos_token_id=0,
-    eos_token_id=1,
-    pad_token_id=2,
-    dtype="bfloat16",
-)
-HIDDEN, LAYERS, HEADS, KV_HEADS, DIM, INNER = 256, 6, 4, 2, 64, 768
+from kvbench.reference.recipe import DIM, EPSILON, VOCABULARY, Recipe
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
     """RMSNorm in fp32."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + CONFIG["rms_norm_eps"]) * weight
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON) * weight
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -47,7 +30,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def before(x: Tensor, weight: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, angles: Tensor, places: Tensor):
-    """Queries (tokens, 4, 64), keys and values (tokens, 2, 64) of one layer."""
+    """Queries (tokens, heads, 64), keys and values (tokens, KV heads, 64) of one layer."""
     h = norm(x, weight)
     cos, sin = angles[places].cos()[:, None], angles[places].sin()[:, None]
     q, k, v = (F.linear(h, w).unflatten(-1, (-1, DIM)) for w in (wq, wk, wv))
@@ -66,21 +49,31 @@ def surprise(x: Tensor, weight: Tensor, embedding: Tensor, targets: Tensor) -> T
     return F.cross_entropy(F.linear(norm(x, weight), embedding).float(), targets, reduction="none")
 
 
+def ahead(x: Tensor, weight: Tensor, maps: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy (offsets, pairs) of hidden states (offsets, pairs, hidden) mapped by (offsets, hidden, hidden)."""
+    h = torch.bmm(norm(x, weight), maps)
+    return F.cross_entropy(F.linear(h, embedding).float().flatten(0, 1), targets.flatten(), reduction="none").view_as(
+        targets
+    )
+
+
 class Llama(nn.Module):
-    def __init__(self, seed: int = 0, compile: bool = False):
+    def __init__(self, recipe: Recipe, seed: int = 0, compile: bool = False):
         super().__init__()
-        shapes = {"model.embed_tokens.weight": (CONFIG["vocab_size"], HIDDEN), "model.norm.weight": (HIDDEN,)}
-        for i in range(LAYERS):
+        self.recipe = recipe
+        hidden, layers, inner = recipe.hidden, recipe.layers, recipe.inner
+        shapes = {"model.embed_tokens.weight": (VOCABULARY, hidden), "model.norm.weight": (hidden,)}
+        for i in range(layers):
             shapes |= {
-                f"model.layers.{i}.input_layernorm.weight": (HIDDEN,),
-                f"model.layers.{i}.self_attn.q_proj.weight": (HEADS * DIM, HIDDEN),
-                f"model.layers.{i}.self_attn.k_proj.weight": (KV_HEADS * DIM, HIDDEN),
-                f"model.layers.{i}.self_attn.v_proj.weight": (KV_HEADS * DIM, HIDDEN),
-                f"model.layers.{i}.self_attn.o_proj.weight": (HIDDEN, HEADS * DIM),
-                f"model.layers.{i}.post_attention_layernorm.weight": (HIDDEN,),
-                f"model.layers.{i}.mlp.gate_proj.weight": (INNER, HIDDEN),
-                f"model.layers.{i}.mlp.up_proj.weight": (INNER, HIDDEN),
-                f"model.layers.{i}.mlp.down_proj.weight": (HIDDEN, INNER),
+                f"model.layers.{i}.input_layernorm.weight": (hidden,),
+                f"model.layers.{i}.self_attn.q_proj.weight": (recipe.heads * DIM, hidden),
+                f"model.layers.{i}.self_attn.k_proj.weight": (recipe.kv_heads * DIM, hidden),
+                f"model.layers.{i}.self_attn.v_proj.weight": (recipe.kv_heads * DIM, hidden),
+                f"model.layers.{i}.self_attn.o_proj.weight": (hidden, recipe.heads * DIM),
+                f"model.layers.{i}.post_attention_layernorm.weight": (hidden,),
+                f"model.layers.{i}.mlp.gate_proj.weight": (inner, hidden),
+                f"model.layers.{i}.mlp.up_proj.weight": (inner, hidden),
+                f"model.layers.{i}.mlp.down_proj.weight": (hidden, inner),
             }
         draw = torch.Generator().manual_seed(seed)
         self.names = list(shapes)
@@ -89,22 +82,22 @@ class Llama(nn.Module):
             weight = torch.ones(shape)
             if len(shape) == 2:  # 0.02 for the embedding, fan-in otherwise, residual branches scaled down by depth
                 std = 0.02 if "embed" in name else shape[1] ** -0.5
-                std *= (2 * LAYERS) ** -0.5 if "o_proj" in name or "down_proj" in name else 1.0
+                std *= (2 * layers) ** -0.5 if "o_proj" in name or "down_proj" in name else 1.0
                 weight = torch.randn(shape, generator=draw) * std
             self.weights.append(nn.Parameter(weight))
-        speeds = CONFIG["rope_parameters"]["rope_theta"] ** (-torch.arange(0, DIM, 2) / DIM)
-        places = torch.arange(CONFIG["max_position_embeddings"])
-        self.register_buffer("angles", places[:, None] * speeds[None])
+        self.maps = nn.Parameter(torch.eye(hidden).repeat(recipe.look_ahead + 1, 1, 1))  # by offset
+        speeds = recipe.theta ** (-torch.arange(0, DIM, 2) / DIM)
+        self.register_buffer("angles", torch.arange(recipe.context)[:, None] * speeds[None])
         wrap = torch.compile(dynamic=False) if compile else lambda f: f
-        self.before, self.after, self.surprise = wrap(before), wrap(after), wrap(surprise)
+        self.before, self.after, self.surprise, self.ahead = wrap(before), wrap(after), wrap(surprise), wrap(ahead)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Tokens and targets (rows, length) -> cross-entropy (rows, length)."""
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and targets (rows, length) -> cross-entropy (rows, length), last hidden states (tokens, hidden)."""
         rows, length = tokens.shape
         places = torch.arange(length, device=tokens.device).repeat(rows)
         embedding, final, *layers = self.weights
         x = F.embedding(tokens.flatten(), embedding)
-        for i in range(LAYERS):
+        for i in range(self.recipe.layers):
             n1, wq, wk, wv, wo, n2, gate, up, down = layers[9 * i : 9 * i + 9]
             q, k, v = (
                 t.view(rows, length, -1, DIM).transpose(1, 2)
@@ -112,7 +105,19 @@ class Llama(nn.Module):
             )
             seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             x = self.after(x, seen.transpose(1, 2).reshape(rows * length, -1), wo, n2, gate, up, down)
-        return self.surprise(x, final, embedding, targets.flatten()).view(rows, length)
+        return self.surprise(x, final, embedding, targets.flatten()).view(rows, length), x
+
+    def look(self, x: Tensor, offsets: Tensor, pairs: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy (offsets, pairs) of predicting `targets` from the hidden states at flat places `pairs`."""
+        embedding, final, *_ = self.weights
+        return self.ahead(x[pairs], final, self.maps[offsets], embedding, targets)
+
+    def take(self, folder: Path) -> None:
+        """The weights that a folder holds, exported by a model of this shape."""
+        held = {name: weight for path in folder.glob("model*.safetensors") for name, weight in load_file(path).items()}
+        with torch.no_grad():
+            for name, weight in zip(self.names, self.weights, strict=True):
+                weight.copy_(held[name])
 
     def export(self) -> dict[str, Tensor]:
         """Weights in bf16 under transformers' names."""

@@ -42,7 +42,7 @@ class Texts:
             paragraphs = invented.article(inventor)["paragraphs"]
             asked = [(q["question"], q["answers"][0]["text"]) for p in paragraphs for q in p["qas"]]
             self.articles.append(([p["context"] for p in paragraphs], asked))
-        for _ in range(80):
+        for _ in range(140):
             pages, asked = invented.chain(inventor)
             documents = [f"{title}\n{''.join(text)}" for title, text in pages]
             # Two documents, two steps: the answer names the person first, then what was asked of the person.

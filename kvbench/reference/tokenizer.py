@@ -43,5 +43,5 @@ def learn(texts: Iterable[str], size: int, folder: Path) -> None:
         pad_token="<pad>",
         padding_side="left",
         clean_up_tokenization_spaces=False,
-        model_max_length=8192,
+        model_max_length=16384,
     ).save_pretrained(folder)

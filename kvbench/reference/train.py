@@ -1,10 +1,13 @@
-"""Trains the embedded reference model from scratch; the model card is README.md beside this file.
+"""Trains the embedded reference model from scratch; the model card is v2/README.md.
 
-    python -m kvbench.reference.train --out kvbench/reference --minutes 7.5 --seed 0
+    python -m kvbench.reference.train --out FOLDER --minutes 14 --seed 0 [--set look_ahead=0 …]
+    python -m kvbench.reference.train --out FOLDER --resume
+    python -m kvbench.reference.train --out FOLDER --weights FOLDER …      # begins with other weights, not from scratch
 
-Worker processes make samples all the while, the GPU takes one step of 131,072 tokens after the other. Sequence length,
-learning rate and the share of copying follow the clock, not the step. Every minute, and whatever happens, the weights
-are written; a log line every 100 steps goes to train.jsonl.
+Worker processes make samples all the while, the GPU takes one step after the other. Sequence length, learning rate and
+the share of copying follow the training's own clock, not the step. Every minute, and whatever happens, the weights and
+the state that `--resume` goes on from are written; a log line every 100 steps goes to train.jsonl. `--pause` ends a
+session before the training is over. A resumed training draws new samples, seeded by how often it was resumed.
 """
 
 import argparse
@@ -18,56 +21,44 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from shutil import copyfile
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
-from kvbench.reference import data, tokenizer
-from kvbench.reference.model import CONFIG, Llama
-from kvbench.settings import answered
-from kvbench.tasks.ruler import SUBTASKS
+from kvbench.reference import data, recipe, tokenizer
+from kvbench.reference.model import Llama
+from kvbench.reference.recipe import Recipe
+from kvbench.settings import SettingError, answered
 
-STAGES = ((0.0, 256), (0.06, 512), (0.14, 1024), (0.30, 2048), (0.55, 4096))  # from this share of the time on
-SHORTER = 0.3  # share of batches of an earlier length, from 1024 on
-COPIES, COPYING = 0.2, 0.12  # share of rows that are pure copying, up to this share of the time
-RATE, WARMUP, BETAS, DECAY, CLIP = 2e-3, 0.01, (0.9, 0.95), 0.05, 1.0
+BETAS = (0.9, 0.95)
+STATE = "state.pt"
+SHARD = 15_000_000  # bytes of a weights file
 
 
-def feed(name: str, folder: Path, tokens: int, progress, full) -> None:
+def feed(name: str, folder: Path, own: Recipe, progress, full) -> None:
     """A worker: batches for where the training stands, until it is ended."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        maker = data.Maker(name, data.load(folder))
+        maker = data.Maker(name, data.load(folder), own)
         while True:
             done = progress.value
-            reached = [length for start, length in STAGES if start <= done]
-            length = reached[-1]
-            earlier = [x for x in reached[:-1] if x >= 1024]
-            if earlier and maker.rng.random() < SHORTER:
+            *earlier, length = own.lengths(done)
+            earlier = [x for x in earlier if x >= 1024]
+            if earlier and maker.rng.random() < own.shorter:
                 length = maker.rng.choice(earlier)
-            full.put((length, *data.batch(maker, length, COPIES if done < COPYING else 0.0, tokens)))
+            full.put(data.batch(maker, length, own.copies if done < own.copying else 0.0))
     except Exception:
         full.put(traceback.format_exc())
 
 
-def rate(done: float) -> float:
-    """Learning rate after this share of the time: warm-up, then a cosine to zero."""
-    return RATE * min(1.0, done / WARMUP) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-def save(model: Llama, folder: Path) -> None:
-    """Writes the weights and configs that transformers loads; a reader never sees half a file."""
-    save_file(model.export(), folder / "model.part", metadata={"format": "pt"})
-    os.replace(folder / "model.part", folder / "model.safetensors")
-    special = {"bos_token_id": tokenizer.BOS, "eos_token_id": tokenizer.EOS, "pad_token_id": tokenizer.PAD}
-    for name, value in (("config", CONFIG), ("generation_config", special | {"do_sample": False})):
-        (folder / f"{name}.json").write_text(json.dumps(value, indent=2) + "\n")
-
-
-def batches(full, processes: list) -> Iterator[tuple]:
+def batches(full, processes: list) -> Iterator[data.Batch]:
     """What the workers make, in the order of arrival; a worker that fails is reported and missed."""
     while any(process.is_alive() for process in processes):
         try:
@@ -80,93 +71,231 @@ def batches(full, processes: list) -> Iterator[tuple]:
             yield made
 
 
-def train(out: Path, minutes: float, seed: int, workers: int, tokens: int, steps: int) -> None:
+def rate(own: Recipe, done: float) -> float:
+    """Learning rate after this share of the time: warm-up, constant, then a line to zero."""
+    return own.rate * min(1.0, done / own.warmup, max(0.0, 1 - done) / (1 - own.steady))
+
+
+def save(model: Llama, folder: Path) -> None:
+    """Writes the weights and configs that transformers loads; a reader never sees half a file."""
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, weight in model.export().items():
+        if sum(map(size, shards[-1].values())) + size(weight) > SHARD:
+            shards.append({})
+        shards[-1][name] = weight
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+        where = {weight: name for name, shard in zip(names, shards, strict=True) for weight in shard}
+        total = sum(size(weight) for shard in shards for weight in shard.values())
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, folder / "part", metadata={"format": "pt"})
+        os.replace(folder / "part", folder / name)
+    special = {"bos_token_id": tokenizer.BOS, "eos_token_id": tokenizer.EOS, "pad_token_id": tokenizer.PAD}
+    for name, value in (("config", model.recipe.config()), ("generation_config", special | {"do_sample": False})):
+        (folder / f"{name}.json").write_text(json.dumps(value, indent=2) + "\n")
+
+
+def size(weight: Tensor) -> int:
+    return weight.numel() * weight.element_size()
+
+
+@dataclass
+class Training:
+    """A training and how far it is: `spent` of `limit` seconds."""
+
+    out: Path
+    recipe: Recipe
+    seed: int
+    limit: float
+    spent: float = 0.0
+    step: int = 0
+    tokens: int = 0
+    sessions: int = 0
+    weights: Path | None = None  # folder of the weights to begin with
+
+    def begin(self, device: str) -> None:
+        """The model, on the device: new, or as the last session left it."""
+        self.device, cuda = device, device == "cuda"
+        self.model = Llama(self.recipe, self.seed, compile=cuda).to(device)
+        matrices = [p for p in self.model.weights if p.dim() > 1]
+        rest = [p for p in self.model.weights if p.dim() == 1] + [self.model.maps]
+        groups = [{"params": matrices, "weight_decay": self.recipe.decay}, {"params": rest, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=self.recipe.rate, betas=BETAS, fused=cuda)
+        if self.sessions:
+            state = torch.load(self.out / STATE, map_location=device)
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        elif self.weights:
+            self.model.take(self.weights)
+        self.sessions += 1
+        self.warm()
+
+    def counts(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in ("seed", "limit", "spent", "step", "tokens", "sessions")}
+
+    def save(self) -> None:
+        save(self.model, self.out)
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "counts": self.counts()}
+        torch.save(state, self.out / "state.part")
+        os.replace(self.out / "state.part", self.out / STATE)
+
+    def losses(self, made: data.Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Cross-entropy (rows, length) and its weights, and the look-ahead's mean."""
+        # A blocking copy would wait for the GPU to finish the step before.
+        ids = torch.from_numpy(made.ids).to(self.device, torch.int64, non_blocking=True)
+        weights = torch.from_numpy(made.weights[:, 1:]).to(self.device, torch.float32, non_blocking=True)
+        offsets, pairs, targets = (
+            torch.from_numpy(part).to(self.device, non_blocking=True)
+            for part in (made.offsets, made.pairs, made.targets)
+        )
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            own, last = self.model(ids[:, :-1], ids[:, 1:])
+            if not self.recipe.look_ahead:
+                return own, weights, own.new_zeros(())
+            looked = self.model.look(last, offsets, pairs, targets)
+        return own, weights, looked.sum() / (targets >= 0).sum().clamp(min=1)
+
+    def take(self, made: data.Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A step: its loss, that of the look-ahead, and the nats and tokens (rows,) of answers."""
+        own, done = self.recipe, self.spent / self.limit
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate(own, done)
+        losses, weights, looked = self.losses(made)
+        loss = (losses * weights).sum() / weights.sum()
+        (loss + own.look_weight * min(1.0, done / own.look_ramp) * looked).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), own.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        answers = (weights > 1.5 * data.CONTEXT).float()
+        self.step, self.tokens = self.step + 1, self.tokens + losses.numel()
+        return loss.detach(), looked.detach(), (losses.detach() * answers).sum(1), answers.sum(1)
+
+    def warm(self) -> None:
+        """Compiles, and leaves everything as it is."""
+        length = self.recipe.stages[0][1]
+        shape, looked = (max(1, self.recipe.tokens // length), length + 1), (data.OFFSETS, data.PAIRS)
+        kinds, offsets, pairs = np.zeros(shape[0], np.int8), np.zeros(looked[0], np.int64), np.zeros(looked, np.int64)
+        made = data.Batch(np.zeros(shape, np.uint16), np.ones(shape, np.float16), kinds, offsets, pairs, pairs)
+        losses, _, ahead = self.losses(made)
+        (losses.sum() + ahead).backward()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class Log:
+    """Mean loss of the answers of each kind, every so many steps, in train.jsonl."""
+
+    EVERY = 100
+
+    def __init__(self, path: Path, device: str) -> None:
+        self.path, self.names = path, (*data.NAMES, "copying")
+        self.told = torch.zeros(2, len(self.names), device=device)
+
+    def add(self, training: Training, made: data.Batch, loss: Tensor, looked: Tensor, *rows: Tensor) -> None:
+        kinds = torch.from_numpy(made.kinds).to(self.told.device, torch.int64, non_blocking=True) % len(self.names)
+        self.told.index_add_(1, kinds, torch.stack(rows))
+        if training.step % self.EVERY:
+            return
+        means = {name: round(nats / n, 4) for name, nats, n in zip(self.names, *self.told.tolist(), strict=True) if n}
+        line = {"step": training.step, "seconds": round(training.spent, 1), "tokens": training.tokens,
+                "length": made.ids.shape[1] - 1, "loss": round(loss.item(), 4), "ahead": round(looked.item(), 4),
+                "answers": means}  # fmt: skip
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self.told.zero_()
+        if training.step % (5 * self.EVERY) == 0:
+            print(json.dumps(line), flush=True)
+
+
+def train(training: Training, workers: int, pause: float, steps: int) -> None:
+    """Trains until the time is over, `pause` seconds of this session are, or `steps` are taken."""
     launched, context = time.monotonic(), multiprocessing.get_context("fork")  # before CUDA is touched
-    progress, full = context.Value("d", 0.0), context.Queue(maxsize=192)
-    processes = [context.Process(target=feed, args=(f"{seed}/{i}", out, tokens, progress, full), daemon=True)
-                 for i in range(workers)]  # fmt: skip
+    progress, full = context.Value("d", training.spent / training.limit), context.Queue(maxsize=4 * workers)
+    names = [f"{training.seed}/{i}" + f"/{training.sessions}" * (training.sessions > 0) for i in range(workers)]
+    processes = [
+        context.Process(target=feed, args=(name, training.out, training.recipe, progress, full), daemon=True)
+        for name in names
+    ]
     for process in processes:
         process.start()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    half = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
-    model = Llama(seed, compile=device == "cuda").to(device)
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    scales = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": scales, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, fused=device == "cuda")
-    warm = torch.zeros(tokens // 256, 256, dtype=torch.int64, device=device)
-    with half:
-        model(warm, warm).sum().backward()  # compiles
-    optimizer.zero_grad(set_to_none=True)
+    training.begin("cuda" if torch.cuda.is_available() else "cpu")
+    log = Log(training.out / "train.jsonl", training.device)
     begun = saved = time.monotonic()
-    limit, spent, step, seen = 60 * minutes - (begun - launched), 0.0, 0, 0
-    names = (*SUBTASKS, "copying")
-    told = torch.zeros(2, len(names), device=device)  # loss of answers in nats, and their tokens
+    before, last = training.spent, training.step + steps
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends in `finally` too
     try:
-        log = (out / "train.jsonl").open("w")
-        for length, ids, weights, kinds in batches(full, processes):
-            spent = time.monotonic() - begun
-            if spent > limit or step == steps:
+        for made in batches(full, processes):
+            training.spent = before + time.monotonic() - begun
+            paused = time.monotonic() - launched > pause
+            if training.spent > training.limit or paused or training.step == last:
                 break
-            progress.value = done = spent / limit
-            for group in optimizer.param_groups:
-                group["lr"] = rate(done)
-            # A blocking copy would wait for the GPU to finish the step before.
-            ids = torch.from_numpy(ids).to(device, torch.int64, non_blocking=True)
-            weights = torch.from_numpy(weights[:, 1:]).to(device, torch.float32, non_blocking=True)
-            with half:
-                losses = model(ids[:, :-1], ids[:, 1:])
-            loss = (losses * weights).sum() / weights.sum()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            answers = (weights >= data.ANSWER).float()
-            rows = torch.stack([(losses.detach() * answers).sum(1), answers.sum(1)])
-            kinds = torch.from_numpy(kinds).to(device, torch.int64, non_blocking=True) % len(names)
-            told.index_add_(1, kinds, rows)
-            step, seen = step + 1, seen + len(ids) * length
-            if step % 100 == 0:
-                means = {name: round(nats / n, 4) for name, nats, n in zip(names, *told.tolist(), strict=True) if n}
-                line = {"step": step, "seconds": round(spent, 1), "tokens": seen, "length": length, "rate": rate(done),
-                        "loss": round(loss.item(), 4), "answers": means}  # fmt: skip
-                log.write(json.dumps(line) + "\n")
-                log.flush()
-                told.zero_()
-                if step % 500 == 0:
-                    print(json.dumps(line), flush=True)
+            progress.value = training.spent / training.limit
+            log.add(training, made, *training.take(made))
             if time.monotonic() - saved > 60:
                 saved = time.monotonic()
-                save(model, out)
+                training.save()
     except KeyboardInterrupt:
         print("ended early", flush=True)
     finally:
-        save(model, out)
+        training.save()
         for process in processes:
             process.terminate()
-    facts = {"steps": step, "tokens": seen, "seconds": round(spent, 1), "compiling": round(begun - launched, 1),
-             "seed": seed, "workers": workers, "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-             "torch": torch.__version__, "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
-    (out / "train.json").write_text(json.dumps(facts, indent=1) + "\n")
+    facts = training.counts() | {"compiling": round(begun - launched, 1), "workers": workers,
+              "device": torch.cuda.get_device_name() if training.device == "cuda" else "cpu",
+              "torch": torch.__version__, "parameters": sum(p.numel() for p in training.model.weights)}  # fmt: skip
+    (training.out / "train.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(json.dumps(facts), flush=True)
+
+
+def check(weights: Path, own: Recipe) -> None:
+    """SettingError if the folder holds no weights of the recipe's shape."""
+    config = weights / "config.json"
+    if not config.is_file() or not any(weights.glob("model*.safetensors")):
+        raise SettingError(f"--weights={weights}: no folder with config.json and model*.safetensors")
+    held, wanted = json.loads(config.read_text()), own.config()
+    differ = [
+        f"{name} is {held.get(name)}, the recipe's {wanted[name]}" for name in wanted if held.get(name) != wanted[name]
+    ]
+    if differ:
+        raise SettingError(f"--weights={weights}: {'; '.join(differ)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--minutes", type=float, default=7.5)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=14.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", nargs="*", default=[], help="settings of the recipe, name=value")
+    parser.add_argument("--weights", type=Path, help="begin with this folder's")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
-    parser.add_argument("--tokens", type=int, default=data.TOKENS, help="a step")
-    parser.add_argument("--steps", type=int, default=10**9, help="stop earlier, for a trial")
-    parser.add_argument("--tokenizer", action="store_true", help="learn the tokenizer into --out, and no more")
+    parser.add_argument("--tokenizer", action="store_true", help="learn one anew, instead of taking version 2's")
+    parser.add_argument("--resume", action="store_true", help="go on with what is in --out")
+    parser.add_argument("--pause", type=float, default=math.inf, help="minutes after which to stop, for --resume")
+    parser.add_argument("--steps", type=int, default=10**9, help="stop after so many steps, for a trial")
     given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    if given.tokenizer or not (given.out / "tokenizer.json").exists():
-        tokenizer.learn(data.corpus(), CONFIG["vocab_size"], given.out)
-    if not given.tokenizer:
-        train(given.out, given.minutes, given.seed, given.workers, given.tokens, given.steps)
+    held = (given.out / STATE).exists()
+    if given.resume and not held:
+        raise SettingError(f"--resume: {given.out} holds no training")
+    if held and not given.resume:
+        raise SettingError(f"--out: {given.out} holds a training; --resume goes on with it")
+    if given.resume:
+        counts = torch.load(given.out / STATE, map_location="cpu")["counts"]
+        training = Training(given.out, recipe.load(given.out), **counts)
+    else:
+        own, seconds = Recipe().changed(given.set), 60 * given.minutes
+        if given.weights is not None:
+            check(given.weights, own)
+        training = Training(given.out, own, given.seed, seconds, weights=given.weights)
+        given.out.mkdir(parents=True, exist_ok=True)
+        training.recipe.save(given.out)
+        if given.tokenizer:
+            tokenizer.learn(data.corpus(), recipe.VOCABULARY, given.out)
+        else:
+            for path in (Path(__file__).parent / "v2").glob("tokenizer*.json"):
+                copyfile(path, given.out / path.name)
+    train(training, given.workers, 60 * given.pause, given.steps)
 
 
 if __name__ == "__main__":

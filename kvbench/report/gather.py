@@ -27,7 +27,7 @@ from kvbench.statistics import Interval, paired
 from kvbench.store import RunFolder, run_hash
 from kvbench.stored import CACHE, OWN, Stored, baseline, differing
 from kvbench.swept import Choice, Swept, sweep
-from kvbench.tables import closing_table
+from kvbench.tables import EMBEDDED_MODELS, closing_table
 from kvbench.text_table import NONE, escape
 
 WRONG = (
@@ -198,7 +198,7 @@ class Panel:
         self._list(run, label)
         try:
             full = baseline(run, self.runs)
-            heading = {"model": run.value["model"]["name"], "embedded": run.value["model"]["name"] == "reference"}
+            heading = {"model": run.value["model"]["name"], "embedded": run.value["model"]["name"] in EMBEDDED_MODELS}
             averages = dict(run.value.get("averages") or []) or None
             table = closing_table(full.records, run.records, heading, averages)
             self._table(table.rows, run, series, name)
