@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from command_line import answer
 from report_store import records, write
 
 import kvbench
@@ -95,3 +96,18 @@ def test_what_cannot_be_used_is_one_line(command, given, line, tmp_path, capsys)
     out, err = capsys.readouterr()
     assert not out and err.startswith("kvbench: " + line.format(tmp_path)) and err.count("\n") == 1
     assert [own.name for own in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("results={}", "results={}: a folder that can be written"),
+        ("hydra.sweep.dir={}/sweep", "hydra.sweep.dir={}/sweep: a folder that can be written"),
+        ("hydra/launcher=nosuch", "hydra/launcher=nosuch: choose one of local, slurm"),
+    ],
+)
+def test_a_sweep_that_cannot_be_launched_is_one_line(given, line, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    found = answer(["-m", "method=snapkv,knorm", given.format(file)], monkeypatch, capsys)
+    assert found == (2, "", f"kvbench: {line.format(file)}\n") and list(tmp_path.iterdir()) == [file]

@@ -161,7 +161,8 @@ def test_the_command_line(run, tmp_path, monkeypatch, capsys):
     [file] = tmp_path.glob("runs/*/run.yaml")
     file.write_text("format: 1")
     assert grade.main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"kvbench: {file.parent}: run.yaml is not whole\n"
+    left_out = f"kvbench: run {file.parent.name} is left out: run.yaml is not whole\n"
+    assert capsys.readouterr().err == f"{left_out}kvbench: {tmp_path}/runs: no run there\n"
 
 
 def test_a_run_is_graded_at_its_end_and_no_other_task_is(tmp_path, monkeypatch, capsys):

@@ -265,7 +265,7 @@ def test_a_replay_names_what_it_leaves_out_and_shows_the_rest(runs, tmp_path, ca
     out, err = capsys.readouterr()
     assert "3 of 4 runs logged" in out and out.count("unfinished") == 1
     assert "kvbench: run broken is left out: run.yaml cannot be read" in err
-    assert f"kvbench: {alone.hash} is left out: no finished run of the full cache on the same samples" in err
+    assert f"kvbench: run {alone.hash} is left out: no finished run of the full cache on the same samples" in err
     assert main([str(tmp_path), "method=full"]) == 0
     assert len(fake()) == 4 and fake()[3]["id"] == runs[0].hash
     assert main([str(tmp_path), "method=foo"]) == main([str(tmp_path / "runs")]) == 2
