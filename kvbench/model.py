@@ -7,7 +7,9 @@ over and the attention function asks it. Nothing of transformers is patched.
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -279,13 +281,25 @@ def check_architecture(config: Any) -> None:
 
 def configuration(path: str, revision: str | None = None) -> Any:
     """The configuration in a folder, a config.json or on the hub; SettingError if it is none that is supported."""
-    try:
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SettingError(f"model.path={path}: no readable model there ({reason})") from None
+    config = found_at(path, revision) if Path(path).exists() else deepcopy(on_hub(path, revision))
+    if isinstance(config, str):
+        raise SettingError(f"model.path={path}: no readable model there ({config})")
     check_architecture(config)
     return config
+
+
+def found_at(path: str, revision: str | None) -> Any:
+    """A configuration, or why there is none."""
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+@cache
+def on_hub(path: str, revision: str | None) -> Any:
+    """The same, asked for once: where no hub can be reached, each time costs half a minute."""
+    return found_at(path, revision)
 
 
 def plain_cache(model: torch.nn.Module, rows: int | None = None) -> Cache:

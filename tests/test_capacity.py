@@ -50,3 +50,18 @@ def test_what_is_too_large_is_refused(shapes, monkeypatch, tmp_path, capsys):
 def test_a_preset_alone_is_refused(monkeypatch, tmp_path, capsys):
     found = answer(["preset=dropkv_table5", f"results={tmp_path}"], monkeypatch, capsys)
     assert_refused(found, "preset=dropkv_table5: is a sweep; python run.py -m preset=dropkv_table5", tmp_path)
+
+
+def test_a_hub_out_of_reach_is_asked_once_for_a_model(monkeypatch):
+    """A preset has many cells of few models, and each time would cost half a minute."""
+    asked = []
+
+    def unreachable(path, **_):
+        asked.append(path)
+        raise OSError("no network\nmore")
+
+    monkeypatch.setattr("kvbench.model.AutoConfig.from_pretrained", unreachable)
+    for name in ("some/one", "some/one", "some/other"):
+        with pytest.raises(SettingError, match=rf"^model.path={name}: no readable model there \(no network\)$"):
+            configuration(name)
+    assert asked == ["some/one", "some/other"]
