@@ -442,4 +442,4 @@ def test_the_grid_of_records_is_their_mean(tmp_path, capsys):
     assert (cell["also_rouge1"], cell["also_all"], cell["finished"]) == ("6.0", "0.5", "False")
     assert heatmap.main([str(tmp_path / "runs")]) == heatmap.main([]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert "no run there" in first and "<results>" in second
+    assert "no run there" in first and "required: results" in second
