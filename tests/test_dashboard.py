@@ -230,12 +230,19 @@ def test_what_cannot_be_served_is_one_line(tmp_path, capsys):
 
 def test_ctrl_c_ends_it(tmp_path):
     small(tmp_path)
-    arguments = [sys.executable, "-m", "kvbench.dashboard", str(tmp_path), "--port", "0"]
+    code = (  # as in a terminal: what a shell starts in the background ignores Ctrl-C, and so do its children
+        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from kvbench.dashboard import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    arguments = [sys.executable, "-c", code, str(tmp_path), "--port", "0"]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        line = process.stdout.readline()
-        assert line.startswith("http://127.0.0.1:")
-        os.kill(process.pid, signal.SIGINT)  # while the page is being made
-        out, err = process.communicate(timeout=DEADLINE)
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("http://127.0.0.1:")
+            os.kill(process.pid, signal.SIGINT)  # while the page is being made
+            out, err = process.communicate(timeout=DEADLINE)
+        finally:
+            process.kill()
     assert (process.returncode, out.strip(), err) == (0, "", "")
 
 
