@@ -130,5 +130,5 @@ efficiency-tables:
 MODEL ?= results/reference
 
 reference-model:
-	$(GPU) -m kvbench.reference.train --out $(MODEL) --minutes 14 --seed 0
+	$(GPU) -m kvbench.reference.train --out $(MODEL) --minutes 16 --seed 0
 	$(GPU) -m kvbench.reference.evaluate --model $(MODEL) --samples 100 --out $(MODEL)/scores.json

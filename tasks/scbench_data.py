@@ -62,10 +62,11 @@ def load(path: str, form: Form) -> tuple[list[Row], list[Session]]:
         known = json.dumps([row.get("id", where), row["context"]])
         if (first := seen.setdefault(known, where)) != where:
             raise SettingError(f"{SETTING}: {where}: id {row['id']!r} with this context is that of {first}")
-    return plain, [_session(where, row, form) for where, row in located]
+    return plain, [session(where, row, form) for where, row in located]
 
 
-def _session(where: str, row: Row, form: Form) -> Session:
+def session(where: str, row: Row, form: Form) -> Session:
+    """What a row says, or SettingError; `where` names the row there."""
     if form.numbers and not all(map(number, row["context"])):
         raise SettingError(f"{SETTING}: {where}: context is not a list of numbers")
     if not row["multi_turns"]:

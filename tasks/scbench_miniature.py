@@ -91,7 +91,11 @@ def _qa_eng(rng: random.Random, turns: int) -> dict[str, Any]:
 
 
 def _choice_eng(rng: random.Random, turns: int) -> dict[str, Any]:
-    row = _qa_eng(rng, turns)
+    return with_options(rng, _qa_eng(rng, turns))
+
+
+def with_options(rng: random.Random, row: dict[str, Any]) -> dict[str, Any]:
+    """Multiple choice: three names beside each answer."""
     for turn in row["multi_turns"]:
         turn["options"] = rng.sample([turn["answer"], *(prose.short_name(rng) for _ in range(3))], 4)
     return row
@@ -104,12 +108,12 @@ def _qa_chn(rng: random.Random, turns: int) -> dict[str, Any]:
     return _row(text, [(f"{people[i]}住在哪里？", places[i]) for i in rng.sample(range(turns + 4), turns)])
 
 
-def _many_shot(rng: random.Random, turns: int) -> dict[str, Any]:
+def _many_shot(rng: random.Random, turns: int, shots: int = 20) -> dict[str, Any]:
     def shot() -> tuple[str, str]:
         one, other = rng.sample(range(10, 100), 2)
         return f"Which is larger?\n(A) {one}\n(B) {other}\nAnswer:", "AB"[other > one]
 
-    return _row("\n\n".join(" ".join(shot()) for _ in range(20)), [shot() for _ in range(turns)])
+    return _row("\n\n".join(" ".join(shot()) for _ in range(shots)), [shot() for _ in range(turns)])
 
 
 def _summary(rng: random.Random, turns: int) -> dict[str, Any]:

@@ -44,7 +44,8 @@ def test_settings_of_a_recipe(tmp_path):
 @pytest.mark.parametrize(
     "name, units",
     [("niah_multiquery", 300), ("niah_multikey_3", 4), ("ruler_vt", 12), ("ruler_cwe", 120), ("ruler_fwe", 200),
-     ("ruler_qa_hotpot", 8), ("scbench_kv", 10), ("scbench_vt", 10), ("scbench_qa_eng", 10),
+     ("ruler_qa_hotpot", 8), ("scbench_kv", 10), ("scbench_vt", 10), ("scbench_qa_eng", 10), ("scbench_choice_eng", 10),
+     ("scbench_many_shot", 12),
      ("ledger", 20), ("magic_number", 200)],
 )  # fmt: skip
 def test_a_sample_has_the_tokens_of_its_prompt(maker, name, units):
@@ -74,11 +75,11 @@ def test_confusable_values_are_all_different_and_alike(maker):
 
 def test_the_look_ahead_asks_questions_for_tokens_of_their_answers(maker):
     made = data.batch(maker, 512, 0.0)
-    length, most = 512, maker.recipe.look_ahead
+    length, offsets = 512, maker.recipe.offsets
     assert made.ids.shape == (maker.recipe.tokens // length, length + 1)
-    assert all(2 <= offset <= most for offset in made.offsets)
+    assert [*offsets] == [*range(2, 41)]
     answers = made.weights > 1.5 * data.CONTEXT
-    for offset, places, targets in zip(made.offsets, made.pairs, made.targets, strict=True):
+    for offset, places, targets in zip(offsets, made.pairs, made.targets, strict=True):
         rows, inside = places // length, places % length
         assert (inside + offset <= length).all()
         assert (made.ids[rows, inside + offset] == targets).all() and answers[rows, inside + offset].all()
@@ -100,8 +101,8 @@ def test_the_trained_model_is_transformers_llama(tmp_path):
     again = Llama(own, seed=2)
     again.take(tmp_path)
     torch.testing.assert_close(again(tokens[:, :-1], tokens[:, 1:])[0], losses)
-    offsets, pairs = torch.tensor([0, 3]), torch.tensor([[5, 70], [6, 71]])
-    looked = model.look(last, offsets, pairs, tokens[:, 1:].flatten()[pairs])  # maps begin as the identity
+    pairs = torch.randint(128, (len(own.offsets), 2))
+    looked = model.look(last, pairs, tokens[:, 1:].flatten()[pairs])  # maps begin as the identity
     torch.testing.assert_close(looked.flatten(), losses.flatten()[pairs.flatten()])
 
 

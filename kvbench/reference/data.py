@@ -29,8 +29,9 @@ from kvbench.tasks import ledger
 from kvbench.tasks.ruler import FAMILIES, SUBTASKS
 from kvbench.tasks.ruler_niah import Niah
 from kvbench.tasks.ruler_wordings import wordings
+from kvbench.tasks.scbench_data import session
 from kvbench.tasks.scbench_forms import forms
-from kvbench.tasks.scbench_miniature import MAKERS
+from kvbench.tasks.scbench_miniature import MAKERS, with_options
 
 RULER = {  # relative share of the samples, and about how many tokens a unit of the haystack has
     "niah_single_1": (2, 26), "niah_single_2": (3, 1.7), "niah_single_3": (4, 1.7), "niah_multikey_1": (4, 1.7),
@@ -38,15 +39,18 @@ RULER = {  # relative share of the samples, and about how many tokens a unit of 
     "ruler_vt": (8, 26), "ruler_cwe": (26, 5.5), "ruler_fwe": (12, 2.3), "ruler_qa_squad": (8, 130),
     "ruler_qa_hotpot": (9, 75),
 }  # fmt: skip
-TURNS = {"scbench_kv": (1, 38), "scbench_prefix_suffix": (1, 23), "scbench_vt": (1, 78), "scbench_qa_eng": (1, 95)}
+TURNS = {
+    "scbench_kv": (1, 38), "scbench_prefix_suffix": (1, 23), "scbench_vt": (1, 78), "scbench_qa_eng": (1, 95),
+    "scbench_choice_eng": (0.6, 95), "scbench_many_shot": (0.4, 26),
+}  # fmt: skip
 LEDGER = {"ledger": (1, 36)}
 NEEDLE = {"magic_number": (1, 1.7)}  # task=niah, its first preset
 LONGEST = 120  # lines of a ledger
+BREAKS = 2, 2, 2, 3, 4  # after a solved example; lm-eval's port of RULER has four
 NAMES = (*SUBTASKS, *TURNS, *LEDGER, *NEEDLE)
 ANSWER, SHOWN, CONTEXT = 1.0, 0.9, 0.1  # loss weights: of an answer (and its <eos>), an example's answer, the rest
 STRONGER, LONG = 4.0, 0.3  # of fwe's answers, short, one to a context; of a ledger's, long
-OFFSETS, PAIRS = 8, 1024  # of a step's look-ahead, and the places at each offset
-NEAR = 12  # half of the offsets are at most this
+PAIRS = 512  # places at each offset of a step's look-ahead
 WINDOW, IN_ANSWER, BEFORE = 16, 0.3, 0.15  # places: a question's last ones count once, others less
 
 
@@ -238,7 +242,8 @@ class Maker:
         if not keep:
             return [Piece(context[second:])]
         answer = context.index(prefix) + len(prefix)
-        return [Piece(context[:answer]), Piece(context[answer:second], SHOWN), Piece(context[second:])]
+        solved = context[answer:second].rstrip() + "\n" * self.rng.choice(BREAKS)
+        return [Piece(context[:answer]), Piece(solved, SHOWN), Piece(context[second:])]
 
     def _fwe(self, family, units: int, length: int) -> list[Piece] | None:
         draws = family.draw(units, self.rng, self.texts, max(300, int(length * self.rng.uniform(0.5, 1.5))))
@@ -283,18 +288,36 @@ class Maker:
             self.texts.renew()
 
     def _scbench(self, name: str, units: int, length: int) -> list[Piece] | None:
-        """A conversation: units are pairs, lines, lines of noise or documents. Half of the time only the last answer is
-        closed by `<eos>`, as where the benchmark's own answers stand between the turns."""
+        """A conversation: units are pairs, lines, lines of noise, shots or documents. Half of the time only the last
+        answer is closed by `<eos>`, as where the benchmark's own answers stand between the turns. Those of vt are lists
+        and of choice_eng texts of options: what is learned to be answered is names, and letters.
+        """
         rng, turns = self.rng, self.rng.randint(2, 5)
         if units < 2 * turns:
             return None
-        row = self._articles(units, turns) if name == "scbench_qa_eng" else MAKERS[name](rng, turns, units)
-        wording = next(form for form in forms() if form.name == name).wording
-        pieces, ends = [Piece(wording.before + row["context"])], rng.random() < 0.5
-        for turn in row["multi_turns"]:
-            pieces += [Piece("\n\n" + wording.asked.format(**turn))]
-            pieces += [Piece(str(turn["answer"]), ANSWER, answer=True, ends=ends)]
-        return [*pieces[:-1], replace(pieces[-1], ends=True)]
+        form = next(form for form in forms() if form.name == name)
+        if form.name in ("scbench_qa_eng", "scbench_choice_eng"):
+            row = self._articles(units, turns)
+            row = with_options(rng, row) if form.choices else row
+        else:
+            row = MAKERS[name](rng, turns, units)
+        held, wording, given = session(name, row, form), form.wording, rng.random() < 0.5
+        pieces = [Piece(wording.before + held.context)]
+        for number, turn in enumerate(held.turns):
+            asked = (given and number and wording.later) or wording.asked
+            pieces += [Piece("\n\n" * (given or not number) + asked.format(**turn.slots))]
+            answer = turn.golden
+            if form.answer is list:
+                answer = " " + " ".join(turn.answers)
+            elif form.choices:
+                answer = " " + turn.answers[1]
+            if not given or number == len(held.turns) - 1:
+                pieces += [Piece(answer, ANSWER, answer=True)]
+            elif answer == turn.golden:
+                pieces += [Piece(answer, ANSWER, answer=True, ends=False)]
+            else:
+                pieces += [Piece(turn.golden)]
+        return pieces
 
     def _articles(self, units: int, turns: int) -> dict:
         """Documents of several articles, and questions about them."""
@@ -345,8 +368,7 @@ class Batch:
     ids: np.ndarray  # (rows, length + 1)
     weights: np.ndarray  # (rows, length + 1)
     kinds: np.ndarray  # (rows,) of NAMES, -1: copying
-    offsets: np.ndarray  # (OFFSETS,)
-    pairs: np.ndarray  # (OFFSETS, PAIRS): the flat place among rows * length inputs that predicts ...
+    pairs: np.ndarray  # (offsets, PAIRS): the flat place among rows * length inputs that predicts ...
     targets: np.ndarray  # ... this token
 
 
@@ -369,21 +391,18 @@ def batch(maker: Maker, length: int, copies: float) -> Batch:
     return Batch(ids, weights, kinds, *look(maker, ids, spans))
 
 
-def look(maker: Maker, ids: np.ndarray, spans: list[tuple[int, int, int, int]]) -> tuple[np.ndarray, ...]:
-    """Offsets, and at each of them places in a question or its answer and the tokens of the answer so far ahead; of an
-    answer the first `look_ahead` tokens.
+def look(maker: Maker, ids: np.ndarray, spans: list[tuple[int, int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """At each offset, places in a question or its answer and the tokens of the answer so far ahead; of an answer the
+    first `look_ahead` tokens.
     """
     most, length = maker.recipe.look_ahead, ids.shape[1] - 1
-    draw = np.random.default_rng(maker.rng.getrandbits(64))
-    offsets = np.zeros(OFFSETS, np.int64)
-    pairs, targets = np.zeros((OFFSETS, PAIRS), np.int64), np.full((OFFSETS, PAIRS), -100, np.int64)
-    if most < 2 or not spans:
-        return offsets, pairs, targets
-    offsets[: OFFSETS // 2] = draw.integers(2, min(NEAR, most) + 1, OFFSETS // 2)
-    offsets[OFFSETS // 2 :] = draw.integers(2, most + 1, OFFSETS - OFFSETS // 2)
+    offsets, draw = maker.recipe.offsets, np.random.default_rng(maker.rng.getrandbits(64))
+    pairs, targets = np.zeros((len(offsets), PAIRS), np.int64), np.full((len(offsets), PAIRS), -100, np.int64)
     tokens = [
         (row, place, asked, begin) for row, asked, begin, end in spans for place in range(begin, min(end, begin + most))
     ]
+    if not tokens:
+        return pairs, targets
     rows, places, asked, begin = np.array(tokens, np.int64).T
     for i, offset in enumerate(offsets):
         own = places - offset
@@ -392,7 +411,7 @@ def look(maker: Maker, ids: np.ndarray, spans: list[tuple[int, int, int, int]]) 
             drawn = draw.choice(len(share), PAIRS, p=share / share.sum())
             pairs[i] = rows[drawn] * length + own[drawn]
             targets[i] = ids[rows[drawn], places[drawn]]
-    return offsets, pairs, targets
+    return pairs, targets
 
 
 def corpus(samples: int = 2600, length: int = 1500):

@@ -85,7 +85,7 @@ class Llama(nn.Module):
                 std *= (2 * layers) ** -0.5 if "o_proj" in name or "down_proj" in name else 1.0
                 weight = torch.randn(shape, generator=draw) * std
             self.weights.append(nn.Parameter(weight))
-        self.maps = nn.Parameter(torch.eye(hidden).repeat(recipe.look_ahead + 1, 1, 1))  # by offset
+        self.maps = nn.Parameter(torch.eye(hidden).repeat(len(recipe.offsets), 1, 1))
         speeds = recipe.theta ** (-torch.arange(0, DIM, 2) / DIM)
         self.register_buffer("angles", torch.arange(recipe.context)[:, None] * speeds[None])
         wrap = torch.compile(dynamic=False) if compile else lambda f: f
@@ -107,10 +107,10 @@ class Llama(nn.Module):
             x = self.after(x, seen.transpose(1, 2).reshape(rows * length, -1), wo, n2, gate, up, down)
         return self.surprise(x, final, embedding, targets.flatten()).view(rows, length), x
 
-    def look(self, x: Tensor, offsets: Tensor, pairs: Tensor, targets: Tensor) -> Tensor:
+    def look(self, x: Tensor, pairs: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy (offsets, pairs) of predicting `targets` from the hidden states at flat places `pairs`."""
         embedding, final, *_ = self.weights
-        return self.ahead(x[pairs], final, self.maps[offsets], embedding, targets)
+        return self.ahead(x[pairs], final, self.maps, embedding, targets)
 
     def take(self, folder: Path) -> None:
         """The weights that a folder holds, exported by a model of this shape."""

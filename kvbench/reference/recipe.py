@@ -34,14 +34,19 @@ class Recipe:
     steady: float = 0.5  # ... and kept up to here; from there on a line to zero
     decay: float = 0.05
     clip: float = 1.0
-    look_ahead: int = 40  # answer tokens so far ahead are predicted too, 0: only the next token
-    look_weight: float = 0.3  # weight of that loss ...
+    look_ahead: int = 40  # answer tokens 2 to so far ahead are predicted too, 0: only the next token
+    look_weight: float = 0.5  # weight of that loss ...
     look_ramp: float = 0.1  # ... reached here
     confusable: float = 0.0  # share of needle samples with several facts whose values resemble one another
-    turns: float = 0.06  # shares of samples that are conversations on one context ...
+    turns: float = 0.08  # shares of samples that are conversations on one context ...
     ledgers: float = 0.1  # ... ledgers
     needles: float = 0.03  # ... and needles as task=niah hides them
     mix: dict[str, float] = field(default_factory=dict)  # other relative shares of these kinds of samples
+
+    @property
+    def offsets(self) -> range:
+        """How far ahead is looked."""
+        return range(2, self.look_ahead + 1)
 
     def lengths(self, done: float) -> list[int]:
         """The lengths of all stages begun at this share of the time."""

@@ -1,6 +1,6 @@
 """Trains the embedded reference model from scratch; the model card is v2/README.md.
 
-    python -m kvbench.reference.train --out FOLDER --minutes 14 --seed 0 [--set look_ahead=0 …]
+    python -m kvbench.reference.train --out FOLDER --minutes 16 --seed 0 [--set look_ahead=0 …]
     python -m kvbench.reference.train --out FOLDER --resume
     python -m kvbench.reference.train --out FOLDER --weights FOLDER …      # begins with other weights, not from scratch
 
@@ -147,15 +147,14 @@ class Training:
         # A blocking copy would wait for the GPU to finish the step before.
         ids = torch.from_numpy(made.ids).to(self.device, torch.int64, non_blocking=True)
         weights = torch.from_numpy(made.weights[:, 1:]).to(self.device, torch.float32, non_blocking=True)
-        offsets, pairs, targets = (
-            torch.from_numpy(part).to(self.device, non_blocking=True)
-            for part in (made.offsets, made.pairs, made.targets)
+        pairs, targets = (
+            torch.from_numpy(part).to(self.device, non_blocking=True) for part in (made.pairs, made.targets)
         )
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
             own, last = self.model(ids[:, :-1], ids[:, 1:])
             if not self.recipe.look_ahead:
                 return own, weights, own.new_zeros(())
-            looked = self.model.look(last, offsets, pairs, targets)
+            looked = self.model.look(last, pairs, targets)
         return own, weights, looked.sum() / (targets >= 0).sum().clamp(min=1)
 
     def take(self, made: data.Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -176,9 +175,9 @@ class Training:
     def warm(self) -> None:
         """Compiles, and leaves everything as it is."""
         length = self.recipe.stages[0][1]
-        shape, looked = (max(1, self.recipe.tokens // length), length + 1), (data.OFFSETS, data.PAIRS)
-        kinds, offsets, pairs = np.zeros(shape[0], np.int8), np.zeros(looked[0], np.int64), np.zeros(looked, np.int64)
-        made = data.Batch(np.zeros(shape, np.uint16), np.ones(shape, np.float16), kinds, offsets, pairs, pairs)
+        shape, pairs = (max(1, self.recipe.tokens // length), length + 1), (len(self.recipe.offsets), data.PAIRS)
+        kinds, looked = np.zeros(shape[0], np.int8), np.zeros(pairs, np.int64)
+        made = data.Batch(np.zeros(shape, np.uint16), np.ones(shape, np.float16), kinds, looked, looked)
         losses, _, ahead = self.losses(made)
         (losses.sum() + ahead).backward()
         self.optimizer.zero_grad(set_to_none=True)
@@ -265,7 +264,7 @@ def check(weights: Path, own: Recipe) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=14.0)
+    parser.add_argument("--minutes", type=float, default=16.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", nargs="*", default=[], help="settings of the recipe, name=value")
     parser.add_argument("--weights", type=Path, help="begin with this folder's")
