@@ -61,7 +61,7 @@ def evaluate(folder: Path, count: int, lengths: list[int], until: float, out: Pa
     asked = [(LEDGER, STEPS), *((subtask, length) for length in lengths for subtask in SUBTASKS)]
     scores: dict = {"samples": count, "seed": SEED, "dtype": "float32", "device": name, "scores": {}}
     every = [(subtask, length, count, str(folder), cache) for subtask, length in asked]
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+    with multiprocessing.get_context("spawn").Pool(min(8, os.cpu_count() or 1)) as pool:
         for (subtask, length), samples in zip(asked, pool.imap(drawn, every), strict=True):
             if time.time() > until:
                 break
