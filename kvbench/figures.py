@@ -29,7 +29,7 @@ import vl_convert
 from kvbench.report import printed
 from kvbench.report.gather import Found, Panel, find, panels_of
 from kvbench.report.printed import POINTS, SIZE, Drawing
-from kvbench.settings import Arguments, SettingError, answered, choose
+from kvbench.settings import Arguments, SettingError, answered, choose, writable
 from kvbench.stored import Stored, asked, chosen
 from kvbench.swept import EACH, SHARES, Choice, subtasks
 from kvbench.text_table import escape
@@ -124,10 +124,8 @@ def draw(given: Sequence[str]) -> int:
     if not own:
         raise SettingError(f"{options.results}: nothing there for --kind {','.join(options.kinds)}")
     folder = options.out or options.results / "figures"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingError(f"--out {folder}: a folder that can be written ({error.strerror})") from None
+    writable("--out" if options.out else "results", folder)
+    folder.mkdir(parents=True, exist_ok=True)
     for figure in own:
         print(figure.write(folder))
     if found.unfinished:

@@ -133,7 +133,9 @@ def write(folder: Path, cells: Sequence[Cell]) -> None:
         }
         for cell in cells
     ]  # fmt: skip
-    (folder / CELLS).write_text(json.dumps(lines, indent=1) + "\n")
+    draft = folder / f"{CELLS}.{os.getpid()}"
+    draft.write_text(json.dumps(lines, indent=1) + "\n")
+    draft.replace(folder / CELLS)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

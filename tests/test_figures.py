@@ -236,7 +236,7 @@ def test_a_curve_says_how_many_samples_each_method_answered(tmp_path):
         "colour=red": "colour: no run has such a setting; choose one of model, method",
         "subtask=nothing": "subtask=nothing: choose one of cwe<img",
         "subtask=niah --kind=tasks": "--kind=tasks: choose one of curve",
-        "--out=run.py/below": "--out run.py/below: a folder that can be written",
+        "--out=run.py/below": "--out=run.py/below: a folder that can be written",
         "elsewhere": "elsewhere: one folder of results",
         "method=full --kind=cost": "nothing there for --kind cost",
     }.items(),
