@@ -48,7 +48,7 @@ FOLLOWED = ("until", "max_gen_toks", "do_sample", "temperature", "top_p")
 
 
 class KVBenchLM(TemplateLM):
-    """`model`: a Hugging Face model with its `tokenizer`, or a local folder, a hub id, "reference" or "reference_v2",
+    """`model`: a Hugging Face model with its `tokenizer`, or a local folder, a hub id, "reference" or "reference_v1",
     which bring theirs. The settings are those of `kvbench.prefill`; `question` and `context_field`: see the module;
     `max_length`: tokens of prompt and answer, null for what the model takes; `truncate`: what is longer loses its
     first tokens, as lm-eval's own models do it, else it is refused. One prompt is read at a time. SettingError

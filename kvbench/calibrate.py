@@ -131,7 +131,7 @@ def write_pattern(alpha: Tensor, folder: Path, sinks: int, recent: int, source: 
 def arguments(argv: Sequence[str] | None) -> Namespace:
     parser = Arguments("kvbench.calibrate", "Make the file that a method needs.")
     parser.add_argument("method", choices=["qfilters", "duo_attention"])
-    parser.add_argument("--model", required=True, help="reference, reference_v2, a local folder or a hub id")
+    parser.add_argument("--model", required=True, help="reference, reference_v1, a local folder or a hub id")
     parser.add_argument("--out", required=True, type=Path, help="what to write: a safetensors file, or a folder")
     parser.add_argument("--text", type=Path, help="text file; default: the essays of tasks/prose.py")
     parser.add_argument("--sequences", type=int, help="texts read (official: 20 for qfilters, 1 for duo_attention)")

@@ -40,7 +40,7 @@ IDENTITY = (
 )
 SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 VERSIONS = Path(__file__).resolve().parent / "reference"
-REFERENCE = VERSIONS / "v1"  # what model=reference is
+REFERENCE = VERSIONS / "v2"  # what model=reference is
 EMBEDDED_MODELS = {"reference": REFERENCE, "reference_v1": VERSIONS / "v1", "reference_v2": VERSIONS / "v2"}
 
 

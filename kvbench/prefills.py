@@ -178,7 +178,7 @@ def save(costs: Sequence[Cost], path: Path, about: Mapping[str, Any]) -> None:
 
 def arguments(argv: Sequence[str] | None) -> Namespace:
     parser = Arguments("kvbench.prefills", "Time every method's prefill.")
-    parser.add_argument("--model", default="reference", help="reference, reference_v2, a local folder or a hub id")
+    parser.add_argument("--model", default="reference", help="reference, reference_v1, a local folder or a hub id")
     parser.add_argument("--tokens", type=int, default=4096, help="of the prompt")
     parser.add_argument("--budget", type=value, default=0.1, help="as in run.py")
     parser.add_argument("--rounds", type=int, default=5)

@@ -357,6 +357,8 @@ def test_two_methods_and_both_questions(tmp_path, monkeypatch, capsys):
 
 def test_what_does_not_fit_the_model_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    found = answer(["task=ledger", "task.steps=[20,160]", "method=snapkv", "device=cpu"], monkeypatch, capsys)
+    found = answer(
+        ["task=ledger", "task.steps=[20,160]", "model=reference_v1", "method=snapkv", "device=cpu"], monkeypatch, capsys
+    )
     assert_refused(found, "task.steps=160: ", tmp_path)
     assert found[2].endswith(" tokens with this tokenizer, the model takes 4096\n")

@@ -377,7 +377,7 @@ def kvbench(tmp_path, monkeypatch, capsys):
     "setting, line",
     {
         "task.preset=nothing": "task.preset=nothing: choose one of magic_number, gkamradt",
-        "task.lengths=[5000]": "task.lengths=5000: reference takes at most 4096 tokens",
+        "task.lengths=[20000]": "task.lengths=20000: reference takes at most 16384 tokens",
         "task.depths=[200]": "task.depths=[200]: different numbers from 0 to 100",
         "task.haystack_path=/nowhere": "task.haystack_path=/nowhere: a readable file",
         "task.needle=cats": "task.keywords=",

@@ -84,7 +84,7 @@ def test_the_command_prints_and_writes_every_set_up(tmp_path, capsys):
         ["--methods", "nothing"],
         ["--cross", "nothing"],
         ["--tokens", "0"],
-        ["--tokens", "5000"],
+        ["--tokens", "20000"],
         ["--rounds", "0"],
         ["--budget", "1"],
         ["--model", "/nowhere"],

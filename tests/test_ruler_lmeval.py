@@ -138,7 +138,7 @@ BAD = {
     "task.subtasks=niah": "task.subtasks=niah: choose one of offline, all, niah_single_1",
     "task.subtasks=[ruler_vt,ruler_vt]": "task.subtasks=['ruler_vt', 'ruler_vt']: offline, all",
     "task.samples=0": "task.samples=0: a whole number",
-    "task.length=10000": "task.length=10000: reference takes at most 4096",
+    "task.length=20000": "task.length=20000: reference takes at most 16384",
     "task.length=short": "task.length=short: a whole number",
 }
 
@@ -152,7 +152,7 @@ def test_a_bad_setting_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, cap
 def test_it_runs_from_the_command_line_and_says_what_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     chosen = ["task=ruler_lmeval", "task.subtasks=ruler_vt", "task.length=1000", "limit=1", "device=cpu", "budget=0.3"]
-    code, out, err = answer([*chosen, "method=snapkv", "question=hidden"], monkeypatch, capsys)
+    code, out, err = answer([*chosen, "model=reference_v1", "method=snapkv", "question=hidden"], monkeypatch, capsys)
     assert code == 0 and "RULER in lm-eval's port, which differs from the official one" in " ".join(out.split()), err
     records = [json.loads(line) for file in Path("results").rglob("records*") for line in file.read_text().splitlines()]
     assert [record["score"] for record in records if record["budget"] == 1.0] == [100.0]

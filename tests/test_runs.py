@@ -104,7 +104,7 @@ BAD = {
     "method.window=0": "method.window=0: a whole number of at least 1",
     "method.nothing=1": "method.nothing: no such setting",
     "nothing=1": "nothing: no such setting",
-    "task.length=5000": "task.length=5000: ",
+    "task.length=20000": "task.length=20000: ",
     "task.haystack_path=/nowhere": "task.haystack_path=/nowhere: ",
     "task.qa_path=/nowhere": "task.qa_path=/nowhere",
     "task.subtasks=niah": "task.subtasks=niah: choose one of",

@@ -303,7 +303,7 @@ WRONG = {
     "task.max_turns=0": "task.max_turns=0: a whole number of at least 1",
     "task.length=0": "task.length=0: a whole number of at least 1",
     "task.length=100": "task.length=100: scbench_kv/0/turn1 needs ",
-    "task.length=9999": "task.length=9999: reference takes at most 4096 tokens",
+    "task.length=20000": "task.length=20000: reference takes at most 16384 tokens",
 }
 
 

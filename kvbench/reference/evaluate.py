@@ -26,7 +26,7 @@ SEED = 20_000
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 LEDGER = "ledger"
 STEPS = 60  # lines of a ledger
-BATCHED = 262_144  # prompt tokens of a batch
+BATCHED = 131_072  # prompt tokens of a batch; its mask has (rows, length, length)
 Asked = tuple[str, int, int, str, str | None]  # subtask, length, samples, folder, cache
 
 
@@ -53,15 +53,19 @@ def outputs(model, tokenizer, samples: list[Sample]) -> list[str]:
     return tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def evaluate(folder: Path, count: int, lengths: list[int], until: float, out: Path, cache: str | None) -> None:
-    """Mean score of every length and subtask, written after each, as long as the clock is before `until`."""
+def evaluate(
+    folder: Path, count: int, lengths: list[int], steps: int, until: float, out: Path, cache: str | None
+) -> None:
+    """Mean scores of every length and subtask, and of ledgers of `steps` lines, each written at once; none is begun when
+    the clock is past `until`.
+    """
     device, name = ("cuda", torch.cuda.get_device_name()) if torch.cuda.is_available() else ("cpu", "cpu")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-    asked = [(LEDGER, STEPS), *((subtask, length) for length in lengths for subtask in SUBTASKS)]
+    asked = [*[(LEDGER, steps)][: steps > 0], *((subtask, length) for length in lengths for subtask in SUBTASKS)]
     scores: dict = {"samples": count, "seed": SEED, "dtype": "float32", "device": name, "scores": {}}
     every = [(subtask, length, count, str(folder), cache) for subtask, length in asked]
-    with multiprocessing.get_context("spawn").Pool(min(8, os.cpu_count() or 1)) as pool:
+    with multiprocessing.get_context("spawn").Pool(min(4, os.cpu_count() or 1)) as pool:
         for (subtask, length), samples in zip(asked, pool.imap(drawn, every), strict=True):
             if time.time() > until:
                 break
@@ -77,13 +81,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path(__file__).parent / "v2")
     parser.add_argument("--samples", type=int, default=100)
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS)
+    parser.add_argument("--steps", type=int, default=STEPS, help="lines of a ledger, 0: no ledger")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after")
     parser.add_argument("--cache", help="folder in which samples are kept")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "v2/scores.json")
     given = parser.parse_args()
+    if given.steps:
+        task(LEDGER, given.steps, given.samples).check()
     until = time.time() + given.seconds
-    evaluate(given.model, given.samples, given.lengths, until, given.out, given.cache)
+    evaluate(given.model, given.samples, given.lengths, given.steps, until, given.out, given.cache)
 
 
 if __name__ == "__main__":
