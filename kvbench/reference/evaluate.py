@@ -56,8 +56,8 @@ def outputs(model, tokenizer, samples: list[Sample]) -> list[str]:
 def evaluate(
     folder: Path, count: int, lengths: list[int], steps: int, until: float, out: Path, cache: str | None
 ) -> None:
-    """Mean scores of every length and subtask, and of ledgers of `steps` lines, each written at once; none is begun when
-    the clock is past `until`.
+    """Mean scores of every length and subtask, and of ledgers of `steps` lines, each written at once; none is begun
+    after `until`, by the clock.
     """
     device, name = ("cuda", torch.cuda.get_device_name()) if torch.cuda.is_available() else ("cpu", "cpu")
     tokenizer = AutoTokenizer.from_pretrained(folder)
