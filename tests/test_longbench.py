@@ -362,7 +362,7 @@ def test_a_file_that_cannot_be_used_is_one_line_and_nothing_is_written(folder, t
 
 def test_two_methods_and_both_values_of_question(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    names = ("narrativeqa", "samsum")
+    names = ("multifieldqa_en", "samsum")
     settings = ["task=longbench", f"task.subtasks=[{','.join(names)}]", "limit=1", "device=cpu", "task.max_length=900"]
     code, out, _ = answer(
         [*settings, "method=snapkv,keydiff", "budget=0.3", "question=visible,hidden", "-m"], monkeypatch, capsys
