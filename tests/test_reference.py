@@ -35,6 +35,7 @@ def test_settings_of_a_recipe(tmp_path):
     assert (own.layers, own.rate, own.stages, own.mix) == (2, 1.0, ((0, 128), (0.5, 256)), {"ledger": 2})
     own.save(tmp_path)
     assert load(tmp_path) == own
+    assert load(REFERENCE).config() == json.loads((REFERENCE / "config.json").read_text())  # the shipped weights' own
     assert own.lengths(0.4) == [128] and own.lengths(0.5) == [128, 256]
     for wrong in ("depth=2", "layers=two", "layers=true", "stages=3", "mix=[1]", "rate"):
         with pytest.raises(SettingError, match=wrong.partition("=")[0]):

@@ -62,7 +62,8 @@ def evaluate(
     device, name = ("cuda", torch.cuda.get_device_name()) if torch.cuda.is_available() else ("cpu", "cpu")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-    asked = [*[(LEDGER, steps)][: steps > 0], *((subtask, length) for length in lengths for subtask in SUBTASKS)]
+    asked = [(LEDGER, steps)] if steps else []
+    asked += [(subtask, length) for length in lengths for subtask in SUBTASKS]
     scores: dict = {"samples": count, "seed": SEED, "dtype": "float32", "device": name, "scores": {}}
     every = [(subtask, length, count, str(folder), cache) for subtask, length in asked]
     with multiprocessing.get_context("spawn").Pool(min(4, os.cpu_count() or 1)) as pool:
