@@ -96,8 +96,13 @@ def execute_all(runs: Sequence[Run], results: Path, bench: Bench) -> list[RunFol
     with ExitStack() as stack:
         for folder in open_:
             stack.enter_context(folder.open(machine(runs[0].device), len(prompts)))
-        done = sum(len(folder.records().keys() & prompts.keys()) for folder in open_)
-        bar = tqdm(total=len(prompts) * len(open_), initial=done, desc=f"{name:>10}", file=sys.stderr)
+            folder.look()
+
+        def made_so_far() -> int:
+            """Records on the disk, whoever made them."""
+            return sum(folder.recorded(uid) for folder in open_ for uid in prompts)
+
+        bar = tqdm(total=len(prompts) * len(open_), initial=made_so_far(), desc=f"{name:>10}", file=sys.stderr)
         stack.enter_context(bar)
         for uid, free in claims(company.readers, list(prompts)):
             turns = conversation(uid, prompts)
@@ -111,6 +116,8 @@ def execute_all(runs: Sequence[Run], results: Path, bench: Bench) -> list[RunFol
             for folder, uids in own.items():  # of one that was left out
                 for other in uids:
                     folder.release(other)
+            bar.update(made_so_far() - bar.n)
+        bar.update(made_so_far() - bar.n)
         for folder in company.readers:
             folder.finish(list(prompts))
     return list(folders)

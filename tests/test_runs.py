@@ -326,6 +326,7 @@ def test_workers_share_one_run_without_loss_or_doubling(checkpoint, tmp_path):
     assert all("average" in out and each.returncode == 0 for each, (out, _) in zip(both, said, strict=True))
     # one bar, whoever works: one is closed, however often and from where on it was drawn (its \r is read as \n here)
     assert [len(re.findall(r"knorm: [^\n]*\n(?:\n|\Z)", err)) for _, err in said] == [1, 1]
+    assert all(re.search(r"knorm: 100%.*\| 8/8 \[", err) for _, err in said)  # and tells what all of them have done
     alone, shared = (runs(folder / "results") for folder in folders)
     for name, (folder, records) in shared.items():
         assert len(list(folder.glob("records*.jsonl"))) == 2  # each wrote some
