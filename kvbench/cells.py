@@ -71,10 +71,10 @@ class Sweep:
         return this
 
     @property
-    def over(self) -> bool:
-        """Whether jobs would wait in a queue to find everything done."""
+    def over(self) -> int | None:
+        """The exit code where jobs would wait in a queue to find everything done: 2 if a cell is refused."""
         states = sweep.status(self.results, self.folder) if self.queued and self.counted else ()
-        return {state.name for _, state in states} in ({"done"}, {"done", "refused"})
+        return {("done",): 0, ("done", "refused"): 2}.get(tuple(sorted({state.name for _, state in states})))
 
     def end(self) -> None:
         """Say how far the cells are now."""

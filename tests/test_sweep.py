@@ -211,11 +211,14 @@ def test_a_preset_runs_with_the_embedded_model(preset, own, tmp_path, monkeypatc
 
 
 def test_no_job_is_queued_for_a_sweep_that_is_done(monkeypatch, capsys, tmp_path):
-    """There is no SLURM here: to ask for a job would fail."""
+    """There is no SLURM here: to ask for a job would fail. A refused cell has its exit code as it has without jobs."""
     own = ["-m", "method=full", f"results={tmp_path}", *QUICK]
     answer(own, monkeypatch, capsys)
     code, out, err = answer([*own, "hydra/launcher=slurm"], monkeypatch, capsys)
     assert (code, err) == (0, "") and out.startswith("1 cells: 1 done") and out.endswith("1 done\n")
+    own += ["block_size=null,0", "hydra/launcher=slurm"]
+    code, out, err = answer(own, monkeypatch, capsys)
+    assert (code, err) == (2, "") and out.endswith("1 done, 1 refused\n")
 
 
 def test_launchers(monkeypatch, capsys, tmp_path):
