@@ -143,10 +143,9 @@ class Maker:
                 text += piece.text
                 ends.append(len(text))
             encoded = self.tokenizer.encode(text, add_special_tokens=False)
-            owners = np.searchsorted(ends, [start for start, _ in encoded.offsets], side="right")
-            for number, piece in enumerate(run):
-                own = [token for token, owner in zip(encoded.ids, owners, strict=True) if owner == number]
-                own += [EOS] if piece.answer and piece.ends else []
+            tokens, borders = encoded.ids, np.searchsorted([start for start, _ in encoded.offsets], ends)
+            for piece, (first, last) in zip(run, pairwise([0, *borders]), strict=True):
+                own = tokens[first:last] + [EOS] * (piece.answer and piece.ends)
                 if piece.answer:
                     spans.append((asked, len(ids), len(ids) + len(own)))
                 asked = len(ids)
