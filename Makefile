@@ -127,8 +127,9 @@ efficiency:
 efficiency-tables:
 	$(GPU) -m kvbench.papers
 
+# the embedded model's recipe on a GPU, from where an interruption left it, and its scores
 MODEL ?= results/reference
 
 reference-model:
-	$(GPU) -m kvbench.reference.train --out $(MODEL) --minutes 16 --seed 0
-	$(GPU) -m kvbench.reference.evaluate --model $(MODEL) --samples 100 --out $(MODEL)/scores.json
+	$(GPU) -m kvbench.reference.train --out $(MODEL) $(if $(wildcard $(MODEL)/state.pt),--resume,--minutes 16 --seed 0)
+	$(GPU) -m kvbench.reference.evaluate --model $(MODEL)

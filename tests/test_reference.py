@@ -1,20 +1,34 @@
 """The embedded models' files, and what version 2 was trained with: recipe, samples, look-ahead, training."""
 
 import json
+import queue
+from multiprocessing.pool import ThreadPool
+from shutil import copytree
+from statistics import mean
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvbench.model import EMBEDDED_MODELS, REFERENCE
-from kvbench.reference import data, train
+from kvbench import catalogue
+from kvbench.model import EMBEDDED_MODELS, REFERENCE, Checkpoint
+from kvbench.reference import data, evaluate, train
 from kvbench.reference.model import Llama
 from kvbench.reference.recipe import Recipe, load
+from kvbench.run import Run
+from kvbench.runner import Bench, execute_all
 from kvbench.settings import SettingError
 from kvbench.tables import EMBEDDED_MODELS as MARKED
 
-TINY = ["hidden=64", "layers=1", "heads=1", "kv_heads=1", "inner=64", "context=256", "tokens=512", "look_ahead=8"]
 STAGES = "stages=[[0, 128], [0.5, 256]]"
+TINY = [STAGES, "hidden=64", "layers=1", "heads=1", "kv_heads=1", "inner=64", "context=256", "tokens=512",
+        "look_ahead=8"]  # fmt: skip
+ASKED = ("task.subtasks=[niah_multikey_2,niah_multivalue,ruler_qa_squad]", "task.length=1024", "task.samples=3",
+         "budget=0.25", "device=cpu")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +51,44 @@ def test_settings_of_a_recipe(tmp_path):
     assert load(tmp_path) == own
     assert load(REFERENCE).config() == json.loads((REFERENCE / "config.json").read_text())  # the shipped weights' own
     assert own.lengths(0.4) == [128] and own.lengths(0.5) == [128, 256]
-    for wrong in ("depth=2", "layers=two", "layers=true", "stages=3", "mix=[1]", "rate"):
+    kinds = ("depth=2", "layers=two", "layers=true", "layers=1.5", "stages=3", "mix=[1]", "rate", "hidden=Infinity")
+    values = ("rate=NaN", "rate=-1", "tokens=0", "kv_heads=0", "kv_heads=3", "turns=1.5", "turns=0.9", "context=1024",
+              "stages=[]", "stages=[1, 2]", "stages=[[0.5, 128]]", "stages=[[0, 128], [0, 256]]", "stages=[[0, 1]]",
+              "warmup=0", "look_ramp=0", "steady=1", "look_ahead=1")  # fmt: skip
+    for wrong in (*kinds, *values):
         with pytest.raises(SettingError, match=wrong.partition("=")[0]):
             Recipe().changed([wrong])
+    for mix in ({"ledgers": 5}, {"ledger": "x"}, {"ledger": -1}, dict.fromkeys(data.NAMES, 0)):
+        with pytest.raises(SettingError, match="mix"):
+            data.shares(Recipe(mix=mix))
+
+
+def test_no_sample_is_waited_for_that_cannot_be():
+    own = Recipe().changed(["ledgers=1", "turns=0", "needles=0"])
+    with pytest.raises(ValueError, match="no sample of 128 tokens"):
+        data.Maker("test", data.load(REFERENCE), own).sample(128)
+    full = queue.Queue()
+    full.put("what a worker died of")
+    with pytest.raises(train.Starved, match="0 of 1 workers"):
+        next(train.batches(full, [SimpleNamespace(is_alive=lambda: False)]))
+
+
+def test_the_shipped_weights_keep_what_informed_methods_keep(tmp_path):
+    """SnapKV, which sees the question, far above StreamingLLM and that above random; without it KeyDiff far above."""
+
+    def scores(question: str, *methods: str) -> dict[str, float]:
+        with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
+            asked = [f"question={question}", *ASKED]
+            runs = [Run.from_config(compose("config", [*asked, f"method={method}"])) for method in methods]
+        folders = execute_all(runs, tmp_path, Bench(runs[0]))
+        return {
+            name: mean(r["score"] for r in own.records().values()) for name, own in zip(methods, folders, strict=True)
+        }
+
+    seen = scores("visible", "snapkv", "sink", "random")
+    assert seen["snapkv"] > 90 > 50 > seen["sink"] > seen["random"] + 10, seen
+    unseen = scores("hidden", "keydiff", "sink")
+    assert unseen["keydiff"] > unseen["sink"] + 20, unseen
 
 
 @pytest.mark.parametrize(
@@ -78,13 +127,38 @@ def test_the_look_ahead_asks_questions_for_tokens_of_their_answers(maker):
     made = data.batch(maker, 512, 0.0)
     length, offsets = 512, maker.recipe.offsets
     assert made.ids.shape == (maker.recipe.tokens // length, length + 1)
-    assert [*offsets] == [*range(2, 41)]
+    assert [*offsets] == [*range(2, 41)] and made.pairs.shape == (39, maker.recipe.places)
     answers = made.weights > 1.5 * data.CONTEXT
     for offset, places, targets in zip(offsets, made.pairs, made.targets, strict=True):
         rows, inside = places // length, places % length
         assert (inside + offset <= length).all()
         assert (made.ids[rows, inside + offset] == targets).all() and answers[rows, inside + offset].all()
         assert (made.ids[rows, inside] != data.PAD).all()
+
+
+def test_where_the_look_ahead_looks_from(maker):
+    """Two answers, each with a question of 60 tokens: never from the context or the other one, and as often as said."""
+    ids = np.arange(301)[None]
+    spans = [(0, 100, 160, 190), (0, 190, 250, 280)]  # row, question, answer, end
+    pairs, targets = data.look(maker, ids, spans)
+    counts = dict.fromkeys(("end", "rest", "answer"), 0)
+    for offset, places, tokens in zip(maker.recipe.offsets, pairs, targets, strict=True):
+        assert (places + offset == tokens).all()
+        for place, token in zip(places, tokens, strict=True):
+            _, asked, answer, end = next(span for span in spans if span[2] <= token < span[3])
+            assert asked <= place < end
+            counts["answer" if place >= answer else "end" if place >= answer - data.WINDOW else "rest"] += 1
+    weight = dict.fromkeys(counts, 0.0)  # what the three kinds of places should have, all offsets alike
+    for offset in maker.recipe.offsets:
+        own = {"answer": 0.0, "end": 0.0, "rest": 0.0}
+        for place in range(-offset, 30 - offset):
+            own["answer"] += data.IN_ANSWER * (place >= 0)
+            own["end"] += -data.WINDOW <= place < 0
+            own["rest"] += data.BEFORE * (place < -data.WINDOW)
+        for kind, share in own.items():
+            weight[kind] += share / sum(own.values())
+    for kind, share in weight.items():
+        assert counts[kind] / pairs.size == pytest.approx(share / len(maker.recipe.offsets), abs=0.02)
 
 
 def test_the_trained_model_is_transformers_llama(tmp_path):
@@ -116,26 +190,85 @@ def test_large_weights_are_shards_that_transformers_loads(tmp_path, monkeypatch)
     assert all((held[name] == weight).all() for name, weight in model.export().items())
 
 
-def test_a_training_is_paused_and_resumed(tmp_path, monkeypatch, capsys):
-    def train_to(folder, *given):
-        monkeypatch.setattr("sys.argv", ["train", "--out", str(folder), "--workers", "1", *given])
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """A tiny training's folder after two steps, and the command."""
+
+    def command(*given, out=tmp_path / "own"):
+        monkeypatch.setattr("sys.argv", ["train", "--out", str(out), "--workers", "1", "--device", "cpu", *given])
         return train.answered(train.main)
 
-    def run(*given):
-        return train_to(tmp_path, *given)
-
-    assert run("--resume") == 2 and "--resume" in capsys.readouterr().err
     monkeypatch.setattr(train.Log, "EVERY", 1)
-    assert run("--minutes", "0.5", "--steps", "2", "--set", *TINY, STAGES) == 0
-    first = json.loads((tmp_path / "train.json").read_text())
-    assert first["step"] == 2 and first["sessions"] == 1
-    other = tmp_path / "other"
-    for weights, line in ((tmp_path / "none", "no folder"), (tmp_path, "hidden_size is 64, the recipe's 320")):
-        assert train_to(other, "--weights", str(weights)) == 2 and line in capsys.readouterr().err
-        assert not other.exists()
-    assert run("--minutes", "1") == 2 and "--resume" in capsys.readouterr().err
-    assert run("--resume", "--steps", "1") == 0
-    second = json.loads((tmp_path / "train.json").read_text())
+    assert command("--minutes", "0.5", "--steps", "2", "--set", *TINY[:4], "--set", *TINY[4:]) == 0
+    return tmp_path / "own", command
+
+
+def test_a_training_is_paused_and_resumed(trained, monkeypatch):
+    folder, command = trained
+    first = json.loads((folder / "train.json").read_text())
+    assert first["step"] == 2 and first["sessions"] == 1 and first["begun_with"] is None
+    begun, begin = [], train.Training.begin
+
+    def watched(self, *given):
+        begin(self, *given)
+        begun.append({name: weight.clone() for name, weight in self.model.state_dict().items()})
+
+    monkeypatch.setattr(train.Training, "begin", watched)
+    saved = torch.load(folder / train.STATE)["model"]
+    assert command("--resume", "--steps", "1") == 0
+    assert all(torch.equal(begun[0][name], weight) for name, weight in saved.items())
+    second = json.loads((folder / "train.json").read_text())
     assert second["step"] == 3 and second["sessions"] == 2 and second["spent"] > first["spent"]
-    lines = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert command("--resume", "--pause", "0.0001") == 0
+    third = json.loads((folder / "train.json").read_text())
+    assert third["step"] == 3 and third["sessions"] == 3 and third["spent"] < 30
+    lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3] and all(line["loss"] < 12 for line in lines)
+    assert all(line["scores"].keys() == line["answers"].keys() and min(line["scores"].values()) >= 0 for line in lines)
+
+
+def test_a_training_refuses_what_it_cannot_use(trained, tmp_path, capsys):
+    folder, command = trained
+    other, cut = tmp_path / "other", tmp_path / "cut"
+    copytree(folder, cut)
+    (cut / "model.safetensors").unlink()
+    save_file({"model.norm.weight": torch.ones(64)}, cut / "model.safetensors")
+    for given, line in (
+        (["--weights", str(tmp_path / "none")], "no folder"),
+        (["--weights", str(folder)], "hidden_size is 64, the recipe's 320"),
+        (["--weights", str(cut), "--set", *TINY], "10 weights are missing"),
+        (["--workers", "0"], "--workers=0"), (["--minutes", "0"], "--minutes=0.0"), (["--pause", "-1"], "--pause=-1.0"),
+        (["--steps", "0"], "--steps=0"), (["--device", "tpu"], "--device=tpu"), (["--resume"], "--resume"),
+        (["--set", "mix={\"sums\": 1}"], "mix=sums"), (["--frob"], "--frob"),
+    ):  # fmt: skip
+        assert command(*given, out=other) == 2 and line in capsys.readouterr().err
+        assert not other.exists()
+    for given in (["--minutes", "1"], ["--resume", "--minutes", "1"], ["--resume", "--set", "bogus=1"]):
+        assert command(*given) == 2 and "--resume" in capsys.readouterr().err
+
+
+def test_an_evaluation_adds_to_its_file(trained, monkeypatch, capsys):
+    folder, _ = trained
+    out = folder / "scores.json"
+    (folder / "config.json").write_text((folder / "config.json").read_text().replace(": 256,", ": 1024,"))
+
+    def evaluated(*given):
+        monkeypatch.setattr("sys.argv", ["evaluate", "--model", str(folder), "--samples", "1", "--steps", "0", *given])
+        return train.answered(evaluate.main)
+
+    monkeypatch.setattr(evaluate, "SUBTASKS", ("niah_single_1",))
+    threads = SimpleNamespace(Pool=ThreadPool)  # no processes to start
+    monkeypatch.setattr(evaluate.multiprocessing, "get_context", lambda method: threads)
+    assert evaluated("--lengths", "512") == evaluated() == 0
+    held = json.loads(out.read_text())
+    assert [(one["task"], one["length"], one["samples"]) for one in held["scores"]] == [
+        ("niah_single_1", 512, 1), ("niah_single_1", 1024, 1),
+    ]  # fmt: skip
+    assert evaluated("--seconds", "0") == 1 and json.loads(out.read_text()) == held
+    out.write_text(json.dumps(held | {"weights": "other"}))
+    wrong = {("--lengths", "2048"): "--lengths=2048", ("--samples", "0"): "--samples=0", (): "weights other, now"}
+    capsys.readouterr()
+    for given, line in wrong.items():
+        assert evaluated(*given) == 2 and line in capsys.readouterr().err
+    shipped = json.loads((REFERENCE / "scores.json").read_text())
+    assert shipped["weights"] == Checkpoint("", str(REFERENCE)).identity()

@@ -1,13 +1,13 @@
-"""What the reference model is trained on: RULER's subtasks, conversations as SCBench's, and ledgers, by the project's
-own generators.
+"""What the reference model is trained on: RULER's subtasks, conversations as SCBench's, ledgers and the needles of
+task=niah, by the project's own generators.
 
 Three things differ from an evaluation. Every random choice comes from a generator seeded `kvbench reference/…`, which
 no evaluation uses. The essays, documents and questions are invented anew, so that none of an evaluation's is ever seen.
 And a context is followed by one to eight questions with their answers, each closed by `<eos>`, and the parameters of
 a subtask (keys, values, repetitions) vary around the official ones. Nothing here knows that a cache can be cut.
 
-A share of the samples with several facts has confusable values: copies of one another with a few characters changed.
-Copying what followed the last few characters then goes wrong; a value must be followed by its key and its place.
+`Recipe.confusable`, for ablations (0 by default): that share of the samples with several facts has values that are
+copies of one another with a few characters changed. Copying what followed the last few characters then goes wrong.
 """
 
 import random
@@ -25,6 +25,7 @@ from kvbench.catalogue import CONF
 from kvbench.reference.recipe import VOCABULARY, Recipe
 from kvbench.reference.texts import Texts
 from kvbench.reference.tokenizer import BOS, EOS, PAD
+from kvbench.settings import SettingError, choose, number
 from kvbench.tasks import ledger
 from kvbench.tasks.ruler import FAMILIES, SUBTASKS
 from kvbench.tasks.ruler_niah import Niah
@@ -46,11 +47,11 @@ TURNS = {
 LEDGER = {"ledger": (1, 36)}
 NEEDLE = {"magic_number": (1, 1.7)}  # task=niah, its first preset
 LONGEST = 120  # lines of a ledger
+TRIES = 10_000  # for a sample; a ledger, say, has no place in 128 tokens
 BREAKS = 2, 2, 2, 3, 4  # after a solved example; lm-eval's port of RULER has four
 NAMES = (*SUBTASKS, *TURNS, *LEDGER, *NEEDLE)
 ANSWER, SHOWN, CONTEXT = 1.0, 0.9, 0.1  # loss weights: of an answer (and its <eos>), an example's answer, the rest
 STRONGER, LONG = 4.0, 0.3  # of fwe's answers, short, one to a context; of a ledger's, long
-PAIRS = 512  # places at each offset of a step's look-ahead
 WINDOW, IN_ANSWER, BEFORE = 16, 0.3, 0.15  # places: a question's last ones count once, others less
 
 
@@ -93,11 +94,17 @@ def runs(pieces: list[Piece]) -> Iterator[list[Piece]]:
 
 
 def shares(recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """Share of every kind of sample, and the tokens of a unit."""
+    """Share of every kind of sample, and the tokens of a unit; SettingError for a `mix` that cannot be used."""
     found, own = {}, ((TURNS, recipe.turns), (LEDGER, recipe.ledgers), (NEEDLE, recipe.needles))
     for kinds, part in ((RULER, 1 - sum(part for _, part in own)), *own):
         whole = sum(share for share, _ in kinds.values())
         found |= {name: (recipe.mix.get(name, part * share / whole), tokens) for name, (share, tokens) in kinds.items()}
+    for name, share in recipe.mix.items():
+        choose("mix", name, found)
+        if not (number(share) and share >= 0):
+            raise SettingError(f"mix: {name} is {share}: a number of at least 0")
+    if not any(share for share, _ in found.values()):
+        raise SettingError("mix: no kind of sample is left")
     return found
 
 
@@ -113,8 +120,8 @@ class Maker:
         self.served = 0
 
     def sample(self, length: int) -> Made:
-        """A sample of at most length + 1 tokens, nearly as many."""
-        while True:
+        """A sample of at most length + 1 tokens, nearly as many; ValueError if none is found."""
+        for _ in range(TRIES):
             name = self.rng.choices(list(self.shares), [share for share, _ in self.shares.values()])[0]
             per_unit = self.shares[name][1]
             target = (length + 1) * self.rng.uniform(0.4 if name in LEDGER else 0.85, 1.0)  # of any number of lines
@@ -132,6 +139,7 @@ class Maker:
                 if 0.85 * target <= len(made.ids) <= length + 1:
                     return made
                 units += int((0.97 * target - len(made.ids)) / per_unit)
+        raise ValueError(f"no sample of {length} tokens in {TRIES} draws: none of the kinds has such")
 
     def encode(self, name: str, pieces: list[Piece], length: int) -> Made:
         """The rest of a long context weighs less, so that it does not outweigh its answers."""
@@ -302,15 +310,15 @@ class Maker:
             row = MAKERS[name](rng, turns, units)
         held, wording, given = session(name, row, form), form.wording, rng.random() < 0.5
         pieces = [Piece(wording.before + held.context)]
-        for number, turn in enumerate(held.turns):
-            asked = (given and number and wording.later) or wording.asked
-            pieces += [Piece("\n\n" * (given or not number) + asked.format(**turn.slots))]
+        for place, turn in enumerate(held.turns):
+            asked = (given and place and wording.later) or wording.asked
+            pieces += [Piece("\n\n" * (given or not place) + asked.format(**turn.slots))]
             answer = turn.golden
             if form.answer is list:
                 answer = " " + " ".join(turn.answers)
             elif form.choices:
                 answer = " " + turn.answers[1]
-            if not given or number == len(held.turns) - 1:
+            if not given or place == len(held.turns) - 1:
                 pieces += [Piece(answer, ANSWER, answer=True)]
             elif answer == turn.golden:
                 pieces += [Piece(answer, ANSWER, answer=True, ends=False)]
@@ -340,8 +348,8 @@ class Maker:
         numbers = {city: str(self.rng.randint(10**6, 10**7 - 1)) for city in cities}
         places = sorted(self.rng.choice([0, *(end for end in ends if end < units), units]) for _ in numbers)
         form, text = wording(), ""
-        for (first, last), (city, number) in zip(pairwise([0, *places]), numbers.items(), strict=True):
-            text += " " * bool(text) + " ".join(words[first:last]) + form["needle"].format(city=city, number=number)
+        for (first, last), (city, own) in zip(pairwise([0, *places]), numbers.items(), strict=True):
+            text += " " * bool(text) + " ".join(words[first:last]) + form["needle"].format(city=city, number=own)
         text += " " + " ".join(words[places[-1] :])
         pieces = [Piece(form["context"].format(haystack=text.strip()))]
         for city in self.rng.sample(list(numbers), len(numbers)):
@@ -367,7 +375,7 @@ class Batch:
     ids: np.ndarray  # (rows, length + 1)
     weights: np.ndarray  # (rows, length + 1)
     kinds: np.ndarray  # (rows,) of NAMES, -1: copying
-    pairs: np.ndarray  # (offsets, PAIRS): the flat place among rows * length inputs that predicts ...
+    pairs: np.ndarray  # (offsets, places): the flat place among rows * length inputs that predicts ...
     targets: np.ndarray  # ... this token
 
 
@@ -396,7 +404,8 @@ def look(maker: Maker, ids: np.ndarray, spans: list[tuple[int, int, int, int]]) 
     """
     most, length = maker.recipe.look_ahead, ids.shape[1] - 1
     offsets, draw = maker.recipe.offsets, np.random.default_rng(maker.rng.getrandbits(64))
-    pairs, targets = np.zeros((len(offsets), PAIRS), np.int64), np.full((len(offsets), PAIRS), -100, np.int64)
+    shape = len(offsets), maker.recipe.places
+    pairs, targets = np.zeros(shape, np.int64), np.full(shape, -100, np.int64)
     tokens = [
         (row, place, asked, begin) for row, asked, begin, end in spans for place in range(begin, min(end, begin + most))
     ]
@@ -407,7 +416,7 @@ def look(maker: Maker, ids: np.ndarray, spans: list[tuple[int, int, int, int]]) 
         own = places - offset
         share = np.where(own >= begin, IN_ANSWER, np.where(own >= begin - WINDOW, 1.0, BEFORE)) * (own >= asked)
         if share.any():
-            drawn = draw.choice(len(share), PAIRS, p=share / share.sum())
+            drawn = draw.choice(len(share), shape[1], p=share / share.sum())
             pairs[i] = rows[drawn] * length + own[drawn]
             targets[i] = ids[rows[drawn], places[drawn]]
     return pairs, targets

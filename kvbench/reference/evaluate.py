@@ -1,46 +1,61 @@
 """The reference model's full-cache scores: the tasks' own prompts and metrics, greedy generation by transformers.
 
-    python -m kvbench.reference.evaluate --samples 100 --out scores.json
+    python -m kvbench.reference.evaluate --samples 100                      # version 2's; --model FOLDER: another one's
+    python -m kvbench.reference.evaluate --samples 3 --lengths 8192 --steps 0 --out scores.json
 
-The seed is not the harness's default, so the draws are not the main table's; the QA questions are, since RULER's sample
-i always asks question i. None of either was ever trained on.
+A list of {task, length or steps, samples, score} under `scores`, beside whose scores they are and how they were made; a
+file that holds such of the same weights is added to. The seed is not the harness's default, so the draws are not the
+main table's; the QA questions are, since RULER's sample i always asks question i. None of either was ever trained on.
 """
 
-import argparse
 import json
+import math
 import multiprocessing
 import os
 import sys
 import time
+from argparse import Namespace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import yaml
 
-from kvbench.settings import answered
+from kvbench.catalogue import CONF, build
+from kvbench.model import REFERENCE, Checkpoint
+from kvbench.settings import Arguments, SettingError, answered, whole, writable
 from kvbench.task import Sample
 from kvbench.tasks.ledger import LedgerTask
 from kvbench.tasks.ruler import SUBTASKS, Ruler
 
 SEED = 20_000
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
+LEAST = 512  # tokens in which every task has a place
 LEDGER = "ledger"
 STEPS = 60  # lines of a ledger
 BATCHED = 131_072  # prompt tokens of a batch; its mask has (rows, length, length)
-Asked = tuple[str, int, int, str, str | None]  # subtask, length, samples, folder, cache
+Asked = tuple[str, int, int, str, str | None]  # subtask, length or lines, samples, folder, cache
+
+
+@cache
+def ledger() -> dict[str, Any]:
+    """The task's settings."""
+    return yaml.safe_load((CONF / "task/ledger.yaml").read_text())
 
 
 def task(subtask: str, length: int, samples: int, cache: str | None = None) -> Ruler | LedgerTask:
     if subtask == LEDGER:
-        return LedgerTask(length, recalled=5, early=0.5, largest=50, max_new_tokens=None, samples=samples, seed=SEED)
+        return build("task", ledger() | {"steps": length, "samples": samples, "seed": SEED, "limit": None})
     return Ruler(length=length, subtasks=subtask, samples=samples, seed=SEED, cache=cache)
 
 
 def drawn(asked: Asked) -> list[Sample]:
     """Samples of one subtask and length; fitting needs the tokenizer and one added token, <bos>."""
     subtask, length, samples, folder, cache = asked
-    longest = length if subtask != LEDGER else max(LENGTHS)
-    return list(task(subtask, length, samples, cache).samples(AutoTokenizer.from_pretrained(folder), 1, longest))
+    model = Checkpoint("", folder)
+    longest = length if subtask != LEDGER else model.longest()
+    return list(task(subtask, length, samples, cache).samples(model.tokenizer(), 1, longest))
 
 
 @torch.inference_mode()
@@ -53,45 +68,81 @@ def outputs(model, tokenizer, samples: list[Sample]) -> list[str]:
     return tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def evaluate(
-    folder: Path, count: int, lengths: list[int], steps: int, until: float, out: Path, cache: str | None
-) -> None:
-    """Mean scores of every length and subtask, and of ledgers of `steps` lines, each written at once; none is begun
-    after `until`, by the clock.
+def begin(out: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """What the file holds, or an empty one; SettingError where it is about something else."""
+    if not out.exists():
+        return about | {"scores": []}
+    try:
+        held = json.loads(out.read_text())
+        differ = [f"{name} {held.get(name)}, now {value}" for name, value in about.items() if held.get(name) != value]
+    except (OSError, ValueError, AttributeError):
+        differ = ["something else"]
+    if differ:
+        raise SettingError(f"--out={out}: holds scores of {'; '.join(differ)}")
+    return held
+
+
+def evaluate(given: Namespace, held: dict[str, Any]) -> int:
+    """Mean scores of ledgers and of every length and subtask, each written at once; none is begun when `--seconds` are
+    over, and then 1 is returned.
     """
-    device, name = ("cuda", torch.cuda.get_device_name()) if torch.cuda.is_available() else ("cpu", "cpu")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-    asked = [(LEDGER, steps)] if steps else []
-    asked += [(subtask, length) for length in lengths for subtask in SUBTASKS]
-    scores: dict = {"samples": count, "seed": SEED, "dtype": "float32", "device": name, "scores": {}}
-    every = [(subtask, length, count, str(folder), cache) for subtask, length in asked]
+    until, folder = time.monotonic() + given.seconds, str(given.model)
+    model = Checkpoint("", folder)
+    tokenizer, model = model.tokenizer(), model.weights(torch.float32, "cuda" if torch.cuda.is_available() else "cpu")
+    asked = [(LEDGER, given.steps)] if given.steps else []
+    asked += [(subtask, length) for length in given.lengths for subtask in SUBTASKS]
+    every = [(subtask, length, given.samples, folder, given.cache) for subtask, length in asked]
     with multiprocessing.get_context("spawn").Pool(min(4, os.cpu_count() or 1)) as pool:
         for (subtask, length), samples in zip(asked, pool.imap(drawn, every), strict=True):
-            if time.time() > until:
-                break
+            if time.monotonic() > until:
+                print(f"kvbench: --seconds are over before {subtask} {length}", file=sys.stderr)
+                return 1
             most = max(1, BATCHED // (length if subtask != LEDGER else 4096))
-            texts = [t for i in range(0, count, most) for t in outputs(model, tokenizer, samples[i : i + most])]
-            marks = [task(subtask, length, count).score(s, t).score for s, t in zip(samples, texts, strict=True)]
-            scores["scores"].setdefault(str(length), {})[subtask] = round(sum(marks) / count, 1)
-            out.write_text(json.dumps(scores, indent=1) + "\n")
-            print(length, subtask, scores["scores"][str(length)][subtask], flush=True)
+            texts = [t for i in range(0, len(samples), most) for t in outputs(model, tokenizer, samples[i : i + most])]
+            own = task(subtask, length, given.samples)
+            marks = [own.score(s, t).score for s, t in zip(samples, texts, strict=True)]
+            place = {"task": subtask, "steps" if subtask == LEDGER else "length": length}
+            score = place | {"samples": len(marks), "score": round(sum(marks) / len(marks), 1)}
+            held["scores"] = [one for one in held["scores"] if not place.items() <= one.items()] + [score]
+            part = given.out.with_name(given.out.name + ".part")
+            part.write_text(json.dumps(held, indent=1) + "\n")
+            os.replace(part, given.out)
+            print(*score.values(), flush=True)
+    for length in given.lengths:
+        scores = [one["score"] for one in held["scores"] if one.get("length") == length]
+        print(f"average of {len(scores)} at {length}: {sum(scores) / len(scores):.1f}")
+    return 0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=Path(__file__).parent / "v2")
-    parser.add_argument("--samples", type=int, default=100)
-    parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS)
+def main() -> int:
+    parser = Arguments("kvbench.reference.evaluate", __doc__)
+    parser.add_argument("--model", type=Path, default=REFERENCE, help="folder; default: version 2")
+    parser.add_argument("--samples", type=int, default=100, help="of each task and length")
+    parser.add_argument("--lengths", type=int, nargs="*", help=f"default: of {LENGTHS} those that the model takes")
     parser.add_argument("--steps", type=int, default=STEPS, help="lines of a ledger, 0: no ledger")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after")
     parser.add_argument("--cache", help="folder in which samples are kept")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "v2/scores.json")
+    parser.add_argument("--out", type=Path, help="default: scores.json beside the weights")
     given = parser.parse_args()
+    if not given.model.is_dir():
+        raise SettingError(f"--model={given.model}: no such folder")
+    model = Checkpoint("", str(given.model))
+    model.check()
+    longest = model.longest()
+    if given.lengths is None:
+        given.lengths = [length for length in LENGTHS if length <= longest]
+    for length in given.lengths:
+        if not LEAST <= length <= longest:
+            raise SettingError(f"--lengths={length}: from {LEAST} to {longest}, which the model takes")
+    whole("--samples", given.samples, 1)
     if given.steps:
         task(LEDGER, given.steps, given.samples).check()
-    until = time.time() + given.seconds
-    evaluate(given.model, given.samples, given.lengths, given.steps, until, given.out, given.cache)
+    given.out = given.out or given.model / "scores.json"
+    writable("--out", given.out.parent)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    about = {"weights": model.identity(), "seed": SEED, "dtype": "float32", "device": device}
+    return evaluate(given, begin(given.out, about))
 
 
 if __name__ == "__main__":

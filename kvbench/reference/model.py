@@ -5,7 +5,8 @@ All positionwise work runs on a flat (tokens, hidden) array, which has one shape
 compiled once. Only attention sees (rows, length). Residuals and norms stay in fp32, products run in bf16.
 
 The look-ahead is trained with the model and never exported: through one matrix per offset k, the last hidden state
-at i also predicts token i + k with the model's own unembedding.
+at i also predicts token i + k with the model's own unembedding (multi-token prediction, Gloeckle et al. 2024, arXiv
+2404.19737, with a linear map in place of a layer, and far offsets of answers only).
 """
 
 from pathlib import Path
@@ -19,7 +20,7 @@ from kvbench.reference.recipe import DIM, EPSILON, VOCABULARY, Recipe
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
-    """RMSNorm in fp32."""
+    """RMSNorm of (…, hidden), `weight` (hidden,), in fp32."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON) * weight
 
 
@@ -38,14 +39,16 @@ def before(x: Tensor, weight: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, angles
 
 
 def after(x: Tensor, seen: Tensor, wo: Tensor, weight: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """The rest of the layer: output projection and feed-forward, both added to the residual."""
+    """The rest of the layer: output projection of `seen` (tokens, heads * 64) and feed-forward, both added to the
+    residual `x` (tokens, hidden).
+    """
     x = x + F.linear(seen, wo)
     h = norm(x, weight)
     return x + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), down)
 
 
 def surprise(x: Tensor, weight: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of every token, (tokens,), in nats."""
+    """Cross-entropy (tokens,) in nats of `targets` (tokens,) after last hidden states (tokens, hidden)."""
     return F.cross_entropy(F.linear(norm(x, weight), embedding).float(), targets, reduction="none")
 
 
@@ -57,35 +60,42 @@ def ahead(x: Tensor, weight: Tensor, maps: Tensor, embedding: Tensor, targets: T
     )
 
 
+def shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
+    """The model's weights by the names that transformers gives them."""
+    hidden, inner, queries, keys = recipe.hidden, recipe.inner, recipe.heads * DIM, recipe.kv_heads * DIM
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
+    found |= {"model.norm.weight": (hidden,)}
+    for i in range(recipe.layers):
+        found |= {
+            f"model.layers.{i}.input_layernorm.weight": (hidden,),
+            f"model.layers.{i}.self_attn.q_proj.weight": (queries, hidden),
+            f"model.layers.{i}.self_attn.k_proj.weight": (keys, hidden),
+            f"model.layers.{i}.self_attn.v_proj.weight": (keys, hidden),
+            f"model.layers.{i}.self_attn.o_proj.weight": (hidden, queries),
+            f"model.layers.{i}.post_attention_layernorm.weight": (hidden,),
+            f"model.layers.{i}.mlp.gate_proj.weight": (inner, hidden),
+            f"model.layers.{i}.mlp.up_proj.weight": (inner, hidden),
+            f"model.layers.{i}.mlp.down_proj.weight": (hidden, inner),
+        }
+    return found
+
+
 class Llama(nn.Module):
     def __init__(self, recipe: Recipe, seed: int = 0, compile: bool = False):
         super().__init__()
         self.recipe = recipe
-        hidden, layers, inner = recipe.hidden, recipe.layers, recipe.inner
-        shapes = {"model.embed_tokens.weight": (VOCABULARY, hidden), "model.norm.weight": (hidden,)}
-        for i in range(layers):
-            shapes |= {
-                f"model.layers.{i}.input_layernorm.weight": (hidden,),
-                f"model.layers.{i}.self_attn.q_proj.weight": (recipe.heads * DIM, hidden),
-                f"model.layers.{i}.self_attn.k_proj.weight": (recipe.kv_heads * DIM, hidden),
-                f"model.layers.{i}.self_attn.v_proj.weight": (recipe.kv_heads * DIM, hidden),
-                f"model.layers.{i}.self_attn.o_proj.weight": (hidden, recipe.heads * DIM),
-                f"model.layers.{i}.post_attention_layernorm.weight": (hidden,),
-                f"model.layers.{i}.mlp.gate_proj.weight": (inner, hidden),
-                f"model.layers.{i}.mlp.up_proj.weight": (inner, hidden),
-                f"model.layers.{i}.mlp.down_proj.weight": (hidden, inner),
-            }
         draw = torch.Generator().manual_seed(seed)
-        self.names = list(shapes)
+        own = shapes(recipe)
+        self.names = list(own)
         self.weights = nn.ParameterList()
-        for name, shape in shapes.items():
+        for name, shape in own.items():
             weight = torch.ones(shape)
             if len(shape) == 2:  # 0.02 for the embedding, fan-in otherwise, residual branches scaled down by depth
                 std = 0.02 if "embed" in name else shape[1] ** -0.5
-                std *= (2 * layers) ** -0.5 if "o_proj" in name or "down_proj" in name else 1.0
+                std *= (2 * recipe.layers) ** -0.5 if "o_proj" in name or "down_proj" in name else 1.0
                 weight = torch.randn(shape, generator=draw) * std
             self.weights.append(nn.Parameter(weight))
-        self.maps = nn.Parameter(torch.eye(hidden).repeat(len(recipe.offsets), 1, 1))
+        self.maps = nn.Parameter(torch.eye(recipe.hidden).repeat(len(recipe.offsets), 1, 1))
         speeds = recipe.theta ** (-torch.arange(0, DIM, 2) / DIM)
         self.register_buffer("angles", torch.arange(recipe.context)[:, None] * speeds[None])
         wrap = torch.compile(dynamic=False) if compile else lambda f: f

@@ -1,14 +1,19 @@
-"""What decides a training of the reference model: shape, schedule, losses and data, as one value with a file."""
+"""A training of the reference model as one value with a file: shape, schedule, losses and kinds of samples. How samples
+of each kind are drawn and what their tokens weigh is in data.py.
+"""
 
 import json
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from kvbench.reference.tokenizer import BOS, EOS, PAD
-from kvbench.settings import SettingError
+from kvbench.settings import SettingError, number, whole
 
 VOCABULARY, DIM, EPSILON = 4096, 64, 1e-5
+KINDS = {int: int, float: int | float, tuple: list, dict: dict}  # of a setting -> of its JSON
+SHARES = ("shorter", "copies", "copying", "warmup", "steady", "look_ramp", "confusable", "turns", "ledgers", "needles")
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Recipe:
     decay: float = 0.05
     clip: float = 1.0
     look_ahead: int = 40  # answer tokens 2 to so far ahead are predicted too, 0: only the next token
+    places: int = 512  # at each of these distances, a step
     look_weight: float = 0.5  # weight of that loss ...
     look_ramp: float = 0.1  # ... reached here
     confusable: float = 0.0  # share of needle samples with several facts whose values resemble one another
@@ -79,7 +85,9 @@ class Recipe:
         )
 
     def changed(self, settings: list[str]) -> "Recipe":
-        """With `name=value` of each setting, the value as JSON; SettingError for an unknown name or another type."""
+        """With `name=value` of each setting, the value as JSON; SettingError for what `check` refuses, an unknown name
+        or another type.
+        """
         known, own = {one.name for one in fields(self)}, {}
         for setting in settings:
             name, _, text = setting.partition("=")
@@ -90,12 +98,45 @@ class Recipe:
                 value = json.loads(text)
             except json.JSONDecodeError:
                 value = None
-            numeric = isinstance(value, int | float) and not isinstance(value, bool)
-            kinds = {"stages": list, "mix": dict}
-            if not (isinstance(value, kinds[name]) if name in kinds else numeric):
+            if isinstance(value, bool) or not isinstance(value, KINDS[type(before)]):
                 raise SettingError(f"{setting}: a value like {json.dumps(before)}")
-            own[name] = tuple(map(tuple, value)) if name == "stages" else type(before)(value)
-        return replace(self, **own)
+            if name == "stages":
+                value = [tuple(one) if isinstance(one, list) else one for one in value]
+            own[name] = type(before)(value)
+        made = replace(self, **own)
+        made.check()
+        return made
+
+    def check(self) -> None:
+        """SettingError for what nothing can be trained with."""
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, int):
+                whole(one.name, value, 0 if one.name == "look_ahead" else 1)
+            elif isinstance(value, float) and not (number(value) and value >= 0):
+                raise SettingError(f"{one.name}={value}: a number of at least 0")
+        for name in SHARES:
+            if getattr(self, name) > 1:
+                raise SettingError(f"{name}={getattr(self, name)}: a share, at most 1")
+        for name in ("rate", "clip", "theta", "warmup", "look_ramp"):
+            if not getattr(self, name):
+                raise SettingError(f"{name}=0: more than 0")
+        if self.steady == 1:
+            raise SettingError("steady=1: less, the learning rate falls after it")
+        if self.look_ahead == 1:
+            raise SettingError("look_ahead=1: 0, or at least 2, since every model predicts the next token")
+        if self.heads % self.kv_heads:
+            raise SettingError(f"kv_heads={self.kv_heads}: a divisor of heads={self.heads}")
+        if (given := self.turns + self.ledgers + self.needles) > 1:
+            raise SettingError(f"turns, ledgers and needles are {given:g} of the samples together: at most 1")
+        starts = [one[0] for one in self.stages if isinstance(one, tuple) and len(one) == 2 and number(one[0])]
+        rising = starts[:1] == [0] and starts[-1] < 1 and all(a < b for a, b in pairwise(starts))
+        if len(starts) < len(self.stages) or not rising:
+            raise SettingError(f"stages={json.dumps(self.stages)}: [[0, length], [share, length], ...], shares rising")
+        for _, length in self.stages:
+            whole("stages: a length", length, 64)
+            if length > self.context:
+                raise SettingError(f"stages: a length of {length}: at most context={self.context}")
 
     def save(self, folder: Path) -> None:
         (folder / "recipe.json").write_text(json.dumps(asdict(self), indent=1) + "\n")

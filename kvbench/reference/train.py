@@ -6,11 +6,11 @@
 
 Worker processes make samples all the while, the GPU takes one step after the other. Sequence length, learning rate and
 the share of copying follow the training's own clock, not the step. Every minute, and whatever happens, the weights and
-the state that `--resume` goes on from are written; a log line every 100 steps goes to train.jsonl. `--pause` ends a
-session before the training is over. A resumed training draws new samples, seeded by how often it was resumed.
+the state that `--resume` goes on from are written; every 100 steps a line of losses and scores goes to train.jsonl.
+`--pause` ends a session before the training is over. A resumed training draws new samples, seeded by how often it was
+resumed. The exit code is 1 if it ended before it should: interrupted, or without samples.
 """
 
-import argparse
 import json
 import math
 import multiprocessing
@@ -20,31 +20,40 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import copyfile
+from threading import Thread
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask for a GPU does not touch it: workers are forked later
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvbench.model import Checkpoint
 from kvbench.reference import data, recipe, tokenizer
-from kvbench.reference.model import Llama
+from kvbench.reference.model import Llama, shapes
 from kvbench.reference.recipe import Recipe
-from kvbench.settings import SettingError, answered
+from kvbench.settings import Arguments, SettingError, answered, choose, whole, writable
+from kvbench.workers import follow
 
 BETAS = (0.9, 0.95)
 STATE = "state.pt"
 SHARD = 15_000_000  # bytes of a weights file
+QUIET = 60.0  # seconds without a sample after which none is waited for
+SURE = math.log(2)  # nats: a token with less is more probable than all others together
 
 
 def feed(name: str, folder: Path, own: Recipe, progress, full) -> None:
-    """A worker: batches for where the training stands, until it is ended."""
+    """A worker: batches for where the training stands, until it is ended or its parent has."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+    Thread(target=follow, daemon=True).start()
     try:
         maker = data.Maker(name, data.load(folder), own)
         while True:
@@ -58,15 +67,26 @@ def feed(name: str, folder: Path, own: Recipe, progress, full) -> None:
         full.put(traceback.format_exc())
 
 
+class Starved(Exception):
+    """No samples come any more."""
+
+
 def batches(full, processes: list) -> Iterator[data.Batch]:
-    """What the workers make, in the order of arrival; a worker that fails is reported and missed."""
-    while any(process.is_alive() for process in processes):
+    """What the workers make, in the order of arrival; a worker that fails is reported and missed. Starved where all
+    have, or where nothing came for QUIET seconds.
+    """
+    heard = time.monotonic()
+    while True:
         try:
-            made = full.get(timeout=60)
+            made = full.get(timeout=1)
         except queue.Empty:
-            return
+            alive = sum(process.is_alive() for process in processes)
+            if not alive or time.monotonic() - heard > QUIET:
+                raise Starved(f"no samples any more; {alive} of {len(processes)} workers are left") from None
+            continue
+        heard = time.monotonic()
         if isinstance(made, str):
-            print(made, flush=True)
+            print(made, file=sys.stderr, flush=True)
         else:
             yield made
 
@@ -76,26 +96,33 @@ def rate(own: Recipe, done: float) -> float:
     return own.rate * min(1.0, done / own.warmup, max(0.0, 1 - done) / (1 - own.steady))
 
 
+def put(path: Path, write: Callable[[Path], object]) -> None:
+    """Has the file written beside its place first: a reader never sees half of it."""
+    part = path.with_name("part")
+    write(part)
+    os.replace(part, path)
+
+
 def save(model: Llama, folder: Path) -> None:
-    """Writes the weights and configs that transformers loads; a reader never sees half a file."""
+    """Writes the weights and configs that transformers loads."""
     shards: list[dict[str, Tensor]] = [{}]
     for name, weight in model.export().items():
         if sum(map(size, shards[-1].values())) + size(weight) > SHARD:
             shards.append({})
         shards[-1][name] = weight
-    names = ["model.safetensors"]
+    names, texts = ["model.safetensors"], {}
     if len(shards) > 1:
         names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
         where = {weight: name for name, shard in zip(names, shards, strict=True) for weight in shard}
         total = sum(size(weight) for shard in shards for weight in shard.values())
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+        texts = {"model.safetensors.index": {"metadata": {"total_size": total}, "weight_map": where}}
     for name, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / "part", metadata={"format": "pt"})
-        os.replace(folder / "part", folder / name)
+        put(folder / name, lambda part, shard=shard: save_file(shard, part, metadata={"format": "pt"}))
     special = {"bos_token_id": tokenizer.BOS, "eos_token_id": tokenizer.EOS, "pad_token_id": tokenizer.PAD}
-    for name, value in (("config", model.recipe.config()), ("generation_config", special | {"do_sample": False})):
-        (folder / f"{name}.json").write_text(json.dumps(value, indent=2) + "\n")
+    texts |= {"config": model.recipe.config(), "generation_config": special | {"do_sample": False}}
+    for name, value in texts.items():
+        text = json.dumps(value, indent=2) + "\n"
+        put(folder / f"{name}.json", lambda part, text=text: part.write_text(text))
 
 
 def size(weight: Tensor) -> int:
@@ -114,10 +141,10 @@ class Training:
     step: int = 0
     tokens: int = 0
     sessions: int = 0
-    weights: Path | None = None  # folder of the weights to begin with
+    begun_with: str | None = None  # identity of the weights that it began with, None: from scratch
 
-    def begin(self, device: str) -> None:
-        """The model, on the device: new, or as the last session left it."""
+    def begin(self, device: str, weights: Path | None) -> None:
+        """The model, on the device: new, or with the weights in a folder, or as the last session left it."""
         self.device, cuda = device, device == "cuda"
         self.model = Llama(self.recipe, self.seed, compile=cuda).to(device)
         matrices = [p for p in self.model.weights if p.dim() > 1]
@@ -128,19 +155,19 @@ class Training:
             state = torch.load(self.out / STATE, map_location=device)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-        elif self.weights:
-            self.model.take(self.weights)
+        elif weights:
+            self.model.take(weights)
         self.sessions += 1
         self.warm()
 
-    def counts(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in ("seed", "limit", "spent", "step", "tokens", "sessions")}
+    def counts(self) -> dict[str, float | str | None]:
+        names = ("seed", "limit", "spent", "step", "tokens", "sessions", "begun_with")
+        return {name: getattr(self, name) for name in names}
 
     def save(self) -> None:
         save(self.model, self.out)
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "counts": self.counts()}
-        torch.save(state, self.out / "state.part")
-        os.replace(self.out / "state.part", self.out / STATE)
+        put(self.out / STATE, lambda part: torch.save(state, part))
 
     def losses(self, made: data.Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Cross-entropy (rows, length) and its weights, and the look-ahead's mean."""
@@ -157,8 +184,10 @@ class Training:
             looked = self.model.look(last, pairs, targets)
         return own, weights, looked.sum() / (targets >= 0).sum().clamp(min=1)
 
-    def take(self, made: data.Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """A step: its loss, that of the look-ahead, and the nats and tokens (rows,) of answers."""
+    def take(self, made: data.Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """A step: its loss, that of the look-ahead, and (3, rows): of a row's answers their nats, their tokens, and 1
+        where every token is more probable than all others together, so that greedy answers are right.
+        """
         own, done = self.recipe, self.spent / self.limit
         for group in self.optimizer.param_groups:
             group["lr"] = rate(own, done)
@@ -170,12 +199,17 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
         answers = (weights > 1.5 * data.CONTEXT).float()
         self.step, self.tokens = self.step + 1, self.tokens + losses.numel()
-        return loss.detach(), looked.detach(), (losses.detach() * answers).sum(1), answers.sum(1)
+        nats = losses.detach() * answers
+        told = torch.stack((nats.sum(1), answers.sum(1), (nats.amax(1) < SURE).float()))
+        return loss.detach(), looked.detach(), told
 
     def warm(self) -> None:
         """Compiles, and leaves everything as it is."""
         length = self.recipe.stages[0][1]
-        shape, pairs = (max(1, self.recipe.tokens // length), length + 1), (len(self.recipe.offsets), data.PAIRS)
+        shape, pairs = (
+            (max(1, self.recipe.tokens // length), length + 1),
+            (len(self.recipe.offsets), self.recipe.places),
+        )
         kinds, looked = np.zeros(shape[0], np.int8), np.zeros(pairs, np.int64)
         made = data.Batch(np.zeros(shape, np.uint16), np.ones(shape, np.float16), kinds, looked, looked)
         losses, _, ahead = self.losses(made)
@@ -184,23 +218,26 @@ class Training:
 
 
 class Log:
-    """Mean loss of the answers of each kind, every so many steps, in train.jsonl."""
+    """Every so many steps, in train.jsonl: of each kind of samples the mean loss of the answers' tokens, and as scores
+    the percentage of rows whose answers are all right.
+    """
 
     EVERY = 100
 
     def __init__(self, path: Path, device: str) -> None:
         self.path, self.names = path, (*data.NAMES, "copying")
-        self.told = torch.zeros(2, len(self.names), device=device)
+        self.told = torch.zeros(4, len(self.names), device=device)
 
-    def add(self, training: Training, made: data.Batch, loss: Tensor, looked: Tensor, *rows: Tensor) -> None:
+    def add(self, training: Training, made: data.Batch, loss: Tensor, looked: Tensor, rows: Tensor) -> None:
         kinds = torch.from_numpy(made.kinds).to(self.told.device, torch.int64, non_blocking=True) % len(self.names)
-        self.told.index_add_(1, kinds, torch.stack(rows))
+        self.told.index_add_(1, kinds, torch.cat((rows, torch.ones_like(rows[:1]))))
         if training.step % self.EVERY:
             return
-        means = {name: round(nats / n, 4) for name, nats, n in zip(self.names, *self.told.tolist(), strict=True) if n}
+        told = [(name, *own) for name, *own in zip(self.names, *self.told.tolist(), strict=True) if own[1]]
         line = {"step": training.step, "seconds": round(training.spent, 1), "tokens": training.tokens,
                 "length": made.ids.shape[1] - 1, "loss": round(loss.item(), 4), "ahead": round(looked.item(), 4),
-                "answers": means}  # fmt: skip
+                "answers": {name: round(nats / tokens, 4) for name, nats, tokens, _, _ in told},
+                "scores": {name: round(100 * right / count, 1) for name, _, _, right, count in told}}  # fmt: skip
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self.told.zero_()
@@ -208,8 +245,11 @@ class Log:
             print(json.dumps(line), flush=True)
 
 
-def train(training: Training, workers: int, pause: float, steps: int) -> None:
-    """Trains until the time is over, `pause` seconds of this session are, or `steps` are taken."""
+def train(training: Training, device: str, workers: int, pause: float, steps: float, weights: Path | None) -> int:
+    """Trains until the time is over, `pause` seconds of this session are, or `steps` are taken: 0; 1 if it ended
+    before. `weights`: a folder of those to begin with.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends in `finally` too
     launched, context = time.monotonic(), multiprocessing.get_context("fork")  # before CUDA is touched
     progress, full = context.Value("d", training.spent / training.limit), context.Queue(maxsize=4 * workers)
     names = [f"{training.seed}/{i}" + f"/{training.sessions}" * (training.sessions > 0) for i in range(workers)]
@@ -219,33 +259,36 @@ def train(training: Training, workers: int, pause: float, steps: int) -> None:
     ]
     for process in processes:
         process.start()
-    training.begin("cuda" if torch.cuda.is_available() else "cpu")
-    log = Log(training.out / "train.jsonl", training.device)
+    training.begin(device, weights)
+    log = Log(training.out / "train.jsonl", device)
     begun = saved = time.monotonic()
-    before, last = training.spent, training.step + steps
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends in `finally` too
+    before, last, code = training.spent, training.step + steps, 0
     try:
         for made in batches(full, processes):
             training.spent = before + time.monotonic() - begun
             paused = time.monotonic() - launched > pause
-            if training.spent > training.limit or paused or training.step == last:
+            if training.spent > training.limit or paused or training.step >= last:
                 break
             progress.value = training.spent / training.limit
             log.add(training, made, *training.take(made))
             if time.monotonic() - saved > 60:
                 saved = time.monotonic()
                 training.save()
-    except KeyboardInterrupt:
-        print("ended early", flush=True)
+    except (KeyboardInterrupt, Starved) as error:
+        why, more = f": {error}" * bool(str(error)), "; --resume goes on" * bool(training.step)
+        print(f"kvbench: ended early{why}{more}", file=sys.stderr, flush=True)
+        code = 1
     finally:
-        training.save()
+        if training.step:
+            training.save()
         for process in processes:
             process.terminate()
     facts = training.counts() | {"compiling": round(begun - launched, 1), "workers": workers,
-              "device": torch.cuda.get_device_name() if training.device == "cuda" else "cpu",
+              "device": torch.cuda.get_device_name() if device == "cuda" else device,
               "torch": torch.__version__, "parameters": sum(p.numel() for p in training.model.weights)}  # fmt: skip
     (training.out / "train.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(json.dumps(facts), flush=True)
+    return code
 
 
 def check(weights: Path, own: Recipe) -> None:
@@ -259,34 +302,57 @@ def check(weights: Path, own: Recipe) -> None:
     ]
     if differ:
         raise SettingError(f"--weights={weights}: {'; '.join(differ)}")
+    names: set[str] = set()
+    for path in weights.glob("model*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names |= set(file.keys())
+    if missing := sorted(shapes(own).keys() - names):
+        raise SettingError(f"--weights={weights}: {len(missing)} weights are missing, {missing[0]} for one")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    parser = Arguments("kvbench.reference.train", __doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=16.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--set", nargs="*", default=[], help="settings of the recipe, name=value")
+    parser.add_argument("--minutes", type=float, help="of all sessions together; default: 16")
+    parser.add_argument("--seed", type=int, help="default: 0")
+    parser.add_argument("--set", nargs="*", action="extend", default=[], help="settings of the recipe, name=value")
     parser.add_argument("--weights", type=Path, help="begin with this folder's")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--tokenizer", action="store_true", help="learn one anew, instead of taking version 2's")
     parser.add_argument("--resume", action="store_true", help="go on with what is in --out")
     parser.add_argument("--pause", type=float, default=math.inf, help="minutes after which to stop, for --resume")
-    parser.add_argument("--steps", type=int, default=10**9, help="stop after so many steps, for a trial")
+    parser.add_argument("--steps", type=int, help="stop after so many steps, for a trial")
+    parser.add_argument("--device", default="cuda", help="cpu: for a trial, a thousand times slower")
     given = parser.parse_args()
+    whole("--workers", given.workers, 1)
+    choose("--device", given.device, ("cuda", "cpu"))
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise SettingError("--device=cuda: there is no GPU here; --device cpu is for a trial")
+    for name in ("minutes", "pause"):
+        if (value := getattr(given, name)) is not None and not value > 0:
+            raise SettingError(f"--{name}={value}: a number above 0")
+    if given.steps is not None:
+        whole("--steps", given.steps, 1)
+    writable("--out", given.out)
     held = (given.out / STATE).exists()
     if given.resume and not held:
         raise SettingError(f"--resume: {given.out} holds no training")
     if held and not given.resume:
         raise SettingError(f"--out: {given.out} holds a training; --resume goes on with it")
     if given.resume:
+        for name in ("minutes", "seed", "set", "weights", "tokenizer"):
+            if getattr(given, name) != parser.get_default(name):
+                raise SettingError(f"--{name}: not with --resume, which goes on as it was begun")
         counts = torch.load(given.out / STATE, map_location="cpu")["counts"]
         training = Training(given.out, recipe.load(given.out), **counts)
     else:
-        own, seconds = Recipe().changed(given.set), 60 * given.minutes
+        own, begun_with = Recipe().changed(given.set), None
+        data.shares(own)  # refuses what it cannot use
         if given.weights is not None:
             check(given.weights, own)
-        training = Training(given.out, own, given.seed, seconds, weights=given.weights)
+            begun_with = Checkpoint("", str(given.weights)).identity()
+        minutes = 16.0 if given.minutes is None else given.minutes
+        training = Training(given.out, own, given.seed or 0, 60 * minutes, begun_with=begun_with)
         given.out.mkdir(parents=True, exist_ok=True)
         training.recipe.save(given.out)
         if given.tokenizer:
@@ -294,7 +360,8 @@ def main() -> None:
         else:
             for path in (Path(__file__).parent / "v2").glob("tokenizer*.json"):
                 copyfile(path, given.out / path.name)
-    train(training, given.workers, 60 * given.pause, given.steps)
+    steps = math.inf if given.steps is None else given.steps
+    return train(training, given.device, given.workers, 60 * given.pause, steps, given.weights)
 
 
 if __name__ == "__main__":
