@@ -158,6 +158,8 @@ class LedgerTask:
             if part(self.early, steps) < STARTS + self.recalled:
                 least = ceil((STARTS + self.recalled) / Fraction(str(self.early)))
                 settings = f"task.recalled={self.recalled} and task.early={self.early}"
+                if least >= EXAMPLE:
+                    raise SettingError(f"{settings}: fewer or a larger part; no ledger has {least} lines")
                 raise SettingError(f"task.steps={steps}: at least {least} with {settings}")
 
     def fingerprint(self) -> str:
@@ -217,7 +219,9 @@ class LedgerTask:
         new_tokens = self.max_new_tokens or multiple * ceil(times * tokens(ledger.solved()) / multiple)
         needed = tokens(ledger.context() + ledger.question() + PREFIX) + template_tokens + new_tokens
         if needed > longest:
-            raise SettingError(f"task.steps={steps}: {needed} tokens with this tokenizer, the model takes {longest}")
+            settings = f"task.max_new_tokens={self.max_new_tokens}, " * (self.max_new_tokens is not None)
+            settings += f"task.steps={steps}"
+            raise SettingError(f"{settings}: {needed} tokens with this tokenizer, the model takes {longest}")
         return Sample(
             uid,
             f"{self.name}_{steps}",

@@ -307,6 +307,7 @@ def test_a_number_that_never_ends_is_none(score):
         ({"steps": [60, 60]}, "task.steps=[60, 60]: different whole numbers from 1 to 900"),
         ({"steps": 17}, "task.steps=17: at least 18 with task.recalled=5 and task.early=0.5"),
         ({"steps": 29, "early": 0.3}, "task.steps=29: at least 30 with task.recalled=5 and task.early=0.3"),
+        ({"early": 0.001}, "task.recalled=5 and task.early=0.001: fewer or a larger part; no ledger has 9000 lines"),
         ({"recalled": 1}, "task.recalled=1: a whole number of at least 2"),
         ({"early": 0}, "task.early=0: a number in (0, 1]"),
         ({"early": 1.5}, "task.early=1.5: a number in (0, 1]"),
@@ -355,10 +356,13 @@ def test_two_methods_and_both_questions(tmp_path, monkeypatch, capsys):
             assert record["while_decoding"] == "cuts" and record["rows_attended"] < 100
 
 
-def test_what_does_not_fit_the_model_leaves_nothing(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "own, named", [("steps=[20,160]", "task.steps=160: "), ("max_new_tokens=4000", "task.max_new_tokens=4000, ")]
+)
+def test_what_does_not_fit_the_model_leaves_nothing(own, named, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     found = answer(
-        ["task=ledger", "task.steps=[20,160]", "model=reference_v1", "method=snapkv", "device=cpu"], monkeypatch, capsys
+        ["task=ledger", f"task.{own}", "model=reference_v1", "method=snapkv", "device=cpu"], monkeypatch, capsys
     )
-    assert_refused(found, "task.steps=160: ", tmp_path)
+    assert_refused(found, named, tmp_path)
     assert found[2].endswith(" tokens with this tokenizer, the model takes 4096\n")
