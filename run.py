@@ -125,8 +125,8 @@ def main() -> int:
             asked = Asked.of([argument for argument in sys.argv[1:] if not argument.startswith("-")])
             capacity.check(asked)
             swept = Sweep.begin(asked)
-            if swept.over is not None:
-                return swept.over
+            if (code := swept.over) is not None:
+                return code
             options = [argument for argument in sys.argv[1:] if argument.startswith("-") and argument not in MANY]
             sys.argv[1:] = ["-m", *asked.overrides, f"hydra.sweep.dir={swept.folder}", *options]
         cell()

@@ -199,7 +199,7 @@ def trained(tmp_path, monkeypatch):
         return train.answered(train.main)
 
     monkeypatch.setattr(train.Log, "EVERY", 1)
-    assert command("--minutes", "0.5", "--steps", "2", "--set", *TINY[:4], "--set", *TINY[4:]) == 0
+    assert command("--minutes", "60", "--steps", "2", "--set", *TINY[:4], "--set", *TINY[4:]) == 0
     return tmp_path / "own", command
 
 
@@ -219,11 +219,11 @@ def test_a_training_is_paused_and_resumed(trained, monkeypatch):
     assert all(torch.equal(begun[0][name], weight) for name, weight in saved.items())
     second = json.loads((folder / "train.json").read_text())
     assert second["step"] == 3 and second["sessions"] == 2 and second["spent"] > first["spent"]
-    assert command("--resume", "--pause", "0.0001") == 0
+    assert command("--resume", "--pause", "0.0001") == 0  # not before a step
     third = json.loads((folder / "train.json").read_text())
-    assert third["step"] == 3 and third["sessions"] == 3 and third["spent"] < 30
+    assert third["step"] == 4 and third["sessions"] == 3
     lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3] and all(line["loss"] < 12 for line in lines)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4] and all(line["loss"] < 12 for line in lines)
     assert all(line["scores"].keys() == line["answers"].keys() and min(line["scores"].values()) >= 0 for line in lines)
 
 
@@ -264,7 +264,9 @@ def test_an_evaluation_adds_to_its_file(trained, monkeypatch, capsys):
     assert [(one["task"], one["length"], one["samples"]) for one in held["scores"]] == [
         ("niah_single_1", 512, 1), ("niah_single_1", 1024, 1),
     ]  # fmt: skip
-    assert evaluated("--seconds", "0") == 1 and json.loads(out.read_text()) == held
+    monkeypatch.setattr(evaluate, "outputs", None)  # nothing is made again
+    assert evaluated() == 0 and json.loads(out.read_text()) == held
+    assert evaluated("--samples", "2", "--seconds", "0") == 1 and json.loads(out.read_text()) == held
     out.write_text(json.dumps(held | {"weights": "other"}))
     wrong = {("--lengths", "2048"): "--lengths=2048", ("--samples", "0"): "--samples=0", (): "weights other, now"}
     capsys.readouterr()

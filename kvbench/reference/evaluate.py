@@ -4,8 +4,9 @@
     python -m kvbench.reference.evaluate --samples 3 --lengths 8192 --steps 0 --out scores.json
 
 A list of {task, length or steps, samples, score} under `scores`, beside whose scores they are and how they were made; a
-file that holds such of the same weights is added to. The seed is not the harness's default, so the draws are not the
-main table's; the QA questions are, since RULER's sample i always asks question i. None of either was ever trained on.
+file that holds such of the same weights is added to: what it has of as many samples is not made again. The seed is not
+the harness's default, so the draws are not the main table's; the QA questions are, since RULER's sample i always asks
+question i. None of either was ever trained on.
 """
 
 import json
@@ -50,6 +51,11 @@ def task(subtask: str, length: int, samples: int, cache: str | None = None) -> R
     return Ruler(length=length, subtasks=subtask, samples=samples, seed=SEED, cache=cache)
 
 
+def place(subtask: str, length: int) -> dict[str, str | int]:
+    """What a score in the file is of."""
+    return {"task": subtask, "steps" if subtask == LEDGER else "length": length}
+
+
 def drawn(asked: Asked) -> list[Sample]:
     """Samples of one subtask and length; fitting needs the tokenizer and one added token, <bos>."""
     subtask, length, samples, folder, cache = asked
@@ -83,14 +89,17 @@ def begin(out: Path, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluate(given: Namespace, held: dict[str, Any]) -> int:
-    """Mean scores of ledgers and of every length and subtask, each written at once; none is begun when `--seconds` are
-    over, and then 1 is returned.
+    """Mean scores of ledgers and of every length and subtask that the file has not, each written at once; none is begun
+    when `--seconds` are over, and then 1 is returned.
     """
     until, folder = time.monotonic() + given.seconds, str(given.model)
     model = Checkpoint("", folder)
     tokenizer, model = model.tokenizer(), model.weights(torch.float32, "cuda" if torch.cuda.is_available() else "cpu")
     asked = [(LEDGER, given.steps)] if given.steps else []
     asked += [(subtask, length) for length in given.lengths for subtask in SUBTASKS]
+    there = [place(*one) | {"samples": given.samples} for one in asked]
+    there = [any(own.items() <= one.items() for one in held["scores"]) for own in there]
+    asked = [one for one, done in zip(asked, there, strict=True) if not done]
     every = [(subtask, length, given.samples, folder, given.cache) for subtask, length in asked]
     with multiprocessing.get_context("spawn").Pool(min(4, os.cpu_count() or 1)) as pool:
         for (subtask, length), samples in zip(asked, pool.imap(drawn, every), strict=True):
@@ -101,9 +110,9 @@ def evaluate(given: Namespace, held: dict[str, Any]) -> int:
             texts = [t for i in range(0, len(samples), most) for t in outputs(model, tokenizer, samples[i : i + most])]
             own = task(subtask, length, given.samples)
             marks = [own.score(s, t).score for s, t in zip(samples, texts, strict=True)]
-            place = {"task": subtask, "steps" if subtask == LEDGER else "length": length}
-            score = place | {"samples": len(marks), "score": round(sum(marks) / len(marks), 1)}
-            held["scores"] = [one for one in held["scores"] if not place.items() <= one.items()] + [score]
+            score = place(subtask, length) | {"samples": len(marks), "score": round(sum(marks) / len(marks), 1)}
+            others = [one for one in held["scores"] if not place(subtask, length).items() <= one.items()]
+            held["scores"] = [*others, score]
             part = given.out.with_name(given.out.name + ".part")
             part.write_text(json.dumps(held, indent=1) + "\n")
             os.replace(part, given.out)

@@ -45,7 +45,7 @@ from kvbench.workers import follow
 BETAS = (0.9, 0.95)
 STATE = "state.pt"
 SHARD = 15_000_000  # bytes of a weights file
-QUIET = 60.0  # seconds without a sample after which none is waited for
+QUIET = 60  # seconds without a sample after which none is waited for
 SURE = math.log(2)  # nats: a token with less is more probable than all others together
 
 
@@ -75,16 +75,16 @@ def batches(full, processes: list) -> Iterator[data.Batch]:
     """What the workers make, in the order of arrival; a worker that fails is reported and missed. Starved where all
     have, or where nothing came for QUIET seconds.
     """
-    heard = time.monotonic()
+    waited = 0
     while True:
         try:
             made = full.get(timeout=1)
         except queue.Empty:
-            alive = sum(process.is_alive() for process in processes)
-            if not alive or time.monotonic() - heard > QUIET:
+            waited, alive = waited + 1, sum(process.is_alive() for process in processes)
+            if not alive or waited > QUIET:
                 raise Starved(f"no samples any more; {alive} of {len(processes)} workers are left") from None
             continue
-        heard = time.monotonic()
+        waited = 0
         if isinstance(made, str):
             print(made, file=sys.stderr, flush=True)
         else:
@@ -262,18 +262,20 @@ def train(training: Training, device: str, workers: int, pause: float, steps: fl
     training.begin(device, weights)
     log = Log(training.out / "train.jsonl", device)
     begun = saved = time.monotonic()
-    before, last, code = training.spent, training.step + steps, 0
+    before, first, code = training.spent, training.step, 0
     try:
         for made in batches(full, processes):
             training.spent = before + time.monotonic() - begun
-            paused = time.monotonic() - launched > pause
-            if training.spent > training.limit or paused or training.step >= last:
+            paused = training.step > first and time.monotonic() - launched > pause  # not before it has done something
+            if training.spent > training.limit or paused or training.step >= first + steps:
                 break
             progress.value = training.spent / training.limit
             log.add(training, made, *training.take(made))
             if time.monotonic() - saved > 60:
                 saved = time.monotonic()
                 training.save()
+        if not training.step:
+            raise Starved("the time was over before the first step")
     except (KeyboardInterrupt, Starved) as error:
         why, more = f": {error}" * bool(str(error)), "; --resume goes on" * bool(training.step)
         print(f"kvbench: ended early{why}{more}", file=sys.stderr, flush=True)
