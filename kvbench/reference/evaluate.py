@@ -25,6 +25,7 @@ import yaml
 
 from kvbench.catalogue import CONF, build
 from kvbench.model import REFERENCE, Checkpoint
+from kvbench.reference.train import put
 from kvbench.settings import Arguments, SettingError, answered, whole, writable
 from kvbench.task import Sample
 from kvbench.tasks.ledger import LedgerTask
@@ -51,9 +52,9 @@ def task(subtask: str, length: int, samples: int, cache: str | None = None) -> R
     return Ruler(length=length, subtasks=subtask, samples=samples, seed=SEED, cache=cache)
 
 
-def place(subtask: str, length: int) -> dict[str, str | int]:
-    """What a score in the file is of."""
-    return {"task": subtask, "steps" if subtask == LEDGER else "length": length}
+def place(score: dict[str, Any]) -> tuple[str, int]:
+    """What a score in the file is of: subtask, and length or lines."""
+    return score["task"], score["steps" if score["task"] == LEDGER else "length"]
 
 
 def drawn(asked: Asked) -> list[Sample]:
@@ -97,9 +98,8 @@ def evaluate(given: Namespace, held: dict[str, Any]) -> int:
     tokenizer, model = model.tokenizer(), model.weights(torch.float32, "cuda" if torch.cuda.is_available() else "cpu")
     asked = [(LEDGER, given.steps)] if given.steps else []
     asked += [(subtask, length) for length in given.lengths for subtask in SUBTASKS]
-    there = [place(*one) | {"samples": given.samples} for one in asked]
-    there = [any(own.items() <= one.items() for one in held["scores"]) for own in there]
-    asked = [one for one, done in zip(asked, there, strict=True) if not done]
+    made = {place(score) for score in held["scores"] if score["samples"] == given.samples}
+    asked = [one for one in asked if one not in made]
     every = [(subtask, length, given.samples, folder, given.cache) for subtask, length in asked]
     with multiprocessing.get_context("spawn").Pool(min(4, os.cpu_count() or 1)) as pool:
         for (subtask, length), samples in zip(asked, pool.imap(drawn, every), strict=True):
@@ -110,12 +110,10 @@ def evaluate(given: Namespace, held: dict[str, Any]) -> int:
             texts = [t for i in range(0, len(samples), most) for t in outputs(model, tokenizer, samples[i : i + most])]
             own = task(subtask, length, given.samples)
             marks = [own.score(s, t).score for s, t in zip(samples, texts, strict=True)]
-            score = place(subtask, length) | {"samples": len(marks), "score": round(sum(marks) / len(marks), 1)}
-            others = [one for one in held["scores"] if not place(subtask, length).items() <= one.items()]
-            held["scores"] = [*others, score]
-            part = given.out.with_name(given.out.name + ".part")
-            part.write_text(json.dumps(held, indent=1) + "\n")
-            os.replace(part, given.out)
+            score = {"task": subtask, "steps" if subtask == LEDGER else "length": length, "samples": len(marks)}
+            score |= {"score": round(sum(marks) / len(marks), 1)}
+            held["scores"] = [*(one for one in held["scores"] if place(one) != (subtask, length)), score]
+            put(given.out, lambda part: part.write_text(json.dumps(held, indent=1) + "\n"))
             print(*score.values(), flush=True)
     for length in given.lengths:
         scores = [one["score"] for one in held["scores"] if one.get("length") == length]

@@ -35,7 +35,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvbench.model import Checkpoint
+from kvbench.model import EMBEDDED_MODELS, Checkpoint
 from kvbench.reference import data, recipe, tokenizer
 from kvbench.reference.model import Llama, shapes
 from kvbench.reference.recipe import Recipe
@@ -206,10 +206,8 @@ class Training:
     def warm(self) -> None:
         """Compiles, and leaves everything as it is."""
         length = self.recipe.stages[0][1]
-        shape, pairs = (
-            (max(1, self.recipe.tokens // length), length + 1),
-            (len(self.recipe.offsets), self.recipe.places),
-        )
+        shape = max(1, self.recipe.tokens // length), length + 1
+        pairs = len(self.recipe.offsets), self.recipe.places
         kinds, looked = np.zeros(shape[0], np.int8), np.zeros(pairs, np.int64)
         made = data.Batch(np.zeros(shape, np.uint16), np.ones(shape, np.float16), kinds, looked, looked)
         losses, _, ahead = self.losses(made)
@@ -360,7 +358,7 @@ def main() -> int:
         if given.tokenizer:
             tokenizer.learn(data.corpus(), recipe.VOCABULARY, given.out)
         else:
-            for path in (Path(__file__).parent / "v2").glob("tokenizer*.json"):
+            for path in EMBEDDED_MODELS["reference_v2"].glob("tokenizer*.json"):
                 copyfile(path, given.out / path.name)
     steps = math.inf if given.steps is None else given.steps
     return train(training, given.device, given.workers, 60 * given.pause, steps, given.weights)
