@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from kvbench import catalogue
-from kvbench.settings import SettingError, answered
+from kvbench.settings import ContractError, SettingError, answered
 
 MANY = {"-m", "--multirun"}
 
@@ -66,6 +66,8 @@ def cell(config: DictConfig) -> None:
         if log is not None:
             log.failed(runs, error)
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # for whoever asks for the sweep's state
+            if isinstance(error, ContractError):
+                refuse(f"{' '.join(HydraConfig.get().overrides.task)}: {error}")
             Path(HydraConfig.get().runtime.output_dir, "failed").write_text(
                 f"{type(error).__name__}: {error}\n", encoding="utf-8", errors="backslashreplace"
             )
@@ -130,6 +132,9 @@ def main() -> int:
             options = [argument for argument in sys.argv[1:] if argument.startswith("-") and argument not in MANY]
             sys.argv[1:] = ["-m", *asked.overrides, f"hydra.sweep.dir={swept.folder}", *options]
         cell()
+    except ContractError as error:
+        refuse(str(error))
+        return 1
     except Exception as error:
         line = catalogue.one_line(error)
         if line is None:

@@ -8,9 +8,11 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
+from tqdm import tqdm
 
 from kvbench.prompt import Prompt
 from kvbench.run import Run
+from kvbench.settings import ContractError
 from kvbench.store import RunFolder
 from kvbench.task import Sample
 from kvbench.timing import clear, forget_peak
@@ -27,12 +29,16 @@ class Company:
     what one that was alone from the beginning raises is raised.
     """
 
-    def __init__(self, runs: Mapping[RunFolder, Run], make: Callable[[Run], "Reader"]) -> None:
-        self.runs, self.most = runs, len(runs)  # how many prompts are read for at once
+    def __init__(
+        self, runs: Mapping[RunFolder, Run], make: Callable[[Run], "Reader"], reload: Callable[[], None]
+    ) -> None:
+        """`make` gives the reader of a run; `reload`: the next that are made get a model that is loaded anew."""
+        self.runs, self.make, self.reload = runs, make, reload
+        self.most = len(runs)  # how many prompts are read for at once
         self.readers: dict[RunFolder, Reader] = {}
-        for folder, run in runs.items():
+        for folder in runs:
             with self._leaving(folder):
-                self.readers[folder] = make(run)
+                self.readers[folder] = make(runs[folder])
 
     def answer(self, folders: Sequence[RunFolder], batch: Batch) -> Iterator[tuple[RunFolder, list[dict]]]:
         """The records of these runs, of each as soon as they are made; of one that leaves none."""
@@ -85,7 +91,7 @@ class Company:
     def _fewer(self, count: int) -> None:
         """There was not memory enough for so many."""
         self.most = (count + 1) // 2
-        print(f"kvbench: no memory for {count} runs at once: {self.most} from now on", file=sys.stderr)
+        tqdm.write(f"kvbench: no memory for {count} runs at once: {self.most} from now on", file=sys.stderr)
         for reader in self.readers.values():
             reader.drop()
         clear(next(iter(self.runs.values())).device)
@@ -101,12 +107,20 @@ class Company:
             self._leave(folder, error)
 
     def _leave(self, folder: RunFolder, error: BaseException) -> None:
+        """Go on without a run that failed. The others read the sample again: it may have spoiled what they share."""
         self.readers.pop(folder, None)
+        for reader in self.readers.values():
+            reader.drop()
+        if isinstance(error, ContractError) and error.spoils_model:
+            self.reload()
+            for other in list(self.readers):
+                with self._leaving(other):
+                    self.readers[other] = self.make(self.runs[other])
         groups = self.runs[folder].groups
         label = " ".join(f"{group}={own['name']}" for group, own in groups.items())
         budget = self.runs[folder].budget.value
-        reason = f"{type(error).__name__}: {error}"
-        print(f"kvbench: {label} budget={budget} is left to its own cell: {reason}", file=sys.stderr)
+        reason = str(error) if isinstance(error, ContractError) else f"{type(error).__name__}: {error}"
+        tqdm.write(f"kvbench: {label} budget={budget} is left to its own cell: {reason}", file=sys.stderr)
 
 
 def read(readers: Sequence["Reader"], batch: Batch) -> list[float]:

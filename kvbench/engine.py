@@ -5,8 +5,9 @@ the layer is cut to its quota, and only then the next block is read. Decoding is
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -15,12 +16,13 @@ from kvbench.allocator import Allocator
 from kvbench.blocks import SHORT, Blocks
 from kvbench.budget import Budget
 from kvbench.decoding import Decoder, GrowingRows, appends
+from kvbench.guard import Handed, copy_containers, readings, state_of, without_gradients
 from kvbench.kernels.implementation import FAST
 from kvbench.layer import Choice, Course, Layer, Layers
-from kvbench.method import Reading, State, Words
+from kvbench.method import Method, Reading, State, Words
 from kvbench.model import attached, forward, layout, make_cache, weights_of
 from kvbench.rows import Bytes, size
-from kvbench.settings import SettingError, number
+from kvbench.settings import ContractError, SettingError, number
 from kvbench.steady import SteadyRows, repeats, steady
 from kvbench.timing import now
 
@@ -106,6 +108,7 @@ class Context:
         self.stamps: list[float] = []  # seconds from the start of `generate` to each of its tokens, but for capturing
         self.capture_ms = 0.0  # what capturing graphs took
         self.decoding = "modules"  # or "graph": what read the answer's tokens
+        self.lent: list[tuple[int, ref[Tensor]]] = []  # layer, keys or values that other contexts may hold (together)
         self.decoder: Decoder | None = None  # reads the answer that is under way; what it has read is not counted yet
         usable = compile and capturable(model) and appends(choice)
         self.weights = weights_of(model) if usable else None  # of models that can be decoded in a graph
@@ -115,7 +118,7 @@ class Context:
         """The layers that hold rows (all but sliding-window layers)."""
         return [layer for layer in self.layers if layer is not None]
 
-    @torch.inference_mode()
+    @without_gradients
     def prefill(self, ids: Tensor, each: Callable[[Tensor], None] | None = None) -> Tensor:
         """Read the prompt in blocks, cutting after each. Returns the last token's logits (B, vocab). `each` is given
         every block's (B, tokens, vocab), which were computed over the rows held before it and the block.
@@ -124,7 +127,7 @@ class Context:
         if self.choice.method.one_block and self.block_size is not None and self.block_size < prompt:
             raise SettingError(f"block_size={self.block_size}: {self.choice.method.name} needs the prompt as one block")
         self.begin(prompt)
-        readings, size = self._readings(ids), self.block_size or prompt
+        again, size = self._readings(ids), self.block_size or prompt
         captured = self.weights is not None and repeats(self.choice) and size <= SHORT and not each
         captured = captured and self.budget.of == "prompt"
         quota = self.budget.rows(prompt, prompt) if captured else None
@@ -134,7 +137,7 @@ class Context:
                 if quota is not None and self.seen < quota:  # blocks that fit the quota are cut by nothing: read as one
                     tokens = min(prompt - self.seen, max(size, min(quota - self.seen, MOST) // size * size))
                 block = ids[:, self.seen : self.seen + tokens]
-                rows = self.expect(tokens, max((reading.ids.shape[1] for reading in readings), default=0))
+                rows = self.expect(tokens, max((reading.ids.shape[1] for reading in again), default=0))
                 logits = self._read(block, self.course.quota, keep=0 if each else 1)
                 if each:
                     each(logits)
@@ -144,8 +147,8 @@ class Context:
                     Blocks(self.weights, self.own_layers, more, size, quota, self.seen).read()
                     self._went(more.shape[1])
             self.course.last = False
-            if readings:
-                self._reread(readings, rows)
+            if again:
+                self._reread(again, rows)
         last = logits[:, -1].clone() if each else logits[:, -1]  # a view would keep the block's alive
         return self.end(last)
 
@@ -167,8 +170,7 @@ class Context:
     def passed(self, tokens: int) -> None:
         """The tokens that were expected went through all layers, but not through this context's own cache."""
         self._went(tokens)
-        if self.course.quota is not None:
-            self._check()
+        self._check()
 
     def end(self, logits: Tensor) -> Tensor:
         """The prompt is read; `logits` (B, vocab) of its last token."""
@@ -185,11 +187,11 @@ class Context:
         quota = self.budget.rows(prompt, prompt)
         if not method.rereads or quota is None or quota >= prompt:
             return []
-        readings = list(method.readings(ids, self.course.prefix, self.words))
+        found = readings(method, ids, self.course.prefix, self.words, self.choice.exact)
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
-        if any(int(reading.ids.max()) >= vocabulary for reading in readings):
+        if any(int(reading.ids.max()) >= vocabulary for reading in found):
             raise SettingError(f"method: {method.name} lets the model read token ids above its last, {vocabulary - 1}")
-        return readings
+        return found
 
     def _reread(self, readings: list[Reading], quota: int) -> None:
         """Let the model read about the prompt, forget what it read but not what the method noted, and cut."""
@@ -211,7 +213,7 @@ class Context:
             layer.cut_after_readings(quota)
         self._check()
 
-    @torch.inference_mode()
+    @without_gradients
     def extend(self, ids: Tensor) -> Tensor:
         """Read further tokens (B, t) over the held rows; cut only if the method cuts while decoding. Returns logits
         (B, t, vocab).
@@ -242,28 +244,46 @@ class Context:
                 f"model: every layer has a sliding window of {self.window} tokens, no prompt may be longer"
             )
         self.course.quota = quota
+        for layer in self.own_layers:
+            layer.stamp()
         logits = forward(self.model, ids, self.cache, keep)
         self.seen += ids.shape[1]
-        if quota is not None:
-            self._check()
+        self._check()
         return logits
 
     def _check(self) -> None:
-        """FloatingPointError if a layer's scores were not numbers, ValueError if heads that should hold the same number
-        of rows do not: one look at the device for all layers.
+        """A block went through all layers: ContractError for what a hook did to them, or gave that only the device can
+        tell. The device is asked once for all layers, and not at all where nothing was noted.
         """
-        layers, name = self.own_layers, self.choice.method.name
-        flags = [flag for layer in layers for flag in (layer.broken, layer.uneven)]
-        found = torch.stack([flag.to(next(self.model.parameters()).device) for flag in flags]).view(-1, 2).tolist()
-        for layer, (broken, uneven) in zip(layers, found, strict=True):
-            if broken:
-                raise FloatingPointError(f"{name}: scores of layer {layer.index} are not numbers")
-            if uneven:
-                raise ValueError(
-                    f"{name}: heads of layer {layer.index} that should hold the same number of rows do not"
-                )
+        for layer in self.own_layers:
+            layer.check_stamped()
+        quota, allocator = self.course.quota, self.choice.allocator
+        if quota is not None and not self.choice.method.allots:
+            self._check_total(quota, f"allocator={allocator.name}")
+        noted = [(line, flag) for layer in self.own_layers for line, flag in layer.guard.faults.items()]
+        if not noted:
+            return
+        device = next(self.model.parameters()).device
+        found = torch.stack([flag.to(device) for _, flag in noted]).tolist()
+        for (line, _), wrong in zip(noted, found, strict=True):
+            if wrong:
+                raise ContractError(line)
+        for layer in self.own_layers:
+            layer.guard.faults.clear()
 
-    @torch.inference_mode()
+    def _check_total(self, quota: int, owner: str) -> None:
+        """Note it if the layers that share the budget hold more rows than `quota` a head, on average."""
+        own = self.own_layers
+        layers = [layer for layer in own if layer.index in layer.cut_layers]
+        if not layers or all(layer.rows.even and layer.rows.longest_head <= quota for layer in layers):
+            return
+        device = next(self.model.parameters()).device
+        held = sum(layer.rows.counts().sum(-1).to(device) for layer in layers)  # (B,)
+        limit = quota * sum(layer.rows.shape[1] for layer in layers)
+        line = f"{owner}: the layers hold more rows than the budget, {quota} a head on average"
+        layers[0].guard.note(lambda: (held > limit).any(), line)
+
+    @without_gradients
     def generate(
         self,
         max_new_tokens: int,
@@ -332,7 +352,7 @@ class Context:
         first += max(0, -((first - free - 1) // method.decode_interval)) * method.decode_interval
         return first if first <= left else None
 
-    @torch.inference_mode()
+    @without_gradients
     def reserve(self, tokens: int) -> None:
         """Make room for an answer of `tokens`, or up to its first cut, as reading it would: then `bytes` counts it."""
         self._leave()
@@ -381,7 +401,7 @@ class Context:
         ever = quota is not None and quota == self._kept(self.seen + left) and repeats(self.choice)
         return quota if ever and steady(self.own_layers, quota) else None
 
-    @torch.inference_mode()
+    @without_gradients
     def _leave(self) -> None:
         """Count what the graph of an answer has read, if there is one: what is asked for now comes behind it."""
         if self.decoder is None:
@@ -408,9 +428,13 @@ class Context:
         """Whatever is read inside is forgotten afterwards; the compressed context is shared, not computed again."""
         self._leave()
         marks = [layer.mark() for layer in self.own_layers]
+        lent = self._lent()
         sliding = [(c.keys, c.values, c.cumulative_length) for c in self._sliding()]
         before = {name: getattr(self, name) for name in ("seen", "since_cut", "drawn", "logits")}
-        shared = dict(self.own_layers[0].state.shared)
+        shared = copy_containers(self.own_layers[0].state.shared)
+        kept = self.own_layers[0].guard.handed()
+        for name, tensor in state_of({"state.shared": shared}):
+            kept.add(name, tensor)
         course = dict(vars(self.course))
         try:
             yield
@@ -427,6 +451,20 @@ class Context:
             vars(self.course).update(course)
             self.own_layers[0].state.shared.clear()
             self.own_layers[0].state.shared.update(shared)
+        for layer, mark in zip(self.own_layers, marks, strict=True):
+            layer.check_mark(mark)
+        for written, hook in ((kept, "a hook"), (lent, "a hook that kept a reference to what it was handed")):
+            if found := written.written():
+                self.own_layers[0].guard.report(f"method={self.choice.method.name}", hook, found)
+
+    def _lent(self) -> Handed:
+        """What other contexts still hold of the keys and values that this context's method was handed."""
+        found = self.own_layers[0].guard.handed()
+        own = {id(tensor) for layer in self.own_layers for _, tensor in layer.rows.named_tensors()}
+        for index, reference in self.lent:
+            if (tensor := reference()) is not None and id(tensor) not in own:
+                found.add(f"keys or values of layer {index}, which other runs share", tensor)
+        return found
 
     def _sliding(self) -> list:
         return [own for own, layer in zip(self.cache.layers, self.layers, strict=True) if layer is None]
@@ -444,6 +482,25 @@ class Context:
     def full_bytes(self) -> int:
         """Bytes that keys and values of all tokens seen would take."""
         return self.sliding_bytes() + sum(layer.full_bytes() for layer in self.own_layers)
+
+
+def rehearse(model: torch.nn.Module, choice: Choice, words: Words, ids: Tensor) -> None:
+    """Read a short prompt `ids` (1, n), cut it to half, and decode a few tokens, with exact guards: ContractError for a
+    hook that writes into what it is handed by whatever way. The model is left as it was.
+    """
+    method = choice.method
+    if type(method) is Method and not choice.codec.packs:  # the full cache has no hooks
+        return
+    if method.decoding:
+        method = replace(method, decode_interval=1, decode_size=None)
+    own = replace(choice, method=method, exact=True)
+    for block in {None} if method.one_block else {None, ids.shape[1] // 2}:
+        context = Context(model, own, Budget(0.5), block, (0,) * len(ids), 0, words, compile=False)
+        context.prefill(ids)
+        with context.branch():
+            context.extend(ids[:, :2])
+        for _ in context.generate(3, Sampling(), frozenset()):
+            pass
 
 
 def capturable(model: torch.nn.Module) -> bool:

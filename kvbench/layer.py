@@ -3,13 +3,22 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from weakref import proxy
+from weakref import proxy, ref
 
 import torch
 from torch import Tensor
 
 from kvbench.allocator import Allocator, settle
 from kvbench.codec import Codec, Plain
+from kvbench.guard import (
+    Guard,
+    GuardedAllocator,
+    GuardedCodec,
+    GuardedMethod,
+    Handed,
+    copy_containers,
+    state_of,
+)
 from kvbench.kernels.attend import attend, attend_ragged
 from kvbench.kernels.implementation import FAST
 from kvbench.method import Method, Seen, State, shrink
@@ -37,11 +46,12 @@ class Course:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a cache is made with."""
+    """What a cache is made with. `exact`: guards compare copies of all that hooks are handed (see kvbench.guard)."""
 
     method: Method
     allocator: Allocator
     codec: Codec
+    exact: bool = False
 
     @property
     def token_by_token(self) -> bool:
@@ -61,13 +71,18 @@ class Layer:
     def __init__(self, index: int, layers: int, choice: Choice, course: Course, state: State, cache: Layers):
         self.index, self.layers, self.choice, self.course, self.cache = index, layers, choice, course, proxy(cache)
         self.state = State(state.seeds, {}, state.shared)
-        self.rows = LayerRows(choice.codec)
+        self.guard = Guard(index, choice.exact)
+        self.method, self.allocator = (
+            GuardedMethod(choice.method, self.guard),
+            GuardedAllocator(choice.allocator, self.guard),
+        )
+        self.rows = LayerRows(GuardedCodec(choice.codec, self.guard))
+        self.stamped = Handed(choice.exact)  # what a hook may have kept a reference to, as the engine left it
+        self.output_weight: ref[Tensor] | None = None  # W_o of the model's layer, once a hook was handed it
         self.evicted: Tensor | None = None  # (B, H) tokens whose rows are gone
         self.shown: Seen | None = None  # of this block, while the layer may be cut (again) later
         self.shares: tuple[tuple[int, ...], Tensor] | None = None  # quotas and rows per head at the last uneven cut
         self.protected = torch.tensor(0)  # most rows a head protected at the last cut
-        # looked at when the block is through all layers: a score was not a number; a cut left other than it should
-        self.broken, self.uneven = torch.tensor(False), torch.tensor(False)
         self.peak_rows = 0  # most rows a head held after a cut, or after a block of a prompt that is not cut
         self.peak_attended = 0  # most rows a head ever attended over
         self.weight = 0  # bytes at the last weighing
@@ -82,12 +97,30 @@ class Layer:
         self.token_bytes = 2 * keys[:, :, 0].nbytes
         if self.rows.tail_keys is not before:
             self.weigh()
+        self.stamp()
+
+    def stamp(self) -> None:
+        """Note in which state the engine leaves the layer's tensors while a block is read. `check_stamped` finds out
+        whether a method that kept a reference to what it was handed wrote to them.
+        """
+        self.stamped = Handed(self.choice.exact)
+        for name, tensor in self.rows.named_tensors():
+            self.stamped.add(name, tensor)
+        self.stamped.add("seen.output_weight", self.output_weight and self.output_weight())
+
+    def check_stamped(self) -> None:
+        """ContractError if a tensor was written to since `stamp`. No tensor is kept alive any longer for that."""
+        stamped, self.stamped = self.stamped, Handed(self.choice.exact)
+        if written := stamped.written():
+            owner = f"method={self.choice.method.name}"
+            self.guard.report(owner, "a hook that kept a reference to what it was handed", written)
 
     def adopt(self, other: "Layer") -> None:
         """Hold what another layer has just read, in its storage (see `LayerRows.adopt`)."""
         self.rows.adopt(other.rows)
         self.token_bytes = other.token_bytes
         self.weigh()
+        self.stamp()
 
     def attend(
         self,
@@ -97,15 +130,16 @@ class Layer:
         rotation: Callable[[Tensor], tuple[Tensor, Tensor]],
     ) -> Tensor:
         """Outputs (B, Hq, T, d) of the block's queries over all rows; the layer is cut before this returns."""
-        method, course, rows = self.choice.method, self.course, self.rows
+        method, course, rows = self.method, self.course, self.rows
         view = Lazy(rows.view)
         look, rolled = None, None
         if course.decoding:
             first = rows.seen - queries.shape[2]
             here = {"layer": self.index, "layers": self.layers, "first": first, "prompt": course.prompt}
             here |= {"scaling": scaling, "quota": course.look}
-            look = method.read(queries, view, here, self.state)
-        if method.rolls and not (rows.even and rows.longest_head == rows.seen):
+            if type(self.choice.method).read is not Method.read:
+                look = method.read(queries, view, here, self.state, rows.longest_head)
+        if self.choice.method.rolls and not (rows.even and rows.longest_head == rows.seen):
             rolled = by_slot(queries, view(), rotation)
         outputs, lse = self.look(queries, scaling, look, rolled)
         self.take(queries, outputs, lse, scaling, output_weight, rotation, view)
@@ -124,12 +158,15 @@ class Layer:
         """What follows attention over the rows that are in `view`: the method is asked and the layer is cut."""
         method, course, rows = self.choice.method, self.course, self.rows
         first = rows.seen - queries.shape[2]
+        if self.output_weight is None:
+            self.output_weight = ref(output_weight)
+            self.stamp()
         seen = Seen(
             queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,
             first, course.prompt, course.last, course.decoding, self.cut_layers, course.prefix, course.about,
         )  # fmt: skip
         if type(method).update is not Method.update:
-            rows.columns = {**rows.columns, **method.update(seen, view(), self.state)}
+            rows.columns = {**rows.columns, **self.method.update(seen, view(), self.state)}
             view = Lazy(rows.view)
             self.weigh()
         if course.quota is not None:
@@ -137,11 +174,13 @@ class Layer:
         elif method.rereads and course.last:
             self.shown = without_tensors(seen)
         if course.last:
-            method.forget(self.state)
+            self.method.forget(self.state)
             self.weigh()
         if course.decoding and self.choice.codec.packs:
             rows.flush()
             self.weigh()
+        self.check_stamped()
+        self.stamp()
         through = not any(self.cache[self.index + 1 :])  # the block is through all layers
         if through and (course.quota is not None or not course.decoding):
             for layer in filter(None, self.cache):
@@ -197,14 +236,13 @@ class Layer:
         method, allocator, shared = self.choice.method, self.choice.allocator, self.state.shared
         if self.index not in seen.cut_layers:
             return
-        quotas = allocator.layer(nominal, seen, view, shared)
-        quotas = (quotas,) * len(self.state.seeds) if isinstance(quotas, int) else quotas
-        allotted = method.allot(nominal, seen, self.state).cpu() if method.allots else None
+        quotas = self.allocator.layer(nominal, seen, view, shared)
+        heads = self.rows.shape[1]
+        allotted = self.method.allot(nominal, seen, self.state, heads).cpu() if method.allots else None
         again = allocator.cascades and not seen.decoding and seen.tokens > nominal
         if again or self.exceeds(min(quotas), allotted):
             rows = view()
-            scores = method.score(seen, rows, self.state).to(rows.mass.dtype) if method.scores else rows.mass
-            self.broken = self.broken | (scores.isnan() & rows.present).any()
+            scores = self.method.score(seen, rows, self.state).to(rows.mass.dtype) if method.scores else rows.mass
             scores = bounded(scores)
             if again:
                 rows = replace(rows, columns={**rows.columns, SCORE: scores})
@@ -212,7 +250,7 @@ class Layer:
             if self.exceeds(min(quotas), allotted):
                 self.divide(rows, scores, quotas, seen, allotted)
         if allocator.cascades and not seen.decoding:
-            for index, less in allocator.earlier(nominal, seen, shared).items():
+            for index, less in self.allocator.earlier(nominal, seen, shared).items():
                 self.cache[index].trim(less)
             if self.index == seen.cut_layers[-1]:
                 for index in seen.cut_layers:
@@ -232,7 +270,7 @@ class Layer:
 
     def divide(self, rows: Rows, scores: Tensor, quotas: tuple[int, ...], seen: Seen, allotted: Tensor | None) -> None:
         """Share each sample's rows per head among the heads, unless the method allotted them, and cut them."""
-        method, heads = self.choice.method, self.choice.allocator.heads
+        method, heads = self.method, self.allocator.heads
         protected = by_sample(quotas, lambda own, quota: shrink(method.protect(seen, rows, quota), rows, quota)[own])
         scores = marked(scores, protected, rows)
         frozen = allotted is None and seen.decoding and self.shares is not None
@@ -244,7 +282,7 @@ class Layer:
         else:
             counts = rows.present.sum(-1).minimum(allotted.to(rows.mass.device))
         self.protected = protected.sum(-1).max()
-        safe = self.choice.allocator.safe
+        safe = self.allocator.safe
         kept = protected | by_sample(quotas, lambda own, quota: safe(scores[own], protected[own], quota))
         if frozen:  # a head's share of another quota may have room for fewer rows than are safe at this one
             kept = protected | (kept & method.select(scores, counts))
@@ -301,15 +339,13 @@ class Layer:
         gone = (before.mass.sum(-1) - after.mass.sum(-1)).round().long()
         self.evicted = gone if self.evicted is None else self.evicted + gone
         self.rows.keep(after, even=self.even, merged=self.choice.method.merges, each=each)
-        if each is not None:
-            self.uneven = self.uneven | (self.rows.lengths != each).any()
         self.weigh()
 
     def cut_after_readings(self, quota: int) -> None:
         """Cut a layer that the model has read about."""
         self.cut(self.shown, Lazy(self.rows.view), quota)
         self.shown = None
-        self.choice.method.forget(self.state)
+        self.method.forget(self.state)
         self.weigh()
 
     def settle(self) -> None:
@@ -336,14 +372,24 @@ class Layer:
     def mark(self) -> dict:
         """Everything `rewind` needs; storages are shared, not copied."""
         own = {k: v for k, v in vars(self).items() if k not in ("rows", "state", "cache", "course")}
-        return {"own": own, "attended": list(self.attended), "rows": self.rows.mark(), "state": dict(self.state.layer)}
+        state, kept = copy_containers(self.state.layer), self.guard.handed()
+        for name, tensor in [*state_of({"state": state}), *state_of({"rows.columns": self.rows.columns})]:
+            kept.add(name, tensor)
+        return {"own": own, "attended": list(self.attended), "rows": self.rows.mark(), "state": state, "kept": kept}
 
     def rewind(self, mark: dict) -> None:
         """Return to a mark."""
         vars(self).update(mark["own"])
         self.attended = list(mark["attended"])
         self.rows.rewind(mark["rows"])
-        self.state.layer = dict(mark["state"])
+        self.state.layer = copy_containers(mark["state"])
+
+    def check_mark(self, mark: dict) -> None:
+        """ContractError if the method wrote into tensors that it remembered at the mark: what it saw after one question
+        would change the answer to the next.
+        """
+        if written := mark["kept"].written():
+            self.guard.report(f"method={self.choice.method.name}", "a hook", written)
 
 
 def bounded(scores: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ as many rows as it may keep; and a *tail* (B, H, capacity, d) of what was read s
 takes both over when the prefill ends, and from then on each tail once it was attended to.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -155,7 +156,7 @@ class LayerRows:
         columns = {name: pad(column, (0, keys.shape[2] - column.shape[2])) for name, column in self.columns.items()}
         if mass is None:
             mass = torch.ones(batch, heads, keys.shape[2], dtype=mass_dtype(keys), device=keys.device)
-        return Rows(keys, values, places, mass, columns)
+        return Rows(keys, values, places, mass, MappingProxyType(columns))
 
     def keep(self, rows: Rows, even: bool, merged: bool, each: int | None = None) -> None:
         """Hold the rows with mass > 0 and free everything else. `even`: all heads have the same number of them, `each`
@@ -166,10 +167,7 @@ class LayerRows:
         self.lengths, self.starts, self.even = present.sum(-1), None, even
         if each is None or not present.is_cuda:
             lengths = self.lengths.flatten().tolist()
-            each = max(lengths)
-            if even and min(lengths) != each:
-                raise ValueError(f"heads that should hold the same number of rows hold {self.lengths.tolist()}")
-            total = sum(lengths)
+            each, total = max(lengths), sum(lengths)
         else:
             total = self.lengths.numel() * each
         self.longest, index = each, find(present, total)
@@ -235,6 +233,16 @@ class LayerRows:
         used = tail * self.tail // self.tail_keys.shape[2] if tail else 0
         metadata = size([self.places, self.mass, self.lengths, self.starts])
         return Bytes(packed + used, metadata, size(self.columns.values()), tail - used)
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor held, with a name for messages."""
+        found = {"keys": self.tail_keys, "values": self.tail_values, "places": self.places, "mass": self.mass}
+        found |= {"lengths": self.lengths} | {f"columns[{name!r}]": own for name, own in self.columns.items()}
+        if self.stored is not None:
+            names = ("keys", "values") if isinstance(self.stored, Plain) else ()
+            stored = self.stored.tensors()
+            found |= {f"held {names[i] if names else f'tensor {i}'}": own for i, own in enumerate(stored)}
+        yield from ((name, own) for name, own in found.items() if own is not None)
 
     def mark(self) -> dict[str, object]:
         """What `rewind` needs to come back here: no copies, since nothing below the tail's end is ever overwritten."""

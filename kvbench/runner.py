@@ -20,20 +20,22 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvbench.company import Company
-from kvbench.engine import Context
+from kvbench.engine import Context, rehearse
+from kvbench.guard import ask, readings
 from kvbench.held import trim
 from kvbench.model import stop_tokens
 from kvbench.prompt import Prompt, encode_all, template_tokens, words
 from kvbench.run import DTYPES, Run
-from kvbench.settings import SettingError
+from kvbench.settings import ContractError, SettingError, number
 from kvbench.sources import revision
 from kvbench.store import RunFolder, claim_all, claims
 from kvbench.survival import evidence, survived
-from kvbench.task import Sample
+from kvbench.task import Graded, Sample
 from kvbench.timing import forget_peak, now, peak
 
 UNGRADED = {"score": None, "answer": None, "also": {}}
 ASKED = 1000  # characters of a question that are recorded
+WARM_UP = tuple(range(64))  # token ids
 
 
 @dataclass
@@ -54,7 +56,20 @@ class Bench:
 
     @property
     def model(self) -> torch.nn.Module:
-        return self._once("model", lambda: self.run.checkpoint.weights(DTYPES[self.run.dtype], self.run.device))
+        def load() -> torch.nn.Module:
+            try:
+                return self.run.checkpoint.weights(DTYPES[self.run.dtype], self.run.device)
+            except torch.cuda.OutOfMemoryError:
+                raise SettingError(
+                    f"model={self.run.checkpoint.name}: its weights do not fit into the GPU's memory; a smaller model, "
+                    "a smaller dtype, or model.device_map=auto"
+                ) from None
+
+        return self._once("model", load)
+
+    def reload_model(self) -> None:
+        """Load the weights anew when they are needed next: a method wrote into them."""
+        self.loaded.pop("model", None)
 
     @property
     def prompts(self) -> dict[str, tuple[Sample, Prompt]]:
@@ -91,7 +106,7 @@ def execute_all(runs: Sequence[Run], results: Path, bench: Bench) -> list[RunFol
                 raise SettingError(f"task: {sample.uid} needs {need} tokens, the model takes {longest}")
         for run in open_.values():
             check_readings(run, bench, longest)
-    company = Company(open_, partial(Reader, bench=bench))
+    company = Company(open_, partial(Reader, bench=bench), bench.reload_model)
     name = runs[0].groups["method"]["name"] if len(runs) == 1 else f"{len(open_)} together"
     with ExitStack() as stack:
         for folder in open_:
@@ -149,7 +164,7 @@ def check_readings(run: Run, bench: Bench, longest: int) -> None:
         if prompt.earlier:  # nothing is cut at a later turn
             continue
         ids = torch.tensor([prompt.context if run.question == "hidden" else prompt.ids])
-        most = max(reading.ids.shape[1] for reading in method.readings(ids, prompt.prefix, words(bench.tokenizer)))
+        most = max(reading.ids.shape[1] for reading in readings(method, ids, prompt.prefix, words(bench.tokenizer)))
         quota = run.budget.rows(ids.shape[1], ids.shape[1])
         if quota is not None and quota < ids.shape[1] and ids.shape[1] + most > longest:
             raise SettingError(
@@ -209,8 +224,20 @@ class Reader:
         self.opening: Opening | None = None
         self.prefill_ms, self.shared = 0.0, 1
         self.peak = 0  # bytes on a GPU since the context was begun, but for what looking at it took
-        self._read(Opening((tuple(range(64)),), ("warm-up",)))  # the first pass pays for what later ones find ready
+        self.warm_up()
+
+    def warm_up(self) -> None:
+        """Read a short prompt, once to pay for what later ones find ready, and once with exact guards, so that a hook
+        that writes into what it is handed is found before it can spoil a sample. Where there is no memory for it, the
+        samples' records will say so.
+        """
+        with suppress(torch.cuda.OutOfMemoryError):
+            self._read(Opening((WARM_UP,), ("warm-up",)))
+            self.drop()
+            rehearse(self.model, self.choice, words(self.tokenizer), self._tensor([WARM_UP]))
         self.drop()
+        if self.run.device != "cpu":
+            torch.cuda.empty_cache()
 
     def answer(self, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
         """One record for each sample of a batch of prompts of one length, or of all turns of a conversation."""
@@ -237,11 +264,21 @@ class Reader:
         """What was measured, scored."""
         records = []
         for (sample, prompt), found in zip(batch, measured, strict=True):
-            grade = None if found["error"] else self.run.task.score(sample, found["output"])
+            grade = None if found["error"] else self._grade(sample, found["output"])
             graded = {"score": grade.score, "answer": grade.answer, "also": dict(grade.also)} if grade else UNGRADED
             found |= graded | {"seconds": time.perf_counter() - started}
             records.append(self._identity(sample, prompt) | found)
         return records
+
+    def _grade(self, sample: Sample, output: str) -> Graded:
+        """What the task says the output is worth; ContractError for what is no score from 0 to 100."""
+        owner = f"task={self.run.task_settings.get('name')}"
+        grade = ask(owner, "score", lambda: self.run.task.score(sample, output), f" of {sample.uid}")
+        score = getattr(grade, "score", None)
+        if not number(score) or not 0 <= score <= 100:
+            shown = score if isinstance(grade, Graded) else type(grade).__name__
+            raise ContractError(f"{owner}: score of {sample.uid} returned {shown}, expected a number from 0 to 100")
+        return grade
 
     def measure(self, sample: Sample, prompt: Prompt) -> dict:
         """What the answer to one prompt is and what it cost, not scored."""

@@ -17,6 +17,17 @@ class SettingError(ValueError):
     """A setting cannot be used. The message is one line: `setting=value: what is allowed`."""
 
 
+class ContractError(RuntimeError):
+    """A method, an allocator, a codec or a task broke its contract. The message is one line that names it and its hook.
+
+    `spoils_model` says that the weights of the model were changed: whoever holds the model must load it again.
+    """
+
+    def __init__(self, message: str, spoils_model: bool = False) -> None:
+        super().__init__(message)
+        self.spoils_model = spoils_model
+
+
 class Arguments(ArgumentParser):
     """What the command `python -m <module>` takes; SettingError, with its usage, for anything else."""
 
@@ -28,15 +39,16 @@ class Arguments(ArgumentParser):
 
 
 def answered(work: Callable[[], int | None]) -> int:
-    """The exit code of a command: `work`'s, or 2 and one line on stderr for a setting that cannot be used. Where nobody
-    reads what it prints any more (`| head -1`), it ends in silence.
+    """The exit code of a command: `work`'s; 2 and one line on stderr for a setting that cannot be used, 1 and one line
+    for a method or task that broke its contract. Where nobody reads what it prints any more (`| head -1`), it ends in
+    silence.
     """
     try:
         try:
             return work() or 0
-        except SettingError as error:
+        except (SettingError, ContractError) as error:
             print(f"kvbench: {error}", file=sys.stderr)
-            return 2
+            return 1 if isinstance(error, ContractError) else 2
         finally:
             print(end="", flush=True)  # now, not when Python ends
     except BrokenPipeError:

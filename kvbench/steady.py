@@ -21,6 +21,7 @@ from kvbench.layer import Choice, Layer, bounded
 from kvbench.method import Seen, shrink
 from kvbench.model import Weights
 from kvbench.rows import Rows, mass_dtype
+from kvbench.settings import ContractError
 
 BEGIN = 1 << 40  # place of the first token of every interval, larger than any prompt
 
@@ -89,19 +90,21 @@ class SteadyRows:
     def cut(self, index: int, queries: Tensor, outputs: Tensor) -> None:
         """Keep the quota's rows of a layer."""
         layer, quota = self.layers[index], self.quota
-        course, method, own = layer.course, layer.choice.method, {"implementation": self.implementation}
+        course, method, own = layer.course, layer.method, {"implementation": self.implementation}
         (keys, values), places = self.rows[index].unbind(), self.places[index]
         rows, first = Rows(keys, values, places, self.ones), BEGIN + self.size - queries.shape[2]
         seen = Seen(
             queries, outputs, None, self.weights.scaling, self.weights.blocks[index].output, self.weights.rotation,
             index, len(self.layers), first, course.prompt, False, course.decoding, layer.cut_layers, course.prefix,
         )  # fmt: skip
-        scores = method.score(seen, rows, layer.state).to(self.ones.dtype)
-        self.worst.copy_(torch.maximum(self.worst, scores.max()))
-        protected = method.protect(seen, rows, quota)
-        if protected is not None:
-            scores = bounded(scores).masked_fill(shrink(protected, rows, quota), torch.inf)
-        which = find(method.select(scores, self.quotas), self.quotas.numel() * quota, **own)
+        with layer.guard.unnoted():  # `worst` has it: nothing is added to a graph that runs for every token
+            scores = method.score(seen, rows, layer.state).to(self.ones.dtype)
+            self.worst.copy_(torch.maximum(self.worst, scores.max()))
+            protected = method.protect(seen, rows, quota)
+            if protected is not None:
+                scores = bounded(scores).masked_fill(shrink(protected, rows, quota), torch.inf)
+            kept = method.select(scores, self.quotas)
+        which = find(kept, self.quotas.numel() * quota, **own)
         spare = take(which, keys, values, into=tuple(self.spare.unbind()), **own)
         take(self.all, *spare, into=(keys[:, :, :quota], values[:, :, :quota]), **own)  # copy_ is slower: not dense
         places[..., :quota] = places.flatten()[which].view(*self.quotas.shape, quota) - self.size
@@ -119,9 +122,9 @@ class SteadyRows:
         return tokens.masked_fill(self.worst.isnan(), -1)
 
     def check(self) -> None:
-        """FloatingPointError if a score was not a number."""
+        """ContractError if a score was not a number."""
         if self.worst.isnan():
-            raise FloatingPointError(f"{self.layers[0].choice.method.name}: scores are not numbers")
+            raise ContractError(f"method={self.layers[0].choice.method.name}: score returned NaN")
 
     def back(self, step: int) -> int:
         """Begin where the layers are, with as many tokens to come read as this returns: `step` or fewer."""

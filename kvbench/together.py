@@ -3,17 +3,23 @@
 The model reads the prompt once, as one block. At every layer attention is computed once; then the contexts' layers,
 which refer to the same rows, are asked and cut one after the other, each as it would be alone. All methods want the
 log-sum-exps or none does: the two ways of attention round differently.
+
+A method that writes into rows which other contexts still hold is found as soon as its layer is done, so it is known
+which context is to blame. The rows are spoiled for all of them: the prompt has to be read again without it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from kvbench.engine import Context
+from kvbench.guard import version, without_gradients
 from kvbench.layer import Layer, Lazy
 from kvbench.model import attached, forward, make_cache
+from kvbench.settings import ContractError
 from kvbench.timing import Stamps, now
 
 
@@ -27,11 +33,11 @@ class Failed(Exception):
 
 class Together:
     """Layers of the same place in several contexts, as one layer for the model. `stamps`: behind attention, and behind
-    each of the layers.
+    each of the layers; `watched`: see `Watched`.
     """
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        self.layers = layers
+    def __init__(self, layers: Sequence[Layer], watched: "Watched") -> None:
+        self.layers, self.watched = layers, watched
         self.stamps: Stamps | None = None
 
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -41,6 +47,7 @@ class Together:
             first = copied.setdefault(layer.course.room, layer)
             if first is layer:
                 layer.append(keys, values)
+                self.watched.add(layer)
             else:
                 layer.adopt(first)
 
@@ -60,11 +67,34 @@ class Together:
         for number, layer in enumerate(self.layers):
             with blamed(number):
                 layer.take(queries, outputs, lse, scaling, output_weight, rotation, Lazy(layer.rows.view))
+                self.watched.check(f"method={layer.choice.method.name}")
             self.stamps.put()
         return outputs
 
 
-@torch.inference_mode()
+class Watched:
+    """Keys and values of the layers so far that several contexts may hold, with their versions. They are not kept
+    alive: once all contexts have cut a layer, nobody holds them any more.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[ref[Tensor], int, int]] = []  # tensor, version, layer
+
+    def add(self, layer: Layer) -> None:
+        """Watch what the layer has just read, as the engine left it."""
+        rows = layer.rows
+        self.tensors += [(ref(own), version(own), layer.index) for own in (rows.tail_keys, rows.tail_values)]
+
+    def check(self, owner: str) -> None:
+        """ContractError if something was written to since it was added; `owner` was asked last."""
+        for reference, before, index in self.tensors:
+            tensor = reference()
+            if tensor is not None and version(tensor) != before:
+                line = f"a hook wrote into the keys or values of layer {index}, which other runs share"
+                raise ContractError(f"{owner}: {line}")
+
+
+@without_gradients
 def prefill(contexts: Sequence[Context], ids: Tensor) -> list[float]:
     """Read the prompt `ids` (B, n) into all contexts, which have the same model and read it as one block. Returns the
     milliseconds of each: what all have in common and what it took itself. `Failed` names a context that cannot go on.
@@ -74,7 +104,8 @@ def prefill(contexts: Sequence[Context], ids: Tensor) -> list[float]:
     for context in contexts:
         context.begin(tokens)
         context.expect(tokens)
-    layers = [Together(own) for own in zip(*(context.layers for context in contexts), strict=True)]
+    watched = Watched()
+    layers = [Together(own, watched) for own in zip(*(context.layers for context in contexts), strict=True)]
     with attached(model):
         logits = forward(model, ids, make_cache(model, layers), keep=1)[:, -1]
     spent = 1000 * (now(device) - begin)
@@ -85,6 +116,7 @@ def prefill(contexts: Sequence[Context], ids: Tensor) -> list[float]:
         with blamed(number):
             context.passed(tokens)
             context.end(logits)
+            context.lent = [(index, reference) for reference, _, index in watched.tensors]
         own[number] += 1000 * (now(device) - begin)
     return [common + times for times in own]
 
