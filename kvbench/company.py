@@ -103,6 +103,8 @@ class Company:
             yield
         except Exception as error:
             if len(self.runs) == 1:
+                if spoils_model(error):
+                    self.reload()
                 raise
             self._leave(folder, error)
 
@@ -111,7 +113,7 @@ class Company:
         self.readers.pop(folder, None)
         for reader in self.readers.values():
             reader.drop()
-        if isinstance(error, ContractError) and error.spoils_model:
+        if spoils_model(error):
             self.reload()
             for other in list(self.readers):
                 with self._leaving(other):
@@ -121,6 +123,11 @@ class Company:
         budget = self.runs[folder].budget.value
         reason = str(error) if isinstance(error, ContractError) else f"{type(error).__name__}: {error}"
         tqdm.write(f"kvbench: {label} budget={budget} is left to its own cell: {reason}", file=sys.stderr)
+
+
+def spoils_model(error: BaseException | None) -> bool:
+    """Whether the weights of the model are not what they were."""
+    return isinstance(error, ContractError) and error.spoils_model
 
 
 def read(readers: Sequence["Reader"], batch: Batch) -> list[float]:

@@ -227,14 +227,13 @@ class Reader:
         self.warm_up()
 
     def warm_up(self) -> None:
-        """Read a short prompt, once to pay for what later ones find ready, and once with exact guards, so that a hook
-        that writes into what it is handed is found before it can spoil a sample. Where there is no memory for it, the
-        samples' records will say so.
+        """Read a short prompt, first with exact guards, so that a hook that writes into what it is handed is found
+        before it can spoil a sample, then once more to pay for what later prompts find ready. Where there is no memory
+        for it, the samples' records will say so.
         """
         with suppress(torch.cuda.OutOfMemoryError):
-            self._read(Opening((WARM_UP,), ("warm-up",)))
-            self.drop()
             rehearse(self.model, self.choice, words(self.tokenizer), self._tensor([WARM_UP]))
+            self._read(Opening((WARM_UP,), ("warm-up",)))
         self.drop()
         if self.run.device != "cpu":
             torch.cuda.empty_cache()

@@ -14,7 +14,7 @@ import torch
 
 from kvbench.run import Run
 from kvbench.runner import Bench, execute_all
-from kvbench.settings import SettingError, whole
+from kvbench.settings import ContractError, SettingError, whole
 
 
 def check(workers: object, device: str) -> int:
@@ -60,11 +60,11 @@ def environment(own: dict[str, str]) -> Iterator[None]:
 
 
 def work(companies: Sequence[Sequence[Run]], results: Path) -> None:
-    """What a process does. A setting that cannot be used is said by whoever asks for the records."""
+    """What a process does. What cannot be used, or breaks its contract, is said by whoever asks for the records."""
     Thread(target=follow, daemon=True).start()
     bench = Bench(companies[0][0])
-    with suppress(SettingError):
-        for runs in companies:
+    for runs in companies:
+        with suppress(SettingError, ContractError):
             execute_all(runs, results, bench)
 
 

@@ -550,10 +550,22 @@ def test_the_other_cells_of_a_group_are_what_they_are_alone(
     assert not folders[1].records() and not folders[1].finished
     honest = [folders[index] for index in (0, 2, 3)]
     assert all(folder.finished for folder in honest)
-    assert [plain(folder.records()) for folder in honest] == expected
+    assert [differences(plain(folder.records()), own) for folder, own in zip(honest, expected, strict=True)] == [[]] * 3
+    if "other runs share" in line:  # alone there is nobody whose rows it could spoil
+        return
     with pytest.raises(ContractError, match="method=tova: "):
         execute(runs[1], tmp_path, bench)
     assert not folders[1].records()
+
+
+def differences(found: dict, expected: dict) -> list:
+    assert found.keys() == expected.keys()
+    return [
+        (name, found[uid].get(name), own)
+        for uid, record in expected.items()
+        for name, own in record.items()
+        if found[uid].get(name) != own
+    ]
 
 
 @pytest.mark.parametrize("score", [1000.0, -1.0, float("nan"), float("inf"), None, "100", True])
