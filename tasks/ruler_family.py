@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from kvbench.tasks.ruler_fit import size
 from kvbench.tasks.ruler_texts import Texts
 from kvbench.tasks.ruler_wordings import Rendered
 
@@ -41,6 +42,30 @@ class Family:
     def fixed(self, tokens: Callable[[str], int]) -> dict[str, int]:
         """What the tokenizer alone decides, for `draw`."""
         return {}
+
+    # What follows is NVIDIA/RULER's own fitting (task.fit=upstream).
+
+    redraws: ClassVar[bool] = True  # each attempt at a sample is drawn anew
+
+    def increment(self, length: int) -> int:
+        """Units that a sample loses when it is too long: upstream's `incremental`."""
+        return 10
+
+    def floor(self, texts: Texts, index: int) -> int:
+        """The fewest units with which upstream's script can draw the sample."""
+        return 1
+
+    def shown(self, tokens: Callable[[str], int], rng: random.Random) -> tuple[dict[str, int], int]:
+        """What upstream fits before all samples: values for `draw`, and tokens that `sized` leaves out."""
+        return {}, 0
+
+    def sized(self, draws: dict[str, Any], texts: Texts) -> str:
+        """The text that upstream counts while it looks for the size of all samples."""
+        return self.render(draws, texts).prompt
+
+    def size(self, cost: Callable[[int], int], length: int, room: int) -> int:
+        """Units of all samples; `cost` gives the tokens of `sized`, which may be at most `room`."""
+        return size(cost, length, room, self.increment(length))
 
     def meta(self, draws: dict[str, Any], texts: Texts) -> dict[str, Any]:
         """What a record should know of the sample."""

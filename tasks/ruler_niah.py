@@ -87,6 +87,12 @@ class Niah(Family):
     def least(self, texts: Texts, length: int, index: int) -> int:
         return self.keys * self.values
 
+    def increment(self, length: int) -> int:
+        return 500 if self.haystack == "essay" else 5 if length < 4096 else 25
+
+    def floor(self, texts: Texts, index: int) -> int:
+        return 1 if self.haystack == "essay" else self.keys * self.values
+
     def meta(self, draws: dict[str, Any], texts: Texts) -> dict[str, Any]:
         """Depths: where each needle stands, in per cent, from the front."""
         essay = self.haystack == "essay"

@@ -48,6 +48,9 @@ class Documents(Family):
         questions = self._set(texts).questions
         return len(questions[index % len(questions)].documents)
 
+    def floor(self, texts: Texts, index: int) -> int:
+        return self.least(texts, 0, index)
+
     def meta(self, draws: dict[str, Any], texts: Texts) -> dict[str, Any]:
         return {"haystack": "none", "qa": texts.qa, "question": draws["question"]}
 

@@ -12,7 +12,7 @@ from string import ascii_uppercase
 from typing import Any, ClassVar
 
 from kvbench.tasks.ruler_family import Family
-from kvbench.tasks.ruler_fit import fit
+from kvbench.tasks.ruler_fit import fit, settle, size
 from kvbench.tasks.ruler_texts import Texts
 from kvbench.tasks.ruler_wordings import Rendered, wordings
 
@@ -31,9 +31,8 @@ class VariableTracking(Family):
         return {"example": example, **chain(5, units, rng)}
 
     def render(self, draws: dict[str, Any], texts: Texts) -> Rendered:
-        example, main = _render(draws["example"]), _render(draws)
-        # The prefix ends in a space, and upstream adds one before the example's answer.
-        solved = f"{example.prompt} {' '.join(example.answers)}\n\n"
+        main = _render(draws)
+        solved = f"{_solved(draws['example'])}\n"
         return Rendered(solved + main.context, main.question, main.answer_prefix, main.answers)
 
     def fixed(self, tokens: Callable[[str], int]) -> dict[str, int]:
@@ -41,6 +40,27 @@ class VariableTracking(Family):
 
     def least(self, texts: Texts, length: int, index: int) -> int:
         return HOPS + 1
+
+    def increment(self, length: int) -> int:
+        return 5 if length < 4096 else 10
+
+    def floor(self, texts: Texts, index: int) -> int:
+        return HOPS + 1
+
+    def shown(self, tokens: Callable[[str], int], rng: random.Random) -> tuple[dict[str, int], int]:
+        """Upstream fits the example as a sample of EXAMPLE_TOKENS, and gives every prompt this one with other names."""
+
+        def cost(units: int) -> int:
+            return tokens(_render(chain(3, units, rng)).prompt)
+
+        for units in settle(size(cost, EXAMPLE_TOKENS, EXAMPLE_TOKENS, 5), 5, HOPS + 1):
+            example = chain(3, units, rng)
+            if tokens(_render(example).prompt) <= EXAMPLE_TOKENS:
+                break
+        return {"example": units}, tokens(_solved(example))
+
+    def sized(self, draws: dict[str, Any], texts: Texts) -> str:
+        return _render(draws).prompt
 
 
 def chain(letters: int, units: int, rng: random.Random) -> dict[str, Any]:
@@ -60,6 +80,12 @@ def example_units(tokens: Callable[[str], int]) -> int:
         return tokens(_render(chain(3, HOPS + 1 + more, random.Random("vt example"))).prompt)
 
     return HOPS + 1 + (fit(cost, sys.maxsize, EXAMPLE_TOKENS) or 0)
+
+
+def _solved(draws: dict[str, Any]) -> str:
+    """The example with its answer. The prefix ends in a space, and upstream adds one before the answer."""
+    example = _render(draws)
+    return f"{example.prompt} {' '.join(example.answers)}\n"
 
 
 def _render(draws: dict[str, Any]) -> Rendered:

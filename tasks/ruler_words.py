@@ -6,11 +6,13 @@ fwe: coded words whose counts fall as rank^-2; the first rank is noise, the next
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import Any, ClassVar
 
 from kvbench.tasks.ruler_family import Family
+from kvbench.tasks.ruler_fit import bisect
 from kvbench.tasks.ruler_texts import Texts
 from kvbench.tasks.ruler_wordings import Rendered, wordings
 
@@ -40,10 +42,15 @@ class CommonWords(Family):
     def most(self, texts: Texts) -> int:
         return len(texts.pool)
 
+    def size(self, cost: Callable[[int], int], length: int, room: int) -> int:
+        most = int(length // (cost(4096) / 4096)) * 2
+        return bisect(cost, room, self.increment(length), most)
+
 
 @dataclass(frozen=True)
 class FrequentWords(Family):
     new_tokens: ClassVar[int] = 50
+    redraws: ClassVar[bool] = False  # a shorter sample keeps its coded words
 
     def draw(self, units: int, rng: random.Random, texts: Texts, length: int, **fixed: int) -> dict[str, Any]:
         """Units are what the counts add up to before each is rounded down."""
@@ -67,6 +74,16 @@ class FrequentWords(Family):
 
     def step(self, length: int) -> int:
         return max(1, (length - self.new_tokens) // 32)
+
+    def increment(self, length: int) -> int:
+        return self.step(length)
+
+    def size(self, cost: Callable[[int], int], length: int, room: int) -> int:
+        """One step below the first size that fills the room."""
+        units = (length - self.new_tokens) // 6
+        while cost(units) < room:
+            units += self.step(length)
+        return units - self.step(length)
 
 
 WORDS = (CommonWords("ruler_cwe"), FrequentWords("ruler_fwe"))

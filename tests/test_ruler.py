@@ -21,13 +21,14 @@ from scipy.special import zeta
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from kvbench import catalogue
 from kvbench.settings import SettingError
 from kvbench.task import Graded, Sample
 from kvbench.tasks import prose
-from kvbench.tasks.ruler import FAMILIES, SUBTASKS, Ruler, draw, least_units, load_texts, render
-from kvbench.tasks.ruler_fit import fit
+from kvbench.tasks.ruler import FAMILIES, FITS, SUBTASKS, Ruler, draw, least_units, load_texts, render
+from kvbench.tasks.ruler_fit import TRIES, fit, settle
 from kvbench.tasks.ruler_niah import DEPTHS, Niah
-from kvbench.tasks.ruler_vt import example_units
+from kvbench.tasks.ruler_vt import chain, example_units
 from kvbench.tasks.ruler_wordings import wordings
 from kvbench.tasks.sample_cache import tokenizer_hash
 
@@ -135,6 +136,126 @@ def test_fit_finds_the_edge_in_few_guesses(steps, room, most):
     affordable = [i for i in range(most + 1) if costs[i] <= room]
     assert found == (affordable[-1] if affordable else None)
     assert len(asked) <= 20
+
+
+def halve(low: int, high: int, fits) -> int | None:
+    """The last number that fits in a search by halves."""
+    if low > high:
+        return None
+    middle = (low + high) // 2
+    return (halve(middle + 1, high, fits) or middle) if fits(middle) else halve(low, middle - 1, fits)
+
+
+def upstreams(name: str, length: int, count, template: int, samples: int) -> list[tuple[int, str]]:
+    """Units and prompts as NVIDIA/RULER's scripts choose them, loop by loop; the draws are kvbench's."""
+    new = next(n for kind, n in LIMITS.items() if kind in name)
+    search = random.Random(f"0/{name}/{length}/fit")
+    found, fixed = [], {}
+
+    def prompt(units, rng, index=0):
+        return render(name, draw(name, units, rng, TEXTS, length, index=index, **fixed), TEXTS).prompt
+
+    if name == "ruler_fwe":  # freq_words_extraction.py: grow until the text is long enough, then one step back
+        room, units = length - new - template, (length - new) // 6
+        step = (length - new) // 32
+        while count(prompt(units, random.Random(f"0/{name}/{length}/fit"))) < room:
+            units += step
+        for index in range(samples):
+            used = units - step
+            while count(text := prompt(used, random.Random(f"0/{name}/{length}/{index}"))) > room:
+                used -= step
+            found.append((used, text))
+        return found
+
+    shown, step = 0, 10
+    opening = wordings().vt.template[:20]
+    if "niah" in name:  # niah.py
+        step = 5 if length < 4096 else 25
+        step = 500 if family_of(name).haystack == "essay" else step
+    if name == "ruler_vt":  # variable_tracking.py: first an example of 500 tokens
+
+        def chained(units):
+            drawn = chain(3, units, search)
+            whole = render(name, {"example": drawn, **drawn}, TEXTS).prompt
+            return whole[whole.rindex(opening) :], whole[: whole.rindex(opening)].removesuffix("\n")
+
+        most = max(int(500 / (count(chained(5)[0]) / 5) * 3), 10)
+        units = halve(5, most, lambda middle: count(chained(middle)[0]) <= 500)
+        while count((example := chained(units))[0]) > 500:
+            units -= 5 if units > 5 else 0
+        fixed, shown, step = {"example": units}, count(example[1]), 5 if length < 4096 else 10
+
+    def tokens_of(units):
+        text = prompt(units, search)
+        return template + count(text[text.rindex(opening) :] if name == "ruler_vt" else text)
+
+    if name == "ruler_cwe":  # common_words_extraction.py: the estimate is made with 4096 words
+        most = int(length // (tokens_of(4096) / 4096)) * 2
+    else:
+        most = int(length / (tokens_of(step) / step) * 3)
+    units = halve(step, max(most, 2 * step), lambda middle: tokens_of(middle) + shown + new <= length) or step
+    for index in range(samples):
+        rng, used = random.Random(f"0/{name}/{length}/{index}"), units
+        while count(text := prompt(used, rng, index)) + template + new > length:
+            used -= step if used > step else 0
+        found.append((used, text))
+    return found
+
+
+@pytest.mark.parametrize("length", [2048, 4500])
+@pytest.mark.parametrize("name", SUBTASKS)
+def test_upstreams_fit_is_what_its_scripts_do(tokenizer, name, length):
+    def count(text):
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    made = list(ruler(subtasks=name, length=length, samples=4, fit="upstream").samples(tokenizer, 9, 10**6))
+    found = [(s.meta["units"], s.context + s.question + s.answer_prefix) for s in made]
+    assert found == upstreams(name, length, count, 9, 4)
+    assert all(count(text) + 9 + sample.max_new_tokens <= length for (_, text), sample in zip(found, made, strict=True))
+
+
+def test_upstreams_fit_leaves_the_room_that_was_measured(tokenizer):
+    """Between 0.59 and 1 of 2048 tokens in NVIDIA/RULER's own prompts, and essays lose 500 words at once."""
+    least = {"fill": 0.87, "upstream": 0.59}
+    shares = {kind: [] for kind in least}
+    for kind, found in shares.items():
+        for sample in ruler(fit=kind, samples=5).samples(tokenizer, 0, 4096):
+            found.append((tokens(tokenizer, sample) + sample.max_new_tokens) / 2048)
+    assert all(least[kind] <= share <= 1 for kind, found in shares.items() for share in found)
+    assert min(shares["upstream"]) < 0.75 and max(shares["upstream"]) > 0.98
+
+
+def test_the_fit_is_part_of_a_run_and_of_a_cached_sample(tmp_path, tokenizer):
+    own = {"seed": 0, "limit": None, "cache": None}
+    default, *hashed = (
+        catalogue.told(catalogue.settings("task", "ruler", own | more))
+        for more in ({}, *({"fit": kind} for kind in FITS))
+    )
+    assert default == hashed[0] != hashed[1]
+    kinds = [ruler(subtasks="niah_multiquery", samples=2, cache=str(tmp_path), fit=kind) for kind in FITS]
+    fill, upstream = [list(task.samples(tokenizer, 0, 4096)) for task in kinds]
+    assert fill != upstream and len(list(tmp_path.iterdir())) == 2
+    assert list(kinds[1].samples(tokenizer, 0, 4096)) == upstream
+
+
+def test_upstreams_steps_end_where_its_own_would_not(tmp_path, tokenizer):
+    assert list(settle(23, 10, 1)) == [23, 13] + [3] * (1 + TRIES)
+    assert list(settle(9, 10, 1)) == [9] * (1 + TRIES)
+    assert list(settle(17, 10, 10)) == [17] + [10] * (1 + TRIES), "hotpot's ten documents stay"
+    task = ruler(subtasks="ruler_cwe", length=2048, fit="upstream", samples=1)
+    with pytest.raises(SettingError, match=r"^task.length=700: at least \d+ for ruler_cwe .* task.fit=upstream draws"):
+        list(replace(task, samples=1, length=700).samples(tokenizer, 0, 4096))
+    [sample] = task.samples(tokenizer, 0, 4096)
+    assert len(set(sample.answers)) == 10
+
+
+def test_upstreams_fit_stops_at_the_words_that_there_are(tokenizer):
+    few = ruler(subtasks="ruler_cwe", length=2048, fit="upstream", samples=1)
+    family = family_of("ruler_cwe")
+    pool = replace(TEXTS, pool=TEXTS.pool[:4100])
+    fitted = few._upstream(family, pool, lambda text: len(text.split()) // 32, 1900)
+    units, draws = fitted(0)
+    assert units == 4100 and len(set(draws["words"])) == 4100
 
 
 def test_fwe_keeps_the_sizes_of_upstream(tokenizer):
@@ -641,6 +762,8 @@ def test_a_tokenizer_without_a_backend_is_known_by_its_vocabulary():
         ({"samples": 0}, "task.samples=0: a whole number of at least 1"),
         ({"samples": 2.5}, "task.samples=2.5: a whole number of at least 1"),
         ({"limit": 0}, "limit=0: a whole number of at least 1"),
+        ({"fit": "lm_eval"}, "task.fit=lm_eval: choose one of fill, upstream"),
+        ({"fit": None}, "task.fit=None: choose one of fill, upstream"),
         ({"length": "4k"}, "task.length=4k: a whole number of at least 1"),
         ({"length": 150}, "task.length=150: at least "),
         ({"length": 350, "subtasks": "ruler_vt"}, "task.length=350: at least "),
