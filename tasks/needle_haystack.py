@@ -2,8 +2,8 @@
 
 As gkamradt/LLMTest_NeedleInAHaystack (7b90d28, llm_needle_haystack_tester.py) does it: the haystack is cut to the
 tokens that are left, the needle goes to `depth` per cent of these, back to the end of a sentence; at 100 it is
-appended. Here a sentence ends where ruler_texts says, for every tokenizer; upstream looks for one token of a lone full
-stop, which misses those of other tokens (".\\n\\n", "?") and takes those of abbreviations.
+appended. Here a sentence ends where the regular expression of ruler_sentences says, for every tokenizer; upstream looks
+for one token of a lone full stop, which misses those of other tokens (".\\n\\n", "?") and takes those of abbreviations.
 """
 
 import re
@@ -17,8 +17,9 @@ from pathlib import Path
 from kvbench.settings import SettingError
 from kvbench.tasks import prose
 from kvbench.tasks.data import HUB
+from kvbench.tasks.ruler_sentences import ends_sentence
 from kvbench.tasks.ruler_sources import download, read, short_hash
-from kvbench.tasks.ruler_texts import ABBREVIATION, SENTENCE_END, text_file
+from kvbench.tasks.ruler_texts import text_file
 
 SETTING = "task.haystack_path"
 COMMIT = "7b90d285651b68d39a94f3d3bd3672f84192c989"
@@ -42,7 +43,7 @@ class Haystack:
     def ends(self) -> list[int]:
         """Words up to the end of each sentence; the text's own end is one."""
         texts = [self.text[begin:end] for begin, end in self.words[:-1]]
-        closed = [i for i, word in enumerate(texts, 1) if SENTENCE_END.search(word) and not ABBREVIATION.match(word)]
+        closed = [i for i, word in enumerate(texts, 1) if ends_sentence(word)]
         return [*closed, len(self.words)]
 
     @cached_property

@@ -94,10 +94,11 @@ class Niah(Family):
         return 1 if self.haystack == "essay" else self.keys * self.values
 
     def meta(self, draws: dict[str, Any], texts: Texts) -> dict[str, Any]:
-        """Depths: where each needle stands, in per cent, from the front."""
+        """Depths: where each needle stands, in per cent, from the front; sentences: what ends those of an essay."""
         essay = self.haystack == "essay"
         depths = draws["places"] if essay else [round(100 * p / draws["units"]) for p in draws["places"]]
-        return {"haystack": texts.haystack if essay else "none", "depths": depths}
+        own = {"haystack": texts.haystack if essay else "none", "depths": depths}
+        return own | {"sentences": texts.sentences.partition(":")[0]} if essay else own
 
 
 NIAH = (

@@ -6,7 +6,6 @@ own generators of prose.py and invented.py stand in, and `haystack` and `qa` say
 
 import hashlib
 import json
-import re
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from importlib.resources import files
@@ -15,11 +14,10 @@ from pathlib import Path
 from kvbench.settings import SettingError
 from kvbench.tasks import prose
 from kvbench.tasks.ruler_questions import QuestionSet, questions
+from kvbench.tasks.ruler_sentences import ends_sentence, punkt
 from kvbench.tasks.ruler_sources import dataset, read, short_hash
 
 ESSAYS = "baber/paul_graham_essays"
-SENTENCE_END = re.compile(r"[.!?][\"'”’)\]]*$")
-ABBREVIATION = re.compile(r"(?i)^[\"'(\[]*(?:mr|mrs|ms|dr|st|jr|sr|vs|etc|e\.g|i\.e|[a-z])\.$")
 
 
 @dataclass(frozen=True)
@@ -34,20 +32,45 @@ class Texts:
     hotpot: QuestionSet
     haystack: str  # where the essay is from: generated, or file:<hash>, or hub:<hash>
     qa: str  # where the questions are from
+    sentences: str = "regex"  # what ends the essay's sentences; or punkt:<hash>
 
     @cached_property
+    def pieces(self) -> tuple[tuple[str, ...], list[int], list[int]]:
+        """The words of the essay, but in two where Punkt ends a sentence inside one ("so.[1]"), since upstream puts a
+        blank there; how many pieces stand before each word and after the last; and up to the end of each sentence.
+        """
+        if self.sentences == "regex":
+            closed = [i for i, word in enumerate(self.words[:-1], 1) if ends_sentence(word)]
+            return self.words, list(range(len(self.words) + 1)), [*closed, len(self.words)]
+        split, _ = punkt()
+        ends = iter(split(" ".join([*self.words, self.words[0]])))  # the essay may begin again
+        pieces: list[str] = []
+        before, closed, place, end = [0], [], 0, next(ends)
+        for word in self.words:
+            first = 0
+            while end - place <= len(word):
+                pieces.append(word[first : end - place])
+                closed.append(len(pieces))
+                first, end = end - place, next(ends)
+            pieces += [word[first:]] if first < len(word) else []
+            before.append(len(pieces))
+            place += len(word) + 1
+        return tuple(pieces), before, closed
+
+    @property
     def ends(self) -> list[int]:
-        """Words up to the end of each sentence. A regular expression does what upstream asks of nltk's punkt."""
-        closed = [
-            i for i, word in enumerate(self.words[:-1], 1) if SENTENCE_END.search(word) and not ABBREVIATION.match(word)
-        ]
-        return [*closed, len(self.words)]
+        """Pieces up to the end of each sentence."""
+        return self.pieces[2]
 
     def essay(self, units: int) -> tuple[tuple[str, ...], list[int]]:
-        """The first `units` words of the essay, repeated when it is too short, and where its sentences end."""
-        times = -(-units // len(self.words))
-        ends = [end + i * len(self.words) for i in range(times) for end in self.ends] if times > 1 else self.ends
-        return (self.words * times)[:units], ends
+        """The pieces of the first `units` words of the essay, repeated when it is too short, and where its sentences
+        end.
+        """
+        pieces, before, ends = self.pieces
+        whole, rest = divmod(units, len(self.words))
+        if whole:
+            ends = [end + i * len(pieces) for i in range(whole + 1) for end in ends]
+        return pieces * whole + pieces[: before[rest]], ends
 
     @cached_property
     def fingerprint(self) -> str:
@@ -60,9 +83,11 @@ def load_texts(haystack_path: str | None = None, qa_path: str | None = None) -> 
     nouns, adjectives, verbs = (_word_list(name) for name in ("noun", "adjective", "verb"))
     words, haystack = (prose.words(), "generated") if haystack_path is None else _essay(haystack_path)
     squad, hotpot, qa = questions(qa_path)
-    return Texts(
-        nouns, adjectives, tuple(sorted({*nouns, *adjectives, *verbs})), tuple(words), squad, hotpot, haystack, qa
-    )
+    pool = tuple(sorted({*nouns, *adjectives, *verbs}))
+    # The regular expression finds all sentences of the generated prose, whose prompts are thus the same everywhere.
+    found = None if haystack_path is None else punkt()
+    sentences = f"punkt:{found[1]}" if found else "regex"
+    return Texts(nouns, adjectives, pool, tuple(words), squad, hotpot, haystack, qa, sentences)
 
 
 def _word_list(name: str) -> tuple[str, ...]:

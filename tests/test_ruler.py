@@ -4,12 +4,15 @@ import ast
 import itertools
 import json
 import random
+import re
 import string
+import sys
 import uuid
 from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +31,7 @@ from kvbench.tasks import prose
 from kvbench.tasks.ruler import FAMILIES, FITS, SUBTASKS, Ruler, draw, least_units, load_texts, render
 from kvbench.tasks.ruler_fit import TRIES, fit, settle
 from kvbench.tasks.ruler_niah import DEPTHS, Niah
+from kvbench.tasks.ruler_sentences import punkt
 from kvbench.tasks.ruler_vt import chain, example_units
 from kvbench.tasks.ruler_wordings import wordings
 from kvbench.tasks.sample_cache import tokenizer_hash
@@ -629,6 +633,88 @@ def test_sentences_end_where_a_reader_says():
     words, ends = texts.essay(2 * len(texts.words) + 3)
     assert words == texts.words * 2 + texts.words[:3]
     assert ends[: 2 * len(texts.ends)] == texts.ends + [end + len(texts.words) for end in texts.ends]
+
+
+@pytest.fixture
+def punkts(monkeypatch, tmp_path):
+    """Punkt's data, which is not installed for tests: a function that makes either kind of it."""
+    monkeypatch.setattr("nltk.data.path", [str(tmp_path / "nltk_data")])
+    monkeypatch.setitem(sys.modules, "punkt", None)
+    lists = {"abbrev_types": {"fig"}, "collocations": {("##number##", "deep")}, "sent_starters": {"then"}}
+    lists["ortho_context"] = {"nobody": 46}
+
+    def make(kind: str, **own) -> None:
+        load_texts.cache_clear(), punkt.cache_clear()
+        if kind == "package":
+            given = SimpleNamespace(**lists | own)
+            monkeypatch.setitem(sys.modules, "punkt", SimpleNamespace(load_model=lambda _: given, __spec__=given))
+        elif kind == "nltk":
+            (folder := tmp_path / "nltk_data/tokenizers/punkt_tab/english").mkdir(parents=True)
+            (folder / "abbrev_types.txt").write_text("fig")
+            (folder / "collocations.tab").write_text("##number##\tdeep")
+            (folder / "sent_starters.txt").write_text("then")
+            (folder / "ortho_context.tab").write_text("nobody\t46")
+
+    make("none")
+    yield make
+    load_texts.cache_clear(), punkt.cache_clear()
+
+
+ESSAY = "See Fig. two first.[1] It rained (a lot). They left. " * 40
+
+
+@pytest.mark.parametrize("kind", ["package", "nltk"])
+def test_punkt_ends_the_sentences_where_its_data_is_there(punkts, tmp_path, tokenizer, kind):
+    (tmp_path / "essay.txt").write_text(ESSAY)
+    chosen = {"haystack_path": str(tmp_path / "essay.txt"), "samples": 2, "cache": str(tmp_path / "cache")}
+    task = ruler(subtasks=["niah_multikey_1", "niah_single_1", "ruler_vt"], **chosen)
+    regex, before = list(task.samples(tokenizer, 0, 4096)), task.fingerprint()
+    assert load_texts(chosen["haystack_path"]).sentences == "regex"
+    punkts(kind)
+    texts = load_texts(chosen["haystack_path"])
+    said = ["See Fig. two first.", "[1] It rained (a lot).", "They left."]
+    pieces, ends = texts.essay(20)
+    assert [" ".join(pieces[a:b]) for a, b in itertools.pairwise([0, *ends])][:6] == said * 2
+    assert texts.words[3] == "first.[1]" and pieces[3:5] == ("first.", "[1]") and len(pieces) == 20 + 2
+    assert texts.essay(10 * 40 + 4)[0] == pieces[:11] * 40 + pieces[:5], "it begins again"
+
+    made = list(task.samples(tokenizer, 0, 4096))
+    assert [s.meta.get("sentences") for s in regex] == ["regex"] * 2 + [None] * 4
+    assert [s.meta.get("sentences") for s in made] == ["punkt"] * 2 + [None] * 4
+    assert task.fingerprint() != before and made[2:] == regex[2:]
+    for sample in made[:2]:  # upstream's: sentences and needles, joined by blanks
+        needles = re.findall(r"One of the special magic numbers for \S+ is: \d+\.", sample.context)
+        text = " ".join((ESSAY * 9).split()[: sample.meta["units"]])
+        sentences = re.sub(r"(first\.|lot\)\.|left\.) ?(?=.)", r"\1|", text).split("|")
+        cuts = [int(len(sentences) * (depth / 100)) for depth in sample.meta["depths"]]
+        parts = [
+            part
+            for first, last, needle in zip([0, *cuts], [*cuts, len(sentences)], [*needles, None], strict=True)
+            for part in (" ".join(sentences[first:last]), needle)
+            if part is not None
+        ]
+        assert sample.context.endswith("\n" + " ".join(parts))
+
+
+def test_other_data_of_punkt_is_another_run_and_generated_prose_needs_none(punkts, tmp_path):
+    (tmp_path / "essay.txt").write_text(ESSAY)
+    generated, given = ruler(), ruler(haystack_path=str(tmp_path / "essay.txt"))
+    names, prose_hash = {given.fingerprint()}, generated.fingerprint()
+    for own in ({}, {"abbrev_types": {"fig", "lot"}}, {"ortho_context": {"nobody": 2}}):
+        punkts("package", **own)
+        names.add(given.fingerprint())
+        assert generated.fingerprint() == prose_hash and load_texts().sentences == "regex"
+    assert len(names) == 4
+
+
+@pytest.mark.parametrize("broken", ["abbrev_types.txt", "package"])
+def test_data_of_punkt_that_cannot_be_read_is_said_in_one_line(punkts, tmp_path, broken):
+    (tmp_path / "essay.txt").write_text(ESSAY)
+    punkts("nltk" if broken != "package" else "package", abbrev_types=None)
+    if broken != "package":
+        (tmp_path / "nltk_data/tokenizers/punkt_tab/english" / broken).unlink()
+    with pytest.raises(SettingError, match=r"^task.haystack_path: Punkt's data in .* cannot be read \(.*; mend or rem"):
+        ruler(haystack_path=str(tmp_path / "essay.txt")).check()
 
 
 def test_no_other_needle_has_a_key_that_is_asked():
