@@ -10,7 +10,7 @@ answer, and where the template strips a message's spaces they stay.
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.method import Words
@@ -121,11 +121,23 @@ def _next_turn(tokenizer: Any, sample: Sample, before: Sample, prompt: Prompt) -
 
 
 def encode(tokenizer: Any, sample: Sample) -> Prompt:
-    """The sample's prompt for this tokenizer; the chat template brings its own special tokens."""
+    """The sample's prompt for this tokenizer; the chat template brings its own special tokens.
+
+    Around a solved example stands the whole template a second time, with nothing after the example's answer, as
+    NVIDIA/RULER writes it (scripts/data/prepare.py and common_words_extraction.py).
+    """
     before, after = template(tokenizer) if sample.chat else ("", "")
-    text = before + sample.context + sample.question + after + sample.answer_prefix
+    turns = tuple(zip(sample.solved, (after, before), strict=False)) if before or after else ()
+    context = sample.context
+    for place, own in reversed(turns):
+        context = context[:place] + own + context[place:]
+    text = before + context + sample.question + after + sample.answer_prefix
     begin = len(before)
-    return divide(tokenizer, text, begin, begin + len(sample.context), special=not (before or after))
+    prompt = divide(tokenizer, text, begin, begin + len(context), special=not (before or after))
+    for place, own in turns:
+        ends = (end if end <= place else max(place, end - len(own)) for end in prompt.ends)
+        prompt = replace(prompt, ends=array("I", ends))
+    return prompt
 
 
 def divide(tokenizer: Any, text: str, begin: int, end: int, special: bool) -> Prompt:

@@ -13,7 +13,8 @@ class Sample:
     """One prompt. `context + question + answer_prefix` is the benchmark's own prompt to the byte.
 
     With `question=hidden` the cache is cut after `context`. Where the model has a chat template and `chat` is
-    true, `context + question` is the user's message and `answer_prefix` opens the assistant's.
+    true, `context + question` is the user's message and `answer_prefix` opens the assistant's; a solved example at the
+    beginning of the context, if `solved` says where it is, is then a message and an answer of its own.
 
     Turns of one conversation are samples that follow one another with the same `context` and the same `conversation`.
     A later turn's `question` is what the user says then (where there is no chat template: with all that stands between
@@ -36,6 +37,7 @@ class Sample:
     min_new_tokens: int = 0  # 1: the first token does not end the answer
     conversation: str = ""  # what turns of one conversation share; "" = no conversation
     said: str | None = None  # of a turn: the answer that later turns find; None: the model's own
+    solved: tuple[int, ...] = ()  # where in `context` the answer of a solved example begins, and where it ends
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ subtasks. Every sample satisfies
 
     tokens(prompt) + template_tokens + max_new_tokens <= length
 
-and `fit` says how closely. `fill` gives each sample as many units of haystack as this allows. `upstream` follows
-upstream's scripts: one search per subtask, on draws of its own, chooses a size for all samples, and a sample that is
-too long loses a whole step of units. A step is 500 words of an essay, 25 lines (niah), 10 sentences (vt), words (cwe)
-or documents (qa), or 1/32 of the length (fwe); below 4096 tokens 5 lines or sentences. So upstream's prompts are
-shorter: they fill 59 to 100 % of 2048 tokens and 79 to 100 % of 4096.
+with template_tokens twice for cwe, whose solved example is a turn of its own under a chat template. `fit` says how
+closely. `fill` gives each sample as many units of haystack as this allows. `upstream` follows upstream's scripts: one
+search per subtask, on draws of its own, chooses a size for all samples, and a sample that is too long loses a whole
+step of units. A step is 500 words of an essay, 25 lines (niah), 10 sentences (vt), words (cwe) or documents (qa), or
+1/32 of the length (fwe); below 4096 tokens 5 lines or sentences. So upstream's prompts are shorter: they fill 59 to
+100 % of 2048 tokens and 79 to 100 % of 4096.
 
 `upstream` differs from the scripts where these fail. They draw the smallest size again without end; kvbench refuses the
 length after 100 draws. They never end when a step takes a question's own documents (qa) or leaves too few sentences
@@ -108,10 +109,12 @@ class Ruler:
         folder = Path(__file__).parent
         sources = sorted([*folder.glob("ruler*.py"), *map(folder.joinpath, GENERATORS)])
         made_of = (self.fingerprint(), tokenizer_hash(tokenizer), *(file.read_text("utf-8") for file in sources))
+        chat = bool(getattr(tokenizer, "chat_template", None))
         for family in map(_family, self._chosen()):
-            key = joint_hash(family.name, str(self.length), self.fit, str(self.seed), str(template_tokens), *made_of)
+            reserved = template_tokens * (family.turns if chat else 1)
+            key = joint_hash(family.name, str(self.length), self.fit, str(self.seed), str(reserved), *made_of)
             path = Path(self.cache, f"{key}.jsonl") if self.cache else None
-            make = self._maker(family, texts, tokenizer, template_tokens)
+            make = self._maker(family, texts, tokenizer, reserved)
             yield from cached(path, f"{family.name}/{self.length}", count, make)
 
     def score(self, sample: Sample, output: str) -> Graded:
@@ -131,11 +134,9 @@ class Ruler:
         least = family.least(texts, self.length, 0)
         return family.render(family.draw(least, random.Random(0), texts, self.length, index=0), texts)
 
-    def _maker(
-        self, family: Family, texts: Texts, tokenizer: Tokenizer, template_tokens: int
-    ) -> Callable[[int], Sample]:
-        """The function that makes sample `index` of the subtask."""
-        room = self.length - template_tokens - family.new_tokens
+    def _maker(self, family: Family, texts: Texts, tokenizer: Tokenizer, reserved: int) -> Callable[[int], Sample]:
+        """The function that makes sample `index` of the subtask; `reserved`: tokens of the chat template."""
+        room = self.length - reserved - family.new_tokens
 
         def tokens(prompt: str) -> int:
             return len(tokenizer.encode(prompt, add_special_tokens=False))
@@ -155,6 +156,7 @@ class Ruler:
                 family.new_tokens,
                 group=uid,
                 meta={"units": units, **family.meta(draws, texts)},
+                solved=prompt.solved,
             )
 
         return make

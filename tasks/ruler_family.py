@@ -17,6 +17,7 @@ class Family:
 
     name: str
     new_tokens: ClassVar[int]  # upstream's tokens_to_generate
+    turns: ClassVar[int] = 1  # user's messages that a chat template wraps
     any_answer: ClassVar[bool] = False  # string_match_part: one reference is enough
 
     def draw(self, units: int, rng: random.Random, texts: Texts, length: int, **fixed: int) -> dict[str, Any]:

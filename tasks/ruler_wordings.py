@@ -23,6 +23,7 @@ class Rendered:
     question: str  # begins with what stands between haystack and question
     answer_prefix: str
     answers: tuple[str, ...]
+    solved: tuple[int, ...] = ()  # where in the context a solved example's answer begins and ends: a turn of its own
 
     @property
     def prompt(self) -> str:

@@ -1,6 +1,8 @@
 """Counting words: RULER's cwe and fwe (upstream common_words_extraction.py and freq_words_extraction.py).
 
-cwe: a numbered list in which ten words appear more often than the others, after one solved example.
+cwe: a numbered list in which ten words appear more often than the others, after one solved example. Upstream's scripts
+put the model's template around the example too, so with a chat template it is a turn of its own. (vt's example stands
+within the one message; what upstream prepares for NeMo-Skills, cwe's does too.)
 fwe: coded words whose counts fall as rank^-2; the first rank is noise, the next three are asked.
 """
 
@@ -22,6 +24,7 @@ COMMON = 10  # words asked
 @dataclass(frozen=True)
 class CommonWords(Family):
     new_tokens: ClassVar[int] = 120
+    turns: ClassVar[int] = 2
 
     def draw(self, units: int, rng: random.Random, texts: Texts, length: int, **fixed: int) -> dict[str, Any]:
         """Units are different words. Below 4096 tokens words repeat less often, and the example is shorter."""
@@ -34,7 +37,8 @@ class CommonWords(Family):
         shown = wordings().cwe.render(_numbered(example["words"]), example["common"])
         asked = wordings().cwe.render(_numbered(main["words"]), main["common"])
         solved = f"{shown.prompt} {_numbered(example['common'])}\n"
-        return Rendered(solved + asked.context, asked.question, asked.answer_prefix, asked.answers)
+        turn = len(shown.context + shown.question), len(solved)
+        return Rendered(solved + asked.context, asked.question, asked.answer_prefix, asked.answers, turn)
 
     def least(self, texts: Texts, length: int, index: int) -> int:
         return COMMON + 1

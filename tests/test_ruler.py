@@ -8,6 +8,7 @@ import re
 import string
 import sys
 import uuid
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
@@ -25,6 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from kvbench import catalogue
+from kvbench.prompt import encode, template_tokens
 from kvbench.settings import SettingError
 from kvbench.task import Graded, Sample
 from kvbench.tasks import prose
@@ -260,6 +262,48 @@ def test_upstreams_fit_stops_at_the_words_that_there_are(tokenizer):
     fitted = few._upstream(family, pool, lambda text: len(text.split()) // 32, 1900)
     units, draws = fitted(0)
     assert units == 4100 and len(set(draws["words"])) == 4100
+
+
+CHAT = (
+    "{{ '<s>' }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_cwes_example_is_a_turn_of_its_own_under_a_chat_template(kind):
+    """As upstream's scripts write it: the model's template around the task's, and around the example's too."""
+    plain, chat = bpe(2500), bpe(2500)
+    chat.chat_template = CHAT
+    [sample] = ruler(subtasks="ruler_cwe", samples=1, fit=kind).samples(chat, template_tokens(chat), 4096)
+    bare = sample.context + sample.question + sample.answer_prefix
+    assert plain.decode(encode(plain, sample).ids) == bare
+    prompt = encode(chat, sample)
+    assert 1800 < len(prompt.ids) + sample.max_new_tokens <= 2048
+
+    opening, asked = "Below is a numbered list", sample.answer_prefix
+    example, main = (opening + text for text in bare.split(opening)[1:])
+    assert asked in example and main.endswith(asked)
+    question, solution = example.split(asked)
+    expected = "".join(
+        f"<s><user>{text}<end><assistant>{asked}{answer}"
+        for text, answer in ((question, solution), (main.removesuffix(asked), ""))
+    )
+    assert chat.decode(prompt.ids) == expected and solution.endswith("\n") and solution.startswith(" 1. ")
+    assert expected.startswith(chat.decode(prompt.context)) and chat.decode(prompt.rest).endswith("<assistant>" + asked)
+    assert chat.decode(prompt.ids[: prompt.prefix]) == "<s><user>"
+
+    found = [match.span() for word in sample.answers for match in re.finditer(rf"\b{word}\b", sample.context)]
+    assert len(found) >= 60 and list(prompt.ends) == sorted(prompt.ends) and prompt.ends[-1] <= len(sample.context)
+    for first, last in found:
+        own = prompt.ids[bisect_right(prompt.ends, first) : bisect_left(prompt.ends, last) + 1]
+        assert chat.decode(own).strip(" .") == sample.context[first:last]
+    assert encode(chat, replace(sample, chat=False)) == encode(plain, sample)
+
+
+def test_only_cwe_has_a_turn_before_its_own(tokenizer):
+    for sample in ruler(samples=1).samples(tokenizer, 0, 4096):
+        assert bool(sample.solved) == (sample.subtask == "ruler_cwe")
 
 
 def test_fwe_keeps_the_sizes_of_upstream(tokenizer):
