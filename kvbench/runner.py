@@ -219,6 +219,7 @@ class Reader:
     def __init__(self, run: Run, bench: Bench) -> None:
         self.run, self.model, self.tokenizer, self.choice = run, bench.model, bench.tokenizer, run.choice()
         self.order = {uid: index for index, uid in enumerate(bench.prompts)}
+        self.task = bench.run.task  # only the task that made the samples may know how to grade them
         self.stop = stop_tokens(self.model)
         self.context: Context | None = None  # the last compressed context, of what was read
         self.opening: Opening | None = None
@@ -272,7 +273,7 @@ class Reader:
     def _grade(self, sample: Sample, output: str) -> Graded:
         """What the task says the output is worth; ContractError for what is no score from 0 to 100."""
         owner = f"task={self.run.task_settings.get('name')}"
-        grade = ask(owner, "score", lambda: self.run.task.score(sample, output), f" of {sample.uid}")
+        grade = ask(owner, "score", lambda: self.task.score(sample, output), f" of {sample.uid}")
         score = getattr(grade, "score", None)
         if not number(score) or not 0 <= score <= 100:
             shown = score if isinstance(grade, Graded) else type(grade).__name__

@@ -38,7 +38,7 @@ REFUSED = {  # folder of lm_eval/tasks -> why its tasks are no use here
     "scrolls": _METRICS,
     "super_glue/record": _METRICS,
     "xquad": _METRICS,
-    "longbench": "its data set already holds the instructions that lm-eval writes around it; task=longbench",
+    "longbench": "its data set already holds what lm-eval writes around it; task=longbench task.protocol=lm_eval",
     "ruler": "its documents are made for a tokenizer and depend on the other tasks of the run; task=ruler_lmeval",
 }
 

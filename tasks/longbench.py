@@ -1,25 +1,43 @@
 """LongBench v1: its 16 English tasks (arXiv 2308.14508; THUDM/LongBench 2e00731, LongBench/).
 
-Prompts, middle truncation before the chat template, tasks without a template, token limits and metrics are official;
-where lm-eval's port differs, upstream wins. The context ends where the row's `context` ends; the question is what
-follows, and there is no answer prefix: upstream puts all of a prompt into the user's message.
+Prompts, middle truncation before the chat template, tasks without a template, token limits and metrics are official.
+The context ends where the row's `context` ends; the question is what follows, and there is no answer prefix: upstream
+puts all of a prompt into the user's message.
 
 `max_length` (tokens before the chat template) is upstream's model2maxlen: 3500, 7500, 15500, 31500 for windows of 4096,
 8192, 16384, 32768. null continues that series, 1000 ⌊window / 1024⌋ − 500, to the 127500 that papers use at 131072.
+
+`protocol=lm_eval` reads the same rows as lm-evaluation-harness 0.4.13 would (lm_eval/tasks/longbench/), with its
+defaults:
+
+* The prompt is the port's template, which lacks a line break or a blank at the end of six prompts (longbench_prompts).
+* No task has a chat template.
+* A line break ends the answers of trec, triviaqa and samsum, also as their first token.
+* An answer loses the white space around it before it is scored. Of code, the first line counts that is not blank and
+  has no comment mark.
+* No prompt is shortened. lm-eval drops the beginning of one that is too long for the model; kvbench refuses it, and
+  `max_length` leaves out its middle as upstream does.
+
+lm-eval's own data set (Xnhyacinth/LongBench) already holds the instructions that its templates write around a row, so
+that its prompts have them twice. kvbench reads the official rows, so that they stand there once.
 """
 
 import hashlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from kvbench.settings import SettingError, whole
+from kvbench.settings import SettingError, choose, whole
 from kvbench.task import Graded, Sample, Tokenizer
 from kvbench.tasks import data
 from kvbench.tasks.longbench_cut import middle
-from kvbench.tasks.longbench_prompts import prompt
+from kvbench.tasks.longbench_metrics import written_line
+from kvbench.tasks.longbench_prompts import Prompt, prompt, template
 from kvbench.tasks.longbench_rows import load
-from kvbench.tasks.longbench_subtasks import CATEGORIES, NAMES, SUBTASKS, Subtask
+from kvbench.tasks.longbench_subtasks import CATEGORIES, COMPLETION, NAMES, SHOTS, SUBTASKS, Subtask
+
+OFFICIAL, LM_EVAL = "official", "lm_eval"
 
 
 @dataclass(frozen=True)
@@ -29,6 +47,7 @@ class LongBench:
     name: str = "longbench"
     path: str = data.MINIATURE
     subtasks: str | Sequence[str] = "all"
+    protocol: str = OFFICIAL
     max_length: int | None = None
     limit: int | None = None
     length: None = None
@@ -36,6 +55,7 @@ class LongBench:
     def check(self) -> None:
         """Raises a SettingError; reads all rows of the chosen subtasks."""
         data.check_path("task.path", self.path)
+        choose("task.protocol", self.protocol, (OFFICIAL, LM_EVAL))
         if self.max_length is not None:
             whole("task.max_length", self.max_length, 2)
         if self.limit is not None:
@@ -67,7 +87,8 @@ class LongBench:
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
         """Subtask by subtask, in the order of the rows."""
-        most = self.max_length if self.max_length is not None else longest // 1024 * 1000 - 500
+        series = sys.maxsize if self.protocol == LM_EVAL else longest // 1024 * 1000 - 500
+        most = self.max_length if self.max_length is not None else series
         if most < 2:
             raise SettingError(f"task.max_length=null: a model that takes {longest} tokens needs a number here")
         for subtask in self._chosen:
@@ -80,7 +101,10 @@ class LongBench:
     def score(self, sample: Sample, output: str) -> Graded:
         """The best of the answers, by the subtask's metric."""
         subtask = SUBTASKS[NAMES.index(sample.subtask)]
-        answer, classes = subtask.extract(output), sample.meta.get("all_classes", ())
+        extract, classes = subtask.extract, sample.meta.get("all_classes", ())
+        if self.protocol == LM_EVAL:
+            extract = written_line if subtask.category == COMPLETION else str.strip
+        answer = extract(output)
         return Graded(100.0 * max(subtask.metric(answer, own, classes) for own in sample.answers), answer)
 
     @cached_property
@@ -95,16 +119,20 @@ class LongBench:
 
     @cached_property
     def _fingerprint(self) -> str:
-        prompts = [{name: asdict(prompt(name))} for name in self._rows]
+        prompts = [{name: asdict(self._prompt(name))} for name in self._rows]
         return data.fingerprint(self.path, [*prompts, *(row for rows in self._rows.values() for row in rows)])
 
+    def _prompt(self, name: str) -> Prompt:
+        return template(name) if self.protocol == LM_EVAL else prompt(name)
+
     def _sample(self, subtask: Subtask, row: data.Row, tokenizer: Tokenizer, most: int) -> Sample:
-        context, question = prompt(subtask.name).render(row["context"], row["input"])
+        context, question = self._prompt(subtask.name).render(row["context"], row["input"])
         context, question, cut = middle(tokenizer, context, question, most)
         meta = {"data": data.kind(self.path), "length": row["length"], "left_out_of": cut}
         if row["all_classes"]:
             meta["all_classes"] = row["all_classes"]
-        samsum = subtask.name == "samsum"  # upstream: at least one token, and a line break ends it
+        official = self.protocol == OFFICIAL
+        samsum = official and subtask.name == "samsum"  # upstream: at least one token, and a line break ends it
         return Sample(
             uid=f"{subtask.name}/{row['_id']}",
             subtask=subtask.name,
@@ -114,9 +142,10 @@ class LongBench:
             answers=tuple(row["answers"]),
             max_new_tokens=subtask.new_tokens,
             group=hashlib.sha256(row["context"].encode("utf-8", "surrogatepass")).hexdigest()[:16],
-            chat=subtask.chat,
+            chat=official and subtask.chat,
             meta=meta,
             ends=(tokenizer.encode("\n", add_special_tokens=False)[-1],) if samsum else (),
+            until=() if official or subtask.category != SHOTS else ("\n",),
             min_new_tokens=1 if samsum else 0,
         )
 

@@ -98,6 +98,11 @@ def code_line(output: str) -> str:
     return next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
 
 
+def written_line(output: str) -> str:
+    """lm-eval's reading of code (lm_eval/tasks/longbench/metrics.py, code_sim_score): as `code_line`, and not blank."""
+    return code_line("\n".join(filter(str.strip, output.split("\n"))))
+
+
 def _words(text: str) -> list[str]:
     return ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split()
 

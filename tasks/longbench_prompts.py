@@ -1,4 +1,5 @@
-"""LongBench's prompts, read from the task files of the installed lm-eval package and corrected to the official wording.
+"""LongBench's prompts: lm-eval's, read from the task files of its installed package, and the official ones, which are
+those with the official wording put back.
 
 lm-eval 0.4.13 changed these of config/dataset2prompt.json (THUDM/LongBench 2e00731): a line break less before the
 question of triviaqa and samsum, and the blank or line break at the end of four others.
@@ -31,12 +32,14 @@ class Prompt:
 @cache
 def prompt(name: str) -> Prompt:
     """The official prompt of a subtask, e.g. "repobench-p"."""
-    before, after = _template(name).split(CONTEXT)
-    return Prompt(before, ("\n" if name in BLANK_LINE else "") + after + ENDS.get(name, ""))
+    own = template(name)
+    return Prompt(own.before, ("\n" if name in BLANK_LINE else "") + own.after + ENDS.get(name, ""))
 
 
-def _template(name: str) -> str:
-    """lm-eval's template. The file is parsed and not loaded: its tags would import modules that need more packages."""
+@cache
+def template(name: str) -> Prompt:
+    """lm-eval's prompt. The file is parsed and not loaded: its tags would import modules that need more packages."""
     package = find_spec("lm_eval").submodule_search_locations[0]
     node = yaml.compose(Path(package, "tasks", "longbench", f"{name}.yaml").read_text(encoding="utf-8"))
-    return next(value.value for key, value in node.value if key.value == "doc_to_text")
+    text = next(value.value for key, value in node.value if key.value == "doc_to_text")
+    return Prompt(*text.split(CONTEXT))

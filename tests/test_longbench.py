@@ -1,17 +1,24 @@
-"""LongBench: official prompts to the byte, official truncation, any copy of the data, and whole runs."""
+"""LongBench: official prompts to the byte, official truncation, lm-eval's port, any copy of the data, whole runs."""
 
 import hashlib
 import json
+import random
 import re
+import sys
 import zipfile
+from difflib import SequenceMatcher
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import groupby
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import yaml
 from command_line import answer, assert_refused
 from hydra import compose, initialize_config_dir
 from hypothesis import given
 from hypothesis import strategies as st
+from lm_eval.utils import apply_template
 from transformers import AutoTokenizer
 
 from kvbench import catalogue
@@ -22,6 +29,7 @@ from kvbench.run import Run
 from kvbench.settings import SettingError
 from kvbench.task import Sample
 from kvbench.tasks import longbench
+from kvbench.tasks.lm_eval_package import PACKAGE
 from kvbench.tasks.longbench import LongBench
 from kvbench.tasks.longbench_cut import CONTEXT, NOTHING, QUESTION, middle
 from kvbench.tasks.longbench_miniature import rows
@@ -235,6 +243,88 @@ def test_averages_are_those_of_the_papers():
     assert list(some) == ["mean of 3 tasks", "code"] and some["code"] == {"lcc": 0.5, "repobench-p": 0.5}
 
 
+# lm-eval's protocol
+
+
+def port(name: str) -> dict:
+    """lm-eval's file of a subtask, its metric by name."""
+
+    class Loader(yaml.SafeLoader):
+        """Reads a function's name as a text."""
+
+    Loader.add_constructor("!function", lambda loader, node: node.value)
+    return yaml.load((PACKAGE / "longbench" / f"{name}.yaml").read_text(), Loader)
+
+
+@pytest.fixture
+def metrics(monkeypatch) -> ModuleType:
+    """lm-eval's module of metrics. Of the two packages that are not here, jieba is for Chinese, and fuzzywuzzy's ratio
+    without python-Levenshtein is difflib's in whole per cent.
+    """
+
+    def ratio(one: str, other: str) -> int:
+        return int(round(100 * SequenceMatcher(None, one, other).ratio()))
+
+    monkeypatch.setitem(sys.modules, "jieba", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "fuzzywuzzy", SimpleNamespace(fuzz=SimpleNamespace(ratio=ratio)))
+    spec = spec_from_file_location("longbench_port", PACKAGE / "longbench" / "metrics.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_lm_evals_prompts_stop_texts_and_limits():
+    made = samples(protocol="lm_eval", limit=1)
+    assert [sample.subtask for sample in made] == list(NAMES)
+    official = samples(limit=1)
+    for sample, its in zip(made, official, strict=True):
+        [(_, row), own] = next(rows(sample.subtask)), port(sample.subtask)
+        document = row | {"question": row["input"]}
+        assert sample.context + sample.question == apply_template(own["doc_to_text"], document)
+        assert sample.context == its.context and not sample.chat and sample.answer_prefix == ""
+        asked = own["generation_kwargs"]
+        assert (list(sample.until), sample.max_new_tokens) == (asked["until"], asked["max_gen_toks"])
+        assert asked["do_sample"] is False and (sample.ends, sample.min_new_tokens) == ((), 0)
+    others = {sample.subtask for sample, its in zip(made, official, strict=True) if sample.question != its.question}
+    assert others == {"triviaqa", "samsum", "passage_count", "passage_retrieval_en", "lcc", "repobench-p"}
+    assert len({LongBench(protocol=own).fingerprint() for own in ("official", "lm_eval")}) == 2
+
+
+WORDS = ["Rome", "the", "Paris ,", "\n", " ", ".", "# x", "x = 1", "7", "Paragraph 7", "// y", "a. b", "\t", "Number"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lm_evals_scores(metrics, name):
+    """Of answers drawn from words of the references and of others."""
+    draw, task = random.Random(name), LongBench(protocol="lm_eval", subtasks=name)
+    grade = getattr(metrics, port(name)["process_results"].removeprefix("metrics."))
+    seen = set()
+    for sample, (_, row) in zip(task.samples(TOKENIZER, 1, 4096), rows(name), strict=True):
+        words_ = WORDS + " ".join(sample.answers).split() + list(sample.answers)
+        for _ in range(100):
+            output = "".join(draw.choices(words_, k=draw.randint(0, 6)))
+            points = 100 * grade(row, [output])["score"]
+            assert task.score(sample, output).score == pytest.approx(points, abs=1e-9), output
+            seen.add(round(points))
+    assert len(seen) > 1
+
+
+def test_the_protocols_grade_code_and_first_lines_in_their_own_way():
+    answers = {}
+    for protocol in ("official", "lm_eval"):
+        task = LongBench(protocol=protocol, limit=1, subtasks=["triviaqa", "lcc"])
+        trivia, code = task.samples(TOKENIZER, 1, 4096)
+        answers[protocol] = [task.score(code, " \nx = 1").answer, task.score(trivia, "\nParis\nRome").answer]
+    assert answers == {"official": [" ", "Paris"], "lm_eval": ["x = 1", "Paris\nRome"]}
+
+
+def test_lm_evals_protocol_shortens_no_prompt():
+    with pytest.raises(SettingError, match=r"^task.max_length=null: narrativeqa/\w+ needs \d+ tokens .* takes 400; "):
+        samples(longest=400, protocol="lm_eval")
+    short = samples(longest=400, protocol="lm_eval", max_length=200, subtasks="narrativeqa")
+    assert {sample.meta["left_out_of"] for sample in short} == {CONTEXT}
+
+
 # Data
 
 
@@ -352,6 +442,7 @@ def test_a_file_that_cannot_be_used_is_one_line_and_nothing_is_written(folder, t
     refused("task.path=hub: zai-org/LongBench/data.zip is out of reach (", "task.path=hub")
     refused("task.path=1: miniature, hub, or a file or folder", "task.path=1")
     refused("task.subtasks=dureader: choose one of all, narrativeqa", "task.subtasks=dureader")
+    refused("task.protocol=paper: choose one of official, lm_eval", "task.protocol=paper")
     refused("task.max_length=1: a whole number of at least 2", "task.max_length=1")
     refused("task.max_length=4k: a whole number of at least 2", "task.max_length=4k")
     refused("limit=0: a whole number of at least 1", "limit=0")

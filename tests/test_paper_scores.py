@@ -1,15 +1,19 @@
 """The papers' tables of scores: what a cell shows, which run may fill it, and that its command makes that run."""
 
 import csv
+import json
 import os
 import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain, product
 from pathlib import Path
 
 import pytest
+import yaml
+from command_line import answer
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
@@ -366,7 +370,7 @@ def offline(monkeypatch):
     """
     from kvbench import run
     from kvbench.model import Checkpoint, configuration
-    from kvbench.tasks import lm_eval, longbench, math_problems, needle, ruler, ruler_lmeval, scbench
+    from kvbench.tasks import longbench, math_problems, needle, ruler, ruler_lmeval, scbench
 
     def instead(module: object, name: str, *fixed: object, place: int = 0) -> None:
         real = getattr(module, name)
@@ -381,9 +385,7 @@ def offline(monkeypatch):
     instead(needle, "load", None)
     instead(ruler, "load_texts", None, None)
     instead(scbench.data, "load", "miniature")
-    monkeypatch.setattr(lm_eval.LmEval, "_documents", {})
-    for task in (lm_eval.LmEval, ruler_lmeval.RulerLmEval):
-        monkeypatch.setattr(task, "fingerprint", lambda self: "data")
+    monkeypatch.setattr(ruler_lmeval.RulerLmEval, "fingerprint", lambda self: "data")
     monkeypatch.setattr(
         Checkpoint, "config", lambda self: configuration(str(CONF / "model" / "shapes" / f"{self.name}.json"))
     )
@@ -484,3 +486,63 @@ def test_a_preset_has_cells_of_its_table(offline, preset):
 def test_a_preset_is_its_whole_table(offline, preset):
     own = runnable(next(name for name, spec in TABLES.items() if preset_of(name, spec) == preset))
     assert protocols(preset, product(*axes(preset))) == own
+
+
+MADE = ["task.path=miniature"]
+SMALL = {  # task -> settings beside a preset's, with which one sample is made by kvbench and answered in seconds
+    "longbench": [*MADE, "task.subtasks=[hotpotqa]"],
+    "math500": [*MADE, "task.max_new_tokens=8"],
+    "niah": ["task.haystack_path=null", "task.lengths=[1000]", "task.depths=[50]", "task.new_tokens=8"],
+    "phonebook": ["task.sizes=[20]"],
+    "ruler": ["task.haystack_path=null", "task.qa_path=null", "task.length=1024", "task.subtasks=[niah_single_1]"],
+    "ruler_lmeval": ["task.length=1024", "task.subtasks=[niah_single_1]"],
+    "scbench": [*MADE, "task.subtasks=[scbench_kv]", "task.max_turns=1"],
+}
+
+
+def without_sizes(protocol: Protocol) -> Protocol:
+    """What a preset's cell keeps when its model and the size of its task are others."""
+    return replace(protocol, model="", task="")
+
+
+def first_cut(preset: str, task: str) -> tuple[str, ...]:
+    """The settings of the first cell of a preset that cuts anything, beside those of SMALL and a model."""
+    cell = next(own for own in product(*axes(preset)) if not re.search(r"row=\[?full\b", " ".join(own)))
+    given = [own.split("=")[0] for own in (*SMALL[task], "model=reference")]
+    return tuple(own for own in cell if own.split("=")[0] not in given)
+
+
+def same_with(preset: str, task: str) -> str:
+    """Presets of which this is the same have the same first cell, once SMALL stands beside them."""
+    body = yaml.safe_load((CONF / "preset" / f"{preset}.yaml").read_text())
+    own = {name: value for name, value in body["task"].items() if not any(f"task.{name}=" in s for s in SMALL[task])}
+    return json.dumps([{**body, "task": own, "hydra": None}, first_cut(preset, task)], sort_keys=True)
+
+
+@pytest.fixture(scope="module")
+def ran() -> dict[str, tuple[dict, list[Path]]]:
+    """What has run of a preset that is the same as others: the cell as planned, and the folders of its two runs."""
+    return {}
+
+
+@pytest.mark.parametrize("preset", names("preset"))
+def test_a_cell_of_a_preset_runs_on_made_data(ran, tmp_path, monkeypatch, capsys, preset):
+    """The sweep that a user starts, of one cell and with the embedded model for the paper's, leaves graded records."""
+    own = runnable(next(name for name, spec in TABLES.items() if preset_of(name, spec) == preset))
+    task = json.loads(next(iter(own)).task)["name"]
+    key = same_with(preset, task)
+    if key not in ran:
+        monkeypatch.setattr("kvbench.grade.grade", lambda folder: None)
+        asked = ["-m", f"preset={preset}", "model=reference", *first_cut(preset, task), *SMALL[task], "limit=1"]
+        where = [f"results={tmp_path}", f"hydra.sweep.dir={tmp_path}/sweep", "device=cpu"]
+        code, out, err = answer([*asked, *where], monkeypatch, capsys)
+        assert code == 0 and "kvbench:" not in err and f"\ntask: {task}" in out, err
+        [planned] = json.loads((tmp_path / "sweep" / "cells.json").read_text())
+        ran[key] = planned, [tmp_path / "runs" / name for name in planned["runs"]]
+    planned, folders = ran[key]
+    assert without_sizes(Protocol.of(planned["value"])) in map(without_sizes, own)
+    for folder in folders:
+        lines = [json.loads(line) for file in folder.glob("records*.jsonl") for line in file.read_text().splitlines()]
+        assert lines and (folder / "done").exists()
+        for line in lines:
+            assert line["error"] is None and 0 <= line["score"] <= 100 and line["tokens_out"] > 0
