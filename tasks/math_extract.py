@@ -15,7 +15,10 @@ FEW = 3  # words of what is called the answer, up to which all of it is
 _BRACE = re.compile(r"\\f?box(?:ed)?\s*\{|\\.|[{}]", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _SAID = re.compile(r"answer\s*(?:\*\*)?\s*(?:is\s*:?|:|=)", re.IGNORECASE)
-_LAST = re.compile(r"\$(?P<tex>[^$\n]+)\$|(?P<number>-?[0-9](?:[0-9,]*[0-9])?(?:\.[0-9]+)?(?:/[0-9]+)?)")
+_LAST = re.compile(
+    r"(?<!\\)\$(?P<tex>(?:\\.|[^$\\\n])+)\$"  # between dollar signs that are no amounts of money
+    r"|(?P<number>-?[0-9](?:[0-9,]*[0-9])?(?:\.[0-9]+)?(?:/[0-9]+)?)"
+)
 
 
 def boxed(output: str) -> str | None:

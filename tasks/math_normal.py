@@ -3,12 +3,15 @@
 `normal` brings an answer to one spelling: fractions, roots and powers with braces, no units, degrees, currency, per
 cent signs, thousands separators, spacing or `x =` in front. It covers what the rule of MATH's authors covers (Hendrycks
 et al. 2021, arXiv 2103.03874; hendrycks/math, math_equivalence.py) and is applied until nothing changes. `same` then
-compares numbers by value (070 = 70, 0.5 = 1/2), intervals and tuples element by element, and sets, unions and bare
-lists in any order. No algebra is done: x + 1 and 1 + x differ.
+compares numbers by value (070 = 70, 0.5 = 1/2, 2.5 · 10^3 = 2500), intervals and tuples element by element, and sets,
+unions, bare lists and the terms of a sum in any order. No other algebra is done: 2(x + 1) and 2x + 2 differ. Neither
+sympy nor math-verify is asked here, because both evaluate what a model wrote and may not end; kvbench.grade asks
+math-verify after a run, in a process that it can kill.
 """
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 LONGEST = 1000  # characters; what is longer is no answer and is compared as it is
@@ -19,8 +22,12 @@ _TEXT = r"\\(?:text|textrm|textbf|textit|textsf|mbox|mathrm|mathbf|mathit|mathsf
 _WORDS = (
     "degrees?|deg|cm|mm|km|kg|ft|feet|foot|inch|inches|in|yards?|miles?|meters?|metres?|centimeters?|kilometers?|mph|dollars?"
     "|cents?|hours?|minutes?|seconds?|days?|weeks?|months?|years?|units?|percent|people|students?|ways|times|pounds?|grams?"
-    "|points?|liters?|litres?|gallons?"
+    "|points?|liters?|litres?|gallons?|radians?"
 )
+_FUNCTION = r"\\(?:arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln)" + _END
+_RAISED = r"(?:\s*[\^_]\s*(?:[0-9a-zA-Z]|\{[^{}]*\}))?"  # a power or a base
+_NEW_ROW = re.compile(r"\\\\\s*(?:\[\s*-?[0-9.]+\s*(?:pt|em|ex|mm|cm|in|mu|bp|pc)\s*\])?")  # and its distance
+_SIZE = r"(?:(?<=[0-9})\]])|(?<=\\pi))"  # a unit may follow
 _SIGNS = str.maketrans(
     {"\0": "", "−": "-", "–": "-", "÷": "/", "°": "", "\u00a0": " ", "$": "", "%": "", "~": " "}
     | {"×": r"\cdot ", "·": r"\cdot ", "⋅": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "±": r"\pm "}
@@ -48,11 +55,19 @@ _RULES: tuple[tuple[re.Pattern, str], ...] = tuple(
         (r"\\cdot" + _END + r"\s*(?=[a-zA-Z(]|\\(?:sqrt|pi)" + _END + ")", " "),
         (r"\\(begin|end)\s*\{[bvB]?matrix\}", r"\\\1{pmatrix}"),
         (r";\s*(?=\\end\{)", ""),
+        (r"(\\begin\{pmatrix\})|(?=\\end\{)", r"\1 "),
+        # functions: an argument without brackets gets them, unless more may belong to it
+        (rf"({_FUNCTION}{_RAISED})\s*\{{([^{{}}]*)\}}", r"\1(\2)"),
+        (
+            rf"({_FUNCTION}{_RAISED})\s*([0-9]*\s*(?:\\(?:alpha|beta|gamma|theta|phi|pi){_END}|[a-zA-Z])|[0-9]+)"
+            rf"(?=\s*(?:$|[-+=,;&)\]}}]|{_FUNCTION}))",
+            r"\1(\2)",
+        ),
         # degrees and units
         (r"\^\s*(?:\\circ" + _END + r"|\{\s*\\circ\s*\})|\\degrees?" + _END, ""),
         (_TEXT + r"\{\s*(?:or|and)\s*\}|\s+(?:or|and)\s+", ", "),
-        (r"(?<=[0-9})\]])\s*" + _TEXT + r"\{[^{}]*\}(?:\s*\^\s*(?:[0-9]|\{[0-9]\}))?\s*$", ""),
-        (rf"(?<=[0-9}}])\s+(?:(?:square|cubic|sq\.?)\s+)?(?:{_WORDS})(?:\s*\^\s*(?:[0-9]|\{{[0-9]\}}))?\.?\s*$", ""),
+        (_SIZE + r"\s*" + _TEXT + r"\{[^{}]*\}(?:\s*\^\s*(?:[0-9]|\{[0-9]\}))?\s*$", ""),
+        (rf"{_SIZE}\s+(?:(?:square|cubic|sq\.?)\s+)?(?:{_WORDS})(?:\s*\^\s*(?:[0-9]|\{{[0-9]\}}))?\.?\s*$", ""),
         (_TEXT + r"\{([^{}]*)\}", r" \1 "),
         # fractions, roots, powers
         (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
@@ -88,7 +103,29 @@ _SPACES = tuple(  # a command and a letter keep one between them, and commas tha
 )
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
+_POWER = re.compile(r"(-?)(?:([0-9]+(?:\.[0-9]+)?)\\cdot)?10\^(?:([0-9])|\{(-?[0-9]{1,3})\})")  # 2.5 · 10^3
 _FRACTION = re.compile(r"(-?)([0-9]*)\\frac\{([0-9]+(?:\.[0-9]+)?)\}\{(-?[0-9]+(?:\.[0-9]+)?)\}")
+
+
+_TOKEN = re.compile(r"\\[a-zA-Z]+ ?|\\.|, |.", re.DOTALL)
+_OPENING, _CLOSING = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
+_BETWEEN = (",", "=", "<", ">", ":", *(rf"\{name}" for name in ("leq", "geq", "neq", "cup", "cap", "in", "to")))
+_UNARY_AFTER = ("^", "_", "/", r"\cdot", "+", "-")  # a sign behind it begins no new term
+_UNCLEAR = re.compile(r"\||\\(?:begin|sum|prod|int|lim|mid)" + _END)
+
+
+@dataclass
+class _Sum:
+    """A sum that is being read: what stands before it, its terms with their signs, and the last term."""
+
+    before: str
+    terms: list[str] = field(default_factory=list)
+    term: str = ""
+
+    def text(self) -> str:
+        own = [*self.terms, self.term]
+        signed = [term if term[:1] in ("+", "-") else f"+{term}" for term in own]
+        return self.before + ("".join(sorted(signed)) if self.terms else self.term)
 
 
 def normal(answer: str) -> str:
@@ -114,7 +151,7 @@ def same(one: str, other: str) -> bool:
 
 def _once(text: str) -> str:
     text = text.translate(_SIGNS)
-    text = text.replace("\\\\", ";" if r"\begin{" in text else "\\")
+    text = _NEW_ROW.sub(";", text) if r"\begin{" in text else text.replace("\\\\", "\\")
     for pattern, by in _RULES:
         text = pattern.sub(by, text)
     if not re.search(r"[(\[]|\\\{", text):
@@ -139,17 +176,44 @@ def _equal(one: str, other: str, depth: int) -> bool:
     if one[:1] in ("(", "[") and (one[:1], one[-1:]) == (other[:1], other[-1:]) and _closes(one) and _closes(other):
         parts = [list(map(normal, _split(text[1:-1], ", "))) for text in (one, other)]
         return len(parts[0]) == len(parts[1]) and all(map(lambda a, b: _equal(a, b, depth + 1), *parts))
-    return False
+    return _ordered(one) == _ordered(other)
 
 
 def _value(text: str) -> Fraction | None:
-    """The number that the text is: an integer, a decimal, a fraction or a mixed number."""
+    """The number that the text is: an integer, a decimal, one times a power of ten, a fraction or a mixed number."""
     if _NUMBER.fullmatch(text):
         return Fraction(text)
+    if found := _POWER.fullmatch(text):
+        size = Fraction(found[2] or 1) * Fraction(10) ** int(found[3] or found[4])
+        return -size if found[1] else size
     if not (found := _FRACTION.fullmatch(text)) or not Fraction(found[4]):
         return None
     size = Fraction(found[2] or 0) + Fraction(found[3]) / Fraction(found[4])
     return -size if found[1] else size
+
+
+def _ordered(text: str) -> str:
+    """The text with the terms of every sum in one order, also inside brackets; unchanged if a sum's end is unclear."""
+    if _UNCLEAR.search(text):
+        return text
+    levels = [_Sum("")]
+    for token in _TOKEN.findall(text):
+        last = levels[-1]
+        if token in _OPENING:
+            levels.append(_Sum(token))
+        elif token in _CLOSING:
+            inner = levels.pop()
+            if not levels:
+                return text
+            levels[-1].term += inner.text() + token
+        elif token.strip() in _BETWEEN:
+            levels[-1] = _Sum(last.text() + token.strip())
+        elif token in "+-" and last.term and not last.term.endswith(_UNARY_AFTER):
+            last.terms.append(last.term)
+            last.term = token
+        else:
+            last.term += token
+    return levels[0].text() if len(levels) == 1 else text
 
 
 def _unordered(one: Sequence[str], other: Sequence[str], depth: int) -> bool:

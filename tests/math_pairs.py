@@ -107,6 +107,43 @@ p - q ~ p-q
 6 - 5i ~ 6-5i
 \displaystyle \frac{3}{4} ~ 0.75
 {5} ~ 5
+\begin{pmatrix} 1 \\[6pt] 2 \end{pmatrix} ~ \begin{pmatrix}1\\2\end{pmatrix}
+\begin{pmatrix} 3 & -1 \\[0.5em] 2 & 4 \\ [2 mm] \end{pmatrix} ~ \begin{pmatrix}3&-1\\2&4\end{pmatrix}
+\begin{bmatrix}\dfrac{1}{2}\\[6pt]\dfrac{3}{4}\end{bmatrix} ~ \begin{pmatrix}1/2\\3/4\end{pmatrix}
+\begin{pmatrix}-1/3\\2/3\end{pmatrix} ~ \begin{pmatrix} -\frac{1}{3} \\ \frac{2}{3} \end{pmatrix}
+\begin{pmatrix}1/5&2/5\\-2/5&4/5\end{pmatrix} ~ \begin{pmatrix}\frac15&\frac25\\-\frac25&\frac45\end{pmatrix}
+8\pi \text{ cm} ~ 8\pi
+8\pi\text{ square units} ~ 8\pi
+8\pi\text{ cm}^2 ~ 8\pi
+8π cm ~ 8\pi
+12\pi cubic inches ~ 12\pi
+\frac{\pi}{4} radians ~ \frac\pi4
+(2+\sqrt{3}) cm ~ (2+\sqrt3)
+\tan(x) ~ \tan x
+\tan (x) ~ \tan{x}
+\sin(2x) ~ \sin 2x
+\sin^2(x) ~ \sin^{2} x
+\sin(x)\cos(x) ~ \sin x \cos x
+\cos(\theta) ~ \cos \theta
+\log_2(8) ~ \log_{2} 8
+y = 3\cos(2x) + 1 ~ 3\cos 2x+1
+2.5\times10^3 ~ 2500
+2.5 \times 10^{3} ~ 2,500
+-1.2 \cdot 10^{-2} ~ -0.012
+6 \times 10^{4} ~ 60000
+10^3 ~ 1000
+3 * 10^2 ~ 300
+x+1 ~ 1+x
+-x + y ~ y - x
+x^2+2x+1 ~ 1 + 2x + x^2
+3 - 2i ~ -2i+3
+\frac{1+\sqrt{5}}{2} ~ \frac{\sqrt5+1}{2}
+(x+1)(x-2) ~ (1+x)(-2+x)
+\sqrt{x+y} - 1 ~ -1 + \sqrt{y+x}
+(1+\sqrt{2}, 3) ~ (\sqrt2+1, 3)
+\{x+1, y\} ~ \{y, 1+x\}
+2^{n+1}-1 ~ -1+2^{1+n}
+x \leq 1+y ~ x \leq y+1
 """
 
 UNEQUAL = r"""
@@ -166,6 +203,45 @@ y=2x+3 ~ 2x-3
 6-5i ~ 6+5i
 x \leq 5 ~ x \geq 5
 \emptyset ~ 0
+\begin{pmatrix} 1 \\[6pt] 2 \end{pmatrix} ~ \begin{pmatrix}1\\3\end{pmatrix}
+\begin{pmatrix} 1 \\[6pt] 2 \end{pmatrix} ~ \begin{pmatrix}1\\6\\2\end{pmatrix}
+\begin{pmatrix}1\\ [2] \end{pmatrix} ~ \begin{pmatrix}1\\ \end{pmatrix}
+\begin{pmatrix}-1/3\\2/3\end{pmatrix} ~ \begin{pmatrix}\frac13\\\frac23\end{pmatrix}
+\begin{pmatrix}1/32/3\end{pmatrix} ~ \begin{pmatrix}1/3\\2/3\end{pmatrix}
+\begin{pmatrix}x+1\\2\end{pmatrix} ~ \begin{pmatrix}2\\1+x\end{pmatrix}
+8\pi \text{ cm} ~ 8
+8\pi r ~ 8\pi
+8\pi h cm ~ 8\pi
+\tan(x) ~ \tan(y)
+\tan(x) ~ \tan x^2
+\sin(x)y ~ \sin xy
+\sin(2x) ~ 2\sin(x)
+\sin^2(x) ~ \sin(x^2)
+\sin(x)/2 ~ \sin x/3
+\log_2(8) ~ \log_3(8)
+\cot x ~ \cos x
+2.5\times10^3 ~ 250
+2.5\times10^3 ~ 25000
+2.5\times10^{-3} ~ 2500
+2.5\times10^3 ~ 2.5\times10^4
+-10^2 ~ 100
+10^{400} ~ 10^{401}
+x+1 ~ x-1
+x+1 ~ -1-x
+x-y ~ y-x
+2-3 ~ 3-2
+3-2i ~ 2i-3
+\frac{1+\sqrt{5}}{2} ~ \frac{1-\sqrt{5}}{2}
+\frac{x+1}{y} ~ \frac{y}{x+1}
+x^{a+b} ~ x^a+b
+x^{-1}+2 ~ 2^{-1}+x
+2(x+1) ~ 2x+1
+|x+1|-|y| ~ |x-|y|+1|
+\sum_{k}k+1 ~ 1+\sum_{k}k
+(1+x, 2) ~ (2, x+1)
+a/b+c ~ a/c+b
+x=1+y ~ 1=x+y
+x:1+2 ~ 2+x:1
 """
 
 
