@@ -216,6 +216,50 @@ def test_columns_of_the_copies_of_aime(tmp_path, row):
     assert found["problem"] == "p" and int(found["answer"]) == 70 and set(found) == {"id", "problem", "answer"}
 
 
+def test_opencompass_has_two_files_and_an_answer_in_degrees(tmp_path, capsys):
+    """opencompass/AIME2025 a6ad95f: one file an exam, columns question and answer; II-5's answer is an angle."""
+    answers = {exam: [f"{number:03}" for number in range(15)] for exam in ("I", "II")}
+    answers["II"][4] = r"336^\circ"
+    for exam, own in answers.items():
+        rows = [{"question": f"{exam}-{number}", "answer": answer} for number, answer in enumerate(own, 1)]
+        written(tmp_path, rows, f"aime2025-{exam}.jsonl")
+    found = read("aime25", str(tmp_path))
+    assert [row["problem"] for row in found] == [f"{exam}-{n}" for exam in ("I", "II") for n in range(1, 16)]
+    assert found[19]["answer"] == "336" and [row["answer"] for row in found[:15]] == answers["I"]
+    assert len({row["id"] for row in found}) == 30
+    assert check.main(["aime25", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"aime25 +30 rows\n", said)
+    assert read("aime25", str(tmp_path / "aime2025-II.jsonl")) == found[15:]
+    written(tmp_path, [{"problem": "p", "answer": 1}], "test.jsonl")  # as math-ai/aime25
+    assert [row["problem"] for row in read("aime25", str(tmp_path))] == ["p"]
+    (tmp_path / "test.jsonl").unlink()
+    (tmp_path / "aime2025-II.jsonl").unlink()
+    with pytest.raises(SettingError, match=r"^task.path: aime2025-II.jsonl cannot be read \(No such file or directory"):
+        read("aime25", str(tmp_path))
+    assert check.main(["aime25", str(tmp_path)]) == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_maxwell_jia_has_a_file_of_its_own_name(tmp_path, capsys):
+    """Maxwell-Jia/AIME_2024 8d88b28: aime_2024_problems.parquet, columns with capitals, whole numbers as answers."""
+    rows = [
+        {"ID": f"2024-{exam}-{n}", "Problem": f"{exam}-{n}", "Solution": "s", "Answer": n * 33}
+        for exam in ("I", "II") for n in range(1, 16)
+    ]  # fmt: skip
+    path = written(tmp_path, rows, "aime_2024_problems.parquet")
+    found = read("aime24", str(tmp_path))
+    assert found == read("aime24", path) and len(found) == 30
+    assert found[0] == {"id": "2024-I-1", "problem": "I-1", "answer": "33"}
+    assert check.main(["aime24", str(tmp_path)]) == 0
+    assert re.search(r"aime24 +30 rows\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("answer_", ["336^\\circ", "336^{\\circ}", "336 ^ { \\circ }", "336°", " 336 "])
+def test_a_degree_sign_is_no_part_of_an_answer_of_aime(tmp_path, answer_):
+    [row] = read("aime25", written(tmp_path, [{"question": "p", "answer": answer_}]))
+    assert row["answer"].strip() == "336"
+
+
 BAD = {
     "no column problem": [{"answer": "1", "id": "1"}],
     "no column answer": [{"problem": "p", "id": "1"}],
@@ -229,6 +273,9 @@ BAD = {
     "line 1: answer is '1000', expected a whole number from 0 to 999": [{"problem": "p", "answer": 1000}],
     "line 1: answer is 'x', expected a whole number": [{"problem": "p", "answer": "x"}],
     "line 1: answer is '-1', expected a whole number": [{"problem": "p", "answer": -1}],
+    "line 1: answer is '3360', expected a whole number": [{"problem": "p", "answer": r"3360^\circ"}],
+    "line 1: answer is '', expected a whole number": [{"problem": "p", "answer": r"^\circ"}],
+    "line 1: answer is '33^\\\\circ6', expected a whole number": [{"problem": "p", "answer": r"33^\circ6"}],
     "no rows": [],
 }  # fmt: skip
 
