@@ -20,7 +20,7 @@ from kvbench.guard import Handed, copy_containers, readings, state_of, without_g
 from kvbench.kernels.implementation import FAST
 from kvbench.layer import Choice, Course, Layer, Layers
 from kvbench.method import Method, Reading, State, Words
-from kvbench.model import attached, forward, layout, make_cache, weights_of
+from kvbench.model import Frequencies, attached, forward, layout, make_cache, weights_of
 from kvbench.rows import Bytes, size
 from kvbench.settings import ContractError, SettingError, number
 from kvbench.steady import SteadyRows, repeats, steady
@@ -167,9 +167,13 @@ class Context:
         course.room = (left + self.answer if rows is None or rows >= course.prompt else 0) + read_again
         return rows
 
-    def passed(self, tokens: int) -> None:
-        """The tokens that were expected went through all layers, but not through this context's own cache."""
+    def passed(self, tokens: int, frequencies: Frequencies | None) -> None:
+        """The tokens that were expected went through all layers, but not through this context's own cache: the model
+        read them with these `frequencies`.
+        """
         self._went(tokens)
+        if frequencies is not None:
+            self.cache.frequencies.take_over(frequencies)
         self._check()
 
     def end(self, logits: Tensor) -> Tensor:
@@ -435,7 +439,8 @@ class Context:
         kept = self.own_layers[0].guard.handed()
         for name, tensor in state_of({"state.shared": shared}):
             kept.add(name, tensor)
-        course = dict(vars(self.course))
+        course, frequencies = dict(vars(self.course)), self.cache.frequencies
+        began_with = frequencies and frequencies.copy()
         try:
             yield
         finally:
@@ -447,6 +452,8 @@ class Context:
             for port in self.cache.layers:
                 if hasattr(port, "seen"):
                     port.seen = before["seen"]
+            if frequencies:
+                frequencies.take_over(began_with)
             vars(self).update(before)
             vars(self.course).update(course)
             self.own_layers[0].state.shared.clear()

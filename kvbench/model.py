@@ -5,9 +5,9 @@ over and the attention function asks it. Nothing of transformers is patched.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -155,41 +155,140 @@ def layout_of(config: Any) -> Layout:
     return Layout(config.num_hidden_layers, config.num_key_value_heads, dim, () if all_slide else sliding, window)
 
 
-def make_cache(model: torch.nn.Module, layers: list[Remembers | None]) -> Cache:
+def rotary_module(model: torch.nn.Module) -> torch.nn.Module:
+    """The model's rotary embedding."""
+    return next(m.rotary_emb for m in model.modules() if hasattr(m, "rotary_emb") and hasattr(m, "layers"))
+
+
+class Frequencies:
+    """The rotary frequencies of one context, for models whose frequencies follow the longest place (dynamic, LongRoPE).
+
+    transformers keeps them in the model's rotary module, where they stay after the longest prompt and would be used for
+    the next one (`dynamic_rope_update` in transformers/modeling_rope_utils.py). A context therefore has a copy of that
+    module's state. The copy starts with the original frequencies, whatever the module holds, and takes the module's
+    place while the model reads for this context.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module, self.longest = module, 0  # tokens read with them
+        attributes, buffers = held_by(module)
+        for name in buffers.keys() | attributes.keys():
+            if name.endswith("original_inv_freq"):
+                buffers[name.replace("original_", "")] = getattr(module, name)
+        for name in attributes.copy():
+            if name.endswith("_max_seq_len_cached"):  # of a kind of layer: made when its length first grows
+                del attributes[name]
+        attributes["max_seq_len_cached"] = module.original_max_seq_len
+        self.state = cloned((attributes, buffers))
+
+    @contextmanager
+    def used(self, tokens: int) -> Iterator[None]:
+        """The rotary module has this context's frequencies inside, for so many tokens, and its own again afterwards."""
+        before, self.longest = held_by(self.module), tokens
+        put(self.module, self.state)
+        try:
+            yield
+        finally:
+            self.state = held_by(self.module)
+            put(self.module, before)
+
+    def rotate(self, places: Tensor, own: tuple[str, ...], like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of `places` (B, n), as the model would turn them now; the frequencies stay as they are, although
+        a method may ask for places that the model has not reached.
+        """
+        longest = places.new_full((places.shape[0], 1), max(self.longest - 1, 0))
+        asked = self.copy()
+        with asked.used(asked.longest):  # a copy: from transformers 5.23 on LongRoPE writes into the module's buffer
+            cos, sin = self.module(like, torch.cat([places, longest], 1), *own)
+        return cos[:, :-1], sin[:, :-1]
+
+    def copy(self) -> "Frequencies":
+        """Another context's, which are the same now."""
+        other = copy(self)
+        other.take_over(self)
+        return other
+
+    def take_over(self, other: "Frequencies") -> None:
+        """Become what `other` is now."""
+        self.state, self.longest = cloned(other.state), other.longest
+
+
+ModuleState = tuple[dict[str, Any], dict[str, Tensor | None]]  # plain attributes, buffers
+REGISTRIES = frozenset(vars(torch.nn.Module()))
+
+
+def held_by(module: torch.nn.Module) -> ModuleState:
+    """The attributes and buffers that the module's forward may replace; the tensors are the module's own."""
+    return {name: own for name, own in vars(module).items() if name not in REGISTRIES}, dict(module._buffers)
+
+
+def put(module: torch.nn.Module, state: ModuleState) -> None:
+    """Give the module this state, by reference; what it holds beyond that is gone."""
+    attributes, buffers = state
+    for name in vars(module).keys() - REGISTRIES - attributes.keys():
+        del vars(module)[name]
+    vars(module).update(attributes)
+    module._buffers.clear()
+    module._buffers.update(buffers)
+
+
+def cloned(state: ModuleState) -> ModuleState:
+    attributes, buffers = state
+    return dict(attributes), {name: None if own is None else own.clone() for name, own in buffers.items()}
+
+
+def frequencies_of(model: torch.nn.Module) -> Frequencies | None:
+    """The original frequencies, for a new context; None for a model whose frequencies never change."""
+    module = rotary_module(model)
+    kinds = module.rope_type if isinstance(module.rope_type, Mapping) else {"": module.rope_type}
+    return Frequencies(module) if set(kinds.values()) & set(SWITCHING) else None
+
+
+class ContextCache(Cache):
+    """transformers' cache of one context. `frequencies`: the context's own, where the model's change."""
+
+    def __init__(self, layers: list[CacheLayerMixin], frequencies: Frequencies | None) -> None:
+        super().__init__(layers=layers)
+        self.frequencies = frequencies
+
+
+def make_cache(model: torch.nn.Module, layers: list[Remembers | None]) -> ContextCache:
     """A transformers cache with a Port in front of each of `layers`, and its own sliding layer where there is None."""
     config = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
-    return Cache(
-        layers=[
-            Sliding(sliding_window=config.sliding_window) if layer is None else Port(layer, rotation(model, kind))
+    own = frequencies_of(model)
+    return ContextCache(
+        [
+            Sliding(sliding_window=config.sliding_window) if layer is None else Port(layer, rotation(model, kind, own))
             for layer, kind in zip(layers, kinds, strict=True)
-        ]
+        ],
+        own,
     )
 
 
-def rotation(model: torch.nn.Module, kind: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """The model's own rotary embedding: places (B, n) to cos, sin (B, n, rotated dimensions). One whose frequencies
-    follow the longest place it ever saw is left as it was: a method may ask for places that the model has not reached.
+def rotation(
+    model: torch.nn.Module, kind: str, frequencies: Frequencies | None = None
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """The model's own rotary embedding: places (B, n) to cos, sin (B, n, rotated dimensions). `frequencies`: of the
+    context that asks; without them the original ones of a model whose frequencies change.
     """
-    module = next(m.rotary_emb for m in model.modules() if hasattr(m, "rotary_emb") and hasattr(m, "layers"))
+    module, frequencies = rotary_module(model), frequencies or frequencies_of(model)
     own = (kind,) if hasattr(module, "layer_types") else ()  # Gemma3 has one rotation per kind of layer
 
     def rotate(places: Tensor) -> tuple[Tensor, Tensor]:
-        like = next(model.parameters())
-        attributes, buffers = dict(vars(module)), dict(module._buffers)
-        try:
-            found = module(torch.empty(0, dtype=torch.float32, device=like.device), places.to(like.device), *own)
-            return tuple(part.to(places.device) for part in found)
-        finally:
-            vars(module).update(attributes)
-            module._buffers.update(buffers)
+        device = next(model.parameters()).device
+        like, there = torch.empty(0, dtype=torch.float32, device=device), places.to(device)
+        found = frequencies.rotate(there, own, like) if frequencies else module(like, there, *own)
+        return tuple(part.to(places.device) for part in found)
 
     return rotate
 
 
-def forward(model: torch.nn.Module, ids: Tensor, cache: Cache, keep: int) -> Tensor:
+def forward(model: torch.nn.Module, ids: Tensor, cache: ContextCache, keep: int) -> Tensor:
     """Logits (B, keep, vocab) of the last `keep` of the tokens `ids` (B, T), 0 for all of them."""
-    return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
+    tokens = cache.get_seq_length() + ids.shape[1]
+    with cache.frequencies.used(tokens) if cache.frequencies else nullcontext():
+        return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
 
 
 @dataclass(frozen=True)

@@ -106,15 +106,16 @@ def prefill(contexts: Sequence[Context], ids: Tensor) -> list[float]:
         context.expect(tokens)
     watched = Watched()
     layers = [Together(own, watched) for own in zip(*(context.layers for context in contexts), strict=True)]
+    cache = make_cache(model, layers)
     with attached(model):
-        logits = forward(model, ids, make_cache(model, layers), keep=1)[:, -1]
+        logits = forward(model, ids, cache, keep=1)[:, -1]
     spent = 1000 * (now(device) - begin)
     own = [sum(times) for times in zip(*(layer.stamps.between() for layer in layers), strict=True)]
     common = spent - sum(own)
     for number, context in enumerate(contexts):
         begin = now(device)
         with blamed(number):
-            context.passed(tokens)
+            context.passed(tokens, cache.frequencies)
             context.end(logits)
             context.lent = [(index, reference) for reference, _, index in watched.tensors]
         own[number] += 1000 * (now(device) - begin)
