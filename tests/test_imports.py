@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 
 import kvbench
-from kvbench.sources import closure, imports, revision, source_hash
+from kvbench import sources
+from kvbench.sources import closure, imports, packages, revision, source_hash, unfollowed
 
 ROOT = Path(kvbench.__file__).parents[1]
 FILES = sorted(path for folder in ("kvbench", "kernels", "methods", "tasks") for path in (ROOT / folder).rglob("*.py"))
@@ -190,6 +192,129 @@ def test_the_hash_follows_what_can_change_a_result(checkout):
     assert source_hash(named) == before != source_hash(["kvbench.engine"])
     (checkout / "kernels/attend/new.py").write_text("")
     assert source_hash(named) != before
+
+
+@pytest.fixture
+def outside(checkout, tmp_path_factory, monkeypatch):
+    """A method of the small checkout, and what it imports from a folder on the path of Python."""
+    folder = tmp_path_factory.mktemp("outside")
+    texts = {
+        "mylib.py": "SIGN = 1\n",
+        "mypackage/__init__.py": "",
+        "mypackage/sub.py": "from .deeper import *\n",
+        "mypackage/deeper/__init__.py": "from mynamespace import plain\n",
+        "mypackage/deeper/star.py": "",
+        "mypackage/table.csv": "1,2\n",
+        "mypackage/unused.py": "",
+        "mynamespace/plain.py": "import kvbench.tables\n",
+        "mynamespace/named.py": "",
+        f"mycompiled{EXTENSION_SUFFIXES[0]}": "machine code",
+        "myunused.py": "",
+    }
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    method = checkout / "methods/mine.py"
+    method.write_text(
+        "import json, torch, numpy as np\nfrom mylib import SIGN\nfrom mypackage import sub, missing\n"
+        "def score():\n    import mycompiled\n    import importlib\n"
+        "    return importlib.import_module('mynamespace.named'), __import__('mylib').SIGN\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    return folder
+
+
+def test_what_a_method_imports_from_elsewhere_is_hashed(outside, checkout, capsys):
+    method = ["kvbench.methods.mine"]
+    before = source_hash(method)
+    files = {path for folder in (outside, checkout) for path in folder.rglob("*") if path.is_file()}
+    counted = set()
+    for path in sorted(files):
+        content = path.read_bytes()
+        path.write_bytes(content + b"\n# changed\n")
+        if source_hash(method) != before:
+            counted.add(path)
+        path.write_bytes(content)
+    own = [
+        "mylib.py",
+        *("mypackage/" + name for name in ("__init__.py", "sub.py", "deeper/__init__.py", "deeper/star.py")),
+    ]
+    own += ["mynamespace/plain.py", "mynamespace/named.py", f"mycompiled{EXTENSION_SUFFIXES[0]}"]
+    known = ["kvbench/__init__.py", "kvbench/tables.py", "methods/mine.py"]
+    assert counted == {outside / name for name in own} | {checkout / name for name in known}
+    assert source_hash(method) == before
+    (outside / "mylib.py").write_text("SIGN = -1\n")
+    changed = source_hash(method)
+    (outside / "mylib.py").write_text("SIGN = +1\n")
+    assert len({before, changed, source_hash(method)}) == 3  # a change that leaves the size as it was, too
+    assert not {"mylib", "mypackage", "mynamespace", "mycompiled"} & set(sys.modules)
+    assert capsys.readouterr().err == ""
+
+
+def install(folder: Path, name: str, version: str, files: list[str], editable: bool = False) -> None:
+    """What an installer writes."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "top_level.txt").write_text("\n".join({own.split("/")[0].removesuffix(".py") for own in files}))
+    (info / "RECORD").write_text("".join(f"{own},,\n" for own in ([] if editable else files)) + "METADATA,,\n")
+
+
+def test_an_installed_package_counts_by_name_and_version(checkout, tmp_path_factory, monkeypatch):
+    def hash_with(version: str, content: str, editable: bool = False) -> str:
+        folder = tmp_path_factory.mktemp("site")
+        (folder / "myinstalled").mkdir()
+        (folder / "myinstalled/__init__.py").write_text(content)
+        install(folder, "My-Installed", version, ["myinstalled/__init__.py"], editable)
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(folder)
+            return source_hash(["kvbench.methods.mine"])
+
+    (checkout / "methods/mine.py").write_text("import myinstalled.sub, torch, yaml, os.path\n")
+    without = source_hash(["kvbench.methods.mine"])
+    first = hash_with("1.0", "SIGN = 1")
+    assert first == hash_with("1.0", "SIGN = -1") != hash_with("1.1", "SIGN = 1")
+    assert without not in {first, hash_with("1.1", "SIGN = 1")}
+    editable = hash_with("1.0", "SIGN = 1", editable=True)
+    assert editable not in {first, hash_with("1.0", "SIGN = -1", editable=True)}
+    assert packages(["torch.nn", "yaml", "numpy", "os.path", "json"]) == set()  # kvbench's own, and Python's
+    assert packages(["pytest"]) == {f"pytest {pytest.__version__}"}
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("import importlib; importlib.import_module('my' + 'lib')", "import_module() in mine.py, line 1"),
+        ("from importlib import import_module as load\nload(name)", "import_module() in mine.py, line 2"),
+        ("exec(text)", "exec() in mine.py, line 1"),
+        ("def f(name):\n    return __import__(name)", "__import__() in mine.py, line 2"),
+        ("import ctypes; ctypes.CDLL('x.so')", "CDLL() in mine.py, line 1"),
+        ("import sys; sys.path.append('x'); import mynowhere", "import mynowhere in mine.py"),
+        ("try:\n    import mynowhere\nexcept ImportError:\n    pass", None),
+        ("model.eval(); import json", None),
+    ],
+)
+def test_what_cannot_be_followed_is_said_once(line, said, checkout, capsys, monkeypatch):
+    monkeypatch.setattr(sources, "_said", set())
+    (checkout / "methods/mine.py").write_text(line)
+    (checkout / "methods/other.py").write_text("import kvbench.methods.mine")
+    for _ in range(2):
+        source_hash(["kvbench.methods.mine"])
+        source_hash(["kvbench.methods.other"])
+    text = f"kvbench: what these execute is not part of a run's hash: {said}\n" if said else ""
+    assert capsys.readouterr().err == text
+
+
+def test_the_methods_and_tasks_of_kvbench_can_be_followed():
+    modules = {name_of(path) for path in FILES if path.relative_to(ROOT).parts[0] in ("methods", "tasks")}
+    assert unfollowed(closure(modules)) == []
+
+
+def test_the_hash_is_asked_for_again_at_no_cost(outside, monkeypatch):
+    before = source_hash(["kvbench.methods.mine"])
+    monkeypatch.setattr(sources, "walk", None)
+    assert source_hash(["kvbench.methods.mine"]) == before
 
 
 def test_the_revision_is_the_checkouts(tmp_path, monkeypatch):
