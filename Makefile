@@ -62,14 +62,15 @@ $(FILES)/duo_attention: | setup
 data: setup
 	@$(BIN)/python -m kvbench.data "$(TASK)" "$(DATA)"
 
-# the store: runs and records as Parquet; whether every run is whole
+# the store: runs and records as Parquet; whether every run is whole. REPLAY=n executes n random records again and
+# compares them; SEED=s, which it prints, draws the same ones
 RESULTS ?= results
 
 export: setup
 	@$(BIN)/python -m kvbench.frames $(RESULTS) $(RESULTS)/export
 
 check-results: setup
-	@$(BIN)/python -m kvbench.audit $(RESULTS)
+	@$(BIN)/python -m kvbench.audit $(RESULTS) $(if $(REPLAY),"--replay=$(REPLAY)") $(if $(SEED),"--seed=$(SEED)")
 
 # the papers' tables, published and measured side by side: one on the screen, or all as files
 table: setup

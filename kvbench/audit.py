@@ -1,6 +1,8 @@
 """Whether the records of a results folder are whole and can be paired: `make check-results`.
 
-    python -m kvbench.audit [results]
+    python -m kvbench.audit [results] [--replay n] [--seed s]
+
+`--replay` executes n random records again and compares them (kvbench.replay); `--seed` draws the same ones again.
 
 Of every run: run.yaml and its hash, every line of every file, one record a sample, `done` against the records, and the
 same prompts and targets as the other runs on these samples. One line a run; exit code 1 if any is damaged. A run that
@@ -8,10 +10,14 @@ is merely unfinished is not: the command that began it goes on with it.
 """
 
 import json
+import os
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from random import Random
+from secrets import randbelow
 from typing import Any
 
 from kvbench.frames import records, whole
@@ -21,6 +27,7 @@ from kvbench.stored import OWN
 
 HASHES = ("prompt_hash", "target_hash")
 SHOWN = 3  # lines, samples that a message names
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def protocol(value: Mapping[str, Any]) -> str:
@@ -106,19 +113,64 @@ def sealed(done: Path, uids: Sequence[str]) -> bool:
         return False
 
 
+def draw(results: Path, count: int, seed: int) -> tuple[list[tuple[str, str]], int]:
+    """`count` random records of the runs that can be read, as (run, uid), and how many there are; SettingError if there
+    are fewer.
+    """
+    found = []
+    for path in sorted((results / "runs").glob("*/run.yaml")):
+        try:
+            value_of(path.parent)
+        except ValueError:
+            continue  # `audit` names it
+        found += [(path.parent.name, record["uid"]) for record in records(path.parent)]
+    if count > len(found):
+        raise SettingError(f"REPLAY={count}: there are {len(found)} records")
+    return Random(seed).sample(sorted(found), count), len(found)
+
+
+def number(name: str, text: str, least: int) -> int:
+    """A whole number that the command line gives; SettingError for another text."""
+    if not (text.isascii() and text.isdecimal() and int(text) >= least):
+        raise SettingError(f"{name}={text}: a whole number of at least {least}")
+    return int(text)
+
+
 def show(arguments: Sequence[str]) -> int:
-    """Print what `audit` finds; 1 if a run is damaged."""
+    """Print what `audit` finds, and what executing records again gives; 1 if a run or a record is damaged."""
     parser = Arguments("kvbench.audit", __doc__)
     parser.add_argument("results", nargs="?", default="results", type=Path)
-    results = parser.parse_args(arguments).results
+    parser.add_argument("--replay")
+    parser.add_argument("--seed")
+    own = parser.parse_args(arguments)
+    again = []
+    if own.replay is None and own.seed is not None:
+        raise SettingError(f"SEED={own.seed}: draws the records of REPLAY=n, which is missing")
+    if own.replay is not None:
+        count = number("REPLAY", own.replay, 1)
+        seed = randbelow(1 << 31) if own.seed is None else number("SEED", own.seed, 0)
+        if not any((own.results / "runs").glob("*/run.yaml")):
+            raise SettingError(f"{own.results / 'runs'}: no run there")
+        there = draw(own.results, count, seed)[1]
+        again = [str(own.results.absolute()), "--records", str(count), "--seed", str(seed)]
     damaged = 0
-    for name, state, wrong in audit(results):
+    for name, state, wrong in audit(own.results):
         print(f"{name}  {state}")
         for line in wrong:
             print(f"    {line}")
         damaged += bool(wrong)
     print(f"{damaged} damaged")
-    return 1 if damaged else 0
+    code = 1 if damaged else 0
+    if again:
+        print(f"replay: {count} of {there} records, drawn with SEED={seed}", flush=True)
+        # in a process of its own, so that this module and all that read the store do without torch
+        code = subprocess.run([sys.executable, "-m", "kvbench.replay", *again], env=with_kvbench()).returncode or code
+    return code
+
+
+def with_kvbench() -> dict[str, str]:
+    """The environment, in which a new process finds this kvbench wherever it is started."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,7 +1,7 @@
 """A run is a value: every resolved setting that may change a number. Its hash names the folder of its records."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any
@@ -23,6 +23,22 @@ from kvbench.task import Task
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNCUT = {"method": "full", "allocator": "uniform", "codec": "raw"}
+READ = (  # by `Run.from_config`; `workers` is left out: how many processes share a run changes nothing
+    *(
+        "model",
+        "task",
+        *UNCUT,
+        "budget",
+        "budget_of",
+        "block_size",
+        "question",
+        "seed",
+        "limit",
+        "temperature",
+        "top_p",
+    ),
+    *("device", "dtype", "max_batch", "sweep"),
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +58,7 @@ class Run:
     dtype: str
     max_batch: int
     compile: bool = True  # decode in a CUDA graph where that is possible
+    settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as composed: `from_config`
 
     @classmethod
     def from_config(cls, config: DictConfig) -> "Run":
@@ -83,6 +100,7 @@ class Run:
             dtype=dtype,
             max_batch=config.max_batch,
             compile=config.model.compile == "auto",
+            settings=composed(config),
         )
         run.check()
         return run
@@ -181,6 +199,17 @@ class Run:
         chosen = [*self.groups.values(), self.task_settings]
         chosen += [own["base"] for own in chosen if "base" in own]
         return [own["_target_"].rpartition(".")[0] for own in chosen]
+
+
+def composed(config: DictConfig) -> dict[str, Any]:
+    """The resolved settings that `Run.from_config` reads, paths among them: enough to make the same run again."""
+    found = {}
+    for name in (key for key in config if key in READ):
+        own = config[name]
+        found[name] = OmegaConf.to_container(own, resolve=True) if OmegaConf.is_config(own) else own
+        if isinstance(found[name], dict):
+            found[name].pop("presets", None)  # the chosen one is in the settings
+    return found
 
 
 def checkpoint(config: DictConfig, seed: int) -> Checkpoint:

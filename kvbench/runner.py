@@ -109,8 +109,8 @@ def execute_all(runs: Sequence[Run], results: Path, bench: Bench) -> list[RunFol
     company = Company(open_, partial(Reader, bench=bench), bench.reload_model)
     name = runs[0].groups["method"]["name"] if len(runs) == 1 else f"{len(open_)} together"
     with ExitStack() as stack:
-        for folder in open_:
-            stack.enter_context(folder.open(machine(runs[0].device), len(prompts)))
+        for folder, run in open_.items():
+            stack.enter_context(folder.open(machine(run.device) | {"settings": run.settings}, len(prompts)))
             folder.look()
 
         def made_so_far() -> int:

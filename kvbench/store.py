@@ -133,6 +133,17 @@ class RunFolder:
                 merged.setdefault(uid, record)
         return merged
 
+    def machine(self, uid: str) -> dict[str, Any]:
+        """What machine.json says of the process that wrote a sample's record; {} where it cannot be read."""
+        self.look()
+        name = next((name for name in sorted(self._lines) if uid in self._lines[name]), "")
+        own = self.path / name.replace("records-", "machine-").replace(".jsonl", ".json")
+        try:
+            found = json.loads((own if own.is_file() else self.path / "machine.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def look(self) -> None:
         """Take in the whole lines that other processes have written since the last look."""
         for path in self.path.glob("records*.jsonl"):
