@@ -10,11 +10,13 @@ from kvbench.statistics import Interval
 from kvbench.text_table import NONE, Column, aligned, between, escape, literal, markdown, number, percent, wrapped
 
 READING = (
-    "diff: method - full in points, with its 95 % interval, paired and clustered by context; where fewer than 6 "
-    "contexts differ, from exact binomial bounds. lost/gained/same: samples with less, more, as much with the method."
+    "diff: method - full in points, with its 95 % interval, paired and clustered by context. Right-or-wrong scores: "
+    "exact binomial bounds where fewer than 6 contexts differ. Partial scores: with room for one more context as far "
+    "off as is possible. lost/gained/same: samples with less, more, as much with the method."
 )
 SINGLE = (
-    "95 % interval: of the mean score, clustered by context; where fewer than 6 differ, from exact binomial bounds."
+    "95 % interval: of the mean score, clustered by context. Right-or-wrong scores: exact binomial bounds where fewer "
+    "than 6 contexts differ. Partial scores: with room for one more context as far off as is possible."
 )
 COSTS = (
     "bytes held, rows attended: shares of the full cache's, the latter per token decoded; TTFT: time to first token; "

@@ -106,14 +106,14 @@ def test_subtasks_weigh_as_they_are_told_and_share_their_draws():
     apart = curve(y, subtasks=names, weights={"a": 3, "b": 1})
     assert apart.points[1] == pytest.approx(0.75 * y[:20].mean(0) + 0.25 * y[20:].mean(0))
     # the same contexts in both subtasks: as one subtask of their means
-    half, groups = draw.uniform(20, 80, (15, 4)), [str(place) for place in range(15)]
+    half, groups = draw.uniform(20, 80, (20, 4)), [str(place) for place in range(20)]
     twice = curve(
-        np.vstack([half, half]), subtasks=["a"] * 15 + ["b"] * 15, groups=groups * 2, weights={"a": 1, "b": 1}
+        np.vstack([half, half]), subtasks=["a"] * 20 + ["b"] * 20, groups=groups * 2, weights={"a": 1, "b": 1}
     )
     assert twice.area(0.05, 0.4).low == pytest.approx(curve(half).area(0.05, 0.4).low)
     other = [f"other {name}" for name in groups]
     split = curve(
-        np.vstack([half, half]), subtasks=["a"] * 15 + ["b"] * 15, groups=groups + other, weights={"a": 1, "b": 1}
+        np.vstack([half, half]), subtasks=["a"] * 20 + ["b"] * 20, groups=groups + other, weights={"a": 1, "b": 1}
     )
     width = [own.area(0.05, 0.4).high - own.area(0.05, 0.4).low for own in (twice, split)]
     assert width[1] == pytest.approx(width[0] / math.sqrt(2), rel=0.2)

@@ -1,14 +1,16 @@
 """Means and paired differences: worked examples, what they refuse, and how often their intervals hold the truth."""
 
 import math
+import re
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.special import binom
+from scipy.special import binom, ndtri
 
+import kvbench.means
 from kvbench.means import Mean, Values, few, mean
 from kvbench.statistics import Interval, Scores, average, pair, paired
 
@@ -22,10 +24,15 @@ def lost(count: int, wrong: int) -> Interval:
     return paired([100.0] * count, [0.0] * wrong + [100.0] * (count - wrong), names(count))
 
 
+def free(full: list[float], method: list[float], groups: list[str]) -> Scores:
+    """Scores without an end, whose interval is the t interval alone."""
+    return Scores(full, method, groups, math.inf)
+
+
 def test_one_sample_a_group_is_the_paired_t_interval():
     # d = -30, 10, -10, 20, 0, -50: mean -10; squares of residuals 400, 400, 0, 900, 100, 1600: s² = 3400 / 5 = 680;
     # error = √(680 / 6) = 10.6458; t(0.975, 5) = 2.570582, so ± 27.3659
-    interval = paired([80, 40, 60, 0, 70, 100], [50, 50, 50, 20, 70, 50], names(6))
+    interval = average([free([80, 40, 60, 0, 70, 100], [50, 50, 50, 20, 70, 50], names(6))])
     assert (interval.mean_full, interval.mean_method) == (pytest.approx(350 / 6), pytest.approx(290 / 6))
     assert (interval.difference, interval.error) == (pytest.approx(-10), pytest.approx(10.645813))
     assert (interval.low, interval.high) == (pytest.approx(-37.365934, abs=1e-5), pytest.approx(17.365934, abs=1e-5))
@@ -35,7 +42,7 @@ def test_one_sample_a_group_is_the_paired_t_interval():
 def test_groups_are_clusters():
     # d = -10, -20 | -30 | 0, 20, 10 : mean -5; sums of residuals by group: -20 | -25 | 45; squares 400 + 625 + 2025
     # = 3050; CR1: 3/2 · 3050 / 36 = 127.0833; error 11.27313; t(0.975, 2) = 4.302653
-    interval = paired([50] * 6, [40, 30, 20, 50, 70, 60], ["a", "a", "b", "c", "c", "c"])
+    interval = average([free([50] * 6, [40, 30, 20, 50, 70, 60], ["a", "a", "b", "c", "c", "c"])])
     assert (interval.difference, interval.error) == (pytest.approx(-5), pytest.approx(11.273124))
     assert interval.high == pytest.approx(-5 + 4.302653 * 11.273124, abs=1e-4)
     assert (interval.samples, interval.groups) == (6, 3)
@@ -44,8 +51,8 @@ def test_groups_are_clusters():
 def test_the_average_weighs_subtasks_alike():
     # variances of the means 680 / 6 (5 degrees) and 127.0833 (2 degrees); error² = (113.3333 + 127.0833) / 4 = 60.104
     # freedom = 240.4167² / (113.3333² / 5 + 127.0833² / 2) = 57800.17 / 10643.98 = 5.4303
-    one = Scores([80, 40, 60, 0, 70, 100], [50, 50, 50, 20, 70, 50], [f"a{place}" for place in range(6)])
-    two = Scores([50] * 6, [40, 30, 20, 50, 70, 60], ["a", "a", "b", "c", "c", "c"])
+    one = free([80, 40, 60, 0, 70, 100], [50, 50, 50, 20, 70, 50], [f"a{place}" for place in range(6)])
+    two = free([50] * 6, [40, 30, 20, 50, 70, 60], ["a", "a", "b", "c", "c", "c"])
     interval = average([one, two])
     assert (interval.difference, interval.error) == (pytest.approx(-7.5), pytest.approx(math.sqrt(60.104167)))
     assert interval.mean_full == pytest.approx((350 / 6 + 50) / 2)
@@ -59,8 +66,8 @@ def test_the_average_weighs_subtasks_alike():
 def test_the_average_takes_weights():
     # as above with weights 3/4 and 1/4: -10 · 3/4 - 5/4; error² = 9/16 · 113.3333 + 1/16 · 127.0833 = 71.6927
     # freedom = 71.6927² / (63.75² / 5 + 7.942708² / 2) = 5139.84 / 844.356 = 6.08728
-    one = Scores([80, 40, 60, 0, 70, 100], [50, 50, 50, 20, 70, 50], [f"a{place}" for place in range(6)])
-    two = Scores([50] * 6, [40, 30, 20, 50, 70, 60], ["a", "a", "b", "c", "c", "c"])
+    one = free([80, 40, 60, 0, 70, 100], [50, 50, 50, 20, 70, 50], [f"a{place}" for place in range(6)])
+    two = free([50] * 6, [40, 30, 20, 50, 70, 60], ["a", "a", "b", "c", "c", "c"])
     interval = average([one, two], [3, 1])
     assert (interval.difference, interval.error) == (pytest.approx(-8.75), pytest.approx(math.sqrt(71.692708)))
     assert interval.mean_full == pytest.approx(0.75 * 350 / 6 + 0.25 * 50)
@@ -152,7 +159,7 @@ def test_lost_and_gained_are_scores_that_moved():
 
 def test_a_mean_by_itself():
     # 30, 50, 40, 20, 60, 10: mean 35, s² = 350, error √(350 / 6) = 7.637626, t(0.975, 5) = 2.570582
-    one = mean([Values([30, 50, 40, 20, 60, 10], names(6))])
+    one = mean([Values([30, 50, 40, 20, 60, 10], names(6), -math.inf, math.inf)])
     assert (one.value, one.error, one.samples, one.groups) == (35, pytest.approx(7.637626), 6, 6)
     assert (one.low, one.high) == (pytest.approx(35 - 19.633143, abs=1e-4), pytest.approx(35 + 19.633143, abs=1e-4))
     # groups of the means' residuals: -10, 20 | 0 | 10, -20 ... sums 10, 5, -15: CR1 3/2 · 350 / 36
@@ -169,6 +176,92 @@ def test_a_mean_by_itself():
     assert sum(binom(20, k) * wrong**k * (1 - wrong) ** (20 - k) for k in range(3)) == pytest.approx(0.025)
     assert own.high == 100 and few([Values([0] * 2 + [100] * 18, names(20))])
     assert mean([Values([1, 2], ["a", "a"])]) == Mean(1.5, None, None, None, 2, 1)
+
+
+Part = tuple[int, ...]  # samples, lost, gained and, where samples share them, contexts
+
+
+def part(name: str, count: int, wrong: int, right: int, contexts: int | None = None) -> Scores:
+    groups = [f"{name}/{place % (contexts or count)}" for place in range(count)]
+    full = [100.0] * wrong + [0.0] * right + [100.0] * (count - wrong - right)
+    return Scores(full, [0.0] * wrong + [100.0] * (count - wrong), groups)
+
+
+@pytest.mark.parametrize(
+    "parts, change, alone",  # low and high of the difference and of the method's mean, before partial scores had theirs
+    [
+        ([(5, 0, 0)], (-52.18237501049814, 52.18237501049814), (47.81762498950186, 100.0)),
+        ([(5, 2, 0)], (-85.33672003653268, 52.18237501049814), (14.663279963467318, 100.0)),
+        ([(20, 1, 0)], (-24.873276277202777, 16.84334709830853), (75.12672372279722, 100.0)),
+        ([(20, 3, 2)], (-37.8926826545314, 31.698271401908233), (62.1073173454686, 100.0)),
+        ([(20, 6, 0)], (-52.00427512755881, -7.995724872441183), (47.99572487244119, 92.00427512755881)),
+        ([(50, 12, 5)], (-30.24996703187893, 2.2499670318789313), (63.73920453704385, 88.26079546295615)),
+        ([(200, 40, 3)], (-24.443468798376365, -12.556531201623635), (74.40846827474697, 85.59153172525303)),
+        ([(500, 2, 0)], (-1.437407856220031, 0.7350610051907784), (98.56259214377997, 100.0)),
+        ([(24, 3, 1, 8)], (-28.03853542993987, 11.371868763273204), (24.486321636655163, 100.0)),
+        ([(24, 9, 4, 8)], (-41.56731568780165, -0.09935097886501154), (31.5660219416529, 78.98055491842732)),
+        ([(60, 2, 2, 12)], (-48.413774868596704, 48.413774868596704), (51.586225131403296, 100.0)),
+        ([(5, 0, 0), (5, 2, 0), (5, 5, 0)], (-100.0, 15.405808273160204), (0.0, 82.70290413658009)),
+        ([(20, 3, 0), (30, 9, 2), (50, 1, 1)], (-18.285228143055825, -2.270327412499727),
+         (79.86186405546718, 93.13813594453282)),
+        ([(12, 1, 0, 4), (12, 5, 2, 6)], (-82.77956855868837, 47.00709424244625),
+         (17.22043144131161, 91.38978427934418)),
+    ],
+)  # fmt: skip
+def test_intervals_of_right_or_wrong_scores_stay(parts, change, alone):
+    own = [part(f"{place}", *one) for place, one in enumerate(parts)]
+    weights = range(1, len(own) + 1)
+    found = average(own, weights), mean([one.method_values for one in own], weights)
+    assert [(one.low, one.high) for one in found] == [pytest.approx(ends, rel=1e-12) for ends in (change, alone)]
+
+
+def test_nothing_jumps_where_zeros_become_small_numbers():
+    zero = lost(5, 0)
+    for full, size in ((100, 0.3), (50, 0.3), (50, 1e-7)):
+        method = [full - size, full - size / 2, full - size / 3, full - size / 4, full]
+        tiny = paired([full] * 5, method, names(5))
+        assert (tiny.low, tiny.high) == (
+            pytest.approx(zero.low, abs=2 * size + 0.01),
+            pytest.approx(zero.high, abs=0.4),
+        )
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 20, 100, 500, 5000])
+def test_the_bound_of_partial_scores_is_the_rule_of_three_where_nothing_was_seen(count):
+    found = paired([50.0] * count, [50.0 + 1e-6] + [50.0] * (count - 1), names(count))
+    bound = 100 * (1 - 0.025 ** (1 / count))
+    assert (found.low, found.high) == (pytest.approx(-bound, abs=1e-3), pytest.approx(bound, abs=1e-3))
+
+
+def test_the_bound_of_partial_scores_is_the_quantile_of_what_it_says():
+    values = np.array([-90, -40, -35.5, -10, 0, 0, 0, 2, 5, 30])
+    count, draw = len(values), np.random.default_rng(0)
+    found = mean([Values(values.tolist(), names(count), -100, 100)])
+    wide = values.mean() + np.sqrt(count / (count - 1)) * (values - values.mean())
+    drawn = draw.dirichlet(np.ones(count + 1), 400_000)
+    for end, unseen, share in ((found.low, -100, 0.025), (found.high, 100, 0.975)):
+        # Σ E (x - mean - t) > 0 is Σ E x / Σ E > mean + t: shares of exponentials are flat Dirichlet weights
+        assert end == pytest.approx(np.quantile(drawn @ np.append(wide, unseen), share), abs=0.2)
+
+
+def test_partial_scores_are_never_surer_than_the_t_interval():
+    draw = np.random.default_rng(4)
+    for count in (3, 10, 40):
+        full, method = draw.uniform(0, 100, (2, count))
+        groups = [f"{place // 2}" for place in range(count)]
+        bounded, alone = paired(full, method, groups), average([free(full, method, groups)])
+        assert bounded.low <= max(alone.low, -100) and bounded.high >= min(alone.high, 100)
+        assert (bounded.difference, bounded.error) == (alone.difference, alone.error)
+
+
+def test_what_the_docstring_says_of_widths():
+    said = re.findall(r"^    ([\d.]+) ((?: +[\d.]+ \([\d.]+\)){7})$", kvbench.means.__doc__, re.M)
+    assert [spread for spread, _ in said] == ["0.3", "5", "15", "30"]
+    for spread, line in said:
+        for count, told in zip((5, 10, 20, 50, 100, 200, 500), re.findall(r"[\d.]+ \([\d.]+\)", line), strict=True):
+            values = (-5 + float(spread) * ndtri((np.arange(count) + 0.5) / count)).tolist()
+            own, alone = (mean([Values(values, names(count), -end, end)]) for end in (100, math.inf))
+            assert told == f"{(own.high - own.low) / 2:.1f} ({(alone.high - alone.low) / 2:.1f})"
 
 
 def test_what_has_no_bounds_has_none_where_few_differ():
@@ -256,16 +349,104 @@ def covered(draw: Callable[[], Interval | Mean], truth: float, times: int) -> fl
 
 
 @pytest.mark.parametrize(("groups", "size"), [(20, 1), (50, 1), (200, 1), (20, 4), (40, 3)])
-def test_coverage_of_partial_scores(groups, size):
+def test_coverage_of_the_t_interval(groups, size):
     draw = np.random.default_rng(0)
     of = np.repeat(np.arange(groups), size)
 
     def interval() -> Interval:
         full = draw.uniform(40, 60, groups * size)
         loss = np.repeat(draw.normal(5, 6, groups), size) + draw.exponential(6, groups * size) - 6  # skewed, correlated
-        return paired(full, np.clip(full - loss, 0, 100), of.astype(str))
+        return average([free(full, np.clip(full - loss, 0, 100), of.astype(str))])
 
     assert 0.93 <= covered(interval, -5, 1500) <= 0.97
+
+
+Draw = Callable[[np.random.Generator], list[Values]]
+
+
+def collapse(rate: float, size: float, count: int, noise: float = 1.0, each: tuple[int, ...] = (1,)) -> Draw:
+    """`count` contexts, each of as many samples as drawn from `each`: `rate` of them move by `size` points."""
+
+    def draw(random: np.random.Generator) -> list[Values]:
+        sizes = random.choice(each, count)
+        moved = np.repeat(size * (random.random(count) < rate), sizes)
+        values = (moved + noise * random.normal(0, 1, len(moved))).clip(-100, 100)
+        return [Values(values.tolist(), np.repeat(names(count), sizes).tolist(), -100, 100)]
+
+    return draw
+
+
+def ties(count: int) -> Draw:
+    """Nine of ten alike, the others anywhere below."""
+
+    def draw(random: np.random.Generator) -> list[Values]:
+        values = np.where(random.random(count) < 0.1, -random.uniform(0, 100, count), 0)
+        return [Values(values.tolist(), names(count), -100, 100)]
+
+    return draw
+
+
+def subtasks(rates: tuple[float, ...], size: float, count: int, shared: bool = False) -> Draw:
+    """A subtask for each rate, of `count` samples each; `shared`: a context has one sample in each."""
+
+    def draw(random: np.random.Generator) -> list[Values]:
+        chances = random.random((1 if shared else len(rates), count))
+        moved = size * (chances < np.array(rates)[:, None]) + random.normal(0, 1, (len(rates), count))
+        groups = [names(count) if shared else [f"{place}/{own}" for own in names(count)] for place in range(len(rates))]
+        return [
+            Values(own.tolist(), group, -100, 100) for own, group in zip(moved.clip(-100, 100), groups, strict=True)
+        ]
+
+    return draw
+
+
+def lower(size: float) -> float:
+    """The mean of `size` points lost with noise of 1, which 100 points cut off."""
+    return -size + (1 / math.sqrt(2 * math.pi) if size == 100 else 0)
+
+
+SHORT = {  # what is drawn, and its mean
+    "100 points lost by 5 % of 20": (collapse(0.05, -100, 20), 0.05 * lower(100)),
+    "50 points lost by 5 % of 20": (collapse(0.05, -50, 20), -0.05 * 50),
+    "30 points lost by 5 % of 50": (collapse(0.05, -30, 50), -0.05 * 30),
+    "90 points gained by 2 % of 20": (collapse(0.02, 90, 20), 0.02 * 90),
+    "ties of 50": (ties(50), -5),
+    "20 contexts of 4": (collapse(0.05, -90, 20, each=(4,)), -0.05 * 90),
+    "20 contexts of 1 to 8": (collapse(0.05, -90, 20, each=(1, 2, 3, 8)), -0.05 * 90),
+    "13 subtasks of 5": (subtasks((0.05,) * 13, -90, 5), -0.05 * 90),
+    "one subtask of four collapses": (subtasks((0.2, 0, 0, 0), -90, 10), -0.2 * 90 / 4),
+    "subtasks of the same contexts": (subtasks((0.05,) * 4, -90, 20, shared=True), -0.05 * 90),
+}
+LONG = SHORT | {
+    **{
+        f"{size} points lost by {rate:.0%} of {count}": (collapse(rate, -size, count), rate * lower(size))
+        for size in (100, 50, 30)
+        for rate in (0.02, 0.05, 0.1)
+        for count in (5, 10, 20, 50, 100, 200, 500)
+    },
+    **{f"90 points gained by 5 % of {count}": (collapse(0.05, 90, count), 4.5) for count in (10, 50, 200)},
+    **{f"ties of {count}": (ties(count), -5) for count in (10, 20, 100)},
+    **{f"{count} contexts of 1 to 8": (collapse(0.05, -90, count, each=(1, 2, 3, 8)), -4.5) for count in (10, 50)},
+    "13 subtasks of 10": (subtasks((0.05,) * 13, -90, 10), -4.5),
+    "subtasks far apart": (subtasks((0.9, 0.1, 0, 0), -60, 10), -60 / 4),
+}
+
+
+def held(name: str, times: int) -> float:
+    draw, truth = LONG[name]
+    random = np.random.default_rng(6)
+    return covered(lambda: mean(draw(random)), truth, times)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_coverage_of_skewed_mixtures(name):
+    assert held(name, 150) >= 0.95
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LONG)
+def test_coverage_of_skewed_mixtures_in_full(name):
+    assert held(name, 1000) >= 0.95
 
 
 @pytest.mark.parametrize(("count", "scale", "most"), [(20, 1, 0.97), (50, 1, 0.97), (10, 0.2, 1), (50, 0.02, 1)])
@@ -282,19 +463,20 @@ def test_coverage_of_the_average(count, scale, most):
 
 
 @pytest.mark.parametrize(("groups", "size"), [(20, 1), (40, 3)])
-def test_coverage_of_a_mean_of_partial_scores(groups, size):
+def test_coverage_of_the_t_interval_of_a_mean(groups, size):
     draw = np.random.default_rng(2)
     of = np.repeat(np.arange(groups), size).astype(str).tolist()
 
     def one() -> Mean:
         context = np.repeat(draw.normal(45, 8, groups), size)
-        return mean([Values((context + draw.exponential(5, groups * size)).clip(0, 100).tolist(), of)])
+        values = (context + draw.exponential(5, groups * size)).clip(0, 100).tolist()
+        return mean([Values(values, of, -math.inf, math.inf)])
 
     assert 0.93 <= covered(one, 50, 1500) <= 0.97
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_coverage_of_a_weighted_average(shared):
+def test_coverage_of_the_t_interval_of_a_weighted_average(shared):
     draw = np.random.default_rng(3)
     weights, sizes, losses = [5, 1, 2], [30, 60, 30] if not shared else [40] * 3, [5, 20, 10]
 
@@ -306,7 +488,7 @@ def test_coverage_of_a_weighted_average(shared):
             full = draw.uniform(50, 70, size)
             groups = [f"{n}" if shared else f"{place}/{n}" for n in range(size)]
             method = full - loss + own + draw.exponential(4, size) - 4
-            parts.append(Scores(full, method.clip(0, 100), groups))
+            parts.append(free(full, method.clip(0, 100), groups))
         return average(parts, weights)
 
     assert 0.93 <= covered(interval, -(5 * 5 + 20 + 2 * 10) / 8, 800) <= 0.97
