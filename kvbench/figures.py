@@ -7,7 +7,8 @@
     tasks   difference from the full cache by subtask
     grid    score by length and depth, one run beside the other
     change  difference from the full cache by length and depth
-    cost    difference against bytes held, time to first token, time per output token; filled: nothing beats it in both
+    cost    difference against bytes held, time to first token, time per output token, with 95 % intervals of times;
+            filled: no other run and not the full cache costs as little and scores as much
 
 Any setting of a run chooses, as with kvbench.curves. Runs of different protocols (kvbench.audit.protocol) never share a
 figure: it is <model>-<task>-<question>-<hash of the protocol>-<kind>. The same store gives the same SVG.

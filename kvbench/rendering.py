@@ -23,7 +23,8 @@ COSTS = (
     "TPOT: time per output token after it; medians over samples."
 )
 ALSO = "answers: means over the subtasks that have it, each weighing the same."
-COSTED = ("held", "attended", "ttft_full", "ttft", "tpot_full", "tpot")
+TIMES = ("ttft_full", "ttft", "tpot_full", "tpot")
+COSTED = ("held", "attended", *TIMES)
 MEANS = (
     "mean_full",
     "mean_method",
@@ -55,6 +56,10 @@ class Row:
     ttft: float | None = None
     tpot_full: float | None = None
     tpot: float | None = None
+    ttft_full_error: float | None = None  # standard errors of these four, ms; None: fewer than two samples
+    ttft_error: float | None = None
+    tpot_full_error: float | None = None
+    tpot_error: float | None = None
 
 
 @dataclass(frozen=True)

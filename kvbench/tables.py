@@ -11,14 +11,16 @@ is the full cache's own. Records say for how many runs their prompt was read at 
 too where that is more than one.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
+from scipy.special import bdtr, ndtri
 
-from kvbench.means import mean
+from kvbench.means import TAIL, mean
 from kvbench.metrics import answered, data_kinds, failure, metrics, repeated, scores_of
-from kvbench.rendering import COSTED, Row, Table
+from kvbench.rendering import COSTED, TIMES, Row, Table
 from kvbench.statistics import Scores, average, pair
 from kvbench.text_table import NONE, escape
 
@@ -77,6 +79,10 @@ def closing_table(
 def _row(subtask: str, pairs: Sequence[tuple[dict, dict]]) -> Row:
     kept = answered(pairs)
     full, method = [both[0] for both in kept], [both[1] for both in kept]
+    times = {}
+    for name, own in (("_full", full), ("", method)):
+        times[f"ttft{name}"] = [record["ttft_ms"] for record in own]
+        times[f"tpot{name}"] = [_share(record["decode_ms"], record["tokens_out"] - 1) for record in own]
     return _mean(
         subtask,
         "subtask",
@@ -85,10 +91,8 @@ def _row(subtask: str, pairs: Sequence[tuple[dict, dict]]) -> Row:
         failed=len(pairs) - len(kept),
         held=_over(np.mean, [_share(record["resident_bytes"], record["full_bytes"]) for record in method]),
         attended=_over(np.mean, [_share(record["rows_attended"], record["rows_seen_decoding"]) for record in method]),
-        ttft_full=_over(np.median, [record["ttft_ms"] for record in full]),
-        ttft=_over(np.median, [record["ttft_ms"] for record in method]),
-        tpot_full=_over(np.median, [_share(record["decode_ms"], record["tokens_out"] - 1) for record in full]),
-        tpot=_over(np.median, [_share(record["decode_ms"], record["tokens_out"] - 1) for record in method]),
+        **{name: _over(np.median, own) for name, own in times.items()},
+        **{f"{name}_error": _over(median_error, own) for name, own in times.items()},
     )
 
 
@@ -100,6 +104,8 @@ def _average(
         return _mean(name, "average", [], None, failed)
     shares = list(weights.values())
     costs = {of: _weighted([getattr(rows[subtask], of) for subtask in weights], shares) for of in COSTED}
+    for of in TIMES:
+        costs[f"{of}_error"] = _combined([getattr(rows[subtask], f"{of}_error") for subtask in weights], shares)
     return _mean(name, "average", [scored[subtask] for subtask in weights], shares, failed, **costs)
 
 
@@ -123,13 +129,35 @@ def _weighted(values: Sequence[float | None], weights: Sequence[float]) -> float
     return sum(value * weight for value, weight in known) / sum(weight for _, weight in known) if known else None
 
 
+def _combined(errors: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """The standard error of a weighted mean of independent values; None if one of them is not known."""
+    if any(error is None for error in errors):
+        return None
+    return math.sqrt(sum((weight * error) ** 2 for error, weight in zip(errors, weights, strict=True))) / sum(weights)
+
+
+def median_error(values: Sequence[float]) -> float | None:
+    """The standard error of the median of independent values, whatever their distribution; None of a single value.
+
+    Half the distance between two order statistics that hold the median with a chance near 95 %, over the normal
+    quantile of the chance they really have (Price & Bonett 2001, "Estimating the Variance of the Sample Median").
+    """
+    count = len(values)
+    if count < 2:
+        return None
+    place = max(1, round((count + 1) / 2 - ndtri(TAIL) * math.sqrt(count / 4)))
+    ordered = sorted(values)
+    return (ordered[count - place] - ordered[place - 1]) / (2 * float(ndtri(1 - bdtr(place - 1, count, 0.5))))
+
+
 def _share(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
 
 
-def _over(of: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
+def _over(of: Callable[[list[float]], float | None], values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return float(of(known)) if known else None
+    found = of(known) if known else None
+    return None if found is None else float(found)
 
 
 def _notes(

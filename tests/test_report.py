@@ -7,7 +7,9 @@ import sys
 from base64 import b64encode
 from datetime import UTC, datetime
 from hashlib import sha256
+from math import comb
 from pathlib import Path
+from statistics import NormalDist
 
 import pytest
 import report_store
@@ -99,15 +101,47 @@ def numbers(own: Interval) -> list:
 
 def test_the_front_is_what_nothing_beats(store):
     for panel in data_of(report(store, NOW))["panels"]:
+        candidates = [*panel["costs"], *panel["free"]]
         for cost in ("held", "ttft", "tpot"):
-            for row in panel["costs"]:
+            for row in candidates:
                 beaten = any(
                     other[cost] <= row[cost]
                     and other["diff"] >= row["diff"]
                     and (other[cost], other["diff"]) != (row[cost], row["diff"])
-                    for other in panel["costs"]
+                    for other in candidates
                 )
                 assert row[f"front_{cost}"] is not beaten
+            joined = {(row[cost], row["diff"]) for row in candidates if row[f"front_{cost}"]}
+            assert {(own["at"], own["diff"]) for own in panel["front"] if own["cost"] == cost} == joined
+
+
+def test_a_full_cache_that_is_faster_and_better_takes_a_point_off_the_front(tmp_path):
+    write(tmp_path, records(1.0, 100, ttft_ms=290.0), method={"name": "full"})
+    write(tmp_path, records(0.1, 50, ttft_ms=305.0), budget=0.1)  # fewer bytes, but slower and worse
+    write(tmp_path, records(0.3, 85, ttft_ms=280.0), budget=0.3)
+    page = report(tmp_path, NOW)
+    [panel] = data_of(page)["panels"]
+    [full] = panel["free"]
+    slow, fast = sorted(panel["costs"], key=lambda row: row["held"])
+    assert slow["diff"] < fast["diff"] < 0
+    assert (slow["front_ttft"], fast["front_ttft"], full["front_ttft"]) == (False, True, True)
+    assert (slow["front_held"], fast["front_held"], full["front_held"]) == (True, True, True)
+    assert "no other run of the panel and not the full cache (the diamond) costs as little" in page.read_text()
+
+
+def test_times_have_intervals(store):
+    """The mean of three subtasks' medians: errors of medians of 8, by the second and the seventh of them."""
+    own = records(0.05, 30)
+    for place, record in enumerate(own.values()):
+        record["ttft_ms"] = 100.0 + 10 * (place % 8)
+    write(store, own, method={"name": "timed"}, budget=0.05)
+    panel = next(one for one in data_of(report(store, NOW))["panels"] if one["question"] == "visible")
+    row = next(one for one in panel["costs"] if one["row"].startswith("timed"))
+    chance = 2 * sum(comb(8, k) for k in range(2)) / 2**8
+    error = 50 / (2 * NormalDist().inv_cdf(1 - chance / 2)) / 3**0.5
+    reach = NormalDist().inv_cdf(0.975) * error
+    assert (row["ttft"], row["ttft_low"], row["ttft_high"]) == pytest.approx((135, 135 - reach, 135 + reach), abs=1e-3)
+    assert all(one["tpot_low"] <= one["tpot"] <= one["tpot_high"] for one in (*panel["costs"], *panel["free"]))
 
 
 def test_runs_of_different_protocols_never_share_a_panel(store):

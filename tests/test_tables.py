@@ -4,13 +4,14 @@ import csv
 import io
 import statistics
 
+import numpy as np
 import pytest
 
 from kvbench.means import Values, mean
 from kvbench.repeats import pass_at
 from kvbench.settings import SettingError
 from kvbench.statistics import Scores, average, paired
-from kvbench.tables import EMBEDDED, MINIATURE, TOGETHER, closing_table
+from kvbench.tables import EMBEDDED, MINIATURE, TOGETHER, closing_table, median_error
 from kvbench.text_table import escape
 
 HEADING = {"model": "tiny", "revision": "0a1b", "method": "snapkv", "budget": 0.1}
@@ -106,6 +107,16 @@ def test_text():
     assert table.to_text(120) == GOLDEN
     shuffled = dict(reversed(records(METHOD).items()))
     assert closing_table(dict(reversed(records(FULL).items())), shuffled, HEADING) == table
+
+
+def test_the_error_of_a_median():
+    # of 5 values the least and the largest hold the median with a chance of 15/16: (30 - 2) / 2 / z(1 - 1/32)
+    assert median_error([3, 30, 2, 5, 4]) == pytest.approx(14 / statistics.NormalDist().inv_cdf(1 - 1 / 32))
+    assert median_error([7] * 9) == 0 and median_error([7]) is None
+    draw = np.random.default_rng(0)
+    samples = draw.exponential(100, (2000, 40))
+    errors = np.array([median_error(own.tolist()) for own in samples])
+    assert 0.9 <= (abs(np.median(samples, 1) - 100 * np.log(2)) <= 1.96 * errors).mean() <= 0.98
 
 
 def test_narrow_text_goes_into_blocks():

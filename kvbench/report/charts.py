@@ -9,6 +9,8 @@ from typing import Any
 
 import altair as alt
 
+from kvbench.report.looks import FULL
+
 INK, MUTED, LINE = "#1a1a1a", "#5f6368", "#e8eaed"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 SHARES = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1]
@@ -61,10 +63,10 @@ DIFFERENCE = [
 ]
 
 
-def said(low: str, high: str, sign: str = "") -> str:
-    """The expression for an interval's text."""
+def said(low: str, high: str, sign: str = "", none: str = "one context: none") -> str:
+    """The expression for an interval's text, or for what is said without one."""
     ends = " + ' to ' + ".join(f"format(datum.{end}, '{sign}.1f')" for end in (low, high))
-    return f"isValid(datum.{low}) ? {ends} : 'one context: none'"
+    return f"isValid(datum.{low}) ? {ends} : '{none}'"
 
 
 def of_series(name: str) -> alt.Chart:
@@ -187,32 +189,49 @@ def grid(legend: alt.Legend | None = None, change: bool = False) -> alt.LayerCha
 
 
 def cost(name: str) -> alt.LayerChart:
-    """Score difference against one cost; runs that no other beats in both are filled and joined."""
+    """Score difference against one cost, from 0 on, with 95 % intervals of times; what no other run and not the full
+    cache beats in both is filled and joined.
+    """
     title, form = COSTS[name]
-    x = alt.X(
-        f"{name}:Q", title=title, scale=alt.Scale(zero=False, padding=14), axis=alt.Axis(format=form, tickCount=5)
-    )
+    scale, axis = alt.Scale(zero=True, nice=True), alt.Axis(format=form, tickCount=5)
+    x = alt.X(f"{name}:Q", title=title, scale=scale, axis=axis)
     y = alt.Y(
         "diff:Q", title="Score difference from the full cache", scale=alt.Scale(zero=True), axis=alt.Axis(tickCount=5)
     )
+    ends = said(f"{name}_low", f"{name}_high", none="none") if name != "held" else "''"
     tip = [
-        alt.Tooltip("row:N", title="run"),
         alt.Tooltip(f"{name}:Q", title="cost", format=".1%" if name == "held" else ".1f"),
-        *DIFFERENCE,
-        alt.Tooltip("megabytes:Q", title="MB held", format=".2f"),
+        *([] if name == "held" else [alt.Tooltip("spread:N", title="its 95 %")]),
     ]
+    more = [*DIFFERENCE, alt.Tooltip("megabytes:Q", title="MB held", format=".2f")]
     known = f"isValid(datum.{name})"
-    base = of_series("costs").transform_filter(known).encode(x=x, y=y)
-    front = base.transform_filter(f"datum.front_{name}")
+    base = of_series("costs").transform_filter(known).transform_calculate(spread=ends).encode(x=x, y=y)
     full = alt.Chart(alt.NamedData(name="free")).transform_filter(known)
+    full = full.transform_calculate(spread=ends, row="'full cache'").encode(x=x, y=y)
+    front = alt.Chart(alt.NamedData(name="front")).transform_filter(f"datum.cost == '{name}'")
     line = base.mark_line(strokeWidth=1, opacity=0.35)
+    best = alt.condition(f"datum.front_{name}", alt.value(1), alt.value(0))
+    run = alt.Tooltip("row:N", title="run")
+    marks = {"size": 64, "strokeWidth": 1.6, "filled": False, "opacity": 1}
+    fill = alt.Fill("colour:N", scale=None, legend=None)
+    whiskers = []
+    if name != "held":
+        reach = {"x": alt.X(f"{name}_low:Q", title=title, scale=scale, axis=axis), "x2": f"{name}_high:Q"}
+        whiskers = [
+            base.mark_rule(opacity=0.45).encode(**reach, color=COLOUR),
+            full.mark_rule(opacity=0.45, color=FULL).encode(**reach),
+        ]
     return alt.layer(
         line.encode(color=COLOUR, strokeDash=DASH, detail="label:N", order="held:Q"),
-        front.mark_line(interpolate="step-after", color="#9aa0a6", strokeWidth=1),
-        base.mark_point(size=64, strokeWidth=1.6, filled=False).encode(color=COLOUR, shape=SHAPE, tooltip=tip),
-        front.mark_point(size=64, filled=True, opacity=1).encode(color=COLOUR, shape=SHAPE, tooltip=tip),
-        full.mark_point(shape="diamond", size=90, filled=True, color="#333333").encode(
-            x=x, y=y, tooltip=alt.value("full cache")
+        front.mark_line(interpolate="step-after", color="#9aa0a6", strokeWidth=1).encode(
+            x=alt.X("at:Q", title=title, scale=scale, axis=axis), y=y
+        ),
+        *whiskers,
+        base.mark_point(**marks).encode(
+            color=COLOUR, fill=fill, fillOpacity=best, shape=SHAPE, tooltip=[run, *tip, *more]
+        ),
+        full.mark_point(**marks | {"size": 90}, shape="diamond", color=FULL, fill=FULL).encode(
+            fillOpacity=best, tooltip=[run, *tip]
         ),
     ).properties(height=230)
 

@@ -13,12 +13,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from scipy.special import ndtri
+
 from kvbench.audit import lines as lines_of
 from kvbench.audit import protocol
 from kvbench.budget_curve import KEEP
 from kvbench.curves import smallest
 from kvbench.frames import value_of
-from kvbench.means import Mean, Values, mean
+from kvbench.means import TAIL, Mean, Values, mean
 from kvbench.metrics import failure
 from kvbench.rendering import Row
 from kvbench.report.looks import DASHES, look
@@ -162,9 +164,12 @@ class Panel:
         self.tables: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
         self.grids: list[dict[str, Any]] = []
         series = self._series()
+        candidates = [*self.tables["costs"], *self.tables["free"]]
         for name in ("held", "ttft", "tpot"):
-            for row in self.tables["costs"]:
-                row[f"front_{name}"] = on_front(row, self.tables["costs"], name)
+            for row in candidates:
+                row[f"front_{name}"] = on_front(row, candidates, name)
+                if row[f"front_{name}"]:
+                    self.tables["front"].append({"cost": name, "at": row[name], "diff": row["diff"]})
         self.shown = {
             "model": named(runs[0].value, "model"),
             "task": named(runs[0].value, "task"),
@@ -226,9 +231,9 @@ class Panel:
         for row in averages:
             if row.interval:
                 held = fmean(one["resident_bytes"] for one in run.records.values() if failure(one) is None)
-                own = {"s": series, "row": name, "held": row.held, "ttft": row.ttft, "tpot": row.tpot}
-                costs.append(own | {"megabytes": held / 1e6} | changed(row.interval))
-                full = [{"held": 1.0, "ttft": row.ttft_full, "tpot": row.tpot_full, "diff": 0.0}]
+                own = {"s": series, "row": name, "held": row.held, "megabytes": held / 1e6}
+                costs.append(own | timed(row, "") | changed(row.interval))
+                full = [{"held": 1.0, "diff": 0.0} | timed(row, "_full")]
         self.tables["rows"].append({"s": series, "order": len(self.tables["rows"]), "row": name})
         self.tables["tasks"] = [{"column": column, "task": task} for column, task in enumerate(tasks)]
         self.tables["cells"] += cells
@@ -285,11 +290,11 @@ class Panel:
             self.grids.append({"s": series, "row": name, "cells": shown})
 
 
-TABLES = ("points", "full", "tasks", "rows", "cells", "costs", "free")
+TABLES = ("points", "full", "tasks", "rows", "cells", "costs", "free", "front")
 
 
 def on_front(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], name: str) -> bool:
-    """Whether no other row costs as little and loses as little, one of them truly less."""
+    """Whether no other row, the full cache among them, costs as little and loses as little, one of them truly less."""
     own = (row[name], -row["diff"])
     if own[0] is None:
         return False
@@ -393,6 +398,17 @@ def least_budget(swept: Swept) -> dict[str, Any]:
     order = low / 2 if own.value < 0 else own.value
     ends = [max(low, min(high, one)) if one is not None else None for one in (own.low, own.value, own.high)]
     return shown | {"text": text, "interval": interval, "order": order if order < 2 else None, "ends": ends}
+
+
+def timed(row: Row, side: str) -> dict[str, float | None]:
+    """Both times of a row in ms, with their 95 % intervals: of the method, or with side "_full" of the full cache."""
+    found = {}
+    for name in ("ttft", "tpot"):
+        value, error = (getattr(row, f"{name}{side}{end}") for end in ("", "_error"))
+        reach = None if error is None else float(ndtri(TAIL)) * error
+        ends = (None, None) if reach is None else (max(value - reach, 0.0), value + reach)
+        found |= {name: value, f"{name}_low": ends[0], f"{name}_high": ends[1]}
+    return found
 
 
 def changed(own: Interval) -> dict[str, Any]:

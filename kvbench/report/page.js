@@ -154,7 +154,7 @@
     ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against what was really resident, not what was asked for. The dashed line is the full cache on the same samples.", curves],
     ["tasks", "Difference by task", "Points gained or lost against the full cache on the same samples; Ø is the average. Point at a cell for its interval.", tasks, "wide"],
     ["grids", "Length × depth", "Mean score by the length of the context and by how deep in it the answer stands.", grids, "wide"],
-    ["costs", "What a score costs", "Filled and joined: among all runs of a panel none costs less and scores more. The diamond is the full cache; times are medians.", costs, "wide"],
+    ["costs", "What a score costs", "Filled and joined: no other run of the panel and not the full cache (the diamond) costs as little and scores as much. Times are medians, whiskers their 95\u202f% intervals: where they overlap, the order may be chance.", costs, "wide"],
   ];
 
   // ---- samples: files beside the page, loaded when they are asked for
