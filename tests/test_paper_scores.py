@@ -84,22 +84,23 @@ def test_a_cell_has_the_published_value_the_measured_one_its_interval_and_the_di
     assert papers.main([str(tmp_path), "keydiff", "17"]) == 0
     own = made("keydiff_table17", tmp_path)
     cell, *others = row_of(own, "KeyDiff")
-    # mean 30, standard error √(250 / 5) = 7.071, t(4) = 2.776: 30 ± 19.63 points, shown as fractions
+    # mean 30, standard error √(250 / 5) = 7.071, t(4) = 2.776: 30 ± 19.63 points, shown as fractions; the upper end has
+    # room for one more sample of 100
     assert (cell.published, cell.measured, cell.low, cell.high, cell.difference) == (
         "1.0",
         "0.30",
         "0.10",
-        "0.50",
+        "0.67",
         "-0.70",
     )
-    assert cell.text == "0.30 [0.10, 0.50] (-0.70)" and all(other.measured == "" for other in others)
+    assert cell.text == "0.30 [0.10, 0.67] (-0.70)" and all(other.measured == "" for other in others)
     stem = tmp_path / "papers" / "keydiff_table17"
-    assert "| KeyDiff | 1.0 | 0.30 [0.10, 0.50] (-0.70) |" in stem.with_suffix(".md").read_text()
-    assert r"KeyDiff & 1.0 & 0.30 [0.10, 0.50] (-0.70) &" in stem.with_suffix(".tex").read_text()
+    assert "| KeyDiff | 1.0 | 0.30 [0.10, 0.67] (-0.70) |" in stem.with_suffix(".md").read_text()
+    assert r"KeyDiff & 1.0 & 0.30 [0.10, 0.67] (-0.70) &" in stem.with_suffix(".tex").read_text()
     with stem.with_suffix(".csv").open(newline="") as file:
         line = next(row for row in csv.DictReader(file) if row[""] == "KeyDiff")
     parts = [line[f"100 {side}"] for side in ("published", "measured", "low", "high", "difference")]
-    assert parts == ["1.0", "0.30", "0.10", "0.50", "-0.70"]
+    assert parts == ["1.0", "0.30", "0.10", "0.67", "-0.70"]
 
 
 def test_an_empty_cell_has_the_number_of_the_note_with_its_command(tmp_path, capsys):
@@ -218,7 +219,7 @@ def test_what_else_the_store_holds_has_rows_of_its_own_and_hostile_names_are_tex
     own = made("keydiff_table17", tmp_path)
     labels = [label for label, _ in own.rows]
     assert len(labels) == 3 + 2 and "llama32_3b, snapkv window=9, pyramid, budget 6144 (not in the paper)" in labels
-    assert row_of(own, labels[-1])[0].text == "0.30 [0.10, 0.50]"
+    assert row_of(own, labels[-1])[0].text == "0.30 [0.10, 0.67]"
     for text in (own.to_markdown(), own.to_latex(), own.to_csv()):
         assert "\x1b" not in text and not any(line.startswith("\\end{tabular}") for line in text.splitlines()[:-1])
     assert "<script>" not in own.to_markdown()
