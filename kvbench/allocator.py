@@ -5,6 +5,7 @@ Symbols: B samples, H KV heads, n rows.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ class Allocator:
 
     def layer(self, quota: int, seen: Seen, rows: Callable[[], Rows], shared: dict[str, Any]) -> int | tuple[int, ...]:
         """Rows per head of the layer that is being cut, one number per sample where they differ; over all layers the
-        mean must be `quota`. `shared` is one dict for all layers of a batch, to remember what a layer showed (nothing
-        in it may be changed in place); the record quotes `shared["allocation"]`, a word on which rule applied.
+        mean must be `quota`, which is `seen.share` floored to whole rows. `shared` is one dict for all layers of a
+        batch, to remember what a layer showed (nothing in it may be changed in place); the record quotes
+        `shared["allocation"]`, a word on which rule applied.
         """
         return quota
 
@@ -55,7 +57,7 @@ def frozen(quotas: Sequence[int], before: int, quota: int) -> list[int]:
     return settle(targets, [1] * len(targets), [quota * len(targets)] * len(targets), quota * len(targets))
 
 
-def settle(targets: list[float], least: list[int], most: list[int], total: int) -> list[int]:
+def settle(targets: Sequence[float | Fraction], least: list[int], most: list[int], total: int) -> list[int]:
     """Whole numbers near `targets` that sum to `total` (or as near as the bounds allow) within least…most.
 
     Largest remainder; what the bounds take from one goes to the others by their remaining distance to the target,

@@ -5,7 +5,7 @@ A fraction becomes whole rows by exact decimal arithmetic, floored, at least 1: 
 
 import math
 from dataclasses import dataclass
-from decimal import Decimal
+from fractions import Fraction
 
 from kvbench.settings import SettingError, choose
 
@@ -43,8 +43,13 @@ class Budget:
 
     def rows(self, prompt: int, seen: int) -> int | None:
         """Rows per layer and KV head after a cut, None for all; `prompt` and `seen` in tokens."""
+        share = self.share(prompt, seen)
+        return None if share is None else max(1, int(share))
+
+    def share(self, prompt: int, seen: int) -> Fraction | None:
+        """The same before it is floored to whole rows: half of 61 tokens are 61/2 rows."""
         if self.everything:
             return None
         if isinstance(self.value, int):
-            return self.value
-        return max(1, int(Decimal(repr(float(self.value))) * (seen if self.of == "seen" else prompt)))
+            return Fraction(self.value)
+        return Fraction(repr(float(self.value))) * (seen if self.of == "seen" else prompt)

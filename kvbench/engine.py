@@ -163,6 +163,7 @@ class Context:
         course, method, left = self.course, self.choice.method, self.course.prompt - self.seen - tokens
         course.last = left == 0
         rows = None if method.reads else self.budget.rows(course.prompt, self.seen + tokens)
+        course.share = self.budget.share(course.prompt, self.seen + tokens)
         course.quota = None if method.rereads else rows
         course.room = (left + self.answer if rows is None or rows >= course.prompt else 0) + read_again
         return rows

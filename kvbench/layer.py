@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
 from weakref import proxy, ref
 
@@ -38,6 +39,7 @@ class Course:
     prefix: int = 0  # tokens of the prompt in front of the user's text
     about: tuple[int, int] | None = None  # places that the model reads about, of methods that reread
     quota: int | None = None  # rows per head to cut to after this block, None: no cut
+    share: Fraction | None = None  # what the budget leaves per head now, not floored to whole rows; None: all
     look: int | None = None  # rows that a query head may look at, of methods that read few of many, None: all
     room: int = 0  # tokens to reserve room for when storage must grow
     bytes: int = 0  # what all layers occupy now
@@ -164,6 +166,7 @@ class Layer:
         seen = Seen(
             queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,
             first, course.prompt, course.last, course.decoding, self.cut_layers, course.prefix, course.about,
+            course.share,
         )  # fmt: skip
         if type(method).update is not Method.update:
             rows.columns = {**rows.columns, **self.method.update(seen, view(), self.state)}

@@ -6,6 +6,7 @@ d head dimension. Rows come padded: `rows.mass` is 0 where a head has fewer rows
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -63,6 +64,7 @@ class Seen:
     cut_layers: tuple[int, ...] = ()  # layers that share the budget: all but sliding-window and spared ones
     prefix: int = 0  # tokens in front of the user's text (chat template, first token)
     about: tuple[int, int] | None = None  # places that the block is a `Reading` about
+    share: Fraction | None = None  # what the budget leaves per layer and KV head now, not floored to whole rows
 
     @property
     def tokens(self) -> int:

@@ -283,7 +283,7 @@ def official(quota: int, tokens: int, layer: int, layers: int, window: int, beta
     return most - layer * ((most - least) // (layers - 1)) + window
 
 
-def line(quota: int, tokens: int, layer: int, layers: int, window: int, beta: int) -> float:
+def line(quota: float, tokens: int, layer: int, layers: int, window: int, beta: int) -> float:
     """kvpress, before rounding: removes tokens - quota rows."""
     capacity = window + quota
     least = (capacity - window) / beta
@@ -296,16 +296,18 @@ def line(quota: int, tokens: int, layer: int, layers: int, window: int, beta: in
     return most - layer * ((most - least) / (layers - 1))
 
 
-def asked(quota: int, tokens: int, layers: int, **args) -> tuple[list[int], str]:
+def asked(budget: float | int, tokens: int, layers: int, **args) -> tuple[list[int], str]:
     """The allocator's answer for a prompt in one block, without a model."""
+    quota, share = Budget(budget).rows(tokens, tokens), Budget(budget).share(tokens, tokens)
     allocator = build("allocator", settings("allocator", "pyramid", args))
     shared: dict = {}
     found = []
     for layer in range(layers):
         queries = torch.empty(1, 1, tokens, 0)
         seen = Seen(
-            queries, queries, None, 1.0, None, None, layer, layers, 0, tokens, True, False, tuple(range(layers))
-        )
+            queries, queries, None, 1.0, None, None, layer, layers, 0, tokens, True, False, tuple(range(layers)),
+            share=share,
+        )  # fmt: skip
         found.append(allocator.layer(quota, seen, lambda: None, shared))
     return found, shared["allocation"]
 
@@ -343,6 +345,37 @@ def test_pyramid_as_kvpress_computes_it(quota, tokens):
     assert max(abs(a - b) for a, b in zip(found, exact_line, strict=True)) <= 1
     assert branch == ("uniform" if quota < 1280 else "pyramid")  # c/β < w
     assert (branch == "uniform") == (set(found) == {quota})
+
+
+def kvpress(keep: float, tokens: int, layers: int) -> tuple[list[float], str]:
+    """Rows of every layer before rounding and the rule, in its own float64 arithmetic and with its own defaults."""
+    compression_ratio, window_size, beta = 1 - keep, 64, 20
+    capacity = window_size + tokens * (1 - compression_ratio)
+    fewest = (capacity - window_size) / beta
+    most = (capacity - window_size) * 2 - fewest
+    if most >= tokens - window_size:
+        most = tokens - window_size
+        fewest = (capacity - window_size) * 2 - most
+    if not (tokens >= most >= fewest >= window_size):
+        return [tokens * (1 - compression_ratio)] * layers, "uniform"
+    return [most - layer * (most - fewest) / (layers - 1) for layer in range(layers)], "pyramid"
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.2, 0.3])
+@pytest.mark.parametrize("layers", [6, 32])
+def test_pyramid_of_a_share_of_the_prompt_is_that_of_kvpress(layers, keep):
+    """Odd lengths too, whose half is no whole number of rows: the same rule, and no layer is more than a row away from
+    what kvpress rounds to. At a fifth only more than 6400 tokens have a pyramid.
+    """
+    rules = set()
+    for tokens in [*range(129, 2560, 7), *range(130, 2560, 14), 2559, 6401, 6402, 6999]:
+        found, rule = asked(keep, tokens, layers, preset="kvpress")
+        expected, theirs = kvpress(keep, tokens, layers)
+        assert rule == theirs, tokens
+        assert sum(found) == layers * Budget(keep).rows(tokens, tokens)
+        assert max(abs(a - round(b)) for a, b in zip(found, expected, strict=True)) <= 1, tokens
+        rules.add((rule, tokens % 2))
+    assert rules >= {("pyramid", 0), ("pyramid", 1)}
 
 
 def test_arithmetics_and_slopes_differ():
@@ -384,6 +417,28 @@ def test_pyramid(model, arithmetic, block):
     held = side_by_side(Dense(model, cut), model, "snapkv", quota, block, allocator, tokens=prompt, **args)
     assert sum(shares.values()) == quota * len(layers) and len(set(shares.values())) > 1
     assert held.contexts[0].own_layers[0].state.shared["allocation"] == "pyramid"
+
+
+@pytest.mark.parametrize("of", ["prompt", "seen"])
+@pytest.mark.parametrize("block", [None, 9])
+def test_the_share_is_exact_in_blocks_and_while_decoding(block, of):
+    """Half of 31 tokens: with 15 rows in place of 15.5 no layer would have more than another."""
+    choice = choose_cache(
+        build("method", settings("method", "snapkv", dict(window=4, decoding=True))),
+        build("allocator", settings("allocator", "pyramid", dict(beta=20, window=4, arithmetic="kvpress"))),
+        build("codec", settings("codec", "raw")),
+    )
+    context = Context(tiny("llama"), choice, Budget(0.5, of), block, (0,))
+    context.prefill(distinct(31))
+    rows = [int(layer.rows.counts()[0, 0]) for layer in context.own_layers]
+    assert sum(rows) == 3 * 15
+    expected = [line(15.5, 31, layer, 3, 4, 20) for layer in range(3)]
+    assert expected == [27, 15.5, 4]
+    assert rows == ([26, 15, 4] if block is None else rows) and rows[0] > rows[1] > rows[2]
+    assert context.own_layers[0].state.shared["allocation"] == "pyramid"
+    context.extend(ids(8))
+    after = [int(layer.rows.counts()[0, 0]) for layer in context.own_layers]
+    assert sum(after) == (3 * 15 if of == "prompt" else 3 * 19) and after[0] > after[1] > after[2]
 
 
 @pytest.mark.parametrize("name", ["pyramid", "cake"])

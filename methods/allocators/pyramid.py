@@ -7,14 +7,18 @@ layer l has top - l·((top - bottom)//(n - 1)) + w. The floored step gives all l
 (n - 2)/2 rows a layer; here the excess is taken from all layers alike, the first ones where it does not divide, so
 that the total is the budget's.
 kvpress: top = 2c - c/β, but at most L - w, bottom = 2c - top, not floored and window included; c everywhere unless
-L ≥ top ≥ bottom ≥ w. The record says which rule applied: all, uniform or pyramid.
-Not defined there and chosen here: where c ≤ w or n = 1, c everywhere; under blocks the rule is asked with the L of now,
-a layer has at most what it held and the block, and what it lacks goes to the others; while decoding the shares of the
-prefill stay.
+L ≥ top ≥ bottom ≥ w. There c is the budget's exact share of L, not the whole rows of the quota: half of 1001 tokens are
+500.5 rows, and 500 would miss bottom ≥ w. The source rounds every layer's rows to the nearest; here their total is the
+quota's, so that where c is no whole number up to half of the layers have one row less.
+The record says which rule applied: all, uniform or pyramid.
+Not defined there and chosen here: where n = 1 or, of the official rule, c ≤ w, c everywhere; under blocks the rule is
+asked with the L of now, a layer has at most what it held and the block, and what it lacks goes to the others; while
+decoding the shares of the prefill stay.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from kvbench.allocator import Allocator, frozen, settle
@@ -53,28 +57,33 @@ class Pyramid(Allocator):
         if number == 0:
             held = [0] * layers if before is None else before.rows
             most = [own + seen.tokens - (before.tokens if before else 0) for own in held]
-            shared["allocation"], targets = self.targets(quota, seen.tokens, layers)
+            shared["allocation"], targets = self.targets(quota, seen.share, seen.tokens, layers)
             least = [min(self.window, quota, rows) for rows in most]
             shares = settle(targets, [max(1, rows) for rows in least], most, quota * layers)
             shared["pyramid"] = Shares(seen.tokens, quota, tuple(shares))
         return shared["pyramid"].rows[number]
 
-    def targets(self, quota: int, tokens: int, layers: int) -> tuple[str, list[float]]:
-        """The rule that applies and what it gives every layer, before the total is made exact."""
+    def targets(
+        self, quota: int, share: Fraction | None, tokens: int, layers: int
+    ) -> tuple[str, Sequence[float | Fraction]]:
+        """The rule that applies and what it gives every layer, before the total is made exact. `share`: the quota
+        before it was floored, None where it was not.
+        """
         uniform = [float(quota)] * layers
         if tokens <= quota:
             return "all", uniform
-        if quota <= self.window or layers == 1:
+        if layers == 1:
             return "uniform", uniform
         if self.arithmetic == "official":
             base = quota - self.window
-            if tokens < 2 * base:
+            if base <= 0 or tokens < 2 * base:
                 return "uniform", uniform
             top = min(2 * base - base // self.beta, tokens - self.window)
             step = (top - (2 * base - top)) // (layers - 1)
             return "pyramid", [float(top - number * step + self.window) for number in range(layers)]
-        top = min(2 * quota - quota / self.beta, tokens - self.window)
-        bottom = 2 * quota - top
+        share = Fraction(quota) if share is None else share
+        top = min(2 * share - share / self.beta, tokens - self.window)
+        bottom = 2 * share - top
         if not tokens >= top >= bottom >= self.window:
             return "uniform", uniform
         return "pyramid", [top - number * (top - bottom) / (layers - 1) for number in range(layers)]
