@@ -2,9 +2,10 @@
 
 Source: FasterDecoding/SnapKV, snapkv/monkeypatch/snapkv_utils.py; values from its experiments/LongBench/config.
 s_j = pool_κ(mean_t p_{t,j}) over the last w queries t, window rows dropped before pooling and always kept. The source
-sums, which ranks alike; ports take the mean, and CriticalKV's ε is set against it. Per KV head: mean over the group's
-query heads, after pooling (NVIDIA/kvpress) or before it (FFY0/AdaKV): the same for average pooling only. Under blocks
-the window is the current block's last min(w, T) queries.
+sums, which ranks alike; ports take the mean, and CriticalKV's ε is set against it. The source chooses rows for every
+query head. Per KV head there is one mean over the group's query heads, after pooling (NVIDIA/kvpress, which averages)
+or before it (FFY0/AdaKV; Zefan-Cai/KVCache-Factory): the same for average pooling only. Under blocks the window is the
+current block's last min(w, T) queries.
 """
 
 from dataclasses import dataclass

@@ -235,6 +235,15 @@ def test_snapkv(model, pooling, group, block):
     agree(model, keeps(votes(**args), 17, newest(6)), "snapkv", 17, block, **args)
 
 
+@pytest.mark.parametrize("model", ["llama", "mistral"])
+def test_the_pyramidkv_preset_takes_the_groups_mean_before_pooling(model):
+    """KVCache-Factory's kv_head mode; the mean after pooling, as in the preset `paper`, keeps other rows."""
+    rule = dict(window=8, kernel=7, pooling="max")
+    held = agree(model, keeps(votes(**rule, group="before"), 25, newest(8)), "snapkv", 25, preset="pyramidkv")
+    other = agree(model, keeps(votes(**rule, group="after"), 25, newest(8)), "snapkv", 25, **rule, group="after")
+    assert any(held.places(0, head).tolist() != other.places(0, head).tolist() for head in range(2))
+
+
 @pytest.mark.parametrize("window, kernel, block", [(1, 1, None), (1, 3, 1), (13, 7, 9), (13, 21, None), (5, 3, 3)])
 def test_snapkv_windows_and_kernels(window, kernel, block):
     """Also a block shorter than the window: then the whole block votes, and the window's rows stay."""

@@ -93,10 +93,12 @@ def deepened() -> torch.nn.Module:
 
 
 def test_pyramidkv_is_snapkv_by_its_own_settings_and_shares():
-    """Window, kernel and pooling of its scripts; the allocator's window is the method's."""
+    """Window, kernel and pooling of its scripts, the group's mean before pooling; the allocator's window is the
+    method's.
+    """
     method = settings("method", "snapkv", {"preset": "pyramidkv"})
     allocator = settings("allocator", "pyramid")
-    assert (method["window"], method["kernel"], method["pooling"]) == (8, 7, "max")
+    assert (method["window"], method["kernel"], method["pooling"], method["group"]) == (8, 7, "max", "before")
     assert method["window"] == allocator["window"]
     held = kvbench.prefill(tiny("llama"), ids(300), "snapkv", 40, None, "pyramid", method_args={"preset": "pyramidkv"})
     counts = [len(held.places(layer, 0)) for layer in range(3)]
