@@ -197,12 +197,11 @@ class GuardedMethod:
             self._not_nan(hook, column, rows.present)
         return found
 
+    def protect_sinks(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
+        return self._mask("protect_sinks", self.method.protect_sinks, seen, rows, quota)
+
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
-        handed = self.guard.handed().add_seen(seen).add_rows(rows)
-        found = self.guard.call(self.owner, "protect", handed, lambda: self.method.protect(seen, rows, quota))
-        if found is not None:
-            self.guard.expect(self.owner, "protect", found, tuple(rows.mass.shape), "bool", rows.mass.device)
-        return found
+        return self._mask("protect", self.method.protect, seen, rows, quota)
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
         handed = self.guard.handed().add_seen(seen).add_rows(rows)
@@ -266,6 +265,14 @@ class GuardedMethod:
 
     def forget(self, state: State) -> None:
         self.guard.call(self.owner, "forget", self.guard.handed(), lambda: self.method.forget(state))
+
+    def _mask(self, name: str, hook: Callable[..., Tensor | None], seen: Seen, rows: Rows, quota: int) -> Tensor | None:
+        """Rows (B, H, n) that are protected, as a bool tensor."""
+        handed = self.guard.handed().add_seen(seen).add_rows(rows)
+        found = self.guard.call(self.owner, name, handed, lambda: hook(seen, rows, quota))
+        if found is not None:
+            self.guard.expect(self.owner, name, found, tuple(rows.mass.shape), "bool", rows.mass.device)
+        return found
 
     def _said(self, hook: str, what: str) -> str:
         return f"{self.owner}: {hook} of layer {self.guard.layer} returned {what}"

@@ -85,6 +85,8 @@ class Layer:
         self.shown: Seen | None = None  # of this block, while the layer may be cut (again) later
         self.shares: tuple[tuple[int, ...], Tensor] | None = None  # quotas and rows per head at the last uneven cut
         self.protected = torch.tensor(0)  # most rows a head protected at the last cut
+        # most rows of a kind that a head could not protect at any cut, because its quota had no room for them
+        self.given_up = {"sinks": torch.tensor(0), "recents": torch.tensor(0)}
         self.peak_rows = 0  # most rows a head held after a cut, or after a block of a prompt that is not cut
         self.peak_attended = 0  # most rows a head ever attended over
         self.weight = 0  # bytes at the last weighing
@@ -274,7 +276,7 @@ class Layer:
     def divide(self, rows: Rows, scores: Tensor, quotas: tuple[int, ...], seen: Seen, allotted: Tensor | None) -> None:
         """Share each sample's rows per head among the heads, unless the method allotted them, and cut them."""
         method, heads = self.method, self.allocator.heads
-        protected = by_sample(quotas, lambda own, quota: shrink(method.protect(seen, rows, quota), rows, quota)[own])
+        protected = by_sample(quotas, lambda own, quota: self.protect(seen, rows, quota, own))
         scores = marked(scores, protected, rows)
         frozen = allotted is None and seen.decoding and self.shares is not None
         if frozen:
@@ -292,6 +294,19 @@ class Layer:
         known = self.rows.even and self.even and len(set(quotas)) == 1
         each = min(self.rows.longest_head, quotas[0]) if known else None
         self.store(rows, method.cut(rows, scores, counts, kept, each), each)
+
+    def protect(self, seen: Seen, rows: Rows, quota: int, samples: slice) -> Tensor:
+        """Rows (B, H, n) of some `samples` that are protected within the quota; notes how many of each kind are not."""
+        method = self.method
+        sinks, recents = method.protect_sinks(seen, rows, quota), method.protect(seen, rows, quota)
+        if sinks is not None and recents is not None:
+            recents = recents & ~sinks  # a row that is both counts once
+        kept = shrink(sinks, recents, rows, quota)
+        for kind, wanted in (("sinks", sinks), ("recents", recents)):
+            if wanted is not None:
+                lost = (wanted & rows.present & ~kept)[samples].sum(-1).max()
+                self.given_up = {**self.given_up, kind: self.given_up[kind].maximum(lost)}
+        return kept[samples]
 
     def frozen_counts(self, rows: Rows, protected: Tensor, quotas: tuple[int, ...]) -> Tensor:
         """(B, H) rows per head in the proportions of the last cut before decoding."""

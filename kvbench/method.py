@@ -159,7 +159,8 @@ class Method:
     def readings(self, ids: Tensor, prefix: int, words: Words) -> Iterable[Reading]:
         """What the model reads about the prompt `ids` (B, n), of which `prefix` are in front of the user's text, of a
         method that `rereads`. Each is read over the whole prompt, shown to `update` (`seen.about`) and forgotten, but
-        for what `update` put into the state; then the layers are cut. `protect`, `score` and `allot` see no queries.
+        for what `update` put into the state; then the layers are cut. `protect`, `protect_sinks`, `score` and `allot`
+        see no queries.
         """
         return ()
 
@@ -172,8 +173,14 @@ class Method:
     def forget(self, state: State) -> None:
         """Drop what is not needed any more: the prompt is read and cut."""
 
+    def protect_sinks(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
+        """(B, H, n) bool: first rows that are not to be scored away, or None. Asked when `protect` is asked. Where not
+        all protected rows fit the quota, sinks stay longer than the rows of `protect`, and the first sink longest.
+        """
+        return None
+
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
-        """(B, H, n) bool: rows that are not to be scored away (sinks, windows, recents), or None. Asked again for a
+        """(B, H, n) bool: further rows that are not to be scored away (windows, recents), or None. Asked again for a
         smaller quota where an allocator cascades; `seen` has no queries, outputs nor log-sum-exps any more by then.
         """
         return None
@@ -205,10 +212,18 @@ class Method:
         return None
 
 
-def shrink(protected: Tensor | None, rows: Rows, quota: int) -> Tensor:
-    """Protected rows that fit the quota: newest first, at least one row free where the quota is over 1."""
-    if protected is None:
-        return rows.present.new_zeros(rows.present.shape)
-    protected = protected & rows.present
-    newer = protected.flip(-1).cumsum(-1).flip(-1)  # protected rows from here to the newest
-    return protected & (newer <= (quota - 1 if quota > 1 else quota))
+def shrink(sinks: Tensor | None, recents: Tensor | None, rows: Rows, quota: int) -> Tensor:
+    """(B, H, n) bool: protected rows that fit the quota. Sinks come before recents, the first sinks and the newest
+    recents before the others. At least one row is left to the scores where the quota is over 1.
+    """
+    room = quota - 1 if quota > 1 else quota
+    kept = rows.present.new_zeros(rows.present.shape)
+    if sinks is not None:
+        sinks = sinks & rows.present
+        kept = sinks & (sinks.cumsum(-1) <= room)
+        room = room - kept.sum(-1, keepdim=True)
+    if recents is not None:
+        recents = recents & rows.present & ~kept
+        newer = recents.flip(-1).cumsum(-1).flip(-1)  # recents from here to the newest
+        kept = kept | (recents & (newer <= room))
+    return kept

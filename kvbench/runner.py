@@ -439,6 +439,8 @@ class Reader:
         return {
             "quota": context.budget.rows(context.course.prompt, context.course.prompt),
             "protected": max(int(layer.protected) for layer in layers),
+            # protected rows that the quota had no room for, in the head and at the cut with most of them
+            "given_up": {kind: max(int(own.given_up[kind]) for own in layers) for kind in ("sinks", "recents")},
             "allocation": layers[0].state.shared.get("allocation"),  # which rule the allocator says it followed
             "resident_bytes": held.rows // batch, "full_bytes": context.full_bytes() // batch,
             "metadata_bytes": held.metadata // batch, "state_bytes": held.state // batch,

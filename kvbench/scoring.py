@@ -106,7 +106,8 @@ def ask(method: Method, seen: Seen, rows: Rows, state: State, quota: int) -> Any
         rows = Rows(rows.keys, rows.values, rows.places, rows.mass, columns)
     if method.scores:
         return method.score(seen, rows, state)
-    protected = shrink(method.protect(seen, rows, quota), rows, quota)
+    sinks, recents = method.protect_sinks(seen, rows, quota), method.protect(seen, rows, quota)
+    protected = shrink(sinks, recents, rows, quota)
     quotas = torch.full(rows.mass.shape[:2], quota, device=rows.mass.device)
     after = method.cut(rows, rows.mass, quotas, protected, quota)
     return [after.keys, after.values, after.mass]

@@ -100,9 +100,9 @@ class SteadyRows:
         with layer.guard.unnoted():  # `worst` has it: nothing is added to a graph that runs for every token
             scores = method.score(seen, rows, layer.state).to(self.ones.dtype)
             self.worst.copy_(torch.maximum(self.worst, scores.max()))
-            protected = method.protect(seen, rows, quota)
-            if protected is not None:
-                scores = bounded(scores).masked_fill(shrink(protected, rows, quota), torch.inf)
+            sinks, recents = method.protect_sinks(seen, rows, quota), method.protect(seen, rows, quota)
+            if sinks is not None or recents is not None:
+                scores = bounded(scores).masked_fill(shrink(sinks, recents, rows, quota), torch.inf)
             kept = method.select(scores, self.quotas)
         which = find(kept, self.quotas.numel() * quota, **own)
         spare = take(which, keys, values, into=tuple(self.spare.unbind()), **own)

@@ -46,10 +46,13 @@ class AnDPro(Method):
         """(B, H, n) the chunk that a row is in, from the head's first row on; -1 where absent."""
         return (rows.present.cumsum(-1) - 1).masked_fill(~rows.present, -self.chunk) // self.chunk
 
+    def protect_sinks(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
+        return rows.present & (self.chunks(rows) < self.first)
+
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
         chunks = self.chunks(rows)
         last = chunks[..., -1:] - self.window // self.chunk  # the last chunk that is not the window's
-        return rows.present & ((chunks < self.first) | (chunks > last))
+        return rows.present & (chunks > last)
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
         batch, heads, n = rows.mass.shape
@@ -64,7 +67,8 @@ class AnDPro(Method):
         if self.anchor == "output":
             anchors = outputs.to(p.dtype).reshape(batch, heads, -1, values.shape[-1])
         else:
-            anchors = p * ~self.protect(seen, rows, n)[:, :, None] @ values
+            safe = self.protect_sinks(seen, rows, n) | self.protect(seen, rows, n)
+            anchors = p * ~safe[:, :, None] @ values
         return self.by_chunks((p * (anchors @ values.mT)).sum(2) / groups, rows)
 
     def by_chunks(self, scores: Tensor, rows: Rows) -> Tensor:

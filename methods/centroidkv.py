@@ -4,8 +4,8 @@ Source: the CentroidKV paper (Chelsea, arXiv 2506.11418), Sections 4 and 5; no c
 out. The middle is cut into chunks; in each, even rows propose to their most similar odd row (cosine of keys); the most
 similar edges of all chunks are kept and merged, in rounds until the quota is met exactly. Not stated there and chosen
 here: matching per KV head on the rows as stored (post-RoPE); sinks and recents are a head's first and last rows and
-count in the budget; a centroid keeps its odd row's place; every round keeps at most the share r of its edges, the last
-one exactly as many as needed.
+count in the budget; where it has no room for both, recents give way before sinks; a centroid keeps its odd row's place;
+every round keeps at most the share r of its edges, the last one exactly as many as needed.
 """
 
 from dataclasses import dataclass
@@ -45,40 +45,34 @@ class CentroidKV(Method):
         if not number(self.r) or not 0 < self.r <= 1:
             raise SettingError(f"method.r={self.r}: a share in (0, 1]")
 
-    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
+    def protect_sinks(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
         if quota == 1:  # the one row must be free to stand for all
             return None
-        slot = torch.arange(len(rows), device=rows.mass.device)
-        return ((slot < self.sinks) | (slot >= len(rows) - self.recents)).expand_as(rows.mass)
+        return (torch.arange(len(rows), device=rows.mass.device) < self.sinks).expand_as(rows.mass)
+
+    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
+        if quota == 1:
+            return None
+        return (torch.arange(len(rows), device=rows.mass.device) >= len(rows) - self.recents).expand_as(rows.mass)
 
     def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor, each: int | None = None) -> Rows:
         """Rounds of matching over the middle, of as many heads at once as there is scratch for. All heads have the same
         number of rows and quotas, and protect the same slots, so that nothing is asked of the device.
         """
         quota, count = int(quotas[0, 0]) if each is None else each, len(rows)
-        last = min(self.recents, count)
-        first = min(self.sinks, count - last)
-        safe = 0 if quota == 1 else min(first + last, quota - 1)
-        last = min(last, safe)  # the newest first
-        low, high = first - (safe - last), count - last  # sinks that stay are from `low` to `first`
+        first = min(self.sinks, quota - 1)  # as `shrink` has it: recents give way to sinks
+        last = 0 if quota == 1 else min(self.recents, quota - 1 - first)
         columns = [x.flatten(0, 1)[None] for x in (rows.keys, rows.values, rows.places, rows.mass)]
         left = [x.new_empty(1, x.shape[1], quota, *x.shape[3:]) for x in columns]
         for new, old in zip(left, columns, strict=True):
-            new[:, :, : first - low], new[:, :, quota - last :] = old[:, :, low:first], old[:, :, high:]
-        together = max(1, SCRATCH // (2 * (high - first + low) * rows.keys[0, 0, 0].nbytes))
+            new[:, :, :first], new[:, :, quota - last :] = old[:, :, :first], old[:, :, count - last :]
+        together = max(1, SCRATCH // (2 * (count - last - first) * rows.keys[0, 0, 0].nbytes))
         for start in range(0, columns[0].shape[1], together):
             some = slice(start, start + together)
-            free = [old[:, some, :high] for old in columns]
-            if low < first:
-                free = [torch.cat([x[:, :, :low], x[:, :, first:]], 2) if low else x[:, :, first:] for x in free]
-            for new, own in zip(left, self.centroids(free, quota - safe), strict=True):
-                new[:, some, first - low : quota - last] = own
-        left = [x.view(*rows.mass.shape[:2], *x.shape[2:]) for x in left]
-        if 0 < low < first:  # rows from in front of the sinks that stay are among those behind them
-            order = left[2].argsort(dim=-1)
-            wide = order[..., None].expand_as(left[0])
-            left = [x.gather(2, wide if x.dim() == 4 else order) for x in left]
-        return Rows(*left)
+            free = [old[:, some, first : count - last] for old in columns]
+            for new, own in zip(left, self.centroids(free, quota - last - first), strict=True):
+                new[:, some, first : quota - last] = own
+        return Rows(*(x.view(*rows.mass.shape[:2], *x.shape[2:]) for x in left))
 
     def centroids(self, columns: list[Tensor], quota: int) -> list[Tensor]:
         """Keys, values, places and masses of `quota` rows that all are merged into, round by round."""

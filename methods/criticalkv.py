@@ -95,6 +95,9 @@ class CriticalKV(Method):
     def forget(self, state: State) -> None:
         self.base.forget(state)
 
+    def protect_sinks(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
+        return self.base.protect_sinks(seen, rows, quota)
+
     def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
         return self.base.protect(seen, rows, quota)
 

@@ -74,7 +74,7 @@ class ExpectedAttention(Method):
         for name in ("count", "mean", "scatter"):
             state.layer.pop(name, None)
 
-    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
+    def protect_sinks(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
         return rows.places < self.sinks
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:

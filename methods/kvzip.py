@@ -100,7 +100,7 @@ class KVzip(Method):
     def forget(self, state: State) -> None:
         state.layer.pop("scores", None)
 
-    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
+    def protect_sinks(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
         return rows.places < self.safe(seen)
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:

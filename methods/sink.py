@@ -31,7 +31,7 @@ class Sink(Method):
     def rolls(self) -> bool:
         return self.positions == "rolling"
 
-    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
+    def protect_sinks(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
         return rows.places < self.sinks
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:

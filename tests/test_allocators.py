@@ -74,7 +74,8 @@ def layers(draw, ragged=True):
     wanted = (torch.arange(rows) >= rows - draw(st.integers(0, rows))).expand(heads, rows)
     mass = present.float()[None]
     held = Rows(torch.zeros(1, heads, rows, 1), torch.zeros(1, heads, rows, 1), mass.long(), mass)
-    protected = shrink(wanted[None], held, quota)[0]
+    sinks = (torch.arange(rows) < draw(st.integers(0, 3))).expand(heads, rows)
+    protected = shrink(sinks[None], wanted[None], held, quota)[0]
     scores = scores.masked_fill(protected, math.inf).masked_fill(~present, -math.inf)
     return scores[None], protected[None], quota
 

@@ -77,16 +77,23 @@ def test_what_a_share_is_of():
     assert Budget(0.5).rows(100, 30) == 50 and Budget(0.5, "seen").rows(100, 30) == 15
 
 
-@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=30), st.integers(1, 35))
-def test_protected_rows_shrink_newest_first(drawn, quota):
-    wanted, present = (torch.tensor([[column]]) for column in zip(*drawn, strict=True))
+@given(st.lists(st.tuples(*[st.booleans()] * 3), min_size=1, max_size=30), st.integers(1, 35))
+def test_recents_give_way_before_sinks_and_the_last_sinks_before_the_first(drawn, quota):
+    sinks, recents, present = (torch.tensor([[column]]) for column in zip(*drawn, strict=True))
     nothing = torch.zeros(1, 1, len(drawn), 1)
     rows = Rows(nothing, nothing, torch.arange(len(drawn))[None, None], present.float())
-    protected = shrink(wanted, rows, quota)[0, 0].tolist()
-    candidates = [j for j, (want, there) in enumerate(drawn) if want and there]
+    first = [j for j, (sink, _, there) in enumerate(drawn) if sink and there]
+    newest = [j for j, (_, recent, there) in reversed(list(enumerate(drawn))) if recent and there]
     room = quota - 1 if quota > 1 else 1
-    assert [j for j, safe in enumerate(protected) if safe] == candidates[max(0, len(candidates) - room) :]
-    assert not shrink(None, rows, quota).any()
+
+    def shrunk(*masks):
+        return {j for j, safe in enumerate(shrink(*masks, rows, quota)[0, 0].tolist()) if safe}
+
+    both = first[:room] + [j for j in newest if j not in first[:room]]
+    assert shrunk(sinks, recents) == set(both[:room])
+    assert shrunk(sinks, None) == set(first[:room])
+    assert shrunk(None, recents) == set(newest[:room])
+    assert shrunk(None, None) == set()
 
 
 @given(st.integers(0, 100), st.integers(0, 10**6))

@@ -123,7 +123,7 @@ class Oracle:
             return rows
         sink = rows.places < self.sinks
         room = self.quota - 1 if self.quota > 1 else 1
-        safe = [row for row in reversed(range(len(sink))) if sink[row]][:room]
+        safe = [row for row in range(len(sink)) if sink[row]][:room]
         scores = self.scores(glance, decoding)
         order = sorted((row for row in range(len(sink)) if row not in safe), key=lambda row: (-scores[row], row))
         return rows.take(np.array(sorted(safe + order[: self.quota - len(safe)])))

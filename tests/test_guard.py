@@ -25,7 +25,7 @@ from kvbench.runner import Bench, execute, execute_all
 from kvbench.settings import ContractError
 from kvbench.task import Graded
 
-OURS = ("update", "protect", "score", "select", "merge", "cut", "allot", "read", "readings", "forget")
+OURS = ("update", "protect_sinks", "protect", "score", "select", "merge", "cut", "allot", "read", "readings", "forget")
 PROMPT = 40
 
 
@@ -35,6 +35,9 @@ class Honest(Method):
 
     def update(self, seen, rows, state):
         return {"norm": rows.keys.norm(dim=-1)}
+
+    def protect_sinks(self, seen, rows, quota):
+        return rows.places < 1
 
     def protect(self, seen, rows, quota):
         return rows.places >= seen.tokens - 2
@@ -231,7 +234,9 @@ def test_a_hook_that_writes_into_what_it_is_handed_is_named(hook, way):
 
 
 @pytest.mark.parametrize("way", UNCOUNTED)
-@pytest.mark.parametrize("hook", ["update", "protect", "score", "select", "merge", "cut", "read", "allot"])
+@pytest.mark.parametrize(
+    "hook", ["update", "protect_sinks", "protect", "score", "select", "merge", "cut", "read", "allot"]
+)
 def test_exact_guards_find_writes_that_are_not_counted(hook, way):
     def deed(honest, *arguments):
         way(next(own for own in handed(arguments) if own.is_floating_point()))
@@ -296,11 +301,11 @@ WRONG = {
     "numpy": lambda found: found.numpy(),
     "text": lambda found: "rows",
 }
-ALLOWED = {("protect", "None"), ("read", "None"), ("allot", "device")}
+ALLOWED = {("protect_sinks", "None"), ("protect", "None"), ("read", "None"), ("allot", "device")}
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("hook", ["update", "protect", "score", "select", "allot", "read"])
+@pytest.mark.parametrize("hook", ["update", "protect_sinks", "protect", "score", "select", "allot", "read"])
 def test_what_a_hook_returns_is_checked(hook, wrong):
     if (hook, wrong) in ALLOWED or (hook == "allot" and "n" in wrong and wrong != "None"):  # it has no rows
         return

@@ -132,16 +132,45 @@ def test_a_quota_of_one(method, allocator):
 @pytest.mark.parametrize("method", [name for name, allocator in COMBINATIONS if allocator == "uniform"])
 @pytest.mark.parametrize("quota", [2, 3, 5])
 def test_more_protected_rows_than_quota_shrink_to_it(method, quota):
-    """Newest first, one row free; the number that was protected is noted."""
+    """Sinks from the first on, else the newest first, one row free; the numbers protected and given up are noted."""
     held = kvbench.prefill(tiny("llama"), distinct(60), method, quota, method_args=needed(method, "llama"))
     if holds_all(method) or own_law(method):
         return
     assert {len(own) for own in places(held).values()} == {quota}
     layer = held.contexts[0].own_layers[0]
     assert layer.protected <= quota - 1
+    sinks = {"sink": 4, "expected_attention": 4, "centroidkv": 16}.get(method, 0)
+    assert layer.given_up["sinks"] == max(0, sinks - (quota - 1))
     if layer.protected:
-        wanted = (range(4) if method in ("sink", "expected_attention") else range(60))[-layer.protected :]
+        wanted = range(layer.protected) if sinks else range(60 - layer.protected, 60)
         assert all(set(wanted) <= set(own) for own in places(held).values())
+
+
+def test_a_budget_of_the_sinks_keeps_the_first_tokens_and_the_newest():
+    held = kvbench.prefill(tiny("llama"), distinct(60), "sink", 4)
+    assert set(map(tuple, places(held).values())) == {(0, 1, 2, 59)}
+    held.extend(ids(3))
+    assert set(map(tuple, places(held).values())) == {(0, 1, 2, 62)}
+
+
+@pytest.mark.parametrize("block", [None, 32])
+@pytest.mark.parametrize("quota, sinks, recents", [(81, 16, 64), (80, 16, 63), (40, 16, 23), (17, 16, 0), (10, 9, 0)])
+def test_centroidkv_keeps_its_sinks_where_not_all_recents_fit(quota, sinks, recents, block):
+    held = kvbench.prefill(tiny("llama"), distinct(150), "centroidkv", quota, block)
+    for own in places(held).values():
+        assert own[:sinks] == list(range(sinks)) and own[quota - recents :] == list(range(150 - recents, 150))
+    assert (held.masses(1, 1)[:sinks] == 1).all() and held.masses(1, 1).sum() == 150
+    layer = held.contexts[0].own_layers[0]
+    assert layer.protected == sinks + recents and layer.given_up["sinks"] == 16 - sinks
+    if block is None:  # a shorter block brings fewer recents
+        assert layer.given_up["recents"] == 64 - recents
+
+
+def test_andpro_keeps_its_first_chunk_where_the_window_does_not_fit():
+    args = {"preset": "official_code"}
+    held = kvbench.prefill(tiny("llama"), distinct(60), "andpro", 12, method_args=args)
+    assert all({0, 1, 2, 3, *range(53, 60)} <= set(own) for own in places(held).values())
+    assert held.contexts[0].own_layers[0].given_up == {"sinks": 0, "recents": 32 - 7}
 
 
 @pytest.mark.parametrize("block", [None, 8])

@@ -147,10 +147,10 @@ def test_rows_of_mass_nothing_add_nothing(name):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("rows, chunk, quota", [(100, 32, 40), (60, 7, 31), (50, 8, 7), (50, 8, 1)])
+@pytest.mark.parametrize("rows, chunk, quota", [(100, 32, 40), (60, 7, 31), (50, 8, 7), (50, 8, 3), (50, 8, 1)])
 def test_centroids_are_those_of_the_reference(rows, chunk, quota, monkeypatch):
-    """A whole cut in Triton, several rounds of it, of rows that protect both ends, a head at a time; at quota 7 sinks
-    give way.
+    """A whole cut in Triton, several rounds of it, of rows that protect both ends, a head at a time; at quota 7
+    recents give way, at quota 3 sinks too.
     """
     keys, values = (keys_of(rows, 16, torch.float32, seed) for seed in (1, 2))
     place = torch.arange(rows, device=DEVICE).expand(2, 2, -1)
@@ -168,8 +168,8 @@ def test_centroids_are_those_of_the_reference(rows, chunk, quota, monkeypatch):
     assert all(torch.equal(getattr(together, x), getattr(cuts[1], x)) for x in ("keys", "values", "places", "mass"))
     assert len(cuts[0]) == quota and torch.equal(cuts[0].mass.sum(-1), mass.sum(-1))
     assert (cuts[0].places.diff(dim=-1) > 0).all()
-    kept = min(8, quota - 1)  # the newest first
-    ends = [*range(8 - kept, 3), *range(rows - min(5, kept), rows)]
+    first = min(3, quota - 1)
+    ends = [*range(first), *range(rows - min(5, quota - 1 - first), rows)]
     assert all((cuts[0].places == 3 * row).any(-1).all() for row in ends)
     assert torch.equal(cuts[0].places, cuts[1].places) and torch.equal(cuts[0].mass, cuts[1].mass)
     for one, other in ((cuts[0].keys, cuts[1].keys), (cuts[0].values, cuts[1].values)):

@@ -29,11 +29,13 @@ Score = Callable[[Glance], np.ndarray]
 # What is common to all: protected rows, the choice of rows, whole engines side by side.
 
 
-def shrink(protected: np.ndarray, quota: int) -> np.ndarray:
-    """Protected rows that fit, newest first, one free where the quota is over 1."""
+def shrink(protected: np.ndarray, quota: int, sinks: int = 0) -> np.ndarray:
+    """Protected rows that fit, one row free where the quota is over 1: the first `sinks` rows from the first on, then
+    the others from the newest on.
+    """
     room = quota - 1 if quota > 1 else quota
     kept = np.zeros_like(protected)
-    for row in reversed(range(len(protected))):
+    for row in [*range(min(sinks, len(protected))), *reversed(range(sinks, len(protected)))]:
         if protected[row] and kept.sum() < room:
             kept[row] = True
     return kept
@@ -479,7 +481,7 @@ def centroids(quota: int, sinks: int, recents: int, chunk: int | None, r: float,
                 kept.append(rows)
                 continue
             protect = (rows.places < sinks) | (rows.places >= glance.tokens - recents)
-            protect = shrink(protect if quota > 1 else np.zeros_like(protect), quota)
+            protect = shrink(protect if quota > 1 else np.zeros_like(protect), quota, (rows.places < sinks).sum())
             everything = [list(row) for row in zip(rows.places, rows.mass, rows.keys, rows.values, strict=True)]
             middle = [row for row, safe in zip(everything, protect, strict=True) if not safe]
             count = 0

@@ -1,4 +1,4 @@
-"""What a run's record says of methods that hold every row and look at few."""
+"""What a run's record says of methods that hold every row and look at few, and of rows that found no room."""
 
 import sys
 
@@ -50,3 +50,21 @@ def test_everything_is_resident_and_few_rows_attended(checkpoint, tmp_path, monk
         sparse = (record["rows_attended"] * 4 - dense * seen) / (4 - dense)
         assert least <= sparse <= most < 0.7 * seen
         assert (record["state_bytes"] > 0) == (name == "quest")
+
+
+@pytest.mark.parametrize(
+    "settings, protected, sinks, recents",
+    [(("method=sink", "budget=3"), 2, 2, 0), (("method=snapkv", "budget=20"), 19, 0, 13)]
+    + [(("method=snapkv", "budget=40"), 32, 0, 0), (("method=centroidkv", "budget=40"), 39, 0, 41)],
+    ids=str,
+)
+def test_a_record_says_what_was_given_up(checkpoint, tmp_path, monkeypatch, settings, protected, sinks, recents):
+    monkeypatch.chdir(tmp_path)
+    where = ["model=hf", f"model.path={checkpoint}", "device=cpu", "task.subtasks=niah_single_1", "task.length=512"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *settings, *where, "task.samples=1"])
+    assert command.main() == 0
+    found = runs(tmp_path / "results")
+    [record] = found[settings[0].removeprefix("method=")][1]
+    assert record["protected"] == protected and record["given_up"] == {"sinks": sinks, "recents": recents}
+    [baseline] = found["full"][1]
+    assert baseline["protected"] == 0 and baseline["given_up"] == {"sinks": 0, "recents": 0}

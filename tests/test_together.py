@@ -50,7 +50,9 @@ def facts(context: Context) -> dict:
         rows, at = layer.rows.view(), layer.index
         found |= {f"{name}{at}": getattr(rows, name) for name in ("keys", "values", "places", "mass")}
         found |= {f"column {name}{at}": column for name, column in rows.columns.items()}
-        found |= {f"{name}{at}": getattr(layer, name) for name in ("protected", "peak_rows", "peak_attended")}
+        found |= {
+            f"{name}{at}": getattr(layer, name) for name in ("protected", "given_up", "peak_rows", "peak_attended")
+        }
     with context.branch():
         context.reserve(9)
         found["reserved"] = str(context.bytes())
