@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from weakref import ref
 
@@ -234,11 +235,12 @@ class Context:
         self.course.decoding = True
         if method.reads:
             self.course.look = self.budget.rows(self.course.prompt, self.seen + ids.shape[1])
-        self.since_cut += ids.shape[1]
-        rows = None
+        quota, rows = self._kept(self.seen + ids.shape[1]) if method.decoding else None, None
+        self.since_cut += method.steps(ids.shape[1], quota)
         if method.decoding and self.since_cut >= method.decode_interval:
-            rows = self._kept(self.seen + ids.shape[1])
+            rows = quota
             self.since_cut = 0
+        self.course.share = None if rows is None else Fraction(rows)
         logits = self._read(ids, rows, keep=0)
         self.logits = logits[:, -1].clone()  # a view would keep the logits of all tokens alive
         return logits

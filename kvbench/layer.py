@@ -39,7 +39,7 @@ class Course:
     prefix: int = 0  # tokens of the prompt in front of the user's text
     about: tuple[int, int] | None = None  # places that the model reads about, of methods that reread
     quota: int | None = None  # rows per head to cut to after this block, None: no cut
-    share: Fraction | None = None  # what the budget leaves per head now, not floored to whole rows; None: all
+    share: Fraction | None = None  # the same, not floored to whole rows
     look: int | None = None  # rows that a query head may look at, of methods that read few of many, None: all
     room: int = 0  # tokens to reserve room for when storage must grow
     bytes: int = 0  # what all layers occupy now

@@ -64,7 +64,7 @@ class Seen:
     cut_layers: tuple[int, ...] = ()  # layers that share the budget: all but sliding-window and spared ones
     prefix: int = 0  # tokens in front of the user's text (chat template, first token)
     about: tuple[int, int] | None = None  # places that the block is a `Reading` about
-    share: Fraction | None = None  # what the budget leaves per layer and KV head now, not floored to whole rows
+    share: Fraction | None = None  # rows per layer and KV head of the cut that follows, not floored; None: no cut
 
     @property
     def tokens(self) -> int:
@@ -169,6 +169,12 @@ class Method:
         method that `allots`; `quota` is the mean over all layers and heads. It may remember its choice in the state.
         """
         raise NotImplementedError(f"{self.name} leaves the shares to the allocator")
+
+    def steps(self, tokens: int, quota: int | None) -> int:
+        """How many of the `decode_interval` steps between two cuts it counts to read `tokens` tokens at once after the
+        prompt. Default: one a token. `quota`: rows per head that the next cut leaves, None for all.
+        """
+        return tokens
 
     def forget(self, state: State) -> None:
         """Drop what is not needed any more: the prompt is read and cut."""

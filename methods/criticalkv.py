@@ -92,6 +92,9 @@ class CriticalKV(Method):
             norms = torch.cat([rows.columns[NORM][..., :-new], norms], -1)
         return {**self.base.update(seen, rows, state), NORM: norms}
 
+    def steps(self, tokens: int, quota: int | None) -> int:
+        return self.base.steps(tokens, quota)
+
     def forget(self, state: State) -> None:
         self.base.forget(state)
 

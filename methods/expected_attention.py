@@ -8,8 +8,15 @@ z_j = s·(R̄μ)·k_j + s²·k_jᵀ(R̄ΣR̄ᵀ)k_j/2 + log m_j, p = softmax ove
 score (mean of p over the group + ε)·‖v_j‖. With fewer than two queries the newest rows stay.
 
 The queries are the layer's own (after its QK norm, if any), turned back by the model's own rotary embedding: no
-hidden states are kept. While decoding, the moments are those of the last `buffer` queries, and positions count from
-the start of the text (kvpress counts them from the buffer's).
+hidden states are kept.
+
+While decoding, decode_queries says whose moments a cut takes. text: those of the last `buffer` queries of the text but
+its sinks, the prompt's too, and R̄ is of the positions after them. buffer: as kvpress's DecodingPress has it. It keeps
+the queries of the last `buffer` passes of the model since the prompt or the last cut, and those of the cut's own pass
+come on top: 257 at 256. Of these it drops the first `sinks`, and R̄ is of the T positions that begin at the number of
+all, as if the text began with the buffer. A pass counts as one step of decode_interval however many tokens it reads (a
+question is one pass), and a pass of as many tokens as a cut leaves rows is followed by a cut at once. The source has no
+scores where the buffer has no more than `sinks` queries; here the newest rows stay then.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +29,7 @@ from torch import Tensor
 from kvbench.kernels.expected import Moments, expected_scores, merge, moments
 from kvbench.method import Method, Seen, State
 from kvbench.rows import Rows
-from kvbench.settings import SettingError, number, whole
+from kvbench.settings import SettingError, choose, number, whole
 
 PLACES = 8192  # rotations that are made at once
 
@@ -30,8 +37,8 @@ PLACES = 8192  # rotations that are made at once
 @dataclass(frozen=True)
 class ExpectedAttention(Method):
     """`positions` T that the rotation is averaged over; `sinks` that stay and whose queries do not count; `epsilon` ε;
-    `use_covariance`: without it z has no Σ; `use_vnorm`: without it the score is p; `buffer`: queries remembered
-    for cuts while decoding.
+    `use_covariance`: without it z has no Σ; `use_vnorm`: without it the score is p; `buffer`: queries (text) or passes
+    (buffer) remembered for cuts while decoding; `decode_queries` text | buffer.
     """
 
     positions: int
@@ -40,12 +47,14 @@ class ExpectedAttention(Method):
     use_covariance: bool
     use_vnorm: bool
     buffer: int
+    decode_queries: str
 
     def __post_init__(self) -> None:
         super().__post_init__()
         whole("method.positions", self.positions, 1)
         whole("method.sinks", self.sinks, 0)
         whole("method.buffer", self.buffer, 2)
+        choose("method.decode_queries", self.decode_queries, ("text", "buffer"))
         if not number(self.epsilon) or not self.epsilon >= 0:
             raise SettingError(f"method.epsilon={self.epsilon}: a number of at least 0")
 
@@ -55,10 +64,13 @@ class ExpectedAttention(Method):
 
     def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
         """Moments of the prompt's queries (`count`, `mean`, `scatter`), and `recent`, the last queries as they came."""
+        if self.decode_queries == "buffer" and seen.decoding:
+            self.fill(seen, state)
+            return {}
         new = seen.queries[:, :, max(0, self.sinks - seen.first) :]
         if new.shape[2] == 0:
             return {}
-        if self.decoding:
+        if self.decoding and self.decode_queries == "text":
             before = state.layer.get("recent", new[:, :, :0])
             kept = max(0, self.buffer - new.shape[2])
             before = before[:, :, max(0, before.shape[2] - kept) :]
@@ -70,6 +82,22 @@ class ExpectedAttention(Method):
             state.layer |= {"count": found.count, "mean": found.mean, "scatter": found.scatter}
         return {}
 
+    def fill(self, seen: Seen, state: State) -> None:
+        """Put the queries of this pass into the buffer `recent`, which is empty after a cut; `passes`: the tokens that
+        each pass in it read.
+        """
+        passes = () if state.layer.get("emptied", True) else state.layer["passes"][-self.buffer :]
+        before = state.layer["recent"][:, :, -sum(passes) :] if passes else seen.queries[:, :, :0]
+        passes = (*passes, seen.queries.shape[2])
+        state.layer |= {"recent": torch.cat([before, seen.queries], 2), "passes": passes}
+        state.layer["emptied"] = seen.share is not None
+
+    def steps(self, tokens: int, quota: int | None) -> int:
+        """One a token, or of kvpress's buffer one a pass, and all where a pass is as long as what a cut leaves."""
+        if self.decode_queries == "text":
+            return tokens
+        return self.decode_interval if quota is not None and tokens >= quota else 1
+
     def forget(self, state: State) -> None:
         for name in ("count", "mean", "scatter"):
             state.layer.pop(name, None)
@@ -78,10 +106,11 @@ class ExpectedAttention(Method):
         return rows.places < self.sinks
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        found = self.moments(seen, state)
-        if found is None or found.count < 2:
+        found, buffered = self.moments(seen, state), seen.decoding and self.decode_queries == "buffer"
+        if found is None or found.count < (1 if buffered else 2):
             return rows.places.to(rows.mass.dtype)
-        turn = shared("mean rotation", seen, state, lambda: mean_rotation(seen, self.positions, found.mean))
+        first = state.layer["recent"].shape[2] if buffered else seen.tokens
+        turn = shared("mean rotation", seen, state, lambda: mean_rotation(seen, first, self.positions, found.mean))
         covariance = found.covariance
         if covariance is not None:
             covariance = turn @ covariance @ turn.mT
@@ -98,6 +127,10 @@ class ExpectedAttention(Method):
         if "recent" not in state.layer:
             return None
         recent = state.layer["recent"]
+        if self.decode_queries == "buffer":
+            recent = recent[:, :, self.sinks :]
+        if recent.shape[2] == 0:
+            return None
         return moments(recent, self.use_covariance, shared_rotations(seen, recent.shape[2], state))
 
     @staticmethod
@@ -135,9 +168,9 @@ def rotations(seen: Seen, tokens: int) -> tuple[Tensor, Tensor]:
     return made[0], made[1]
 
 
-def mean_rotation(seen: Seen, positions: int, like: Tensor) -> Tensor:
-    """R̄ (d, d), averaged over the next `positions` places; the dtype and dimension d of `like` (…, d)."""
-    places = torch.arange(seen.tokens, seen.tokens + positions, device=like.device)
+def mean_rotation(seen: Seen, first: int, positions: int, like: Tensor) -> Tensor:
+    """R̄ (d, d), averaged over `positions` places from `first` on; the dtype and dimension d of `like` (…, d)."""
+    places = torch.arange(first, first + positions, device=like.device)
     cos, sin = (part[0].mean(0) for part in seen.rotation(places[None]))
     return turned(torch.eye(like.shape[-1], dtype=like.dtype, device=like.device), cos, sin).mT  # column by column
 

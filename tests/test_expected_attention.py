@@ -221,6 +221,120 @@ def test_decoding_counts_positions_from_the_start_of_the_text():
         agree("llama", 17, None, **args, start=6)
 
 
+# kvpress's DecodingPress around its ExpectedAttentionPress.
+
+
+@dataclass
+class DecodingPress:
+    """The cache of every head in its order there: a cut leaves it sorted by score, and sinks are the first slots."""
+
+    watch: Watch
+    prompt: int
+    rows: int | None  # that the prompt is cut to
+    target: int
+    interval: int
+    size: int  # passes that the buffer keeps after each
+    sinks: int = 4
+    future: int = 512
+    epsilon: float = 0.01
+    steps: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    buffers: dict[int, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
+    slots: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))
+    lengths: list[int] = field(default_factory=list)  # of the buffers at cuts while decoding
+
+    def cut(self, glances: list[Glance]) -> list[Head]:
+        layer, tokens = glances[0].layer, glances[0].queries.shape[1]
+        for glance in glances:
+            self.slots[layer, glance.head] += range(glance.tokens - tokens, glance.tokens)
+        queries = self.watch.queries[layer][-1]  # (tokens, heads, d), before their rotation
+        if glances[0].tokens == self.prompt:
+            return [self.compress(glance, queries, self.rows or self.prompt) for glance in glances]
+        self.buffers[layer].append(queries)
+        self.steps[layer] += 1
+        kept = [glance.rows for glance in glances]
+        if self.steps[layer] >= self.interval or tokens >= self.target:
+            queries = np.concatenate(self.buffers[layer])
+            self.lengths.append(len(queries))
+            kept = [self.compress(glance, queries, self.target) for glance in glances]
+            self.steps[layer], self.buffers[layer] = 0, []
+        self.buffers[layer] = self.buffers[layer][-self.size :]
+        return kept
+
+    def compress(self, glance: Glance, queries: np.ndarray, target: int) -> Head:
+        slots, rows = self.slots[glance.layer, glance.head], glance.rows
+        if len(slots) <= target:
+            return rows
+        where = {place: row for row, place in enumerate(rows.places)}
+        index = [where[place] for place in slots[self.sinks :]]
+        keys, values, group = rows.keys[index], rows.values[index], len(glance.queries)
+        turn = mean_matrix(self.watch.name, len(queries), self.future, keys.shape[1])
+        total = np.zeros(len(keys))
+        for member in range(group):
+            own = queries[self.sinks :, glance.head * group + member]
+            mean = own.mean(0)
+            covariance = turn @ ((own - mean).T @ (own - mean) / len(own)) @ turn.T
+            logits = keys @ (turn @ mean) / np.sqrt(keys.shape[1])
+            logits += np.array([key @ covariance @ key for key in keys]) / keys.shape[1] / 2
+            weights = np.exp(logits - logits.max())
+            total += weights / weights.sum()
+        scores = (total / group + self.epsilon) * np.sqrt((values**2).sum(-1))
+        scores = np.concatenate([np.full(self.sinks, scores.max() + 1), scores])
+        order = np.argsort(-scores, kind="stable")[:target]
+        self.slots[glance.layer, glance.head] = [slots[slot] for slot in order]
+        return rows.take(sorted(where[slots[slot]] for slot in order))
+
+
+PASSES = [7, *[1] * 14, 20, *[1] * 10, 3, 1, 1]  # tokens of a question, an answer, more than a cut leaves, and so on
+
+
+def beside_kvpress(name: str, rows: int | None, parts: list[int], **args) -> DecodingPress:
+    """Both engines hold the same rows after every pass; the press."""
+    prompt, *more = distinct(40 + sum(parts), seed=6).split([40, *parts], dim=1)
+    method = {"preset": "decode_kvpress", "decode_size": 18, "decode_interval": 12, "buffer": 8} | args
+    with Watch(name).watching() as watch:
+        press = DecodingPress(watch, 40, rows, method["decode_size"], method["decode_interval"], method["buffer"])
+        dense = Dense(name, press.cut, cuts_decoding=True)
+        expected = dense.prefill(prompt, None)
+        held = kvbench.prefill(tiny(name), prompt, "expected_attention", rows or 1.0, method_args=method)
+        torch.testing.assert_close(held.logits[0].double(), expected, **CLOSE)
+        for part in more:
+            torch.testing.assert_close(held.extend(part)[0].double(), dense.extend(part), **CLOSE)
+            same_rows(held, dense)
+    return press
+
+
+@pytest.mark.parametrize("rows", [None, 21])
+@pytest.mark.parametrize("name", ["llama", "yarn", "qwen3"])
+def test_decode_kvpress_is_its_decoding_press(name, rows):
+    """The prompt cut or not; passes of one token and of many. Two cuts come after 12 passes, with 9 of them in the
+    buffer, one at once after a pass of 20 tokens.
+    """
+    press = beside_kvpress(name, rows, PASSES)
+    layers = len(tiny(name).model.layers)
+    assert [press.lengths[start] for start in range(0, len(press.lengths), layers)] == [9, 3 + 20, 7 + 3 + 1]
+    if name == "llama":
+        with pytest.raises(AssertionError):
+            beside_kvpress(name, rows, PASSES, decode_queries="text")
+
+
+def test_decode_kvpress_has_the_sizes_of_kvpress():
+    own = build("method", settings("method", "expected_attention", {"preset": "decode_kvpress"}))
+    assert (own.decode_interval, own.decode_size, own.buffer, own.sinks, own.positions) == (512, 2048, 256, 4, 512)
+    assert own.decoding and own.epsilon == 0.01 and own.use_covariance and own.use_vnorm
+    held = kvbench.prefill(
+        tiny("llama"), ids(40), "expected_attention", 1.0, method_args={"preset": "decode_kvpress", "decode_size": 16}
+    )
+    held.extend(ids(9))
+    for token in ids(510, seed=1).split(1, dim=1):
+        held.extend(token)
+    assert len(held.places(0, 0)) == 40 + 9 + 510  # 511 passes
+    held.extend(ids(1))
+    state = held.contexts[0].layers[0].state.layer
+    assert len(held.places(0, 0)) == 16 and state["recent"].shape[2] == len(state["passes"]) == 257
+    held.extend(ids(1))
+    assert held.contexts[0].layers[0].state.layer["passes"] == (1,)
+
+
 def places(preset: str = "paper", budget: float = 0.3, **args) -> list:
     args = {"preset": preset} | args
     held = kvbench.prefill(tiny("llama"), ids(300, seed=5), "expected_attention", budget, method_args=args)
@@ -231,7 +345,8 @@ def test_variants_differ():
     paper = places()
     assert places("paper_niah") != paper != places(use_covariance=False)
     assert places(use_vnorm=False) != paper != places(positions=1)
-    assert places("kvpress") == paper and places("kvpress_class") == places("paper_niah") and places("decode") == paper
+    assert places("kvpress") == paper and places("kvpress_class") == places("paper_niah")
+    assert places("decode") == paper == places("decode_kvpress")
 
 
 def test_the_decode_preset_cuts_every_512_tokens():
@@ -276,7 +391,7 @@ def test_queries_are_turned_back_and_rotations_averaged(name, places, monkeypatc
     torch.testing.assert_close(found.mean, exact.mean, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.scatter, exact.scatter, rtol=1e-4, atol=1e-4)
     mean = mean_matrix(name, 36, 512, dim)
-    found = mean_rotation(seen, 512, plain)
+    found = mean_rotation(seen, seen.tokens, 512, plain)
     np.testing.assert_allclose(found.numpy(), mean, atol=1e-4)
     half = len(rotary(name)[0])
     assert np.abs(np.linalg.svd(mean[: 2 * half, : 2 * half])[1]).min() < 0.1  # far from orthogonal
