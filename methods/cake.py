@@ -4,6 +4,7 @@ Source: the CAKE paper; antgroup/cakekv, cake/cake_cache.py. Over the last w que
 s_j = pool_κ(mean_t p_{t,j} + γ·var_t p_{t,j}), unbiased variance (0 for one query), window rows dropped before pooling
 and always kept; then the mean over the group. While decoding: the newest query's attention instead of the mean, no
 variance. How many rows each layer has is allocator=cake; DropKV's table calls the indicator alone CAKE.
+The source cuts nothing while L ≤ cache size + w, though w counts in its size; here every prompt above the quota is cut.
 Where the window covers all that a head holds (not defined there), rows of the block only are without a score.
 Pooling runs over rows in order of place; the published decoding pools over rows in the order of their scores.
 """

@@ -1,6 +1,7 @@
 """knorm: rows whose keys have a small norm stay: s_j = -‖k_j‖₂ (L2 norm method).
 
-Source: alessiodevoto/l2compress, cache.py. RoPE keeps the norm, so the stored key serves.
+Source: alessiodevoto/l2compress, cache.py. RoPE keeps the norm, so the stored key serves. Its setting prune_after
+leaves a layer of fewer than 2048 rows as it is; it is not built: every layer that holds more than its quota is cut.
 """
 
 from dataclasses import dataclass

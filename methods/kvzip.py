@@ -7,8 +7,10 @@ the chat template has between a message and its answer, the chunk. Then s_j = ma
 group's query heads of the probability of row j, of a softmax over the prefix's rows, the chunk's and those just read;
 all that was read is forgotten and the cache is cut.
 
-The prefix (what stands in front of the user's text) is neither repeated nor cut; with `sinks`, no more than so many of
-its rows are safe and the others score 0, as in kvpress. scope model: rows of all layers and heads compete for the whole
+The prefix (what stands in front of the user's text) is neither repeated nor cut. With `sinks`, as in kvpress, the first
+so many rows of the prompt are safe in its place, also where the prefix is shorter or none; rows of a longer prefix
+score 0, and the softmax has those sinks that stand before the chunk. (Without a chat template the source repeats the
+tokenizer's first token too.) scope model: rows of all layers and heads compete for the whole
 budget; head: every head has its quota, or what an allocator gives it. Ours: the prefix counts in the budget, no head
 falls below one row, the softmax is in float32 and ties go to the lower layer, head and place (the source takes what is
 strictly above a threshold, which may be less than asked).
@@ -33,7 +35,7 @@ from kvbench.settings import SettingError, choose, whole
 @dataclass(frozen=True)
 class KVzip(Method):
     """`chunk` tokens repeated at a time, `postfix` tokens quoted before them; `first` and `later`: the requests, text
-    or token ids; `sinks`: rows of the prefix that are safe, None for all; `scope` model|head.
+    or token ids; `sinks`: first rows that are safe, None for the prefix; `scope` model|head.
     """
 
     chunk: int
@@ -83,7 +85,8 @@ class KVzip(Method):
         """Scores of the rows that the reading is about; nothing was cut yet, so a row's index is its place."""
         if seen.about is None:
             return {}
-        (start, stop), safe, new = seen.about, self.safe(seen), seen.queries.shape[2]
+        (start, stop), new = seen.about, seen.queries.shape[2]
+        safe = min(self.safe(seen), start)
         parts = [rows.keys[:, :, :safe], rows.keys[:, :, start:stop], rows.keys[:, :, -new:]]
         found = peaks(seen.queries, torch.cat(parts, 2), seen.scaling)[..., safe : safe + stop - start]
         scores = state.layer.get("scores", found.new_zeros(*found.shape[:2], seen.prompt)).clone()
@@ -94,8 +97,8 @@ class KVzip(Method):
         return {}
 
     def safe(self, seen: Seen) -> int:
-        """Rows of the prefix that stay."""
-        return seen.prefix if self.sinks is None else min(self.sinks, seen.prefix)
+        """First rows that stay."""
+        return seen.prefix if self.sinks is None else self.sinks
 
     def forget(self, state: State) -> None:
         state.layer.pop("scores", None)

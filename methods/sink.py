@@ -3,7 +3,9 @@
 Source: mit-han-lab/streaming-llm, streaming_llm/kv_cache.py and pos_shift/modify_llama.py. positions rolling, the
 official definition: keys are rotated by their slot in the cache, the query by its own, so positions have no gaps and
 never pass the rows held. positions original: as the model rotated them, in NVIDIA/kvpress, microsoft/MInference and
-most re-implementations. They differ once something was evicted.
+most re-implementations. They differ once something was evicted. Where a model's frequencies follow the longest place
+(longrope, dynamic), rolling takes those of the largest slot: a long text of which few rows are held is then attended to
+with the frequencies of a short one.
 """
 
 from dataclasses import dataclass

@@ -47,8 +47,9 @@ def scored(model: str, prompt: torch.Tensor, prefix: int, safe: int, chunk: int)
         def note(glances, start=start, stop=stop):
             for glance in glances:
                 keys, new = glance.rows.keys, glance.queries.shape[1]
-                parts = np.concatenate([keys[:safe], keys[start:stop], keys[-new:]])
-                own = softmax_peaks(glance.queries, parts, glance.scaling)[safe : safe + stop - start]
+                before_chunk = min(safe, start)
+                parts = np.concatenate([keys[:before_chunk], keys[start:stop], keys[-new:]])
+                own = softmax_peaks(glance.queries, parts, glance.scaling)[before_chunk:][: stop - start]
                 scores.setdefault((glance.layer, glance.head), np.zeros(len(before[0][glance.layer][0].places)))
                 scores[glance.layer, glance.head][start:stop] = own
             return [glance.rows for glance in glances]
@@ -86,11 +87,14 @@ def held_by(model, prompt, quota, prefix=0, allocator="uniform", **args):
 
 
 @pytest.mark.parametrize("scope", ["model", "head"])
-@pytest.mark.parametrize("prefix, sinks, chunk, quota", [(0, None, 23, 17), (3, None, 100, 9), (5, 2, 20, 17)])
+@pytest.mark.parametrize(
+    "prefix, sinks, chunk, quota",
+    [(0, None, 23, 17), (3, None, 100, 9), (5, 2, 20, 17), (0, 4, 23, 17), (1, 4, 20, 17)],
+)
 @pytest.mark.parametrize("model", ["llama", "qwen3", "mistral", "gemma3", "llama3", "yarn", "phi3"])
 def test_kvzip(model, prefix, sinks, chunk, quota, scope):
     prompt, more = distinct(67).split([60, 7], dim=1)
-    safe = prefix if sinks is None else min(sinks, prefix)
+    safe = prefix if sinks is None else sinks
     dense = oracle(model, prompt, quota, prefix, safe, chunk, scope)
     held = held_by(model, prompt, quota, prefix, sinks=sinks, chunk=chunk, scope=scope)
     same_rows(held, dense)

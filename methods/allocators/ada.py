@@ -3,6 +3,9 @@
 Source: FFY0/AdaKV, adaptive_snapkv/monkeypatch/snapkv_utils.py (interpolate); NVIDIA/kvpress, adakv_press.py
 (safeguard). Protected rows are every head's own and are not competed for.
 
+The source's `normalize`, which is off in its scripts and on in KVCache-Factory (a head's scores are multiplied by the
+share of their sum that its own b largest have), is not built: heads compete by the scores as they are.
+
 Symbols: b = quota less protected rows, c_h = rows of head h among the layer's H·b largest scores, α = floor.
 interpolate: head h keeps c_h·(1-α) + b·α.
 safeguard: the ⌊α·quota⌋ largest of every head are safe, the rest is one competition over the layer.
