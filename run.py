@@ -4,7 +4,10 @@ import os
 import shutil
 import sys
 import textwrap
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach `main`, which says them in one line
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -15,8 +18,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from kvbench import catalogue
-from kvbench.settings import ContractError, SettingError, answered
+from kvbench import catalogue, checks
+from kvbench.logger import logger_of
+from kvbench.settings import EMBEDDED_MODELS, ContractError, SettingError, answered, unwritten
 
 MANY = {"-m", "--multirun"}
 
@@ -24,30 +28,36 @@ MANY = {"-m", "--multirun"}
 @hydra.main(version_base="1.3", config_path=str(catalogue.CONF), config_name="config")
 def cell(config: DictConfig) -> None:
     """One run and its baseline, from the store or made now, and the table of both."""
-    from kvbench import efficiency, grade
-    from kvbench.cells import companies
-    from kvbench.logger import logger_of
-    from kvbench.run import Run
-    from kvbench.runner import Bench, execute, execute_all
-    from kvbench.store import run_hash
-    from kvbench.tables import EMBEDDED_MODELS, closing_table
-    from kvbench.workers import check, share
-
-    runs, log = [], None
+    runs, log, swept = [], None, HydraConfig.get().mode == RunMode.MULTIRUN
+    choices = HydraConfig.get().runtime.choices
     try:
-        if HydraConfig.get().mode == RunMode.RUN and (preset := HydraConfig.get().runtime.choices.get("preset")):
+        if swept:
+            leave("failed", None)
+            leave("refused", None)
+        elif preset := choices.get("preset"):
             raise SettingError(f"preset={preset}: is a sweep; python run.py -m preset={preset}")
+        elif choices["hydra/launcher"] == "slurm":
+            raise SettingError("hydra/launcher=slurm: needs -m, which makes each cell a job; or hydra/launcher=local")
+        catalogue.check_choices(config, choices)
+        checked = checks.check(config)
         log = logger_of(config)
-        run = Run.from_config(config)
-        if run.measures and log is not None:
+        if log is not None and getattr(checked.task, "measures", False):
             raise SettingError(f"logger={config.logger.name}: task={config.task.name} keeps no records; logger=none")
+        from kvbench import efficiency, grade
+        from kvbench.cells import companies
+        from kvbench.run import Run
+        from kvbench.runner import Bench, execute, execute_all
+        from kvbench.store import run_hash
+        from kvbench.tables import closing_table
+        from kvbench.workers import check, share
+
+        run = Run.from_config(config, checked)
         if run.measures:
             print(efficiency.summary(*efficiency.execute(run, Path(config.results))))
             return
         results, bench, workers = Path(config.results), Bench(run), check(workers_of(config), run.device)
         base = run.baseline()
         runs = [base] if run.value == base.value else [base, run]
-        swept = HydraConfig.get().mode == RunMode.MULTIRUN
         together = companies(Path(HydraConfig.get().sweep.dir), runs, results) if swept else []
         if workers > 1:
             share([*together, *([own] for own in runs)], results, workers)
@@ -56,50 +66,76 @@ def cell(config: DictConfig) -> None:
                 execute_all(company, results, bench)
         full, *more = found = [execute(own, results, bench) for own in runs]
         method = more[0] if more else None
+        heading = {
+            "model": run.checkpoint.name,
+            "revision": run.value["model"]["identity"],
+            "method": config.method.name,
+            "allocator": config.allocator.name,
+            "codec": config.codec.name,
+            "budget": config.budget,
+            "block_size": config.block_size,
+            "question": config.question,
+            "task": config.task.name,
+            "device": run.device,
+            "embedded": run.checkpoint.name in EMBEDDED_MODELS,
+        }
+        width = shutil.get_terminal_size(fallback=(120, 24)).columns
+        averages = getattr(run.task, "averages", None)
+        print(closing_table(full, method, heading, averages).to_text(max(width, 80)))
+        for own, records in zip(runs, found, strict=True):
+            if not any(record["meta"].get("verify") for record in records.values()):
+                continue
+            folder = results / "runs" / run_hash(own.value)
+            try:
+                grade.grade(folder)
+            except SettingError as error:  # the answers are there, and can be graded later
+                refuse(f"{error}, then python -m kvbench.grade {results}")
+            for note in grade.notes(own.groups["method"]["name"], folder):
+                print("\n".join(textwrap.wrap(note, max(width, 80), subsequent_indent="  ")))
+        if log is not None:
+            log.finished(runs)
     except SettingError as error:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:  # the sweep's other cells go on; its folder has the reason
-            refuse(f"{' '.join(HydraConfig.get().overrides.task)}: {error}")
-            Path(HydraConfig.get().runtime.output_dir, "refused").write_text(f"{error}\n", encoding="utf-8")
-            raise
-        sys.exit(refuse(str(error)))
+        if not swept:
+            sys.exit(refuse(str(error)))
+        refuse(f"{' '.join(HydraConfig.get().overrides.task)}: {error}")
+        leave("refused", str(error))  # Hydra would announce an error itself; `Sweep.code` reads this file
+    except KeyboardInterrupt as stop:
+        if not swept:
+            stop.args = (stopped([own.value for own in runs], Path(str(config.results))),)
+        raise
     except Exception as error:
         if log is not None:
             log.failed(runs, error)
-        if HydraConfig.get().mode == RunMode.MULTIRUN:  # for whoever asks for the sweep's state
+        line = unwritten(error) if isinstance(error, OSError) else None
+        if line is not None and choices["hydra/launcher"] != "slurm":  # the next cell would not find a better disk
+            refuse(line)
+            sys.exit(1)
+        if swept:  # for whoever asks for the sweep's state
             if isinstance(error, ContractError):
                 refuse(f"{' '.join(HydraConfig.get().overrides.task)}: {error}")
-            Path(HydraConfig.get().runtime.output_dir, "failed").write_text(
-                f"{type(error).__name__}: {error}\n", encoding="utf-8", errors="backslashreplace"
-            )
+            leave("failed", f"{type(error).__name__}: {error}")
         raise
-    heading = {
-        "model": run.checkpoint.name,
-        "revision": run.value["model"]["identity"],
-        "method": config.method.name,
-        "allocator": config.allocator.name,
-        "codec": config.codec.name,
-        "budget": config.budget,
-        "block_size": config.block_size,
-        "question": config.question,
-        "task": config.task.name,
-        "device": run.device,
-        "embedded": run.checkpoint.name in EMBEDDED_MODELS,
-    }
-    width = shutil.get_terminal_size(fallback=(120, 24)).columns
-    averages = getattr(run.task, "averages", None)
-    print(closing_table(full, method, heading, averages).to_text(max(width, 80)))
-    for own, records in zip(runs, found, strict=True):
-        if not any(record["meta"].get("verify") for record in records.values()):
-            continue
-        folder = results / "runs" / run_hash(own.value)
-        try:
-            grade.grade(folder)
-        except SettingError as error:  # the answers are there, and can be graded later
-            refuse(f"{error}, then python -m kvbench.grade {results}")
-        for note in grade.notes(own.groups["method"]["name"], folder):
-            print("\n".join(textwrap.wrap(note, max(width, 80), subsequent_indent="  ")))
-    if log is not None:
-        log.finished(runs)
+
+
+def leave(name: str, reason: str | None) -> None:
+    """Write why a cell of a sweep has no records into its folder, where the disk takes it; None: take it away."""
+    path = Path(HydraConfig.get().runtime.output_dir, name)
+    with suppress(OSError):
+        if reason is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.write_text(f"{reason}\n", encoding="utf-8", errors="backslashreplace")
+
+
+def stopped(values: Sequence[Mapping[str, Any]], results: Path) -> str:
+    """Say how many samples of these runs are done and that the others can follow."""
+    from kvbench.store import run_hash
+    from kvbench.sweep import state_of
+
+    states = [state_of(results, run_hash(value)) for value in values]
+    total = next((state.total for state in states if state.total), None)
+    where = f" at {sum(state.records for state in states)} of {total * len(states)}" if total else ""
+    return f"{where}; the same command goes on"
 
 
 def workers_of(config: DictConfig) -> object:
@@ -135,6 +171,10 @@ def main() -> int:
     except ContractError as error:
         refuse(str(error))
         return 1
+    except KeyboardInterrupt as stop:
+        if swept is not None:
+            stop.args, swept = (swept.stopped,), None
+        raise
     except Exception as error:
         line = catalogue.one_line(error)
         if line is None:
@@ -143,7 +183,7 @@ def main() -> int:
     finally:
         if swept is not None:
             swept.end()
-    return 0
+    return swept.code if swept is not None else 0
 
 
 if __name__ == "__main__":

@@ -9,31 +9,37 @@ passes may still be too large.
 
 import os
 from itertools import chain
+from typing import TYPE_CHECKING
 
-import torch
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
 from kvbench import catalogue
 from kvbench.cells import Asked
-from kvbench.model import layout_of, parameters
-from kvbench.run import DTYPES, Run
 from kvbench.settings import SettingError
+
+if TYPE_CHECKING:
+    from kvbench.run import Run
 
 SIZES = ("model", "task")  # settings that decide how much a run needs
 
 
-def needed(run: Run) -> int:
+def needed(run: "Run") -> int:
     """Bytes of weights and full cache."""
+    from kvbench.model import layout_of, parameters
+    from kvbench.run import DTYPES
+
     config, size = run.checkpoint.config(), DTYPES[run.dtype].itemsize
     shape = layout_of(config)
     return size * (parameters(config) + 2 * shape.layers * shape.heads * shape.dim * (run.task.length or 0))
 
 
-def room(run: Run) -> int:
+def room(run: "Run") -> int:
     """Bytes that there are for them."""
     if run.device == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    import torch
+
     spread = run.checkpoint.device_map is not None
     count = torch.cuda.device_count() if spread else 1
     return sum(torch.cuda.get_device_properties(index).total_memory for index in range(count))
@@ -47,13 +53,15 @@ def check(asked: Asked) -> None:
     preset = asked.config.hydra.runtime.choices.get("preset")
     if preset is None:
         return
+    from kvbench.run import Run  # imports torch, for presets only
+
     named = any(line.startswith("model=") for line in [*asked.fixed, *(axis.input_line for axis in asked.axes)])
     deciding = SIZES if named else (*SIZES, "row")  # a row may bring its model
     axes = [axis for axis in asked.axes if axis.key_or_group.split(".")[0] in deciding]
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
         for chosen in chain(*BasicSweeper.split_arguments(axes, None)):
             try:
-                run = Run.from_config(compose("config", [*asked.fixed, *chosen]))
+                run = Run.from_config(catalogue.composed([*asked.fixed, *chosen]))
             except SettingError:
                 continue
             if (wanted := needed(run)) > (there := room(run)):

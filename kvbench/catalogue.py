@@ -2,26 +2,37 @@
 does not offer is said in one line.
 """
 
-from collections.abc import Mapping
+import re
+import shlex
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.errors import HydraException, MissingConfigException
+from hydra import compose
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.utils import get_class
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.settings import SettingError, choose
 from kvbench.sources import content_hash
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
+SHAPES = CONF / "model" / "shapes"
+NAMED = ("model", "method", "allocator", "codec", "task", "logger")  # groups of which each file says its name
+BUILT = ("method", "allocator", "codec", "task")  # groups of which each file says its class
 
 
 def names(group: str) -> list[str]:
     """Names that `group=` takes: every file of conf/<group>/."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def shapes() -> list[str]:
+    """Names that `model.like=` takes."""
+    return sorted(path.stem for path in SHAPES.glob("*.json"))
 
 
 def methods_available() -> list[str]:
@@ -37,7 +48,11 @@ def _text(group: str, name: str) -> str:
 
 def settings(group: str, name: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The resolved settings of conf/<group>/<name>.yaml with `overrides`; SettingError for an unknown one."""
-    config = OmegaConf.create(yaml.safe_load(_text(group, name)))
+    try:
+        config = OmegaConf.create(yaml.safe_load(_text(group, name)))
+    except yaml.YAMLError as error:
+        raise SettingError(damage(error, CONF / group / f"{name}.yaml")) from None
+    check_choice(group, name, config)
     own = [key for key in config if key not in ("_target_", "name", "presets")]
     for key, value in (overrides or {}).items():
         if not own:
@@ -48,6 +63,35 @@ def settings(group: str, name: str, overrides: Mapping[str, Any] | None = None) 
         except OmegaConfBaseException:
             raise SettingError(f"{group}.{key}={value}: not a value that a setting can have") from None
     return resolve(group, config)
+
+
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """What Hydra composes of the overrides, inside `initialize_config_dir`; SettingError for a group's file that cannot
+    be used.
+    """
+    config = compose("config", list(overrides), return_hydra_config=True)
+    check_choices(config, config.hydra.runtime.choices)
+    with open_dict(config):
+        del config["hydra"]
+    return config
+
+
+def check_choices(config: DictConfig, choices: Mapping[str, str | None]) -> None:
+    """Raise a SettingError unless the group files that Hydra composed `config` of (group -> name) can be used."""
+    for group in NAMED:
+        if (name := choices.get(group)) is not None:  # Hydra refuses null
+            check_choice(group, name, config[group])
+
+
+def check_choice(group: str, name: str, config: object) -> None:
+    """Raise a SettingError unless conf/<group>/<name>.yaml, read as `config`, has a class and the name of its file."""
+    file = f"conf/{group}/{name}.yaml"
+    if not isinstance(config, DictConfig) or not config or "name" not in config:
+        raise SettingError(f"{group}={name}: {file} has no settings; name: {name} is one that it needs")
+    if group in BUILT and not isinstance(config.get("_target_"), str):
+        raise SettingError(f"{group}={name}: {file} has no _target_, a class such as kvbench.methods.sink.Sink")
+    if config.name != name:  # tables and records would show another one's results under this name
+        raise SettingError(f"{group}.name={config.name}: must be {name}, as its file {file}")
 
 
 def resolve(group: str, config: DictConfig) -> dict[str, Any]:
@@ -103,6 +147,10 @@ def one_line(error: BaseException | None) -> str | None:
     while error is not None:
         if isinstance(error, SettingError):
             return str(error)
+        if isinstance(error, yaml.YAMLError) and (line := damage(error)) is not None:
+            return line
+        if isinstance(error, OverrideParseException):
+            return unquoted(str(error.override))
         if isinstance(error, MissingConfigException) and error.missing_cfg_file and "/" in error.missing_cfg_file:
             group, _, name = error.missing_cfg_file.rpartition("/")
             return f"{group}={name}: choose one of {', '.join(names(group))}"
@@ -116,3 +164,24 @@ def one_line(error: BaseException | None) -> str | None:
             return " ".join(str(error).split())
         error = error.__cause__
     return None
+
+
+def damage(error: yaml.YAMLError, path: Path | None = None) -> str | None:
+    """Say which file of conf/ is no YAML, where and why; None if the error is about another file."""
+    mark = getattr(error, "problem_mark", None)
+    path = path or Path(mark.name if mark else getattr(error, "name", ""))
+    if not path.is_relative_to(CONF):
+        return None
+    where = f" line {mark.line + 1}" if mark else ""
+    reason = getattr(error, "problem", None) or getattr(error, "reason", None) or type(error).__name__
+    return f"{path.parent.name}={path.stem}: conf/{path.relative_to(CONF)}{where} is no YAML ({reason})"
+
+
+def unquoted(override: str) -> str:
+    """Say how to write an override that Hydra cannot read: quoted for Hydra, and again for the shell."""
+    name, _, value = override.partition("=")
+    line = f"{override}: cannot be read; a value with = [ ] {{ }} ( ) ' \" , or letters beyond ASCII is quoted twice"
+    if not value or value[0] in "'\"":  # there is nothing to quote, or the user did
+        return f"{line}, for Hydra and for the shell: 'task.path=\"/data/a=b\"'"
+    quoted = re.sub(r'(\\*)("|$)', lambda end: 2 * end[1] + ('\\"' if end[2] else ""), value)
+    return line + ", for Hydra and for the shell: " + shlex.quote(f'{name}="{quoted}"')

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import which
+from typing import TYPE_CHECKING
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -11,10 +13,13 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from kvbench import catalogue, sweep
+from kvbench.checks import check, check_results
 from kvbench.logger import logger_of
-from kvbench.run import Run
 from kvbench.settings import SettingError, writable
 from kvbench.store import RunFolder
+
+if TYPE_CHECKING:
+    from kvbench.run import Run
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Sweep:
     @classmethod
     def begin(cls, asked: Asked) -> "Sweep":
         """Say what its cells are and how far, and keep it. A cell that is refused does not stop the others."""
+        check_results(asked.config.results)
         results, folder = Path(asked.config.results), Path(asked.config.hydra.sweep.dir)
         writable("results", results)
         writable("hydra.sweep.dir", folder)
@@ -62,7 +68,17 @@ class Sweep:
             log = logger_of(asked.config)  # what it cannot use is said once
             [chosen] = BasicSweeper.split_arguments(asked.axes, None)
             found = [checked(asked.fixed, some) for some in chosen]
-        queued = asked.config.hydra.runtime.choices["hydra/launcher"] == "slurm" and log is None
+        reasons = {cell.refused for cell, _ in found}
+        if len(reasons) == 1 and None not in reasons:  # all for the same reason: there is nothing to launch
+            raise SettingError(reasons.pop())
+        launched = asked.config.hydra.runtime.choices["hydra/launcher"]
+        queued = launched == "slurm" and log is None
+        absent = [name for name in ("sbatch", "srun") if launched == "slurm" and which(name) is None]
+        if absent and not (queued and all(done(results, cell) for cell, _ in found)):
+            raise SettingError(
+                f"hydra/launcher=slurm: no {' and no '.join(absent)} on PATH; a host that submits to SLURM, or "
+                "hydra/launcher=local"
+            )
         this = cls(results, folder, not any(run and run.measures for _, run in found), queued)
         if this.counted:
             cells = [cell for cell, _ in found]
@@ -76,18 +92,38 @@ class Sweep:
         states = sweep.status(self.results, self.folder) if self.queued and self.counted else ()
         return {("done",): 0, ("done", "refused"): 2}.get(tuple(sorted({state.name for _, state in states})))
 
+    @property
+    def code(self) -> int:
+        """The exit code once Hydra has launched the cells: 2 if one of them was refused."""
+        return 2 if any(self.folder.glob("*/refused")) else 0
+
+    @property
+    def stopped(self) -> str:
+        """Say how many cells are done and that the others can follow."""
+        states = [state for _, state in sweep.status(self.results, self.folder)] if self.counted else []
+        where = f" at {sum(state.name == 'done' for state in states)} of {len(states)}" if states else ""
+        return f"{where}; the same command goes on"
+
     def end(self) -> None:
         """Say how far the cells are now."""
         if self.counted:
             sweep.main([str(self.results), str(self.folder)])
 
 
-def checked(fixed: list[str], own: list[str]) -> tuple[sweep.Cell, Run | None]:
+def done(results: Path, cell: sweep.Cell) -> bool:
+    """Whether a cell wants nothing: it is refused, or all its records are there."""
+    return cell.refused is not None or sweep.state_of_cell(results, cell.names).name == "done"
+
+
+def checked(fixed: list[str], own: list[str]) -> tuple[sweep.Cell, "Run | None"]:
     """A cell, of which `own` is what it does not share with the others, and its run, or why there is none."""
     label, overrides = " ".join(own) or "(one cell)", [*fixed, *own]
-    config = compose("config", overrides)
     try:
-        run = Run.from_config(config)
+        config = catalogue.composed(overrides)
+        known = check(config)
+        from kvbench.run import Run  # imports torch, which no refusal waits for
+
+        run = Run.from_config(config, known)
     except SettingError as error:
         return sweep.Cell(label, refused=str(error), overrides=overrides), None
     both = run, run.baseline()
@@ -95,10 +131,12 @@ def checked(fixed: list[str], own: list[str]) -> tuple[sweep.Cell, Run | None]:
     return sweep.Cell(label, *(one.value for one in both), overrides=overrides, readings=readings), run
 
 
-def companies(folder: Path, runs: Sequence[Run], results: Path) -> list[list[Run]]:
+def companies(folder: Path, runs: Sequence["Run"], results: Path) -> list[list["Run"]]:
     """Runs of the sweep in `folder` that read prompts together, one list for each reading that any of `runs` which is
     not finished takes part in. Inside a job of Hydra, where its settings are at hand.
     """
+    from kvbench.run import Run
+
     left = [own for run in runs if not (own := RunFolder(results / "runs", run.value)).finished]
     if not left or not (folder / sweep.CELLS).is_file():
         return []

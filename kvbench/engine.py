@@ -23,7 +23,7 @@ from kvbench.layer import Choice, Course, Layer, Layers
 from kvbench.method import Method, Reading, State, Words
 from kvbench.model import Frequencies, attached, forward, layout, make_cache, weights_of
 from kvbench.rows import Bytes, size
-from kvbench.settings import ContractError, SettingError, number
+from kvbench.settings import ContractError, SettingError, check_sampling
 from kvbench.steady import SteadyRows, repeats, steady
 from kvbench.timing import now
 
@@ -42,10 +42,7 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not number(self.temperature) or not self.temperature >= 0:
-            raise SettingError(f"temperature={self.temperature}: a number from 0 (greedy) on")
-        if not number(self.top_p) or not 0 < self.top_p <= 1:
-            raise SettingError(f"top_p={self.top_p}: a share in (0, 1]")
+        check_sampling(self.temperature, self.top_p)
 
     def draws(self, seeds: tuple[int, ...], tokens: int, after: int = 0) -> Tensor:
         """(B, tokens) numbers in [0, 1) behind the first `after`, those of a sample by its own seed, so that none

@@ -19,7 +19,7 @@ import io
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -30,7 +30,7 @@ import vl_convert
 from kvbench.report import printed
 from kvbench.report.gather import Found, Panel, find, panels_of
 from kvbench.report.printed import POINTS, SIZE, Drawing
-from kvbench.settings import Arguments, SettingError, answered, choose, writable
+from kvbench.settings import Arguments, SettingError, answered, choose, writable, writing
 from kvbench.stored import Stored, asked, chosen
 from kvbench.swept import EACH, SHARES, Choice, subtasks
 from kvbench.text_table import escape
@@ -56,10 +56,14 @@ class Figure:
         sized = [f' width="{{0:.6g}}{unit}" height="{{1:.6g}}{unit}"'.format(*size) for unit in ("pt", "")]
         svg, plain = (SIZE.sub(own, text, count=1) for own in sized)  # the converters take a pixel for a point
         named = folder / self.name
-        Path(f"{named}.svg").write_text(svg, encoding="utf-8")
-        Path(f"{named}.pdf").write_bytes(vl_convert.svg_to_pdf(plain))
-        Path(f"{named}.png").write_bytes(vl_convert.svg_to_png(plain, ppi=PPI))
-        Path(f"{named}.csv").write_text(table(self.drawing.rows), encoding="utf-8")
+        forms: dict[str, Callable[[], bytes]] = {
+            "svg": svg.encode, "pdf": lambda: vl_convert.svg_to_pdf(plain),
+            "png": lambda: vl_convert.svg_to_png(plain, ppi=PPI), "csv": table(self.drawing.rows).encode,
+        }  # fmt: skip
+        for suffix, form in forms.items():
+            path = Path(f"{named}.{suffix}")
+            with writing(path):
+                path.write_bytes(form())
         inches = " x ".join(f"{own / 72:.2f}" for own in size)
         return f"{named}  .pdf .svg .png .csv  {inches} in"
 

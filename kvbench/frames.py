@@ -24,7 +24,7 @@ import pandas
 import pyarrow
 from pyarrow import parquet
 
-from kvbench.settings import Arguments, SettingError, answered, choose, writable
+from kvbench.settings import Arguments, SettingError, answered, choose, writable, writing
 from kvbench.store import value_of
 
 CHUNK = 20_000  # records parsed at a time
@@ -111,7 +111,8 @@ def export(results: Path, out: Path) -> list[Path]:
     written = []
     for name, table in (("runs", runs), ("records", loaded.table())):
         draft = out / f"{name}.parquet.draft"
-        parquet.write_table(table, draft)
+        with writing(draft):
+            parquet.write_table(table, draft)
         written.append(draft.replace(out / f"{name}.parquet"))
     return written
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvbench.settings import Arguments, SettingError, answered
+from kvbench.settings import Arguments, SettingError, answered, writing
 from kvbench.store import RunFolder, value_of
 from kvbench.stored import every
 
@@ -95,7 +95,7 @@ def grade(folder: Path, seconds: float = SECONDS) -> None:
     asked = {uid: own for uid, own in records(folder).items() if own["meta"].get("verify") == GRADER}
     if not asked:
         return
-    with open(folder / FILE, "a+b") as file, Verifier(seconds) as verifier:
+    with writing(folder / FILE), open(folder / FILE, "a+b") as file, Verifier(seconds) as verifier:
         fcntl.flock(file, fcntl.LOCK_EX)  # one process at a time; the next one finds all done
         file.seek(0)
         text = file.read()

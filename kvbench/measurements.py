@@ -5,6 +5,7 @@ one is ENDED, so that a cell is whole or is measured again. A line that a killed
 """
 
 import csv
+import errno
 import fcntl
 import io
 import os
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.settings import SettingError
+from kvbench.settings import SettingError, writing
 
 ENDED = "measuring_s"  # the last quantity of every cell: how long it took
 SETTINGS = (
@@ -48,7 +49,7 @@ def append(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequence[s
     for row in rows:
         writer.writerow([" ".join(str(row.get(column, "")).split()) for column in columns])  # one physical line each
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b") as file:
+    with writing(path), open(path, "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         end = file.seek(0, os.SEEK_END)
         before = ",".join(columns) + "\n" if end == 0 else ""
@@ -58,7 +59,7 @@ def append(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequence[s
             before = "" if file.read(1) == b"\n" else "\n"  # a torn line stays as it is, ours starts on its own
         data = (before + text.getvalue()).encode()
         if os.write(file.fileno(), data) != len(data):
-            raise OSError(f"{path}: the lines could not be written; is the disk full?")
+            raise OSError(errno.ENOSPC, "the lines could not be written; is the disk full?")
         os.fsync(file.fileno())
 
 

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from transformers.utils import logging
 
 from kvbench.kernels.attend.sdpa import attend_windowed
-from kvbench.settings import SettingError
+from kvbench.settings import SettingError, check_model_path
 
 NAME = "kvbench"
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
@@ -450,8 +450,7 @@ class Checkpoint:
 
     def config(self) -> Any:
         """Its configuration; SettingError if there is none or the architecture is not supported."""
-        if self.path[:1] in "/.~" and not Path(self.path).expanduser().is_dir():
-            raise SettingError(f"model.path={self.path}: no such folder")
+        check_model_path(self.path)
         return configuration(self.path, self.revision)
 
     def longest(self) -> int:

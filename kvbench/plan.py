@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from kvbench import efficiency, subject, timing
-from kvbench.catalogue import CONF
+from kvbench.catalogue import CONF, composed
 from kvbench.run import Run
 from kvbench.settings import Arguments, SettingError, answered, choose
 
@@ -44,7 +44,7 @@ def cells(lines: Sequence[str]) -> Iterator[list[str]]:
 
 def measure(settings: list[str], results: Path, loaded: tuple | None) -> tuple:
     """Measure one cell; returns what is loaded now: the model before, if another one, is dropped first."""
-    run = Run.from_config(compose("config", overrides=[*EVERY, *settings, f"results={results}"]))
+    run = Run.from_config(composed([*EVERY, *settings, f"results={results}"]))
     key = (run.checkpoint, run.dtype, run.device)
     if loaded not in (None, key):
         subject.weights.cache_clear()

@@ -39,7 +39,7 @@ from kvbench.model import EMBEDDED_MODELS, Checkpoint
 from kvbench.prompt import words
 from kvbench.run import UNCUT
 from kvbench.runner import machine
-from kvbench.settings import Arguments, SettingError, answered, choose, whole
+from kvbench.settings import Arguments, SettingError, answered, choose, whole, writing
 
 LIMIT = 1.3  # of the full cache's time
 LIMIT_LSE = 2.0
@@ -164,7 +164,7 @@ def save(costs: Sequence[Cost], path: Path, about: Mapping[str, Any]) -> None:
     """A CSV whose lines stand alone: unrounded numbers, and what is the same for all of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     titles = ("method", "allocator", "codec", "ms", "full_ms", "ratio", "quartile_1", "quartile_3", "limit", "over")
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with writing(path), path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*titles, "not_run", *about])
         for cost in costs:

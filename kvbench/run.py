@@ -1,27 +1,30 @@
 """A run is a value: every resolved setting that may change a number. Its hash names the folder of its records."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from kvbench import catalogue
+from kvbench import catalogue, checks
 from kvbench.budget import Budget
+from kvbench.checks import Checked, check
 from kvbench.engine import Sampling
 from kvbench.held import choose_cache
 from kvbench.layer import Choice
 from kvbench.model import EMBEDDED_MODELS, Checkpoint, layout_of
-from kvbench.settings import SettingError, choose, whole
+from kvbench.settings import SettingError
 from kvbench.shape import Shape
 from kvbench.sources import source_hash
 from kvbench.store import run_hash
 from kvbench.task import Task
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {name: getattr(torch, name) for name in checks.DTYPES}
 UNCUT = {"method": "full", "allocator": "uniform", "codec": "raw"}
 READ = (  # by `Run.from_config`; `workers` is left out: how many processes share a run changes nothing
     *(
@@ -61,29 +64,16 @@ class Run:
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as composed: `from_config`
 
     @classmethod
-    def from_config(cls, config: DictConfig) -> "Run":
-        """Check every setting; SettingError names the first that cannot be used."""
-        groups = {group: catalogue.resolve(group, config[group]) for group in UNCUT}
-        settings = catalogue.resolve("task", config.task)
-        whole("seed", config.seed, 0)
-        if config.limit is not None:
-            whole("limit", config.limit, 1)
-        if config.block_size is not None:
-            whole("block_size", config.block_size, 1)
-        whole("max_batch", config.max_batch, 1)
-        choose("model.device_map", config.model.device_map, (None, "auto"))
-        choose("model.compile", config.model.compile, ("auto", "off"))
-        choose("sweep.share_prefill", OmegaConf.select(config, "sweep.share_prefill"), (True, False))
-        choose("question", config.question, ("visible", "hidden"))
-        choose("device", config.device, ("auto", "cpu", "cuda"))
-        choose("dtype", config.dtype, ("auto", *DTYPES))
+    def from_config(cls, config: DictConfig, checked: Checked | None = None) -> "Run":
+        """Check every setting; SettingError names the first that cannot be used. `checked`: what `check` made of it."""
+        checked = checked or check(config)
+        groups, budget = dict(checked.groups), checked.budget
         if config.device == "cuda" and not torch.cuda.is_available():
             raise SettingError("device=cuda: there is no CUDA device here; use device=cpu or device=auto")
         device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         dtype = config.dtype if config.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
         if config.model.device_map is not None and (device == "cpu" or config.workers not in (None, 1)):
             raise SettingError(f"model.device_map={config.model.device_map}: needs GPUs and workers=1")
-        budget = Budget(config.budget, config.budget_of)
         if groups["method"]["name"] == "full":  # nothing is cut: what says how much does not matter
             groups["allocator"], budget = catalogue.settings("allocator", UNCUT["allocator"]), Budget(1.0)
         run = cls(
@@ -94,8 +84,8 @@ class Run:
             question=config.question,
             seed=config.seed,
             sampling=Sampling(config.temperature, config.top_p),
-            task=catalogue.build("task", settings),
-            task_settings=settings,
+            task=checked.task,
+            task_settings=checked.task_settings,
             device=device,
             dtype=dtype,
             max_batch=config.max_batch,
@@ -114,10 +104,6 @@ class Run:
             )
         shape = layout_of(self.checkpoint.config())
         choice.method.check(shape.layers, shape.heads, shape.dim, shape.sliding)
-        if self.question == "hidden" and not getattr(self.task, "has_context", True):
-            name = self.task_settings["name"]
-            raise SettingError(f"question=hidden: {name} has no context apart from its question; question=visible")
-        self.task.check()
         if not self.checkpoint.reads_text and not self.measures:
             raise SettingError(
                 f"model=random: task={self.task_settings['name']} needs text and it has no tokenizer; task=efficiency, "
@@ -213,18 +199,24 @@ def composed(config: DictConfig) -> dict[str, Any]:
 
 
 def checkpoint(config: DictConfig, seed: int) -> Checkpoint:
-    """The model that conf/model/<name>.yaml and its overrides point at; SettingError if none does. `seed`: of random
-    weights.
+    """The model that conf/model/<name>.yaml and its overrides point at, which `check_model` found to be one. `seed`: of
+    random weights.
     """
-    if config.device_map is not None and config.name in ("random", *EMBEDDED_MODELS):
-        raise SettingError(f"model.device_map={config.device_map}: model={config.name} fits one GPU; null")
     if config.name == "random":
         return Shape.like(config.like, seed, config.tokenizer)
     if config.name in EMBEDDED_MODELS:
-        if config.path is not None or config.revision is not None:
-            raise SettingError(f"model.path={config.path}: model={config.name} has its own; add model=hf")
         return Checkpoint(config.name, str(EMBEDDED_MODELS[config.name]))
-    if config.path is None:
-        raise SettingError(f"model.path=null: model={config.name} needs a local folder or a hub id")
-    name = config.name if config.name != "hf" else str(config.path).rstrip("/").split("/")[-1]
+    name = config.name if config.name != "hf" else called(str(config.path))
     return Checkpoint(name, str(config.path), config.revision, config.device_map)
+
+
+def called(path: str) -> str:
+    """The name of a checkpoint: that of its folder, or the last part of its hub id. A folder of the hub's cache, which
+    is named by a commit (models--<owner>--<name>/snapshots/<commit>), has its repository's name.
+    """
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        return path.rstrip("/").split("/")[-1]
+    *_, repository, parent, own = ("", "", *Path(os.path.abspath(folder)).parts)
+    cached = parent == "snapshots" and repository.startswith("models--")
+    return repository.split("--")[-1] if cached else own

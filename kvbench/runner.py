@@ -141,8 +141,8 @@ def execute_all(runs: Sequence[Run], results: Path, bench: Bench) -> list[RunFol
 @contextmanager
 def made(results: Path, folder: Path) -> Iterator[None]:
     """`folder` is there or can be made; what was made is gone again if it is empty when a setting cannot be used."""
-    absent = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
+        absent = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingError(f"results={results}: {error.strerror}") from None

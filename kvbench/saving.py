@@ -20,7 +20,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.errors import HydraException
 from omegaconf import DictConfig
@@ -86,7 +86,7 @@ def cells(asked: Asked, *more: str) -> tuple[DictConfig, list[Run]]:
     axes = [*asked.axes, *Asked.of(lines).axes]
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
         [chosen] = BasicSweeper.split_arguments(axes, None)
-        configs = [compose("config", [*asked.fixed, *own, *more]) for own in chosen]
+        configs = [catalogue.composed([*asked.fixed, *own, *more]) for own in chosen]
         runs = [Run.from_config(config) for config in configs]
     runs = list({str(run.value): run for run in [runs[0].baseline(), *runs]}.values())
     if len({run.reading for run in runs}) > 1 or runs[0].reading is None or len(runs) < 3:

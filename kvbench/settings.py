@@ -1,16 +1,26 @@
 """Settings that are wrong, said in one line that names the setting and what is allowed."""
 
+import errno
+import json
 import math
 import os
 import select
+import signal
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
+from threading import current_thread, main_thread
+from types import FrameType
 from typing import NoReturn
 
 UNREAD = 141  # exit code: what a shell says of a program that SIGPIPE ended
+EMBEDDED_MODELS = ("reference", "reference_v1", "reference_v2")  # of which the project has the weights
+STORAGE = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG,
+)  # fmt: skip  # what a disk answers when a file cannot be written there
 
 
 class SettingError(ValueError):
@@ -28,6 +38,10 @@ class ContractError(RuntimeError):
         self.spoils_model = spoils_model
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived. It ends the work as Ctrl-C does."""
+
+
 class Arguments(ArgumentParser):
     """What the command `python -m <module>` takes; SettingError, with its usage, for anything else."""
 
@@ -39,16 +53,31 @@ class Arguments(ArgumentParser):
 
 
 def answered(work: Callable[[], int | None]) -> int:
-    """The exit code of a command: `work`'s; 2 and one line on stderr for a setting that cannot be used, 1 and one line
-    for a method or task that broke its contract. Where nobody reads what it prints any more (`| head -1`), it ends in
-    silence.
+    """Run a command and return its exit code.
+
+    Args:
+        work: The command. It returns its exit code, or None for 0.
+
+    Returns:
+        What `work` returns. 2 for a setting that cannot be used, 1 for a method or task that broke its contract and for
+        a file that cannot be written, 130 for Ctrl-C and 143 for SIGTERM: each of these is one line on stderr. 141, in
+        silence, where nobody reads what the command prints any more (`| head -1`).
     """
     try:
         try:
-            return work() or 0
+            with terminable():
+                return work() or 0
         except (SettingError, ContractError) as error:
             print(f"kvbench: {error}", file=sys.stderr)
             return 1 if isinstance(error, ContractError) else 2
+        except KeyboardInterrupt as stop:
+            print(f"kvbench: stopped{stop.args[0] if stop.args else ''}", file=sys.stderr)
+            return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
+        except OSError as error:
+            if (line := unwritten(error)) is None:
+                raise
+            print(f"kvbench: {line}", file=sys.stderr)
+            return 1
         finally:
             print(end="", flush=True)  # now, not when Python ends
     except BrokenPipeError:
@@ -58,6 +87,43 @@ def answered(work: Callable[[], int | None]) -> int:
         return UNREAD
 
 
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Inside, SIGTERM raises Terminated, so that what is open is closed. Signals reach the main thread only."""
+    if current_thread() is not main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: FrameType | None) -> NoReturn:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Inside, a file is written: an OSError that does not name it (Python's `write` names none) names it outside."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def unwritten(error: OSError) -> str | None:
+    """The line about a file that could not be written, because the disk is full or read-only for example; None if the
+    error is about something else.
+    """
+    if error.errno not in STORAGE or error.filename is None:
+        return None
+    return f"{error.filename}: {error.strerror}"
+
+
 def unread(descriptor: int) -> bool:
     """Whether it is a pipe or socket whose reader is gone."""
     asked = select.poll()
@@ -65,11 +131,22 @@ def unread(descriptor: int) -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in asked.poll(0))
 
 
+def typed(value: object) -> str:
+    """A value as it is typed behind `setting=`: `null`, `true`, `[a,b]`."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{typed(own)}" for name, own in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ",".join(map(typed, value)) + "]"
+    return str(value)
+
+
 def choose(name: str, value: object, allowed: Iterable[object]) -> None:
     """Raise a SettingError unless `value` is one of `allowed`."""
     allowed = list(allowed)
     if value not in allowed:
-        raise SettingError(f"{name}={value}: choose one of {', '.join(map(str, allowed))}")
+        raise SettingError(f"{name}={typed(value)}: choose one of {', '.join(map(typed, allowed))}")
 
 
 def several(
@@ -89,7 +166,10 @@ def several(
 
 def writable(name: str, folder: Path) -> None:
     """Raise a SettingError unless `folder` can be written, or made; nothing is."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    except OSError as error:  # a name that is too long
+        raise SettingError(f"{name}={folder}: {error.strerror}") from None
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise SettingError(f"{name}={folder}: a folder that can be written")
 
@@ -104,6 +184,20 @@ def odd(name: str, value: object) -> None:
     """Raise a SettingError unless `value` is an odd int of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % 2 == 0:
         raise SettingError(f"{name}={value}: an odd whole number of at least 1")
+
+
+def check_sampling(temperature: object, top_p: object) -> None:
+    """Raise a SettingError unless tokens can be drawn at this temperature from this share of the probability."""
+    if not number(temperature) or not temperature >= 0:
+        raise SettingError(f"temperature={temperature}: a number from 0 (greedy) on")
+    if not number(top_p) or not 0 < top_p <= 1:
+        raise SettingError(f"top_p={top_p}: a share in (0, 1]")
+
+
+def check_model_path(path: str) -> None:
+    """Raise a SettingError for a folder that is not there; anything else may be an id of the hub."""
+    if path[:1] in "/.~" and not Path(path).expanduser().is_dir():
+        raise SettingError(f"model.path={path}: no such folder")
 
 
 def number(value: object) -> bool:

@@ -11,17 +11,10 @@ from typing import Any
 
 import torch
 
-from kvbench.catalogue import CONF
+from kvbench.catalogue import SHAPES, shapes
 from kvbench.model import REFERENCE, Checkpoint, configuration, random_model
 from kvbench.settings import SettingError, choose
 from kvbench.sources import content_hash
-
-SHAPES = CONF / "model" / "shapes"
-
-
-def shapes() -> list[str]:
-    """Names that `model.like=` takes."""
-    return sorted(path.stem for path in SHAPES.glob("*.json"))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ is free at once. A file renamed into place is there whole or not at all. Locks b
 object: open one run once per process, and claim after a fork rather than before it.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -32,7 +33,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.settings import SettingError
+from kvbench.settings import SettingError, writing
 
 FORMAT = 1  # of the folder and its records; a folder of another format is refused, never mixed
 OPEN = 1 << 57  # a byte of claims.lock: who looks on sees who works, between two samples too
@@ -201,10 +202,11 @@ class RunFolder:
             self._own = os.open(self._own_path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             fcntl.flock(self._own, fcntl.LOCK_EX)  # held until death: tells others that this tail is being written
         start = self._read.get(self._own_path.name, 0)
-        if (written := os.write(self._own, line)) != len(line):
-            os.ftruncate(self._own, start)
-            raise OSError(f"{self._own_path}: only {written} of {len(line)} bytes could be written; is the disk full?")
-        os.fsync(self._own)
+        with writing(self._own_path):
+            if (written := os.write(self._own, line)) != len(line):
+                os.ftruncate(self._own, start)
+                raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes could be written; is the disk full?")
+            os.fsync(self._own)
         self._read[self._own_path.name] = start + len(line)
         self._lines.setdefault(self._own_path.name, {})[uid] = record
         self.release(uid)
@@ -245,7 +247,7 @@ class RunFolder:
     def _put(self, name: str, text: str) -> None:
         """Write a small file, whole or not at all. Under `_alone`, so that the name of the draft is free."""
         draft = self.path / f"{name}.draft"
-        with open(draft, "w", encoding="ascii") as file:
+        with writing(draft), open(draft, "w", encoding="ascii") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -21,7 +21,7 @@ from typing import Any
 
 from kvbench.audit import protocol
 from kvbench.frames import records
-from kvbench.settings import Arguments, SettingError, answered
+from kvbench.settings import Arguments, SettingError, answered, writing
 from kvbench.store import run_hash, value_of
 
 LOOKED_AT = 50  # records of a run that its time is taken from
@@ -134,7 +134,8 @@ def write(folder: Path, cells: Sequence[Cell]) -> None:
         for cell in cells
     ]  # fmt: skip
     draft = folder / f"{CELLS}.{os.getpid()}"
-    draft.write_text(json.dumps(lines, indent=1) + "\n")
+    with writing(draft):
+        draft.write_text(json.dumps(lines, indent=1) + "\n")
     draft.replace(folder / CELLS)
 
 
@@ -156,9 +157,10 @@ def status(
             yield label, State("refused", reason=cell["refused"])
             continue
         state = state_of_cell(results, cell["runs"], counts)
-        failed = folder / str(index) / "failed"
-        if state.name in ("stopped", "missing") and failed.is_file():
-            state = State("failed", state.records, state.total, failed.read_text(encoding="utf-8").strip())
+        for name in ("failed", "refused"):
+            reason = folder / str(index) / name
+            if state.name in ("stopped", "missing") and reason.is_file():
+                state = State(name, state.records, state.total, reason.read_text(encoding="utf-8").strip())
         yield label, state
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kvbench.settings import writing
 from kvbench.task import Sample
 
 
@@ -60,5 +61,6 @@ def _write(path: Path, samples: list[Sample]) -> None:
     """The whole file at once: readers see the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in samples), encoding="utf-8")
+    with writing(part):
+        part.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in samples), encoding="utf-8")
     part.replace(path)
