@@ -5,7 +5,6 @@ Where a measured cell is empty it has the number of a note with the command that
 
 import csv
 import io
-import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
+from kvbench.settings import typed
 from kvbench.text_table import escape, literal
 
 Settings = Mapping[str, Any]  # of run.py: {"method": "dropkv", "method.window": 8, …}
@@ -119,7 +119,7 @@ def commands(wanted: Sequence[Settings]) -> tuple[str, ...]:
     """
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for settings in wanted:
-        own = {name: written(value) for name, value in settings.items()}
+        own = {name: typed(value) for name, value in settings.items()}
         found = groups.setdefault(tuple(sorted(own)), [])
         if own not in found:
             found.append(own)
@@ -137,17 +137,6 @@ def command(axes: Mapping[str, Sequence[str]]) -> str:
     swept = any(len(values) > 1 for values in axes.values())
     words = [shlex.quote(f"{name}={','.join(values)}") for name, values in axes.items()]
     return " ".join(["python run.py", *(["-m"] if swept else []), *words])
-
-
-def written(value: object) -> str:
-    """A value as run.py reads it."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{written(own)}" for name, own in value.items()) + "}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ",".join(map(written, value)) + "]"
-    return str(value)
 
 
 def line(label: str, texts: Iterable[str]) -> str:

@@ -15,10 +15,10 @@ from math import inf, isfinite
 
 from kvbench.budget_curve import KEEP, Estimate
 from kvbench.metrics import data_kinds
-from kvbench.settings import Arguments, SettingError, answered, choose
+from kvbench.settings import EMBEDDED_MODELS, Arguments, SettingError, answered, choose
 from kvbench.stored import CACHE, Stored, asked, chosen, differing, read
 from kvbench.swept import EACH, SHARES, Choice, Swept, subtasks, sweep
-from kvbench.tables import EMBEDDED, EMBEDDED_MODELS, MINIATURE
+from kvbench.tables import EMBEDDED, MINIATURE
 from kvbench.text_table import NONE, Column, aligned, between, escape, number, percent, wrapped
 
 

@@ -17,7 +17,8 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from kvbench import catalogue
-from kvbench.comparison import Settings, written
+from kvbench.comparison import Settings
+from kvbench.settings import typed
 
 GROUPS = ("method", "allocator", "codec")
 CUT = ("allocator", "budget", "budget_of", "block_size")  # mean nothing where nothing is cut
@@ -70,7 +71,7 @@ def value_of(settings: Settings) -> dict[str, Any]:
     root = {**defaults(), **needed(settings)}
     full = root["method"] == "full"
     groups = {name: group(name, text(part(name, root))) for name in GROUPS}
-    task = task_settings(tuple((name, written(own)) for name, own in root.items() if of_task(name)))
+    task = task_settings(tuple((name, typed(own)) for name, own in root.items() if of_task(name)))
     return {
         "model": {"name": root["model"]},
         **groups,

@@ -21,10 +21,10 @@ from scipy.special import bdtr, ndtri
 from kvbench.means import TAIL, mean
 from kvbench.metrics import answered, data_kinds, failure, metrics, repeated, scores_of
 from kvbench.rendering import COSTED, TIMES, Row, Table
+from kvbench.settings import typed
 from kvbench.statistics import Scores, average, pair
 from kvbench.text_table import NONE, escape
 
-EMBEDDED_MODELS = ("reference", "reference_v1", "reference_v2")
 EMBEDDED = "The embedded reference model tests the harness; it is no evidence about large models."
 WEIGHTED = "Below the rule: means of subtasks, weighted as the benchmark does it, or papers that use it."
 TOGETHER = (
@@ -69,7 +69,7 @@ def closing_table(
         notes.append("No interval where a subtask has one context only: one says nothing about others.")
     if (fewest := repeated(subtasks)) > 1:
         notes.append(f"avg@{fewest}: prompts were answered {fewest} times; the answers to one are one group.")
-    shown = {escape(str(key)): escape(str(value)) for key, value in heading.items() if key != "embedded"}
+    shown = {escape(str(key)): escape(typed(value)) for key, value in heading.items() if key != "embedded"}
     if "task" in shown and (kinds := data_kinds(other)):
         shown["task"] += escape(f" ({', '.join(kinds)})")
     rows = (*rows.values(), *means)

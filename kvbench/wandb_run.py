@@ -27,8 +27,9 @@ from typing import Any
 
 from kvbench.metrics import failure
 from kvbench.rendering import COSTED, Row, Table
+from kvbench.settings import EMBEDDED_MODELS
 from kvbench.store import RunFolder, run_hash
-from kvbench.tables import EMBEDDED_MODELS, closing_table
+from kvbench.tables import closing_table
 from kvbench.text_table import escape
 
 MARK = "wandb.jsonl"  # in the run's folder: what was logged, and whither

@@ -20,7 +20,8 @@ from command_line import answer, assert_refused
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvbench.engine import Context
-from kvbench.model import REFERENCE
+from kvbench.model import REFERENCE, Checkpoint
+from kvbench.run import called
 from kvbench.runner import Reader
 from kvbench.task import Sample
 
@@ -141,6 +142,24 @@ def test_an_unsupported_architecture_is_refused(kvbench, tmp_path):
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     code, _, err = kvbench(f"model.path={tmp_path}/gpt2")
     assert code == 2 and "architecture gpt2 is not supported; use one of llama, mistral" in err
+
+
+def test_a_checkpoint_is_called_by_its_name(checkpoint, kvbench, tmp_path, monkeypatch):
+    """In the table and in the records; the weights are what a run is known by. Settings are printed as typed."""
+    given = ("method=knorm", "budget=0.25", "task.subtasks=niah_single_1", "task.length=512", "task.samples=1")
+    cached = tmp_path / "models--owner--my-llama" / "snapshots" / "0a1b2c"
+    cached.parent.mkdir(parents=True)
+    shutil.copytree(checkpoint, cached)
+    code, out, _ = kvbench(*given, f"model.path={cached}")
+    heading = out.splitlines()
+    assert code == 0 and heading[0] == "model: my-llama" and "block_size: null" in heading
+    values = [yaml.safe_load(path.read_text())["value"] for path in tmp_path.glob("results/runs/*/run.yaml")]
+    names = {"name": "my-llama", "identity": Checkpoint("x", str(checkpoint)).identity()}
+    assert [own["model"] for own in values] == [names, names]
+    monkeypatch.chdir(cached)
+    assert [called(path) for path in (".", f"{checkpoint}/", "owner/name", "owner/name/")] == [
+        "my-llama", checkpoint.name, "name", "name"
+    ]  # fmt: skip
 
 
 def test_cfg_job_shows_the_preset_resolved(kvbench):

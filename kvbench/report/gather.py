@@ -24,12 +24,12 @@ from kvbench.means import TAIL, Mean, Values, mean
 from kvbench.metrics import failure
 from kvbench.rendering import Row
 from kvbench.report.looks import DASHES, look
-from kvbench.settings import SettingError
+from kvbench.settings import EMBEDDED_MODELS, SettingError
 from kvbench.statistics import Interval, paired
 from kvbench.store import RunFolder, run_hash
 from kvbench.stored import CACHE, OWN, Stored, baseline, differing
 from kvbench.swept import Choice, Swept, sweep
-from kvbench.tables import EMBEDDED_MODELS, closing_table
+from kvbench.tables import closing_table
 from kvbench.text_table import NONE, escape
 
 WRONG = (
