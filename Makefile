@@ -123,10 +123,10 @@ LIST ?= $(if $(QUICK),quick,full)
 
 efficiency:
 	status=0; $(GPU) -m kvbench.plan $(LIST) $(if $(MINUTES),--minutes $(MINUTES)) || status=$$?; \
-	$(GPU) -m kvbench.papers && exit $$status
+	$(GPU) -m kvbench.papers --beside && exit $$status
 
 efficiency-tables:
-	$(GPU) -m kvbench.papers
+	$(GPU) -m kvbench.papers --beside
 
 # the embedded model's recipe on a GPU, from where an interruption left it, and its scores
 MODEL ?= results/reference

@@ -1,6 +1,7 @@
 """The tables of the papers, published and measured side by side, as Markdown, CSV and LaTeX.
 
-    python -m kvbench.papers [results] [paper] [table]
+    python -m kvbench.papers [results] [paper] [table]      # into <results>/papers/
+    python -m kvbench.papers --beside                       # tables of cost, into <results>/efficiency/<gpu>/
 
 A table is data (kvbench.specification). Beside what a paper printed stands what the store's run that answers the same
 question says (kvbench.scores), or what task=efficiency measured of cost on one machine, the newest line of it;
@@ -19,7 +20,7 @@ from kvbench.contradictions import contradictions
 from kvbench.measurements import measured, read
 from kvbench.protocol import Protocol, needed
 from kvbench.scores import Found, Runs
-from kvbench.settings import Arguments, SettingError, answered, writable
+from kvbench.settings import Arguments, SettingError, answered, writable, writing
 from kvbench.specification import (
     Lines,
     Printed,
@@ -151,10 +152,10 @@ def newest(lines: Lines, select: Select) -> float | str | None:
 
 
 def emit(results: Path, wanted: Mapping[str, Select]) -> list[Path]:
-    """The tables of the store's runs as <results>/papers/<table>, those of cost as <results>/efficiency/<gpu>/<table>,
-    for every machine that was measured on.
+    """Write the tables of the store's runs as <results>/papers/<table>, and those of cost, for every machine that was
+    measured on, as <results>/papers/<gpu>/<table>. Returns the paths.
     """
-    written, runs = [], Runs.read(results)
+    written, runs = emit_costs(results, wanted, results / "papers"), Runs.read(results)
     for name, spec in wanted.items():
         if timed_only(spec):
             continue
@@ -162,14 +163,20 @@ def emit(results: Path, wanted: Mapping[str, Select]) -> list[Path]:
             spec = {**spec, "notes": [*spec.get("notes", ()), f"All its runs: python run.py -m preset={preset}"]}
         made = table(spec, (), published_values(results, spec.get("file")), runs)
         written += write(results / "papers" / name, made)
+    for run, reason in runs.damaged.items():
+        print(f"kvbench: run {run} is left out: {reason}", file=sys.stderr)
+    return written
+
+
+def emit_costs(results: Path, wanted: Mapping[str, Select], folder: Path) -> list[Path]:
+    """Write the tables of cost as <folder>/<gpu>/<table>, for every machine that was measured on. Returns the paths."""
+    written = []
     for path in measured(results / "efficiency"):
         lines, device = read(path), "cpu" if path.stem == "cpu" else "gpu"
         for name, spec in wanted.items():
             if timed_only(spec) and spec.get("device", "gpu") == device:
                 made = table(spec, lines, published_values(results, spec.get("file")))
-                written += write(path.with_suffix("") / name, made)
-    for run, reason in runs.damaged.items():
-        print(f"kvbench: run {run} is left out: {reason}", file=sys.stderr)
+                written += write(folder / path.stem / name, made)
     return written
 
 
@@ -177,7 +184,8 @@ def write(path: Path, made: Table) -> list[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     forms: dict[str, Callable[[], str]] = {".md": made.to_markdown, ".csv": made.to_csv, ".tex": made.to_latex}
     for suffix, form in forms.items():
-        path.with_suffix(suffix).write_text(form(), encoding="utf-8")
+        with writing(path.with_suffix(suffix)):
+            path.with_suffix(suffix).write_text(form(), encoding="utf-8")
     return [path.with_suffix(suffix) for suffix in forms]
 
 
@@ -191,18 +199,21 @@ def show(argv: Sequence[str] | None) -> None:
     parser.add_argument("results", nargs="?", default="results", type=Path)
     parser.add_argument("paper", nargs="?")
     parser.add_argument("table", nargs="?", help="its number; default: all")
+    parser.add_argument(
+        "--beside", action="store_true", help="write the tables of cost, and no others, beside their measurements"
+    )
     given = parser.parse_args(argv)
     results, wanted = given.results, specs(given.paper, given.table)
     if not results.is_dir():
         raise SettingError(f"results={results}: no such folder")
     writable("results", results)
-    written = emit(results, wanted)
+    written = emit_costs(results, wanted, results / "efficiency") if given.beside else emit(results, wanted)
     texts = map(str, written)
     if given.table is not None:
         texts = (path.read_text(encoding="utf-8") for path in written if path.suffix == ".md")
     for text in texts:
         print(text)
-    if any(map(timed_only, wanted.values())) and not any(path.parts[-3:-2] == ("efficiency",) for path in written):
+    if any(map(timed_only, wanted.values())) and not any(measured(results / "efficiency")):
         print(f"no measurements in {results}/efficiency: `make efficiency` makes them")
 
 

@@ -52,7 +52,7 @@ def rows_of(markdown: str) -> dict[str, list[str]]:
 
 def test_published_and_measured_stand_side_by_side(results):
     written = emit(results, SPECS)
-    folder = results / "efficiency" / "nvidia-test"
+    folder = results / "papers" / "nvidia-test"
     assert {path.parent for path in written} == {folder}
     rows = rows_of((folder / "dropkv_table02.md").read_text())
     assert rows["full cache, transformers"][:2] == ["19.08", "29.00"]  # seconds, of the newest that has them
@@ -76,7 +76,7 @@ def test_a_ratio_is_of_two_measurements(results):
     own = {"model": "llama31_8b", "baseline": "none", "measure": "latency"}
     append(path, lines("g", {"tpot_ms": 9.0, "tpot_floor_ms": 4.5}, **own))
     emit(results, SPECS)
-    rows = rows_of((path.with_suffix("") / "decoding_floor.md").read_text())
+    rows = rows_of((results / "papers" / "nvidia-test" / "decoding_floor.md").read_text())
     assert rows["kvbench, full cache, 32k"] == ["9.00", "4.50", "2.00"]
 
 
@@ -87,7 +87,7 @@ def test_all_tables_are_there_and_what_is_empty_says_what_fills_it(results):
         for name, spec in SPECS.items():
             if spec.get("device") == "cpu":
                 continue
-            text = (results / "efficiency" / "nvidia-test" / f"{name}.md").read_text()
+            text = (results / "papers" / "nvidia-test" / f"{name}.md").read_text()
             asked = set(re.findall(r"\[(\d+)\]", "\n".join(line for line in text.splitlines() if line[:1] == "|")))
             filled = dict(re.findall(r"^\* \[(\d+)\] (`python run\.py.*`)$", text, re.M))
             assert asked == set(filled) and asked, name
@@ -126,3 +126,26 @@ def test_without_measurements_there_is_one_line(tmp_path, capsys):
 def test_a_table_stands_in_its_csv(results):
     with (results / "efficiency" / "nvidia-test.csv").open() as file:
         assert {row["quantity"] for row in csv.DictReader(file)} >= {"ttft_ms", ENDED}
+
+
+@pytest.mark.parametrize("which", [[], ["dropkv", "2"]], ids=["all", "one"])
+def test_only_on_request_what_lies_beside_measurements_is_written(results, capsys, which):
+    """`make papers` and `make table` write into papers/, `make efficiency-tables` beside the measurements."""
+
+    def files() -> dict[str, tuple[bytes, int]]:
+        found = (path for path in (results / "efficiency").rglob("*") if path.is_file())
+        return {str(path.relative_to(results)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
+
+    stale = results / "efficiency" / "nvidia-test" / "dropkv_table02.md"
+    stale.parent.mkdir(exist_ok=True)
+    stale.write_text("of another day")
+    before = files()
+    assert papers.main([str(results), *which]) == 0
+    assert files() == before
+    made = results / "papers" / "nvidia-test" / stale.name
+    assert made.is_file() and stale.read_text() == "of another day"
+    for path in sorted((results / "papers").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    assert papers.main(["--beside", str(results), *which]) == 0
+    assert stale.read_text().startswith("#") and list((results / "papers").iterdir()) == []
+    assert set(files()) > set(before) or which
