@@ -37,6 +37,7 @@ from tqdm import tqdm
 from kvbench.budget import Budget
 from kvbench.catalogue import settings
 from kvbench.engine import Context, Sampling
+from kvbench.guard import check_shape
 from kvbench.model import EMBEDDED_MODELS, Checkpoint, layout, positions
 from kvbench.prompt import TODAY, Prompt, divide, words
 from kvbench.run import DTYPES, Run
@@ -112,7 +113,7 @@ class KVBenchLM(TemplateLM):
         self.tokenizer = tokenizer or checkpoint.tokenizer()
         self.model = checkpoint.weights(DTYPES[dtype], device) if isinstance(model, str) else model
         shape = layout(self.model)
-        self.choice.method.check(shape.layers, shape.heads, shape.dim, shape.sliding)
+        check_shape(self.choice.method, shape.layers, shape.heads, shape.dim, shape.sliding)
         self.context_field, self.max_gen_toks, self.truncate = context_field, max_gen_toks, truncate
         self.records: list[dict] = []
         self._device = next(self.model.parameters()).device

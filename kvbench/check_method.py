@@ -3,9 +3,9 @@
     python -m kvbench.check_method mymethod [--set window=16 preset=paper] [--model reference]
 
 The checks read random tokens into a small model in float64 on the CPU, with exact guards (kvbench.guard), and take less
-than a minute. Every check prints one line: `ok`, `FAIL` with what is wrong, or `-` where it does not apply to the method,
-with the reason. Exit code 1 if a check fails, 2 if the method cannot be constructed. What a pass cannot show is said at
-the end: a method that breaks its contract at some prompts only, or that computes something else than its paper says.
+than a minute. Every check prints one line: `ok`, `FAIL` with what is wrong, or `-` with the reason where it does not
+apply to the method. Exit code 1 if a check fails, 2 if the method cannot be constructed. A pass does not show that the
+method computes what its paper says: that takes an oracle, as in tests/test_oracles.py.
 """
 
 import sys
@@ -24,6 +24,7 @@ from kvbench import catalogue, together
 from kvbench.allocator import Allocator
 from kvbench.budget import Budget
 from kvbench.engine import Context, Sampling, rehearse
+from kvbench.guard import check_shape
 from kvbench.held import choose_cache
 from kvbench.layer import Choice
 from kvbench.method import Method
@@ -330,7 +331,7 @@ def show(arguments: Sequence[str]) -> int:
     checkpoint.check()
     torch.set_num_threads(1)
     own = layout(subject.model)
-    subject.method.check(own.layers, own.heads, own.dim, own.sliding)
+    check_shape(subject.method, own.layers, own.heads, own.dim, own.sliding)
     describe(subject)
     return 1 if run_checks(subject) else 0
 

@@ -17,7 +17,7 @@ from kvbench.allocator import Allocator
 from kvbench.blocks import SHORT, Blocks
 from kvbench.budget import Budget
 from kvbench.decoding import Decoder, GrowingRows, appends
-from kvbench.guard import Handed, copy_containers, readings, state_of, without_gradients
+from kvbench.guard import Handed, check_shape, copy_containers, count_steps, readings, state_of, without_gradients
 from kvbench.kernels.implementation import FAST
 from kvbench.layer import Choice, Course, Layer, Layers
 from kvbench.method import Method, Reading, State, Words
@@ -87,7 +87,7 @@ class Context:
         self.device = next(model.parameters()).device.type
         self.prefix, self.words, self.answer = prefix, words or Words(), answer
         shape = layout(model)
-        choice.method.check(shape.layers, shape.heads, shape.dim, shape.sliding)
+        check_shape(choice.method, shape.layers, shape.heads, shape.dim, shape.sliding)
         self.course = Course(prompt=0)
         state = State(seeds)
         self.layers = Layers()
@@ -233,7 +233,7 @@ class Context:
         if method.reads:
             self.course.look = self.budget.rows(self.course.prompt, self.seen + ids.shape[1])
         quota, rows = self._kept(self.seen + ids.shape[1]) if method.decoding else None, None
-        self.since_cut += method.steps(ids.shape[1], quota)
+        self.since_cut += count_steps(method, ids.shape[1], quota)
         if method.decoding and self.since_cut >= method.decode_interval:
             rows = quota
             self.since_cut = 0

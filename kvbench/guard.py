@@ -62,6 +62,38 @@ def ask(owner: str, hook: str, work: Callable[[], T], where: str = "") -> T:
         raise ContractError(f"{owner}: {hook}{where} raised {type(error).__name__}: {reason} ({place})") from error
 
 
+def check_shape(method: Method, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+    """Ask a method whether it serves a model of this shape; SettingError if it does not (see `Method.check`)."""
+    ask(f"method={method.name}", "check", lambda: method.check(layers, heads, dim, sliding))
+
+
+def reason_against(method: Method, allocator: Allocator, codec: Codec) -> str | None:
+    """Why the three cannot work together, None where they can (see `Method.refuses`)."""
+    owner = f"method={method.name}"
+    found = ask(owner, "refuses", lambda: method.refuses(allocator, codec))
+    if found is not None and not isinstance(found, str):
+        raise ContractError(f"{owner}: refuses returned {type(found).__name__}, expected a text or None")
+    return found
+
+
+def is_spared(method: Method, layer: int, layers: int) -> bool:
+    """Whether a layer is never cut (see `Method.spares`)."""
+    owner = f"method={method.name}"
+    found = ask(owner, "spares", lambda: method.spares(layer, layers), f" of layer {layer}")
+    if not isinstance(found, bool):
+        raise ContractError(f"{owner}: spares of layer {layer} returned {type(found).__name__}, expected a bool")
+    return found
+
+
+def count_steps(method: Method, tokens: int, quota: int | None) -> int:
+    """Steps towards the next cut that reading `tokens` counts (see `Method.steps`)."""
+    owner = f"method={method.name}"
+    found = ask(owner, "steps", lambda: method.steps(tokens, quota))
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        raise ContractError(f"{owner}: steps returned {found!r}, expected a whole number from 0 on")
+    return found
+
+
 @dataclass
 class Handed:
     """The tensors that a hook is handed, by name, with their versions and, of an exact guard, copies."""

@@ -12,6 +12,7 @@ from kvbench.budget import Budget
 from kvbench.catalogue import build, settings
 from kvbench.codec import Codec
 from kvbench.engine import Context, Sampling
+from kvbench.guard import reason_against
 from kvbench.layer import Choice, Layer
 from kvbench.method import Method
 from kvbench.model import stop_tokens
@@ -22,7 +23,7 @@ from kvbench.settings import SettingError, whole
 
 def choose_cache(method: Method, allocator: Allocator, codec: Codec) -> Choice:
     """The three together; SettingError for a pair that cannot work, with the reason."""
-    reason = method.refuses(allocator, codec)
+    reason = reason_against(method, allocator, codec)
     if reason is not None:
         raise SettingError(reason)
     return Choice(method, allocator, codec)

@@ -18,6 +18,7 @@ from kvbench.guard import (
     GuardedMethod,
     Handed,
     copy_containers,
+    is_spared,
     state_of,
 )
 from kvbench.kernels.attend import attend, attend_ragged
@@ -233,8 +234,8 @@ class Layer:
     @cached_property
     def cut_layers(self) -> tuple[int, ...]:
         """Layers that share the budget."""
-        spares, layers = self.choice.method.spares, self.layers
-        return tuple(i for i, layer in enumerate(self.cache) if layer is not None and not spares(i, layers))
+        method, layers = self.choice.method, self.layers
+        return tuple(i for i, layer in enumerate(self.cache) if layer is not None and not is_spared(method, i, layers))
 
     def cut(self, seen: Seen, view: Callable[[], Rows], nominal: int) -> None:
         """Cut every head to its quota, and earlier layers too where the allocator cascades."""

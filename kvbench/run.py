@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from kvbench import catalogue, checks
 from kvbench.budget import Budget
 from kvbench.checks import Checked, check
 from kvbench.engine import Sampling
+from kvbench.guard import check_shape
 from kvbench.held import choose_cache
 from kvbench.layer import Choice
 from kvbench.model import EMBEDDED_MODELS, Checkpoint, layout_of
@@ -26,22 +27,9 @@ from kvbench.task import Task
 
 DTYPES = {name: getattr(torch, name) for name in checks.DTYPES}
 UNCUT = {"method": "full", "allocator": "uniform", "codec": "raw"}
-READ = (  # by `Run.from_config`; `workers` is left out: how many processes share a run changes nothing
-    *(
-        "model",
-        "task",
-        *UNCUT,
-        "budget",
-        "budget_of",
-        "block_size",
-        "question",
-        "seed",
-        "limit",
-        "temperature",
-        "top_p",
-    ),
-    *("device", "dtype", "max_batch", "sweep"),
-)
+# read by `Run.from_config`; `workers` is left out: how many processes share a run changes nothing
+READ = ("model", "task", *UNCUT, "budget", "budget_of", "block_size", "question", "seed", "limit", "temperature")
+READ += ("top_p", "device", "dtype", "max_batch", "sweep")
 
 
 @dataclass(frozen=True)
@@ -103,7 +91,7 @@ class Run:
                 f"block_size={self.block_size}: {choice.method.name} needs the prompt as one block (null)"
             )
         shape = layout_of(self.checkpoint.config())
-        choice.method.check(shape.layers, shape.heads, shape.dim, shape.sliding)
+        check_shape(choice.method, shape.layers, shape.heads, shape.dim, shape.sliding)
         if not self.checkpoint.reads_text and not self.measures:
             raise SettingError(
                 f"model=random: task={self.task_settings['name']} needs text and it has no tokenizer; task=efficiency, "

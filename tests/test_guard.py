@@ -18,6 +18,7 @@ from kvbench.budget import Budget
 from kvbench.codec import Codec, Plain
 from kvbench.engine import Context, Sampling
 from kvbench.guard import Handed, same_bits, without_gradients
+from kvbench.held import choose_cache
 from kvbench.layer import Choice
 from kvbench.method import Method, Reading
 from kvbench.run import Run
@@ -366,6 +367,22 @@ def test_a_hook_that_raises_is_named_with_its_line(hook):
     where = "" if hook == "readings" else r" of layer \d"
     pattern = rf"method=saboteur: {hook}{where} raised ZeroDivisionError: division by zero \(test_guard.py:\d+\)"
     assert re.fullmatch(pattern, line), line
+
+
+ASKED = {"check": None, "refuses": 3, "spares": "no", "steps": 1.5}
+
+
+@pytest.mark.parametrize("hook", ASKED)
+def test_hooks_that_are_asked_about_a_set_up_are_checked(hook):
+    def raises(honest, *own):
+        raise ValueError("no")
+
+    for deed in (raises, lambda honest, *own: ASKED[hook]):
+        method = saboteur(Honest, hook, deed)("saboteur", decoding=True)
+        if deed is raises or ASKED[hook] is not None:
+            with pytest.raises(ContractError, match=f"method=saboteur: {hook}.* (raised ValueError: no|expected)"):
+                choose_cache(method, Allocator("uniform"), Codec("raw"))
+                run_alone(method)
 
 
 @dataclass(frozen=True)
