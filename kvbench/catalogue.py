@@ -2,23 +2,29 @@
 does not offer is said in one line.
 """
 
+import io
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import compose
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.settings import SettingError, choose
 from kvbench.sources import content_hash
 
+IMPORT_SECONDS = 60  # that the file of a method, an allocator, a codec or a task may take to import
 CONF = Path(__file__).resolve().parent.parent / "conf"
 SHAPES = CONF / "model" / "shapes"
 NAMED = ("model", "method", "allocator", "codec", "task", "logger")  # groups of which each file says its name
@@ -134,12 +140,58 @@ def build(group: str, resolved: Mapping[str, Any]) -> Any:
     own = {key: value for key, value in resolved.items() if key not in ("preset", "presets")}
     if "base" in own:
         own["base"] = build(group, own["base"])
+    kind = load_class(f"{group}={resolved.get('name')}", own.pop("_target_"))
     try:
-        return get_class(own.pop("_target_"))(**own)
+        return kind(**own)
     except SettingError:
         raise
     except Exception as error:
         raise SettingError(f"{group}={resolved.get('name')}: {error.__cause__ or error}".splitlines()[0]) from error
+
+
+class TooLong(BaseException):
+    """An import did not end in time. No `except Exception` of the module that is imported holds it up."""
+
+
+def load_class(owner: str, target: str) -> Any:
+    """The class `target` (module.Name). A SettingError that begins with `owner` says that its module cannot be imported,
+    lacks the class, or takes longer than IMPORT_SECONDS. Standard output is for tables: what the module prints while it
+    is imported is said in one line on standard error.
+    """
+    module, _, name = target.rpartition(".")
+    printed, reason = io.StringIO(), None
+    try:
+        with limit_seconds(IMPORT_SECONDS), redirect_stdout(printed):
+            return getattr(import_module(module), name)
+    except TooLong:
+        reason = f"takes longer than {IMPORT_SECONDS} s to import"
+    except SystemExit:
+        reason = "ends the program when it is imported"
+    except Exception as error:
+        reason = f"cannot be imported ({type(error).__name__}: {' '.join(str(error).split())})"
+    finally:
+        if first := printed.getvalue().strip().partition("\n")[0]:
+            print(f"kvbench: {owner}: {module} prints when it is imported: {first}", file=sys.stderr)
+    raise SettingError(f"{owner}: {module} {reason}")
+
+
+@contextmanager
+def limit_seconds(seconds: float) -> Iterator[None]:
+    """Raise TooLong inside after so many seconds, where signals can be received: in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def one_line(error: BaseException | None) -> str | None:
