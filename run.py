@@ -5,7 +5,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,11 @@ from omegaconf import DictConfig
 
 from kvbench import catalogue, checks
 from kvbench.logger import logger_of
-from kvbench.settings import EMBEDDED_MODELS, ContractError, SettingError, answered, unwritten
+        with writing(swept.folder) if swept is not None else nullcontext():  # Hydra writes there too
+            cell()
+    except ContractError as error:
+        refuse(str(error))
+        return 1
 
 MANY = {"-m", "--multirun"}
 
@@ -167,7 +171,8 @@ def main() -> int:
                 return code
             options = [argument for argument in sys.argv[1:] if argument.startswith("-") and argument not in MANY]
             sys.argv[1:] = ["-m", *asked.overrides, f"hydra.sweep.dir={swept.folder}", *options]
-        cell()
+        with writing(swept.folder) if swept is not None else nullcontext():  # Hydra writes there too
+            cell()
     except ContractError as error:
         refuse(str(error))
         return 1

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import run as command
+from kvbench.settings import answered
 
 
 def answer(
@@ -15,7 +16,7 @@ def answer(
     """Exit code, output and errors of `run.py` with these arguments."""
     monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
     try:
-        code = command.main()
+        code = answered(command.main)
     except SystemExit as stop:
         code = stop.code
     out, err = capsys.readouterr()
