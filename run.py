@@ -20,11 +20,7 @@ from omegaconf import DictConfig
 
 from kvbench import catalogue, checks
 from kvbench.logger import logger_of
-        with writing(swept.folder) if swept is not None else nullcontext():  # Hydra writes there too
-            cell()
-    except ContractError as error:
-        refuse(str(error))
-        return 1
+from kvbench.settings import EMBEDDED_MODELS, ContractError, SettingError, answered, unwritten, writing
 
 MANY = {"-m", "--multirun"}
 
@@ -98,11 +94,16 @@ def cell(config: DictConfig) -> None:
                 print("\n".join(textwrap.wrap(note, max(width, 80), subsequent_indent="  ")))
         if log is not None:
             log.finished(runs)
-    except SettingError as error:
+    except (SettingError, ContractError) as error:
+        broken = isinstance(error, ContractError)
+        if broken and log is not None:
+            log.failed(runs, error)
         if not swept:
-            sys.exit(refuse(str(error)))
+            code = refuse(str(error))
+            sys.exit(1 if broken else code)
         refuse(f"{' '.join(HydraConfig.get().overrides.task)}: {error}")
-        leave("refused", str(error))  # Hydra would announce an error itself; `Sweep.code` reads this file
+        # Hydra would announce an error itself; `Sweep.code` reads these files
+        leave("failed" if broken else "refused", str(error))
     except KeyboardInterrupt as stop:
         if not swept:
             stop.args = (stopped([own.value for own in runs], Path(str(config.results))),)
@@ -115,8 +116,6 @@ def cell(config: DictConfig) -> None:
             refuse(line)
             sys.exit(1)
         if swept:  # for whoever asks for the sweep's state
-            if isinstance(error, ContractError):
-                refuse(f"{' '.join(HydraConfig.get().overrides.task)}: {error}")
             leave("failed", f"{type(error).__name__}: {error}")
         raise
 
@@ -173,9 +172,6 @@ def main() -> int:
             sys.argv[1:] = ["-m", *asked.overrides, f"hydra.sweep.dir={swept.folder}", *options]
         with writing(swept.folder) if swept is not None else nullcontext():  # Hydra writes there too
             cell()
-    except ContractError as error:
-        refuse(str(error))
-        return 1
     except KeyboardInterrupt as stop:
         if swept is not None:
             stop.args, swept = (swept.stopped,), None

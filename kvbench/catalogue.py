@@ -154,9 +154,9 @@ class TooLong(BaseException):
 
 
 def load_class(owner: str, target: str) -> Any:
-    """The class `target` (module.Name). A SettingError that begins with `owner` says that its module cannot be imported,
-    lacks the class, or takes longer than IMPORT_SECONDS. Standard output is for tables: what the module prints while it
-    is imported is said in one line on standard error.
+    """The class `target` (module.Name). A SettingError that begins with `owner` says that its module cannot be
+    imported, lacks the class, or takes longer than IMPORT_SECONDS. Standard output is for tables: what the module
+    prints while it is imported is said in one line on standard error.
     """
     module, _, name = target.rpartition(".")
     printed, reason = io.StringIO(), None

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from kvbench import catalogue, sweep
 from kvbench.checks import check, check_results
 from kvbench.logger import logger_of
-from kvbench.settings import SettingError, writable
+from kvbench.settings import ContractError, SettingError, writable
 from kvbench.store import RunFolder
 
 if TYPE_CHECKING:
@@ -94,8 +94,9 @@ class Sweep:
 
     @property
     def code(self) -> int:
-        """The exit code once Hydra has launched the cells: 2 if one of them was refused."""
-        return 2 if any(self.folder.glob("*/refused")) else 0
+        """The exit code once Hydra has launched the cells: 1 if one of them failed, 2 if one of them was refused."""
+        failed, refused = (any(self.folder.glob(f"*/{name}")) for name in ("failed", "refused"))
+        return 1 if failed else 2 if refused else 0
 
     @property
     def stopped(self) -> str:
@@ -124,7 +125,7 @@ def checked(fixed: list[str], own: list[str]) -> tuple[sweep.Cell, "Run | None"]
         from kvbench.run import Run  # imports torch, which no refusal waits for
 
         run = Run.from_config(config, known)
-    except SettingError as error:
+    except (SettingError, ContractError) as error:
         return sweep.Cell(label, refused=str(error), overrides=overrides), None
     both = run, run.baseline()
     readings = [one.reading for one in both] if config.sweep.share_prefill and not run.measures else []

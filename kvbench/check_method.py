@@ -241,7 +241,10 @@ def check_sharing(subject: Subject) -> str:
         return [Context(subject.model, choice, Budget(budget), None, (0,), compile=False) for choice, budget in own]
 
     shared = contexts()
-    together.prefill(shared, subject.prompt())
+    try:
+        together.prefill(shared, subject.prompt())
+    except together.Failed as failed:
+        raise failed.__cause__ from None
     for alone, context in zip(contexts(), shared, strict=True):
         alone.prefill(subject.prompt())
         wrong = difference(facts(context), facts(alone))
@@ -281,16 +284,18 @@ CHECKS: tuple[tuple[str, Callable[[Subject], str]], ...] = (
 
 def run_checks(subject: Subject) -> int:
     """Print a line for each check; how many failed."""
-    failed, begin = 0, time.perf_counter()
+    failed, last, begin = 0, "", time.perf_counter()
     width = max(len(title) for title, _ in CHECKS)
     for title, check in CHECKS:
         try:
             mark, remark = "ok", check(subject)
         except NotApplicable as reason:
             mark, remark = "-", str(reason)
-        except (Failed, ContractError, SettingError) as error:
-            mark, remark = "FAIL", str(error)
-            failed += 1
+        except Exception as error:
+            known = isinstance(error, Failed | ContractError | SettingError)
+            line = str(error) if known else f"{type(error).__name__}: {' '.join(str(error).split())}"
+            mark, remark = "FAIL", "the same" if line == last else line
+            failed, last = failed + 1, line
         print(f"{mark:<5} {title:<{width}}  {remark}", flush=True)
     print(f"{len(CHECKS) - failed} of {len(CHECKS)} in {time.perf_counter() - begin:.0f} s")
     return failed

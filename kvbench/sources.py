@@ -39,7 +39,8 @@ UNFOLLOWED = {  # calls that execute sources which no import statement names
     *("SourceFileLoader", "SourcelessFileLoader", "ExtensionFileLoader", "zipimporter"),
     *("CDLL", "PyDLL", "LoadLibrary", "load_library", "load_inline"),
 }
-KNOWN = {"kvbench.tasks.ruler_lmeval"}  # loads files of lm-eval, a dependency
+# one loads files of lm-eval, a dependency; the other looks for data, which a run's fingerprint counts
+KNOWN = {"kvbench.tasks.ruler_lmeval", "kvbench.tasks.ruler_sentences"}
 
 _hashes: dict[object, tuple[dict[Path, object], str]] = {}  # what was asked for -> the files' stamps, the hash
 _said: set[str] = set()  # places that a line on stderr has named

@@ -552,8 +552,8 @@ def in_the_weights(self, seen, rows, state):
         (score_in_place(lambda seen, rows: rows.keys), "score of layer 0 wrote into rows.keys", -1),
         (score_in_place(lambda seen, rows: seen.outputs), "score of layer 0 wrote into seen.outputs", 1),
         (score_in_place(lambda seen, rows: seen.output_weight), "score of layer 0 wrote into seen.output_weight", -1),
-        (keeps(), "wrote into keys or values of layer 0, which other runs share", 1),
-        (keeps(), "wrote into keys or values of layer 0, which other runs share", -1),
+        (keeps(), None, 1),
+        (keeps(), None, -1),
         (in_numpy, "score of layer 0 wrote into seen.outputs", 1),
         (in_the_weights, "score of layer 0 wrote into seen.output_weight", -1),
         (nan_at_a_prompt, "score of layer 0 returned NaN", 1),
@@ -567,15 +567,14 @@ def test_the_other_cells_of_a_group_are_what_they_are_alone(
 
     monkeypatch.setattr(type(runs[1].choice().method), "score", score)
     folders = execute_all(runs[::order], tmp_path, bench)[::order]
-    said = re.findall("kvbench: .*", capsys.readouterr().err)
-    assert len(said) == 1 and "is left to its own cell: method=tova: " in said[0] and line in said[0], said
+    assert "kvbench:" not in capsys.readouterr().err  # the saboteur's own cell says it
     assert not folders[1].records() and not folders[1].finished
     honest = [folders[index] for index in (0, 2, 3)]
     assert all(folder.finished for folder in honest)
     assert [differences(plain(folder.records()), own) for folder, own in zip(honest, expected, strict=True)] == [[]] * 3
-    if "other runs share" in line:  # alone there is nobody whose rows it could spoil
+    if not line:  # alone there is nobody whose rows it could spoil
         return
-    with pytest.raises(ContractError, match="method=tova: "):
+    with pytest.raises(ContractError, match=f"method=tova: {line}"):
         execute(runs[1], tmp_path, bench)
     assert not folders[1].records()
 
