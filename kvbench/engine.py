@@ -467,7 +467,7 @@ class Context:
     def _lent(self) -> Handed:
         """What other contexts still hold of the keys and values that this context's method was handed."""
         found = self.own_layers[0].guard.handed()
-        own = {id(tensor) for layer in self.own_layers for _, tensor in layer.rows.named_tensors()}
+        own = {id(tensor) for layer in self.own_layers for tensor in layer.rows.named_tensors().values()}
         for index, reference in self.lent:
             if (tensor := reference()) is not None and id(tensor) not in own:
                 found.add(f"keys or values of layer {index}, which other runs share", tensor)

@@ -19,7 +19,7 @@ the block went through all layers, when the engine looks at the device anyway.
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,16 +94,23 @@ def count_steps(method: Method, tokens: int, quota: int | None) -> int:
     return found
 
 
-@dataclass
 class Handed:
-    """The tensors that a hook is handed, by name, with their versions and, of an exact guard, copies."""
+    """Tensors that a hook is handed, by name, with their versions and, of an exact guard, copies."""
 
-    exact: bool
-    tensors: list[tuple[str, Tensor, int, Tensor | None]] = field(default_factory=list)
+    def __init__(self, exact: bool = False) -> None:
+        self.exact = exact
+        self.names: list[str] = []
+        self.tensors: list[Tensor] = []
+        self.versions: list[int] = []
+        self.copies: list[Tensor] = []
 
     def add(self, name: str, tensor: Tensor | None) -> None:
-        if tensor is not None:
-            self.tensors.append((name, tensor, version(tensor), tensor.clone() if self.exact else None))
+        if tensor is not None and (self.exact or not tensor.is_inference()):  # the latter have no versions
+            self.names.append(name)
+            self.tensors.append(tensor)
+            self.versions.append(version(tensor))
+            if self.exact:
+                self.copies.append(tensor.clone())
 
     def add_seen(self, seen: Seen) -> "Handed":
         for name in SHOWN:
@@ -119,9 +126,15 @@ class Handed:
 
     def written(self) -> list[tuple[str, Tensor, Tensor | None]]:
         """Name, tensor and copy of those that were written to."""
+        if not self.exact:  # the usual case, and often asked: no loop of Python's own
+            if [tensor._version for tensor in self.tensors] == self.versions:
+                return []
+            copies = [None] * len(self.tensors)
+        else:
+            copies = self.copies
         return [
             (name, tensor, copy)
-            for name, tensor, before, copy in self.tensors
+            for name, tensor, before, copy in zip(self.names, self.tensors, self.versions, copies, strict=True)
             if version(tensor) != before or (copy is not None and not same_bits(tensor, copy))
         ]
 
@@ -144,9 +157,29 @@ class Guard:
         self.layer, self.exact = layer, exact
         self.faults: dict[str, Tensor] = {}  # message -> flag on the device
         self.noting = True
+        self.watched: tuple[Seen | None, Rows | None, Handed] = (None, None, Handed())
 
-    def handed(self) -> Handed:
-        return Handed(self.exact)
+    def handed(self, **tensors: Tensor) -> Handed:
+        """Watch these tensors."""
+        found = Handed(self.exact)
+        for name, tensor in tensors.items():
+            found.add(name, tensor)
+        return found
+
+    def handed_rows(self, seen: Seen | None, rows: Rows | None) -> Handed:
+        """Watch what is seen and rows. Hooks that are handed the same, one after the other, share one list."""
+        if self.watched[0] is not seen or self.watched[1] is not rows:
+            found = Handed(self.exact)
+            if seen is not None:
+                found.add_seen(seen)
+            if rows is not None:
+                found.add_rows(rows)
+            self.watched = seen, rows, found
+        return self.watched[2]
+
+    def release(self) -> None:
+        """Keep nothing alive that a hook was handed."""
+        self.watched = (None, None, Handed())
 
     def call(self, owner: str, hook: str, handed: Handed, work: Callable[[], T]) -> T:
         """What the hook returns; ContractError if it raised or wrote into what it was handed."""
@@ -192,18 +225,21 @@ class Guard:
 
     def expect(self, owner: str, hook: str, found: object, shape: tuple[int, ...], kind: str, device: Any) -> None:
         """ContractError unless `found` is a tensor of this shape, kind of dtype and device."""
-        where = f"{owner}: {hook} of layer {self.layer} returned"
-        wanted = f"expected a {kind} tensor of shape {shape}"
         if not isinstance(found, Tensor):
-            raise ContractError(f"{where} {type(found).__name__}, {wanted}")
-        if found.shape != shape:
-            raise ContractError(f"{where} a tensor of shape {tuple(found.shape)}, {wanted}")
-        if not KINDS[kind](found.dtype):
-            raise ContractError(f"{where} a tensor of {str(found.dtype).removeprefix('torch.')}, {wanted}")
-        if device is not None and found.device != device:
-            raise ContractError(f"{where} a tensor on {found.device}, {wanted} on {device}")
+            wrong = type(found).__name__
+        elif found.shape != shape:
+            wrong = f"a tensor of shape {tuple(found.shape)}"
+        elif not KINDS[kind](found.dtype):
+            wrong = f"a tensor of {str(found.dtype).removeprefix('torch.')}"
+        elif device is not None and found.device != device:
+            wrong = f"a tensor on {found.device}"
+        else:
+            return
+        wanted = f"expected a {kind} tensor of shape {tuple(shape)}{f' on {device}' if device is not None else ''}"
+        raise ContractError(f"{owner}: {hook} of layer {self.layer} returned {wrong}, {wanted}")
 
 
+HOOKS = ("update", "protect_sinks", "protect", "score", "select", "merge", "cut", "read", "forget")
 KINDS: Mapping[str, Callable[[torch.dtype], bool]] = {
     "float": lambda dtype: dtype.is_floating_point,
     "bool": lambda dtype: dtype == torch.bool,
@@ -213,20 +249,24 @@ KINDS: Mapping[str, Callable[[torch.dtype], bool]] = {
 
 
 class GuardedMethod:
-    """A method's hooks, checked. Arguments and results are those of `kvbench.method.Method`."""
+    """A method's hooks, checked. Arguments and results are those of `kvbench.method.Method`. Hooks that the method
+    leaves as they are in `Method` are called without a check: they are kvbench's own.
+    """
 
     def __init__(self, method: Method, guard: Guard) -> None:
         self.method, self.guard, self.owner = method, guard, f"method={method.name}"
+        self.own = {hook for hook in HOOKS if getattr(type(method), hook) is not getattr(Method, hook)}
 
     def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
-        handed = self.guard.handed().add_seen(seen).add_rows(rows)
+        handed = self.guard.handed_rows(seen, rows)
         found = self.guard.call(self.owner, "update", handed, lambda: self.method.update(seen, rows, state))
         if not isinstance(found, Mapping):
             raise ContractError(self._said("update", f"{type(found).__name__}, expected a mapping of names to tensors"))
         for name, column in found.items():
-            hook = f"update, column {name!r},"
-            self.guard.expect(self.owner, hook, column, tuple(rows.mass.shape), "number", rows.mass.device)
-            self._not_nan(hook, column, rows.present)
+            if name not in rows.columns or column is not rows.columns[name]:
+                hook = f"update, column {name!r},"
+                self.guard.expect(self.owner, hook, column, rows.mass.shape, "number", rows.mass.device)
+                self._not_nan(hook, column, rows.present)
         return found
 
     def protect_sinks(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
@@ -236,14 +276,14 @@ class GuardedMethod:
         return self._mask("protect", self.method.protect, seen, rows, quota)
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        handed = self.guard.handed().add_seen(seen).add_rows(rows)
+        handed = self.guard.handed_rows(seen, rows)
         found = self.guard.call(self.owner, "score", handed, lambda: self.method.score(seen, rows, state))
-        self.guard.expect(self.owner, "score", found, tuple(rows.mass.shape), "float", rows.mass.device)
+        self.guard.expect(self.owner, "score", found, rows.mass.shape, "float", rows.mass.device)
         self._not_nan("score", found, rows.present)
         return found
 
     def allot(self, quota: int, seen: Seen, state: State, heads: int) -> Tensor:
-        handed = self.guard.handed().add_seen(seen)
+        handed = self.guard.handed_rows(seen, None)
         found = self.guard.call(self.owner, "allot", handed, lambda: self.method.allot(quota, seen, state))
         per_sample = isinstance(found, Tensor) and found.dim() == 2
         shape = (seen.queries.shape[0], heads) if per_sample else (heads,)
@@ -253,13 +293,13 @@ class GuardedMethod:
 
     def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor, each: int | None) -> Rows:
         """Rows that stay: what `cut` of the method returns, or its `merge` of what it selects."""
-        handed = self.guard.handed().add_rows(rows)
-        for name, tensor in (("scores", scores), ("quotas", quotas), ("protected", protected)):
-            handed.add(name, tensor)
-        if type(self.method).cut is Method.cut:
-            hook = "select" if type(self.method).merge is Method.merge else "merge"
+        if not self.own & {"select", "merge", "cut"}:
+            return self.method.cut(rows, scores, quotas, protected, each)
+        handed = self.guard.handed(scores=scores, quotas=quotas, protected=protected).add_rows(rows)
+        if "cut" not in self.own:
+            hook = "merge" if "merge" in self.own else "select"
             kept = self.guard.call(self.owner, "select", handed, lambda: self.method.select(scores, quotas))
-            self.guard.expect(self.owner, "select", kept, tuple(scores.shape), "bool", scores.device)
+            self.guard.expect(self.owner, "select", kept, scores.shape, "bool", scores.device)
             handed.add("kept", kept)
             found = self.guard.call(self.owner, "merge", handed, lambda: self.method.merge(rows, kept))
         else:
@@ -271,23 +311,25 @@ class GuardedMethod:
         return found
 
     def select(self, scores: Tensor, quotas: Tensor) -> Tensor:
-        handed = self.guard.handed()
-        handed.add("scores", scores), handed.add("quotas", quotas)
+        if "select" not in self.own:
+            return self.method.select(scores, quotas)
+        handed = self.guard.handed(scores=scores, quotas=quotas)
         found = self.guard.call(self.owner, "select", handed, lambda: self.method.select(scores, quotas))
-        self.guard.expect(self.owner, "select", found, tuple(scores.shape), "bool", scores.device)
+        self.guard.expect(self.owner, "select", found, scores.shape, "bool", scores.device)
         return found
 
     def read(
         self, queries: Tensor, rows: Callable[[], Rows], seen: Mapping[str, Any], state: State, held: int
     ) -> Tensor | None:
         """`held`: rows of the layer, padded."""
-        handed = self.guard.handed()
-        handed.add("queries", queries)
+        if "read" not in self.own:
+            return None
+        handed, given = self.guard.handed(queries=queries), []
 
         def hand_over() -> Rows:
             found = rows()
-            if len(handed.tensors) == 1:
-                handed.add_rows(found)
+            if not given:
+                given.append(handed.add_rows(found))
             return found
 
         found = self.guard.call(self.owner, "read", handed, lambda: self.method.read(queries, hand_over, seen, state))
@@ -296,14 +338,17 @@ class GuardedMethod:
         return found
 
     def forget(self, state: State) -> None:
-        self.guard.call(self.owner, "forget", self.guard.handed(), lambda: self.method.forget(state))
+        if "forget" in self.own:
+            self.guard.call(self.owner, "forget", self.guard.handed(), lambda: self.method.forget(state))
 
     def _mask(self, name: str, hook: Callable[..., Tensor | None], seen: Seen, rows: Rows, quota: int) -> Tensor | None:
         """Rows (B, H, n) that are protected, as a bool tensor."""
-        handed = self.guard.handed().add_seen(seen).add_rows(rows)
+        if name not in self.own:
+            return None
+        handed = self.guard.handed_rows(seen, rows)
         found = self.guard.call(self.owner, name, handed, lambda: hook(seen, rows, quota))
         if found is not None:
-            self.guard.expect(self.owner, name, found, tuple(rows.mass.shape), "bool", rows.mass.device)
+            self.guard.expect(self.owner, name, found, rows.mass.shape, "bool", rows.mass.device)
         return found
 
     def _said(self, hook: str, what: str) -> str:
@@ -341,20 +386,30 @@ class GuardedMethod:
 
 
 class GuardedAllocator:
-    """An allocator's hooks, checked. Arguments and results are those of `kvbench.allocator.Allocator`."""
+    """An allocator's hooks, checked. Arguments and results are those of `kvbench.allocator.Allocator`, whose own hooks
+    are called without a check.
+    """
 
     def __init__(self, allocator: Allocator, guard: Guard) -> None:
         self.allocator, self.guard, self.owner = allocator, guard, f"allocator={allocator.name}"
+        hooks = ("layer", "heads", "safe")
+        self.own = {hook for hook in hooks if getattr(type(allocator), hook) is not getattr(Allocator, hook)}
 
     def layer(self, quota: int, seen: Seen, rows: Callable[[], Rows], shared: dict[str, Any]) -> tuple[int, ...]:
         """Rows per head, one number per sample."""
-        handed, batch = self.guard.handed().add_seen(seen), seen.queries.shape[0]
+        batch = seen.queries.shape[0]
+        if "layer" not in self.own:
+            return (quota,) * batch
+        handed = self.guard.handed_rows(seen, None)
         found = self.guard.call(self.owner, "layer", handed, lambda: self.allocator.layer(quota, seen, rows, shared))
         return self._quotas("layer", (found,) * batch if is_whole(found) else found, batch)
 
     def heads(self, scores: Tensor, protected: Tensor, quota: int) -> Tensor:
-        found = self._call("heads", scores, protected, lambda: self.allocator.heads(scores, protected, quota))
-        self.guard.expect(self.owner, "heads", found, tuple(scores.shape[:2]), "int", scores.device)
+        if "heads" not in self.own:
+            return self.allocator.heads(scores, protected, quota)
+        handed = self.guard.handed(scores=scores, protected=protected)
+        found = self.guard.call(self.owner, "heads", handed, lambda: self.allocator.heads(scores, protected, quota))
+        self.guard.expect(self.owner, "heads", found, scores.shape[:2], "int", scores.device)
 
         def is_wrong() -> Tensor:
             held, total = (scores > -torch.inf).sum(-1), found.sum(-1, keepdim=True)
@@ -365,21 +420,19 @@ class GuardedAllocator:
         return found
 
     def safe(self, scores: Tensor, protected: Tensor, quota: int) -> Tensor:
-        found = self._call("safe", scores, protected, lambda: self.allocator.safe(scores, protected, quota))
-        self.guard.expect(self.owner, "safe", found, tuple(scores.shape), "bool", scores.device)
+        if "safe" not in self.own:
+            return self.allocator.safe(scores, protected, quota)
+        handed = self.guard.handed(scores=scores, protected=protected)
+        found = self.guard.call(self.owner, "safe", handed, lambda: self.allocator.safe(scores, protected, quota))
+        self.guard.expect(self.owner, "safe", found, scores.shape, "bool", scores.device)
         return found
 
     def earlier(self, quota: int, seen: Seen, shared: dict[str, Any]) -> dict[int, tuple[int, ...]]:
-        handed = self.guard.handed().add_seen(seen)
+        handed = self.guard.handed_rows(seen, None)
         found = self.guard.call(self.owner, "earlier", handed, lambda: self.allocator.earlier(quota, seen, shared))
         if not isinstance(found, Mapping) or not set(found) <= set(seen.cut_layers):
             raise ContractError(self._said("earlier", "no mapping of layers that share the budget to rows"))
         return {layer: self._quotas("earlier", own, seen.queries.shape[0]) for layer, own in found.items()}
-
-    def _call(self, hook: str, scores: Tensor, protected: Tensor, work: Callable[[], Tensor]) -> Tensor:
-        handed = self.guard.handed()
-        handed.add("scores", scores), handed.add("protected", protected)
-        return self.guard.call(self.owner, hook, handed, work)
 
     def _quotas(self, hook: str, found: object, batch: int) -> tuple[int, ...]:
         if not isinstance(found, tuple | list) or len(found) != batch or not all(is_whole(own) for own in found):
@@ -406,9 +459,7 @@ class GuardedCodec:
 
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "GuardedRows":
         owner, guard = f"codec={self.codec.name}", self.guard
-        handed = guard.handed()
-        for name, tensor in (("keys", keys), ("values", values), ("lengths", lengths)):
-            handed.add(name, tensor)
+        handed = guard.handed(keys=keys, values=values, lengths=lengths)
         found = guard.call(owner, "pack", handed, lambda: self.codec.pack(keys, values, lengths))
         packed = GuardedRows(found, owner, guard, tuple(keys.shape), keys.dtype, keys.device)
         for name, part in zip(("keys", "values"), packed.read(), strict=True):
@@ -443,11 +494,9 @@ class GuardedRows:
         return self.guard.call(self.owner, "tensors", self.guard.handed(), lambda: list(self.packed.tensors()))
 
     def extend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "GuardedRows":
-        handed = self.guard.handed()
+        handed = self.guard.handed(keys=keys, values=values, lengths=lengths)
         for number, tensor in enumerate(self.tensors()):
             handed.add(f"tensors()[{number}]", tensor)  # rows that are packed stay what they were: marks refer to them
-        for name, tensor in (("keys", keys), ("values", values), ("lengths", lengths)):
-            handed.add(name, tensor)
         found = self.guard.call(self.owner, "extend", handed, lambda: self.packed.extend(keys, values, lengths))
         shape = (self.shape[0] + len(keys), self.shape[1])
         return GuardedRows(found, self.owner, self.guard, shape, self.dtype, self.device)
@@ -456,8 +505,7 @@ class GuardedRows:
 def readings(method: Method, ids: Tensor, prefix: int, words: Words, exact: bool = False) -> list[Reading]:
     """What a method that rereads lets the model read about the prompt `ids` (B, n), checked."""
     guard, owner = Guard(0, exact), f"method={method.name}"
-    handed = guard.handed()
-    handed.add("ids", ids)
+    handed = guard.handed(ids=ids)
     try:
         found = ask(owner, "readings", lambda: list(method.readings(ids, prefix, words)))
     finally:

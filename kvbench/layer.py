@@ -108,9 +108,7 @@ class Layer:
         """Note in which state the engine leaves the layer's tensors while a block is read. `check_stamped` finds out
         whether a method that kept a reference to what it was handed wrote to them.
         """
-        self.stamped = Handed(self.choice.exact)
-        for name, tensor in self.rows.named_tensors():
-            self.stamped.add(name, tensor)
+        self.stamped = self.guard.handed(**self.rows.named_tensors())
         self.stamped.add("seen.output_weight", self.output_weight and self.output_weight())
 
     def check_stamped(self) -> None:
@@ -142,8 +140,7 @@ class Layer:
             first = rows.seen - queries.shape[2]
             here = {"layer": self.index, "layers": self.layers, "first": first, "prompt": course.prompt}
             here |= {"scaling": scaling, "quota": course.look}
-            if type(self.choice.method).read is not Method.read:
-                look = method.read(queries, view, here, self.state, rows.longest_head)
+            look = method.read(queries, view, here, self.state, rows.longest_head)
         if self.choice.method.rolls and not (rows.even and rows.longest_head == rows.seen):
             rolled = by_slot(queries, view(), rotation)
         outputs, lse = self.look(queries, scaling, look, rolled)
@@ -185,6 +182,7 @@ class Layer:
         if course.decoding and self.choice.codec.packs:
             rows.flush()
             self.weigh()
+        self.guard.release()
         self.check_stamped()
         self.stamp()
         through = not any(self.cache[self.index + 1 :])  # the block is through all layers
@@ -273,6 +271,7 @@ class Layer:
         if self.shown is not None and self.rows.longest_head > min(quotas):
             rows = self.rows.view()
             self.divide(rows, rows.columns[SCORE], quotas, self.shown, None)
+            self.guard.release()
 
     def divide(self, rows: Rows, scores: Tensor, quotas: tuple[int, ...], seen: Seen, allotted: Tensor | None) -> None:
         """Share each sample's rows per head among the heads, unless the method allotted them, and cut them."""
@@ -305,7 +304,7 @@ class Layer:
         kept = shrink(sinks, recents, rows, quota)
         for kind, wanted in (("sinks", sinks), ("recents", recents)):
             if wanted is not None:
-                lost = (wanted & rows.present & ~kept)[samples].sum(-1).max()
+                lost = ((wanted & rows.present) > kept)[samples].sum(-1).max()
                 self.given_up = {**self.given_up, kind: self.given_up[kind].maximum(lost)}
         return kept[samples]
 
@@ -365,6 +364,7 @@ class Layer:
         self.cut(self.shown, Lazy(self.rows.view), quota)
         self.shown = None
         self.method.forget(self.state)
+        self.guard.release()
         self.weigh()
 
     def settle(self) -> None:

@@ -223,13 +223,18 @@ def shrink(sinks: Tensor | None, recents: Tensor | None, rows: Rows, quota: int)
     recents before the others. At least one row is left to the scores where the quota is over 1.
     """
     room = quota - 1 if quota > 1 else quota
-    kept = rows.present.new_zeros(rows.present.shape)
+    if sinks is None and recents is None:
+        return rows.present.new_zeros(rows.present.shape)
+    kept = None
     if sinks is not None:
         sinks = sinks & rows.present
         kept = sinks & (sinks.cumsum(-1) <= room)
-        room = room - kept.sum(-1, keepdim=True)
     if recents is not None:
-        recents = recents & rows.present & ~kept
+        recents = recents & rows.present
+        if kept is not None:
+            recents = recents & ~kept
+            room = room - kept.sum(-1, keepdim=True)
         newer = recents.flip(-1).cumsum(-1).flip(-1)  # recents from here to the newest
-        kept = kept | (recents & (newer <= room))
+        recents = recents & (newer <= room)
+        kept = recents if kept is None else kept | recents
     return kept

@@ -8,7 +8,7 @@ as many rows as it may keep; and a *tail* (B, H, capacity, d) of what was read s
 takes both over when the prefill ends, and from then on each tail once it was attended to.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -234,15 +234,15 @@ class LayerRows:
         metadata = size([self.places, self.mass, self.lengths, self.starts])
         return Bytes(packed + used, metadata, size(self.columns.values()), tail - used)
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor held, with a name for messages."""
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Every tensor held, by a name for messages."""
         found = {"keys": self.tail_keys, "values": self.tail_values, "places": self.places, "mass": self.mass}
         found |= {"lengths": self.lengths} | {f"columns[{name!r}]": own for name, own in self.columns.items()}
         if self.stored is not None:
-            names = ("keys", "values") if isinstance(self.stored, Plain) else ()
-            stored = self.stored.tensors()
-            found |= {f"held {names[i] if names else f'tensor {i}'}": own for i, own in enumerate(stored)}
-        yield from ((name, own) for name, own in found.items() if own is not None)
+            plain = isinstance(self.stored, Plain)
+            for number, own in enumerate(self.stored.tensors()):
+                found[("held keys", "held values")[number] if plain else f"packed tensor {number}"] = own
+        return {name: own for name, own in found.items() if own is not None}
 
     def mark(self) -> dict[str, object]:
         """What `rewind` needs to come back here: no copies, since nothing below the tail's end is ever overwritten."""
