@@ -72,11 +72,11 @@ class Subject:
     def words(self) -> Any:
         return words(self.checkpoint.tokenizer())
 
-    def prompt(self, seed: int = 0, tokens: int = TOKENS) -> Tensor:
+    def prompt(self, seed: int = 0, tokens: int | None = None) -> Tensor:
         """(1, tokens) random token ids, none twice: keys of equal norm would be ranked by rounding."""
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
         generator = torch.Generator().manual_seed(seed)
-        return (torch.randperm(vocabulary - 3, generator=generator)[:tokens] + 3)[None]
+        return (torch.randperm(vocabulary - 3, generator=generator)[: tokens or TOKENS] + 3)[None]
 
     def choice(self, allocator: str = "uniform") -> Choice:
         """The method as it is, or SettingError if it does not go with the allocator."""
@@ -333,6 +333,7 @@ def show(arguments: Sequence[str]) -> int:
     checkpoint = Checkpoint(chosen.model, str(EMBEDDED_MODELS.get(chosen.model, chosen.model)))
     subject = Subject(chosen.method, overrides, checkpoint)
     subject.choice()  # refused before weights are loaded
+    checkpoint.config()
     checkpoint.check()
     torch.set_num_threads(1)
     own = layout(subject.model)

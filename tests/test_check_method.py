@@ -1,0 +1,109 @@
+"""`python -m kvbench.check_method`: one method of one's own against the laws; and what its import may do wrong."""
+
+import pytest
+
+from kvbench import catalogue, check_method
+from kvbench.check_method import CHECKS, main
+from kvbench.settings import SettingError
+
+
+@pytest.fixture(autouse=True)
+def few_set_ups(monkeypatch):
+    monkeypatch.setattr(check_method, "TOKENS", 40)
+    monkeypatch.setattr(check_method, "BUDGETS", (0.5, 9))
+    monkeypatch.setattr(check_method, "BLOCKS", (None, 15))
+
+
+def verdicts(out: str) -> list[str]:
+    """The mark of each check."""
+    return [line.split()[0] for line in out.splitlines() if line.split()[0] in ("ok", "FAIL", "-")]
+
+
+def method_class(name: str) -> type:
+    return type(catalogue.build("method", catalogue.settings("method", name)))
+
+
+def test_a_method_that_keeps_the_laws_passes(capsys):
+    assert main(["knorm"]) == 0
+    out = capsys.readouterr().out
+    assert verdicts(out) == ["ok"] * len(CHECKS), out
+    assert out.startswith("method=knorm: kvbench.methods.knorm.Knorm {'skip_layers': [],")
+
+
+def test_what_does_not_apply_is_said(capsys):
+    assert main(["quest"]) == 0
+    out = capsys.readouterr().out
+    assert verdicts(out).count("-") == 1 and "it holds every row and looks at few" in out
+
+
+@pytest.mark.parametrize(
+    "score, failed",
+    [
+        (lambda self, seen, rows, state: rows.keys.numpy().__isub__(1)[..., 0] * 0 + rows.mass, "writes into nothing"),
+        (lambda self, seen, rows, state: rows.mass / [0][seen.layer + 1], "raised IndexError"),
+        (lambda self, seen, rows, state: rows.mass[:, :1], "expected a float tensor of shape (1, 2, "),
+    ],
+)
+def test_a_method_that_breaks_its_contract_fails(score, failed, capsys, monkeypatch):
+    monkeypatch.setattr(method_class("knorm"), "score", score)
+    assert main(["knorm"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL" in verdicts(out) and failed in out
+    assert "ok    a full budget changes nothing" in out  # nothing is scored there
+
+
+def test_state_that_leaks_between_prompts_fails(capsys, monkeypatch):
+    calls = []
+
+    def score(self, seen, rows, state):
+        calls.append(0)
+        return (rows.places * len(calls)).double().cos()
+
+    monkeypatch.setattr(method_class("knorm"), "score", score)
+    assert main(["knorm"]) == 1
+    assert "FAIL  no state leaks between prompts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (["nosuch"], "method=nosuch: choose one of "),
+        (["knorm", "--set", "skip_layers"], "--set skip_layers: KEY=VALUE"),
+        (["knorm", "--set", "no=1"], "method setting=no: choose one of "),
+        (["qfilters"], "method.path=null: "),
+        (["knorm", "--model", "/no/such/folder"], "model.path=/no/such/folder: no such folder"),
+    ],
+)
+def test_what_cannot_be_checked_is_one_line(arguments, line, capsys):
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"kvbench: {line}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "source, line",
+    [
+        ("import no_such_package", "cannot be imported (ModuleNotFoundError: No module named 'no_such_package')"),
+        ("def broken(:", "cannot be imported (SyntaxError: invalid syntax"),
+        ("while True: pass", "takes longer than 0.2 s to import"),
+        ("import time\ntry:\n    time.sleep(1000)\nexcept Exception: pass", "takes longer than 0.2 s to import"),
+        ("raise SystemExit(0)", "ends the program when it is imported"),
+        ("", "cannot be imported (AttributeError: module "),
+    ],
+)
+def test_an_import_that_goes_wrong_is_one_line(source, line, tmp_path, monkeypatch):
+    name = f"mine_{abs(hash(source))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(catalogue, "IMPORT_SECONDS", 0.2)
+    with pytest.raises(SettingError) as found:
+        catalogue.load_class("method=mine", f"{name}.Mine")
+    assert str(found.value).startswith(f"method=mine: {name} {line}") and "\n" not in str(found.value)
+
+
+def test_what_an_import_prints_stays_out_of_the_output(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine_prints.py").write_text("print('hello')\nprint('again')\nclass Mine: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert catalogue.load_class("method=mine", "mine_prints.Mine").__name__ == "Mine"
+    out, err = capsys.readouterr()
+    assert out == "" and err == "kvbench: method=mine: mine_prints prints when it is imported: hello\n"
