@@ -3,6 +3,7 @@ from its own rows. Where there is no room for all beside each other there may be
 """
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -114,8 +115,12 @@ class Company:
         for reader in self.readers.values():
             reader.drop()
         if spoils_model(error):
+            others = list(self.readers)
+            self.readers.clear()  # nobody holds the old weights when the new ones are loaded
+            clear_frames(error)
             self.reload()
-            for other in list(self.readers):
+            clear(self.runs[folder].device)
+            for other in others:
                 with self._leaving(other):
                     self.readers[other] = self.make(self.runs[other])
         if isinstance(error, ContractError):  # its own cell says it, and once is enough
@@ -125,6 +130,13 @@ class Company:
         budget = self.runs[folder].budget.value
         reason = f"{type(error).__name__}: {error}"
         tqdm.write(f"kvbench: {label} budget={budget} is left to its own cell: {reason}", file=sys.stderr)
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of an error and of its causes hold."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def spoils_model(error: BaseException | None) -> bool:

@@ -200,7 +200,7 @@ class Context:
         """Let the model read about the prompt, forget what it read but not what the method noted, and cut."""
         begin, layers = now(self.device), self.own_layers
         for reading in readings:
-            with self.branch():
+            with self.branch(keeps_state=True):
                 self.course.about = (reading.start, reading.stop)
                 self._read(reading.ids, None, keep=1)
                 noted = [(dict(layer.state.layer), layer.peak_attended) for layer in layers]
@@ -212,9 +212,13 @@ class Context:
             self.course.peak_bytes = max(self.course.peak_bytes, peak)
             self.reread_tokens += reading.ids.shape[1]
         self.reread_ms += 1000 * (now(self.device) - begin)
+        self.course.quota = quota
+        for layer in layers:
+            layer.stamp()
         for layer in layers:
             layer.cut_after_readings(quota)
         self._check()
+        self.course.quota = None
 
     @without_gradients
     def extend(self, ids: Tensor) -> Tensor:
@@ -233,7 +237,7 @@ class Context:
         if method.reads:
             self.course.look = self.budget.rows(self.course.prompt, self.seen + ids.shape[1])
         quota, rows = self._kept(self.seen + ids.shape[1]) if method.decoding else None, None
-        self.since_cut += count_steps(method, ids.shape[1], quota)
+        self.since_cut += self._steps(ids.shape[1], quota)
         if method.decoding and self.since_cut >= method.decode_interval:
             rows = quota
             self.since_cut = 0
@@ -241,6 +245,15 @@ class Context:
         logits = self._read(ids, rows, keep=0)
         self.logits = logits[:, -1].clone()  # a view would keep the logits of all tokens alive
         return logits
+
+    def _steps(self, tokens: int, quota: int | None) -> int:
+        """What the method says that reading `tokens` counts towards the next cut; it may have kept references too."""
+        for layer in self.own_layers:
+            layer.stamp()
+        found = count_steps(self.choice.method, tokens, quota)
+        for layer in self.own_layers:
+            layer.check_stamped()
+        return found
 
     def _read(self, ids: Tensor, quota: int | None, keep: int) -> Tensor:
         if self.window is not None and self.seen + ids.shape[1] > self.window:
@@ -428,8 +441,10 @@ class Context:
             port.seen = self.seen
 
     @contextmanager
-    def branch(self) -> Iterator[None]:
-        """Whatever is read inside is forgotten afterwards; the compressed context is shared, not computed again."""
+    def branch(self, keeps_state: bool = False) -> Iterator[None]:
+        """Whatever is read inside is forgotten afterwards; the compressed context is shared, not computed again.
+        `keeps_state`: the caller keeps what the method notes inside, so the method may write it in place.
+        """
         self._leave()
         marks = [layer.mark() for layer in self.own_layers]
         lent = self._lent()
@@ -458,11 +473,14 @@ class Context:
             vars(self.course).update(course)
             self.own_layers[0].state.shared.clear()
             self.own_layers[0].state.shared.update(shared)
-        for layer, mark in zip(self.own_layers, marks, strict=True):
-            layer.check_mark(mark)
-        for written, hook in ((kept, "a hook"), (lent, "a hook that kept a reference to what it was handed")):
+        checked = [(lent, "a hook that kept a reference to what it was handed")]
+        if not keeps_state:
+            for layer, mark in zip(self.own_layers, marks, strict=True):
+                layer.check_mark(mark)
+            checked.append((kept, "a hook"))
+        for written, hook in checked:
             if found := written.written():
-                self.own_layers[0].guard.report(f"method={self.choice.method.name}", hook, found)
+                self.own_layers[0].guard.report(self.choice.owners, hook, found)
 
     def _lent(self) -> Handed:
         """What other contexts still hold of the keys and values that this context's method was handed."""

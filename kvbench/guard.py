@@ -50,13 +50,14 @@ def version(tensor: Tensor) -> int:
 
 
 def ask(owner: str, hook: str, work: Callable[[], T], where: str = "") -> T:
-    """Call a hook. ContractError if it raises; the message has the line of the file that raised."""
+    """Call a hook. ContractError if it raises; the message has the last line that is no installed package's."""
     try:
         return work()
     except PASSED_ON:
         raise
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = next((own for own in reversed(frames) if "-packages" not in own.filename), frames[-1])
         reason = " ".join(str(error).split()) or "no message"
         place = f"{Path(frame.filename).name}:{frame.lineno}"
         raise ContractError(f"{owner}: {hook}{where} raised {type(error).__name__}: {reason} ({place})") from error
@@ -87,6 +88,8 @@ def is_spared(method: Method, layer: int, layers: int) -> bool:
 
 def count_steps(method: Method, tokens: int, quota: int | None) -> int:
     """Steps towards the next cut that reading `tokens` counts (see `Method.steps`)."""
+    if type(method).steps is Method.steps:
+        return tokens
     owner = f"method={method.name}"
     found = ask(owner, "steps", lambda: method.steps(tokens, quota))
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
@@ -184,21 +187,32 @@ class Guard:
     def call(self, owner: str, hook: str, handed: Handed, work: Callable[[], T]) -> T:
         """What the hook returns; ContractError if it raised or wrote into what it was handed."""
         try:
-            return ask(owner, hook, work, f" of layer {self.layer}")
-        finally:
+            found = ask(owner, hook, work, f" of layer {self.layer}")
+        except ContractError:
             if written := handed.written():
                 self.report(owner, hook, written)
+            raise
+        if written := handed.written():
+            self.report(owner, hook, written)
+        return found
+
+    def handing(self, handed: Handed, rows: Callable[[], Rows]) -> Callable[[], Rows]:
+        """`rows`, which a hook may ask for, watched from then on."""
+        given: list[Rows] = []
+
+        def hand_over() -> Rows:
+            found = rows()
+            if not given:
+                given.append(found)
+                handed.add_rows(found)
+            return found
+
+        return hand_over
 
     def report(self, owner: str, hook: str, written: Iterable[tuple[str, Tensor, Tensor | None]]) -> None:
-        """Raise for tensors that were written to. The model's weights are put back where there is a copy of them."""
-        names, weights = [], False
-        for name, tensor, copy in written:
-            names.append(name)
-            if name == "seen.output_weight":
-                if copy is None:
-                    weights = True
-                else:
-                    tensor.data.copy_(copy)
+        """Raise for tensors that were written to."""
+        names = list(dict.fromkeys(name for name, *_ in written))
+        weights = "seen.output_weight" in names
         lost = "; the model's weights are spoiled, load it again" if weights else ""
         line = f"{owner}: {hook} of layer {self.layer} wrote into {', '.join(names)}; it must return new tensors{lost}"
         raise ContractError(line, spoils_model=weights)
@@ -324,15 +338,9 @@ class GuardedMethod:
         """`held`: rows of the layer, padded."""
         if "read" not in self.own:
             return None
-        handed, given = self.guard.handed(queries=queries), []
-
-        def hand_over() -> Rows:
-            found = rows()
-            if not given:
-                given.append(handed.add_rows(found))
-            return found
-
-        found = self.guard.call(self.owner, "read", handed, lambda: self.method.read(queries, hand_over, seen, state))
+        handed = self.guard.handed(queries=queries)
+        watched = self.guard.handing(handed, rows)
+        found = self.guard.call(self.owner, "read", handed, lambda: self.method.read(queries, watched, seen, state))
         if found is not None:
             self.guard.expect(self.owner, "read", found, (*queries.shape[:2], held), "bool", queries.device)
         return found
@@ -400,8 +408,9 @@ class GuardedAllocator:
         batch = seen.queries.shape[0]
         if "layer" not in self.own:
             return (quota,) * batch
-        handed = self.guard.handed_rows(seen, None)
-        found = self.guard.call(self.owner, "layer", handed, lambda: self.allocator.layer(quota, seen, rows, shared))
+        handed = self.guard.handed().add_seen(seen)
+        watched = self.guard.handing(handed, rows)
+        found = self.guard.call(self.owner, "layer", handed, lambda: self.allocator.layer(quota, seen, watched, shared))
         return self._quotas("layer", (found,) * batch if is_whole(found) else found, batch)
 
     def heads(self, scores: Tensor, protected: Tensor, quota: int) -> Tensor:
@@ -506,11 +515,9 @@ def readings(method: Method, ids: Tensor, prefix: int, words: Words, exact: bool
     """What a method that rereads lets the model read about the prompt `ids` (B, n), checked."""
     guard, owner = Guard(0, exact), f"method={method.name}"
     handed = guard.handed(ids=ids)
-    try:
-        found = ask(owner, "readings", lambda: list(method.readings(ids, prefix, words)))
-    finally:
-        if handed.written():
-            raise ContractError(f"{owner}: readings wrote into ids; it must return new tensors")
+    found = ask(owner, "readings", lambda: list(method.readings(ids, prefix, words)))
+    if handed.written():
+        raise ContractError(f"{owner}: readings wrote into ids; it must return new tensors")
     for number, reading in enumerate(found):
         own = reading.ids if isinstance(reading, Reading) else None
         if not isinstance(own, Tensor) or own.dim() != 2 or len(own) != len(ids) or own.is_floating_point():

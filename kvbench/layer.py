@@ -57,6 +57,14 @@ class Choice:
     exact: bool = False
 
     @property
+    def owners(self) -> str:
+        """Who may have kept a reference: the method, and an allocator or a codec that has hooks of its own."""
+        own = [f"method={self.method.name}"]
+        own += [f"allocator={self.allocator.name}"] * (type(self.allocator) is not Allocator)
+        own += [f"codec={self.codec.name}"] * self.codec.packs
+        return " or ".join(own)
+
+    @property
     def token_by_token(self) -> bool:
         """Whether what follows the prefill is read one token at a time, several known tokens too."""
         return self.method.token_by_token or self.codec.token_by_token
@@ -115,8 +123,13 @@ class Layer:
         """ContractError if a tensor was written to since `stamp`. No tensor is kept alive any longer for that."""
         stamped, self.stamped = self.stamped, Handed(self.choice.exact)
         if written := stamped.written():
-            owner = f"method={self.choice.method.name}"
-            self.guard.report(owner, "a hook that kept a reference to what it was handed", written)
+            self.guard.report(self.choice.owners, "a hook that kept a reference to what it was handed", written)
+
+    def renew_stamp(self) -> None:
+        """Check what was noted and note it anew after the engine changed the layer's rows: what it freed is let go."""
+        self.guard.release()
+        self.check_stamped()
+        self.stamp()
 
     def adopt(self, other: "Layer") -> None:
         """Hold what another layer has just read, in its storage (see `LayerRows.adopt`)."""
@@ -162,12 +175,13 @@ class Layer:
         first = rows.seen - queries.shape[2]
         if self.output_weight is None:
             self.output_weight = ref(output_weight)
-            self.stamp()
         seen = Seen(
             queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,
             first, course.prompt, course.last, course.decoding, self.cut_layers, course.prefix, course.about,
             course.share,
         )  # fmt: skip
+        self.stamp()
+        self.stamped.add_seen(seen)  # until all hooks were asked: what is seen goes on through the model
         if type(method).update is not Method.update:
             rows.columns = {**rows.columns, **self.method.update(seen, view(), self.state)}
             view = Lazy(rows.view)
@@ -182,9 +196,7 @@ class Layer:
         if course.decoding and self.choice.codec.packs:
             rows.flush()
             self.weigh()
-        self.guard.release()
-        self.check_stamped()
-        self.stamp()
+        self.renew_stamp()
         through = not any(self.cache[self.index + 1 :])  # the block is through all layers
         if through and (course.quota is not None or not course.decoding):
             for layer in filter(None, self.cache):
@@ -271,7 +283,7 @@ class Layer:
         if self.shown is not None and self.rows.longest_head > min(quotas):
             rows = self.rows.view()
             self.divide(rows, rows.columns[SCORE], quotas, self.shown, None)
-            self.guard.release()
+            self.renew_stamp()
 
     def divide(self, rows: Rows, scores: Tensor, quotas: tuple[int, ...], seen: Seen, allotted: Tensor | None) -> None:
         """Share each sample's rows per head among the heads, unless the method allotted them, and cut them."""
@@ -344,6 +356,7 @@ class Layer:
         """The block is over: no layer is cut again by its scores."""
         self.rows.columns = {name: column for name, column in self.rows.columns.items() if name != SCORE}
         self.shown = None
+        self.renew_stamp()
         self.weigh()
 
     @property
@@ -364,7 +377,7 @@ class Layer:
         self.cut(self.shown, Lazy(self.rows.view), quota)
         self.shown = None
         self.method.forget(self.state)
-        self.guard.release()
+        self.renew_stamp()
         self.weigh()
 
     def settle(self) -> None:
@@ -408,7 +421,7 @@ class Layer:
         would change the answer to the next.
         """
         if written := mark["kept"].written():
-            self.guard.report(f"method={self.choice.method.name}", "a hook", written)
+            self.guard.report(self.choice.owners, "a hook", written)
 
 
 def bounded(scores: Tensor) -> Tensor:

@@ -74,7 +74,9 @@ class Seen:
 
 @dataclass
 class State:
-    """What a method remembers beside the rows: born with a sample and dropped with it."""
+    """What a method remembers beside the rows: born with a sample and dropped with it. What answers a question is
+    forgotten before the next one: put new tensors into the state while decoding, never write into those that are there.
+    """
 
     seeds: tuple[int, ...]  # one per sample
     layer: dict[str, Any] = field(default_factory=dict)  # this layer's

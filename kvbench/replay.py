@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from kvbench import catalogue
 from kvbench.audit import draw
+from kvbench.company import spoils_model
 from kvbench.run import UNCUT, Run
 from kvbench.runner import Bench, Reader, conversation, machine
 from kvbench.settings import answered
@@ -142,12 +143,20 @@ def answer(plans: Sequence[Plan], found: Found, give_up: Callable, say: Callable
                 reader, records, again = Reader(plan.run, bench), plan.folder.records(), {}
             except Exception as error:
                 give_up(plan.folder.hash, plan.uids, error)
+                if spoils_model(error):  # the next run loads the weights anew
+                    common.clear()
+                    bench = None
                 continue
-            for uid in plan.uids:
+            for number, uid in enumerate(plan.uids):
                 try:
                     if uid not in again:
                         again |= execute(reader, bench, uid, records[uid])
                 except Exception as error:
+                    if spoils_model(error):
+                        give_up(plan.folder.hash, plan.uids[number:], error)
+                        common.clear()
+                        bench = None
+                        break
                     give_up(plan.folder.hash, [uid], error)
                     continue
                 compare(found, plan, records[uid], finite(again[uid]), say)

@@ -148,7 +148,7 @@ def made(results: Path, folder: Path) -> Iterator[None]:
         raise SettingError(f"results={results}: {error.strerror}") from None
     try:
         yield
-    except SettingError:
+    except (SettingError, ContractError):
         for path in absent:
             with suppress(OSError):
                 path.rmdir()

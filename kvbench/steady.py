@@ -104,6 +104,7 @@ class SteadyRows:
             if sinks is not None or recents is not None:
                 scores = bounded(scores).masked_fill(shrink(sinks, recents, rows, quota), torch.inf)
             kept = method.select(scores, self.quotas)
+        layer.guard.release()
         which = find(kept, self.quotas.numel() * quota, **own)
         spare = take(which, keys, values, into=tuple(self.spare.unbind()), **own)
         take(self.all, *spare, into=(keys[:, :, :quota], values[:, :, :quota]), **own)  # copy_ is slower: not dense

@@ -20,7 +20,7 @@ from kvbench.held import Held, choose_cache
 from kvbench.method import Method
 from kvbench.methods.codecs.raw import Raw
 from kvbench.methods.knorm import Knorm
-from kvbench.settings import SettingError
+from kvbench.settings import ContractError, SettingError
 
 CHOICES = {pair: chosen(*pair, "llama") for pair in product(names("method"), names("allocator"))}
 COMBINATIONS = [pair for pair, (method, *others) in CHOICES.items() if method.refuses(*others) is None]
@@ -284,7 +284,7 @@ def test_attention_implementation_is_put_back_when_a_method_fails():
     with pytest.raises(RuntimeError, match="broken"):
         context_of(model, Broken("broken"), 5).prefill(ids(20))
     assert model.config._attn_implementation == "sdpa"
-    with pytest.raises(NotImplementedError, match="scoreless has no score"):
+    with pytest.raises(ContractError, match="scoreless has no score"):
         context_of(model, Method("scoreless"), 5).prefill(ids(20))
     context = context_of(model, Knorm("knorm", ()), 5)
     context.prefill(ids(20))
@@ -566,7 +566,7 @@ WRONG = [
     (dict(budget="0.5"), "budget=0.5"),
     (dict(budget_of="rows"), "budget_of=rows: choose one of prompt, seen"),
     (dict(method="h3o"), "method=h3o: choose one of .*snapkv"),
-    (dict(method=None), "method=None: choose one of "),
+    (dict(method=None), "method=null: choose one of "),
     (dict(allocator="greedy"), "allocator=greedy: choose one of .*ada.*uniform"),
     (dict(codec="zip"), "codec=zip: choose one of .*raw"),
     (dict(block_size=0), "block_size=0: a whole number of at least 1"),

@@ -21,8 +21,8 @@ from kvbench.reference.model import Llama
 from kvbench.reference.recipe import Recipe, load
 from kvbench.run import Run
 from kvbench.runner import Bench, execute_all
+from kvbench.settings import EMBEDDED_MODELS as MARKED
 from kvbench.settings import SettingError
-from kvbench.tables import EMBEDDED_MODELS as MARKED
 
 STAGES = "stages=[[0, 128], [0.5, 256]]"
 TINY = [STAGES, "hidden=64", "layers=1", "heads=1", "kv_heads=1", "inner=64", "context=256", "tokens=512",
