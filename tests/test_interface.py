@@ -20,7 +20,7 @@ from kvbench.held import Held, choose_cache
 from kvbench.method import Method
 from kvbench.methods.codecs.raw import Raw
 from kvbench.methods.knorm import Knorm
-from kvbench.settings import ContractError, SettingError
+from kvbench.settings import ContractError, SettingError, typed
 
 CHOICES = {pair: chosen(*pair, "llama") for pair in product(names("method"), names("allocator"))}
 COMBINATIONS = [pair for pair, (method, *others) in CHOICES.items() if method.refuses(*others) is None]
@@ -739,4 +739,5 @@ def test_a_value_of_another_kind_is_refused_by_its_name(group, name, args):
     key, value = list(args.items())[-1]
     with pytest.raises(SettingError) as refusal:
         build(group, settings(group, name, args))
-    assert str(refusal.value).startswith(f"{group}.{key}={value}: ") and "\n" not in str(refusal.value)
+    shown = tuple(f"{group}.{key}={own}: " for own in (value, typed(value)))
+    assert str(refusal.value).startswith(shown) and "\n" not in str(refusal.value)
