@@ -108,6 +108,7 @@ def rebuild(folder: RunFolder, uid: str) -> Run:
         raise Impossible("the run was written before kvbench kept its settings")
     value = folder.value
     own = {"device": value["device"]["type"], "dtype": value["device"]["dtype"], "workers": None}
+    own["results"] = str(folder.path.parents[1])
     if (value["method"]["name"], value["codec"]["name"]) == ("full", "raw"):  # a baseline has the settings of its cell
         own |= {group: catalogue.settings(group, name) for group, name in UNCUT.items()}
     config = OmegaConf.create({**settings, **own})

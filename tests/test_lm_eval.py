@@ -271,7 +271,7 @@ BAD = {
     "task.gen_kwargs=greedy": "task.gen_kwargs=greedy: settings such as {name: value}",
     "task.gen_kwargs={max_gen_toks: 0}": "task.tasks=miniature_niah: max_gen_toks=0: a whole number of at least 1",
     "task.context=passage": "question=hidden: miniature_niah has no column passage that stands in its prompts",
-    "task.apply_chat_template=1.5": "task.apply_chat_template=1.5: choose one of True, False",
+    "task.apply_chat_template=1.5": "task.apply_chat_template=1.5: choose one of true, false",
     "limit=0": "limit=0: a whole number",
 }
 

@@ -619,10 +619,13 @@ def test_ada(model, mode, alpha, block):
 
 
 def behaviour(name: str, preset: str, seed: int) -> tuple:
-    """Rows held after a prompt and after three more tokens, with uniform shares."""
-    held = kvbench.prefill(
-        tiny("llama"), ids(420, seed), name, 120, method_args=needed(name, "llama") | {"preset": preset}, prefix=6
-    )
+    """Rows held after a prompt and after more tokens, with uniform shares; a size while decoding that no prompt here
+    reaches is taken smaller.
+    """
+    args = needed(name, "llama") | {"preset": preset}
+    if settings("method", name, args).get("decode_size"):
+        args["decode_size"] = 100
+    held = kvbench.prefill(tiny("llama"), ids(420, seed), name, 120, method_args=args, prefix=6)
     found = []
     for more in (1, 2, 512):
         found.append([held.places(layer, head).tolist() for layer in range(3) for head in range(2)])

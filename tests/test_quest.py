@@ -184,7 +184,7 @@ def test_what_is_refused():
     for args, message in (
         (dict(page=0), "method.page=0: a whole number"),
         (dict(question="some"), "method.question=some: choose one of dense, tokens"),
-        (dict(force_last=3), "method.force_last=3: choose one of True, False"),
+        (dict(force_last=3), "method.force_last=3: choose one of true, false"),
     ):
         with pytest.raises(SettingError, match=f"^{message}"):
             kvbench.prefill(tiny("llama"), ids(60), "quest", 0.5, method_args=args)

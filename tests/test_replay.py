@@ -129,7 +129,7 @@ def test_what_cannot_be_had_any_more_is_named(copied, call, gone):
         "settings": "the run was written before kvbench kept its settings",
         "machine": "the run was written before kvbench kept its settings",
         "model": "model.path=/nowhere/model: no such folder",
-        "method": "method=knorm: No module named 'kvbench.methods.nowhere'",
+        "method": "method=knorm: kvbench.methods.nowhere cannot be imported (ModuleNotFoundError",
         "data": "task.samples: not what it was then",
         "answer": "it holds no answer (out_of_memory)",
         "sample": "its task has no such sample",

@@ -86,7 +86,7 @@ def test_bins_are_those_of_a_loop_over_places(data):
         )
     )
     last = list(range(read, read + tail))
-    places = [[[own + last for own in sample] for sample in layer] for layer in layers]
+    places = [[[own + last for own in sample] for sample in one] for one in layers]
     found = percents(survived([layer(own, read, tail) for own in layers], read + tail))
     assert found == looped(places, read + tail, min(BINS, read + tail))
 
