@@ -367,7 +367,7 @@ WRONG = {
     "task.chat=maybe": "task.chat=maybe: choose one of true, false",
     "task.answer_prefix=3": "task.answer_prefix=3: a text",
     "task.path=/nowhere": "task.path=/nowhere: no such file or folder",
-    "task.name=amc": "task.name=amc: choose one of math500, aime24, aime25",
+    "task.name=amc": "task.name=amc: must be aime24",
     "question=hidden": "question=hidden: aime24 has no context apart from its question; question=visible",
 }
 
