@@ -248,6 +248,8 @@ class Context:
 
     def _steps(self, tokens: int, quota: int | None) -> int:
         """What the method says that reading `tokens` counts towards the next cut; it may have kept references too."""
+        if type(self.choice.method).steps is Method.steps:
+            return tokens
         for layer in self.own_layers:
             layer.stamp()
         found = count_steps(self.choice.method, tokens, quota)
@@ -511,7 +513,8 @@ class Context:
 
 def rehearse(model: torch.nn.Module, choice: Choice, words: Words, ids: Tensor) -> None:
     """Read a short prompt `ids` (1, n), cut it to half, and decode a few tokens, with exact guards: ContractError for a
-    hook that writes into what it is handed by whatever way. The model is left as it was.
+    hook that writes into what it is handed by whatever way. If that was a weight of the model (`spoils_model`), the
+    caller must load the model again.
     """
     method = choice.method
     if type(method) is Method and not choice.codec.packs:  # the full cache has no hooks

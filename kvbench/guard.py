@@ -17,11 +17,11 @@ the block went through all layers, when the engine looks at the device anyway.
 """
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,8 +88,6 @@ def is_spared(method: Method, layer: int, layers: int) -> bool:
 
 def count_steps(method: Method, tokens: int, quota: int | None) -> int:
     """Steps towards the next cut that reading `tokens` counts (see `Method.steps`)."""
-    if type(method).steps is Method.steps:
-        return tokens
     owner = f"method={method.name}"
     found = ask(owner, "steps", lambda: method.steps(tokens, quota))
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
@@ -127,19 +125,15 @@ class Handed:
             self.add(f"rows.columns[{name!r}]", column)
         return self
 
-    def written(self) -> list[tuple[str, Tensor, Tensor | None]]:
-        """Name, tensor and copy of those that were written to."""
-        if not self.exact:  # the usual case, and often asked: no loop of Python's own
-            if [tensor._version for tensor in self.tensors] == self.versions:
-                return []
-            copies = [None] * len(self.tensors)
-        else:
-            copies = self.copies
-        return [
-            (name, tensor, copy)
-            for name, tensor, before, copy in zip(self.names, self.tensors, self.versions, copies, strict=True)
-            if version(tensor) != before or (copy is not None and not same_bits(tensor, copy))
-        ]
+    def written(self) -> list[str]:
+        """Names of those that were written to, each once."""
+        if not self.exact and [tensor._version for tensor in self.tensors] == self.versions:
+            return []  # the usual case, and often asked: no loop of Python's own
+        changed = [version(tensor) != before for tensor, before in zip(self.tensors, self.versions, strict=True)]
+        if self.exact:
+            pairs = zip(changed, self.tensors, self.copies, strict=True)
+            changed = [counted or not same_bits(tensor, copy) for counted, tensor, copy in pairs]
+        return list(dict.fromkeys(name for name, own in zip(self.names, changed, strict=True) if own))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -209,9 +203,8 @@ class Guard:
 
         return hand_over
 
-    def report(self, owner: str, hook: str, written: Iterable[tuple[str, Tensor, Tensor | None]]) -> None:
-        """Raise for tensors that were written to."""
-        names = list(dict.fromkeys(name for name, *_ in written))
+    def report(self, owner: str, hook: str, names: Sequence[str]) -> NoReturn:
+        """Raise for tensors of these names, which were written to."""
         weights = "seen.output_weight" in names
         lost = "; the model's weights are spoiled, load it again" if weights else ""
         line = f"{owner}: {hook} of layer {self.layer} wrote into {', '.join(names)}; it must return new tensors{lost}"

@@ -180,7 +180,6 @@ class Layer:
             first, course.prompt, course.last, course.decoding, self.cut_layers, course.prefix, course.about,
             course.share,
         )  # fmt: skip
-        self.stamp()
         self.stamped.add_seen(seen)  # until all hooks were asked: what is seen goes on through the model
         if type(method).update is not Method.update:
             rows.columns = {**rows.columns, **self.method.update(seen, view(), self.state)}

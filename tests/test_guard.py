@@ -268,6 +268,42 @@ def test_a_kept_reference_is_found_when_it_is_written_to(when, exact):
         context.extend(ids(1, seed=2))
 
 
+def test_a_kept_reference_is_found_when_read_writes_to_it():
+    """`read` is asked between the writing of the token's row and the other hooks."""
+    kept: list[Tensor] = []
+
+    def deed(honest, queries, rows, seen, state):
+        if seen["layer"] == 0:
+            kept[:] = [rows().keys]
+        elif seen["layer"] == 1:
+            kept.pop().detach().mul_(2)
+        return honest()
+
+    with pytest.raises(ContractError, match="method=saboteur: a hook that kept a reference .* of layer 0 wrote into"):
+        run_alone(saboteur(Reads, "read", deed)("saboteur"))
+
+
+def test_a_row_of_the_same_layer_that_read_writes_to_is_found():
+    kept: list[Tensor] = []
+
+    def update(self, seen, rows, state):
+        if seen.layer == 0 and not seen.decoding:
+            kept[:] = [rows.keys]
+        return {}
+
+    def deed(honest, queries, rows, seen, state):
+        if seen["layer"] == 0 and kept:
+            kept.pop().detach().mul_(2)
+        return honest()
+
+    base = type("Keeps", (Reads,), {"update": update})
+    choice = Choice(saboteur(base, "read", deed)("saboteur"), Allocator("uniform"), Codec("raw"))
+    context = Context(tiny("llama"), choice, Budget(0.5), None, (0,), answer=5)  # with room: the storage stays the same
+    context.prefill(distinct(PROMPT, seed=1))
+    with pytest.raises(ContractError, match="method=saboteur: .* of layer 0 wrote into keys"):
+        context.extend(ids(1, seed=2))
+
+
 def test_state_written_in_place_between_two_questions_is_found():
     """It would not be forgotten: the answer to the next question would be another one."""
 
@@ -640,7 +676,7 @@ def test_copies_are_compared_by_their_bits():
     own = Handed(exact=True)
     own.add("a", one), own.add("none", None)
     one.data[1] = 5.0
-    assert [name for name, *_ in own.written()] == ["a"]
+    assert own.written() == ["a"]
 
 
 def test_a_rehearsal_leaves_nothing_behind():
