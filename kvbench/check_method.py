@@ -27,7 +27,7 @@ from kvbench.guard import check_shape
 from kvbench.held import choose_cache
 from kvbench.layer import Choice
 from kvbench.method import Method
-from kvbench.model import EMBEDDED_MODELS, Checkpoint, layout
+from kvbench.model import Checkpoint, find_model, layout
 from kvbench.prompt import words
 from kvbench.settings import Arguments, ContractError, SettingError, answered
 from kvbench.sources import packages, unfollowed, walk
@@ -329,7 +329,7 @@ def show(arguments: Sequence[str]) -> int:
         if not equals:
             raise SettingError(f"--set {text}: KEY=VALUE")
         overrides[key] = yaml.safe_load(value)
-    checkpoint = Checkpoint(chosen.model, str(EMBEDDED_MODELS.get(chosen.model, chosen.model)))
+    checkpoint = Checkpoint(chosen.model, find_model(chosen.model))
     subject = Subject(chosen.method, overrides, checkpoint)
     subject.choice()  # refused before weights are loaded
     checkpoint.config()

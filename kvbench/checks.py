@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench import catalogue
 from kvbench.budget import Budget
+from kvbench.model_cache import FETCHED_MODELS, check_fetched
 from kvbench.settings import EMBEDDED_MODELS, SettingError, check_model_path, check_sampling, choose, typed, whole
 from kvbench.task import Task
 
@@ -73,15 +74,17 @@ def check_workers(workers: object) -> None:
 
 def check_model(config: DictConfig) -> None:
     """Raise a SettingError unless conf/model/<name>.yaml and its overrides point at a model."""
-    embedded = config.name in EMBEDDED_MODELS
-    if config.device_map is not None and (embedded or config.name == "random"):
+    own = config.name in (*EMBEDDED_MODELS, *FETCHED_MODELS)
+    if config.device_map is not None and (own or config.name == "random"):
         raise SettingError(f"model.device_map={config.device_map}: model={config.name} fits one GPU; null")
     if config.name == "random":
         choose("model.like", config.like, catalogue.shapes())
         choose("model.tokenizer", config.tokenizer, (None, "reference"))
-    elif embedded:
+    elif own:
         if config.path is not None or config.revision is not None:
             raise SettingError(f"model.path={config.path}: model={config.name} has its own; add model=hf")
+        if config.name in FETCHED_MODELS:
+            check_fetched(config.name)
     elif config.path is None:
         raise SettingError(f"model.path=null: model={config.name} needs a local folder or a hub id")
     else:

@@ -19,7 +19,9 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer, StaticCache
 from transformers.utils import logging
 
+from kvbench.gguf_model import find_converted, read_samples
 from kvbench.kernels.attend.sdpa import attend_windowed
+from kvbench.model_cache import FETCHED_MODELS, MODELS, check_fetched
 from kvbench.settings import SettingError, check_model_path
 
 NAME = "kvbench"
@@ -42,6 +44,7 @@ SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 VERSIONS = Path(__file__).resolve().parent / "reference"
 REFERENCE = VERSIONS / "v2"  # what model=reference is
 EMBEDDED_MODELS = {"reference": REFERENCE, "reference_v1": VERSIONS / "v1", "reference_v2": VERSIONS / "v2"}
+KNOWN_MODELS = EMBEDDED_MODELS | {name: MODELS / name for name in FETCHED_MODELS}
 
 
 class Remembers(Protocol):
@@ -435,6 +438,20 @@ def positions(config: Any) -> int:
     return longest
 
 
+def find_model(model: str) -> str:
+    """Return where a model lies: the folder of one that kvbench knows by name, or `model` itself, a folder or an id of
+    the hub. A GGUF file is converted once, and its converted folder is returned.
+
+    Raises:
+        SettingError: There is no such file or folder, or the GGUF file cannot be converted.
+    """
+    if model in FETCHED_MODELS:
+        check_fetched(model)
+    path = str(KNOWN_MODELS.get(model, model))
+    check_model_path(path)
+    return str(find_converted(Path(path).expanduser())) if path.endswith(".gguf") else path
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A model that is not loaded yet. `path`: a local folder or a hub id; `revision`: of the hub; `device_map`: "auto"
@@ -506,10 +523,7 @@ class Checkpoint:
             return f"{self.path}@{getattr(self.config(), '_commit_hash', None) or self.revision}"
         digest = hashlib.sha256()
         for file in sorted(p for p in folder.iterdir() if p.name.startswith(IDENTITY) and p.suffix in SUFFIXES):
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}\n".encode())
-            with file.open("rb") as stream:
-                for start in range(0, size, max(1 << 20, size // 64)):
-                    stream.seek(start)
-                    digest.update(stream.read(1 << 20))
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+            for sample in read_samples(file):
+                digest.update(sample)
         return digest.hexdigest()[:16]

@@ -35,7 +35,7 @@ from kvbench.engine import Context
 from kvbench.held import choose_cache
 from kvbench.layer import Choice
 from kvbench.method import Method, Words
-from kvbench.model import EMBEDDED_MODELS, Checkpoint
+from kvbench.model import Checkpoint, find_model
 from kvbench.prompt import words
 from kvbench.run import UNCUT
 from kvbench.runner import machine
@@ -225,7 +225,7 @@ def time_all(options: Namespace, command: str) -> None:
     if options.out.is_dir() or any(own.is_file() for own in options.out.parents):
         raise SettingError(f"--out={options.out}: no file can be there")
     budget, own = Budget(options.budget), method_args(options.set)
-    checkpoint = Checkpoint("timed", str(EMBEDDED_MODELS.get(options.model, options.model)))
+    checkpoint = Checkpoint("timed", find_model(options.model))
     if options.tokens > checkpoint.longest():
         raise SettingError(f"--tokens={options.tokens}: the model takes {checkpoint.longest()}")
     model, own_words = checkpoint.weights(torch.float32, "cpu"), words(checkpoint.tokenizer())

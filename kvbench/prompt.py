@@ -75,7 +75,11 @@ def _parts(tokenizer: Any, roles: tuple[str, ...]) -> list[str] | None:
     for wrapped in (False, True):
         contents = [[{"type": "text", "text": mark}] if wrapped else mark for mark in marks]
         messages = [{"role": role, "content": own} for role, own in zip(roles, contents, strict=True)]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **TODAY)
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **TODAY)
+        except Exception as error:  # the template is data, rendered in a sandbox: it may fail in any way
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise SettingError(f"model: its chat template cannot be rendered ({said[:120]})") from None
         if all(text.count(mark) == 1 for mark in marks):
             parts = []
             for mark in marks:

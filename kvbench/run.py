@@ -18,7 +18,7 @@ from kvbench.engine import Sampling
 from kvbench.guard import check_shape
 from kvbench.held import choose_cache
 from kvbench.layer import Choice
-from kvbench.model import EMBEDDED_MODELS, Checkpoint, layout_of
+from kvbench.model import KNOWN_MODELS, Checkpoint, find_model, layout_of
 from kvbench.settings import SettingError
 from kvbench.shape import Shape
 from kvbench.sources import source_hash
@@ -192,19 +192,19 @@ def checkpoint(config: DictConfig, seed: int) -> Checkpoint:
     """
     if config.name == "random":
         return Shape.like(config.like, seed, config.tokenizer)
-    if config.name in EMBEDDED_MODELS:
-        return Checkpoint(config.name, str(EMBEDDED_MODELS[config.name]))
+    if config.name in KNOWN_MODELS:
+        return Checkpoint(config.name, find_model(config.name))
     name = config.name if config.name != "hf" else called(str(config.path))
-    return Checkpoint(name, str(config.path), config.revision, config.device_map)
+    return Checkpoint(name, find_model(str(config.path)), config.revision, config.device_map)
 
 
 def called(path: str) -> str:
-    """The name of a checkpoint: that of its folder, or the last part of its hub id. A folder of the hub's cache, which
-    is named by a commit (models--<owner>--<name>/snapshots/<commit>), has its repository's name.
+    """The name of a checkpoint: that of its folder or GGUF file, or the last part of its hub id. A folder of the hub's
+    cache, which is named by a commit (models--<owner>--<name>/snapshots/<commit>), has its repository's name.
     """
     folder = Path(path).expanduser()
     if not folder.exists():
         return path.rstrip("/").split("/")[-1]
     *_, repository, parent, own = ("", "", *Path(os.path.abspath(folder)).parts)
     cached = parent == "snapshots" and repository.startswith("models--")
-    return repository.split("--")[-1] if cached else own
+    return repository.split("--")[-1] if cached else own.removesuffix(".gguf")

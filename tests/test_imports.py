@@ -70,7 +70,7 @@ def within(name: str, *roots: str) -> bool:
 def allowed(module: str, imported: str) -> bool:
     """Whether the arrow may be."""
     if within(imported, "transformers"):
-        return within(module, "kvbench.model", "kvbench.reference")
+        return within(module, "kvbench.model", "kvbench.gguf_model", "kvbench.reference")
     if within(imported, "torch", "triton"):
         return not within(module, *RECORDS)
     if imported == "kvbench" or not within(imported, "kvbench"):

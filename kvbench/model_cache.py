@@ -1,0 +1,51 @@
+"""The folder `.models` of the checkout, in which downloaded and converted models lie.
+
+Each model is a folder with a file `conversion.json`, which says what it was made of. A folder appears under its name
+only when it is complete, so a folder with that file can be loaded.
+"""
+
+import fcntl
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvbench.settings import SettingError
+
+MODELS = Path(__file__).resolve().parent.parent / ".models"  # git ignores it
+FETCHED_MODELS = ("smollm2",)  # names of the models that `make model` downloads
+VERSION = 1  # of the conversion: a folder that another version made is made again
+NOTE = "conversion.json"
+
+
+def is_converted(folder: Path, source_hash: str | None = None) -> bool:
+    """Whether `folder` is what this version makes of the file with this hash, None: of any file."""
+    try:
+        said = json.loads((folder / NOTE).read_text())
+    except (OSError, ValueError):
+        return False
+    return said.get("version") == VERSION and source_hash in (None, said.get("source"))
+
+
+def check_fetched(name: str) -> None:
+    """Raise a SettingError unless the model was downloaded."""
+    if not is_converted(MODELS / name):
+        raise SettingError(f"model={name}: is not here yet; `make model` downloads it (93 MB) and converts it")
+
+
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """One process at a time is inside for a folder `name` of MODELS; the others wait and say so.
+
+    Raises:
+        OSError: MODELS cannot be written.
+    """
+    MODELS.mkdir(parents=True, exist_ok=True)
+    with (MODELS / f".{name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"kvbench: waiting for another process that makes {MODELS / name}", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
