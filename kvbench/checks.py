@@ -56,6 +56,9 @@ def check(config: DictConfig) -> Checked:
     if config.question == "hidden" and not getattr(task, "has_context", True):
         name = settings["name"]
         raise SettingError(f"question=hidden: {name} has no context apart from its question; question=visible")
+    choose("fidelity", fidelity := OmegaConf.select(config, "fidelity", default=False), (True, False))
+    if fidelity and not hasattr(task, "reference"):
+        raise SettingError(f"fidelity=true: task={settings['name']} has no texts of right answers; fidelity=false")
     task.check()
     return Checked(groups, budget, task, settings)
 

@@ -29,7 +29,7 @@ from kvbench.store import value_of
 
 CHUNK = 20_000  # records parsed at a time
 KEYS = ("model", "task", "method", "allocator", "codec", "question")  # of a record's run, beside its hash
-NESTED = ("meta", "also")  # their keys become columns of their own
+NESTED = ("meta", "also", "fidelity")  # their keys become columns of their own
 
 
 @dataclass(frozen=True)

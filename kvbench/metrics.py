@@ -20,6 +20,8 @@ ENDS: dict[str, tuple[Callable[[dict], float], float]] = {  # what it is of a re
     "tokens": (lambda record: record["tokens_out"], inf),
 }
 
+FIDELITY = {"NLL of the answer": "nll", "KL from the full cache": "kl"}  # nats a token, where runs have fidelity=true
+
 
 def failure(record: Mapping) -> str | None:
     """Why a record has no score; None if it has."""
@@ -41,7 +43,7 @@ def scores_of(
 
 def metrics(subtasks: Mapping[str, Sequence[Pair]]) -> Iterator[tuple[str, dict[str, Scores]]]:
     """Name and, of the subtasks that have it, the numbers: further metrics, pass@k where prompts were answered several
-    times, then how answers ended.
+    times, what `fidelity` compared, then how answers ended.
     """
     kept = {name: both for name, pairs in subtasks.items() if (both := answered(pairs))}
     names = dict.fromkeys(name for pairs in kept.values() for pair in pairs for name in pair[1]["also"])
@@ -51,6 +53,9 @@ def metrics(subtasks: Mapping[str, Sequence[Pair]]) -> Iterator[tuple[str, dict[
     for k in _powers(repeated(subtasks)):
         if found := {own: scores for own, pairs in kept.items() if (scores := _passes(k, pairs))}:
             yield f"pass@{k}", found
+    for name, key in FIDELITY.items():
+        if found := {own: scores for own, pairs in kept.items() if (scores := _compared(key, pairs))}:
+            yield name, found
     for name, (of, most) in ENDS.items() if kept else ():
         yield name, {own: scores_of(pairs, of, most) for own, pairs in kept.items()}
 
@@ -75,6 +80,12 @@ def _further(name: str, pairs: Sequence[Pair]) -> Scores | None:
     most = max((record["meta"].get("most", {}).get(name, BOUND) for own in both for record in own), default=BOUND)
     points = all(0 <= of(record) <= most for own in both for record in own)
     return scores_of(both, of, most if points else inf) if both else None
+
+
+def _compared(key: str, pairs: Sequence[Pair]) -> Scores | None:
+    """One of the quantities of kvbench.fidelity, of the pairs that have it."""
+    both = [pair for pair in pairs if all(own.get("fidelity", {}).get(key) is not None for own in pair)]
+    return scores_of(both, lambda record: record["fidelity"][key], inf) if both else None
 
 
 def _label(name: str, subtasks: Mapping[str, Sequence[Pair]]) -> str:

@@ -60,6 +60,7 @@ class Row:
     ttft_error: float | None = None
     tpot_full_error: float | None = None
     tpot_error: float | None = None
+    digits: int = 1  # of scores and their differences
 
 
 @dataclass(frozen=True)
@@ -125,22 +126,26 @@ def _of(row: Row, name: str) -> float | None:
     return getattr(row.interval, name, None)
 
 
+def _span(row: Row, own: Interval | Mean | None, sign: str = "") -> str:
+    return between(getattr(own, "low", None), getattr(own, "high", None), sign, row.digits)
+
+
 def _moved(row: Row) -> str:
     return NONE if row.interval is None else f"{row.interval.lost}/{row.interval.gained}/{row.interval.same}"
 
 
 SUBTASK = Column("", "subtask", lambda row: row.subtask)
 ANSWERS = Column("", "answers", lambda row: row.subtask)
-FULL = Column("score", "full", lambda row: number(_of(row, "mean_full")))
+FULL = Column("score", "full", lambda row: number(_of(row, "mean_full"), row.digits))
 ALONE = (
     FULL,
-    Column("95 %", "interval", lambda row: between(getattr(row.full, "low", None), getattr(row.full, "high", None))),
+    Column("95 %", "interval", lambda row: _span(row, row.full)),
 )
 PAIRED = (
     FULL,
-    Column("score", "method", lambda row: number(_of(row, "mean_method"))),
-    Column("", "diff", lambda row: number(_of(row, "difference"), sign="+")),
-    Column("95 %", "interval", lambda row: between(_of(row, "low"), _of(row, "high"), "+")),
+    Column("score", "method", lambda row: number(_of(row, "mean_method"), row.digits)),
+    Column("", "diff", lambda row: number(_of(row, "difference"), row.digits, "+")),
+    Column("95 %", "interval", lambda row: _span(row, row.interval, "+")),
     Column("lost/gained", "/same", _moved),
 )
 COUNT = Column("", "n", lambda row: str(_of(row, "samples") or 0))

@@ -29,7 +29,7 @@ DTYPES = {name: getattr(torch, name) for name in checks.DTYPES}
 UNCUT = {"method": "full", "allocator": "uniform", "codec": "raw"}
 # read by `Run.from_config`; `workers` is left out: how many processes share a run changes nothing
 READ = ("model", "task", *UNCUT, "budget", "budget_of", "block_size", "question", "seed", "limit", "temperature")
-READ += ("top_p", "device", "dtype", "max_batch", "sweep")
+READ += ("top_p", "device", "dtype", "max_batch", "fidelity", "sweep")
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Run:
     device: str
     dtype: str
     max_batch: int
+    fidelity: bool = False  # also compare predictions with the full cache's (kvbench.fidelity)
     compile: bool = True  # decode in a CUDA graph where that is possible
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as composed: `from_config`
 
@@ -77,6 +78,7 @@ class Run:
             device=device,
             dtype=dtype,
             max_batch=config.max_batch,
+            fidelity=OmegaConf.select(config, "fidelity", default=False),  # older records have no such setting
             compile=config.model.compile == "auto",
             settings=composed(config),
         )
@@ -152,7 +154,8 @@ class Run:
         if self.device != "cpu":
             where |= {"gpu": torch.cuda.get_device_name(), "max_batch": self.max_batch, "compile": self.compile}
             where["device_map"] = self.checkpoint.device_map
-        return {
+        own = {"fidelity": True} if self.fidelity else {}
+        return own | {
             "model": {"name": self.checkpoint.name, "identity": self.checkpoint.identity()},
             **plain,
             "budget": self.budget.value,

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from kvbench.company import Company
 from kvbench.engine import Context, rehearse
+from kvbench.fidelity import TOKENS, divergence, likelihood, pack, predict
 from kvbench.guard import ask, readings
 from kvbench.held import trim
 from kvbench.model import stop_tokens
@@ -44,6 +45,7 @@ class Bench:
 
     run: Run
     loaded: dict[str, Any] = field(default_factory=dict)
+    full: RunFolder | None = None  # records of the full cache, for runs with fidelity=true
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self.loaded:
@@ -106,6 +108,10 @@ def execute_all(runs: Sequence[Run], results: Path, bench: Bench) -> list[RunFol
                 raise SettingError(f"task: {sample.uid} needs {need} tokens, the model takes {longest}")
         for run in open_.values():
             check_readings(run, bench, longest)
+    base = runs[0].baseline()
+    full = [folder for folder, run in folders.items() if run.value == base.value]
+    bench.full = full[0] if full else RunFolder(results / "runs", base.value)
+    open_ = {folder: open_[folder] for folder in [*full, *open_] if folder in open_}  # others compare with its records
     company = Company(open_, partial(Reader, bench=bench), bench.reload_model)
     name = runs[0].groups["method"]["name"] if len(runs) == 1 else f"{len(open_)} together"
     with ExitStack() as stack:
@@ -218,6 +224,7 @@ class Reader:
 
     def __init__(self, run: Run, bench: Bench) -> None:
         self.run, self.model, self.tokenizer, self.choice = run, bench.model, bench.tokenizer, run.choice()
+        self.bench = bench
         self.order = {uid: index for index, uid in enumerate(bench.prompts)}
         self.task = bench.run.task  # only the task that made the samples may know how to grade them
         self.stop = stop_tokens(self.model)
@@ -424,14 +431,64 @@ class Reader:
         return torch.stack(tokens, dim=1)
 
     def _look(self, context: Context, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
-        """Which of the tokens read are held when the answers begin. What looking takes is no part of the peak."""
+        """Which of the tokens read are held when the answers begin, and with fidelity=true what the model predicts.
+        What looking takes is no part of the peak.
+        """
         self.peak = max(self.peak, peak(self.run.device) or 0)
         shares = survived([layer.rows for layer in context.own_layers], context.seen)
-        forget_peak(self.run.device)
-        return [
+        found = [
             {"survived": share, "evidence": evidence(*own, context.seen)}
             for share, own in zip(shares, batch, strict=True)
         ]
+        if self.run.fidelity:
+            found = [own | more for own, more in zip(found, self._compare(context, batch), strict=True)]
+        forget_peak(self.run.device)
+        return found
+
+    def _compare(self, context: Context, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
+        """How likely the right answers are and how far the predictions are from the full cache's (kvbench.fidelity).
+
+        Nothing is compared where a conversation holds answers of the model's own, since they differ between runs, and
+        where a sample has no right answer.
+        """
+        begin = now(self.run.device)
+        answers = [self._right_answer(sample, prompt) for sample, prompt in batch]
+        if not any(answers):
+            return [{"fidelity": {}} for _ in batch]
+        found = []
+        for (sample, _), answer, predicted in zip(batch, answers, predict(context, answers), strict=True):
+            if not answer:
+                found.append({"fidelity": {}})
+                continue
+            own, count = predicted[: len(answer)], len(answer)
+            if self.run.baseline() is self.run:
+                kl, more = 0.0, {"predictions": pack(own)}
+            else:
+                full, more = self._full_predictions(sample.uid, batch), {}
+                kl = None if full is None else divergence(full, own)
+            found.append({"fidelity": {"nll": likelihood(own, answer), "kl": kl, "tokens": count}} | more)
+        spent = 1000 * (now(self.run.device) - begin) / len(batch)
+        return [own | {"fidelity_ms": spent} for own in found]
+
+    def _right_answer(self, sample: Sample, prompt: Prompt) -> list[int]:
+        """The first tokens of the right answer as they follow the prompt, none where there is nothing to compare."""
+        if prompt.unknown:
+            return []
+        owner = f"task={self.run.task_settings.get('name')}"
+        text = ask(owner, "reference", lambda: self.task.reference(sample), f" of {sample.uid}")
+        if sample.answer_prefix and not sample.answer_prefix[-1].isspace():
+            text = f" {text}"
+        return self.tokenizer.encode(text, add_special_tokens=False)[:TOKENS]
+
+    def _full_predictions(self, uid: str, batch: Sequence[tuple[Sample, Prompt]]) -> str | None:
+        """What the full cache predicts for a sample: from its record, or made now where another process has not written
+        it yet; None where the full cache did not fit into memory.
+        """
+        record = self.bench.full.record(uid) if self.bench.full else None
+        if record is None:
+            made = Reader(self.run.baseline(), self.bench).answer(batch)
+            record = next(own for own in made if own["uid"] == uid)
+        return record.get("predictions")
 
     def _count(self, context: Context) -> dict:
         """What one sample of the batch holds when the answer begins."""

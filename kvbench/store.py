@@ -164,6 +164,12 @@ class RunFolder:
                 if isinstance(record, dict) and isinstance(record.get("uid"), str):
                     lines.setdefault(record["uid"], record)
 
+    def record(self, uid: str) -> dict[str, Any] | None:
+        """The record of a sample, also one that another process has written; None if there is none so far."""
+        if not self.recorded(uid):
+            self.look()
+        return next((self._lines[name][uid] for name in sorted(self._lines) if uid in self._lines[name]), None)
+
     def recorded(self, uid: str) -> bool:
         """Whether the sample had a record when the files were last looked at (`look`)."""
         return any(uid in lines for lines in self._lines.values())

@@ -19,7 +19,7 @@ import numpy as np
 from scipy.special import bdtr, ndtri
 
 from kvbench.means import TAIL, mean
-from kvbench.metrics import answered, data_kinds, failure, metrics, repeated, scores_of
+from kvbench.metrics import FIDELITY, answered, data_kinds, failure, metrics, repeated, scores_of
 from kvbench.rendering import COSTED, TIMES, Row, Table
 from kvbench.settings import typed
 from kvbench.statistics import Scores, average, pair
@@ -27,6 +27,11 @@ from kvbench.text_table import NONE, escape
 
 EMBEDDED = "The embedded reference model tests the harness; it is no evidence about large models."
 WEIGHTED = "Below the rule: means of subtasks, weighted as the benchmark does it, or papers that use it."
+COMPARED = (
+    "NLL of the answer: negative log-likelihood of the right answer's first tokens, which the model reads whatever it "
+    "answered itself; KL from the full cache: how far its predictions of them are from the full cache's. Both are "
+    "means in nats a token; the smaller, the better."
+)
 TOGETHER = (
     "Time to first token of the {}: prompts were read for several cells at once, it is what all have in common plus "
     "the cell's own part; sweep.share_prefill=false reads them alone."
@@ -58,10 +63,15 @@ def closing_table(
     for name, own in weights.items():
         failed = sum(row.failed for subtask, row in rows.items() if not averages or subtask in own)
         means.append(_average(name, own, rows, scored, failed))
-    also = [_mean(name, "also", list(own.values()), None, 0) for name, own in metrics(subtasks)]
+    also = [
+        _mean(name, "also", list(own.values()), None, 0, digits=4 if name in FIDELITY else 1)
+        for name, own in metrics(subtasks)
+    ]
     notes = _notes(full_records, other, pairs, heading, method_records is not None)
     if averages:
         notes.append(WEIGHTED)
+    if any(row.subtask in FIDELITY for row in also):
+        notes.append(COMPARED)
     for name, own in weights.items():
         if missing := [subtask for subtask in (own if averages else rows) if subtask not in scored]:
             notes.append(_missing(name, missing, left_out=not averages))

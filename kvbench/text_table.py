@@ -89,5 +89,5 @@ def percent(share: float | None) -> str:
     return NONE if share is None else f"{100 * share:.1f}%"
 
 
-def between(low: float | None, high: float | None, sign: str = "") -> str:
-    return NONE if low is None or high is None else f"[{number(low, sign=sign)}, {number(high, sign=sign)}]"
+def between(low: float | None, high: float | None, sign: str = "", digits: int = 1) -> str:
+    return NONE if low is None or high is None else f"[{number(low, digits, sign)}, {number(high, digits, sign)}]"

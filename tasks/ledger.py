@@ -172,6 +172,10 @@ class LedgerTask:
             for index in islice(range(self.per_subtask), self.limit):
                 yield self._sample(tokenizer, template_tokens, longest, steps, index)
 
+    def reference(self, sample: Sample) -> str:
+        """All lines worked out."""
+        return self._ledger(sample.meta["steps"], sample.uid).solved()
+
     def score(self, sample: Sample, output: str) -> Graded:
         """The share of the results asked for that the answer gives (`ledger_answer` says what it reads).
 

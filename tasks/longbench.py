@@ -98,6 +98,10 @@ class LongBench:
                     self._check_fit(sample, tokenizer, template_tokens, longest)
                 yield sample
 
+    def reference(self, sample: Sample) -> str:
+        """The first of the answers that are right."""
+        return sample.answers[0]
+
     def score(self, sample: Sample, output: str) -> Graded:
         """The best of the answers, by the subtask's metric."""
         subtask = SUBTASKS[NAMES.index(sample.subtask)]

@@ -103,6 +103,10 @@ class Niah:
             for trial, depth in islice(product(range(self.trials), self._depths()), self.limit):
                 yield self._sample(count, tokenizer, reserve, length, depth, trial)
 
+    def reference(self, sample: Sample) -> str:
+        """The right answer."""
+        return ", ".join(sample.answers)
+
     def score(self, sample: Sample, output: str) -> Graded:
         """Recall of the keywords; also `rouge1` (F of the whole needle times 10) and whether all keywords are there."""
         found, asked = set(_stems(output)), set(_stems(" ".join(sample.answers)))

@@ -106,6 +106,10 @@ class Phonebook:
             for trial, position in islice(product(range(self.trials), self._positions()), self.limit):
                 yield self._sample(tokenizer, template_tokens, longest, size, position, trial)
 
+    def reference(self, sample: Sample) -> str:
+        """The right answer."""
+        return ", ".join(sample.answers)
+
     def score(self, sample: Sample, output: str) -> Graded:
         """The share of the numbers that the output holds; also whether it holds all."""
         found = [_number(answer).search(output) is not None for answer in sample.answers]

@@ -124,6 +124,10 @@ class Ruler:
         share = any(found) if _family(sample.subtask).any_answer else sum(found) / len(found)
         return Graded(100.0 * share, answer)
 
+    def reference(self, sample: Sample) -> str:
+        """The right answer: all references, or the first where any of them is right."""
+        return sample.answers[0] if _family(sample.subtask).any_answer else ", ".join(sample.answers)
+
     def _chosen(self) -> list[str]:
         return several("task.subtasks", self.subtasks, SUBTASKS)
 

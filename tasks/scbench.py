@@ -99,6 +99,10 @@ class SCBench:
                 for turn in turns:
                     yield Sample(context=context, **turn)
 
+    def reference(self, sample: Sample) -> str:
+        """What later turns find as the answer, or the first of the answers that are right."""
+        return sample.said or sample.answers[0]
+
     def score(self, sample: Sample, output: str) -> Graded:
         """By the metric of the sample's task."""
         form = next(form for form in forms() if form.name == sample.subtask.partition("/")[0])
