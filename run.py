@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from kvbench import catalogue, checks
+from kvbench import card, catalogue, checks
 from kvbench.logger import logger_of
 from kvbench.settings import EMBEDDED_MODELS, ContractError, SettingError, answered, unwritten, writing
 
@@ -81,7 +81,7 @@ def cell(config: DictConfig) -> None:
         }
         width = shutil.get_terminal_size(fallback=(120, 24)).columns
         averages = getattr(run.task, "averages", None)
-        print(closing_table(full, method, heading, averages).to_text(max(width, 80)))
+        print(closing_table(full, method, heading, averages, card.listed(run.value)).to_text(max(width, 80)))
         for own, records in zip(runs, found, strict=True):
             if not any(record["meta"].get("verify") for record in records.values()):
                 continue

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench import catalogue
+from kvbench import card, catalogue
 from kvbench.budget import Budget
 from kvbench.model_cache import FETCHED_MODELS, check_fetched
 from kvbench.settings import EMBEDDED_MODELS, SettingError, check_model_path, check_sampling, choose, typed, whole
@@ -77,6 +77,7 @@ def check_workers(workers: object) -> None:
 
 def check_model(config: DictConfig) -> None:
     """Raise a SettingError unless conf/model/<name>.yaml and its overrides point at a model."""
+    card.check(config)
     own = config.name in (*EMBEDDED_MODELS, *FETCHED_MODELS)
     if config.device_map is not None and (own or config.name == "random"):
         raise SettingError(f"model.device_map={config.device_map}: model={config.name} fits one GPU; null")

@@ -17,7 +17,7 @@ from kvbench.budget_curve import KEEP, Estimate
 from kvbench.metrics import data_kinds
 from kvbench.settings import EMBEDDED_MODELS, Arguments, SettingError, answered, choose
 from kvbench.stored import CACHE, Stored, asked, chosen, differing, read
-from kvbench.swept import EACH, SHARES, Choice, Swept, subtasks, sweep
+from kvbench.swept import EACH, SHARES, SOLVABLE, Choice, Swept, subtasks, sweeps
 from kvbench.tables import EMBEDDED, MINIATURE
 from kvbench.text_table import NONE, Column, aligned, between, escape, number, percent, wrapped
 
@@ -100,12 +100,13 @@ def report(options: Namespace, width: int) -> tuple[list[str], list[str]]:
         differ = [key for key in differing(beside, ()) if key.split(".")[0] in CACHE]
         label = label_of(own[0], differ)
         try:
-            curves[label] = sweep(own, stored, options.choice)
+            curves[label] = sweeps(own, stored, options.choice)
         except SettingError as error:
             refused.append(f"{label}: {error}")
     lines, notes = [], []
-    for label, own in curves.items():
-        alike = [other for other in curves.values() if other.full.hash == own.full.hash]
+    every = [(label, own) for label, found in curves.items() for own in found]
+    for label, own in every:
+        alike = [other for _, other in every if (other.full.hash, other.average) == (own.full.hash, own.average)]
         lines += [*shown(label, own, options.range or in_common(alike), options.keep, width), "", ""]
         notes += [EMBEDDED] if own.full.value["model"]["name"] in EMBEDDED_MODELS else []
         notes += [MINIATURE] if "miniature" in data_kinds(own.full.records) else []
@@ -125,7 +126,9 @@ def arguments(given: Sequence[str]) -> Namespace:
     parser.add_argument("--range", help="LOW:HIGH, kept shares between which the area lies; default: all in common")
     parser.add_argument("--against", default="bytes", help="bytes held, or rows attended while decoding")
     parser.add_argument("--keep", default=str(KEEP), help="share of the full cache's score")
-    parser.add_argument("--average", help=f"name of one of the task's averages, or {EACH}; default: its first")
+    parser.add_argument(
+        "--average", help=f"name of one of the task's averages, {EACH} or {SOLVABLE}; default: its first"
+    )
     parser.add_argument("--full", metavar="HASH", help="run of the full cache, where there are several")
     options = parser.parse_intermixed_args(given)
     options.results, options.filters = asked(options.chosen)

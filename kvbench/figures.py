@@ -27,12 +27,13 @@ from typing import Any
 
 import vl_convert
 
+from kvbench import card
 from kvbench.report import printed
 from kvbench.report.gather import Found, Panel, find, panels_of
 from kvbench.report.printed import POINTS, SIZE, Drawing
 from kvbench.settings import Arguments, SettingError, answered, choose, writable, writing
 from kvbench.stored import Stored, asked, chosen
-from kvbench.swept import EACH, SHARES, Choice, subtasks
+from kvbench.swept import EACH, SHARES, SOLVABLE, Choice, subtasks
 from kvbench.text_table import escape
 
 INCHES = {"curve": 3.25, "tasks": 6.75, "grid": 6.75, "change": 6.75, "cost": 6.75}  # a column of a paper, or both
@@ -138,8 +139,9 @@ def draw(given: Sequence[str]) -> int:
     return 0
 
 
-def averages(run: Stored) -> dict[str, Any]:
-    return dict(run.value.get("averages") or [])
+def averages(run: Stored) -> list[str]:
+    """What `--average` can choose, apart from EACH."""
+    return [*dict(run.value.get("averages") or []), *([SOLVABLE] if card.listed(run.value) else [])]
 
 
 def arguments(given: Sequence[str]) -> Namespace:
@@ -149,7 +151,7 @@ def arguments(given: Sequence[str]) -> Namespace:
     parser.add_argument("--kind", help=f"of {','.join(INCHES)}; default: all")
     parser.add_argument("--width", help="inches at most; default: 3.25 for curves, else 6.75")
     parser.add_argument("--against", default="bytes", help="of curves: bytes held, or rows attended while decoding")
-    parser.add_argument("--average", help="of curves: name of one of the task's averages, or each")
+    parser.add_argument("--average", help=f"of curves: name of one of the task's averages, {EACH} or {SOLVABLE}")
     parser.add_argument("--out", type=Path, help="folder of the files; default: RESULTS/figures")
     options = parser.parse_intermixed_args(given)
     options.results, options.filters = asked(options.chosen)

@@ -45,7 +45,7 @@ class Row:
     """A subtask, an average of subtasks, or a further metric. None where there is nothing to compute from."""
 
     subtask: str
-    kind: str  # subtask, average or also
+    kind: str  # subtask, average, solvable (the average over those that a model's card lists) or also
     interval: Interval | None  # points; None if no sample was answered by both runs
     full: Mean | None  # each run's mean by itself, over the same samples
     method: Mean | None
@@ -92,7 +92,7 @@ class Table:
     def to_text(self, width: int = 100) -> str:
         """Plain aligned text without any terminal codes; columns that do not fit `width` go into a second block."""
         lines = wrapped((f"{key}: {value}" for key, value in self.heading.items()), width)
-        lines += aligned(self.columns, self.rows, sum(row.kind == "average" for row in self.rows), width)
+        lines += aligned(self.columns, self.rows, sum(row.kind != "subtask" for row in self.rows), width)
         if self.also:
             lines += aligned(self.also_columns, self.also, 0, width)
         lines += ["", *wrapped((*self.notes, *self.legend), width)]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench import catalogue, checks
+from kvbench import card, catalogue, checks
 from kvbench.budget import Budget
 from kvbench.checks import Checked, check
 from kvbench.engine import Sampling
@@ -186,6 +186,7 @@ def composed(config: DictConfig) -> dict[str, Any]:
         found[name] = OmegaConf.to_container(own, resolve=True) if OmegaConf.is_config(own) else own
         if isinstance(found[name], dict):
             found[name].pop("presets", None)  # the chosen one is in the settings
+            found[name].pop(card.KEY, None)  # of a model: it changes no number
     return found
 
 

@@ -1,11 +1,12 @@
 """Runs that differ in their budget alone, on the samples that all of them and the full cache answered."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from kvbench import card
 from kvbench.budget_curve import Curve
 from kvbench.means import Mean, mean
 from kvbench.metrics import failure
@@ -15,6 +16,7 @@ from kvbench.stored import Stored, baseline, differing
 
 SHARES = {"bytes": ("resident_bytes", "full_bytes"), "rows": ("rows_attended", "rows_seen_decoding")}
 EACH = "each"  # the average in which each subtask weighs the same
+SOLVABLE = "solvable"  # that over the subtasks that the model's card lists
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Choice:
     """What is drawn of the runs."""
 
     against: str = "bytes"  # a key of SHARES
-    average: str | None = None  # one of the task's, or EACH; None: the first
+    average: str | None = None  # one of the task's, EACH or SOLVABLE; None: the first
     subtask: str | None = None  # this one alone
     full: str | None = None  # hash of the full cache's run where there are several
 
@@ -125,14 +127,28 @@ def sweep(runs: Sequence[Stored], stored: Sequence[Stored], choice: Choice) -> S
     return swept
 
 
+def sweeps(runs: Sequence[Stored], stored: Sequence[Stored], choice: Choice) -> list[Swept]:
+    """The curve of `runs` as `sweep` has it. Where `choice` names neither an average nor a subtask, a second one
+    follows: over the subtasks that the model's card lists, if it lists some of them and not all.
+    """
+    found = [sweep(runs, stored, choice)]
+    open_ = choice.average is None and choice.subtask is None
+    if open_ and card.average(card.listed(runs[0].value), set(found[0].curve.subtasks)):
+        found.append(sweep(runs, stored, replace(choice, average=SOLVABLE)))
+    return found
+
+
 def weights_of(run: Stored, there: set[str], choice: Choice) -> tuple[str, Mapping[str, float]]:
     """The average that is drawn, by name, and the weights of its subtasks; SettingError if one has no samples."""
     averages = dict(run.value.get("averages") or [])
     if choice.subtask is not None:
         return choice.subtask, {choice.subtask: 1.0}
+    solvable = card.average(card.listed(run.value), sorted(there))
     if choice.average is not None:
-        choose("--average", choice.average, [*averages, EACH])
+        choose("--average", choice.average, [*averages, EACH, *([SOLVABLE] if solvable else [])])
     name = choice.average or next(iter(averages), EACH)
+    if name == SOLVABLE:
+        return next(iter(solvable.items()))
     if name == EACH:
         return "average, each subtask weighing the same", dict.fromkeys(sorted(there), 1.0)
     if missing := sorted(set(averages[name]) - there):

@@ -5,10 +5,10 @@ both runs answered: mean scores and the paired interval (kvbench.statistics), ho
 alike, the mean share of bytes held (resident_bytes / full_bytes), the mean share of rows attended in decoding
 (rows_attended / rows_seen_decoding), and the medians of the time to the first token and of the time per output token
 after it, in ms. Rows below the rule are means of rows above it, weighted as the task says, else one average with each
-subtask weighing the same. A second block has what else is known of the answers: the task's further metrics
-(kvbench.metrics). Failed samples (`error`) leave both sides of their pair and are counted. Without a method the table
-is the full cache's own. Records say for how many runs their prompt was read at once (`shared_prefill`): a note says it
-too where that is more than one.
+subtask weighing the same; the last one may be the average over the subtasks that the model can do (kvbench.card). A
+second block has what else is known of the answers: the task's further metrics (kvbench.metrics). Failed samples
+(`error`) leave both sides of their pair and are counted. Without a method the table is the full cache's own. Records
+say for how many runs their prompt was read at once (`shared_prefill`): a note says it too where that is more than one.
 """
 
 import math
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from scipy.special import bdtr, ndtri
 
+from kvbench import card
 from kvbench.means import TAIL, mean
 from kvbench.metrics import FIDELITY, answered, data_kinds, failure, metrics, repeated, scores_of
 from kvbench.rendering import COSTED, TIMES, Row, Table
@@ -32,6 +33,10 @@ COMPARED = (
     "answered itself; KL from the full cache: how far its predictions of them are from the full cache's. Both are "
     "means in nats a token; the smaller, the better."
 )
+SOLVABLE = (
+    "{}: over the subtasks on which the full cache of this model scores 50 or more, chosen on other samples than these "
+    "(conf/model/{}.yaml)."
+)
 TOGETHER = (
     "Time to first token of the {}: prompts were read for several cells at once, it is what all have in common plus "
     "the cell's own part; sweep.share_prefill=false reads them alone."
@@ -44,12 +49,14 @@ def closing_table(
     method_records: Mapping[str, dict] | None,
     heading: Mapping[str, object],
     averages: Mapping[str, Mapping[str, float]] | None = None,
+    listed: Sequence[str] = (),
 ) -> Table:
     """The table of two runs' records (uid -> record), or of the full cache's alone.
 
     `heading` is printed as it is, `task` with the data's kind; `model` and `revision` go into the notes, and `embedded:
-    True` marks the embedded reference model. `averages`: weights of subtasks by name of the average. SettingError if
-    a pair's prompts or targets differ.
+    True` marks the embedded reference model. `averages`: weights of subtasks by name of the average. `listed`: the
+    subtasks that the model can do, of which an average of their own is shown. SettingError if a pair's prompts or
+    targets differ.
     """
     other = full_records if method_records is None else method_records
     pairs = pair(full_records, other)
@@ -58,11 +65,14 @@ def closing_table(
         subtasks.setdefault(method["subtask"], []).append((full, method))
     rows = {name: _row(name, both) for name, both in subtasks.items()}
     scored = {name: scores_of(both) for name, own in subtasks.items() if (both := answered(own))}
-    weights = averages or {"average": dict.fromkeys(scored, 1.0)}
+    solvable = card.average(listed, rows)
+    weights = (averages or {"average": dict.fromkeys(scored, 1.0)}) | solvable
+    over = weights if averages else weights | {"average": rows}  # also those without an answer
     means = []
     for name, own in weights.items():
-        failed = sum(row.failed for subtask, row in rows.items() if not averages or subtask in own)
-        means.append(_average(name, own, rows, scored, failed))
+        failed = sum(row.failed for subtask, row in rows.items() if subtask in over[name])
+        kind = "solvable" if name in solvable else "average"
+        means.append(_average(name, kind, own, rows, scored, failed))
     also = [
         _mean(name, "also", list(own.values()), None, 0, digits=4 if name in FIDELITY else 1)
         for name, own in metrics(subtasks)
@@ -70,11 +80,12 @@ def closing_table(
     notes = _notes(full_records, other, pairs, heading, method_records is not None)
     if averages:
         notes.append(WEIGHTED)
+    notes += [SOLVABLE.format(name, heading.get("model", NONE)) for name in solvable]
     if any(row.subtask in FIDELITY for row in also):
         notes.append(COMPARED)
     for name, own in weights.items():
-        if missing := [subtask for subtask in (own if averages else rows) if subtask not in scored]:
-            notes.append(_missing(name, missing, left_out=not averages))
+        if missing := [subtask for subtask in over[name] if subtask not in scored]:
+            notes.append(_missing(name, missing, left_out=over[name] is not own))
     if any(row.interval and row.interval.low is None for row in (*rows.values(), *means)):
         notes.append("No interval where a subtask has one context only: one says nothing about others.")
     if (fewest := repeated(subtasks)) > 1:
@@ -107,16 +118,21 @@ def _row(subtask: str, pairs: Sequence[tuple[dict, dict]]) -> Row:
 
 
 def _average(
-    name: str, weights: Mapping[str, float], rows: Mapping[str, Row], scored: Mapping[str, Scores], failed: int
+    name: str,
+    kind: str,
+    weights: Mapping[str, float],
+    rows: Mapping[str, Row],
+    scored: Mapping[str, Scores],
+    failed: int,
 ) -> Row:
     """The weighted mean of rows; without numbers where a subtask has none."""
     if not weights or any(subtask not in scored for subtask in weights):
-        return _mean(name, "average", [], None, failed)
+        return _mean(name, kind, [], None, failed)
     shares = list(weights.values())
     costs = {of: _weighted([getattr(rows[subtask], of) for subtask in weights], shares) for of in COSTED}
     for of in TIMES:
         costs[f"{of}_error"] = _combined([getattr(rows[subtask], f"{of}_error") for subtask in weights], shares)
-    return _mean(name, "average", [scored[subtask] for subtask in weights], shares, failed, **costs)
+    return _mean(name, kind, [scored[subtask] for subtask in weights], shares, failed, **costs)
 
 
 def _mean(

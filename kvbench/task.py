@@ -65,7 +65,8 @@ class Task(Protocol):
 
     A task may also have `averages`, names of rows below the subtasks' with the weights of the subtasks they are made
     of (none: one average, each subtask weighing the same), and `inventory()`, the number of rows of each subtask in its
-    data, for `make data`. One whose `has_context` is False has nothing to cut before the question: question=hidden is
+    data, for `make data`. `subtask_names`, where all possible subtasks are known by name, lets a model's card list some
+    of them (kvbench.card). One whose `has_context` is False has nothing to cut before the question: question=hidden is
     refused. One that has the texts of right answers gives them by `reference(sample) -> str`, for fidelity=true; one
     without that method is refused there. Samples made from data say in `meta["data"]` which: "miniature" (made by
     kvbench in the benchmark's format), "local" or "hub".

@@ -25,6 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvbench import card
 from kvbench.metrics import failure
 from kvbench.rendering import COSTED, Row, Table
 from kvbench.settings import EMBEDDED_MODELS
@@ -95,7 +96,7 @@ class Subject:
             "embedded": value["model"]["name"] in EMBEDDED_MODELS,
         }
         averages = dict(value["averages"]) or None
-        return closing_table(full, None if self.baseline is None else records, heading, averages)
+        return closing_table(full, None if self.baseline is None else records, heading, averages, card.listed(value))
 
     def summary(self) -> dict[str, Any]:
         """Everything but the config, plainly: a table is {"columns": […], "rows": [[…]]}."""

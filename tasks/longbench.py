@@ -27,6 +27,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from kvbench.settings import SettingError, choose, whole
 from kvbench.task import Graded, Sample, Tokenizer
@@ -51,6 +52,7 @@ class LongBench:
     max_length: int | None = None
     limit: int | None = None
     length: None = None
+    subtask_names: ClassVar[tuple[str, ...]] = NAMES
 
     def check(self) -> None:
         """Raises a SettingError; reads all rows of the chosen subtasks."""

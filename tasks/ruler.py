@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from kvbench.settings import SettingError, choose, several, whole
 from kvbench.task import Graded, Sample, Tokenizer
@@ -81,6 +81,7 @@ class Ruler:
     limit: int | None = None
     cache: str | None = "results/samples"
     per_subtask: int = field(init=False)
+    subtask_names: ClassVar[tuple[str, ...]] = SUBTASKS
 
     def __post_init__(self, samples: int):
         object.__setattr__(self, "per_subtask", samples)

@@ -19,7 +19,7 @@ from functools import cached_property
 from importlib.metadata import version
 from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from kvbench.settings import SettingError, choose, several, whole
 from kvbench.task import Graded, Sample, Tokenizer
@@ -140,6 +140,7 @@ class RulerLmEval:
     seed: int = 0
     limit: int | None = None
     per_subtask: int = field(init=False)
+    subtask_names: ClassVar[tuple[str, ...]] = tuple(PORTS)
 
     def __post_init__(self, samples: int):
         object.__setattr__(self, "per_subtask", samples)

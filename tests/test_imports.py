@@ -37,6 +37,7 @@ RECORDS = (
     "kvbench.swept",
     "kvbench.text_table",
     "kvbench.heatmap",
+    "kvbench.card",
     "kvbench.catalogue",
     "kvbench.protocol",
     "kvbench.scores",

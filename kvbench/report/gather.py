@@ -15,6 +15,7 @@ from typing import Any
 
 from scipy.special import ndtri
 
+from kvbench import card
 from kvbench.audit import lines as lines_of
 from kvbench.audit import protocol
 from kvbench.budget_curve import KEEP
@@ -28,7 +29,7 @@ from kvbench.settings import EMBEDDED_MODELS, SettingError
 from kvbench.statistics import Interval, paired
 from kvbench.store import RunFolder, run_hash
 from kvbench.stored import CACHE, OWN, Stored, baseline, differing
-from kvbench.swept import Choice, Swept, sweep
+from kvbench.swept import Choice, Swept, sweeps
 from kvbench.tables import closing_table
 from kvbench.text_table import NONE, escape
 
@@ -162,6 +163,7 @@ class Panel:
         self.listed: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.tables: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
+        self.solvable: dict[str, Any] = {"average": None, "points": [], "full": []}  # of what the model can do
         self.grids: list[dict[str, Any]] = []
         series = self._series()
         candidates = [*self.tables["costs"], *self.tables["free"]]
@@ -177,6 +179,7 @@ class Panel:
             "also": list(also),
             "series": series,
             **self.tables,
+            "solvable": self.solvable,
             "grids": self.grids,
             "notes": list(dict.fromkeys(self.notes)),
         }
@@ -205,7 +208,7 @@ class Panel:
             full = baseline(run, self.runs)
             heading = {"model": run.value["model"]["name"], "embedded": run.value["model"]["name"] in EMBEDDED_MODELS}
             averages = dict(run.value.get("averages") or []) or None
-            table = closing_table(full.records, run.records, heading, averages)
+            table = closing_table(full.records, run.records, heading, averages, card.listed(run.value))
             self._table(table.rows, run, series, name)
             self._grid(run, full, series, name)
         except WRONG as error:
@@ -219,11 +222,12 @@ class Panel:
 
     def _table(self, rows: Sequence[Row], run: Stored, series: int, name: str) -> None:
         averages = [row for row in rows if row.kind == "average"][:1]
-        order = averages + [row for row in rows if row.kind == "subtask"]
+        means = averages + [row for row in rows if row.kind == "solvable"]
+        order = means + [row for row in rows if row.kind == "subtask"]
         cells, tasks = [], [own["task"] for own in self.tables["tasks"]]
         for row in order if len(order) > 2 else order[1:]:
             if row.interval:
-                task = short(f"Ø {row.subtask}" if row in averages else row.subtask)
+                task = short(f"Ø {row.subtask}" if row in means else row.subtask)
                 tasks += [] if task in tasks else [task]
                 at = {"order": len(self.tables["rows"]), "column": tasks.index(task)}
                 cells.append(at | changed(row.interval))
@@ -243,17 +247,23 @@ class Panel:
     def _swept(self, runs: Sequence[Stored], series: int) -> dict[str, Any]:
         """Take in the points of a curve; the smallest budget, or why there are none."""
         try:
-            swept = sweep(runs, self.runs, self.choice)
-            *points, full = swept.points
+            swept, *solvable = sweeps(runs, self.runs, self.choice)
         except WRONG as error:
             return {"refused": said(error)}
-        named_budget = {str(run.value["budget"]): budget(run) for run in runs}
-        for point in points:
-            own = {"s": series, "budget": named_budget[point.budget], "share": point.share}
-            self.tables["points"].append(own | changed(point.interval) | stated(point.score))
-        self.tables["full"].append({"s": series} | stated(full.score))
+        self._points(swept, runs, series, self.tables)
+        for own in solvable:
+            self.solvable["average"] = short(own.average)
+            self._points(own, runs, series, self.solvable)
         shown = {"average": short(swept.average), "left_out": swept.left_out, "samples": len(swept.uids)}
         return shown | {"smallest": least_budget(swept)}
+
+    def _points(self, swept: Swept, runs: Sequence[Stored], series: int, tables: Mapping[str, list]) -> None:
+        named_budget = {str(run.value["budget"]): budget(run) for run in runs}
+        *points, full = swept.points
+        for point in points:
+            own = {"s": series, "budget": named_budget[point.budget], "share": point.share}
+            tables["points"].append(own | changed(point.interval) | stated(point.score))
+        tables["full"].append({"s": series} | stated(full.score))
 
     def _list(self, run: Stored, label: str) -> None:
         path = run.folder.path

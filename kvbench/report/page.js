@@ -121,8 +121,10 @@
     const key = own.map((one) => el("span", {}, dash(one), one.label));
     key.push(el("span", {}, dash({ ...FULL, shape: "diamond", dash: [4, 3] }), "full cache"));
     const left = Math.max(...own.map((one) => one.left_out));
+    const { average, ...solvable } = panel.solvable;
+    const second = average && [chart("curve", tables({ ...panel, ...solvable }, own), `Score against measured share, ${average}, ${title(panel)}`), el("small", {}, average)];
     return [chart("curve", tables(panel, own), `Score against measured share, ${title(panel)}`), el("div", { class: "key" }, key),
-      el("small", {}, own[0].average + (left ? `; up to ${left} samples not answered everywhere are left out` : ""))];
+      el("small", {}, own[0].average + (left ? `; up to ${left} samples not answered everywhere are left out` : "")), ...(second || [])];
   }
 
   function tasks(panel) {
@@ -152,7 +154,7 @@
   const SECTIONS = () => [
     ["leaderboard", `Smallest budget that keeps ${100 * DATA.keep}\u202f%`, `The measured share of the full cache's bytes from which on a method keeps ${100 * DATA.keep}\u202f% of the full cache's score, straight between measured points; ≤ and > lie beyond what was measured. At most: the share of the score that the largest measured budget keeps.`, leaderboard],
     ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against what was really resident, not what was asked for. The dashed line is the full cache on the same samples.", curves],
-    ["tasks", "Difference by task", "Points gained or lost against the full cache on the same samples; Ø is the average. Point at a cell for its interval.", tasks, "wide"],
+    ["tasks", "Difference by task", "Points gained or lost against the full cache on the same samples; Ø is an average. Point at a cell for its interval.", tasks, "wide"],
     ["grids", "Length × depth", "Mean score by the length of the context and by how deep in it the answer stands.", grids, "wide"],
     ["costs", "What a score costs", "Filled and joined: no other run of the panel and not the full cache (the diamond) costs as little and scores as much. Times are medians, whiskers their 95\u202f% intervals: where they overlap, the order may be chance.", costs, "wide"],
   ];

@@ -23,7 +23,7 @@ from kvbench.settings import Arguments, answered
 
 HERE = Path(__file__).parent
 FOLDER = "report"  # of the samples, beside the page
-NUMBERS = (*TABLES, "series", "grids")  # of a panel
+NUMBERS = (*TABLES, "series", "grids", "solvable")  # of a panel
 DIGITS = 4  # after the point
 PACKED = (*TABLES, "cells")  # a grid's too
 MOST = 2_000_000  # bytes of a page
