@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy.special import binom, ndtri
 
 import kvbench.means
+from kvbench.card import solves
 from kvbench.means import Mean, Values, few, mean
 from kvbench.statistics import Interval, Scores, average, pair, paired
 
@@ -460,6 +461,51 @@ def test_coverage_of_the_average(count, scale, most):
         return average([Scores([100.0] * count, 100.0 * ~row, group) for row, group in zip(wrong, groups, strict=True)])
 
     assert 0.93 <= covered(interval, -100 * losses.mean(), 500) <= most
+
+
+CHANCES = np.linspace(0.35, 0.65, 13)  # of the full cache to solve a sample of each subtask: near what a card asks for
+
+
+def listed(random: np.random.Generator, count: int, kept: float, by: str) -> tuple[Mean, Interval, float]:
+    """The full cache's mean over the subtasks of a list, the difference of a method that keeps a share of what is
+    right, and the true mean. `by`: samples that choose the list. Others than the evaluated ones, as for a card; the
+    same, which kvbench never does; or none, and the list is every second subtask.
+    """
+    full = random.random((13, count)) < CHANCES[:, None]
+    asked = full if by == "same" else random.random((13, 20)) < CHANCES[:, None]
+    method = full & (random.random(full.shape) < kept)
+    chosen = [place for place in range(13) if (place % 2 if by == "none" else solves(100.0 * asked[place]))]
+    groups = {place: [f"{place}/{own}" for own in names(count)] for place in chosen}
+    scores = [Scores(100.0 * full[place], 100.0 * method[place], groups[place]) for place in chosen]
+    return mean([own.full_values for own in scores]), average(scores), 100 * CHANCES[chosen].mean()
+
+
+def coverage_of_listed(count: int, kept: float, times: int, by: str) -> tuple[float, float, float]:
+    """How often both intervals hold the truth, and how far the full cache's mean is above it on average, in points."""
+    random = np.random.default_rng(7)
+    drawn = [listed(random, count, kept, by) for _ in range(times)]
+    alone = sum(own.low <= truth <= own.high for own, _, truth in drawn) / times
+    paired = sum(change.low <= (kept - 1) * truth <= change.high for _, change, truth in drawn) / times
+    return alone, paired, sum(own.value - truth for own, _, truth in drawn) / times
+
+
+def test_coverage_of_the_average_that_a_card_lists():
+    alone, paired, above = coverage_of_listed(20, 0.7, 300, by="others")
+    assert min(alone, paired) >= 0.93 and abs(above) < 0.5
+    alone, _, above = coverage_of_listed(20, 0.7, 100, by="same")
+    assert alone < 0.85 and above > 4  # which is why other samples choose
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("count", [5, 20, 100])
+@pytest.mark.parametrize("kept", [0.95, 0.5])
+def test_coverage_of_the_average_that_a_card_lists_in_full(count, kept):
+    """Where few answers are lost, intervals hold the truth of any average less often: a card's is no worse."""
+    alone, paired, above = coverage_of_listed(count, kept, 1500, by="others")
+    plain = coverage_of_listed(count, kept, 1500, by="none")
+    assert alone >= 0.94 and paired >= min(0.94, plain[1] - 0.015) and abs(above) < 0.5
+    alone, _, above = coverage_of_listed(count, kept, 500, by="same")
+    assert alone < 0.92 and above > 1
 
 
 @pytest.mark.parametrize(("groups", "size"), [(20, 1), (40, 3)])
