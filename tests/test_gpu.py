@@ -20,6 +20,7 @@ from kvbench.blocks import Blocks
 from kvbench.budget import Budget
 from kvbench.catalogue import build, settings
 from kvbench.engine import Context, Sampling
+from kvbench.fidelity import predict
 from kvbench.held import choose_cache
 from kvbench.model import Checkpoint
 from kvbench.run import Run
@@ -300,3 +301,20 @@ def test_a_model_over_two_gpus_is_the_same_model(model, method, allocator, tmp_p
     for layer in range(4):
         assert all(torch.equal(one.places(layer, h), two.places(layer, h).to("cuda:0")) for h in range(2))
     assert torch.equal(one.generate(6, stop=frozenset()), two.generate(6, stop=frozenset()).to("cuda:0"))
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv", "tova", "keydiff", "h2o", "quest"])
+def test_answers_that_are_read_predict_as_those_that_are_decoded(exact, method):
+    budget, found = 1.0 if method == "full" else 0.2, []
+    choice = choose_cache(*chosen(method, "uniform", "llama"))
+    for graphs in (False, True):
+        context = Context(exact, choice, Budget(budget), None, (0, 0), compile=graphs, answer=64)
+        context.prefill(prompts(2, 700))
+        with context.branch():
+            answer = torch.stack(list(context.generate(12, GREEDY, frozenset())), 1)
+        predicted = predict(context, answer.tolist())
+        assert torch.equal(predicted.argmax(-1).cpu(), answer)
+        found.append(predicted)
+        again = torch.stack(list(context.generate(12, GREEDY, frozenset())), 1)
+        assert torch.equal(again, answer)
+    assert torch.allclose(*found, atol=1e-2)
