@@ -25,6 +25,7 @@ from kvbench.sources import source_hash
 from kvbench.store import run_hash
 from kvbench.task import Task
 
+IDENTITY = 2  # how a run is named; runs that were named in another way are shown, and never paired with these
 DTYPES = {name: getattr(torch, name) for name in checks.DTYPES}
 UNCUT = {"method": "full", "allocator": "uniform", "codec": "raw"}
 # read by `Run.from_config`; `workers` is left out: how many processes share a run changes nothing
@@ -168,8 +169,13 @@ class Run:
             "averages": [[name, own] for name, own in (getattr(self.task, "averages", None) or {}).items()],  # in order
             "data": self.task.fingerprint(),
             "device": where,
-            "sources": source_hash(["kvbench.runner", *self.modules()]),
+            "sources": source_hash(self.sources()),
+            "identity": IDENTITY,
         }
+
+    def sources(self) -> list[str]:
+        """The modules whose sources, with all that they import, are part of what the run is known by."""
+        return ["kvbench.runner", *self.modules()]
 
     def modules(self) -> list[str]:
         """Of the method, allocator, codec and task."""

@@ -28,7 +28,7 @@ from kvbench.model import stop_tokens
 from kvbench.prompt import Prompt, encode_all, template_tokens, words
 from kvbench.run import DTYPES, Run
 from kvbench.settings import ContractError, SettingError, number
-from kvbench.sources import revision
+from kvbench.sources import revision, source_hashes
 from kvbench.store import RunFolder, claim_all, claims
 from kvbench.survival import evidence, survived
 from kvbench.task import Graded, Sample
@@ -116,7 +116,7 @@ def execute_all(runs: Sequence[Run], results: Path, bench: Bench) -> list[RunFol
     name = runs[0].groups["method"]["name"] if len(runs) == 1 else f"{len(open_)} together"
     with ExitStack() as stack:
         for folder, run in open_.items():
-            stack.enter_context(folder.open(machine(run.device) | {"settings": run.settings}, len(prompts)))
+            stack.enter_context(folder.open(about(run), len(prompts)))
             folder.look()
 
         def made_so_far() -> int:
@@ -542,6 +542,11 @@ def mean(values: Sequence[float]) -> float:
 def seed_of(seed: int, group: str) -> int:
     """The own seed of the samples of one context, the same whatever runs beside them."""
     return int.from_bytes(sha256(f"{seed} {group}".encode()).digest()[:7], "big")
+
+
+def about(run: Run) -> dict[str, Any]:
+    """What a process writes beside its records: for people, and to make the run again."""
+    return machine(run.device) | {"settings": run.settings, "sources": source_hashes(run.sources())}
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """Which sources can change a result: a hash of modules and of all that they import; and the revision of all of them.
 
+A Python source counts by what it does, not by what it says (kvbench.syntax): rewording a docstring, a comment or an
+error keeps every run's name. Modules of `UNCOUNTED` do not count, since they compute nothing that a record holds.
+
 The walk is static (ast; nothing is imported) and covers imports inside functions. It follows kvbench's own modules and
 every other module that is not installed: files beside the method, on PYTHONPATH, in an editable install. The standard
 library and the dependencies that pyproject.toml names do not count (machine.json has their versions); any other
@@ -28,6 +31,7 @@ from pkgutil import iter_modules
 from site import getsitepackages, getusersitepackages
 
 import kvbench
+from kvbench.syntax import canonical
 
 NO_SOURCE = (".md", ".pyc")
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,31 +46,65 @@ UNFOLLOWED = {  # calls that execute sources which no import statement names
 # one loads files of lm-eval, a dependency; the other looks for data, which a run's fingerprint counts
 KNOWN = {"kvbench.tasks.ruler_lmeval", "kvbench.tasks.ruler_sentences"}
 
-_hashes: dict[object, tuple[dict[Path, object], str]] = {}  # what was asked for -> the files' stamps, the hash
+UNCOUNTED = {  # modules that runs import and that change no number of a record -> why
+    "kvbench.card": "chooses subtasks for tables of records that are there",
+    "kvbench.checks": "refuses settings; those that are accepted are in the run's value",
+    "kvbench.gguf_model": "converts weights, which the model's identity counts",
+    "kvbench.model_cache": "names the folder of converted models",
+    "kvbench.sources": "names runs",
+    "kvbench.store": "writes records; a file that it writes otherwise has another format's number",
+    "kvbench.syntax": "names runs",
+}
+_hashes: dict[object, tuple[dict[Path, object], dict[str, str]]] = {}  # what was asked for -> files' stamps, hashes
 _said: set[str] = set()  # places that a line on stderr has named
 
 
 def source_hash(modules: Iterable[str]) -> str:
-    """16 hex digits over the sources of `modules` (e.g. "kvbench.methods.snapkv") and what they import, transitively.
+    """Return 16 hex digits over the sources of `modules` (e.g. "kvbench.methods.snapkv") and what they import.
 
-    A module's name and its bytes count, the place of the checkout does not. The hash is made anew only where a file
-    has changed since, by its size, inode or time. ValueError for a module that is not there or is installed.
+    Raises:
+        ValueError: A module is not there or is installed.
+    """
+    return _short("".join(f"{name} {own}\n" for name, own in source_hashes(modules).items()))
+
+
+def source_hashes(modules: Iterable[str]) -> dict[str, str]:
+    """Return what `source_hash` is made of: names of modules, and of installed packages with their versions, in order,
+    each with 16 hex digits ("" for a package).
+
+    A module's name and what it does count, the place of the checkout does not. The hashes are made anew only where a
+    file has changed since, by its size, inode or time.
     """
     asked = tuple(sorted(set(modules))), tuple(sys.path), tuple(kvbench.__path__)
-    stamps, found = _hashes.get(asked, ({}, ""))
+    stamps, found = _hashes.get(asked, ({}, {}))
     if not stamps or any(_stamp(path) != own for path, own in stamps.items()):
-        digest, files = hashlib.sha256(), set()
-        followed = walk(asked[0])
+        files, followed = set(), walk(asked[0])
+        found = {}
         for module in sorted(followed):
+            parts = []
             for file in _files(module):
-                content = file.read_bytes()
-                digest.update(f"{module} {file.name} {len(content)}\n".encode() + content)
+                parts.append(f"{file.name}\n{_content(file)}\n")
                 files |= {file, file.parent}
-        digest.update("".join(f"{package}\n" for package in sorted(packages(set().union(*followed.values())))).encode())
-        found = digest.hexdigest()[:16]
+            found[module] = _short("".join(parts))
+        found |= dict.fromkeys(sorted(packages(set().union(*followed.values()))), "")
         _hashes[asked] = {path: _stamp(path) for path in files}, found
         _say(followed)
-    return found
+    return dict(found)
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _content(file: Path) -> str:
+    """What counts of a file: of Python what it does, of anything else every byte."""
+    content = file.read_bytes()
+    return _canonical(content) if file.suffix == ".py" else hashlib.sha256(content).hexdigest()
+
+
+@cache
+def _canonical(source: bytes) -> str:
+    return _short(canonical(source))
 
 
 def _stamp(path: Path) -> object:
@@ -119,7 +157,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 def closure(modules: Iterable[str]) -> set[str]:
     """`modules`, the modules that they import from kvbench or from files that are not installed, and so on; with them
-    every package that they lie in.
+    every package that they lie in. Modules of `UNCOUNTED` are only there if they are among `modules`.
     """
     return set(walk(modules))
 
@@ -137,7 +175,7 @@ def walk(modules: Iterable[str]) -> dict[str, set[str]]:
         found[module] = set()
         if module != "kvbench":  # every module's parent; what it offers on demand belongs to whoever asks for it
             found[module] = imports(module)
-            waiting += [name for name in found[module] if _files(name)]
+            waiting += [name for name in found[module] - UNCOUNTED.keys() if _files(name)]
     return found
 
 

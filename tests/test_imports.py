@@ -9,7 +9,16 @@ import pytest
 
 import kvbench
 from kvbench import sources
-from kvbench.sources import closure, imports, packages, revision, source_hash, unfollowed
+from kvbench.sources import (
+    UNCOUNTED,
+    closure,
+    imports,
+    packages,
+    revision,
+    source_hash,
+    source_hashes,
+    unfollowed,
+)
 
 ROOT = Path(kvbench.__file__).parents[1]
 FILES = sorted(path for folder in ("kvbench", "kernels", "methods", "tasks") for path in (ROOT / folder).rglob("*.py"))
@@ -19,6 +28,7 @@ RECORDS = (
     "kvbench.tables",
     "kvbench.report",
     "kvbench.sources",
+    "kvbench.syntax",
     "kvbench.measurements",
     "kvbench.comparison",
     "kvbench.papers",
@@ -174,9 +184,12 @@ def test_the_hash_follows_what_can_change_a_result(checkout):
     counted = set()
     for path in sorted(path for path in checkout.rglob("*") if path.is_file()):
         text = path.read_text()
-        path.write_text(text + "\n# changed\n")
+        path.write_text(text + "\n# said\n")
+        said = source_hash(named) != before
+        path.write_text(text + "\nCHANGED = 1\n")
         if source_hash(named) != before:
             counted.add(str(path.relative_to(checkout)))
+            assert said == (path.suffix != ".py")  # of Python only what is done counts
         path.write_text(text)
     assert counted == {
         "kvbench/__init__.py",
@@ -193,6 +206,18 @@ def test_the_hash_follows_what_can_change_a_result(checkout):
     assert source_hash(named) == before != source_hash(["kvbench.engine"])
     (checkout / "kernels/attend/new.py").write_text("")
     assert source_hash(named) != before
+
+
+def test_modules_that_do_not_count_compute_nothing():
+    """They are there, runs import them, and none of them can compute: only a conversion of weights knows torch."""
+    run = ["kvbench.runner", "kvbench.methods.snapkv", "kvbench.tasks.ruler"]
+    counted = closure(run)
+    assert not counted & UNCOUNTED.keys()
+    for module in UNCOUNTED:
+        assert any(module in imports(other) for other in counted | UNCOUNTED.keys()), f"{module} is not imported"
+        if module != "kvbench.gguf_model":
+            assert not {name for name in imports(module) if within(name, "torch", "transformers", "kvbench.engine")}
+    assert [name for name, own in source_hashes(run).items() if own] == sorted(counted)
 
 
 @pytest.fixture
@@ -233,7 +258,7 @@ def test_what_a_method_imports_from_elsewhere_is_hashed(outside, checkout, capsy
     counted = set()
     for path in sorted(files):
         content = path.read_bytes()
-        path.write_bytes(content + b"\n# changed\n")
+        path.write_bytes(content + b"\nCHANGED = 1\n")
         if source_hash(method) != before:
             counted.add(path)
         path.write_bytes(content)
