@@ -86,10 +86,13 @@ def check_model(config: DictConfig) -> None:
         choose("model.tokenizer", config.tokenizer, (None, "reference"))
     elif own:
         if config.path is not None or config.revision is not None:
-            raise SettingError(f"model.path={config.path}: model={config.name} has its own; add model=hf")
+            given = "path" if config.path is not None else "revision"
+            raise SettingError(f"model.{given}={config[given]}: model={config.name} has its own; add model=hf")
         if config.name in FETCHED_MODELS:
             check_fetched(config.name)
     elif config.path is None:
         raise SettingError(f"model.path=null: model={config.name} needs a local folder or a hub id")
     else:
         check_model_path(str(config.path))
+        if str(config.path).lower().endswith(".gguf") and config.revision is not None:
+            raise SettingError(f"model.revision={config.revision}: is of the hub, a GGUF file has none; null")

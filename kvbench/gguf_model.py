@@ -12,6 +12,8 @@ transformers' GGUF reader (5.5 to 5.17) leaves out some things, which this modul
   was trained on.
 * It does not read the size of a head for every architecture. The module takes it from the header.
 * It ignores RoPE scaling (`rope.scaling.type`, `rope_freqs.weight`). The module refuses such files.
+* It fills tensors that a file lacks with random numbers, drops those that it does not know, and adds no first token.
+  The module refuses the former and follows the header in the latter.
 """
 
 import hashlib
@@ -29,8 +31,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tokenizers import Regex, decoders, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Regex, decoders, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from kvbench import model_cache
@@ -49,6 +51,11 @@ VOLATILE = (
     "is_local",
     "local_files_only",
 )  # of the machine, not the model
+BEGINNING = (
+    None,
+    "llama-bpe",
+)  # pre-tokenizers whose texts have a first token where the header does not say (llama.cpp)
+PLAIN = {None, 1.0}  # factors of a RoPE that is not scaled
 ROOM = 64 << 20  # bytes beside the weights that a conversion needs on the disk
 
 
@@ -80,8 +87,10 @@ class Header:
     architecture: str
     pre_tokenizer: str | None  # None: a tokenizer that is not byte-level
     special_tokens: dict[str, int]  # "eos" -> id
+    adds_bos: bool  # whether a text begins with the first token
     head_dim: int | None  # None: hidden size / heads
-    weights: int  # numbers in all tensors
+    tensors: int  # how many there are
+    weights: int  # numbers in all of them
 
 
 def read_header(path: Path) -> Header:
@@ -112,8 +121,11 @@ def read_header(path: Path) -> Header:
             f"model.path={path}: its architecture {architecture} cannot be read from GGUF; use one of "
             f"{', '.join(ARCHITECTURES)}, or the model's safetensors"
         )
-    scaling = fields.get(f"{architecture}.rope.scaling.type", "none")
-    if scaling != "none" or any(name.startswith(("rope_freqs", "rope_factors")) for name in tensors):
+    rope = {name.removeprefix(f"{architecture}.rope."): value for name, value in fields.items()}
+    scaled = (
+        rope.get("scaling.type", "none") != "none" or {rope.get("scaling.factor"), rope.get("scale_linear")} - PLAIN
+    )
+    if scaled or any(name.startswith(("rope_freqs", "rope_factors")) for name in tensors):
         raise SettingError(f"model.path={path}: its RoPE scaling cannot be read from GGUF; use the model's safetensors")
     kind, pre = fields.get("tokenizer.ggml.model"), None
     if kind == "gpt2":
@@ -127,27 +139,33 @@ def read_header(path: Path) -> Header:
         raise SettingError(f"model.path={path}: its tokenizer {kind} cannot be read; use gpt2 or llama")
     names = {own: f"tokenizer.ggml.{theirs}_token_id" for own, theirs in SPECIAL_TOKENS.items()}
     special = {own: int(fields[name]) for own, name in names.items() if name in fields}
+    known = len(reader.fields["tokenizer.ggml.tokens"].data) if "tokenizer.ggml.tokens" in reader.fields else 0
+    if wrong := {own: number for own, number in special.items() if not 0 <= number < known}:
+        raise SettingError(f"model.path={path}: is damaged: {wrong} are none of its {known} tokens")
+    adds_bos = bool(fields.get("tokenizer.ggml.add_bos_token", pre in BEGINNING)) and "bos" in special
     head_dim = fields.get(f"{architecture}.attention.key_length")
-    return Header(architecture, pre, special, head_dim, sum(tensors.values()))
+    return Header(architecture, pre, special, adds_bos, head_dim, len(tensors), sum(tensors.values()))
 
 
 def convert(source: Path, header: Header, target: Path) -> None:
     """Write the model and the tokenizer of a GGUF file into the folder `target`, as bfloat16 safetensors.
 
-    The same file gives the same bytes, whatever the version of transformers writes them.
+    The same file gives the same bytes. Other versions of transformers give the same weights and may write the
+    tokenizer's files in another way.
 
     Raises:
-        SettingError: transformers cannot read the file.
+        SettingError: transformers cannot read the file, or not all of its tensors.
         OSError: The folder cannot be written.
     """
     where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     try:
         with quiet():
-            loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
+            config = AutoConfig.from_pretrained(**where)
+            config.head_dim = header.head_dim or config.hidden_size // config.num_attention_heads
+            loaded = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=torch.bfloat16)
             tokenizer = AutoTokenizer.from_pretrained(**where)
         config = loaded.config
-        del config.quantization_config  # the weights are plain now; with it save_pretrained refuses
-        config.head_dim = header.head_dim or config.hidden_size // config.num_attention_heads
+        vars(config).pop("quantization_config", None)  # the weights are plain now; with it save_pretrained refuses
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.load_state_dict(loaded.state_dict(), assign=True)
@@ -155,6 +173,13 @@ def convert(source: Path, header: Header, target: Path) -> None:
     except Exception as error:  # whatever transformers meets in a file that it cannot map
         said = " ".join(str(error).split()) or type(error).__name__
         raise SettingError(f"model.path={source}: transformers cannot read it ({said[:120]})") from None
+    own = list(model.parameters())  # tied ones count once
+    numbers = sum(tensor.numel() for tensor in own)
+    if (len(own), numbers) != (header.tensors, header.weights):
+        raise SettingError(
+            f"model.path={source}: has {header.tensors} tensors with {header.weights} numbers; a {config.model_type}"
+            f" of its shape has {len(own)} with {numbers}"
+        )
     set_tokens(tokenizer, header)
     with writing(target), quiet():
         try:
@@ -175,6 +200,11 @@ def set_tokens(tokenizer: Any, header: Header) -> None:
     """Give a tokenizer that transformers converted the special tokens and the pre-tokenizer of the header."""
     for own, number in header.special_tokens.items():
         setattr(tokenizer, f"{own}_token", tokenizer.convert_ids_to_tokens(number))
+    if header.adds_bos:
+        first, number = tokenizer.bos_token, header.special_tokens["bos"]
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[(first, number)]
+        )
     if header.pre_tokenizer is None:
         return
     if make := PRE_TOKENIZERS[header.pre_tokenizer]:
@@ -186,7 +216,7 @@ def set_tokens(tokenizer: Any, header: Header) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """transformers prints no progress bar and no warning inside."""
-    level = logging.get_verbosity()
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -194,6 +224,8 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def hash_weights(folder: Path) -> str:
@@ -211,11 +243,14 @@ def hash_weights(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def make_converted(source: Path, source_hash: str, target: Path, weights_hash: str | None = None) -> None:
+def make_converted(
+    source: Path, header: Header, source_hash: str, target: Path, weights_hash: str | None = None
+) -> None:
     """Convert `source` into the folder `target`, which appears when it is complete. The caller holds its lock.
 
     Args:
         source: A GGUF file.
+        header: What `read_header` says of it.
         source_hash: What the file is, written into the folder's `conversion.json`.
         target: The folder.
         weights_hash: What `hash_weights` of the folder must be, None: anything.
@@ -224,7 +259,6 @@ def make_converted(source: Path, source_hash: str, target: Path, weights_hash: s
         SettingError: The file cannot be converted, the disk has no room, or the weights have another hash.
         OSError: The folder cannot be written.
     """
-    header = read_header(source)
     need, free = 2 * header.weights + ROOM, shutil.disk_usage(target.parent).free
     if free < need:
         raise SettingError(f"{target.parent}: has {free / 1e6:.0f} MB free; the converted model needs {need / 1e6:.0f}")
@@ -260,10 +294,11 @@ def find_converted(source: Path) -> Path:
     known = hash_file(source)
     target = model_cache.MODELS / f"{source.stem}-{known[:8]}"
     if not is_converted(target, known):
+        header = read_header(source)
         try:
             with locked(target.name):
                 if not is_converted(target, known):
-                    make_converted(source, known, target)
+                    make_converted(source, header, known, target)
         except OSError as error:
             raise SettingError(f"model.path={source}: cannot be converted into {target} ({error.strerror})") from None
     return target

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from kvbench.gguf_model import find_converted, read_samples
 from kvbench.kernels.attend.sdpa import attend_windowed
-from kvbench.model_cache import FETCHED_MODELS, MODELS, check_fetched
+from kvbench.model_cache import FETCHED_MODELS, MODELS, check_fetched, identify
 from kvbench.settings import SettingError, check_model_path
 
 NAME = "kvbench"
@@ -449,7 +449,7 @@ def find_model(model: str) -> str:
         check_fetched(model)
     path = str(KNOWN_MODELS.get(model, model))
     check_model_path(path)
-    return str(find_converted(Path(path).expanduser())) if path.endswith(".gguf") else path
+    return str(find_converted(Path(path).expanduser())) if path.lower().endswith(".gguf") else path
 
 
 @dataclass(frozen=True)
@@ -519,6 +519,8 @@ class Checkpoint:
         (files over 64 MiB by 64 samples of 1 MiB).
         """
         folder = Path(self.path)
+        if (converted := identify(folder)) is not None:
+            return converted
         if not folder.is_dir():
             return f"{self.path}@{getattr(self.config(), '_commit_hash', None) or self.revision}"
         digest = hashlib.sha256()

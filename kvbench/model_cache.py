@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 from kvbench.settings import SettingError
@@ -33,6 +34,16 @@ def check_fetched(name: str) -> None:
     """Raise a SettingError unless the model was downloaded."""
     if not is_converted(MODELS / name):
         raise SettingError(f"model={name}: is not here yet; `make model` downloads it (93 MB) and converts it")
+
+
+def identify(folder: Path) -> str | None:
+    """Return what a converted model is known by: 16 hex digits over its weights, the file that they were made of and
+    the version of the conversion. None for a folder that is no converted model.
+    """
+    if not is_converted(folder):
+        return None
+    said = json.loads((folder / NOTE).read_text())
+    return sha256(f"{said['weights']} {said['source']} {said['version']}".encode()).hexdigest()[:16]
 
 
 @contextmanager

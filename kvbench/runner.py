@@ -25,7 +25,7 @@ from kvbench.fidelity import TOKENS, divergence, likelihood, pack, predict
 from kvbench.guard import ask, readings
 from kvbench.held import trim
 from kvbench.model import stop_tokens
-from kvbench.prompt import Prompt, encode_all, template_tokens, words
+from kvbench.prompt import Prompt, encode_all, template, template_tokens, words
 from kvbench.run import DTYPES, Run
 from kvbench.settings import ContractError, SettingError, number
 from kvbench.sources import revision, source_hashes
@@ -36,6 +36,7 @@ from kvbench.timing import forget_peak, now, peak
 
 UNGRADED = {"score": None, "answer": None, "also": {}}
 ASKED = 1000  # characters of a question that are recorded
+TAIL = 32  # characters in front of a right answer with which it is encoded
 WARM_UP = tuple(range(64))  # token ids
 
 
@@ -224,7 +225,8 @@ class Reader:
 
     def __init__(self, run: Run, bench: Bench) -> None:
         self.run, self.model, self.tokenizer, self.choice = run, bench.model, bench.tokenizer, run.choice()
-        self.bench = bench
+        self.bench, self.is_baseline = bench, run.value == run.baseline().value
+        self.made: dict[str, dict] = {}  # records of the full cache that were made here, by uid
         self.order = {uid: index for index, uid in enumerate(bench.prompts)}
         self.task = bench.run.task  # only the task that made the samples may know how to grade them
         self.stop = stop_tokens(self.model)
@@ -461,7 +463,7 @@ class Reader:
                 found.append({"fidelity": {}})
                 continue
             own, count = predicted[: len(answer)], len(answer)
-            if self.run.baseline() is self.run:
+            if self.is_baseline:
                 kl, more = 0.0, {"predictions": pack(own)}
             else:
                 full, more = self._full_predictions(sample.uid, batch), {}
@@ -476,18 +478,27 @@ class Reader:
             return []
         owner = f"task={self.run.task_settings.get('name')}"
         text = ask(owner, "reference", lambda: self.task.reference(sample), f" of {sample.uid}")
-        if sample.answer_prefix and not sample.answer_prefix[-1].isspace():
-            text = f" {text}"
-        return self.tokenizer.encode(text, add_special_tokens=False)[:TOKENS]
+        before = sample.answer_prefix or (template(self.tokenizer)[1] if sample.chat else "") or sample.question
+        tail = before[-TAIL:]  # some tokenizers begin a text with a token that never follows another
+        text = tail + ("" if tail[-1:].isspace() else " ") + text
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = [
+            token
+            for token, (_, end) in zip(found["input_ids"], found["offset_mapping"], strict=True)
+            if end > len(tail)
+        ]
+        return ids[:TOKENS]
 
     def _full_predictions(self, uid: str, batch: Sequence[tuple[Sample, Prompt]]) -> str | None:
         """What the full cache predicts for a sample: from its record, or made now where another process has not written
         it yet; None where the full cache did not fit into memory.
         """
-        record = self.bench.full.record(uid) if self.bench.full else None
+        record = (self.bench.full.record(uid) if self.bench.full else None) or self.made.get(uid)
         if record is None:
-            made = Reader(self.run.baseline(), self.bench).answer(batch)
-            record = next(own for own in made if own["uid"] == uid)
+            prompts = self.bench.prompts
+            turns = [prompts[other] for other in conversation(uid, prompts)]
+            self.made = {own["uid"]: own for own in Reader(self.run.baseline(), self.bench).answer(turns or batch)}
+            record = self.made[uid]
         return record.get("predictions")
 
     def _count(self, context: Context) -> dict:

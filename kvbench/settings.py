@@ -196,7 +196,7 @@ def check_sampling(temperature: object, top_p: object) -> None:
 
 def check_model_path(path: str) -> None:
     """Raise a SettingError for a folder or a GGUF file that is not there; anything else may be an id of the hub."""
-    if path.endswith(".gguf"):
+    if path.lower().endswith(".gguf"):
         if not Path(path).expanduser().is_file():
             raise SettingError(f"model.path={path}: no such file")
     elif path[:1] in "/.~" and not Path(path).expanduser().is_dir():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.settings import SettingError
-from kvbench.store import RunFolder, value_of
+from kvbench.store import RunFolder, run_hash, value_of
 
 NAMED = ("model", "method", "allocator", "codec", "task")  # groups: as a filter their name is meant
 CACHE = ("method", "allocator", "codec")
@@ -67,7 +67,18 @@ def every(results: Path) -> list[Stored]:
         found.append(Stored(folder.hash, value, folder))
     if not found:
         raise SettingError(f"{results / 'runs'}: no run there")
-    return found
+    return without_twins(found)
+
+
+def without_twins(runs: Iterable[Stored]) -> list[Stored]:
+    """The runs, by hash. Of two that differ in `fidelity` alone, and so have the same answers, the one that is finished
+    and compares predictions.
+    """
+    best: dict[str, Stored] = {}
+    for run in runs:
+        key = run_hash({name: value for name, value in run.value.items() if name != "fidelity"})
+        best[key] = max(best.get(key, run), run, key=lambda own: (own.folder.finished, "fidelity" in own.value))
+    return sorted(best.values(), key=lambda run: run.hash)
 
 
 def read(results: Path) -> tuple[list[Stored], int]:
@@ -119,7 +130,8 @@ def _value(text: str) -> Any:
 def differing(runs: Iterable[Stored], without: Sequence[str]) -> dict[str, list[str]]:
     """Settings in which runs differ, with their values as JSON; `without`: settings or groups left out."""
     runs = list(runs)
-    names = {name for run in runs for name in run.settings if name.split(".")[0] not in without}
+    skipped = {*without, "fidelity"}  # which changes no answer
+    names = {name for run in runs for name in run.settings if name.split(".")[0] not in skipped}
     found = {name: {json.dumps(run.settings.get(name)) for run in runs} for name in sorted(names)}
     return {name: sorted(values) for name, values in found.items() if len(values) > 1}
 

@@ -31,7 +31,7 @@ WEIGHTED = "Below the rule: means of subtasks, weighted as the benchmark does it
 COMPARED = (
     "NLL of the answer: negative log-likelihood of the right answer's first tokens, which the model reads whatever it "
     "answered itself; KL from the full cache: how far its predictions of them are from the full cache's. Both are "
-    "means in nats a token; the smaller, the better."
+    "means in nats a token; smaller is better, and a sample counts as gained where it has more."
 )
 SOLVABLE = (
     "{}: over the subtasks on which the full cache of this model scores 50 or more, chosen on other samples than these "

@@ -53,8 +53,9 @@ def make_model(architecture: str, vocabulary: int) -> torch.nn.Module:
 def write_gguf(path: Path, architecture: str = "llama", quantisation: str = "F32", **fields: object) -> torch.nn.Module:
     """Write a tiny model and return it.
 
-    `fields`: `called` (its architecture, in the header), `name`, `pre`, `tokenizer`, `template`,
-    `tensors`, and further keys of the header, with __ for a point."""
+    `fields`: `called` (its architecture in the header), `name`, `pre`, `tokenizer`, `template`, `special`, `adds_bos`,
+    `scale_linear`, further `tensors`, tensors that it is `without`, and further keys of the header (__ for a point).
+    """
     tokenizer = str(fields.pop("tokenizer", "llama" if architecture == "gemma3" else "gpt2"))
     tokens = PIECES if tokenizer == "llama" else BYTES
     model = make_model(architecture, len(tokens))
@@ -88,10 +89,14 @@ def write_gguf(path: Path, architecture: str = "llama", quantisation: str = "F32
         writer.add_token_types([*[3] * len(SPECIAL), *[1] * (len(tokens) - len(SPECIAL))])
         writer.add_token_merges(MERGES)
         special = {"unk": 0, "bos": 1, "eos": 2, "pad": 2}
-    for name, number in special.items():
+    for name, number in (special | fields.pop("special", {})).items():
         getattr(writer, f"add_{name}_token_id")(number)
     writer.add_chat_template(fields.pop("template", TEMPLATE))
-    extra = fields.pop("tensors", {})
+    extra, missing = fields.pop("tensors", {}), fields.pop("without", ())
+    if (adds_bos := fields.pop("adds_bos", None)) is not None:
+        writer.add_add_bos_token(adds_bos)
+    if (linear := fields.pop("scale_linear", None)) is not None:
+        writer.add_float32(f"{architecture}.rope.scale_linear", linear)
     for key, value in fields.items():
         writer.add_string(key.replace("__", "."), str(value))
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_hidden_layers)
@@ -106,7 +111,8 @@ def write_gguf(path: Path, architecture: str = "llama", quantisation: str = "F32
         if value.ndim == 2 and quantisation != "F32":
             stored = gguf.GGMLQuantizationType[quantisation]
             numbers = gguf.quants.quantize(numbers, stored)
-        writer.add_tensor(f"{names.get_name(base)}.{kind}", numbers, raw_dtype=stored)
+        if f"{names.get_name(base)}.{kind}" not in missing:
+            writer.add_tensor(f"{names.get_name(base)}.{kind}", numbers, raw_dtype=stored)
     for name, value in extra.items():
         writer.add_tensor(name, value)
     writer.write_header_to_file()

@@ -1,22 +1,27 @@
 """Predictions of a compressed cache are compared with the full cache's, and answers stay what they are."""
 
+import copy
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from models import distinct, double, tiny
+from gguf_files import write_gguf
+from models import distinct, tiny
 from needed import chosen
 from test_runs import TIMES, checkpoint, kvbench, runs  # noqa: F401
 
 import kvbench as package
-from kvbench import fidelity, runner
+from kvbench import curves, fidelity, model_cache, runner
 from kvbench.budget import Budget
 from kvbench.catalogue import build, names, settings
 from kvbench.engine import Context, Sampling
 from kvbench.fidelity import divergence, likelihood, pack, predict, unpack
+from kvbench.gguf_model import find_converted
 from kvbench.held import choose_cache
 from kvbench.model import REFERENCE, Checkpoint
+from kvbench.stored import every
 
 GREEDY = Sampling()
 ANSWER = [5, 17, 9, 30, 44, 8]
@@ -35,7 +40,7 @@ def answer(context: Context, tokens: int) -> list[int]:
 
 
 def test_the_full_cache_predicts_what_the_model_does():
-    prompt, model = distinct(90), double("llama")
+    prompt, model = distinct(90), copy.deepcopy(tiny("llama")).double()
     with torch.no_grad():
         logits = model(torch.cat([prompt, torch.tensor([ANSWER])], 1)).logits[0, 89:-1]
     expected = logits.log_softmax(-1)
@@ -165,6 +170,53 @@ def test_predictions_that_another_process_has_not_written_are_made(kvbench, tmp_
     one, other = (by_uid(runs(tmp_path / name)["knorm"][1]) for name in ("one", "other"))
     for uid in one:
         assert one[uid]["fidelity"] == pytest.approx(other[uid]["fidelity"])
+
+
+def test_turns_of_a_conversation_are_made_after_those_before_them(kvbench, tmp_path, monkeypatch):  # noqa: F811
+    own = ("task=scbench", "task.subtasks=[scbench_kv]", "limit=1", "task.length=2000", "question=hidden")
+    own += ("method=knorm", "budget=0.5", "fidelity=true")
+    assert kvbench(*own, f"results={tmp_path / 'one'}")[0] == 0
+    monkeypatch.setattr("kvbench.store.RunFolder.record", lambda *_: None)
+    assert kvbench(*own, f"results={tmp_path / 'other'}")[0] == 0
+    one, other = (by_uid(runs(tmp_path / name)["knorm"][1]) for name in ("one", "other"))
+    assert len(one) > 1 and len({record["fidelity"]["kl"] for record in one.values()}) == len(one)
+    for uid in one:
+        assert one[uid]["fidelity"] == pytest.approx(other[uid]["fidelity"], abs=1e-9)
+
+
+def test_the_full_cache_keeps_predictions_whatever_the_settings_that_do_not_matter(kvbench, tmp_path):  # noqa: F811
+    own = (*SETTINGS, "limit=1", "fidelity=true", f"results={tmp_path / 'r'}")
+    assert kvbench(*own, "method=full", "block_size=64", "allocator=ada")[0] == 0
+    assert kvbench(*own, "method=knorm", "budget=0.3")[0] == 0
+    assert all(record["fidelity"]["kl"] > 0 for record in runs(tmp_path / "r")["knorm"][1])
+
+
+def test_runs_with_and_without_fidelity_stand_side_by_side(kvbench, tmp_path, capsys):  # noqa: F811
+    own = (*SETTINGS, "limit=1", "method=knorm", f"results={tmp_path / 'r'}")
+    for budget, more in ((0.3, ()), (0.3, ("fidelity=true",)), (0.5, ())):
+        assert kvbench(*own, f"budget={budget}", *more)[0] == 0
+    found = every(tmp_path / "r")
+    assert sorted((run.value["budget"], "fidelity" in run.value) for run in found) == [
+        (0.3, True), (0.5, False), (1.0, True),
+    ]  # fmt: skip
+    assert curves.main([str(tmp_path / "r")]) == 0 and "knorm" in capsys.readouterr().out
+
+
+def test_an_answer_is_encoded_as_it_follows_the_prompt(tmp_path, monkeypatch):
+    """A SentencePiece tokenizer begins every text with a blank, which does not follow a prompt."""
+    monkeypatch.setattr(model_cache, "MODELS", tmp_path / "models")
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, tokenizer="llama")
+    tokenizer = Checkpoint("tiny", str(find_converted(path))).tokenizer()
+    reader = object.__new__(runner.Reader)
+    reader.tokenizer, reader.run = tokenizer, SimpleNamespace(task_settings={"name": "mine"})
+    reader.task = SimpleNamespace(reference=lambda sample: "abc")
+    for prefix, question in (("the word is", ""), ("", "and the word")):
+        sample = SimpleNamespace(uid="0", answer_prefix=prefix, chat=False, question=question)
+        found = reader._right_answer(sample, SimpleNamespace(unknown=0))
+        assert tokenizer.convert_ids_to_tokens(found) == ["▁a", "b", "c"]
+    alone = tokenizer.encode(" abc", add_special_tokens=False)
+    assert tokenizer.convert_ids_to_tokens(alone) == ["▁", "▁a", "b", "c"]
 
 
 def test_what_has_no_right_answer_is_not_compared(kvbench, tmp_path):  # noqa: F811

@@ -113,7 +113,16 @@ def test_text_is_split_as_the_header_says(tmp_path, pre, tokens):
     write_gguf(path, pre=pre)
     tokenizer = Checkpoint("tiny", find_model(str(path))).tokenizer()
     assert tokenizer.tokenize("ab 1234 a") == tokens
-    assert tokenizer.decode(tokenizer.encode("ab 1234  , a")) == "ab 1234  , a"
+    assert tokenizer.decode(tokenizer.encode("ab 1234  , a", add_special_tokens=False)) == "ab 1234  , a"
+
+
+def test_a_text_begins_with_the_first_token_where_the_header_says_so(tmp_path):
+    for pre, adds, begins in (("smollm", None, False), ("smollm", True, True), ("llama-bpe", None, True)):
+        path = tmp_path / "tiny.gguf"
+        write_gguf(path, pre=pre, adds_bos=adds)
+        tokenizer = Checkpoint("tiny", find_model(str(path))).tokenizer()
+        assert (tokenizer.encode("ab")[0] == tokenizer.bos_token_id) == begins
+        assert tokenizer.encode("ab", add_special_tokens=False) == tokenizer.convert_tokens_to_ids(["ab"])
 
 
 def test_pieces_of_sentencepiece_are_read(tmp_path):
@@ -150,6 +159,16 @@ BAD = {
         lambda path: write_gguf(path, tensors={"rope_freqs.weight": np.ones(16, np.float32)}),
         "its RoPE scaling cannot be read",
     ),
+    "scaled": (lambda path: write_gguf(path, scale_linear=4.0), "its RoPE scaling cannot be read"),
+    "end token": (lambda path: write_gguf(path, special={"eos": 999}), "is damaged: {'eos': 999} are none of its 264"),
+    "tensor lacks": (
+        lambda path: write_gguf(path, without=["blk.0.ffn_gate.weight"]),
+        "has 19 tensors with ",
+    ),
+    "tensor too many": (
+        lambda path: write_gguf(path, tensors={"blk.0.attn_q.bias": np.ones(128, np.float32)}),
+        "has 21 tensors with ",
+    ),
     "absent": (lambda path: path.unlink(), "no such file"),
     "folder": (lambda path: (path.unlink(), path.mkdir()), "no such file"),
 }
@@ -162,9 +181,20 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path, models, monkeypatch, c
     spoil, line = BAD[case]
     spoil(path)
     results.mkdir()
-    found = answer(["model=hf", f"model.path={path}", f"results={results}"], monkeypatch, capsys)
-    assert_refused(found, f"model.path={path}: {line}", results)
+    code, out, err = answer(["model=hf", f"model.path={path}", f"results={results}"], monkeypatch, capsys)
+    begun = f"kvbench: converting {path.name} into "  # where only the tensors show what is wrong
+    err = "".join(own for own in err.splitlines(keepends=True) if not own.startswith(begun))
+    assert_refused((code, out, err), f"model.path={path}: {line}", results)
     assert not models.exists() or [own for own in models.iterdir() if own.suffix != ".lock"] == []
+
+
+def test_a_gguf_file_has_no_revision(tmp_path, monkeypatch, capsys):
+    path, results = tmp_path / "tiny.GGUF", tmp_path / "results"
+    write_gguf(path)
+    results.mkdir()
+    arguments = ["model=hf", f"model.path={path}", "model.revision=main", f"results={results}"]
+    assert_refused(answer(arguments, monkeypatch, capsys), "model.revision=main: is of the hub", results)
+    assert Checkpoint("tiny", find_model(str(path))).longest() == 1024
 
 
 def test_a_run_reads_a_gguf_file(tmp_path, monkeypatch, capsys):

@@ -173,7 +173,7 @@ def full_beyond(size: int) -> Iterator[None]:
     [
         (("method=snapkv",), 7000, RECORDS),
         (("-m", "method=snapkv,knorm"), 7000, RECORDS),
-        (("method=snapkv", "workers=2"), 4000, RECORDS),
+        (("method=snapkv", "workers=2"), 5500, RECORDS),
         (("-m", "method=snapkv,knorm"), 4000, r"sweeps/[^/]*"),  # what Hydra writes of a sweep
     ],
 )
