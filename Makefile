@@ -5,7 +5,7 @@ VERSIONS := 5.5.4 5.17.0 5.23.0
 ARGS ?= method=dropkv budget=0.05 task=ruler
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: model real bench-share report figures dashboard test-browser table papers test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint bench-methods efficiency efficiency-tables reference-model
+.PHONY: model real parity bench-share report figures dashboard test-browser table papers test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint bench-methods efficiency efficiency-tables reference-model
 
 setup: .venv/ready
 
@@ -33,20 +33,32 @@ lint: setup
 	$(BIN)/ruff format --check .
 
 test: setup lint
-	$(PYTEST) -n 2 -m "not full and not gpu and not slurm and not browser"
+	$(PYTEST) -n 2 -m "not full and not gpu and not slurm and not browser and not parity"
 
 test-all: setup lint
-	$(PYTEST) -n auto -m "not gpu"
+	$(PYTEST) -n auto -m "not gpu and not parity"
 
 # every transformers version in its own folder beside the pinned one; the rest of .venv stays
 test-versions: setup $(VERSIONS:%=.versions/%)
 	set -e; for version in $(VERSIONS); do \
 	  PYTHONPATH=.versions/$$version $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"; \
-	  PYTHONPATH=.versions/$$version $(PYTEST) -n 2 -m "not full and not gpu and not slurm and not browser" tests/test_laws.py tests/test_interface.py; \
+	  PYTHONPATH=.versions/$$version $(PYTEST) -n 2 -m "not full and not gpu and not slurm and not browser and not parity" tests/test_laws.py tests/test_interface.py; \
 	done
 
 .versions/%:
 	$(BIN)/python -m pip install --quiet --target $@ "transformers==$*" "numpy<2.4"
+
+# kvbench beside kvpress, which runs in an environment of its own: rows kept, following tokens, results/parity/kvpress.md
+KVPRESS := .versions/kvpress
+
+parity: setup model $(KVPRESS)/ready
+	$(PYTEST) -m parity tests/test_parity.py
+
+# kvpress asks for an older pandas and fire than these; they are not installed for it, because it only imports them
+$(KVPRESS)/ready: | setup
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(KVPRESS) \
+	  kvpress==0.5.5 transformers==5.2.0 tokenizers==0.22.2 cachetools==5.5.2 fire==0.7.1 termcolor==3.3.0
+	touch $@
 
 # what every method's prefill costs, as ratios of the full cache's; others may use the machine, so one thread
 THREADS ?= 1

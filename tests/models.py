@@ -104,9 +104,14 @@ def tiny(name: str) -> torch.nn.Module:
 
 def make(name: str) -> torch.nn.Module:
     """A fresh one, to be changed by a test."""
+    return draw(BUILD[name], seed=sum(map(ord, name)))
+
+
+def draw(build: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Module:
+    """A model with random weights whose attention is far from uniform."""
     state = torch.random.get_rng_state()
-    torch.manual_seed(sum(map(ord, name)))
-    model = BUILD[name]().eval()
+    torch.manual_seed(seed)
+    model = build().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name:

@@ -1,0 +1,496 @@
+"""Which definitions kvbench and kvpress share, both run on the same prompts, and a table of how far they agree.
+
+kvpress runs in a process of its own (tests/kvpress_reference.py), because it needs an older transformers and patches
+its attention functions. kvbench runs here, at the same time.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import COMMON, draw, heads, without_head_dim
+from needed import made
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from kvbench import together
+from kvbench.budget import Budget
+from kvbench.catalogue import build, settings
+from kvbench.engine import Context
+from kvbench.held import Held, choose_cache
+from kvbench.model import REFERENCE
+from kvbench.prompt import template, words
+from kvbench.tasks import prose
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "tests" / "kvpress_reference.py"
+PACKAGES = ROOT / ".versions" / "kvpress"  # where `make parity` installs kvpress and its transformers
+BUDGETS = (0.5, 0.2, 0.05)
+TOKENS = 12  # that follow the prompt and are compared
+
+
+@dataclass(frozen=True)
+class Definition:
+    """One definition in both programs. `press`: a kvpress class and its arguments; `method` … `allocator_args`: what
+    kvbench calls the same. `window`: the newest rows that kvpress gives one common, highest score; it keeps all of them
+    only where a head has at least `least` rows.
+    """
+
+    name: str
+    press: Mapping[str, Any]
+    method: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    allocator: str = "uniform"
+    allocator_args: Mapping[str, Any] = field(default_factory=dict)
+    window: int = 0
+    least: int = 0
+    eager: bool = False  # kvpress reads attention weights, which only eager attention gives
+    architectures: tuple[str, ...] = ()  # that kvpress can serve; empty: all
+
+    @property
+    def alone(self) -> bool:
+        """Whether the model reads about the prompt again, so that nothing can be shared."""
+        return self.method == "kvzip"
+
+    @property
+    def press_name(self) -> str:
+        """The class with its arguments, as one writes it in Python."""
+        return written(self.press)
+
+    @property
+    def command(self) -> str:
+        """The settings that kvbench's command line takes."""
+        parts = [f"method={self.method}", *(f"method.{key}={shown(value)}" for key, value in self.args.items())]
+        if self.allocator != "uniform":
+            parts += [f"allocator={self.allocator}"]
+            parts += [f"allocator.{key}={shown(value)}" for key, value in self.allocator_args.items()]
+        return " ".join(parts)
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{shown(own)}" for key, own in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def written(press: Mapping[str, Any]) -> str:
+    arguments = [
+        written(value) if key == "press" else f"{key}={value}" for key, value in press.items() if key != "class"
+    ]
+    return f"{press['class']}({', '.join(arguments)})"
+
+
+def press(name: str, inner: Mapping[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
+    return {"class": name} | ({} if inner is None else {"press": inner}) | arguments
+
+
+KVPRESS = {"preset": "kvpress"}
+SNAPKV, SMALL = press("SnapKVPress"), press("SnapKVPress", window_size=8)
+EXPECTED = press("ExpectedAttentionPress", epsilon=0.01)
+PLAIN_EXPECTED = press("ExpectedAttentionPress", use_vnorm=False)
+PLAIN_BASE = {"base": "expected_attention", "base_args": {"preset": "kvpress_class", "use_vnorm": False}}
+HEAD_DIM = ("llama", "mistral", "qwen3")  # CriticalKVPress reads config.head_dim, which Qwen2's has not
+LAYERWISE = {"mode": "safeguard", "alpha": 0}
+
+DEFINITIONS = (
+    Definition("Knorm", press("KnormPress"), "knorm", KVPRESS),
+    Definition("KeyDiff", press("KeyDiffPress"), "keydiff", KVPRESS),
+    Definition("TOVA", press("TOVAPress"), "tova", KVPRESS),
+    Definition("StreamingLLM", press("StreamingLLMPress"), "sink", KVPRESS),
+    Definition("SnapKV", SNAPKV, "snapkv", KVPRESS, window=64, least=65),
+    Definition("SnapKV, window 8", SMALL, "snapkv", KVPRESS | {"window": 8}, window=8, least=9),
+    Definition("Expected Attention, ε 0.01", EXPECTED, "expected_attention", KVPRESS),
+    Definition(
+        "Expected Attention, ε 0", press("ExpectedAttentionPress"), "expected_attention", {"preset": "kvpress_class"}
+    ),
+    Definition("Observed attention", press("ObservedAttentionPress"), "observed_attention", eager=True),
+    Definition("Q-Filters", press("QFilterPress"), "qfilters", KVPRESS),
+    Definition("PyramidKV", press("PyramidKVPress"), "snapkv", KVPRESS, "pyramid", KVPRESS, window=64, least=65),
+    Definition(
+        "PyramidKV, window 8",
+        press("PyramidKVPress", window_size=8),
+        "snapkv",
+        KVPRESS | {"window": 8},
+        "pyramid",
+        KVPRESS | {"window": 8},
+        window=8,
+        least=9,
+    ),
+    Definition(
+        "AdaKV over SnapKV", press("AdaKVPress", SNAPKV), "snapkv", KVPRESS, "ada", KVPRESS, window=64, least=64
+    ),
+    Definition(
+        "AdaKV over Expected Attention", press("AdaKVPress", EXPECTED), "expected_attention", KVPRESS, "ada", KVPRESS
+    ),
+    Definition("AdaKV over KeyDiff", press("AdaKVPress", press("KeyDiffPress")), "keydiff", KVPRESS, "ada", KVPRESS),
+    Definition(
+        "CriticalKV over SnapKV",
+        press("CriticalKVPress", SNAPKV),
+        "criticalkv",
+        KVPRESS,
+        window=64,
+        least=128,
+        architectures=HEAD_DIM,
+    ),
+    Definition(
+        "CriticalKV over Expected Attention",
+        press("CriticalKVPress", PLAIN_EXPECTED),
+        "criticalkv",
+        KVPRESS | PLAIN_BASE,
+        architectures=HEAD_DIM,
+    ),
+    Definition(
+        "CriticalAdaKV over SnapKV",
+        press("CriticalAdaKVPress", SNAPKV),
+        "criticalkv",
+        KVPRESS,
+        "ada",
+        KVPRESS,
+        window=64,
+        least=128,
+        architectures=HEAD_DIM,
+    ),
+    Definition(
+        "CriticalAdaKV over Expected Attention",
+        press("CriticalAdaKVPress", PLAIN_EXPECTED),
+        "criticalkv",
+        KVPRESS | PLAIN_BASE,
+        "ada",
+        KVPRESS,
+        architectures=HEAD_DIM,
+    ),
+    Definition("DuoAttention", press("DuoAttentionPress"), "duo_attention", KVPRESS),
+    Definition("KVzip", press("KVzipPress"), "kvzip", KVPRESS),
+    Definition(
+        "KVzip, layer by layer",
+        press("KVzipPress", layerwise=True),
+        "kvzip",
+        KVPRESS | {"scope": "head"},
+        "ada",
+        LAYERWISE,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A definition on a prompt of `tokens` tokens at a budget (fraction of rows kept)."""
+
+    definition: Definition
+    tokens: int
+    budget: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.definition.name}/{self.tokens}/{self.budget}"
+
+    @property
+    def quota(self) -> int:
+        """Rows per head."""
+        return Budget(self.budget).rows(self.tokens, self.tokens)
+
+    @property
+    def ratio(self) -> float:
+        """kvpress's compression_ratio: 1 - budget, unless that makes it keep another number of rows than asked."""
+        if self.definition.alone:  # floors what it drops of all heads, and not what each keeps
+            return (self.tokens - self.quota) / self.tokens * (1 + 1e-9)
+        if self.definition.method != "duo_attention" and not self.agrees:
+            return 1 - (self.quota + 0.5) / self.tokens
+        return 1 - self.budget
+
+    @property
+    def agrees(self) -> bool:
+        """Whether 1 - budget makes kvpress keep as many rows: int(1000 * (1 - 0.8)) is 199."""
+        return int(self.tokens * (1 - (1 - self.budget))) == self.quota
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model in a folder that both programs load, what it reads, and the files that methods need, by method."""
+
+    name: str
+    folder: Path
+    prompts: Mapping[int, list[int]]  # by number of tokens
+    prefix: int  # tokens of a prompt in front of the user's text
+    files: Mapping[str, str]
+    model: torch.nn.Module
+    tokenizer: Any
+
+    def cases(self) -> list[Case]:
+        """What is compared on this model: all definitions, prompts and budgets, as far as the time allows."""
+        return [
+            Case(definition, tokens, budget)
+            for definition in DEFINITIONS
+            for tokens in self.prompts
+            for budget in BUDGETS
+            if self.serves(definition, tokens, budget)
+        ]
+
+    def serves(self, definition: Definition, tokens: int, budget: float) -> bool:
+        if definition.architectures and self.model.config.model_type not in definition.architectures:
+            return False
+        long, longest = self.name == "smollm2" and tokens > 1024, self.name == "smollm2" and tokens > 2000
+        return not (long and definition.alone) and not (longest and budget != min(BUDGETS))
+
+
+def load_subject(name: str, folder: Path, make_prompts: Callable[[Any, int], Iterable[list[int]]]) -> Subject:
+    """The model in `folder` in float32. `make_prompts` gives prompts from the tokenizer and the vocabulary's size."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = {len(ids): ids for ids in make_prompts(tokenizer, model.config.vocab_size)}
+    shortest = torch.tensor(prompts[min(prompts)])
+    files = {
+        method: made(method, f"parity-{name}", model, shortest[:300].split(100))["path"]
+        for method in ("qfilters", "duo_attention")
+    }
+    prefix = len(tokenizer.encode(template(tokenizer)[0], add_special_tokens=False))
+    return Subject(name, folder, prompts, prefix, files, model, tokenizer)
+
+
+def english_prompts(tokenizer: Any, vocabulary: int) -> Iterator[list[int]]:
+    """Chats about a licence and, where the prompt is longer than that, the prose of the RULER tasks."""
+    before, after = template(tokenizer)
+    text = (ROOT / "LICENSE").read_text() + " ".join(prose.words()[:4000])
+    start = tokenizer.encode(before + text, add_special_tokens=False)
+    end = tokenizer.encode("\n\nWhat is this text about?" + after, add_special_tokens=False)
+    for tokens in (301, 1024, 1999, 4000):
+        yield start[: tokens - len(end)] + end
+
+
+def random_prompts(lengths: Sequence[int]) -> Callable[[Any, int], Iterator[list[int]]]:
+    """Random tokens, none twice in a prompt: equal tokens have keys of equal norm in the first layer."""
+
+    def draw_prompts(tokenizer: Any, vocabulary: int) -> Iterator[list[int]]:
+        for tokens in lengths:
+            yield torch.randperm(vocabulary, generator=torch.Generator().manual_seed(tokens))[:tokens].tolist()
+
+    return draw_prompts
+
+
+def save_tiny(name: str, folder: Path) -> None:
+    """Write a random model in float32 with grouped queries, and the embedded model's tokenizer."""
+    common = COMMON | dict(vocab_size=4608, max_position_embeddings=8192, num_hidden_layers=3)
+    config = {
+        "llama": lambda: LlamaConfig(**common, **heads(6, 2)),
+        "mistral": lambda: MistralConfig(**common, **heads(8, 2), sliding_window=None),
+        "qwen2": lambda: Qwen2Config(**(common | without_head_dim(4, 2))),
+        "qwen3": lambda: Qwen3Config(**common, **heads(6, 3)),
+    }[name]()
+    draw(lambda: AutoModelForCausalLM.from_config(config), seed=sum(map(ord, name))).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(REFERENCE).save_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a program did: rows kept (layers, KV heads, n) bool and the tokens that follow."""
+
+    kept: Tensor
+    tokens: list[int]
+
+
+def grouped(cases: Iterable[Case]) -> list[list[Case]]:
+    """Cases that share a prefill. Long prompts do so budget by budget, because every case has a cache of its own."""
+    groups: dict[tuple, list[Case]] = {}
+    for case in cases:
+        own = case.definition
+        apart = case.budget if case.tokens > 2000 else None, case.name if own.alone else None
+        groups.setdefault((case.tokens, own.eager, *apart), []).append(case)
+    return list(groups.values())
+
+
+def start_kvpress(subject: Subject, cases: Sequence[Case], work: Path) -> subprocess.Popen:
+    """Start kvpress on the cases; it writes result.safetensors into `work`."""
+
+    def spec(case: Case) -> dict[str, Any]:
+        path = subject.files.get(case.definition.method)
+        own = {**case.definition.press, **({"file": path} if path else {})}
+        return {"name": case.name, "press": own, "ratio": case.ratio}
+
+    job = {
+        "model": str(subject.folder),
+        "dtype": "float32",
+        "tokens": TOKENS,
+        "prompts": {str(tokens): ids for tokens, ids in subject.prompts.items()},
+        "groups": [
+            {
+                "prompt": str(some[0].tokens),
+                "attention": "eager" if some[0].definition.eager else "sdpa",
+                "alone": some[0].definition.alone,
+                "cases": [spec(case) for case in some],
+            }
+            for some in grouped(cases)
+        ],
+    }
+    (work / "job.json").write_text(json.dumps(job))
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(SCRIPT), str(work / "job.json"), str(work / "result.safetensors")]
+    with (work / "log.txt").open("w") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def read_kvpress(process: subprocess.Popen, work: Path, cases: Iterable[Case]) -> dict[str, Found]:
+    """Wait for kvpress; AssertionError with the end of its output where it failed."""
+    assert process.wait() == 0, (work / "log.txt").read_text()[-3000:]
+    found = load_file(work / "result.safetensors")
+    return {case.name: Found(found[f"{case.name}.kept"], found[f"{case.name}.tokens"].tolist()) for case in cases}
+
+
+def run_kvbench(subject: Subject, cases: Sequence[Case]) -> dict[str, Found]:
+    """The same cases in kvbench, by their name."""
+    found = {}
+    for some in grouped(cases):
+        ids = torch.tensor([subject.prompts[some[0].tokens]])
+        contexts = [make_context(subject, case) for case in some]
+        if some[0].definition.alone:
+            contexts[0].prefill(ids)
+        else:
+            together.prefill(contexts, ids)
+        for case, context in zip(some, contexts, strict=True):
+            found[case.name] = describe(Held([context]), case.tokens)
+    return found
+
+
+def make_context(subject: Subject, case: Case) -> Context:
+    own = case.definition
+    args = dict(own.args)
+    if own.method in subject.files:
+        args["path"] = subject.files[own.method]
+    if own.method == "duo_attention":  # kvpress's ratio is the share of heads that stream
+        args["sparsity"] = float(1 - Fraction(str(case.budget)))
+    choice = choose_cache(
+        build("method", settings("method", own.method, args)),
+        build("allocator", settings("allocator", own.allocator, own.allocator_args)),
+        build("codec", settings("codec", "raw")),
+    )
+    budget, request = Budget(case.budget), words(subject.tokenizer)
+    return Context(subject.model, choice, budget, None, (0,), subject.prefix, request)
+
+
+def describe(held: Held, tokens: int) -> Found:
+    """Rows held of a prompt of `tokens` tokens, and what follows."""
+    layers = held.contexts[0].layers
+    kept = torch.zeros(len(layers), layers[0].rows.shape[1], tokens, dtype=torch.bool)
+    for layer in range(kept.shape[0]):
+        for head in range(kept.shape[1]):
+            kept[layer, head, held.places(layer, head)] = True
+    return Found(kept, held.generate(TOKENS, stop=frozenset())[0].tolist())
+
+
+WINDOW = (
+    "kvpress gives all rows of the window one score. Where a head has no room for all of them, its top-k picks any; "
+    "kvbench keeps the newest, and one row by its score."
+)
+CRITICAL_WINDOW = (
+    "kvpress multiplies the window's common score by each row's projected norm. Where the window does not fit into "
+    "half of a head's rows, its rows compete; kvbench protects them."
+)
+WHOLE_ROWS = (
+    "The budget is no whole number of rows. kvpress rounds the rows of each layer; kvbench keeps the total at the "
+    "budget's, so that some layers have one row less."
+)
+TIES = (
+    "In the first layer, the keys of equal tokens have the same norm, and rounding decides which of them stay. Both "
+    "programs keep the same number of each token."
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far two programs agree on a case. Per layer and KV head: `common` rows, the `larger` and the `smaller` number
+    of rows kept, and `bound`: whether both definitions say the same.
+    """
+
+    subject: str
+    case: Case
+    common: Tensor
+    larger: Tensor
+    smaller: Tensor
+    bound: Tensor
+    tied: bool  # what differs are rows of the first layer that hold equal tokens
+    same_tokens: bool
+
+    @property
+    def share(self) -> float:
+        """Rows in common, of the head where they are fewest."""
+        return float((self.common / self.larger).min())
+
+    @property
+    def reason(self) -> str | None:
+        """Why rows differ, None where they do not have to."""
+        if not self.bound.all():
+            return CRITICAL_WINDOW if self.case.definition.method == "criticalkv" else WINDOW
+        if not torch.equal(self.larger, self.smaller) and self.case.definition.allocator == "pyramid":
+            return WHOLE_ROWS
+        return TIES if self.tied else None
+
+    @property
+    def explained(self) -> bool:
+        """Whether what differs is no more than the reason explains."""
+        common, larger, smaller = (own[self.bound] for own in (self.common, self.larger, self.smaller))
+        if self.reason == TIES:
+            return True
+        if self.case.definition.allocator == "pyramid":
+            return torch.equal(common, smaller) and bool((larger - smaller <= 1).all())
+        return torch.equal(common, larger) and (self.reason is not None or self.same_tokens)
+
+
+def compare(subject: str, case: Case, ids: Sequence[int], ours: Found, theirs: Found) -> Comparison:
+    """`ids`: the prompt's tokens."""
+    own = case.definition
+    counts = torch.stack([ours.kept.sum(-1), theirs.kept.sum(-1)])
+    smaller, larger = counts.amin(0), counts.amax(0)
+    bound = (smaller >= own.least) & (case.quota > own.window)
+    return Comparison(
+        subject,
+        case,
+        (ours.kept & theirs.kept).sum(-1),
+        larger,
+        smaller,
+        bound,
+        own.method == "knorm" and are_tied(torch.tensor(ids), ours.kept, theirs.kept),
+        ours.tokens == theirs.tokens,
+    )
+
+
+def are_tied(ids: Tensor, ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two sets of rows (layers, KV heads, n) differ, in the first layer alone, by rows of equal tokens."""
+    if torch.equal(ours, theirs) or not torch.equal(ours[1:], theirs[1:]):
+        return False
+    heads = zip(ours[0], theirs[0], strict=True)
+    return all(torch.equal(ids[mine].sort().values, ids[other].sort().values) for mine, other in heads)
+
+
+def write_table(comparisons: Sequence[Comparison]) -> str:
+    """Markdown: a line for each definition and reason."""
+    lines = [
+        "| definition | kvpress | kvbench | models | tokens of a prompt | budgets | prompts × budgets "
+        "| rows in common, least of a head | following tokens equal | why it differs |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for definition in DEFINITIONS:
+        mine = [own for own in comparisons if own.case.definition is definition]
+        for reason in sorted({own.reason for own in mine}, key=lambda reason: reason or ""):
+            some = [own for own in mine if own.reason == reason]
+            least = min(own.share for own in some)
+            cells = [
+                definition.name,
+                f"`{definition.press_name}`",
+                f"`{definition.command}`",
+                ", ".join(dict.fromkeys(own.subject for own in some)),
+                ", ".join(map(str, sorted({own.case.tokens for own in some}))),
+                ", ".join(map(str, sorted({own.case.budget for own in some}, reverse=True))),
+                str(len(some)),
+                f"{100 * least:.1f} %" if least < 1 else "100 %",
+                f"{sum(own.same_tokens for own in some)} of {len(some)}",
+                reason or "",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,146 @@
+"""kvbench keeps the rows that kvpress keeps, and the same tokens follow (`make parity`)."""
+
+import importlib.metadata
+from pathlib import Path
+
+import parity
+import pytest
+import torch
+import transformers
+from parity import BUDGETS, DEFINITIONS, PACKAGES, ROOT, TOKENS, Case, Found, compare
+
+LENGTHS = {"llama": (301, 700, 1023, 2048, 3001, 4000)} | dict.fromkeys(
+    ("mistral", "qwen2", "qwen3"), (301, 1024, 3001)
+)
+SUBJECTS = ("smollm2", *LENGTHS)
+SMOLLM2 = ROOT / ".models" / "smollm2"
+TABLE = ROOT / "results" / "parity" / "kvpress.md"
+HEAD = """# Agreement with kvpress
+
+`make parity` wrote this page. It runs kvpress {kvpress} with transformers {theirs}, and kvbench with
+transformers {ours}, in float32 on the CPU, one thread each. Both read a prompt at once, cut the cache and decode {tokens}
+tokens greedily. smollm2 reads English chats. The other models are small, with random weights, and read random tokens. The
+test makes the filters and head patterns that two definitions need.
+
+A budget is the share of rows kept, of DuoAttention the share of heads that are not cut; the `compression_ratio` of kvpress
+is 1 - budget. At {adjusted},
+kvpress would keep one row less, because Python rounds 1 - 0.8; it gets the ratio that keeps as many rows as kvbench.
+On smollm2, KVzip, which reads a prompt again, reads at most 1024 tokens, and 4000 tokens are read at the smallest budget
+only.
+
+"""
+FOOT = """
+Left out: kvpress's RandomPress, because the two programs draw different numbers, and presses that kvbench has no method
+for. `CriticalKVPress` and `CriticalAdaKVPress` do not run on Qwen2, whose configuration has no `head_dim`.
+"""
+
+
+def find_missing(smollm2: Path, packages: Path) -> str | None:
+    """What a comparison on smollm2 lacks, and the command that brings it."""
+    if not packages.is_dir():
+        return "kvpress is not installed: run make parity"
+    return None if smollm2.is_dir() else "smollm2 is not there: run make model"
+
+
+@pytest.fixture(scope="module")
+def comparisons() -> list[parity.Comparison]:
+    """All comparisons of this file, for the table."""
+    return []
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_rows_and_tokens_are_those_of_kvpress(name, comparisons, tmp_path):
+    folder = SMOLLM2 if name == "smollm2" else tmp_path / "model"
+    if missing := find_missing(folder if name == "smollm2" else ROOT, PACKAGES):
+        pytest.skip(missing)
+    if name != "smollm2":
+        parity.save_tiny(name, folder)
+    prompts = parity.english_prompts if name == "smollm2" else parity.random_prompts(LENGTHS[name])
+    subject = parity.load_subject(name, folder, prompts)
+    cases = subject.cases()
+    with parity.start_kvpress(subject, cases, tmp_path) as process:
+        try:
+            ours = parity.run_kvbench(subject, cases)
+            theirs = parity.read_kvpress(process, tmp_path, cases)
+        finally:
+            process.kill()
+    found = [compare(name, case, subject.prompts[case.tokens], ours[case.name], theirs[case.name]) for case in cases]
+    comparisons.extend(found)
+    assert not [f"{own.case.name}: {own.share:.4f}, tokens {own.same_tokens}" for own in found if not own.explained]
+
+
+@pytest.mark.parity
+def test_the_table_is_written(comparisons, capsys):
+    if {own.subject for own in comparisons} != set(SUBJECTS):
+        pytest.skip("not all models were compared")
+    table = parity.write_table(comparisons)
+    with capsys.disabled():
+        print(f"\n{table}")
+    adjusted = sorted({f"{own.case.tokens} tokens at {own.case.budget}" for own in comparisons if not own.case.agrees})
+    theirs = {own.metadata["name"]: own.version for own in importlib.metadata.distributions(path=[str(PACKAGES)])}
+    versions = {"kvpress": theirs["kvpress"], "theirs": theirs["transformers"], "ours": transformers.__version__}
+    TABLE.parent.mkdir(parents=True, exist_ok=True)
+    TABLE.write_text(HEAD.format(**versions, tokens=TOKENS, adjusted=", ".join(adjusted)) + table + FOOT)
+
+
+def definition(name: str) -> parity.Definition:
+    return next(own for own in DEFINITIONS if own.name == name)
+
+
+def kept(rows: list[int], tokens: int = 300) -> torch.Tensor:
+    """(2 layers, 2 heads, n): every head keeps these rows."""
+    found = torch.zeros(2, 2, tokens, dtype=torch.bool)
+    found[..., rows] = True
+    return found
+
+
+def test_one_row_or_token_that_differs_is_found():
+    case, ids = Case(definition("KeyDiff"), 300, 0.2), list(range(300))
+    same = Found(kept([*range(60)]), [1, 2, 3])
+    moved = kept([*range(60)])
+    moved[1, 0, 59], moved[1, 0, 60] = False, True
+    found = compare("llama", case, ids, same, same)
+    assert (found.share, found.reason, found.explained) == (1.0, None, True)
+    assert not compare("llama", case, ids, same, Found(same.kept, [1, 2, 4])).explained
+    found = compare("llama", case, ids, same, Found(moved, [1, 2, 3]))
+    assert found.share == pytest.approx(59 / 60) and not found.explained
+    assert "| 98.3 % | 1 of 1 |" in parity.write_table([found])
+
+
+def test_a_reason_explains_no_more_than_it_says():
+    ids = [*range(299), 5]  # the last token is the sixth, again
+    first, last = kept([0, 5]), kept([0, 5])
+    first[0, 0, 5], first[0, 0, 299] = False, True
+    last[1, 0, 5], last[1, 0, 299] = False, True
+    knorm = Case(definition("Knorm"), 300, 0.01)
+    ours = Found(kept([0, 5]), [])
+    assert compare("llama", knorm, ids, ours, Found(first, [])).explained
+    assert not compare("llama", knorm, ids, ours, Found(last, [])).explained  # keys of later layers differ
+    assert not compare("llama", knorm, [*range(300)], ours, Found(first, [])).explained
+
+    snapkv = definition("SnapKV")
+    newest, oldest = (Found(kept([*rows]), []) for rows in (range(240, 300), range(236, 296)))
+    assert compare("llama", Case(snapkv, 300, 0.2), ids, newest, oldest).reason == parity.WINDOW
+    newest, oldest = (Found(kept([*rows]), []) for rows in (range(150, 300), range(149, 299)))
+    assert not compare("llama", Case(snapkv, 300, 0.5), ids, newest, oldest).explained
+
+    pyramid = Case(definition("PyramidKV"), 300, 0.5)
+    for rows, explained in ((range(150, 299), True), (range(150, 298), False), (range(149, 298), False)):
+        assert compare("llama", pyramid, ids, newest, Found(kept([*rows]), [])).explained is explained
+
+
+def test_the_number_of_rows_is_what_kvbench_keeps():
+    """int(1000 * (1 - 0.8)) is 199."""
+    own = definition("KeyDiff")
+    for tokens in range(300, 4001, 100):
+        for budget in BUDGETS:
+            case = Case(own, tokens, budget)
+            assert int(tokens * (1 - case.ratio)) == case.quota
+    assert not Case(own, 1000, 0.2).agrees and Case(own, 301, 0.2).agrees
+
+
+def test_what_is_missing_is_named_with_its_command(tmp_path):
+    assert find_missing(tmp_path, tmp_path / "none") == "kvpress is not installed: run make parity"
+    assert find_missing(tmp_path / "none", tmp_path) == "smollm2 is not there: run make model"
+    assert find_missing(tmp_path, tmp_path) is None
