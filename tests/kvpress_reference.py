@@ -44,6 +44,14 @@ class FiltersFromFile(kvpress.QFilterPress):
         return load_file(self.file)["q_filters"]
 
 
+class NotedRotation(kvpress.KeyRerotationPress):
+    """A press that turns the keys it keeps, and notes by layer which those are."""
+
+    def rerotate_keys(self, module: torch.nn.Module, indices: Tensor, keys: Tensor) -> Tensor:
+        self.noted = {**getattr(self, "noted", {}), module.layer_idx: indices}
+        return super().rerotate_keys(module, indices, keys)
+
+
 def build_press(spec: dict[str, Any], ratio: float) -> kvpress.BasePress:
     """The press of a specification: its class, the class's arguments, and the file that it reads."""
     spec = dict(spec)
@@ -57,7 +65,8 @@ def build_press(spec: dict[str, Any], ratio: float) -> kvpress.BasePress:
         press.file = spec["file"]
         return press
     if "press" in spec:
-        return getattr(kvpress, name)(**{**spec, "press": build_press(spec["press"], ratio)})
+        own = NotedRotation if name == "KeyRerotationPress" else getattr(kvpress, name)
+        return own(**{**spec, "press": build_press(spec["press"], ratio)})
     return getattr(kvpress, name)(compression_ratio=ratio, **spec)
 
 
@@ -120,24 +129,28 @@ def fingerprint(rows: Tensor) -> Tensor:
 
 
 def find_kept(press: kvpress.BasePress, cache: DynamicCache, masks: list[Any], full: DynamicCache) -> Tensor:
-    """(layers, KV heads, n) bool: the rows that a press kept, found by their keys, or by their values where the press
-    turned the keys.
-    """
-    turned = isinstance(press, kvpress.KeyRerotationPress)
+    """(layers, KV heads, n) bool: the rows that a press kept. Where it freed the others, their keys tell which."""
     kept = []
-    for mine, all_rows, mask in zip(cache.layers, full.layers, masks, strict=True):
+    for layer, (mine, all_rows, mask) in enumerate(zip(cache.layers, full.layers, masks, strict=True)):
         if mask is not None:
-            present = torch.ones(all_rows.keys.shape[:3], dtype=torch.bool)
-            present[mask] = False
-            kept.append(present[0])
-            continue
-        wanted, there = (fingerprint(own.values if turned else own.keys)[0] for own in (mine, all_rows))
-        ordered, order = there.sort(-1)
-        assert (ordered.diff(dim=-1) != 0).all(), "two rows of a head are equal"
-        index = order.gather(-1, torch.searchsorted(ordered, wanted).clamp(max=there.shape[-1] - 1))
-        assert (there.gather(-1, index) == wanted).all(), "a row that was kept is none of the full cache's"
-        kept.append(torch.zeros_like(there, dtype=torch.bool).scatter(-1, index, True))
+            present = torch.ones(all_rows.keys.shape[1:3], dtype=torch.bool)
+            present[mask[1:]] = False
+        else:
+            turned = isinstance(press, NotedRotation)
+            index = press.noted[layer][0] if turned else find_rows(mine.keys[0], all_rows.keys[0])
+            present = torch.zeros(all_rows.keys.shape[1:3], dtype=torch.bool).scatter(-1, index, True)
+        kept.append(present)
     return torch.stack(kept)
+
+
+def find_rows(some: Tensor, rows: Tensor) -> Tensor:
+    """(H, m) indices of `some` (H, m, d) among the `rows` (H, n, d), which are all different."""
+    ordered, order = fingerprint(rows).sort(-1)
+    assert (ordered.diff(dim=-1) != 0).all(), "two rows of a head are equal"
+    wanted = fingerprint(some)
+    place = torch.searchsorted(ordered, wanted).clamp(max=ordered.shape[-1] - 1)
+    assert (ordered.gather(-1, place) == wanted).all(), "a row that was kept is none of the full cache's"
+    return order.gather(-1, place)
 
 
 @torch.no_grad()
@@ -163,8 +176,7 @@ def run(job: dict[str, Any]) -> dict[str, Tensor]:
             left = [(logits, *own) for own in zip(several.caches, several.masks, strict=True)]
         for case, press, (logits, cache, masks) in zip(group["cases"], presses, left, strict=True):
             found[f"{case['name']}.kept"] = find_kept(press, cache, masks, full)
-            turned = isinstance(press, kvpress.KeyRerotationPress)
-            position = cache.get_seq_length() if turned else ids.shape[1]
+            position = cache.get_seq_length() if isinstance(press, NotedRotation) else ids.shape[1]
             found[f"{case['name']}.tokens"] = continue_greedily(model, logits, cache, masks, position, job["tokens"])
     return found
 

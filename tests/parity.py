@@ -19,13 +19,21 @@ from models import COMMON, draw, heads, without_head_dim
 from needed import made
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from kvbench import together
 from kvbench.budget import Budget
 from kvbench.catalogue import build, settings
 from kvbench.engine import Context
 from kvbench.held import Held, choose_cache
+from kvbench.layer import Choice
 from kvbench.model import REFERENCE
 from kvbench.prompt import template, words
 from kvbench.tasks import prose
@@ -34,7 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tests" / "kvpress_reference.py"
 PACKAGES = ROOT / ".versions" / "kvpress"  # where `make parity` installs kvpress and its transformers
 BUDGETS = (0.5, 0.2, 0.05)
-TOKENS = 12  # that follow the prompt and are compared
+TOKENS = 10  # that follow the prompt and are compared
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,12 @@ DEFINITIONS = (
     Definition("KeyDiff", press("KeyDiffPress"), "keydiff", KVPRESS),
     Definition("TOVA", press("TOVAPress"), "tova", KVPRESS),
     Definition("StreamingLLM", press("StreamingLLMPress"), "sink", KVPRESS),
+    Definition(
+        "StreamingLLM, keys at their slot",
+        press("KeyRerotationPress", press("StreamingLLMPress")),
+        "sink",
+        {"preset": "paper", "decoding": False},
+    ),
     Definition("SnapKV", SNAPKV, "snapkv", KVPRESS, window=64, least=65),
     Definition("SnapKV, window 8", SMALL, "snapkv", KVPRESS | {"window": 8}, window=8, least=9),
     Definition("Expected Attention, ε 0.01", EXPECTED, "expected_attention", KVPRESS),
@@ -243,7 +257,8 @@ class Subject:
 
 def load_subject(name: str, folder: Path, make_prompts: Callable[[Any, int], Iterable[list[int]]]) -> Subject:
     """The model in `folder` in float32. `make_prompts` gives prompts from the tokenizer and the vocabulary's size."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # newer transformers' AutoTokenizer reads every tokenizer of a Qwen2 folder as Qwen2's own, kvpress's does not
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompts = {len(ids): ids for ids in make_prompts(tokenizer, model.config.vocab_size)}
     shortest = torch.tensor(prompts[min(prompts)])
@@ -285,7 +300,7 @@ def save_tiny(name: str, folder: Path) -> None:
         "qwen3": lambda: Qwen3Config(**common, **heads(6, 3)),
     }[name]()
     draw(lambda: AutoModelForCausalLM.from_config(config), seed=sum(map(ord, name))).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(REFERENCE).save_pretrained(folder)
+    PreTrainedTokenizerFast.from_pretrained(REFERENCE).save_pretrained(folder)
 
 
 @dataclass(frozen=True)
@@ -346,9 +361,26 @@ def read_kvpress(process: subprocess.Popen, work: Path, cases: Iterable[Case]) -
 def run_kvbench(subject: Subject, cases: Sequence[Case]) -> dict[str, Found]:
     """The same cases in kvbench, by their name."""
     found = {}
+    choices = {
+        (own.name, budget): make_choice(subject, own, budget)
+        for own in {case.definition.name: case.definition for case in cases}.values()
+        for budget in BUDGETS
+    }
+    request = words(subject.tokenizer)
     for some in grouped(cases):
         ids = torch.tensor([subject.prompts[some[0].tokens]])
-        contexts = [make_context(subject, case) for case in some]
+        contexts = [
+            Context(
+                subject.model,
+                choices[case.definition.name, case.budget],
+                Budget(case.budget),
+                None,
+                (0,),
+                subject.prefix,
+                request,
+            )
+            for case in some
+        ]
         if some[0].definition.alone:
             contexts[0].prefill(ids)
         else:
@@ -358,20 +390,17 @@ def run_kvbench(subject: Subject, cases: Sequence[Case]) -> dict[str, Found]:
     return found
 
 
-def make_context(subject: Subject, case: Case) -> Context:
-    own = case.definition
-    args = dict(own.args)
-    if own.method in subject.files:
-        args["path"] = subject.files[own.method]
-    if own.method == "duo_attention":  # kvpress's ratio is the share of heads that stream
-        args["sparsity"] = float(1 - Fraction(str(case.budget)))
-    choice = choose_cache(
-        build("method", settings("method", own.method, args)),
-        build("allocator", settings("allocator", own.allocator, own.allocator_args)),
+def make_choice(subject: Subject, definition: Definition, budget: float) -> Choice:
+    args = dict(definition.args)
+    if definition.method in subject.files:
+        args["path"] = subject.files[definition.method]
+    if definition.method == "duo_attention":  # kvpress's ratio is the share of heads that stream
+        args["sparsity"] = float(1 - Fraction(str(budget)))
+    return choose_cache(
+        build("method", settings("method", definition.method, args)),
+        build("allocator", settings("allocator", definition.allocator, definition.allocator_args)),
         build("codec", settings("codec", "raw")),
     )
-    budget, request = Budget(case.budget), words(subject.tokenizer)
-    return Context(subject.model, choice, budget, None, (0,), subject.prefix, request)
 
 
 def describe(held: Held, tokens: int) -> Found:
@@ -394,7 +423,7 @@ CRITICAL_WINDOW = (
 )
 WHOLE_ROWS = (
     "The budget is no whole number of rows. kvpress rounds the rows of each layer; kvbench keeps the total at the "
-    "budget's, so that some layers have one row less."
+    "budget's, so that layers may have one row less."
 )
 TIES = (
     "In the first layer, the keys of equal tokens have the same norm, and rounding decides which of them stay. Both "
@@ -423,23 +452,30 @@ class Comparison:
         return float((self.common / self.larger).min())
 
     @property
-    def reason(self) -> str | None:
-        """Why rows differ, None where they do not have to."""
+    def reason(self) -> str:
+        """Why rows differ, "" where they do not have to."""
+        reasons = []
         if not self.bound.all():
-            return CRITICAL_WINDOW if self.case.definition.method == "criticalkv" else WINDOW
-        if not torch.equal(self.larger, self.smaller) and self.case.definition.allocator == "pyramid":
-            return WHOLE_ROWS
-        return TIES if self.tied else None
+            reasons.append(CRITICAL_WINDOW if self.case.definition.method == "criticalkv" else WINDOW)
+        if self.rounded and not torch.equal(self.larger, self.smaller):
+            reasons.append(WHOLE_ROWS)
+        if self.tied:
+            reasons.append(TIES)
+        return " ".join(reasons)
+
+    @property
+    def rounded(self) -> bool:
+        """Whether kvpress rounds what every layer keeps: PyramidKV, where the budget is no whole number of rows."""
+        share = Budget(self.case.budget).share(self.case.tokens, self.case.tokens)
+        return self.case.definition.allocator == "pyramid" and share.denominator > 1
 
     @property
     def explained(self) -> bool:
-        """Whether what differs is no more than the reason explains."""
+        """Whether what differs is no more than the reason says."""
         common, larger, smaller = (own[self.bound] for own in (self.common, self.larger, self.smaller))
-        if self.reason == TIES:
-            return True
-        if self.case.definition.allocator == "pyramid":
+        if self.rounded:
             return torch.equal(common, smaller) and bool((larger - smaller <= 1).all())
-        return torch.equal(common, larger) and (self.reason is not None or self.same_tokens)
+        return self.tied or (torch.equal(common, larger) and (self.reason != "" or self.same_tokens))
 
 
 def compare(subject: str, case: Case, ids: Sequence[int], ours: Found, theirs: Found) -> Comparison:
@@ -477,7 +513,7 @@ def write_table(comparisons: Sequence[Comparison]) -> str:
     ]
     for definition in DEFINITIONS:
         mine = [own for own in comparisons if own.case.definition is definition]
-        for reason in sorted({own.reason for own in mine}, key=lambda reason: reason or ""):
+        for reason in sorted({own.reason for own in mine}):
             some = [own for own in mine if own.reason == reason]
             least = min(own.share for own in some)
             cells = [
@@ -490,7 +526,7 @@ def write_table(comparisons: Sequence[Comparison]) -> str:
                 str(len(some)),
                 f"{100 * least:.1f} %" if least < 1 else "100 %",
                 f"{sum(own.same_tokens for own in some)} of {len(some)}",
-                reason or "",
+                reason,
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
