@@ -52,6 +52,23 @@ class NotedRotation(kvpress.KeyRerotationPress):
         return super().rerotate_keys(module, indices, keys)
 
 
+class NotedDecoding(kvpress.DecodingPress):
+    """A press that cuts while decoding, and notes by layer the places of the rows it keeps, (KV heads, rows)."""
+
+    def compress(self, module: torch.nn.Module, hidden_states: Tensor, keys: Tensor, *others: Any) -> Any:
+        kept = super().compress(module, hidden_states, keys, *others)
+        places = self.places_of(module.layer_idx, keys)
+        self.noted = getattr(self, "noted", {})
+        self.noted[module.layer_idx] = places.gather(-1, find_rows(kept[0][0], keys[0])), int(places.max()) + 1
+        return kept
+
+    def places_of(self, layer: int, keys: Tensor) -> Tensor:
+        """(KV heads, n) places of all rows that the layer holds: those of the last cut, and the tokens since."""
+        before, seen = getattr(self, "noted", {}).get(layer, (torch.zeros(keys.shape[1], 0, dtype=torch.int64), 0))
+        new = torch.arange(seen, seen + keys.shape[2] - before.shape[1])
+        return torch.cat([before, new.expand(keys.shape[1], -1)], -1)
+
+
 def build_press(spec: dict[str, Any], ratio: float) -> kvpress.BasePress:
     """The press of a specification: its class, the class's arguments, and the file that it reads."""
     spec = dict(spec)
@@ -64,6 +81,8 @@ def build_press(spec: dict[str, Any], ratio: float) -> kvpress.BasePress:
         press = FiltersFromFile(ratio)
         press.file = spec["file"]
         return press
+    if name == "DecodingPress":
+        return NotedDecoding(**{**spec, "base_press": build_press(spec["base_press"], 0.0)})
     if "press" in spec:
         own = NotedRotation if name == "KeyRerotationPress" else getattr(kvpress, name)
         return own(**{**spec, "press": build_press(spec["press"], ratio)})
@@ -108,17 +127,31 @@ def read_alone(model: torch.nn.Module, press: kvpress.BasePress, ids: Tensor) ->
 def continue_greedily(
     model: torch.nn.Module, logits: Tensor, cache: DynamicCache, masks: list[Any], position: int, tokens: int
 ) -> Tensor:
-    """(tokens,) ids that follow, the first of them at `position`, decoded as kvpress's pipeline does."""
+    """(tokens,) ids that follow, the first of them at `position`, decoded as kvpress's pipeline does. All of them are
+    read into the cache.
+    """
     for module, mask in zip(attention_modules(model), masks, strict=True):
         module.masked_key_indices = mask
     found = [logits[0, -1].argmax()]
-    while len(found) < tokens:
-        places = torch.tensor([[position + len(found) - 1]])
+    for place in range(position, position + tokens):
+        places = torch.tensor([[place]])
         logits = model(input_ids=found[-1].view(1, 1), past_key_values=cache, position_ids=places).logits
         found.append(logits[0, -1].argmax())
     for module in attention_modules(model):
         module.masked_key_indices = None
-    return torch.stack(found)
+    return torch.stack(found[:-1])
+
+
+def cut_while_decoding(model: torch.nn.Module, press: NotedDecoding, ids: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Rows kept (layers, KV heads, n + tokens) and the tokens, where the prompt is read whole and the answer is cut."""
+    cache, modules = DynamicCache(), attention_modules(model)
+    logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
+    with press(model):
+        found = continue_greedily(model, logits, cache, [None] * len(modules), ids.shape[1], tokens)
+    kept = torch.zeros(len(modules), cache.layers[0].keys.shape[1], ids.shape[1] + tokens, dtype=torch.bool)
+    for layer, own in enumerate(cache.layers):
+        kept[layer].scatter_(-1, press.places_of(layer, own.keys), True)
+    return kept, found
 
 
 def fingerprint(rows: Tensor) -> Tensor:
@@ -155,7 +188,9 @@ def find_rows(some: Tensor, rows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def run(job: dict[str, Any]) -> dict[str, Tensor]:
-    """`<case>.kept` (layers, KV heads, n) and `<case>.tokens` of all cases."""
+    """Of each case `<name>.kept` (layers, KV heads, n) and `<name>.tokens`. n counts the prompt, and the answer where
+    that is cut.
+    """
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=getattr(torch, job["dtype"])).eval()
     prompts = {name: torch.tensor([ids]) for name, ids in job["prompts"].items()}
@@ -167,6 +202,11 @@ def run(job: dict[str, Any]) -> dict[str, Tensor]:
             full, read = DynamicCache(), (group["prompt"], group["attention"])
             model(input_ids=ids, past_key_values=full, logits_to_keep=1)
         presses = [build_press(case["press"], case["ratio"]) for case in group["cases"]]
+        if isinstance(presses[0], NotedDecoding):
+            for case, press in zip(group["cases"], presses, strict=True):
+                kept, tokens = cut_while_decoding(model, press, ids, case["tokens"])
+                found |= {f"{case['name']}.kept": kept, f"{case['name']}.tokens": tokens}
+            continue
         if group["alone"]:
             left = [read_alone(model, press, ids) for press in presses]
         else:
@@ -177,7 +217,7 @@ def run(job: dict[str, Any]) -> dict[str, Tensor]:
         for case, press, (logits, cache, masks) in zip(group["cases"], presses, left, strict=True):
             found[f"{case['name']}.kept"] = find_kept(press, cache, masks, full)
             position = cache.get_seq_length() if isinstance(press, NotedRotation) else ids.shape[1]
-            found[f"{case['name']}.tokens"] = continue_greedily(model, logits, cache, masks, position, job["tokens"])
+            found[f"{case['name']}.tokens"] = continue_greedily(model, logits, cache, masks, position, case["tokens"])
     return found
 
 

@@ -43,13 +43,15 @@ SCRIPT = ROOT / "tests" / "kvpress_reference.py"
 PACKAGES = ROOT / ".versions" / "kvpress"  # where `make parity` installs kvpress and its transformers
 BUDGETS = (0.5, 0.2, 0.05)
 TOKENS = 10  # that follow the prompt and are compared
+ANSWER = 20  # the same, where the answer is cut
+INTERVAL = 8  # tokens between two of these cuts
 
 
 @dataclass(frozen=True)
 class Definition:
     """One definition in both programs. `press`: a kvpress class and its arguments; `method` … `allocator_args`: what
     kvbench calls the same. `window`: the newest rows that kvpress gives one common, highest score; it keeps all of them
-    only where a head has at least `least` rows.
+    only where a head has at least `least` rows. `cuts_answer`: the prompt stays whole, and the answer is cut twice.
     """
 
     name: str
@@ -61,12 +63,19 @@ class Definition:
     window: int = 0
     least: int = 0
     eager: bool = False  # kvpress reads attention weights, which only eager attention gives
+    cuts_answer: bool = False
     architectures: tuple[str, ...] = ()  # that kvpress can serve; empty: all
 
     @property
     def alone(self) -> bool:
-        """Whether the model reads about the prompt again, so that nothing can be shared."""
-        return self.method == "kvzip"
+        """Whether it needs a prefill of its own: the model reads about the prompt again, or nothing is cut yet."""
+        return self.method == "kvzip" or self.cuts_answer
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Of kvbench's method."""
+        decoding = {"decoding": True, "decode_interval": INTERVAL, "decode_size": "ROWS"} if self.cuts_answer else {}
+        return {**self.args, **decoding}
 
     @property
     def press_name(self) -> str:
@@ -76,11 +85,11 @@ class Definition:
     @property
     def command(self) -> str:
         """The settings that kvbench's command line takes."""
-        parts = [f"method={self.method}", *(f"method.{key}={shown(value)}" for key, value in self.args.items())]
+        parts = [f"method={self.method}", *(f"method.{key}={shown(value)}" for key, value in self.settings.items())]
         if self.allocator != "uniform":
             parts += [f"allocator={self.allocator}"]
             parts += [f"allocator.{key}={shown(value)}" for key, value in self.allocator_args.items()]
-        return " ".join(parts)
+        return " ".join(parts + ["budget=1.0"] * self.cuts_answer)
 
 
 def shown(value: Any) -> str:
@@ -91,13 +100,21 @@ def shown(value: Any) -> str:
 
 def written(press: Mapping[str, Any]) -> str:
     arguments = [
-        written(value) if key == "press" else f"{key}={value}" for key, value in press.items() if key != "class"
+        written(value) if isinstance(value, Mapping) else f"{key}={value}"
+        for key, value in press.items()
+        if key != "class"
     ]
     return f"{press['class']}({', '.join(arguments)})"
 
 
 def press(name: str, inner: Mapping[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
     return {"class": name} | ({} if inner is None else {"press": inner}) | arguments
+
+
+def cut_answer(name: str, inner: Mapping[str, Any], method: str, args: Mapping[str, Any]) -> Definition:
+    """A definition that leaves ROWS rows of prompt and answer."""
+    own = {"class": "DecodingPress", "base_press": inner, "compression_interval": INTERVAL, "target_size": "ROWS"}
+    return Definition(f"{name}, cuts the answer", own, method, args, cuts_answer=True)
 
 
 KVPRESS = {"preset": "kvpress"}
@@ -191,6 +208,11 @@ DEFINITIONS = (
         "ada",
         LAYERWISE,
     ),
+    cut_answer("Knorm", press("KnormPress"), "knorm", KVPRESS),
+    cut_answer("KeyDiff", press("KeyDiffPress"), "keydiff", KVPRESS),
+    cut_answer("TOVA", press("TOVAPress"), "tova", KVPRESS),
+    cut_answer("StreamingLLM", press("StreamingLLMPress"), "sink", KVPRESS),
+    cut_answer("Expected Attention, ε 0.01", EXPECTED, "expected_attention", {"preset": "decode_kvpress"}),
 )
 
 
@@ -214,7 +236,7 @@ class Case:
     @property
     def ratio(self) -> float:
         """kvpress's compression_ratio: 1 - budget, unless that makes it keep another number of rows than asked."""
-        if self.definition.alone:  # floors what it drops of all heads, and not what each keeps
+        if self.definition.method == "kvzip":  # floors what it drops of all heads, and not what each keeps
             return (self.tokens - self.quota) / self.tokens * (1 + 1e-9)
         if self.definition.method != "duo_attention" and not self.agrees:
             return 1 - (self.quota + 0.5) / self.tokens
@@ -223,7 +245,12 @@ class Case:
     @property
     def agrees(self) -> bool:
         """Whether 1 - budget makes kvpress keep as many rows: int(1000 * (1 - 0.8)) is 199."""
-        return int(self.tokens * (1 - (1 - self.budget))) == self.quota
+        return self.definition.cuts_answer or int(self.tokens * (1 - (1 - self.budget))) == self.quota
+
+    @property
+    def answer(self) -> int:
+        """Tokens that follow the prompt."""
+        return ANSWER if self.definition.cuts_answer else TOKENS
 
 
 @dataclass(frozen=True)
@@ -252,6 +279,8 @@ class Subject:
         if definition.architectures and self.model.config.model_type not in definition.architectures:
             return False
         long, longest = self.name == "smollm2" and tokens > 1024, self.name == "smollm2" and tokens > 2000
+        if definition.cuts_answer and self.name == "smollm2":
+            return False
         return not (long and definition.alone) and not (longest and budget != min(BUDGETS))
 
 
@@ -327,12 +356,13 @@ def start_kvpress(subject: Subject, cases: Sequence[Case], work: Path) -> subpro
     def spec(case: Case) -> dict[str, Any]:
         path = subject.files.get(case.definition.method)
         own = {**case.definition.press, **({"file": path} if path else {})}
-        return {"name": case.name, "press": own, "ratio": case.ratio}
+        if case.definition.cuts_answer:
+            own["target_size"] = case.quota
+        return {"name": case.name, "press": own, "ratio": case.ratio, "tokens": case.answer}
 
     job = {
         "model": str(subject.folder),
         "dtype": "float32",
-        "tokens": TOKENS,
         "prompts": {str(tokens): ids for tokens, ids in subject.prompts.items()},
         "groups": [
             {
@@ -360,57 +390,61 @@ def read_kvpress(process: subprocess.Popen, work: Path, cases: Iterable[Case]) -
 
 def run_kvbench(subject: Subject, cases: Sequence[Case]) -> dict[str, Found]:
     """The same cases in kvbench, by their name."""
-    found = {}
-    choices = {
-        (own.name, budget): make_choice(subject, own, budget)
-        for own in {case.definition.name: case.definition for case in cases}.values()
-        for budget in BUDGETS
-    }
-    request = words(subject.tokenizer)
+    found, choices, request = {}, {}, words(subject.tokenizer)
     for some in grouped(cases):
         ids = torch.tensor([subject.prompts[some[0].tokens]])
-        contexts = [
-            Context(
-                subject.model,
-                choices[case.definition.name, case.budget],
-                Budget(case.budget),
-                None,
-                (0,),
-                subject.prefix,
-                request,
-            )
-            for case in some
-        ]
+        contexts = []
+        for case in some:
+            own = case.definition
+            key = own.name, case.budget, case.quota if own.cuts_answer else None
+            choices[key] = choices.get(key) or make_choice(subject, case)
+            budget = Budget(1.0 if own.cuts_answer else case.budget)
+            contexts.append(Context(subject.model, choices[key], budget, None, (0,), subject.prefix, request))
         if some[0].definition.alone:
             contexts[0].prefill(ids)
         else:
             together.prefill(contexts, ids)
         for case, context in zip(some, contexts, strict=True):
-            found[case.name] = describe(Held([context]), case.tokens)
+            found[case.name] = describe(Held([context]), case)
     return found
 
 
-def make_choice(subject: Subject, definition: Definition, budget: float) -> Choice:
-    args = dict(definition.args)
-    if definition.method in subject.files:
-        args["path"] = subject.files[definition.method]
-    if definition.method == "duo_attention":  # kvpress's ratio is the share of heads that stream
-        args["sparsity"] = float(1 - Fraction(str(budget)))
+def make_choice(subject: Subject, case: Case) -> Choice:
+    own = case.definition
+    args = dict(own.settings)
+    if own.method in subject.files:
+        args["path"] = subject.files[own.method]
+    if own.method == "duo_attention":  # kvpress's ratio is the share of heads that stream
+        args["sparsity"] = float(1 - Fraction(str(case.budget)))
+    if own.cuts_answer:
+        args["decode_size"] = case.quota
     return choose_cache(
-        build("method", settings("method", definition.method, args)),
-        build("allocator", settings("allocator", definition.allocator, definition.allocator_args)),
+        build("method", settings("method", own.method, args)),
+        build("allocator", settings("allocator", own.allocator, own.allocator_args)),
         build("codec", settings("codec", "raw")),
     )
 
 
-def describe(held: Held, tokens: int) -> Found:
-    """Rows held of a prompt of `tokens` tokens, and what follows."""
+def describe(held: Held, case: Case) -> Found:
+    """What follows, and the rows held before it, or after it where the answer is cut."""
+    if case.definition.cuts_answer:
+        tokens = generate(held, case)
+        return Found(find_held(held, case.tokens + case.answer), tokens)
+    return Found(find_held(held, case.tokens), generate(held, case))
+
+
+def generate(held: Held, case: Case) -> list[int]:
+    return held.generate(case.answer, stop=frozenset())[0].tolist()
+
+
+def find_held(held: Held, tokens: int) -> Tensor:
+    """(layers, KV heads, tokens) bool: the rows held."""
     layers = held.contexts[0].layers
     kept = torch.zeros(len(layers), layers[0].rows.shape[1], tokens, dtype=torch.bool)
     for layer in range(kept.shape[0]):
         for head in range(kept.shape[1]):
             kept[layer, head, held.places(layer, head)] = True
-    return Found(kept, held.generate(TOKENS, stop=frozenset())[0].tolist())
+    return kept
 
 
 WINDOW = (
@@ -430,6 +464,11 @@ TIES = (
     "programs keep the same number of each token."
 )
 
+ORDER = (
+    "A cut of kvpress leaves the rows in the order of its top-k. Its second cut drops those that then stand behind the "
+    "sinks, which are not the oldest ones; up to there all is equal."
+)
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -444,7 +483,11 @@ class Comparison:
     smaller: Tensor
     bound: Tensor
     tied: bool  # what differs are rows of the first layer that hold equal tokens
-    same_tokens: bool
+    same_start: int  # tokens until the first that differs
+
+    @property
+    def same_tokens(self) -> bool:
+        return self.same_start == self.case.answer
 
     @property
     def share(self) -> float:
@@ -461,6 +504,8 @@ class Comparison:
             reasons.append(WHOLE_ROWS)
         if self.tied:
             reasons.append(TIES)
+        if self.reordered and not torch.equal(self.common, self.larger):
+            reasons.append(ORDER)
         return " ".join(reasons)
 
     @property
@@ -470,16 +515,24 @@ class Comparison:
         return self.case.definition.allocator == "pyramid" and share.denominator > 1
 
     @property
+    def reordered(self) -> bool:
+        """Whether a cut of kvpress goes by the order in which the cut before left the rows."""
+        return self.case.definition.cuts_answer and self.case.definition.method == "sink"
+
+    @property
     def explained(self) -> bool:
         """Whether what differs is no more than the reason says."""
         common, larger, smaller = (own[self.bound] for own in (self.common, self.larger, self.smaller))
         if self.rounded:
             return torch.equal(common, smaller) and bool((larger - smaller <= 1).all())
+        if self.reordered:
+            return torch.equal(larger, smaller) and self.same_start > 2 * INTERVAL
         return self.tied or (torch.equal(common, larger) and (self.reason != "" or self.same_tokens))
 
 
 def compare(subject: str, case: Case, ids: Sequence[int], ours: Found, theirs: Found) -> Comparison:
     """`ids`: the prompt's tokens."""
+    read = torch.tensor([*ids, *ours.tokens])[: ours.kept.shape[-1]]
     own = case.definition
     counts = torch.stack([ours.kept.sum(-1), theirs.kept.sum(-1)])
     smaller, larger = counts.amin(0), counts.amax(0)
@@ -491,8 +544,8 @@ def compare(subject: str, case: Case, ids: Sequence[int], ours: Found, theirs: F
         larger,
         smaller,
         bound,
-        own.method == "knorm" and are_tied(torch.tensor(ids), ours.kept, theirs.kept),
-        ours.tokens == theirs.tokens,
+        own.method == "knorm" and are_tied(read, ours.kept, theirs.kept),
+        next((i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=True)) if a != b), len(ours.tokens)),
     )
 
 

@@ -8,7 +8,7 @@ import parity
 import pytest
 import torch
 import transformers
-from parity import BUDGETS, DEFINITIONS, PACKAGES, ROOT, TOKENS, Case, Found, compare
+from parity import ANSWER, BUDGETS, DEFINITIONS, INTERVAL, PACKAGES, ROOT, TOKENS, Case, Found, compare
 
 LENGTHS = {"llama": (301, 700, 2048, 4000), "mistral": (303, 1500), "qwen2": (305, 1024), "qwen3": (511, 3001)}
 SUBJECTS = ("smollm2", *LENGTHS)
@@ -26,6 +26,9 @@ kvpress is 1 - budget. At {adjusted},
 kvpress would keep one row less, because Python rounds 1 - 0.8; it gets the ratio that keeps as many rows as kvbench.
 On smollm2, KVzip, which reads a prompt again, reads at most 1024 tokens, and 4000 tokens are read at the smallest
 budget only.
+
+"Cuts the answer": the prompt stays whole, {answer} tokens follow, and every {interval} tokens a cut leaves as many
+rows as the budget is of the prompt. Compared are the rows left in the end.
 
 """
 FOOT = """
@@ -78,9 +81,10 @@ def test_the_table_is_written(comparisons, capsys):
         print(f"\n{table}")
     adjusted = sorted({f"{own.case.tokens} tokens at {own.case.budget}" for own in comparisons if not own.case.agrees})
     theirs = {own.metadata["name"]: own.version for own in importlib.metadata.distributions(path=[str(PACKAGES)])}
-    versions = {"kvpress": theirs["kvpress"], "theirs": theirs["transformers"], "ours": transformers.__version__}
+    facts = {"kvpress": theirs["kvpress"], "theirs": theirs["transformers"], "ours": transformers.__version__}
+    facts |= {"tokens": TOKENS, "answer": ANSWER, "interval": INTERVAL, "adjusted": ", ".join(adjusted)}
     TABLE.parent.mkdir(parents=True, exist_ok=True)
-    TABLE.write_text(HEAD.format(**versions, tokens=TOKENS, adjusted=", ".join(adjusted)) + table + FOOT)
+    TABLE.write_text(HEAD.format(**facts) + table + FOOT)
 
 
 def definition(name: str) -> parity.Definition:
@@ -96,13 +100,14 @@ def kept(rows: list[int], tokens: int = 300) -> torch.Tensor:
 
 def test_one_row_or_token_that_differs_is_found():
     case, ids = Case(definition("KeyDiff"), 300, 0.2), list(range(300))
-    same = Found(kept([*range(60)]), [1, 2, 3])
+    answer = list(range(TOKENS))
+    same = Found(kept([*range(60)]), answer)
     moved = kept([*range(60)])
     moved[1, 0, 59], moved[1, 0, 60] = False, True
     found = compare("llama", case, ids, same, same)
     assert (found.share, found.reason, found.explained) == (1.0, "", True)
-    assert not compare("llama", case, ids, same, Found(same.kept, [1, 2, 4])).explained
-    found = compare("llama", case, ids, same, Found(moved, [1, 2, 3]))
+    assert not compare("llama", case, ids, same, Found(same.kept, [*answer[:-1], 0])).explained
+    found = compare("llama", case, ids, same, Found(moved, answer))
     assert found.share == pytest.approx(59 / 60) and not found.explained
     assert "| 98.3 % | 1 of 1 |" in parity.write_table([found])
 
@@ -130,6 +135,11 @@ def test_a_reason_explains_no_more_than_it_says():
     ).explained
     for rows, explained in ((range(150, 299), True), (range(150, 298), False), (range(149, 298), False)):
         assert compare("llama", pyramid, ids, newest, Found(kept([*rows]), [])).explained is explained
+
+    sink, answer = Case(definition("StreamingLLM, cuts the answer"), 300, 0.5), list(range(ANSWER))
+    for place, explained in ((2 * INTERVAL, False), (2 * INTERVAL + 1, True)):
+        other = Found(oldest.kept, [*answer[:place], *reversed(answer[place:])])
+        assert compare("llama", sink, ids, Found(newest.kept, answer), other).explained is explained
 
 
 def test_the_number_of_rows_is_what_kvbench_keeps():
