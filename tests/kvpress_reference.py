@@ -7,7 +7,7 @@ that it needs are installed. The script therefore imports nothing of kvbench:
 
 A job names a model's folder, prompts (token ids) and groups of cases. The presses of a group share one prefill: each
 press's own hook gets the arguments that kvpress would give it, and a cache of its own. A group that is `alone` has one
-press, which runs as kvpress documents it: `with press(model): model(...)`.
+press that only masks rows; it runs as kvpress documents it: `with press(model): model(...)`.
 """
 
 import json
@@ -161,17 +161,19 @@ def fingerprint(rows: Tensor) -> Tensor:
     return (bits * odd).sum(-1)
 
 
-def find_kept(press: kvpress.BasePress, cache: DynamicCache, masks: list[Any], full: DynamicCache) -> Tensor:
-    """(layers, KV heads, n) bool: the rows that a press kept. Where it freed the others, their keys tell which."""
+def find_kept(press: kvpress.BasePress, cache: DynamicCache, masks: list[Any], full: DynamicCache | None) -> Tensor:
+    """(layers, KV heads, n) bool: the rows that a press kept. Where it freed the others, the keys of the `full` cache
+    tell which.
+    """
     kept = []
-    for layer, (mine, all_rows, mask) in enumerate(zip(cache.layers, full.layers, masks, strict=True)):
+    for layer, (own, mask) in enumerate(zip(cache.layers, masks, strict=True)):
         if mask is not None:
-            present = torch.ones(all_rows.keys.shape[1:3], dtype=torch.bool)
+            present = torch.ones(own.keys.shape[1:3], dtype=torch.bool)
             present[mask[1:]] = False
         else:
-            turned = isinstance(press, NotedRotation)
-            index = press.noted[layer][0] if turned else find_rows(mine.keys[0], all_rows.keys[0])
-            present = torch.zeros(all_rows.keys.shape[1:3], dtype=torch.bool).scatter(-1, index, True)
+            rows = full.layers[layer].keys[0]
+            index = press.noted[layer][0] if isinstance(press, NotedRotation) else find_rows(own.keys[0], rows)
+            present = torch.zeros(rows.shape[:2], dtype=torch.bool).scatter(-1, index, True)
         kept.append(present)
     return torch.stack(kept)
 
@@ -194,25 +196,23 @@ def run(job: dict[str, Any]) -> dict[str, Tensor]:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=getattr(torch, job["dtype"])).eval()
     prompts = {name: torch.tensor([ids]) for name, ids in job["prompts"].items()}
-    found, full, read = {}, None, None
-    for group in sorted(job["groups"], key=lambda group: (group["prompt"], group["attention"])):
+    found = {}
+    for group in job["groups"]:
         ids = prompts[group["prompt"]]
         model.set_attn_implementation(group["attention"])
-        if read != (group["prompt"], group["attention"]):
-            full, read = DynamicCache(), (group["prompt"], group["attention"])
-            model(input_ids=ids, past_key_values=full, logits_to_keep=1)
         presses = [build_press(case["press"], case["ratio"]) for case in group["cases"]]
         if isinstance(presses[0], NotedDecoding):
             for case, press in zip(group["cases"], presses, strict=True):
                 kept, tokens = cut_while_decoding(model, press, ids, case["tokens"])
                 found |= {f"{case['name']}.kept": kept, f"{case['name']}.tokens": tokens}
             continue
-        if group["alone"]:
+        full = None if group["alone"] else DynamicCache()
+        if full is None:
             left = [read_alone(model, press, ids) for press in presses]
         else:
             several = Several(presses)
             with several(model):
-                logits = model(input_ids=ids, past_key_values=DynamicCache(), logits_to_keep=1).logits
+                logits = model(input_ids=ids, past_key_values=full, logits_to_keep=1).logits
             left = [(logits, *own) for own in zip(several.caches, several.masks, strict=True)]
         for case, press, (logits, cache, masks) in zip(group["cases"], presses, left, strict=True):
             found[f"{case['name']}.kept"] = find_kept(press, cache, masks, full)
