@@ -238,14 +238,16 @@ class Case:
         """kvpress's compression_ratio: 1 - budget, unless that makes it keep another number of rows than asked."""
         if self.definition.method == "kvzip":  # floors what it drops of all heads, and not what each keeps
             return (self.tokens - self.quota) / self.tokens * (1 + 1e-9)
-        if self.definition.method != "duo_attention" and not self.agrees:
-            return 1 - (self.quota + 0.5) / self.tokens
-        return 1 - self.budget
+        return 1 - self.budget if self.agrees else 1 - (self.quota + 0.5) / self.tokens
 
     @property
     def agrees(self) -> bool:
-        """Whether 1 - budget makes kvpress keep as many rows: int(1000 * (1 - 0.8)) is 199."""
-        return self.definition.cuts_answer or int(self.tokens * (1 - (1 - self.budget))) == self.quota
+        """Whether 1 - budget makes kvpress keep as many rows: int(1000 * (1 - 0.8)) is 199. It matters only where a
+        number of rows is floored.
+        """
+        own = self.definition
+        floors = not own.cuts_answer and own.method not in ("duo_attention", "kvzip") and own.allocator != "pyramid"
+        return not floors or int(self.tokens * (1 - (1 - self.budget))) == self.quota
 
     def count_slack(self, layers: int) -> Tensor:
         """(layers,) rows by which the two programs may differ, because they round a layer's share in other ways."""
