@@ -480,7 +480,7 @@ TIES = (
 
 ORDER = (
     "A cut of kvpress leaves the rows in the order of its top-k. Its second cut drops those that then stand behind the "
-    "sinks, which are not the oldest ones; up to there all is equal."
+    "sinks, which are not the oldest ones. The tokens up to there are equal."
 )
 
 

@@ -21,10 +21,10 @@ transformers {ours}, in float32 on the CPU, one thread each. Both read a prompt 
 tokens. The test makes the filters and head patterns that two definitions need.
 
 A budget is the share of rows kept, of DuoAttention the share of heads that are not cut; the `compression_ratio` of
-kvpress is 1 - budget. At {adjusted},
-kvpress would keep one row less, because Python rounds 1 - 0.8; it gets the ratio that keeps as many rows as kvbench.
-On smollm2, KVzip, which reads a prompt again, reads at most 1024 tokens, and 4000 tokens are read at the smallest
-budget only.
+kvpress is 1 - budget. There are two exceptions, in which kvpress gets a ratio that keeps as many rows as kvbench. At
+{adjusted}, kvpress would keep one row less, because Python rounds 1 - 0.8.
+KVzip rounds the rows that it drops of all heads together, kvbench the rows that a head keeps. On smollm2, KVzip, which
+reads a prompt again, reads at most 1024 tokens, and 4000 tokens are read at the smallest budget only.
 
 "Cuts the answer": the prompt stays whole, {answer} tokens follow, and every {interval} tokens a cut leaves as many
 rows as the budget is of the prompt. Compared are the rows left in the end.
@@ -78,10 +78,15 @@ def test_the_table_is_written(comparisons, capsys):
     table = parity.write_table(comparisons)
     with capsys.disabled():
         print(f"\n{table}")
-    adjusted = sorted({f"{own.case.tokens} tokens at {own.case.budget}" for own in comparisons if not own.case.agrees})
+    adjusted = sorted({(own.case.tokens, own.case.budget) for own in comparisons if not own.case.agrees})
     theirs = {own.metadata["name"]: own.version for own in importlib.metadata.distributions(path=[str(PACKAGES)])}
     facts = {"kvpress": theirs["kvpress"], "theirs": theirs["transformers"], "ours": transformers.__version__}
-    facts |= {"tokens": TOKENS, "answer": ANSWER, "interval": INTERVAL, "adjusted": ", ".join(adjusted)}
+    facts |= {
+        "tokens": TOKENS,
+        "answer": ANSWER,
+        "interval": INTERVAL,
+        "adjusted": ", ".join(f"{tokens} tokens × {budget}" for tokens, budget in adjusted),
+    }
     TABLE.parent.mkdir(parents=True, exist_ok=True)
     TABLE.write_text(HEAD.format(**facts) + table + FOOT)
 
