@@ -35,7 +35,7 @@ from kvbench.settings import answered
 
 GROUPS = ("method", "allocator", "codec")
 DEFAULTS = {"budget": 1.0, "allocator": "uniform", "codec": "raw", "block_size": None, "budget_of": "prompt", "seed": 0}
-DEFAULTS |= {"prefix": 0, "tokens": 180, "answer": 8, "question": "visible", "temperature": 0.0, "top_p": 1.0}
+DEFAULTS |= {"prefix": 0, "tokens": 181, "answer": 8, "question": "visible", "temperature": 0.0, "top_p": 1.0}
 DEFAULTS |= {"batch": 1, "with": ()}
 QUESTIONS = (5, 3)  # tokens of the questions that are read, one after the other, over a context cut without them
 SHOWN = (3, 57, 111, 198)  # tokens whose logits are stored

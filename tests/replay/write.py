@@ -33,7 +33,8 @@ def main() -> int:
         after = compute(before, make)
         changed = net.compare(before, after, net.CLOSE)
         again = {cell: after[cell] for cell in changed if cell in after}
-        tied = net.compare(again, compute(again, partial(make, noise=net.NOISE)), net.MOVED)
+        noisy = compute(again, partial(make, noise=net.NOISE))
+        tied = net.compare(again, {cell: noisy[cell] for cell in again if cell in noisy}, net.MOVED)
         print(*net.report(changed), f"{path.name}: {len(changed)} of {len(after)} cells changed", sep="\n")
         if tied:
             print(*net.report(tied), f"{path.name}: not written, {len(tied)} cells hang on a tie", sep="\n")
