@@ -225,7 +225,7 @@ class Reader:
 
     def __init__(self, run: Run, bench: Bench) -> None:
         self.run, self.model, self.tokenizer, self.choice = run, bench.model, bench.tokenizer, run.choice()
-        self.bench, self.is_baseline = bench, run.value == run.baseline().value
+        self.bench = bench
         self.made: dict[str, dict] = {}  # records of the full cache that were made here, by uid
         self.order = {uid: index for index, uid in enumerate(bench.prompts)}
         self.task = bench.run.task  # only the task that made the samples may know how to grade them
@@ -463,7 +463,7 @@ class Reader:
                 found.append({"fidelity": {}})
                 continue
             own, count = predicted[: len(answer)], len(answer)
-            if self.is_baseline:
+            if self.run.value == self.run.baseline().value:
                 kl, more = 0.0, {"predictions": pack(own)}
             else:
                 full, more = self._full_predictions(sample.uid, batch), {}
