@@ -26,7 +26,7 @@ import kvbench
 import run as command
 from kvbench import together
 from kvbench.budget import Budget
-from kvbench.catalogue import build, settings
+from kvbench.catalogue import build, names, settings
 from kvbench.engine import Context, Sampling
 from kvbench.held import Held, choose_cache
 from kvbench.model import REFERENCE
@@ -128,6 +128,11 @@ def play(cell: Mapping[str, Any], noise: float = 0.0) -> dict[str, Any]:
     more = [distinct(tokens, seed=20 + tokens) for tokens in QUESTIONS] if cell["question"] == "hidden" else [None]
     found["answers"] = [answer(held, question, cell) for question in more]
     return found
+
+
+def list_names(group: str) -> list[str]:
+    """The methods, allocators or codecs that there are."""
+    return names(group)
 
 
 def arguments(cell: Mapping[str, Any], group: str) -> dict[str, Any]:
