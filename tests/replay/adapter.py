@@ -36,7 +36,7 @@ from kvbench.settings import answered
 GROUPS = ("method", "allocator", "codec")
 DEFAULTS = {"budget": 1.0, "allocator": "uniform", "codec": "raw", "block_size": None, "budget_of": "prompt", "seed": 0}
 DEFAULTS |= {"prefix": 0, "tokens": 181, "answer": 8, "question": "visible", "temperature": 0.0, "top_p": 1.0}
-DEFAULTS |= {"batch": 1, "with": ()}
+DEFAULTS |= {"batch": 1, "with": (), "stop": (), "least": 0}
 QUESTIONS = (5, 3)  # tokens of the questions that are read, one after the other, over a context cut without them
 SHOWN = (3, 57, 111, 198)  # tokens whose logits are stored
 
@@ -116,8 +116,9 @@ def play(cell: Mapping[str, Any], noise: float = 0.0) -> dict[str, Any]:
     """What the engine computes for a cell: what is held after the prefill, and what it answers.
 
     A cell names a model, a method and what DEFAULTS has; `method.x` sets x of the method, and so for allocator and
-    codec. Beside kvbench's own settings it has `tokens` and `answer` (lengths), `batch` (prompts in one context) and
-    `with` (methods that share the prefill, each with half of the rows).
+    codec. Beside kvbench's own settings it has `tokens` and `answer` (lengths), `batch` (prompts in one context),
+    `with` (methods that share the prefill, each with half of the rows), `stop` (tokens that end an answer) and `least`
+    (tokens that come before).
     """
     cell = DEFAULTS | dict(cell)
     model = make_model(cell["model"], noise)
@@ -173,7 +174,9 @@ def answer(held: Held, question: torch.Tensor | None, cell: Mapping[str, Any]) -
         if question is not None:
             held.extend(question.expand(len(context.seeds), -1))
             found["asked"] = digest_logits(held.logits)
-        tokens = torch.stack(list(context.generate(cell["answer"], sampling, frozenset(), read_last=True)), dim=1)
+        stop, least = frozenset(cell["stop"]), cell["least"]
+        steps = context.generate(cell["answer"], sampling, stop, read_last=True, min_new_tokens=least)
+        tokens = torch.stack(list(steps), dim=1)
         attended = [layer.attended for layer in context.own_layers]
         return found | {
             "tokens": tokens.tolist(),
