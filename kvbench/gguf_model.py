@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from tokenizers import Regex, decoders, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -56,6 +57,7 @@ BEGINNING = (
     "llama-bpe",
 )  # pre-tokenizers whose texts have a first token where the header does not say (llama.cpp)
 PLAIN = {None, 1.0}  # factors of a RoPE that is not scaled
+PROBE = "It's 2048 tokens,\n\n  and a few more: über."  # what a tokenizer must read alike when it is loaded again
 ROOM = 64 << 20  # bytes beside the weights that a conversion needs on the disk
 
 
@@ -154,7 +156,7 @@ def convert(source: Path, header: Header, target: Path) -> None:
     tokenizer's files in another way.
 
     Raises:
-        SettingError: transformers cannot read the file, or not all of its tensors.
+        SettingError: transformers cannot read the file, or not all of its tensors, or loads another tokenizer.
         OSError: The folder cannot be written.
     """
     where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
@@ -194,6 +196,14 @@ def convert(source: Path, header: Header, target: Path) -> None:
             for key in VOLATILE:
                 said.pop(key, None)
             path.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+    with quiet():
+        again = AutoTokenizer.from_pretrained(target)
+    written, read = (own.backend_tokenizer.encode(PROBE).ids for own in (tokenizer, again))
+    if written != read:
+        raise SettingError(
+            f"model.path={source}: transformers {transformers.__version__} changes its tokenizer when it loads it; use "
+            "5.17 or newer"
+        )
 
 
 def set_tokens(tokenizer: Any, header: Header) -> None:

@@ -19,7 +19,7 @@ from gguf_files import ARCHITECTURES, write_gguf
 
 from kvbench import fetch, gguf_model, model_cache
 from kvbench.gguf_model import hash_weights
-from kvbench.model import Checkpoint, find_model
+from kvbench.model import EMBEDDED_MODELS, Checkpoint, find_model
 from kvbench.prompt import template
 from kvbench.settings import SettingError
 
@@ -123,6 +123,19 @@ def test_a_text_begins_with_the_first_token_where_the_header_says_so(tmp_path):
         tokenizer = Checkpoint("tiny", find_model(str(path))).tokenizer()
         assert (tokenizer.encode("ab")[0] == tokenizer.bos_token_id) == begins
         assert tokenizer.encode("ab", add_special_tokens=False) == tokenizer.convert_tokens_to_ids(["ab"])
+
+
+def test_a_tokenizer_that_is_loaded_as_another_is_refused(tmp_path, models, monkeypatch):
+    """As transformers 5.5 does it."""
+    path, load = tmp_path / "tiny.gguf", gguf_model.AutoTokenizer.from_pretrained
+    write_gguf(path)
+    other = load(EMBEDDED_MODELS["reference"])
+    monkeypatch.setattr(
+        gguf_model.AutoTokenizer, "from_pretrained", lambda *own, **named: load(**named) if named else other
+    )
+    with pytest.raises(SettingError, match="changes its tokenizer when it loads it; use 5.17 or newer"):
+        find_model(str(path))
+    assert [own for own in models.iterdir() if own.suffix != ".lock"] == []
 
 
 def test_pieces_of_sentencepiece_are_read(tmp_path):
