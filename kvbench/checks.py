@@ -14,7 +14,16 @@ from omegaconf import DictConfig, OmegaConf
 from kvbench import card, catalogue
 from kvbench.budget import Budget
 from kvbench.model_cache import FETCHED_MODELS, check_fetched
-from kvbench.settings import EMBEDDED_MODELS, SettingError, check_model_path, check_sampling, choose, typed, whole
+from kvbench.settings import (
+    EMBEDDED_MODELS,
+    SettingError,
+    check_model_path,
+    check_sampling,
+    choose,
+    is_gguf,
+    typed,
+    whole,
+)
 from kvbench.task import Task
 
 CACHE = ("method", "allocator", "codec")
@@ -94,5 +103,5 @@ def check_model(config: DictConfig) -> None:
         raise SettingError(f"model.path=null: model={config.name} needs a local folder or a hub id")
     else:
         check_model_path(str(config.path))
-        if str(config.path).lower().endswith(".gguf") and config.revision is not None:
+        if is_gguf(str(config.path)) and config.revision is not None:
             raise SettingError(f"model.revision={config.revision}: is of the hub, a GGUF file has none; null")

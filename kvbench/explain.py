@@ -11,13 +11,12 @@ the sources it says which of them do something else today: a run of the same set
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from kvbench.settings import Arguments, SettingError, answered
 from kvbench.sources import source_hashes
-from kvbench.store import RunFolder, value_of
+from kvbench.store import RunFolder, run_hash, value_of
 
 SHOWN = 80  # characters of a value
 
@@ -32,7 +31,7 @@ def explain(results: Path, name: str) -> Iterator[str]:
     yield folder.hash
     for key in sorted(folder.value.keys() - {"sources"}):
         value = folder.value[key]
-        yield f"├─ {key} {short_hash(value)}  {shortened(value)}"
+        yield f"├─ {key} {run_hash({key: value})[:8]}  {shortened(value)}"
     yield f"└─ sources {folder.value.get('sources')}"
     for line in explain_sources(folder):
         yield f"   {line}"
@@ -77,10 +76,6 @@ def is_there(module: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def short_hash(value: Any) -> str:
-    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def shortened(value: Any) -> str:

@@ -38,7 +38,7 @@ from transformers.utils import logging
 
 from kvbench import model_cache
 from kvbench.model_cache import NOTE, VERSION, is_converted, locked
-from kvbench.settings import SettingError, writing
+from kvbench.settings import SettingError, summarize, writing
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # in GGUF's words; Mistral's files say llama
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # ours -> the header's
@@ -46,16 +46,10 @@ LLAMA3_WORDS = (  # meta-llama/Meta-Llama-3-8B, tokenizer.json
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-VOLATILE = (
-    "transformers_version",
-    "_model_name_or_path",
-    "is_local",
-    "local_files_only",
-)  # of the machine, not the model
-BEGINNING = (
-    None,
-    "llama-bpe",
-)  # pre-tokenizers whose texts have a first token where the header does not say (llama.cpp)
+# keys of the JSON files that transformers writes about itself and the machine, not about the model
+VOLATILE = ("transformers_version", "_model_name_or_path", "is_local", "local_files_only")
+# pre-tokenizers whose texts begin with the first token where the header says nothing, as in llama.cpp
+BEGINNING = (None, "llama-bpe")
 PLAIN = {None, 1.0}  # factors of a RoPE that is not scaled
 PROBE = "It's 2048 tokens,\n\n  and a few more: über."  # what a tokenizer must read alike when it is loaded again
 ROOM = 64 << 20  # bytes beside the weights that a conversion needs on the disk
@@ -115,8 +109,7 @@ def read_header(path: Path) -> Header:
     except SettingError:
         raise
     except Exception as error:  # a damaged file makes the reader fail in any way
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise SettingError(f"model.path={path}: is damaged or truncated ({said[:120]})") from None
+        raise SettingError(f"model.path={path}: is damaged or truncated ({summarize(error)})") from None
     architecture = str(fields.get("general.architecture"))
     if architecture not in ARCHITECTURES:
         raise SettingError(
@@ -173,8 +166,7 @@ def convert(source: Path, header: Header, target: Path) -> None:
         model.load_state_dict(loaded.state_dict(), assign=True)
         model.tie_weights()
     except Exception as error:  # whatever transformers meets in a file that it cannot map
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise SettingError(f"model.path={source}: transformers cannot read it ({said[:120]})") from None
+        raise SettingError(f"model.path={source}: transformers cannot read it ({summarize(error)})") from None
     own = list(model.parameters())  # tied ones count once
     numbers = sum(tensor.numel() for tensor in own)
     if (len(own), numbers) != (header.tensors, header.weights):

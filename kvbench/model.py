@@ -22,7 +22,7 @@ from transformers.utils import logging
 from kvbench.gguf_model import find_converted, read_samples
 from kvbench.kernels.attend.sdpa import attend_windowed
 from kvbench.model_cache import FETCHED_MODELS, MODELS, check_fetched, identify
-from kvbench.settings import SettingError, check_model_path
+from kvbench.settings import SettingError, check_model_path, is_gguf
 
 NAME = "kvbench"
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
@@ -449,7 +449,7 @@ def find_model(model: str) -> str:
         check_fetched(model)
     path = str(KNOWN_MODELS.get(model, model))
     check_model_path(path)
-    return str(find_converted(Path(path).expanduser())) if path.lower().endswith(".gguf") else path
+    return str(find_converted(Path(path).expanduser())) if is_gguf(path) else path
 
 
 @dataclass(frozen=True)

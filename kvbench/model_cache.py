@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from kvbench.settings import SettingError
 
@@ -20,14 +21,20 @@ VERSION = 1  # of the conversion: a folder that another version made is made aga
 NOTE = "conversion.json"
 
 
-def is_converted(folder: Path, source_hash: str | None = None) -> bool:
-    """Whether `folder` is whole and what this version makes of the file with this hash, None: of any file."""
+def read_note(folder: Path) -> dict[str, Any] | None:
+    """Return what `conversion.json` says of a folder that is whole and of this version, None for any other folder."""
     try:
         said = json.loads((folder / NOTE).read_text())
         whole = all((folder / name).stat().st_size == size for name, size in said["files"].items())
-        return whole and said["version"] == VERSION and source_hash in (None, said["source"])
+        return said if whole and said["version"] == VERSION else None
     except (OSError, ValueError, KeyError):
-        return False
+        return None
+
+
+def is_converted(folder: Path, source_hash: str | None = None) -> bool:
+    """Whether `folder` is whole and what this version makes of the file with this hash, None: of any file."""
+    said = read_note(folder)
+    return said is not None and source_hash in (None, said["source"])
 
 
 def check_fetched(name: str) -> None:
@@ -40,9 +47,9 @@ def identify(folder: Path) -> str | None:
     """Return what a converted model is known by: 16 hex digits over its weights, the file that they were made of and
     the version of the conversion. None for a folder that is no converted model.
     """
-    if not is_converted(folder):
+    said = read_note(folder)
+    if said is None:
         return None
-    said = json.loads((folder / NOTE).read_text())
     return sha256(f"{said['weights']} {said['source']} {said['version']}".encode()).hexdigest()[:16]
 
 

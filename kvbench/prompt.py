@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.method import Words
-from kvbench.settings import SettingError
+from kvbench.settings import SettingError, summarize
 from kvbench.task import Sample
 
 DAY = "26 Jul 2024"  # a prompt must not change with the date: Llama 3's own default day
@@ -78,8 +78,7 @@ def _parts(tokenizer: Any, roles: tuple[str, ...]) -> list[str] | None:
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **TODAY)
         except Exception as error:  # the template is data, rendered in a sandbox: it may fail in any way
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise SettingError(f"model: its chat template cannot be rendered ({said[:120]})") from None
+            raise SettingError(f"model: its chat template cannot be rendered ({summarize(error)})") from None
         if all(text.count(mark) == 1 for mark in marks):
             parts = []
             for mark in marks:

@@ -109,10 +109,11 @@ def execute_all(runs: Sequence[Run], results: Path, bench: Bench) -> list[RunFol
                 raise SettingError(f"task: {sample.uid} needs {need} tokens, the model takes {longest}")
         for run in open_.values():
             check_readings(run, bench, longest)
-    base = runs[0].baseline()
-    full = [folder for folder, run in folders.items() if run.value == base.value]
-    bench.full = full[0] if full else RunFolder(results / "runs", base.value)
-    open_ = {folder: open_[folder] for folder in [*full, *open_] if folder in open_}  # others compare with its records
+    if runs[0].fidelity:
+        base = runs[0].baseline()
+        full = [folder for folder, run in folders.items() if run.value == base.value]
+        bench.full = full[0] if full else RunFolder(results / "runs", base.value)
+        open_ = {folder: open_[folder] for folder in [*full, *open_] if folder in open_}  # others compare with it
     company = Company(open_, partial(Reader, bench=bench), bench.reload_model)
     name = runs[0].groups["method"]["name"] if len(runs) == 1 else f"{len(open_)} together"
     with ExitStack() as stack:

@@ -38,6 +38,11 @@ class ContractError(RuntimeError):
         self.spoils_model = spoils_model
 
 
+def summarize(error: Exception) -> str:
+    """What an error of somebody else's code says, in one line of at most 120 characters."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:120]
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM arrived. It ends the work as Ctrl-C does."""
 
@@ -194,9 +199,14 @@ def check_sampling(temperature: object, top_p: object) -> None:
         raise SettingError(f"top_p={top_p}: a share in (0, 1]")
 
 
+def is_gguf(path: str) -> bool:
+    """Whether a path names a GGUF file."""
+    return path.lower().endswith(".gguf")
+
+
 def check_model_path(path: str) -> None:
     """Raise a SettingError for a folder or a GGUF file that is not there; anything else may be an id of the hub."""
-    if path.lower().endswith(".gguf"):
+    if is_gguf(path):
         if not Path(path).expanduser().is_file():
             raise SettingError(f"model.path={path}: no such file")
     elif path[:1] in "/.~" and not Path(path).expanduser().is_dir():

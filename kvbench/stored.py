@@ -74,11 +74,16 @@ def without_twins(runs: Iterable[Stored]) -> list[Stored]:
     """The runs, by hash. Of two that differ in `fidelity` alone, and so have the same answers, the one that is finished
     and compares predictions.
     """
-    best: dict[str, Stored] = {}
+    twins: dict[str, list[Stored]] = {}
     for run in runs:
-        key = run_hash({name: value for name, value in run.value.items() if name != "fidelity"})
-        best[key] = max(best.get(key, run), run, key=lambda own: (own.folder.finished, "fidelity" in own.value))
-    return sorted(best.values(), key=lambda run: run.hash)
+        plain = {name: value for name, value in run.value.items() if name != "fidelity"}
+        twins.setdefault(run.hash if plain == run.value else run_hash(plain), []).append(run)
+
+    def rank(run: Stored) -> tuple[bool, bool]:
+        return run.folder.finished, "fidelity" in run.value
+
+    best = [own[0] if len(own) == 1 else max(own, key=rank) for own in twins.values()]
+    return sorted(best, key=lambda run: run.hash)
 
 
 def read(results: Path) -> tuple[list[Stored], int]:
