@@ -36,12 +36,13 @@ from tqdm import tqdm
 
 from kvbench.budget import Budget
 from kvbench.catalogue import settings
-from kvbench.engine import Context, Sampling
+from kvbench.generation import Context
 from kvbench.guard import check_shape
 from kvbench.model import Checkpoint, find_model, layout, positions
 from kvbench.prompt import TODAY, Prompt, divide, words
 from kvbench.run import DTYPES, Run
 from kvbench.runner import Bench, Reader, seed_of
+from kvbench.sampling import Sampling
 from kvbench.settings import SettingError, choose, whole
 from kvbench.task import Sample
 

@@ -3,26 +3,31 @@
 Symbols: B samples, H KV heads, n rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvbench.method import Seen
+from kvbench.hooks import Hooks
+from kvbench.observation import Seen
 from kvbench.rows import Rows
 
 
 @dataclass(frozen=True)
-class Allocator:
+class Allocator(Hooks):
     """Uniform. An allocator overrides the question that is its own."""
 
     name: str
 
     even = True  # all heads of a layer keep the same number of rows
     cascades = False  # how much a layer may keep depends on what later ones show: it is cut again, see `earlier`
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every layer and head keeps the quota: no hook is overridden."""
+        return not self.overrides("layer", "heads", "safe", "earlier")
 
     def layer(self, quota: int, seen: Seen, rows: Callable[[], Rows], shared: dict[str, Any]) -> int | tuple[int, ...]:
         """Rows per head of the layer that is being cut, one number per sample where they differ; over all layers the
@@ -49,28 +54,3 @@ class Allocator:
         not while decoding.
         """
         return {}
-
-
-def frozen(quotas: Sequence[int], before: int, quota: int) -> list[int]:
-    """Quotas that layers were given when the mean was `before`, kept in proportion when it is `quota`."""
-    targets = [own * quota / before for own in quotas]
-    return settle(targets, [1] * len(targets), [quota * len(targets)] * len(targets), quota * len(targets))
-
-
-def settle(targets: Sequence[float | Fraction], least: list[int], most: list[int], total: int) -> list[int]:
-    """Whole numbers near `targets` that sum to `total` (or as near as the bounds allow) within least…most.
-
-    Largest remainder; what the bounds take from one goes to the others by their remaining distance to the target,
-    ties to the lower index.
-    """
-    counts = [min(max(int(t), low), high) for t, low, high in zip(targets, least, most, strict=True)]
-    total = min(max(total, sum(least)), sum(most))
-    while (missing := total - sum(counts)) != 0:
-        step = 1 if missing > 0 else -1
-        open_ = [i for i in range(len(counts)) if (counts[i] < most[i] if step > 0 else counts[i] > least[i])]
-        open_.sort(key=lambda i: (step * (counts[i] - targets[i]), i))
-        # give whole shares at once while much is missing, single rows at the end
-        share = max(1, abs(missing) // len(open_))
-        for i in open_[: abs(missing) // share]:
-            counts[i] += step * min(share, (most[i] - counts[i]) if step > 0 else (counts[i] - least[i]))
-    return counts

@@ -30,7 +30,7 @@ class Blocks:
         work = capture(self.one).replay if self.ids.is_cuda else self.one  # on rows that are not there yet
         self.rows.back(0)
         for layer in self.rows.layers:  # what they held is not needed any more
-            layer.rows.stored = None
+            layer.rows = layer.rows.without_cut()
         for _ in range(self.ids.shape[1]):
             work()
         self.rows.check()

@@ -26,11 +26,12 @@ from torch import Tensor
 from kvbench.allocator import Allocator
 from kvbench.budget import Budget
 from kvbench.catalogue import build, settings
-from kvbench.engine import Context
-from kvbench.layer import Choice
-from kvbench.method import Method, Seen, State, Words
+from kvbench.generation import Context
+from kvbench.method import Method
 from kvbench.methods.kvzip import KVzip
 from kvbench.model import Checkpoint, find_model, layout
+from kvbench.observation import Seen, State, Words
+from kvbench.policy import Choice
 from kvbench.prompt import words
 from kvbench.rows import Rows
 from kvbench.settings import Arguments, SettingError, answered, choose, whole

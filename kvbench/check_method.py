@@ -22,13 +22,15 @@ from torch import Tensor
 
 from kvbench import catalogue, together
 from kvbench.budget import Budget
-from kvbench.engine import Context, Sampling, rehearse
+from kvbench.generation import Context
 from kvbench.guard import check_shape
 from kvbench.held import choose_cache
-from kvbench.layer import Choice
 from kvbench.method import Method
 from kvbench.model import Checkpoint, find_model, layout
+from kvbench.policy import Choice
 from kvbench.prompt import words
+from kvbench.rehearsal import rehearse
+from kvbench.sampling import Sampling
 from kvbench.settings import Arguments, ContractError, SettingError, answered
 from kvbench.sources import packages, unfollowed, walk
 
@@ -165,7 +167,7 @@ def check_tokens(subject: Subject) -> str:
         for layer in context.own_layers:
             for head in range(layer.rows.shape[1]):
                 places, masses = layer.rows.head_places(0, head), layer.rows.head_masses(0, head)
-                gone = 0 if layer.evicted is None else int(layer.evicted[0, head])
+                gone = 0 if layer.tally.evicted is None else int(layer.tally.evicted[0, head])
                 where = f"budget={budget} block_size={block or 'null'}, layer {layer.index}, head {head}"
                 if int(masses.sum()) + gone != context.seen:
                     raise Failed(f"{where}: {int(masses.sum())} tokens held + {gone} gone, {context.seen} were read")

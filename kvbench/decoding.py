@@ -16,8 +16,9 @@ from torch.nn.functional import embedding
 from kvbench.kernels.append import append
 from kvbench.kernels.attend import attend_ragged
 from kvbench.kernels.project import gated, project
-from kvbench.layer import Choice, Layer
+from kvbench.layer import Layer
 from kvbench.model import Weights
+from kvbench.policy import Choice
 from kvbench.timing import Stamps
 
 CHUNK = 16  # tokens between two looks of the host at what was decoded
@@ -104,6 +105,7 @@ class GrowingRows:
         self.weights, self.layers, self.implementation = weights, layers, implementation
         for layer in layers:
             layer.reserve(tokens)
+            layer.rows = layer.rows.with_starts()
         places = torch.arange(seen, seen + tokens, device=weights.embed.device)
         self.angles = [part[0].to(weights.embed.dtype) for part in weights.rotation(places[None])]
         self.held = [layer.rows.ragged() for layer in layers]
@@ -139,7 +141,7 @@ class GrowingRows:
 
     def keep(self, read: int) -> None:
         for layer in self.layers:
-            layer.grow(read - self.kept)
+            layer.count_appended(read - self.kept)
         self.kept = read
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvbench.engine import Context
+from kvbench.generation import Context
 
 TOKENS = 16  # of an answer that are read: few, because some methods read them one by one
 TOP = 64  # tokens of a distribution that are kept

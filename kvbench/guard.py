@@ -28,7 +28,8 @@ from torch import Tensor
 
 from kvbench.allocator import Allocator
 from kvbench.codec import Codec, Packed
-from kvbench.method import Method, Reading, Seen, State, Words
+from kvbench.method import Method
+from kvbench.observation import Reading, ReadRequest, Seen, State, Words
 from kvbench.rows import Rows
 from kvbench.settings import ContractError, SettingError
 
@@ -262,7 +263,7 @@ class GuardedMethod:
 
     def __init__(self, method: Method, guard: Guard) -> None:
         self.method, self.guard, self.owner = method, guard, f"method={method.name}"
-        self.own = {hook for hook in HOOKS if getattr(type(method), hook) is not getattr(Method, hook)}
+        self.own = {hook for hook in HOOKS if method.overrides(hook)}
 
     def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
         handed = self.guard.handed_rows(seen, rows)
@@ -325,17 +326,16 @@ class GuardedMethod:
         self.guard.expect(self.owner, "select", found, scores.shape, "bool", scores.device)
         return found
 
-    def read(
-        self, queries: Tensor, rows: Callable[[], Rows], seen: Mapping[str, Any], state: State, held: int
-    ) -> Tensor | None:
+    def read(self, request: ReadRequest, rows: Callable[[], Rows], state: State, held: int) -> Tensor | None:
         """`held`: rows of the layer, padded."""
         if "read" not in self.own:
             return None
-        handed = self.guard.handed(queries=queries)
+        handed = self.guard.handed(queries=request.queries)
         watched = self.guard.handing(handed, rows)
-        found = self.guard.call(self.owner, "read", handed, lambda: self.method.read(queries, watched, seen, state))
+        found = self.guard.call(self.owner, "read", handed, lambda: self.method.read(request, watched, state))
         if found is not None:
-            self.guard.expect(self.owner, "read", found, (*queries.shape[:2], held), "bool", queries.device)
+            shape = (*request.queries.shape[:2], held)
+            self.guard.expect(self.owner, "read", found, shape, "bool", request.queries.device)
         return found
 
     def forget(self, state: State) -> None:
@@ -393,8 +393,7 @@ class GuardedAllocator:
 
     def __init__(self, allocator: Allocator, guard: Guard) -> None:
         self.allocator, self.guard, self.owner = allocator, guard, f"allocator={allocator.name}"
-        hooks = ("layer", "heads", "safe")
-        self.own = {hook for hook in hooks if getattr(type(allocator), hook) is not getattr(Allocator, hook)}
+        self.own = {hook for hook in ("layer", "heads", "safe") if allocator.overrides(hook)}
 
     def layer(self, quota: int, seen: Seen, rows: Callable[[], Rows], shared: dict[str, Any]) -> tuple[int, ...]:
         """Rows per head, one number per sample."""

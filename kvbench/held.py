@@ -11,14 +11,16 @@ from kvbench.allocator import Allocator
 from kvbench.budget import Budget
 from kvbench.catalogue import build, settings
 from kvbench.codec import Codec
-from kvbench.engine import Context, Sampling
+from kvbench.generation import Context
 from kvbench.guard import reason_against
-from kvbench.layer import Choice, Layer
+from kvbench.layer import Layer
 from kvbench.method import Method
 from kvbench.model import stop_tokens
+from kvbench.policy import Choice
 from kvbench.prompt import words
-from kvbench.rows import Bytes
+from kvbench.sampling import Sampling
 from kvbench.settings import SettingError, whole
+from kvbench.storage import Bytes
 
 
 def choose_cache(method: Method, allocator: Allocator, codec: Codec) -> Choice:
@@ -114,7 +116,7 @@ class Held:
     def evicted(self, layer: int, head: int, sample: int = 0) -> int:
         """Tokens whose rows are gone; with the masses held they make the tokens seen."""
         own, sample = self._layer(layer, sample)
-        return 0 if own.evicted is None else int(own.evicted[sample, head])
+        return 0 if own.tally.evicted is None else int(own.tally.evicted[sample, head])
 
     @property
     def bytes(self) -> Bytes:
@@ -134,12 +136,12 @@ class Held:
     @property
     def peak_rows(self) -> int:
         """Most rows that a layer and head held after a block was read and cut."""
-        return max(layer.peak_rows for context in self.contexts for layer in context.own_layers)
+        return max(layer.tally.peak_rows for context in self.contexts for layer in context.own_layers)
 
     @property
     def peak_rows_attended(self) -> int:
         """Most rows that a layer and head attended over: at most its quota plus the block."""
-        return max(layer.peak_attended for context in self.contexts for layer in context.own_layers)
+        return max(layer.tally.peak_attended for context in self.contexts for layer in context.own_layers)
 
     @property
     def sliding_layers(self) -> tuple[int, ...]:

@@ -4,87 +4,22 @@ Symbols: B samples, H KV heads, G query heads per KV head, T tokens of the block
 d head dimension. Rows come padded: `rows.mass` is 0 where a head has fewer rows (kvbench.rows).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
-from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from kvbench.allocator import Allocator
+from kvbench.codec import Codec
+from kvbench.hooks import Hooks
 from kvbench.kernels.compact import top
+from kvbench.observation import Reading, ReadRequest, Seen, State, Words
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, choose, whole
 
-if TYPE_CHECKING:
-    from kvbench.allocator import Allocator
-    from kvbench.codec import Codec
-
 
 @dataclass(frozen=True)
-class Words:
-    """How a method's own words to the model become tokens."""
-
-    encode: Callable[[str], list[int]] | None = None  # None: no tokenizer was given
-    turn: tuple[int, ...] = ()  # ends the user's message and opens the answer
-
-    def ids(self, setting: str, words: str | Sequence[int]) -> list[int]:
-        """Token ids of a setting that is text, or token ids already."""
-        if not isinstance(words, str):
-            return list(words)
-        if self.encode is None:
-            raise SettingError(f"{setting}: a text, and no tokenizer to read it with; give tokenizer=, or token ids")
-        return self.encode(words)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Tokens that the model reads after the prompt and forgets, about the prompt's places `start` to `stop`."""
-
-    ids: Tensor  # (B, t)
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a layer shows of the block that it just read. Read-only."""
-
-    queries: Tensor  # (B, H*G, T, d), rotated
-    outputs: Tensor  # (B, H*G, T, d), attention outputs before the output projection
-    lse: Tensor | None  # (B, H*G, T) log-sum-exp of the logits, float32; None unless the method `wants_lse`
-    scaling: float  # of the logits, 1/√d unless the model has its own
-    output_weight: Tensor  # (hidden, H*G*d), the layer's W_o
-    rotation: Callable[[Tensor], tuple[Tensor, Tensor]]  # places (B, n) -> cos, sin (B, n, rotated dimensions)
-    layer: int
-    layers: int
-    first: int  # place of the block's first token
-    prompt: int  # tokens of the prompt, or of the context where the question is hidden
-    last: bool  # the prompt's last block
-    decoding: bool  # tokens after the prompt
-    cut_layers: tuple[int, ...] = ()  # layers that share the budget: all but sliding-window and spared ones
-    prefix: int = 0  # tokens in front of the user's text (chat template, first token)
-    about: tuple[int, int] | None = None  # places that the block is a `Reading` about
-    share: Fraction | None = None  # rows per layer and KV head of the cut that follows, not floored; None: no cut
-
-    @property
-    def tokens(self) -> int:
-        """Tokens read so far, this block included."""
-        return self.first + self.queries.shape[2]
-
-
-@dataclass
-class State:
-    """What a method remembers beside the rows: born with a sample and dropped with it. What answers a question is
-    forgotten before the next one: put new tensors into the state while decoding, never write into those that are there.
-    """
-
-    seeds: tuple[int, ...]  # one per sample
-    layer: dict[str, Any] = field(default_factory=dict)  # this layer's
-    shared: dict[str, Any] = field(default_factory=dict)  # all layers'
-
-
-@dataclass(frozen=True)
-class Method:
+class Method(Hooks):
     """The full cache. A method states only what is its own; fields are its settings, from conf/method/<name>.yaml."""
 
     name: str
@@ -119,14 +54,14 @@ class Method:
     @property
     def watches(self) -> bool:
         """Whether `update` must be asked about every token while decoding."""
-        return self.decoding and type(self).update is not Method.update
+        return self.decoding and self.overrides("update")
 
     def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
         """SettingError unless the method can serve a model of `layers` layers with `heads` KV heads of `dim`, of which
         `sliding` keep their own cache. Asked before weights are loaded; for methods that read a file.
         """
 
-    def refuses(self, allocator: "Allocator", codec: "Codec") -> str | None:
+    def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
         """Why this method cannot work with them, in words that name the setting to change; None where it can."""
         if self.reads and allocator.name != "uniform":
             return f"allocator={allocator.name}: {self.name} holds every row, nothing is shared; use allocator=uniform"
@@ -211,11 +146,9 @@ class Method:
         """
         return self.merge(rows, self.select(scores, quotas))
 
-    def read(self, queries: Tensor, rows: Callable[[], Rows], seen: Mapping[str, Any], state: State) -> Tensor | None:
-        """(B, H*G, n) bool: rows that each query head looks at while decoding, or None for all of them.
-
-        `queries` (B, H*G, T, d); `rows()` gives the rows when the answer needs them; `seen` has `layer`, `layers`,
-        `first`, `prompt`, `scaling`, and `quota`: of a method that `reads`, rows to look at, None for all.
+    def read(self, request: ReadRequest, rows: Callable[[], Rows], state: State) -> Tensor | None:
+        """(B, H*G, n) bool: rows that each query head looks at while decoding, or None for all of them. `rows()` gives
+        the rows when the answer needs them.
         """
         return None
 

@@ -31,11 +31,12 @@ from tqdm import tqdm
 
 from kvbench.budget import Budget
 from kvbench.catalogue import build, methods_available, names, settings
-from kvbench.engine import Context
+from kvbench.generation import Context
 from kvbench.held import choose_cache
-from kvbench.layer import Choice
-from kvbench.method import Method, Words
+from kvbench.method import Method
 from kvbench.model import Checkpoint, find_model
+from kvbench.observation import Words
+from kvbench.policy import Choice
 from kvbench.prompt import words
 from kvbench.run import UNCUT
 from kvbench.runner import machine

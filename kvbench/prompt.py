@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvbench.method import Words
+from kvbench.observation import Words
 from kvbench.settings import SettingError, summarize
 from kvbench.task import Sample
 

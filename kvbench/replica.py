@@ -1,8 +1,7 @@
-"""One prompt that was read once as a batch of many: the rows that its layers hold, copied for every sample.
+"""Make one prompt that was read once a batch of many: copy the rows that its layers hold for every sample.
 
 How a GPU decodes a large batch depends on how many rows it reads, not on what they say; a prefill of the whole batch
-would cost as much time for each sample. Every tensor that a cache of one sample holds has the sample first: rows lie
-in the order (sample, head, place), all else is (sample, head, …).
+would cost as much time for each sample. Every tensor that a cache of one sample holds has the sample first.
 """
 
 from collections.abc import Mapping
@@ -11,12 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from kvbench.engine import Context
+from kvbench.engine import PromptContext
+from kvbench.eviction import HeadShares
 from kvbench.layer import Layer
 from kvbench.settings import SettingError
 
 
-def replicate(context: Context, times: int, room: int) -> None:
+def replicate(context: PromptContext, times: int, room: int) -> None:
     """Make `context`, of one sample, one of `times` equal samples, with room for `room` tokens to come; layer by layer,
     so that memory is needed for the copies only. SettingError for a codec that packs: its rows cannot be copied.
     """
@@ -25,47 +25,34 @@ def replicate(context: Context, times: int, room: int) -> None:
     if len(context.seeds) != 1:
         raise ValueError(f"replicate: one sample, not {len(context.seeds)}")
     context.seeds = context.seeds * times
-    context.logits = copied(context.logits, times)
-    for own in context._sliding():
-        own.keys, own.values = copied(own.keys, times), copied(own.values, times)
+    context.logits = copy_samples(context.logits, times)
+    for own in context.sliding_layers():
+        own.keys, own.values = copy_samples(own.keys, times), copy_samples(own.values, times)
     shared = context.own_layers[0].state.shared
-    shared.update({name: copied(value, times) for name, value in shared.items()})
+    shared.update({name: copy_samples(value, times) for name, value in shared.items()})
     for layer in context.own_layers:
-        enlarge(layer, times, room)
+        replicate_layer(layer, times, room)
 
 
-def enlarge(layer: Layer, times: int, room: int) -> None:
-    rows = layer.rows
-    batch, heads = rows.shape
-    rows.shape = batch * times, heads
-    for name, value in vars(rows).items():
-        if name not in ("shape", "codec", "starts", "tail_keys", "tail_values"):
-            setattr(rows, name, copied(value, times))
-    rows.starts = None  # counted anew from the lengths
-    if rows.tail_keys is not None:  # with the room, so that no longer one must be made while decoding
-        for name in ("tail_keys", "tail_values"):
-            before = getattr(rows, name)
-            grown = before.new_empty(times, heads, rows.tail + room, before.shape[-1])
-            grown[:, :, : rows.tail] = before[:, :, : rows.tail]
-            setattr(rows, name, grown)
-            del before
-    layer.evicted = copied(layer.evicted, times)
+def replicate_layer(layer: Layer, times: int, room: int) -> None:
+    """Make the layer's one sample `times` equal samples, with room for `room` further tokens."""
+    layer.rows = layer.rows.replicate(times, room)
+    layer.tally = replace(layer.tally, evicted=copy_samples(layer.tally.evicted, times))
     layer.state.seeds = layer.state.seeds * times
-    layer.state.layer = copied(layer.state.layer, times)
+    layer.state.layer = copy_samples(layer.state.layer, times)
     if layer.shares is not None:
-        quotas, counts = layer.shares
-        layer.shares = quotas * times, copied(counts, times)
+        layer.shares = HeadShares(layer.shares.quotas * times, copy_samples(layer.shares.counts, times))
     layer.token_bytes *= times
-    layer.weigh()
+    layer.update_memory()
 
 
-def copied(value: Any, times: int) -> Any:
-    """The same with every tensor in it repeated along its first dimension."""
+def copy_samples(value: Any, times: int) -> Any:
+    """The same value with every tensor in it repeated along its first dimension."""
     if isinstance(value, Tensor):
         return value.repeat(times, *(1 for _ in value.shape[1:])) if value.dim() else value
     if isinstance(value, Mapping):
-        return {key: copied(own, times) for key, own in value.items()}
+        return {key: copy_samples(own, times) for key, own in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         own = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        return replace(value, **{name: copied(one, times) for name, one in own.items()})
+        return replace(value, **{name: copy_samples(one, times) for name, one in own.items()})
     return value

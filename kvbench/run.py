@@ -14,11 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from kvbench import card, catalogue, checks
 from kvbench.budget import Budget
 from kvbench.checks import Checked, check
-from kvbench.engine import Sampling
 from kvbench.guard import check_shape
 from kvbench.held import choose_cache
-from kvbench.layer import Choice
 from kvbench.model import KNOWN_MODELS, Checkpoint, find_model, layout_of
+from kvbench.policy import Choice
+from kvbench.sampling import Sampling
 from kvbench.settings import SettingError
 from kvbench.shape import Shape
 from kvbench.sources import source_hash

@@ -20,12 +20,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvbench.company import Company
-from kvbench.engine import Context, rehearse
 from kvbench.fidelity import TOKENS, divergence, likelihood, pack, predict
+from kvbench.generation import Context
 from kvbench.guard import ask, readings
 from kvbench.held import trim
 from kvbench.model import stop_tokens
 from kvbench.prompt import Prompt, encode_all, template, template_tokens, words
+from kvbench.rehearsal import rehearse
 from kvbench.run import DTYPES, Run
 from kvbench.settings import ContractError, SettingError, number
 from kvbench.sources import revision, source_hashes
@@ -390,15 +391,15 @@ class Reader:
         answers = self._tokens(context, [sample for sample, _ in batch])
         tokens, gpu = answers.shape[1], self.run.device != "cpu"
         attended = list(chain.from_iterable(layer.attended for layer in context.own_layers))
-        cached = context.course.peak_bytes + context.sliding_bytes()
+        cached = context.memory.peak + context.sliding_bytes()
         counted |= {
             "rows_attended": mean(attended) if attended else counted["rows_held"],
             "rows_held_end": mean([layer.rows.mean_rows for layer in context.own_layers]),
             "rows_seen_decoding": context.seen - (tokens - 2) / 2 if tokens > 1 else context.seen,
             "decoding": context.decoding,
             "capture_ms": context.capture_ms,
-            "peak_rows": max(layer.peak_rows for layer in context.own_layers),
-            "peak_rows_attended": max(layer.peak_attended for layer in context.own_layers),
+            "peak_rows": max(layer.tally.peak_rows for layer in context.own_layers),
+            "peak_rows_attended": max(layer.tally.peak_attended for layer in context.own_layers),
             "prefill_ms": spent,
             "shared_prefill": self.shared,  # runs that the prompt was read for at once
             "ttft_ms": spent + 1000 * context.stamps[0],
@@ -506,10 +507,10 @@ class Reader:
         """What one sample of the batch holds when the answer begins."""
         held, layers, batch = context.bytes(), context.own_layers, len(context.seeds)
         return {
-            "quota": context.budget.rows(context.course.prompt, context.course.prompt),
-            "protected": max(int(layer.protected) for layer in layers),
+            "quota": context.budget.rows(context.progress.prompt, context.progress.prompt),
+            "protected": max(int(layer.tally.protected) for layer in layers),
             # protected rows that the quota had no room for, in the head and at the cut with most of them
-            "given_up": {kind: max(int(own.given_up[kind]) for own in layers) for kind in ("sinks", "recents")},
+            "given_up": {kind: max(int(own.tally.given_up[kind]) for own in layers) for kind in ("sinks", "recents")},
             "allocation": layers[0].state.shared.get("allocation"),  # which rule the allocator says it followed
             "resident_bytes": held.rows // batch, "full_bytes": context.full_bytes() // batch,
             "metadata_bytes": held.metadata // batch, "state_bytes": held.state // batch,

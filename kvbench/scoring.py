@@ -16,8 +16,9 @@ from kvbench import timing
 from kvbench.floors import Machine, score_needs
 from kvbench.kernels.implementation import only
 from kvbench.measurements import Line, exhausted, line
-from kvbench.method import Method, Seen, State, shrink
+from kvbench.method import Method, shrink
 from kvbench.model import layout_of
+from kvbench.observation import Seen, State
 from kvbench.rows import Rows, mass_dtype
 from kvbench.run import DTYPES, Run
 from kvbench.settings import SettingError
@@ -101,7 +102,7 @@ def scoring(run: Run) -> Score:
 
 def ask(method: Method, seen: Seen, rows: Rows, state: State, quota: int) -> Any:
     """What the engine asks after a block (kvbench.layer)."""
-    if type(method).update is not Method.update:
+    if method.overrides("update"):
         columns = {**rows.columns, **method.update(seen, rows, state)}
         rows = Rows(rows.keys, rows.values, rows.places, rows.mass, columns)
     if method.scores:

@@ -11,15 +11,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvbench.allocator import Allocator
 from kvbench.codec import Plain
 from kvbench.decoding import Norms
+from kvbench.eviction import bound_scores
 from kvbench.kernels.append import append
 from kvbench.kernels.attend import attend_ragged
 from kvbench.kernels.compact import find, take
-from kvbench.layer import Choice, Layer, bounded
-from kvbench.method import Seen, shrink
+from kvbench.layer import Layer
+from kvbench.method import shrink
 from kvbench.model import Weights
+from kvbench.observation import Seen
+from kvbench.policy import Choice
 from kvbench.rows import Rows, mass_dtype
 from kvbench.settings import ContractError
 
@@ -28,13 +30,13 @@ BEGIN = 1 << 40  # place of the first token of every interval, larger than any p
 
 def repeats(choice: Choice) -> bool:
     """Whether every interval between two cuts does the same to layers that hold their quota."""
-    return choice.method.relative and type(choice.allocator) is Allocator and not choice.codec.packs
+    return choice.method.relative and choice.allocator.is_uniform and not choice.codec.packs
 
 
 def steady(layers: Sequence[Layer], quota: int) -> bool:
     """Whether all layers hold just their quota of single tokens, evenly."""
     return all(
-        own.rows.even and own.rows.longest == quota and own.rows.tail == 0 and own.rows.mass is None and own.rows.raw
+        own.rows.even and own.rows.longest == quota and own.rows.tail == 0 and own.rows.mass is None and own.rows.is_raw
         for own in layers
     )
 
@@ -90,19 +92,20 @@ class SteadyRows:
     def cut(self, index: int, queries: Tensor, outputs: Tensor) -> None:
         """Keep the quota's rows of a layer."""
         layer, quota = self.layers[index], self.quota
-        course, method, own = layer.course, layer.method, {"implementation": self.implementation}
+        progress, method, own = layer.progress, layer.method, {"implementation": self.implementation}
         (keys, values), places = self.rows[index].unbind(), self.places[index]
         rows, first = Rows(keys, values, places, self.ones), BEGIN + self.size - queries.shape[2]
         seen = Seen(
             queries, outputs, None, self.weights.scaling, self.weights.blocks[index].output, self.weights.rotation,
-            index, len(self.layers), first, course.prompt, False, course.decoding, layer.cut_layers, course.prefix,
+            index, len(self.layers), first, progress.prompt, False, progress.decoding, layer.cut_layers,
+            progress.prefix,
         )  # fmt: skip
         with layer.guard.unnoted():  # `worst` has it: nothing is added to a graph that runs for every token
             scores = method.score(seen, rows, layer.state).to(self.ones.dtype)
             self.worst.copy_(torch.maximum(self.worst, scores.max()))
             sinks, recents = method.protect_sinks(seen, rows, quota), method.protect(seen, rows, quota)
             if sinks is not None or recents is not None:
-                scores = bounded(scores).masked_fill(shrink(sinks, recents, rows, quota), torch.inf)
+                scores = bound_scores(scores).masked_fill(shrink(sinks, recents, rows, quota), torch.inf)
             kept = method.select(scores, self.quotas)
         layer.guard.release()
         which = find(kept, self.quotas.numel() * quota, **own)
@@ -151,4 +154,4 @@ class SteadyRows:
             held = [part[:, :, :quota].flatten(0, 2) for part in self.rows[index]]
             tail = [part[:, :, quota : quota + since].clone() for part in self.rows[index]] if since else None
             places = (self.places[index, ..., :quota] + (begin - BEGIN)).int().flatten()
-            layer.pass_through(Plain(*held), places, tail, more, self.size)
+            layer.replace_rows(Plain(*held), places, tail, more, self.size)

@@ -14,11 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvbench.engine import Context, Sampling
+from kvbench.generation import Context
 from kvbench.model import Checkpoint, plain_cache
 from kvbench.replica import replicate
-from kvbench.rows import Bytes
 from kvbench.run import DTYPES, Run
+from kvbench.sampling import Sampling
+from kvbench.storage import Bytes
 from kvbench.timing import Stamps
 
 WARMED = 8  # steps of an answer before the median is taken, or half of a short answer

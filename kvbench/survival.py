@@ -10,20 +10,20 @@ from collections.abc import Sequence
 import torch
 
 from kvbench.prompt import Prompt
-from kvbench.rows import LayerRows
+from kvbench.storage import StoredRows
 from kvbench.task import Sample
 
 BINS = 64  # as many as a narrow screen can show; twice as many digits in a record
 
 
 @torch.inference_mode()
-def survived(layers: Sequence[LayerRows], tokens: int) -> list[str]:
+def survived(layers: Sequence[StoredRows], tokens: int) -> list[str]:
     """Of each sample the percentages of its bins, two hexadecimal digits each (`bytes.fromhex` reads them): how many of
     a bin's `tokens` read are held, mean over `layers` and KV heads. A merged row counts where its place is.
     """
     bins = min(BINS, tokens)
     edges = [-(-number * tokens // bins) for number in range(bins + 1)]
-    parts = [rows.below(edges).diff().sum(1) for rows in layers]  # (B, bins) each
+    parts = [rows.rank_of(edges).diff().sum(1) for rows in layers]  # (B, bins) each
     held = sum(part.to(parts[0].device) for part in parts).tolist()
     heads = sum(rows.shape[1] for rows in layers)
     most = [heads * (stop - start) for start, stop in zip(edges, edges[1:], strict=False)]

@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from kvbench.engine import Context
+from kvbench.generation import Context
 from kvbench.guard import version, without_gradients
 from kvbench.layer import Layer, Lazy
 from kvbench.model import attached, forward, make_cache
@@ -44,12 +44,12 @@ class Together:
         """Read a block's keys and values (B, H, T, d): copied once for all layers that reserve the same room."""
         copied: dict[int, Layer] = {}
         for layer in self.layers:
-            first = copied.setdefault(layer.course.room, layer)
+            first = copied.setdefault(layer.progress.room, layer)
             if first is layer:
                 layer.append(keys, values)
                 self.watched.add(layer)
             else:
-                layer.adopt(first)
+                layer.share_block_of(first)
 
     def attend(
         self,
@@ -59,14 +59,14 @@ class Together:
         rotation: Callable[[Tensor], tuple[Tensor, Tensor]],
     ) -> Tensor:
         """Outputs (B, Hq, T, d) of the block's queries; all layers are cut before this returns."""
-        outputs, lse = self.layers[0].look(queries, scaling, None, None)
+        outputs, lse = self.layers[0].run_attention(queries, scaling, None, None)
         for layer in self.layers[1:]:
-            layer.count(None, None)
+            layer.count_attended(None, None)
         self.stamps = Stamps(queries.device.type)
         self.stamps.put()
         for number, layer in enumerate(self.layers):
             with blamed(number):
-                layer.take(queries, outputs, lse, scaling, output_weight, rotation, Lazy(layer.rows.view))
+                layer.after_attention(queries, outputs, lse, scaling, output_weight, rotation, Lazy(layer.rows.view))
                 self.watched.check(f"method={layer.choice.method.name}")
             self.stamps.put()
         return outputs

@@ -17,7 +17,8 @@ from torch import Tensor
 from kvbench.kernels.dropkv import andpro
 from kvbench.kernels.window import window
 from kvbench.kernels.window.pool import pool
-from kvbench.method import Method, Seen, State
+from kvbench.method import Method
+from kvbench.observation import Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import choose, odd, whole
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvbench.kernels.window import glance
 from kvbench.kernels.window.pool import pool_group
-from kvbench.method import Method, Seen, State
+from kvbench.method import Method
+from kvbench.observation import Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, number, odd, whole
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kvbench.kernels.compact import top
 from kvbench.kernels.match import edge_count, join, match
-from kvbench.method import Method, Seen
+from kvbench.method import Method
+from kvbench.observation import Seen
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, number, part, whole
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from kvbench.allocator import Allocator
 from kvbench.codec import Codec
 from kvbench.kernels.critical import projected_norms
-from kvbench.method import Method, Reading, Seen, State, Words
+from kvbench.method import Method
+from kvbench.observation import Reading, Seen, State, Words
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, number
 
@@ -36,7 +37,7 @@ class CriticalKV(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.base).score is Method.score:
+        if not self.base.overrides("score"):
             raise SettingError(f"method.base={self.base.name}: {self.name} needs a method that scores rows")
         if not number(self.alpha) or not 0 <= self.alpha <= 1:
             raise SettingError(f"method.alpha={self.alpha}: a share in [0, 1]")

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvbench.kernels.dropkv import dropkv
 from kvbench.kernels.window.pool import POOLINGS, pool_group
-from kvbench.method import Method, Seen, State
+from kvbench.method import Method
+from kvbench.observation import Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, choose, number, odd, whole
 

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvbench.method import Method, Seen, State
+from kvbench.method import Method
+from kvbench.observation import Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, choose, number, whole
 

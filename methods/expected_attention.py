@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.expected import Moments, expected_scores, merge, moments
-from kvbench.method import Method, Seen, State
+from kvbench.method import Method
+from kvbench.observation import Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, choose, number, whole
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.votes import votes
-from kvbench.method import Method, Seen, State
+from kvbench.method import Method
+from kvbench.observation import Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, choose, number, part
 

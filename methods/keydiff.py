@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvbench.kernels.keydiff import anchor, similarity
-from kvbench.method import Method, Seen, State
+from kvbench.method import Method
+from kvbench.observation import Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, choose, number, part
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvbench.kernels.keydiff import norms
-from kvbench.method import Method, Seen, State
+from kvbench.method import Method
+from kvbench.observation import Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, whole
 

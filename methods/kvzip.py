@@ -27,7 +27,8 @@ from kvbench.allocator import Allocator
 from kvbench.codec import Codec
 from kvbench.kernels.compact import top
 from kvbench.kernels.peaks import peaks
-from kvbench.method import Method, Reading, Seen, State, Words
+from kvbench.method import Method
+from kvbench.observation import Reading, Seen, State, Words
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, choose, whole
 

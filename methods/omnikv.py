@@ -15,13 +15,13 @@ The code rotates the window's queries all by the current position; here each kee
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.compact import top
-from kvbench.method import Method, Seen, State
+from kvbench.method import Method
+from kvbench.observation import ReadRequest, Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, choose, whole
 
@@ -69,18 +69,18 @@ class OmniKV(Method):
             state.layer["queries"] = self.recent(seen.queries, state)
         return {}
 
-    def read(self, queries: Tensor, rows: Callable[[], Rows], seen: Mapping[str, Any], state: State) -> Tensor | None:
-        layer, prompt, quota = seen["layer"], seen["prompt"], seen["quota"]
-        chooser = self.filter_of(layer, seen["layers"])
+    def read(self, request: ReadRequest, rows: Callable[[], Rows], state: State) -> Tensor | None:
+        queries, layer, prompt, quota = request.queries, request.layer, request.prompt, request.quota
+        chooser = self.filter_of(layer, request.layers)
         if queries.shape[2] > 1 or quota is None or quota >= prompt or chooser is None:
             return None
         if layer == chooser:
-            decoded = seen["first"] + 1 - prompt
+            decoded = request.first + 1 - prompt
             keys = rows().keys[:, :, :prompt]
-            state.shared["look"] = self.choose(queries, keys, quota, decoded, seen["scaling"], state)
+            state.shared["look"] = self.choose(queries, keys, quota, decoded, request.scaling, state)
         if layer <= chooser + self.wait or "look" not in state.shared:  # a filter with a sliding window chooses nothing
             return None
-        after = queries.new_ones(len(queries), seen["first"] + 1 - prompt, dtype=torch.bool)
+        after = queries.new_ones(len(queries), request.first + 1 - prompt, dtype=torch.bool)
         look = torch.cat([state.shared["look"].to(after.device), after], 1)
         return look[:, None].expand(-1, queries.shape[1], -1)
 

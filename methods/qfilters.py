@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvbench.kernels.keydiff import similarity
-from kvbench.method import Method, Seen, State
+from kvbench.method import Method
+from kvbench.observation import Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, whole
 

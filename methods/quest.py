@@ -10,14 +10,14 @@ of the pages (CUDA path). A quota of all rows looks at all rows: there the code 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.compact import top
 from kvbench.kernels.pages import bounds, upper
-from kvbench.method import Method, Seen, State
+from kvbench.method import Method
+from kvbench.observation import ReadRequest, Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import choose, whole
 
@@ -55,10 +55,11 @@ class Quest(Method):
             self.bounds(rows.keys, state)
         return {}
 
-    def read(self, queries: Tensor, rows: Callable[[], Rows], seen: Mapping[str, Any], state: State) -> Tensor | None:
-        held, quota = seen["first"] + queries.shape[2], seen["quota"]
+    def read(self, request: ReadRequest, rows: Callable[[], Rows], state: State) -> Tensor | None:
+        queries, quota = request.queries, request.quota
+        held = request.first + queries.shape[2]
         pages, chosen = -(-held // self.page), max(self.least, min(held, quota or held) // self.page)
-        dense = seen["layer"] < self.dense_layers or queries.shape[2] > 1
+        dense = request.layer < self.dense_layers or queries.shape[2] > 1
         if dense or quota is None or quota >= held or chosen >= pages:
             return None
         above = upper(queries[:, :, 0], *self.bounds(rows().keys, state))

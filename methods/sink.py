@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.method import Method, Seen, State
+from kvbench.method import Method
+from kvbench.observation import Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import choose, whole
 

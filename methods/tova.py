@@ -12,7 +12,8 @@ from torch import Tensor
 from kvbench.allocator import Allocator
 from kvbench.codec import Codec
 from kvbench.kernels.window import glance
-from kvbench.method import Method, Seen, State
+from kvbench.method import Method
+from kvbench.observation import Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import choose, whole
 

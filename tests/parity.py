@@ -31,10 +31,10 @@ from transformers import (
 from kvbench import together
 from kvbench.budget import Budget
 from kvbench.catalogue import build, settings
-from kvbench.engine import Context
+from kvbench.generation import Context
 from kvbench.held import Held, choose_cache
-from kvbench.layer import Choice
 from kvbench.model import REFERENCE
+from kvbench.policy import Choice
 from kvbench.prompt import template, words
 from kvbench.tasks import prose
 

@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 from models import Dense, ids, tiny
 from test_oracles import CLOSE
 
-from kvbench.allocator import Allocator, settle
+from kvbench.allocator import Allocator
+from kvbench.apportion import settle
 from kvbench.budget import Budget
 from kvbench.catalogue import build, names, settings
-from kvbench.engine import Context
+from kvbench.generation import Context
 from kvbench.held import choose_cache
-from kvbench.method import Method, Seen, State, shrink
+from kvbench.method import Method, shrink
 from kvbench.methods.allocators.ada import Ada
 from kvbench.methods.codecs.raw import Raw
 from kvbench.methods.knorm import Knorm
+from kvbench.observation import Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import ContractError, SettingError, part
 

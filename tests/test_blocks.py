@@ -7,10 +7,11 @@ from needed import chosen
 
 from kvbench.budget import Budget
 from kvbench.catalogue import build, methods_available, settings
-from kvbench.engine import Context, Sampling
+from kvbench.generation import Context
 from kvbench.held import choose_cache
 from kvbench.method import Method
 from kvbench.model import weights_of
+from kvbench.sampling import Sampling
 from kvbench.settings import ContractError
 from kvbench.steady import repeats
 
@@ -34,8 +35,8 @@ def read(model, choice, size, budget, prompt, stepped):
 def test_blocks_leave_what_the_modules_leave(method, size, budget, tokens, model, monkeypatch):
     prompt = torch.cat([ids(tokens, seed) for seed in range(2)])
     calls = []
-    own = Context._went
-    monkeypatch.setattr(Context, "_went", lambda self, tokens: (calls.append(tokens), own(self, tokens)))
+    own = Context.count_tokens
+    monkeypatch.setattr(Context, "count_tokens", lambda self, tokens: (calls.append(tokens), own(self, tokens)))
     modules, step = (read(tiny(model), choice_of(method), size, budget, prompt, on) for on in (False, True))
     assert len(calls) == 1 and calls[0] % size == 0 and calls[0] > 4 * size
     assert torch.allclose(modules.logits, step.logits, atol=1e-4)
@@ -46,8 +47,8 @@ def test_blocks_leave_what_the_modules_leave(method, size, budget, tokens, model
         assert torch.allclose(rows.keys, others.keys, atol=1e-4) and torch.allclose(
             rows.values, others.values, atol=1e-4
         )
-        assert torch.equal(one.evicted, other.evicted) and one.rows.seen == other.rows.seen
-        assert (one.peak_rows, one.peak_attended) == (other.peak_rows, other.peak_attended)
+        assert torch.equal(one.tally.evicted, other.tally.evicted) and one.rows.seen == other.rows.seen
+        assert (one.tally.peak_rows, one.tally.peak_attended) == (other.tally.peak_rows, other.tally.peak_attended)
     answers = [torch.stack(list(context.generate(9, Sampling(), frozenset()))) for context in (modules, step)]
     assert torch.equal(*answers)
 
@@ -67,7 +68,7 @@ def test_blocks_that_fit_the_quota_are_read_together_and_not_too_many(monkeypatc
     for one, other in zip(modules.own_layers, step.own_layers, strict=True):
         for rows, others in zip(*(own.rows.view().places.flatten(0, 1).tolist() for own in (one, other)), strict=True):
             kept, same = kept + len(rows), same + len(set(rows) & set(others))
-        assert (one.peak_rows, one.peak_attended) == (other.peak_rows, other.peak_attended)
+        assert (one.tally.peak_rows, one.tally.peak_attended) == (other.tally.peak_rows, other.tally.peak_attended)
     assert same >= 0.97 * kept  # two scores nearly tie, and a CPU may round either way; of other blocks a fifth differs
     sizes.clear()
     read(tiny("llama"), choice_of("keydiff"), 8, 500, prompt, True)

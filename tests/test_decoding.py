@@ -11,9 +11,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvbench.budget import Budget
 from kvbench.decoding import CHUNK, Decoder, GrowingRows, appends
-from kvbench.engine import Context, Sampling
+from kvbench.generation import Context
 from kvbench.held import choose_cache
 from kvbench.model import weights_of
+from kvbench.sampling import Sampling
 from kvbench.settings import ContractError
 from kvbench.steady import SteadyRows
 
@@ -46,9 +47,10 @@ def assert_same(one, other):
     assert (one.seen, one.since_cut) == (other.seen, other.since_cut)
     for layer, another in zip(one.own_layers, other.own_layers, strict=True):
         assert layer.attended == another.attended
-        for name in ("peak_attended", "peak_rows", "token_bytes"):
-            assert getattr(layer, name) == getattr(another, name), name
-        evicted = [torch.tensor(0) if own.evicted is None else own.evicted for own in (layer, another)]
+        assert layer.token_bytes == another.token_bytes
+        for name in ("peak_attended", "peak_rows"):
+            assert getattr(layer.tally, name) == getattr(another.tally, name), name
+        evicted = [torch.tensor(0) if own.tally.evicted is None else own.tally.evicted for own in (layer, another)]
         assert torch.equal(*evicted)
         held, rows = layer.rows.view(), another.rows.view()
         assert torch.equal(held.places, rows.places) and layer.rows.seen == another.rows.seen
@@ -184,7 +186,7 @@ def test_between_two_cuts_a_graph_reads():
     modules, step = contexts(tiny("llama"), choice)
     answers = [list(context.generate(75, Sampling(), frozenset())) for context in (modules, step)]
     assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
-    assert all(layer.evicted.float().mean() > 60 for layer in step.own_layers)  # the prompt's cut and two more
+    assert all(layer.tally.evicted.float().mean() > 60 for layer in step.own_layers)  # the prompt's cut and two more
     assert_same(modules, step)
 
 

@@ -12,13 +12,14 @@ from hydra import compose, initialize_config_dir
 from kvbench import plan
 from kvbench.budget import Budget
 from kvbench.catalogue import CONF, build, methods_available, settings
-from kvbench.engine import Context, Sampling
 from kvbench.floors import Machine, Weights, decode_ms, needs, prefill_ms
+from kvbench.generation import Context
 from kvbench.held import choose_cache
 from kvbench.measurements import COLUMNS, ENDED, append, ended, read
 from kvbench.model import random_model
 from kvbench.replica import replicate
 from kvbench.run import Run
+from kvbench.sampling import Sampling
 from kvbench.scoring import scoring
 from kvbench.settings import SettingError
 from kvbench.shape import Shape, shapes

@@ -17,10 +17,10 @@ import kvbench
 from kvbench.catalogue import build, settings
 from kvbench.kernels.expected import expected_logits, merge, moments
 from kvbench.kernels.expected.reference import unturned
-from kvbench.method import Seen, State
 from kvbench.methods import expected_attention
 from kvbench.methods.expected_attention import mean_rotation, rotations
 from kvbench.model import rotation
+from kvbench.observation import Seen, State
 from kvbench.rows import Rows
 from kvbench.settings import SettingError
 
@@ -500,7 +500,7 @@ def test_places_to_come_leave_the_models_own_rotation_alone():
 def test_moments_are_gone_once_the_prompt_is_cut():
     """They are as large as hundreds of rows, and no cut while decoding looks at them."""
     held = kvbench.prefill(tiny("llama"), ids(60), "expected_attention", 17, 9)
-    assert held.bytes.state == 0 and held.contexts[0].course.bytes == held.bytes.total
-    assert held.contexts[0].course.peak_bytes > held.bytes.total + 3 * 6 * 32 * 32 * 4
+    assert held.bytes.state == 0 and held.contexts[0].memory.total == held.bytes.total
+    assert held.contexts[0].memory.peak > held.bytes.total + 3 * 6 * 32 * 32 * 4
     decoding = kvbench.prefill(tiny("llama"), ids(60), "expected_attention", 17, 9, method_args={"preset": "decode"})
     assert decoding.bytes.state == 3 * 6 * 56 * 32 * 4  # the queries since the sinks

@@ -16,11 +16,12 @@ import kvbench as package
 from kvbench import curves, fidelity, model_cache, runner
 from kvbench.budget import Budget
 from kvbench.catalogue import build, names, settings
-from kvbench.engine import Context, Sampling
 from kvbench.fidelity import divergence, likelihood, pack, predict, unpack
+from kvbench.generation import Context
 from kvbench.gguf_model import find_converted
 from kvbench.held import choose_cache
 from kvbench.model import REFERENCE, Checkpoint
+from kvbench.sampling import Sampling
 from kvbench.stored import every
 
 GREEDY = Sampling()

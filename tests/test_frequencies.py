@@ -12,9 +12,9 @@ from kvbench.allocator import Allocator
 from kvbench.budget import Budget
 from kvbench.catalogue import build, settings
 from kvbench.codec import Codec
-from kvbench.engine import Context
-from kvbench.layer import Choice
+from kvbench.generation import Context
 from kvbench.model import plain_cache, rotation
+from kvbench.policy import Choice
 from kvbench.replica import replicate
 from kvbench.together import prefill
 

@@ -19,12 +19,13 @@ from kvbench import catalogue, together
 from kvbench.blocks import Blocks
 from kvbench.budget import Budget
 from kvbench.catalogue import build, settings
-from kvbench.engine import Context, Sampling
 from kvbench.fidelity import predict
+from kvbench.generation import Context
 from kvbench.held import choose_cache
 from kvbench.model import Checkpoint
 from kvbench.run import Run
 from kvbench.runner import Bench, execute, execute_all
+from kvbench.sampling import Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 GREEDY = Sampling()
@@ -100,7 +101,7 @@ def test_graphs_that_cut_decode_what_the_modules_decode(exact, method, interval)
     assert [context.decoding for context in contexts] == ["modules", "graph"]
     assert (answers[0] == answers[1]).float().mean() >= 0.9  # where two scores are equal another row may stay
     for one, other in zip(*(context.own_layers for context in contexts), strict=True):
-        assert one.attended == other.attended and torch.equal(one.evicted, other.evicted)
+        assert one.attended == other.attended and torch.equal(one.tally.evicted, other.tally.evicted)
 
 
 def test_a_graph_that_cuts_takes_back_what_was_read_beyond_the_end(exact):

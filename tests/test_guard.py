@@ -12,17 +12,19 @@ from models import distinct, ids, tiny
 from torch import Tensor
 
 import kvbench
-from kvbench import catalogue, engine, together
+from kvbench import catalogue, rehearsal, together
 from kvbench.allocator import Allocator
 from kvbench.budget import Budget
 from kvbench.codec import Codec, Plain
-from kvbench.engine import Context, Sampling
+from kvbench.generation import Context
 from kvbench.guard import Handed, same_bits, without_gradients
 from kvbench.held import choose_cache
-from kvbench.layer import Choice
-from kvbench.method import Method, Reading
+from kvbench.method import Method
+from kvbench.observation import Reading, ReadRequest, Seen
+from kvbench.policy import Choice
 from kvbench.run import Run
 from kvbench.runner import Bench, execute, execute_all
+from kvbench.sampling import Sampling
 from kvbench.settings import ContractError
 from kvbench.task import Graded
 
@@ -71,8 +73,8 @@ class Allots(Honest):
 class Reads(Honest):
     reads = True
 
-    def read(self, queries, rows, seen, state):
-        return torch.ones(*queries.shape[:2], len(rows()), dtype=torch.bool)
+    def read(self, request, rows, state):
+        return torch.ones(*request.queries.shape[:2], len(rows()), dtype=torch.bool)
 
 
 class Rereads(Honest):
@@ -122,7 +124,9 @@ def tensors_in(thing: object) -> list[Tensor]:
         return [thing]
     if isinstance(thing, Mapping):
         return [own for value in thing.values() for own in tensors_in(value)]
-    if hasattr(thing, "queries"):
+    if isinstance(thing, ReadRequest):
+        return [thing.queries]
+    if isinstance(thing, Seen):
         return [thing.queries, thing.outputs, thing.output_weight]
     if hasattr(thing, "keys") and hasattr(thing, "mass"):
         return [thing.keys, thing.values, thing.places, thing.mass, *thing.columns.values()]
@@ -272,10 +276,10 @@ def test_a_kept_reference_is_found_when_read_writes_to_it():
     """`read` is asked between the writing of the token's row and the other hooks."""
     kept: list[Tensor] = []
 
-    def deed(honest, queries, rows, seen, state):
-        if seen["layer"] == 0:
+    def deed(honest, request, rows, state):
+        if request.layer == 0:
             kept[:] = [rows().keys]
-        elif seen["layer"] == 1:
+        elif request.layer == 1:
             kept.pop().detach().mul_(2)
         return honest()
 
@@ -291,8 +295,8 @@ def test_a_row_of_the_same_layer_that_read_writes_to_is_found():
             kept[:] = [rows.keys]
         return {}
 
-    def deed(honest, queries, rows, seen, state):
-        if seen["layer"] == 0 and kept:
+    def deed(honest, request, rows, state):
+        if request.layer == 0 and kept:
             kept.pop().detach().mul_(2)
         return honest()
 
@@ -685,7 +689,7 @@ def test_a_rehearsal_leaves_nothing_behind():
     logits = []
     for rehearse in (False, True):
         if rehearse:
-            engine.rehearse(tiny("llama"), choice, None, ids(64))
+            rehearsal.rehearse(tiny("llama"), choice, None, ids(64))
         context = Context(tiny("llama"), choice, Budget(0.5), None, (0,))
         logits.append(context.prefill(ids(50)))
     assert torch.equal(*logits)

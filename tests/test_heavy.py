@@ -102,7 +102,7 @@ def test_all_queries_vote_and_not_the_last_ones_only():
 def test_recents_are_a_share_or_rows():
     for recent, count in [(0.5, 10), (0.24, 4), (7, 7), (0, 0)]:
         held = kvbench.prefill(tiny("llama"), ids(90), "h2o", 20, method_args={"recent": recent})
-        assert held.contexts[0].own_layers[0].protected == count
+        assert held.contexts[0].own_layers[0].tally.protected == count
     for recent in (1.0, -1, True):
         with pytest.raises(SettingError, match="method.recent"):
             kvbench.prefill(tiny("llama"), ids(9), "h2o", 5, method_args={"recent": recent})

@@ -15,11 +15,12 @@ import kvbench
 from kvbench.allocator import Allocator
 from kvbench.budget import Budget
 from kvbench.catalogue import build, names, settings
-from kvbench.engine import Context, Sampling
+from kvbench.generation import Context
 from kvbench.held import Held, choose_cache
 from kvbench.method import Method
 from kvbench.methods.codecs.raw import Raw
 from kvbench.methods.knorm import Knorm
+from kvbench.sampling import Sampling
 from kvbench.settings import ContractError, SettingError, typed
 
 CHOICES = {pair: chosen(*pair, "llama") for pair in product(names("method"), names("allocator"))}
@@ -138,11 +139,11 @@ def test_more_protected_rows_than_quota_shrink_to_it(method, quota):
         return
     assert {len(own) for own in places(held).values()} == {quota}
     layer = held.contexts[0].own_layers[0]
-    assert layer.protected <= quota - 1
+    assert layer.tally.protected <= quota - 1
     sinks = {"sink": 4, "expected_attention": 4, "centroidkv": 16}.get(method, 0)
-    assert layer.given_up["sinks"] == max(0, sinks - (quota - 1))
-    if layer.protected:
-        wanted = range(layer.protected) if sinks else range(60 - layer.protected, 60)
+    assert layer.tally.given_up["sinks"] == max(0, sinks - (quota - 1))
+    if layer.tally.protected:
+        wanted = range(layer.tally.protected) if sinks else range(60 - layer.tally.protected, 60)
         assert all(set(wanted) <= set(own) for own in places(held).values())
 
 
@@ -161,16 +162,16 @@ def test_centroidkv_keeps_its_sinks_where_not_all_recents_fit(quota, sinks, rece
         assert own[:sinks] == list(range(sinks)) and own[quota - recents :] == list(range(150 - recents, 150))
     assert (held.masses(1, 1)[:sinks] == 1).all() and held.masses(1, 1).sum() == 150
     layer = held.contexts[0].own_layers[0]
-    assert layer.protected == sinks + recents and layer.given_up["sinks"] == 16 - sinks
+    assert layer.tally.protected == sinks + recents and layer.tally.given_up["sinks"] == 16 - sinks
     if block is None:  # a shorter block brings fewer recents
-        assert layer.given_up["recents"] == 64 - recents
+        assert layer.tally.given_up["recents"] == 64 - recents
 
 
 def test_andpro_keeps_its_first_chunk_where_the_window_does_not_fit():
     args = {"preset": "official_code"}
     held = kvbench.prefill(tiny("llama"), distinct(60), "andpro", 12, method_args=args)
     assert all({0, 1, 2, 3, *range(53, 60)} <= set(own) for own in places(held).values())
-    assert held.contexts[0].own_layers[0].given_up == {"sinks": 0, "recents": 32 - 7}
+    assert held.contexts[0].own_layers[0].tally.given_up == {"sinks": 0, "recents": 32 - 7}
 
 
 @pytest.mark.parametrize("block", [None, 8])
@@ -369,7 +370,7 @@ def test_branches_share_one_context_and_forget():
         for question in questions:
             own = read()
             alone.append((own.extend(question), own.generate(5, stop=frozenset()), places(own), own.logits))
-        before = places(held), held.bytes, held.logits.clone(), held.peak_rows_attended, held.contexts[0].course.bytes
+        before = places(held), held.bytes, held.logits.clone(), held.peak_rows_attended, held.contexts[0].memory.total
         for question, (logits, tokens, rows, last) in zip(questions, alone, strict=True):
             with held.branch() as same:
                 assert same is held
@@ -381,7 +382,7 @@ def test_branches_share_one_context_and_forget():
                 assert torch.equal(held.generate(5, stop=frozenset()), tokens)
                 assert places(held) == rows and torch.equal(held.logits, last)
             assert places(held) == before[0] and held.bytes == before[1] and torch.equal(held.logits, before[2])
-            assert (held.peak_rows_attended, held.contexts[0].course.bytes) == before[3:]
+            assert (held.peak_rows_attended, held.contexts[0].memory.total) == before[3:]
 
 
 def test_a_branch_that_fails_is_forgotten():
@@ -487,10 +488,10 @@ def test_room_is_reserved_once():
 
 def test_peak_bytes_of_methods_that_cut_while_decoding():
     held = kvbench.prefill(tiny("wide"), ids(20), "sink", 10)
-    course, row = held.contexts[0].course, 2 * 2 * 64 * 4
-    before = course.peak_bytes
+    memory, row = held.contexts[0].memory, 2 * 2 * 64 * 4
+    before = memory.peak
     held.generate(300, stop=frozenset())
-    assert course.peak_bytes <= before + 10 * row
+    assert memory.peak <= before + 10 * row
 
 
 def test_no_logits_but_the_last_stay():

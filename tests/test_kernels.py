@@ -15,8 +15,8 @@ from kvbench.kernels.peaks import peaks
 from kvbench.kernels.votes import votes
 from kvbench.kernels.window import window
 from kvbench.kernels.window.pool import pool
-from kvbench.methods.codecs.raw import Raw
-from kvbench.rows import LayerRows, Rows
+from kvbench.rows import Rows
+from kvbench.storage import StoredRows
 
 # batch, KV heads, query heads of a group, tokens, rows, dimension
 SHAPES = [(1, 1, 1, 1, 1, 8), (2, 2, 3, 5, 5, 16), (1, 3, 1, 1, 37, 8), (2, 2, 4, 7, 33, 24), (1, 1, 3, 13, 130, 32)]
@@ -152,15 +152,14 @@ def test_absent_rows_hold_anything_finite(implementation):
 
 def test_storage_fills_absent_rows_with_zeros_and_keeps_the_rest():
     generator = torch.Generator().manual_seed(3)
-    rows = LayerRows(Raw("raw"))
     keys, values = torch.randn(2, 2, 2, 9, 4, generator=generator).unbind()
-    rows.append(keys, values)
+    rows = StoredRows().append(keys, values)
     view = rows.view()
     mass = torch.ones(2, 2, 9)
     mass[0, 0, :5] = mass[1, 1, 1:8] = 0
     mass[0, 1, 3] = 4
     kept = Rows(keys.masked_fill(mass[..., None] == 0, math.nan), values, view.places, mass)
-    rows.keep(kept, even=False, merged=True)
+    rows = rows.keep(kept, even=False, merged=True)
     view = rows.view()
     assert rows.counts().tolist() == [[4, 9], [9, 2]] and len(view) == 9
     assert view.places[0, 0].tolist() == [-1] * 5 + [5, 6, 7, 8] and view.places[1, 1].tolist() == [-1] * 7 + [0, 8]

@@ -12,7 +12,7 @@ import kvbench
 from kvbench.budget import Budget
 from kvbench.catalogue import build, methods_available, names, settings
 from kvbench.codec import join, split
-from kvbench.engine import Context
+from kvbench.generation import Context
 from kvbench.held import choose_cache
 from kvbench.kernels.pack import pack, unpack
 from kvbench.settings import SettingError

@@ -10,7 +10,7 @@ import kvbench
 from kvbench import calibrate
 from kvbench.catalogue import build, settings
 from kvbench.kernels.peaks import peaks
-from kvbench.method import Words
+from kvbench.observation import Words
 from kvbench.settings import SettingError
 
 FIRST, LATER = [5, 6, 7], [9, 8]
@@ -166,12 +166,12 @@ def test_what_was_read_is_forgotten_and_its_cost_known():
     """Only rows remain; the peak has the whole prompt, the longest reading and the scores."""
     held = held_by("llama", ids(200), 20)
     (context,) = held.contexts
-    assert context.bytes().state == 0 and context.seen == 200 and context.course.about is None
+    assert context.bytes().state == 0 and context.seen == 200 and context.progress.about is None
     assert context.bytes().rows == 6 * 20 * 2 * 32 * 4
     assert context.reread_tokens == sum(len(own) for own, *_ in requests(ids(200)[0].tolist(), 0, 23, 4))
     assert context.reread_ms > 0 and held.peak_rows_attended == 200 + 2 + 4 + 23
-    full = kvbench.prefill(tiny("llama"), ids(200)).contexts[0].course.peak_bytes
-    assert full + 6 * 200 * 4 <= context.course.peak_bytes <= 1.5 * full
+    full = kvbench.prefill(tiny("llama"), ids(200)).contexts[0].memory.peak
+    assert full + 6 * 200 * 4 <= context.memory.peak <= 1.5 * full
     everything = held_by("llama", ids(200), 1.0).contexts[0]
     assert everything.reread_tokens == 0 and everything.seen == 200
     answer = held.generate(3, stop=frozenset())

@@ -22,10 +22,11 @@ import kvbench
 from kvbench.allocator import Allocator
 from kvbench.budget import Budget
 from kvbench.catalogue import names
-from kvbench.engine import Context, Sampling
+from kvbench.generation import Context
 from kvbench.held import choose_cache
-from kvbench.layer import Choice
 from kvbench.method import Method
+from kvbench.policy import Choice
+from kvbench.sampling import Sampling
 from kvbench.settings import SettingError
 
 BLOCKS = (None, 1, 7, 128)
@@ -269,8 +270,8 @@ def test_law_2_every_cut_leaves_exactly_the_quota(case):
             assert total <= limit if allocator.cascades or own_law else total == limit
     if run.context.choice.method.rereads:  # its test file says what it holds meanwhile
         return
-    assert max(layer.peak_attended for layer in run.context.own_layers) == most
-    assert max(layer.peak_rows for layer in run.context.own_layers) == max(
+    assert max(layer.tally.peak_attended for layer in run.context.own_layers) == most
+    assert max(layer.tally.peak_rows for layer in run.context.own_layers) == max(
         max(max(rows) for rows in counts.values()) for counts in run.counts
     )
     if allocator.even and not own_share and not own_law and not any(spared(case, layer) for layer in before):
@@ -318,7 +319,7 @@ def test_law_3_tokens_are_conserved(case):
                 run.context.extend(ids(more, seed=more))
             for (layer, head), rows in note_rows(run.context).items():
                 own = run.context.layers[layer]
-                evicted = 0 if own.evicted is None else int(own.evicted[0, head])
+                evicted = 0 if own.tally.evicted is None else int(own.tally.evicted[0, head])
                 assert rows.mass.sum() + evicted == run.context.seen
                 assert (rows.mass >= 1).all() and (rows.mass == rows.mass.round()).all()
                 assert (np.diff(rows.places) > 0).all() and 0 <= rows.places[0] <= rows.places[-1] < run.context.seen

@@ -12,9 +12,9 @@ from test_oracles import CLOSE, attention, keeps, newest, pool, same_rows, shrin
 import kvbench
 from kvbench.budget import Budget
 from kvbench.catalogue import build, settings
-from kvbench.engine import Context
+from kvbench.generation import Context
 from kvbench.held import choose_cache
-from kvbench.method import Seen
+from kvbench.observation import Seen
 from kvbench.settings import SettingError
 
 
@@ -177,7 +177,7 @@ def test_the_cascade_saves_memory_on_the_way():
         return [one.places(layer, head).tolist() for layer in range(3) for head in range(2)]
 
     once, cascade = held(False), held(True)
-    peaks = [one.contexts[0].course.peak_bytes for one in (once, cascade)]
+    peaks = [one.contexts[0].memory.peak for one in (once, cascade)]
     assert peaks[1] < 0.8 * peaks[0]
     assert sum(map(len, rows(once))) == 2 * 3 * 20 >= sum(map(len, rows(cascade))) > 2 * 3 * 20 - 6
     assert sum(len(set(a) ^ set(b)) for a, b in zip(rows(once), rows(cascade), strict=True)) <= 6
@@ -236,7 +236,7 @@ def test_recents_follow_the_last_share_and_not_the_first():
         tiny("llama"), ids(90), "h2o", 16, allocator="cake", allocator_args={"window": 2, "cascade": True, "tau2": 0.4}
     )
     for layer in held.contexts[0].own_layers:
-        assert layer.protected == len(held.places(layer.index, 0)) // 2
+        assert layer.tally.protected == len(held.places(layer.index, 0)) // 2
         assert layer.shown is None and set(layer.rows.columns) == {"votes0"}
 
 

@@ -10,7 +10,7 @@ from models import Dense, double, ids, tiny
 import kvbench
 from kvbench.budget import Budget
 from kvbench.catalogue import build, settings
-from kvbench.engine import Context
+from kvbench.generation import Context
 from kvbench.held import choose_cache
 from kvbench.settings import SettingError
 

@@ -17,9 +17,9 @@ from needed import needed
 import kvbench
 from kvbench.budget import Budget
 from kvbench.catalogue import CONF, build, names, settings
-from kvbench.engine import Context
+from kvbench.generation import Context
 from kvbench.held import choose_cache
-from kvbench.method import Seen, State
+from kvbench.observation import Seen, State
 from kvbench.rows import Rows
 
 CLOSE = dict(rtol=3e-4, atol=3e-4)

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvbench import prefills
 from kvbench.budget import Budget
 from kvbench.catalogue import methods_available, names
-from kvbench.engine import Context
-from kvbench.layer import Choice
+from kvbench.generation import Context
+from kvbench.policy import Choice
 from kvbench.prefills import Cost, Setup, limit, measure, setups, table
 
 

@@ -66,7 +66,7 @@ def test_one_allocation_holds_everything_until_the_last_layer():
     peaks = []
     for preset in ("paper", "one_allocation"):
         held = kvbench.prefill(tiny("llama"), ids(300), "cake", 40, None, "cake", allocator_args={"preset": preset})
-        peaks.append(held.contexts[0].course.peak_bytes)
+        peaks.append(held.contexts[0].memory.peak)
     assert peaks[0] < 0.8 * peaks[1]
 
 

@@ -8,8 +8,8 @@ import torch
 from models import Dense, double, ids, tiny
 
 import kvbench
-from kvbench.engine import Sampling
 from kvbench.kernels.pages import bounds, upper
+from kvbench.sampling import Sampling
 from kvbench.settings import SettingError
 
 PAPER = dict(page=16, least=3, dense_layers=2, force_last=False)

@@ -19,7 +19,7 @@ import yaml
 from command_line import answer, assert_refused
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from kvbench.engine import Context
+from kvbench.generation import Context
 from kvbench.model import REFERENCE, Checkpoint
 from kvbench.run import called
 from kvbench.runner import Reader

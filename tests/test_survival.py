@@ -16,22 +16,21 @@ import kvbench
 from kvbench import catalogue, runner, survival
 from kvbench.budget import Budget
 from kvbench.catalogue import names
-from kvbench.codec import Codec
-from kvbench.engine import Context
-from kvbench.layer import Choice
+from kvbench.generation import Context
+from kvbench.policy import Choice
 from kvbench.prompt import encode_all
-from kvbench.rows import LayerRows
 from kvbench.run import Run
 from kvbench.runner import Bench, Reader, execute, shortened
+from kvbench.storage import StoredRows
 from kvbench.survival import BINS, evidence, survived
 from kvbench.task import Sample
 
 
-def layer(kept: list[list[list[int]]] | None, read: int, tail: int, dim: int = 2) -> LayerRows:
+def layer(kept: list[list[list[int]]] | None, read: int, tail: int, dim: int = 2) -> StoredRows:
     """A layer that read `read` tokens, kept these places of each sample and head, and read `tail` more."""
-    rows = LayerRows(Codec("raw"))
+    rows = StoredRows()
     shape = (len(kept), len(kept[0])) if kept else (1, 2)
-    rows.append(torch.zeros(*shape, read, dim), torch.zeros(*shape, read, dim))
+    rows = rows.append(torch.zeros(*shape, read, dim), torch.zeros(*shape, read, dim))
     if kept:
         view = rows.view()
         gone = torch.ones(*shape, read, dtype=torch.bool)
@@ -39,9 +38,9 @@ def layer(kept: list[list[list[int]]] | None, read: int, tail: int, dim: int = 2
             for head, places in enumerate(heads):
                 gone[sample, head, places] = False
         lengths = {len(places) for heads in kept for places in heads}
-        rows.keep(view.without(gone), even=len(lengths) == 1, merged=False)
+        rows = rows.keep(view.without(gone), even=len(lengths) == 1, merged=False)
     if tail:
-        rows.append(torch.zeros(*shape, tail, dim), torch.zeros(*shape, tail, dim))
+        rows = rows.append(torch.zeros(*shape, tail, dim), torch.zeros(*shape, tail, dim))
     return rows
 
 
@@ -65,7 +64,7 @@ def looped(places: list[list[list[list[int]]]], tokens: int, bins: int) -> list[
 def test_ragged_rows_by_hand(monkeypatch):
     monkeypatch.setattr(survival, "BINS", 4)
     rows = layer([[[0, 1, 2, 7], [8]]], read=10, tail=2)  # both heads hold 10 and 11
-    assert rows.below([0, 3, 8, 10, 12]).tolist() == [[[0, 3, 4, 4, 6], [0, 0, 0, 1, 3]]]
+    assert rows.rank_of([0, 3, 8, 10, 12]).tolist() == [[[0, 3, 4, 4, 6], [0, 0, 0, 1, 3]]]
     assert percents(survived([rows], 12)) == [[50, 0, 33, 67]]  # 3, 0, 2 and 4 of six rows
     assert survived([rows, layer(None, read=12, tail=0)], 12) == ["4b324353"]  # 9, 6, 8 and 10 of twelve
     assert survived([layer(None, read=3, tail=0)], 3) == ["646464"]  # fewer tokens than bins

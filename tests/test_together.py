@@ -17,11 +17,12 @@ from kvbench import catalogue, company, sweep, together
 from kvbench.budget import Budget
 from kvbench.catalogue import names
 from kvbench.cells import checked
-from kvbench.engine import Context, Sampling
-from kvbench.layer import Choice
+from kvbench.generation import Context
 from kvbench.model import Checkpoint
+from kvbench.policy import Choice
 from kvbench.run import Run
 from kvbench.runner import Bench, Reader, execute, execute_all
+from kvbench.sampling import Sampling
 from kvbench.settings import ContractError, SettingError
 from kvbench.store import run_hash
 from kvbench.workers import share
@@ -45,13 +46,14 @@ def choices(lse: bool) -> list[Choice]:
 
 def facts(context: Context) -> dict:
     """All that is held after the prompt, and the answer."""
-    found = {"bytes": str(context.bytes()), "peak": context.course.peak_bytes}
+    found = {"bytes": str(context.bytes()), "peak": context.memory.peak}
     for layer in context.own_layers:
         rows, at = layer.rows.view(), layer.index
         found |= {f"{name}{at}": getattr(rows, name) for name in ("keys", "values", "places", "mass")}
         found |= {f"column {name}{at}": column for name, column in rows.columns.items()}
         found |= {
-            f"{name}{at}": getattr(layer, name) for name in ("protected", "given_up", "peak_rows", "peak_attended")
+            f"{name}{at}": getattr(layer.tally, name)
+            for name in ("protected", "given_up", "peak_rows", "peak_attended")
         }
     with context.branch():
         context.reserve(9)

@@ -17,13 +17,13 @@ from kvbench.kernels.dropkv.reference import dropkv_reference
 from kvbench.kernels.window import REDUCTIONS, glance, window
 from kvbench.kernels.window import pool as pool_module
 from kvbench.kernels.window.pool import pool_group
-from kvbench.method import Seen, State
 from kvbench.methods.allocators.cake import Cake as CakeShares
 from kvbench.methods.andpro import AnDPro
 from kvbench.methods.cake import Cake
 from kvbench.methods.dropkv import DropKV
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.tova import TOVA
+from kvbench.observation import Seen, State
 from kvbench.rows import Rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.allocator import Allocator, settle
+from kvbench.allocator import Allocator
+from kvbench.apportion import settle
 from kvbench.kernels.compact import top
 from kvbench.settings import SettingError, choose, number, part
 

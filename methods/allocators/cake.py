@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.allocator import Allocator, frozen, settle
+from kvbench.allocator import Allocator
+from kvbench.apportion import frozen, settle
 from kvbench.kernels.window import glance
-from kvbench.method import Seen
+from kvbench.observation import Seen
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, choose, number, whole
 

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from kvbench.allocator import Allocator, frozen, settle
-from kvbench.method import Seen
+from kvbench.allocator import Allocator
+from kvbench.apportion import frozen, settle
+from kvbench.observation import Seen
 from kvbench.rows import Rows
 from kvbench.settings import choose, whole
 

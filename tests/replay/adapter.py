@@ -27,10 +27,11 @@ import run as command
 from kvbench import together
 from kvbench.budget import Budget
 from kvbench.catalogue import build, names, settings
-from kvbench.engine import Context, Sampling
+from kvbench.generation import Context
 from kvbench.held import Held, choose_cache
 from kvbench.model import REFERENCE
 from kvbench.run import DTYPES
+from kvbench.sampling import Sampling
 from kvbench.settings import answered
 
 GROUPS = ("method", "allocator", "codec")
@@ -212,13 +213,13 @@ def count(held: Held) -> dict[str, Any]:
     return {
         "bytes": {
             "resident": bytes_.rows, "metadata": bytes_.metadata, "state": bytes_.state, "headroom": bytes_.headroom,
-            "full": held.full_bytes, "peak": context.course.peak_bytes,
+            "full": held.full_bytes, "peak": context.memory.peak,
         },
         "most": {
             "held": held.peak_rows, "attended": held.peak_rows_attended,
-            "protected": max(int(layer.protected) for layer in layers),
-            "sinks_given_up": max(int(layer.given_up["sinks"]) for layer in layers),
-            "recents_given_up": max(int(layer.given_up["recents"]) for layer in layers),
+            "protected": max(int(layer.tally.protected) for layer in layers),
+            "sinks_given_up": max(int(layer.tally.given_up["sinks"]) for layer in layers),
+            "recents_given_up": max(int(layer.tally.given_up["recents"]) for layer in layers),
         },
     }  # fmt: skip
 
