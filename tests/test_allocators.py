@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from models import Dense, ids, tiny
-from test_oracles import CLOSE
 
 from kvbench.allocator import Allocator, settle
 from kvbench.budget import Budget
@@ -23,6 +21,9 @@ from kvbench.methods.codecs.raw import Raw
 from kvbench.methods.knorm import Knorm
 from kvbench.rows import Rows
 from kvbench.settings import ContractError, SettingError, part
+from tests.support.dense_engine import Dense
+from tests.support.oracles import CLOSE
+from tests.support.tiny_models import ids, tiny
 
 # settle
 

@@ -1,56 +1,12 @@
 """AnDPro: weighted values against their anchor, in loops and float64; chunks built as its code builds them."""
 
-from collections.abc import Callable
-
-import numpy as np
 import pytest
-from models import Glance, ids, tiny
-from test_oracles import agree, attention, keeps, newest, pool, safeguard
 
 import kvbench
-
-
-def along_the_output(window: int) -> Callable[[Glance], np.ndarray]:
-    def score(glance: Glance) -> np.ndarray:
-        p, total = attention(glance, window), np.zeros(len(glance.rows.places))
-        for g in range(len(p)):
-            for t, output in enumerate(glance.outputs[g, -p.shape[1] :]):
-                for j, value in enumerate(glance.rows.values):
-                    total[j] += p[g, t, j] * (output @ value)
-        return total / len(p)
-
-    return score
-
-
-def stays(window: int, chunk: int, first: int) -> Callable[[Glance, int], np.ndarray]:
-    """Rows of the first chunks and of the last window // chunk ones."""
-
-    def protect(glance: Glance, quota: int) -> np.ndarray:
-        n = len(glance.rows.places)
-        count = -(-n // chunk)
-        return np.array([j // chunk < first or j // chunk >= count - window // chunk for j in range(n)])
-
-    return protect
-
-
-def chunk_by_chunk(window: int, kernel: int, chunk: int, first: int) -> Callable[[Glance], np.ndarray]:
-    """c_{t,m} = Σ_{j in m} p_{t,j} v_j of pooled p; anchor_t = Σ c_{t,m} of droppable m; Σ_t ⟨c_{t,m}, anchor_t⟩."""
-
-    def score(glance: Glance) -> np.ndarray:
-        p, n, d = attention(glance, window), *glance.rows.values.shape
-        safe = stays(window, chunk, first)(glance, 0)
-        total = np.zeros(n)
-        for g in range(len(p)):
-            for t in range(p.shape[1]):
-                pooled = pool(p[g, t], kernel, "max")
-                parts = [slice(start, start + chunk) for start in range(0, n, chunk)]
-                sums = [pooled[part] @ glance.rows.values[part] for part in parts]
-                anchor = sum((own for own, part in zip(sums, parts, strict=True) if not safe[part][0]), np.zeros(d))
-                for own, part in zip(sums, parts, strict=True):
-                    total[part] += own @ anchor
-        return total / len(p)
-
-    return score
+from tests.support.oracle_scores import along_the_output, chunk_by_chunk, stays
+from tests.support.oracle_shares import safeguard
+from tests.support.oracles import agree, keeps, newest
+from tests.support.tiny_models import ids, tiny
 
 
 @pytest.mark.parametrize("block", [None, 9])

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from models import ids, tiny
-from needed import chosen
 
 from kvbench.budget import Budget
 from kvbench.catalogue import build, methods_available, settings
@@ -13,6 +11,8 @@ from kvbench.method import Method
 from kvbench.model import weights_of
 from kvbench.settings import ContractError
 from kvbench.steady import repeats
+from tests.support.method_files import chosen
+from tests.support.tiny_models import ids, tiny
 
 RELATIVE = ("dropkv", "keydiff", "knorm", "snapkv", "tova")
 

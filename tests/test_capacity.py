@@ -1,13 +1,13 @@
 """A preset refuses what the machine cannot hold, in one line and before it starts."""
 
 import pytest
-from command_line import answer, assert_refused
 
 from kvbench import capacity
 from kvbench.catalogue import CONF
 from kvbench.cells import Asked
 from kvbench.model import Checkpoint, configuration, parameters
 from kvbench.settings import SettingError
+from tests.support.command_line import answer, assert_refused
 
 
 @pytest.fixture

@@ -7,10 +7,8 @@ import re
 import shutil
 from pathlib import Path
 
-import made_runs
 import pytest
 import yaml
-from command_line import answer
 from hydra import initialize_config_dir
 
 from kvbench import card, catalogue, checks, curves, figures, solvable
@@ -25,12 +23,14 @@ from kvbench.tables import closing_table
 from kvbench.task import Graded
 from kvbench.tasks.ruler import Ruler
 from kvbench.wandb_run import Subject
+from tests.support import made_up_runs
+from tests.support.command_line import answer
 
 NAMES = ("niah_single_1", "ruler_vt", "ruler_cwe")
 LIST = ("ruler_vt", "niah_single_1")
 AVERAGE = "average of 2 solvable"
 SOLVES = {"weights": "0a1b", "seed": 7, "ruler": {2048: list(LIST), 4096: []}, "longbench": ["trec"]}
-VALUE = made_runs.VALUE | {"task": {"name": "ruler", "length": 2048, "seed": 0}}
+VALUE = made_up_runs.VALUE | {"task": {"name": "ruler", "length": 2048, "seed": 0}}
 
 
 @pytest.fixture
@@ -69,9 +69,9 @@ def records(budget: float) -> dict[str, dict]:
 def store(tmp_path, write_card) -> Path:
     """The full cache and two budgets of a method, by a model with a card."""
     write_card(SOLVES)
-    made_runs.write(tmp_path, records(1.0), **VALUE | {"method": {"name": "full"}, "sources": "s1"})
+    made_up_runs.write(tmp_path, records(1.0), **VALUE | {"method": {"name": "full"}, "sources": "s1"})
     for budget in (0.1, 0.2):
-        made_runs.write(tmp_path, records(budget), **VALUE | {"budget": budget})
+        made_up_runs.write(tmp_path, records(budget), **VALUE | {"budget": budget})
     return tmp_path
 
 

@@ -7,13 +7,12 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from command_line import answer
-from report_store import records, write
 
-import kvbench
 from kvbench.settings import UNREAD, answered
+from tests.support.command_line import answer
+from tests.support.report_store import records, write
+from tests.support.repository import ROOT
 
-ROOT = Path(kvbench.__file__).parents[1]
 ANSWER = {"kvbench/verify.py", "kvbench/wandb_run.py"}  # to the process that started them, on a pipe of their own
 
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from ahead import compile_all, typed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.kernels.compact import find, take, top
+from tests.support.compile_kernels import compile_all, typed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -145,4 +145,4 @@ def ahead():
 
 
 def test_the_kernels_compile_for_hopper():
-    assert compile_all("test_compact_kernels").count("_count") == 7
+    assert compile_all(__name__).count("_count") == 7

@@ -5,9 +5,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from models import Dense, Glance, Head, distinct, double, ids, tiny
-from needed import chosen, needed
-from test_oracles import CLOSE, agree, attention, newest, nothing, safeguard, same_rows, shrink, top, uniform, votes
 
 import kvbench
 from kvbench.catalogue import build, methods_available, settings
@@ -15,47 +12,17 @@ from kvbench.kernels.critical import projected_norms
 from kvbench.kernels.critical import reference as critical
 from kvbench.method import Method
 from kvbench.settings import SettingError
-
-
-def projected(model: str, glance: Glance) -> np.ndarray:
-    """‖W_o^h v_j‖₁, mean over the group's query heads h."""
-    weight = double(model).model.layers[glance.layer].self_attn.o_proj.weight.detach().numpy()
-    groups, dim = len(glance.queries), glance.rows.values.shape[1]
-    total = np.zeros(len(glance.rows.values))
-    for g in range(groups):
-        head = glance.head * groups + g
-        own = weight[:, head * dim : (head + 1) * dim]
-        total += [sum(abs(own @ value)) for value in glance.rows.values]
-    return total / groups
-
-
-def two_stages(model, base, quota, alpha, epsilon, protect=nothing, share=uniform, safe_share=0.0) -> Callable:
-    def cut(glances: list[Glance]) -> list[Head]:
-        if sum(len(glance.rows.places) for glance in glances) <= quota * len(glances):
-            return [glance.rows for glance in glances]
-        scores = [base(glance) for glance in glances]
-        safe = [shrink(protect(glance, quota), quota) for glance in glances]
-        raised = [np.where(own, np.inf, score) for own, score in zip(safe, scores, strict=True)]
-        kept = []
-        for glance, score, high, own, count in zip(
-            glances, scores, raised, safe, share(raised, safe, quota), strict=True
-        ):
-            second = (score + epsilon) * projected(model, glance)
-            second[top(high, int(alpha * count)).astype(int)] = np.inf
-            second[own] = np.inf
-            second[top(high, max(round(safe_share * quota), int(own.sum()))).astype(int)] = np.inf
-            kept.append(glance.rows.take(top(second, count)))
-        return kept
-
-    return cut
-
-
-def mean_votes(**args) -> Callable[[Glance], np.ndarray]:
-    """SnapKV's votes as means over the window's queries."""
-    return lambda glance: votes(**args)(glance) / min(args["window"], glance.queries.shape[1])
-
-
-SNAPKV = dict(window=4, kernel=3, pooling="max", group="after")
+from tests.support.dense_engine import Dense, Glance
+from tests.support.method_files import chosen, needed
+from tests.support.oracle_scores import (
+    SNAPKV,
+    attention,
+    mean_votes,
+    two_stages,
+)
+from tests.support.oracle_shares import safeguard
+from tests.support.oracles import CLOSE, agree, newest, same_rows
+from tests.support.tiny_models import distinct, ids, tiny
 
 
 @pytest.mark.parametrize("block", [None, 9])

@@ -4,16 +4,16 @@ import json
 import re
 from pathlib import Path
 
-import made_runs
 import numpy as np
 import pytest
-from command_line import answer
 
 from kvbench.budget_curve import Curve, area, smallest
 from kvbench.curves import main
 from kvbench.means import mean
 from kvbench.statistics import Scores, average
 from kvbench.tasks.ruler import Ruler
+from tests.support import made_up_runs
+from tests.support.command_line import answer
 
 FULL = {"method": {"name": "full"}, "sources": "s1"}
 BUDGETS = {0.05: 30, 0.1: 55, 0.3: 85}  # chance to keep what the full cache has right
@@ -38,7 +38,7 @@ def records(budget: float | int, chance: float, **changed: object) -> dict[str, 
 
 def write(results: Path, own: dict[str, dict], finish: bool = True, **changed: object) -> str:
     """A run on the disk; its hash."""
-    return made_runs.write(results, own, finish, **changed).hash
+    return made_up_runs.write(results, own, finish, **changed).hash
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def test_a_damaged_store_is_said(tmp_path, store, curves, capsys):
     assert main([str(tmp_path / "nowhere")]) == 2 and "nowhere/runs: no run there" in capsys.readouterr().err
     folder = store / "runs" / "0123456789abcdef"
     folder.mkdir()
-    (folder / "run.yaml").write_text(json.dumps({"format": 1, "hash": "0", "value": made_runs.VALUE}))
+    (folder / "run.yaml").write_text(json.dumps({"format": 1, "hash": "0", "value": made_up_runs.VALUE}))
     code, out, err = curves()
     assert code == 0 and "smallest share" in out  # the other runs are shown
     assert err.startswith(f"kvbench: run {folder.name} is left out: run.yaml does not have the value")

@@ -13,18 +13,16 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-import test_report_browser
-from command_line import answer
-from report_store import VALUE, records, small, write
 
-import kvbench
 from kvbench import sweep
 from kvbench.dashboard import Server, main
 from kvbench.report.page import policy
+from tests.support.browser import CHROMIUM, SIZES, draw_charts
+from tests.support.command_line import answer
+from tests.support.report_store import VALUE, records, small, write
+from tests.support.repository import ROOT
 
-ROOT = Path(kvbench.__file__).parents[1]
 DEADLINE = 120  # seconds; a process that makes the page imports much, and others may use the machine
-chromium = test_report_browser.chromium
 
 
 @pytest.fixture
@@ -247,10 +245,10 @@ def test_ctrl_c_ends_it(tmp_path):
 
 
 @pytest.mark.browser
-@pytest.mark.skipif(test_report_browser.CHROMIUM is None, reason="no chromium: make test-browser")
-@pytest.mark.parametrize("width", test_report_browser.SIZES)
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: make test-browser")
+@pytest.mark.parametrize("width", SIZES)
 def test_the_page_follows_a_sweep(served, running, chromium, width):
-    page = chromium.new_page(viewport={"width": width, "height": test_report_browser.SIZES[width]})
+    page = chromium.new_page(viewport={"width": width, "height": SIZES[width]})
     page.set_default_timeout(1000 * DEADLINE)
     wrong, asked = [], []
     page.on("console", lambda message: wrong.append(message.text))
@@ -275,7 +273,7 @@ def test_the_page_follows_a_sweep(served, running, chromium, width):
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert wrong == [] and all(url.startswith((served.address, "data:")) for url in asked)
     page.evaluate("scrollTo(0, 0)")
-    test_report_browser.drawn(page)
+    draw_charts(page)
     if folder := os.environ.get("KVBENCH_SHOTS"):
         page.screenshot(path=Path(folder) / f"dashboard-{width}.png")
     page.close()

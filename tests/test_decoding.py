@@ -5,8 +5,6 @@ import weakref
 
 import pytest
 import torch
-from models import ids, tiny
-from needed import chosen
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvbench.budget import Budget
@@ -16,6 +14,8 @@ from kvbench.held import choose_cache
 from kvbench.model import weights_of
 from kvbench.settings import ContractError
 from kvbench.steady import SteadyRows
+from tests.support.method_files import chosen
+from tests.support.tiny_models import ids, tiny
 
 APPENDING = {"method": "snapkv"}
 CUTTING = {"method": "keydiff"}  # at every token

@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import Dense, Glance, Head, distinct, ids, tiny
-from needed import needed
 
 import kvbench
 from kvbench import calibrate
 from kvbench.catalogue import build, settings
 from kvbench.settings import SettingError
+from tests.support.dense_engine import Dense, Glance, Head
+from tests.support.method_files import needed
+from tests.support.tiny_models import distinct, ids, tiny
 
 CLOSE = dict(rtol=3e-4, atol=3e-4)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from command_line import answer, assert_refused
 from hydra import compose, initialize_config_dir
 
 from kvbench import plan
@@ -25,6 +24,7 @@ from kvbench.shape import Shape, shapes
 from kvbench.subject import Composed, Growing, Static
 from kvbench.throughput import bisect
 from kvbench.timing import fits, spread
+from tests.support.command_line import answer, assert_refused
 
 QUICK = ("task.length=60", "task.new_tokens=[3,6]", "task.repeats=2", "budget=0.25")
 PARAMETERS = {  # billions, as the models' pages say

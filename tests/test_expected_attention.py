@@ -11,7 +11,6 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from models import Dense, Glance, Head, distinct, double, ids, tiny
 
 import kvbench
 from kvbench.catalogue import build, settings
@@ -23,6 +22,8 @@ from kvbench.methods.expected_attention import mean_rotation, rotations
 from kvbench.model import rotation
 from kvbench.rows import Rows
 from kvbench.settings import SettingError
+from tests.support.dense_engine import Dense, Glance, Head
+from tests.support.tiny_models import distinct, double, ids, tiny
 
 CLOSE = dict(rtol=3e-4, atol=3e-4)
 MODELS = ("llama", "llama3", "yarn", "qwen2", "qwen3", "mistral", "phi3", "gemma3")  # groups of 1 to 4 query heads

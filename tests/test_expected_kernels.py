@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from ahead import compile_all
-from test_votes_kernels import DEVICE, DTYPES, compiled, poisoned, same
 
 from kvbench.kernels.expected import expected_logits, expected_scores, merge, moments
+from tests.support.compile_kernels import compile_all, compiled
+from tests.support.kernel_checks import DEVICE, DTYPES, poisoned, same
 
 SPLIT = 2.0**-16 if DEVICE == "cuda" else 2.0**-14
 # batch, KV heads, query heads of a group, tokens, dimension, rotated dimensions
@@ -191,4 +191,4 @@ def ahead():
 
 
 def test_kernels_compile_for_sm_90():
-    assert "scores_kernel" in compile_all("test_expected_kernels")
+    assert "scores_kernel" in compile_all(__name__)

@@ -5,15 +5,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from made_runs import VALUE, write
-from test_runs import checkpoint, kvbench, runs  # noqa: F401
 
 import kvbench as package
 from kvbench import audit, curves, explain, figures, frames, papers, sources, stored
 from kvbench.report.page import main as report
 from kvbench.settings import SettingError
+from tests.support.made_up_runs import VALUE, write
+from tests.support.recorded_runs import read_runs
+from tests.support.repository import ROOT
 
-OLD = Path(__file__).parent / "stores" / "0.1"
+OLD = ROOT / "tests" / "stores" / "0.1"
 HASHES = {"3124cf41d3371cd4": "full", "4c18e06028f4ddaf": "snapkv"}
 
 
@@ -30,10 +31,10 @@ def explained(capsys, *arguments: str) -> tuple[int, list[str], str]:
     return code, out.splitlines(), err
 
 
-def test_a_run_is_explained(kvbench, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_a_run_is_explained(kvbench, tmp_path, monkeypatch, capsys):
     settings = ("task.subtasks=[niah_single_1]", "task.length=512", "task.samples=1", "method=knorm", "budget=0.5")
     assert kvbench(*settings, f"results={tmp_path / 'r'}")[0] == 0
-    name = runs(tmp_path / "r")["knorm"][0].name
+    name = read_runs(tmp_path / "r")["knorm"][0].name
     code, lines, _ = explained(capsys, name[:6], str(tmp_path / "r"))
     assert code == 0 and lines[0] == name
     text = "\n".join(lines)
@@ -99,10 +100,10 @@ def test_a_run_of_0_1_is_never_paired_with_a_new_one(old):
         stored.baseline(new, stored.every(old))
 
 
-def test_runs_say_how_they_are_named(kvbench, tmp_path):  # noqa: F811
+def test_runs_say_how_they_are_named(kvbench, tmp_path):
     settings = ("task.subtasks=[niah_single_1]", "task.length=512", "task.samples=1", "method=full")
     assert kvbench(*settings, f"results={tmp_path / 'r'}")[0] == 0
-    folder = runs(tmp_path / "r")["full"][0]
+    folder = read_runs(tmp_path / "r")["full"][0]
     assert stored.every(tmp_path / "r")[0].value["identity"] == 2
     machine = json.loads(next(folder.glob("machine*.json")).read_text())
     assert (

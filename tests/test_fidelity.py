@@ -7,10 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from gguf_files import write_gguf
-from models import distinct, tiny
-from needed import chosen
-from test_runs import TIMES, checkpoint, kvbench, runs  # noqa: F401
 
 import kvbench as package
 from kvbench import curves, fidelity, model_cache, runner
@@ -22,6 +18,10 @@ from kvbench.gguf_model import find_converted
 from kvbench.held import choose_cache
 from kvbench.model import REFERENCE, Checkpoint
 from kvbench.stored import every
+from tests.support.gguf_files import write_gguf
+from tests.support.method_files import chosen
+from tests.support.recorded_runs import TIMES, read_runs
+from tests.support.tiny_models import distinct, tiny
 
 GREEDY = Sampling()
 ANSWER = [5, 17, 9, 30, 44, 8]
@@ -129,13 +129,13 @@ def by_uid(records: list[dict]) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("question", ["visible", "hidden"])
-def test_records_compare_and_stay_what_they_are(kvbench, tmp_path, question):  # noqa: F811
+def test_records_compare_and_stay_what_they_are(kvbench, tmp_path, question):
     own = (*SETTINGS, "method=tova", "budget=0.3", f"question={question}")
     for folder, more in (("plain", ()), ("compared", ("fidelity=true",))):
         code, out, err = kvbench(*own, f"results={tmp_path / folder}", *more)
         assert code == 0, err
     assert "NLL of the answer" in out and "KL from the full cache" in out and "nats a token" in " ".join(out.split())
-    plain, compared = runs(tmp_path / "plain"), runs(tmp_path / "compared")
+    plain, compared = read_runs(tmp_path / "plain"), read_runs(tmp_path / "compared")
     for method in ("full", "tova"):
         assert plain[method][0].name != compared[method][0].name
         one, other = by_uid(plain[method][1]), by_uid(compared[method][1])
@@ -151,47 +151,47 @@ def test_records_compare_and_stay_what_they_are(kvbench, tmp_path, question):  #
             assert one[uid]["peak_bytes"] == other[uid]["peak_bytes"]
 
 
-def test_a_sweep_makes_the_full_caches_predictions_once(kvbench, tmp_path, monkeypatch):  # noqa: F811
+def test_a_sweep_makes_the_full_caches_predictions_once(kvbench, tmp_path, monkeypatch):
     made, readers = [], runner.Reader
     monkeypatch.setattr(runner, "Reader", lambda run, bench: made.append(run) or readers(run, bench))
     code, _, err = kvbench("-m", *SETTINGS, "method=knorm,snapkv", "budget=0.3", "fidelity=true", "results=results")
     assert code == 0, err
     assert len(made) == 3  # the full cache's, and one for each method
-    found = runs(tmp_path / "results")
+    found = read_runs(tmp_path / "results")
     shared = {record["shared_prefill"] for _, records in found.values() for record in records}
     assert shared == {3}
 
 
-def test_predictions_that_another_process_has_not_written_are_made(kvbench, tmp_path, monkeypatch):  # noqa: F811
+def test_predictions_that_another_process_has_not_written_are_made(kvbench, tmp_path, monkeypatch):
     own = (*SETTINGS, "method=knorm", "budget=0.3", "fidelity=true")
     assert kvbench(*own, f"results={tmp_path / 'one'}")[0] == 0
     monkeypatch.setattr("kvbench.store.RunFolder.record", lambda *_: None)
     assert kvbench(*own, f"results={tmp_path / 'other'}")[0] == 0
-    one, other = (by_uid(runs(tmp_path / name)["knorm"][1]) for name in ("one", "other"))
+    one, other = (by_uid(read_runs(tmp_path / name)["knorm"][1]) for name in ("one", "other"))
     for uid in one:
         assert one[uid]["fidelity"] == pytest.approx(other[uid]["fidelity"])
 
 
-def test_turns_of_a_conversation_are_made_after_those_before_them(kvbench, tmp_path, monkeypatch):  # noqa: F811
+def test_turns_of_a_conversation_are_made_after_those_before_them(kvbench, tmp_path, monkeypatch):
     own = ("task=scbench", "task.subtasks=[scbench_kv]", "limit=1", "task.length=2000", "question=hidden")
     own += ("method=knorm", "budget=0.5", "fidelity=true")
     assert kvbench(*own, f"results={tmp_path / 'one'}")[0] == 0
     monkeypatch.setattr("kvbench.store.RunFolder.record", lambda *_: None)
     assert kvbench(*own, f"results={tmp_path / 'other'}")[0] == 0
-    one, other = (by_uid(runs(tmp_path / name)["knorm"][1]) for name in ("one", "other"))
+    one, other = (by_uid(read_runs(tmp_path / name)["knorm"][1]) for name in ("one", "other"))
     assert len(one) > 1 and len({record["fidelity"]["kl"] for record in one.values()}) == len(one)
     for uid in one:
         assert one[uid]["fidelity"] == pytest.approx(other[uid]["fidelity"], abs=1e-9)
 
 
-def test_the_full_cache_keeps_predictions_whatever_the_settings_that_do_not_matter(kvbench, tmp_path):  # noqa: F811
+def test_the_full_cache_keeps_predictions_whatever_the_settings_that_do_not_matter(kvbench, tmp_path):
     own = (*SETTINGS, "limit=1", "fidelity=true", f"results={tmp_path / 'r'}")
     assert kvbench(*own, "method=full", "block_size=64", "allocator=ada")[0] == 0
     assert kvbench(*own, "method=knorm", "budget=0.3")[0] == 0
-    assert all(record["fidelity"]["kl"] > 0 for record in runs(tmp_path / "r")["knorm"][1])
+    assert all(record["fidelity"]["kl"] > 0 for record in read_runs(tmp_path / "r")["knorm"][1])
 
 
-def test_runs_with_and_without_fidelity_stand_side_by_side(kvbench, tmp_path, capsys):  # noqa: F811
+def test_runs_with_and_without_fidelity_stand_side_by_side(kvbench, tmp_path, capsys):
     own = (*SETTINGS, "limit=1", "method=knorm", f"results={tmp_path / 'r'}")
     for budget, more in ((0.3, ()), (0.3, ("fidelity=true",)), (0.5, ())):
         assert kvbench(*own, f"budget={budget}", *more)[0] == 0
@@ -219,13 +219,13 @@ def test_an_answer_is_encoded_as_it_follows_the_prompt(tmp_path, monkeypatch):
     assert tokenizer.convert_ids_to_tokens(alone) == ["▁", "▁a", "b", "c"]
 
 
-def test_what_has_no_right_answer_is_not_compared(kvbench, tmp_path):  # noqa: F811
+def test_what_has_no_right_answer_is_not_compared(kvbench, tmp_path):
     own = ("task=scbench", "task.subtasks=[scbench_kv]", "limit=1", "task.length=2000", "question=hidden")
     own += ("method=snapkv", "budget=0.5", "fidelity=true")
     for answers, turns in (("golden", {True}), ("own", {True, False})):
         code, _, err = kvbench(*own, f"task.answers={answers}", f"results={tmp_path / answers}")
         assert code == 0, err
-        for _, records in runs(tmp_path / answers).values():
+        for _, records in read_runs(tmp_path / answers).values():
             assert {bool(record["fidelity"]) for record in records} == turns
             assert all(bool(record["fidelity"]) or record["turn"] > 0 for record in records)
 
@@ -238,7 +238,7 @@ def test_what_has_no_right_answer_is_not_compared(kvbench, tmp_path):  # noqa: F
         (("fidelity=true", "task=efficiency"), "fidelity=true: task=efficiency has no texts of right answers"),
     ],
 )
-def test_what_cannot_be_compared_is_one_line(kvbench, own, line):  # noqa: F811
+def test_what_cannot_be_compared_is_one_line(kvbench, own, line):
     code, out, err = kvbench(*own)
     assert (code, out) == (2, "") and err.startswith(f"kvbench: {line}") and err.count("\n") == 1
 
@@ -264,7 +264,7 @@ def test_tasks_give_the_text_of_a_right_answer(task):
         assert own.score(sample, own.reference(sample)).score == 100, sample.uid
 
 
-def test_frames_have_a_column_each(kvbench, tmp_path):  # noqa: F811
+def test_frames_have_a_column_each(kvbench, tmp_path):
     assert kvbench(*SETTINGS, "limit=1", "method=knorm", "fidelity=true", f"results={tmp_path / 'r'}")[0] == 0
     found = package.load(str(tmp_path / "r")).records(["fidelity.nll", "fidelity.kl", "fidelity.tokens"])
     assert len(found) == 4 and found.notna().all().all()

@@ -7,7 +7,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from report_store import BUDGETS, TASKS, records, small, write
 
 import kvbench
 from kvbench.curves import show
@@ -18,6 +17,7 @@ from kvbench.settings import SettingError
 from kvbench.stored import baseline, read
 from kvbench.swept import Choice, sweep
 from kvbench.tables import closing_table
+from tests.support.report_store import BUDGETS, TASKS, records, small, write
 
 TAGS = {"svg", "g", "rect", "path", "line", "text", "tspan", "defs", "linearGradient", "stop"}
 ONE = ("question=visible", "method=snapkv,keydiff")

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pandas
 import pytest
@@ -15,8 +14,7 @@ import kvbench
 from kvbench import audit, frames
 from kvbench.settings import SettingError
 from kvbench.store import FORMAT, RunFolder, run_hash
-
-ROOT = Path(kvbench.__file__).parents[1]
+from tests.support.repository import ROOT
 
 
 def value(method="snapkv", **own):

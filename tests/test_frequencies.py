@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import heads, ids, rope, tiny
 
 import kvbench
 from kvbench.allocator import Allocator
@@ -17,6 +16,7 @@ from kvbench.layer import Choice
 from kvbench.model import plain_cache, rotation
 from kvbench.replica import replicate
 from kvbench.together import prefill
+from tests.support.tiny_models import heads, ids, rope, tiny
 
 ORIGINAL = 64  # places from which on dynamic scaling and LongRoPE have other frequencies
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=ORIGINAL)
@@ -217,8 +217,9 @@ def test_frequencies_that_never_change_cost_nothing():
 
 def test_one_kind_of_layer_may_have_changing_frequencies():
     """Gemma 3 has a rotation for each kind of layer."""
-    from models import COMMON, SLIDING
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    from tests.support.tiny_models import COMMON, SLIDING
 
     def gemma() -> torch.nn.Module:
         config = Gemma3TextConfig(

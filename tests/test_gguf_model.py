@@ -14,16 +14,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from command_line import answer, assert_refused
-from gguf_files import ARCHITECTURES, write_gguf
 
 from kvbench import fetch, gguf_model, model_cache
 from kvbench.gguf_model import hash_weights
 from kvbench.model import EMBEDDED_MODELS, Checkpoint, find_model
 from kvbench.prompt import template
 from kvbench.settings import SettingError
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.command_line import answer, assert_refused
+from tests.support.gguf_files import ARCHITECTURES, write_gguf
+from tests.support.repository import ROOT
 
 
 @pytest.fixture(autouse=True)

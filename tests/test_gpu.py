@@ -10,8 +10,6 @@ import sys
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from needed import MAKE, chosen, made
-from test_runs import TIMES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
@@ -25,6 +23,8 @@ from kvbench.held import choose_cache
 from kvbench.model import Checkpoint
 from kvbench.run import Run
 from kvbench.runner import Bench, execute, execute_all
+from tests.support.method_files import MAKE, chosen, made
+from tests.support.recorded_runs import TIMES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 GREEDY = Sampling()

@@ -5,12 +5,12 @@ import os
 import time
 
 import pytest
-from command_line import answer
-from math_pairs import EQUAL, UNEQUAL, pairs
 
 from kvbench import grade
 from kvbench.grade import FILE, Verifier, notes, verdicts
 from kvbench.store import RunFolder
+from tests.support.command_line import answer
+from tests.support.math_pairs import EQUAL, UNEQUAL, pairs
 
 VALUE = {"method": {"name": "full"}, "task": {"name": "math500"}, "budget": 1.0}
 ALSO = {"boxed": 100.0, "flexible": 100.0, "exact": 0.0, "closed": True}

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from models import distinct, ids, tiny
 from torch import Tensor
 
 import kvbench
@@ -25,6 +24,8 @@ from kvbench.run import Run
 from kvbench.runner import Bench, execute, execute_all
 from kvbench.settings import ContractError
 from kvbench.task import Graded
+from tests.support.recorded_runs import strip_own
+from tests.support.tiny_models import distinct, ids, tiny
 
 OURS = ("update", "protect_sinks", "protect", "score", "select", "merge", "cut", "allot", "read", "readings", "forget")
 PROMPT = 40
@@ -528,10 +529,8 @@ def bench():
 @pytest.fixture(scope="module")
 def expected(runs, bench, tmp_path_factory):
     """The records of the honest runs, each made alone."""
-    from test_together import plain
-
     results = tmp_path_factory.mktemp("alone")
-    return [plain(execute(run, results, bench)) for run in (runs[0], runs[2], runs[3])]
+    return [strip_own(execute(run, results, bench)) for run in (runs[0], runs[2], runs[3])]
 
 
 def score_in_place(rows_of: Callable[[Any, Any], Tensor]) -> Callable:
@@ -599,15 +598,14 @@ def in_the_weights(self, seen, rows, state):
 def test_the_other_cells_of_a_group_are_what_they_are_alone(
     score, line, order, runs, bench, expected, tmp_path, monkeypatch, capsys
 ):
-    from test_together import plain
-
     monkeypatch.setattr(type(runs[1].choice().method), "score", score)
     folders = execute_all(runs[::order], tmp_path, bench)[::order]
     assert "kvbench:" not in capsys.readouterr().err  # the saboteur's own cell says it
     assert not folders[1].records() and not folders[1].finished
     honest = [folders[index] for index in (0, 2, 3)]
     assert all(folder.finished for folder in honest)
-    assert [differences(plain(folder.records()), own) for folder, own in zip(honest, expected, strict=True)] == [[]] * 3
+    pairs = zip(honest, expected, strict=True)
+    assert [differences(strip_own(folder.records()), own) for folder, own in pairs] == [[]] * 3
     if not line:  # alone there is nobody whose rows it could spoil
         return
     with pytest.raises(ContractError, match=f"method=tova: {line}"):

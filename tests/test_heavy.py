@@ -1,12 +1,8 @@
 """H2O and observed attention: votes added up query by query in float64, as the formula says."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
-from models import Glance, Head, ids, tiny
-from test_oracles import agree, attention, interpolate, keeps, newest, nothing
 
 import kvbench
 from kvbench.kernels.attend import attend
@@ -14,37 +10,10 @@ from kvbench.kernels.votes import reference as votes_reference
 from kvbench.kernels.votes import votes
 from kvbench.kernels.window import window
 from kvbench.settings import SettingError
-
-
-class Heavy:
-    """Votes of every query head for every place, from every block, also one after which nothing is cut."""
-
-    def __init__(self, norm: str, gqa: str) -> None:
-        self.norm, self.gqa, self.votes = norm, gqa, {}
-
-    def keeps(self, quota: int, *more) -> Callable[[list[Glance]], list[Head]]:
-        cut = keeps(self.score, quota, *more)
-
-        def count_and_cut(glances: list[Glance]) -> list[Head]:
-            for glance in glances:
-                self.count(glance)
-            return cut(glances)
-
-        return count_and_cut
-
-    def count(self, glance: Glance) -> None:
-        for g, row in enumerate(attention(glance, glance.queries.shape[1]).sum(1)):
-            for place, vote in zip(glance.rows.places, row, strict=True):
-                key = (glance.layer, glance.head, g, place)
-                self.votes[key] = self.votes.get(key, 0.0) + vote
-
-    def score(self, glance: Glance) -> np.ndarray:
-        scores = []
-        for place in glance.rows.places:
-            own = [self.votes[glance.layer, glance.head, g, place] for g in range(len(glance.queries))]
-            total = max(own) if self.gqa == "max" else sum(own) / len(own)
-            scores.append(total / (glance.tokens - place) if self.norm == "count" else total)
-        return np.array(scores)
+from tests.support.oracle_scores import Heavy
+from tests.support.oracle_shares import interpolate
+from tests.support.oracles import agree, newest, nothing
+from tests.support.tiny_models import ids, tiny
 
 
 @pytest.mark.parametrize("block", [None, 1, 9])

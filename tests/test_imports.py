@@ -1,5 +1,6 @@
 """Imports point one way (DESIGN, "One line through the house"), and the hash of the sources follows them."""
 
+import ast
 import subprocess
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -19,8 +20,8 @@ from kvbench.sources import (
     source_hashes,
     unfollowed,
 )
+from tests.support.repository import ROOT
 
-ROOT = Path(kvbench.__file__).parents[1]
 FILES = sorted(path for folder in ("kvbench", "kernels", "methods", "tasks") for path in (ROOT / folder).rglob("*.py"))
 RECORDS = (
     "kvbench.store",
@@ -137,6 +138,37 @@ def test_records_are_read_without_torch():
         assert not {imported for imported in imports(name) if within(imported, "torch", "transformers")}
     code = f"import sys, {', '.join(present)}; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def imported_tests(text: str) -> set[str]:
+    """Names of test modules that a module with this text imports, in whatever way."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        module = getattr(node, "module", None) or ""  # of `from module import names`
+        found.update(part for name in (module, *names) for part in name.split(".") if part.startswith("test_"))
+    return found
+
+
+def test_no_test_module_is_imported():
+    """What several test modules share lies in tests/support."""
+    texts = {path.relative_to(ROOT): path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    assert len(texts) > 50
+    assert {path: found for path, text in texts.items() if (found := imported_tests(text))} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import tests.store.test_audit",
+        "from tests.store import test_audit as audit",
+        "from tests.store.test_audit import lines",
+        "def f():\n    from .test_audit import lines",
+    ],
+)
+def test_an_imported_test_module_is_found(text):
+    assert imported_tests(text) == {"test_audit"}
+    assert imported_tests("from tests.support.checkpoints import test, write_checkpoint") == set()
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ from itertools import product
 
 import pytest
 import torch
-from models import Dense, distinct, ids, make, tiny
-from needed import chosen, needed
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 import kvbench
@@ -21,6 +19,9 @@ from kvbench.method import Method
 from kvbench.methods.codecs.raw import Raw
 from kvbench.methods.knorm import Knorm
 from kvbench.settings import ContractError, SettingError, typed
+from tests.support.dense_engine import Dense
+from tests.support.method_files import chosen, needed
+from tests.support.tiny_models import distinct, ids, make, tiny
 
 CHOICES = {pair: chosen(*pair, "llama") for pair in product(names("method"), names("allocator"))}
 COMBINATIONS = [pair for pair, (method, *others) in CHOICES.items() if method.refuses(*others) is None]

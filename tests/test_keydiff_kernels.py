@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from ahead import compile_all
-from test_votes_kernels import DEVICE, DTYPES, compiled, poisoned, same
 
 from kvbench.kernels.keydiff import METRICS, anchor, norms, similarity
+from tests.support.compile_kernels import compile_all, compiled
+from tests.support.kernel_checks import DEVICE, DTYPES, poisoned, same
 
 SHAPES = [(1, 1, 1, 16), (2, 3, 37, 24), (1, 2, 130, 96), (1, 8, 257, 64), (2, 1, 1031, 128), (1, 1, 90, 256)]
 CLOSE = dict(rtol=2e-6, atol=2e-6)  # 2^-24 times a few, of sums of at most 256 products of unit size
@@ -123,4 +123,4 @@ def ahead():
 
 
 def test_kernels_compile_for_sm_90():
-    assert "compare_kernel" in compile_all("test_keydiff_kernels")
+    assert "compare_kernel" in compile_all(__name__)

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
-from models import Dense, Head, double, ids, tiny
-from needed import chosen, needed
 
 import kvbench
 from kvbench.budget import Budget
@@ -16,6 +14,9 @@ from kvbench.engine import Context
 from kvbench.held import choose_cache
 from kvbench.kernels.pack import pack, unpack
 from kvbench.settings import SettingError
+from tests.support.dense_engine import Dense, Head
+from tests.support.method_files import chosen, needed
+from tests.support.tiny_models import double, ids, tiny
 
 SMALL = dict(bits=2, group=8, residual=24)
 

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from models import Dense, distinct, ids, tiny
-from test_oracles import CLOSE, same_rows, top
 
 import kvbench
 from kvbench import calibrate
@@ -12,6 +10,9 @@ from kvbench.catalogue import build, settings
 from kvbench.kernels.peaks import peaks
 from kvbench.method import Words
 from kvbench.settings import SettingError
+from tests.support.dense_engine import Dense
+from tests.support.oracles import CLOSE, same_rows, top
+from tests.support.tiny_models import distinct, ids, tiny
 
 FIRST, LATER = [5, 6, 7], [9, 8]
 

@@ -15,8 +15,6 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 import torch
-from models import Dense, Glance, Head, distinct, ids, tiny
-from needed import chosen, needed
 
 import kvbench
 from kvbench.allocator import Allocator
@@ -27,6 +25,9 @@ from kvbench.held import choose_cache
 from kvbench.layer import Choice
 from kvbench.method import Method
 from kvbench.settings import SettingError
+from tests.support.dense_engine import Dense, Glance, Head
+from tests.support.method_files import chosen, needed
+from tests.support.tiny_models import distinct, ids, tiny
 
 BLOCKS = (None, 1, 7, 128)
 MODELS = ("llama", "qwen3", "mistral", "gemma3")

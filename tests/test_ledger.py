@@ -5,10 +5,8 @@ import re
 from dataclasses import replace
 
 import pytest
-from command_line import answer, assert_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_runs import runs
 from transformers import AutoTokenizer
 
 from kvbench import catalogue
@@ -18,6 +16,8 @@ from kvbench.settings import SettingError
 from kvbench.task import Sample
 from kvbench.tasks.ledger import PREFIX, STARTS, Ledger, LedgerTask, Step, draw
 from kvbench.tasks.ledger_answer import Written, read
+from tests.support.command_line import answer, assert_refused
+from tests.support.recorded_runs import read_runs
 
 
 @pytest.fixture(scope="module")
@@ -345,7 +345,7 @@ def test_two_methods_and_both_questions(tmp_path, monkeypatch, capsys):
                 capsys,
             )
             assert code == 0 and "ledger_18" in out and "recalled_own" in out, err
-        found = runs(results)
+        found = read_runs(results)
         assert set(found) == {"full", "snapkv", "keydiff"}
         for _, records in found.values():
             [record] = records

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import datasets
 import pytest
-from command_line import answer, assert_refused
 from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
@@ -15,6 +14,7 @@ from lm_eval.tasks import TaskManager
 from kvbench.settings import SettingError
 from kvbench.tasks.lm_eval import LmEval
 from kvbench.tasks.lm_eval_package import PACKAGE, REFUSED, find, load, seeded
+from tests.support.command_line import answer, assert_refused
 
 ROWS = [
     {"context": f"Row {i % 3} is {i % 3 * 7}.", "question": f"What is row {i}?", "answer": str(i)} for i in range(6)

@@ -14,7 +14,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
-from command_line import answer, assert_refused
 from hydra import compose, initialize_config_dir
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +34,7 @@ from kvbench.tasks.longbench_cut import CONTEXT, NOTHING, QUESTION, middle
 from kvbench.tasks.longbench_miniature import rows
 from kvbench.tasks.longbench_prompts import prompt
 from kvbench.tasks.longbench_subtasks import CATEGORIES, NAMES, SUBTASKS
+from tests.support.command_line import answer, assert_refused
 
 NO_TEMPLATE = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
 TOKENIZER = AutoTokenizer.from_pretrained(REFERENCE)

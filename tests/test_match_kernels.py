@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from ahead import compile_all, typed
 
 import kvbench.kernels.compact
 import kvbench.kernels.match
 from kvbench.kernels.match import edge_count, even_rows, join, match
 from kvbench.methods.centroidkv import CentroidKV
 from kvbench.rows import Rows
+from tests.support.compile_kernels import compile_all, typed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -203,4 +203,4 @@ def ahead():
 
 
 def test_the_kernels_compile_for_hopper():
-    assert compile_all("test_match_kernels").count("_match") == 4
+    assert compile_all(__name__).count("_match") == 4

@@ -7,11 +7,9 @@ import time
 import pandas as pd
 import pytest
 import yaml
-from command_line import answer, assert_refused
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lm_eval.tasks.aime.utils import is_equiv
-from math_pairs import EQUAL, UNEQUAL, pairs
 from transformers import AutoTokenizer
 
 from kvbench import data as check
@@ -24,6 +22,8 @@ from kvbench.tasks.math_extract import boxed, first_box, flexible
 from kvbench.tasks.math_miniature import miniature
 from kvbench.tasks.math_normal import LONGEST, normal, same
 from kvbench.tasks.math_problems import MathProblems
+from tests.support.command_line import answer, assert_refused
+from tests.support.math_pairs import EQUAL, UNEQUAL, pairs
 
 PIECES = [
     *(r"\frac", r"\dfrac", "{", "}", r"\{", r"\}", "(", ")", "[", "]", "1", "23", "000", ",", ", ", ".", "-", "+", "/"),
@@ -394,7 +394,7 @@ def records(results) -> dict[str, dict[str, dict]]:
 
 @pytest.fixture
 def kvbench(tmp_path, monkeypatch, capsys):
-    """The command line, in tmp_path; no second opinions, which tests/test_grade.py is about."""
+    """The command line, in tmp_path; no second opinions, which tests/integrations/test_math_verify.py is about."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kvbench.grade.grade", lambda folder: None)
     return lambda *settings: answer([*settings, "device=cpu"], monkeypatch, capsys)

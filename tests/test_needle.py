@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import answer, assert_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -22,6 +21,7 @@ from kvbench.settings import SettingError
 from kvbench.tasks.grid import axis
 from kvbench.tasks.needle import Niah
 from kvbench.tasks.needle_haystack import ARCHIVE, COMMIT, Haystack, Passage, load
+from tests.support.command_line import answer, assert_refused
 
 CHAT = (
     "{% for m in messages %}<user>{{ m['content'] }}</user>\n{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from models import Dense, double, ids, tiny
 
 import kvbench
 from kvbench.budget import Budget
@@ -13,6 +12,8 @@ from kvbench.catalogue import build, settings
 from kvbench.engine import Context
 from kvbench.held import choose_cache
 from kvbench.settings import SettingError
+from tests.support.dense_engine import Dense
+from tests.support.tiny_models import double, ids, tiny
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

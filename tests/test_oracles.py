@@ -3,7 +3,6 @@ dense engine of tests/models.py takes from transformers' own layers. One-shot an
 """
 
 import math
-from collections.abc import Callable
 from itertools import combinations
 
 import numpy as np
@@ -11,8 +10,6 @@ import pytest
 import torch
 import yaml
 from hydra.utils import get_class
-from models import Dense, Glance, Head, distinct, ids, tiny
-from needed import needed
 
 import kvbench
 from kvbench.budget import Budget
@@ -21,88 +18,21 @@ from kvbench.engine import Context
 from kvbench.held import choose_cache
 from kvbench.method import Seen, State
 from kvbench.rows import Rows
-
-CLOSE = dict(rtol=3e-4, atol=3e-4)
-Score = Callable[[Glance], np.ndarray]
-
+from tests.support.dense_engine import Dense, Glance, Head
+from tests.support.method_files import needed
+from tests.support.oracle_scores import (
+    ANCHORS,
+    SIMILAR,
+    centroids,
+    residual,
+    unlike,
+    votes,
+)
+from tests.support.oracle_shares import interpolate, safeguard
+from tests.support.oracles import CLOSE, agree, first, keeps, newest, same_rows
+from tests.support.tiny_models import distinct, ids, tiny
 
 # What is common to all: protected rows, the choice of rows, whole engines side by side.
-
-
-def shrink(protected: np.ndarray, quota: int, sinks: int = 0) -> np.ndarray:
-    """Protected rows that fit, one row free where the quota is over 1: the first `sinks` rows from the first on, then
-    the others from the newest on.
-    """
-    room = quota - 1 if quota > 1 else quota
-    kept = np.zeros_like(protected)
-    for row in [*range(min(sinks, len(protected))), *reversed(range(sinks, len(protected)))]:
-        if protected[row] and kept.sum() < room:
-            kept[row] = True
-    return kept
-
-
-def top(scores: np.ndarray, quota: int) -> np.ndarray:
-    """Indices of the `quota` largest, ties to the lower index, ascending."""
-    order = sorted(range(len(scores)), key=lambda row: (-scores[row], row))
-    return np.array(sorted(order[:quota]))
-
-
-def newest(count: int) -> Callable[[Glance, int], np.ndarray]:
-    return lambda glance, quota: glance.rows.places >= glance.tokens - count
-
-
-def first(count: int) -> Callable[[Glance, int], np.ndarray]:
-    return lambda glance, quota: glance.rows.places < count
-
-
-def nothing(glance: Glance, quota: int) -> np.ndarray:
-    return np.zeros(len(glance.rows.places), dtype=bool)
-
-
-def uniform(scores: list[np.ndarray], protected: list[np.ndarray], quota: int) -> list[int]:
-    return [quota] * len(scores)
-
-
-def keeps(score: Score, quota: int, protect=nothing, share=uniform, prompt=60) -> Callable[[list[Glance]], list[Head]]:
-    """What every head keeps of a layer: `quota` rows on average, by score; shares stay once the prompt is read."""
-    before: dict[int, list[int]] = {}
-
-    def cut(glances: list[Glance]) -> list[Head]:
-        if sum(len(glance.rows.places) for glance in glances) <= quota * len(glances):
-            return [glance.rows for glance in glances]
-        scores = [score(glance) for glance in glances]
-        protected = [shrink(protect(glance, quota), quota) for glance in glances]
-        raised = [np.where(safe, np.inf, own) for own, safe in zip(scores, protected, strict=True)]
-        if glances[0].tokens <= prompt or glances[0].layer not in before:
-            before[glances[0].layer] = share(raised, protected, quota)
-        counts = before[glances[0].layer]
-        return [g.rows.take(top(own, n)) for g, own, n in zip(glances, raised, counts, strict=True)]
-
-    return cut
-
-
-def agree(model, cut, method, budget, block=None, tokens=60, seed=0, allocator="uniform", decoding=False, **args):
-    """Both engines read the same prompt, then seven tokens more, and hold the same rows; logits agree. Returns held."""
-    prompt, more = distinct(tokens + 7, seed).split([tokens, 7], dim=1)
-    dense = Dense(model, cut, cuts_decoding=decoding)
-    expected = dense.prefill(prompt, block)
-    allocator, allocator_args = allocator if isinstance(allocator, tuple) else (allocator, {})
-    held = kvbench.prefill(
-        tiny(model), prompt, method, budget, block, allocator, method_args=args, allocator_args=allocator_args
-    )
-    torch.testing.assert_close(held.logits[0].double(), expected, **CLOSE)
-    same_rows(held, dense)
-    for part in more.split([1, 1, 5], dim=1):
-        torch.testing.assert_close(held.extend(part)[0].double(), dense.extend(part), **CLOSE)
-        same_rows(held, dense)
-    return held
-
-
-def same_rows(held, dense):
-    for layer in set(dense.held) - set(held.sliding_layers):
-        for head, rows in enumerate(dense.held[layer]):
-            assert held.places(layer, head).tolist() == rows.places.tolist(), (layer, head)
-            assert held.masses(layer, head).tolist() == rows.mass.tolist()
 
 
 # knorm
@@ -125,35 +55,6 @@ def test_knorm_skips_layers():
 
 
 # keydiff
-
-
-def unit(x: np.ndarray) -> np.ndarray:
-    return x / math.sqrt((x * x).sum())
-
-
-ANCHORS = {
-    "mean_normalised": lambda keys: np.mean([unit(key) for key in keys], axis=0),
-    "mean_raw": lambda keys: np.mean(keys, axis=0),
-    "median": lambda keys: np.array([sorted(column)[(len(column) - 1) // 2] for column in keys.T]),
-}
-SIMILAR = {
-    "cosine": lambda a, b: unit(a) @ unit(b),
-    "dot": lambda a, b: a @ b,
-    "euclidean": lambda a, b: -math.sqrt(((a - b) ** 2).sum()),
-}
-
-
-def unlike(anchor: str, metric: str) -> Score:
-    similar = SIMILAR[metric]
-
-    def score(glance: Glance) -> np.ndarray:
-        keys = glance.rows.keys
-        if anchor == "pairwise":
-            return np.array([-np.mean([similar(key, other) for other in keys]) for key in keys])
-        middle = ANCHORS[anchor](keys)
-        return np.array([-similar(middle, key) for key in keys])
-
-    return score
 
 
 @pytest.mark.parametrize("block", [None, 9])
@@ -189,43 +90,6 @@ def test_keydiff_anchor_ignores_absent_rows():
 
 
 # snapkv
-
-
-def attention(glance: Glance, window: int) -> np.ndarray:
-    """(G, w, n) probabilities of the block's last min(w, T) queries over all rows."""
-    rows, count = glance.rows, min(window, glance.queries.shape[1])
-    found = np.zeros((len(glance.queries), count, len(rows.places)))
-    for g, queries in enumerate(glance.queries):
-        for t in range(count):
-            query, place = queries[len(queries) - count + t], glance.tokens - count + t
-            weights = [
-                mass * math.exp(query @ key * glance.scaling) if other <= place else 0.0
-                for key, other, mass in zip(rows.keys, rows.places, rows.mass, strict=True)
-            ]
-            found[g, t] = np.array(weights) / sum(weights)
-    return found
-
-
-def pool(scores: np.ndarray, kernel: int, pooling: str) -> np.ndarray:
-    """Zeros beyond the ends count in averages."""
-    half, n = kernel // 2, len(scores)
-    neighbours = [scores[max(0, j - half) : j + half + 1] for j in range(n)]
-    return np.array([max(near) if pooling == "max" else sum(near) / kernel for near in neighbours])
-
-
-def votes(window: int, kernel: int, pooling: str, group: str) -> Score:
-    def score(glance: Glance) -> np.ndarray:
-        outside = glance.rows.places < glance.tokens - window
-        if not outside.any():  # the window covers all that is held: then rows of the block only have no votes
-            outside = glance.rows.places < glance.tokens - glance.queries.shape[1]
-        sums = attention(glance, window).sum(1)[:, outside]
-        if group == "before":
-            own = pool(sums.mean(0), kernel, pooling)
-        else:
-            own = np.mean([pool(one, kernel, pooling) for one in sums], axis=0)
-        return np.concatenate([own, np.zeros(len(glance.rows.places) - len(own))])
-
-    return score
 
 
 @pytest.mark.parametrize("block", [None, 9, 24])
@@ -291,21 +155,6 @@ def test_snapkv_orders_of_group_and_pooling_differ_for_max_only():
 
 
 # dropkv
-
-
-def residual(window: int, kernel: int, pooling: str, epsilon: float, p_dtype: str) -> Score:
-    def score(glance: Glance) -> np.ndarray:
-        p = attention(glance, window)
-        if p_dtype == "bf16":
-            p = torch.from_numpy(p).bfloat16().double().numpy()
-        total = np.zeros(p.shape[-1])
-        for g in range(p.shape[0]):
-            for t, output in enumerate(glance.outputs[g, -p.shape[1] :]):
-                for j, value in enumerate(glance.rows.values):
-                    total[j] += (p[g, t, j] / (1 - p[g, t, j] + epsilon)) ** 2 * ((output - value) ** 2).sum()
-        return pool(total / p.shape[0], kernel, pooling)
-
-    return score
 
 
 @pytest.mark.parametrize("block", [None, 9])
@@ -445,59 +294,6 @@ def test_random_keeps_every_place_equally_often():
 # centroidkv
 
 
-def merged(middle: list[list], chunk: int | None, r: float, surplus: int) -> list[list]:
-    """One round. A row: [place, mass, key, value]; even rows of a chunk join their most similar odd row."""
-    size = chunk or len(middle)
-    edges = []
-    for start in range(0, len(middle), size):
-        members = range(start, min(start + size, len(middle)))
-        odd = [j for j in members if (j - start) % 2 == 1]
-        for i in members:
-            if (i - start) % 2 == 0 and odd:
-                similar = [SIMILAR["cosine"](middle[i][2], middle[j][2]) for j in odd]
-                edges.append((max(similar), i, odd[int(np.argmax(similar))]))
-    count = min(surplus, max(1, int(r * len(edges))))
-    kept = sorted(edges, key=lambda edge: (-edge[0], edge[1]))[:count]
-    clusters = {j: [j, *(i for _, i, into in kept if into == j)] for _, _, j in kept}
-    joined = {i for _, i, _ in kept}
-    result = []
-    for j, row in enumerate(middle):
-        if j in joined:
-            continue
-        if j in clusters:
-            mass = sum(middle[i][1] for i in clusters[j])
-            mean = [sum(middle[i][1] * middle[i][part] for i in clusters[j]) / mass for part in (2, 3)]
-            row = [row[0], mass, *mean]
-        result.append(row)
-    return result
-
-
-def centroids(quota: int, sinks: int, recents: int, chunk: int | None, r: float, rounds: list[int] | None = None):
-    def cut(glances: list[Glance]) -> list[Head]:
-        kept = []
-        for glance in glances:
-            rows = glance.rows
-            if len(rows.places) <= quota:
-                kept.append(rows)
-                continue
-            protect = (rows.places < sinks) | (rows.places >= glance.tokens - recents)
-            protect = shrink(protect if quota > 1 else np.zeros_like(protect), quota, (rows.places < sinks).sum())
-            everything = [list(row) for row in zip(rows.places, rows.mass, rows.keys, rows.values, strict=True)]
-            middle = [row for row, safe in zip(everything, protect, strict=True) if not safe]
-            count = 0
-            while len(middle) > quota - protect.sum():
-                middle = merged(middle, chunk, r, len(middle) - (quota - protect.sum()))
-                count += 1
-            if rounds is not None:
-                rounds.append(count)
-            rest = [row for row, safe in zip(everything, protect, strict=True) if safe]
-            both = sorted(middle + rest, key=lambda row: row[0])
-            kept.append(Head(*(np.array([row[i] for row in both]) for i in (2, 3, 0, 1))))
-        return kept
-
-    return cut
-
-
 @pytest.mark.parametrize("block", [None, 9, 25])
 @pytest.mark.parametrize("chunk, r", [(8, 0.8), (None, 0.5), (7, 1.0), (2, 0.8)])
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
@@ -550,7 +346,7 @@ def test_centroidkv_matches_in_single_precision():
 
 def test_centroidkv_merges_equal_rows_without_changing_attention():
     """A prompt of one token repeated, without position: all keys of a head are equal, and so is every output."""
-    from models import make
+    from tests.support.tiny_models import make
 
     model = make("llama")
     model.model.rotary_emb.register_buffer("inv_freq", torch.zeros_like(model.model.rotary_emb.inv_freq))
@@ -567,40 +363,6 @@ def test_centroidkv_merges_equal_rows_without_changing_attention():
 
 
 # ada, as the two repositories write it, where no bound is met
-
-
-def winners(scores: list[np.ndarray], total: int) -> list[int]:
-    everything = sorted((-s, h, j) for h, own in enumerate(scores) for j, s in enumerate(own) if s > -np.inf)
-    return [sum(h == head for _, h, _ in everything[:total]) for head in range(len(scores))]
-
-
-def safeguard(alpha: float):
-    def share(scores, protected, quota):
-        safe = [min(max(int(alpha * quota), 1, int(own.sum())), len(own)) for own in protected]
-        open_ = []
-        for own, count in zip(scores, safe, strict=True):
-            own = own.copy()
-            own[top(own, count)] = -np.inf
-            open_.append(own)
-        won = winners(open_, quota * len(scores) - sum(safe))
-        return [a + b for a, b in zip(safe, won, strict=True)]
-
-    return share
-
-
-def interpolate(alpha: float):
-    def share(scores, protected, quota):
-        own = [int(p.sum()) for p in protected]
-        free = quota - own[0]
-        won = winners([np.where(p, -np.inf, s) for s, p in zip(scores, protected, strict=True)], free * len(scores))
-        targets = [c * (1 - alpha) + free * alpha for c in won]
-        counts = [math.floor(t + 1e-9) for t in targets]
-        by_remainder = sorted(range(len(won)), key=lambda h: (counts[h] - targets[h], h))
-        for h in by_remainder[: free * len(scores) - sum(counts)]:
-            counts[h] += 1
-        return [max(1, c + p) for c, p in zip(counts, own, strict=True)]
-
-    return share
 
 
 @pytest.mark.parametrize("block", [None, 9])

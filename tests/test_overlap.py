@@ -9,10 +9,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import kvbench
 from kvbench.audit import audit
 from kvbench.frames import whole
 from kvbench.store import RunFolder
+from tests.support.repository import ROOT
 
 RUNS, SAMPLES, SWEEPS, KILLS = 6, 30, 8, 16
 SWEEP = """
@@ -39,7 +39,7 @@ for cell in cells:
 
 def begun(results: Path, seed: int) -> subprocess.Popen:
     """A sweep over all runs but two, in an order of its own; it waits for a line."""
-    environment = os.environ | {"PYTHONPATH": str(Path(kvbench.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     code = SWEEP.format(runs=RUNS, samples=SAMPLES)
     arguments = [sys.executable, "-c", code, str(results), str(seed), str(results / "log")]
     process = subprocess.Popen(arguments, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from ahead import compile_all, typed
 
 from kvbench.kernels.pack import Groups, pack, unpack
+from tests.support.compile_kernels import compile_all, typed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXTREMES = [0.0, -0.0, 3.0, -7.25, 1e-9, 6e4, 65504.0, 7e4, -1e30]
@@ -121,4 +121,4 @@ def ahead():
 
 
 def test_the_kernels_compile_for_hopper():
-    assert compile_all("test_pack_kernels").count("_unpack") == 3
+    assert compile_all(__name__).count("_unpack") == 3

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from ahead import compile_all, typed
 
 from kvbench.kernels.pages import bounds, upper
+from tests.support.compile_kernels import compile_all, typed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -88,4 +88,4 @@ def ahead():
 
 
 def test_the_kernels_compile_for_hopper():
-    assert compile_all("test_pages_kernels").count("_upper") == 3
+    assert compile_all(__name__).count("_upper") == 3

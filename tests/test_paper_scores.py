@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import answer
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
@@ -40,6 +39,7 @@ from kvbench.specification import (
     timed_only,
 )
 from kvbench.store import RunFolder
+from tests.support.command_line import answer
 
 TABLES = {name: spec for name, spec in specs().items() if not timed_only(spec)}
 BOOK = {"model": "llama32_3b", "task": "phonebook", "task.preset": "keydiff", "question": "visible", "block_size": 128}

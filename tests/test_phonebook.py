@@ -4,10 +4,8 @@ import re
 from dataclasses import replace
 
 import pytest
-from command_line import answer, assert_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_runs import runs
 from transformers import AutoTokenizer
 
 from kvbench import catalogue
@@ -16,6 +14,8 @@ from kvbench.settings import SettingError
 from kvbench.task import Graded, Sample
 from kvbench.tasks.phonebook import PHONES, Phonebook, _book, needles
 from kvbench.tasks.ruler_niah import NIAH
+from tests.support.command_line import answer, assert_refused
+from tests.support.recorded_runs import read_runs
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_two_methods_and_both_questions(tmp_path, monkeypatch, capsys):
                 ["task=phonebook", "task.sizes=[6]", "limit=2", "device=cpu", *own], monkeypatch, capsys
             )
             assert code == 0 and "phonebook_6" in out, err
-        found = runs(results)
+        found = read_runs(results)
         assert set(found) == {"full", "sink", "keydiff"}
         scores = {name: sum(r["score"] for r in records) / len(records) for name, (_, records) in found.items()}
         assert scores["full"] == 100 and scores["sink"] < 100  # the embedded model looks up what is there

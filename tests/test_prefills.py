@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from models import ids, tiny
-from needed import chosen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbench import prefills
@@ -15,6 +13,8 @@ from kvbench.catalogue import methods_available, names
 from kvbench.engine import Context
 from kvbench.layer import Choice
 from kvbench.prefills import Cost, Setup, limit, measure, setups, table
+from tests.support.method_files import chosen
+from tests.support.tiny_models import ids, tiny
 
 
 def test_set_ups_are_every_method_alone_and_one_with_everything():

@@ -7,11 +7,11 @@ from itertools import combinations
 import pytest
 import torch
 import yaml
-from models import BUILD, MADE, ids, make, tiny
-from needed import needed
 
 import kvbench
 from kvbench.catalogue import CONF, build, names, settings
+from tests.support.method_files import needed
+from tests.support.tiny_models import BUILD, MADE, ids, make, tiny
 
 GROUPS = ("method", "allocator", "codec")
 FILES = [(group, name) for group in GROUPS for name in names(group)]

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from models import Dense, Glance, Head, distinct, ids, tiny
-from needed import needed
 from safetensors.torch import load_file, save_file
 
 import kvbench
@@ -13,6 +11,9 @@ from kvbench.catalogue import plainly
 from kvbench.model import REFERENCE
 from kvbench.settings import SettingError
 from kvbench.tasks.prose import words
+from tests.support.dense_engine import Dense, Glance, Head
+from tests.support.method_files import needed
+from tests.support.tiny_models import distinct, ids, tiny
 
 CLOSE = dict(rtol=3e-4, atol=3e-4)
 

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from models import Dense, double, ids, tiny
 
 import kvbench
 from kvbench.engine import Sampling
 from kvbench.kernels.pages import bounds, upper
 from kvbench.settings import SettingError
+from tests.support.dense_engine import Dense
+from tests.support.tiny_models import double, ids, tiny
 
 PAPER = dict(page=16, least=3, dense_layers=2, force_last=False)
 

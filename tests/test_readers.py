@@ -3,29 +3,11 @@
 import sys
 
 import pytest
-import torch
-from test_runs import runs
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import run as command
-from kvbench.model import REFERENCE
+from tests.support.recorded_runs import read_runs
 
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A random model of four layers with the reference model's tokenizer."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
+CHECKPOINT = dict(layers=4, stops=False)
 OMNIKV = ("method=omnikv", "method.filters=[1]", "method.depth=null", "method.wait=1")
 
 
@@ -38,7 +20,7 @@ def test_everything_is_resident_and_few_rows_attended(checkpoint, tmp_path, monk
     monkeypatch.setattr(sys, "argv", ["run.py", *settings, *where, *task])
     assert command.main() == 0
     name = settings[0].removeprefix("method=")
-    for record in runs(tmp_path / "results")[name][1]:
+    for record in read_runs(tmp_path / "results")[name][1]:
         assert record["resident_bytes"] == record["full_bytes"] and record["rows_held"] == record["rows_seen"]
         budget = int(0.25 * record["tokens_in" if question == "visible" else "tokens_context"])
         seen = record["rows_seen_decoding"]
@@ -63,7 +45,7 @@ def test_a_record_says_what_was_given_up(checkpoint, tmp_path, monkeypatch, sett
     where = ["model=hf", f"model.path={checkpoint}", "device=cpu", "task.subtasks=niah_single_1", "task.length=512"]
     monkeypatch.setattr(sys, "argv", ["run.py", *settings, *where, "task.samples=1"])
     assert command.main() == 0
-    found = runs(tmp_path / "results")
+    found = read_runs(tmp_path / "results")
     [record] = found[settings[0].removeprefix("method=")][1]
     assert record["protected"] == protected and record["given_up"] == {"sinks": sinks, "recents": recents}
     [baseline] = found["full"][1]

@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import answer, assert_refused
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-import kvbench
 from kvbench import catalogue
 from kvbench.settings import SettingError
+from tests.support.command_line import answer, assert_refused
+from tests.support.repository import ROOT
 
-ROOT = Path(kvbench.__file__).parents[1]
 LONG = "x" * 300
 REFUSED = {
     "budget=abc": "budget=abc: a fraction in (0, 1]",

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import answer
-from test_runs import checkpoint, lines  # noqa: F401
 
 from kvbench import audit, replay
 from kvbench.catalogue import names
+from tests.support.command_line import answer
+from tests.support.recorded_runs import read_records
 
 QUICK = ("task.subtasks=[niah_single_1]", "task.length=512", "task.samples=2")
 SEVERAL = ("-m", "method=knorm,snapkv", "budget=0.25", *QUICK)
 
 
 @pytest.fixture(scope="module")
-def store(checkpoint, tmp_path_factory) -> Path:  # noqa: F811
+def store(checkpoint, tmp_path_factory) -> Path:
     """An honest store: two methods and the full cache on one prefill, and a question that is hidden."""
     folder = tmp_path_factory.mktemp("store")
     with pytest.MonkeyPatch.context() as patch:
@@ -51,7 +51,7 @@ def call(monkeypatch, capsys, tmp_path) -> Callable[..., tuple[int, list[str]]]:
 
 
 def count(results: Path) -> int:
-    return sum(len(lines(path)) for path in (results / "runs").iterdir())
+    return sum(len(read_records(path)) for path in (results / "runs").iterdir())
 
 
 def change(results: Path, method: str, name: str, make: Callable) -> dict:

@@ -12,10 +12,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 import pytest
-import report_store
-from report_store import BUDGETS, HOSTILE, TASKS, records, small, write
 
-import kvbench
 from kvbench.means import mean
 from kvbench.report.gather import gather, short
 from kvbench.report.looks import COLOURS, ORDER, look
@@ -24,6 +21,9 @@ from kvbench.report.samples import LONGEST, QUESTION, embedded, strip, visible
 from kvbench.settings import SettingError
 from kvbench.statistics import Interval, Scores, average
 from kvbench.tables import TOGETHER
+from tests.support import report_store
+from tests.support.report_store import BUDGETS, HOSTILE, TASKS, records, small, write
+from tests.support.repository import ROOT
 
 NOW = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 
@@ -170,7 +170,7 @@ def test_a_method_keeps_its_look(store):
     assert look("newest") == look("newest") and look("newest")["colour"] in COLOURS
     looks = [tuple(look(name).values()) for name in ORDER]
     assert len(set(looks)) == len(ORDER)
-    names = {path.stem for path in (Path(kvbench.__file__).parents[1] / "conf/method").glob("*.yaml")}
+    names = {path.stem for path in (ROOT / "conf/method").glob("*.yaml")}
     assert names - {"full"} <= set(ORDER), "give a new method a look of its own"
     for panel in gather(store, NOW).page["panels"]:
         for own in panel["series"]:

@@ -1,18 +1,16 @@
 """The report page in a headless Chromium: it draws, filters and loads; nothing else runs, nothing leaves it."""
 
 import os
-import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from report_store import records, small, write
 
 from kvbench.report.page import report
+from tests.support.browser import CHROMIUM, SIZES, draw_charts
+from tests.support.report_store import records, small, write
 
-CHROMIUM = shutil.which("chromium")
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium: make test-browser")]
-SIZES = {1440: 900, 390: 844}
 
 
 @pytest.fixture(scope="module")
@@ -20,16 +18,6 @@ def page_file(tmp_path_factory) -> Path:
     store = small(tmp_path_factory.mktemp("store"))
     (write(store, records(0.2, 50), budget=0.2) / "run.yaml").write_text("format: [")
     return report(store, datetime(2026, 1, 2, 3, 4, tzinfo=UTC))
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as driver:
-        options = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=options)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(params=SIZES, ids=str)
@@ -52,18 +40,6 @@ def page(request, chromium, page_file):
     assert [url for url in asked if not url.startswith(own)] == []
 
 
-def drawn(page) -> int:
-    """Scrolls until every chart is there; how many."""
-    for _ in range(200):
-        left = page.locator(".chart:not([data-drawn]), .unloaded")
-        if not left.count():
-            break
-        left.first.evaluate("node => node.scrollIntoView({block: 'center'})")
-        page.wait_for_timeout(50)
-    page.evaluate("scrollTo(0, 0)")
-    return page.locator(".chart[data-drawn] svg.marks").count()
-
-
 def series(page) -> list[str]:
     """The methods of the first leaderboard."""
     return [text.strip() for text in page.locator("#leaderboard .panel").first.locator("td.name").all_inner_texts()]
@@ -71,7 +47,7 @@ def series(page) -> list[str]:
 
 def test_charts_are_drawn(page):
     # two questions: a curve, a heat map, three costs; a grid for each of 12 runs and the full cache
-    assert drawn(page) == 2 * (1 + 1 + 3 + 13)
+    assert draw_charts(page) == 2 * (1 + 1 + 3 + 13)
     curve = page.locator("[data-chart=curve] svg").first
     assert curve.locator("path[stroke='#0072B2']").count() == 1  # snapkv's line
     assert curve.locator("path[stroke='#D55E00']").count() == 2  # keydiff's two
@@ -81,7 +57,7 @@ def test_charts_are_drawn(page):
 
 
 def test_a_tooltip_says_the_interval(page):
-    drawn(page)
+    draw_charts(page)
     mark = page.locator("[data-chart=tasks] .mark-rect.role-mark path[aria-label*='cwe']").first
     mark.scroll_into_view_if_needed()
     mark.hover(force=True)
@@ -101,7 +77,7 @@ def test_filters(page):
     page.click("[data-method=keydiff]")
     assert sorted(series(page)) == ["newest", "snapkv"]
     assert page.get_attribute("[data-method=keydiff]", "aria-pressed") == "false"
-    assert drawn(page) == 1 + 1 + 3 + 7
+    assert draw_charts(page) == 1 + 1 + 3 + 7
     assert page.locator("[data-chart=curve] path[stroke='#D55E00']").count() == 0
     assert page.locator("[data-chart=curve] path[stroke='#0072B2']").count() == 1  # the colour stays
     page.click("[data-method=snapkv]")
@@ -219,10 +195,10 @@ def test_numbers_beside_the_page_come_when_they_are_near(chromium, tmp_path, mon
     page.on("pageerror", lambda error: said.append(str(error)))
     page.goto(f"{file.as_uri()}#question=hidden")
     page.wait_for_selector("#leaderboard table")
-    assert drawn(page) == 1 + 1 + 3 + 14
+    assert draw_charts(page) == 1 + 1 + 3 + 14
     assert page.locator("script[src*=part]").count() == 2  # the other question's are not asked for
     page.select_option("[data-filter=question]", "")
-    assert drawn(page) == 2 * (1 + 1 + 3 + 13) + 1 and page.locator(".unloaded").count() == 0
+    assert draw_charts(page) == 2 * (1 + 1 + 3 + 13) + 1 and page.locator(".unloaded").count() == 0
     assert page.locator("script[src*=part]").count() == 3
     page.select_option("[data-filter=block]", "128")
     assert series(page) == ["keydiff · block 128"]
@@ -237,7 +213,7 @@ def test_numbers_beside_the_page_come_when_they_are_near(chromium, tmp_path, mon
 
 def test_pictures_for_people(page):
     """KVBENCH_SHOTS=folder keeps what the page looks like."""
-    drawn(page)
+    draw_charts(page)
     folder, width = os.environ.get("KVBENCH_SHOTS"), page.viewport_size["width"]
 
     def keep(name: str) -> str | None:

@@ -5,13 +5,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from models import Dense, Glance, Head, double, ids, tiny
 from transformers import AttentionInterface
 
 import kvbench
 from kvbench.kernels.turn import turn
 from kvbench.rows import Rows
 from kvbench.slots import by_slot
+from tests.support.dense_engine import Dense, Glance, Head
+from tests.support.tiny_models import double, ids, tiny
 
 MODELS = ["llama", "llama3", "yarn", "qwen2", "qwen3", "phi3"]
 

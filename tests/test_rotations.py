@@ -5,12 +5,23 @@ stretches them, Phi-3 rotates a half of each head; Gemma 3 and Qwen 3 norm queri
 """
 
 import pytest
-from models import tiny
-from test_andpro import along_the_output, chunk_by_chunk, stays
-from test_criticalkv import SNAPKV, mean_votes, two_stages
-from test_heavy import Heavy
-from test_layer_shares import cake
-from test_oracles import agree, centroids, first, interpolate, keeps, newest, residual, safeguard, unlike, votes
+
+from tests.support.oracle_scores import (
+    SNAPKV,
+    Heavy,
+    along_the_output,
+    centroids,
+    chunk_by_chunk,
+    mean_votes,
+    residual,
+    stays,
+    two_stages,
+    unlike,
+    votes,
+)
+from tests.support.oracle_shares import cake, interpolate, safeguard
+from tests.support.oracles import agree, first, keeps, newest
+from tests.support.tiny_models import tiny
 
 ROTATIONS = ("llama3", "yarn", "phi3", "mistral", "qwen2")
 WINDOW = dict(window=6, kernel=5, pooling="max", group="after")

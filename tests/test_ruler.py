@@ -37,6 +37,7 @@ from kvbench.tasks.ruler_sentences import punkt
 from kvbench.tasks.ruler_vt import chain, example_units
 from kvbench.tasks.ruler_wordings import wordings
 from kvbench.tasks.sample_cache import tokenizer_hash
+from tests.support.repository import ROOT
 
 LIMITS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 NIAH = [family for family in FAMILIES if family.name.startswith("niah")]
@@ -94,7 +95,7 @@ def test_seed_and_length_make_other_samples(tokenizer, other):
 
 
 def test_the_config_makes_the_task(tokenizer):
-    config = OmegaConf.load(Path(__file__).parents[1] / "conf/task/ruler.yaml")
+    config = OmegaConf.load(ROOT / "conf/task/ruler.yaml")
     task = instantiate(OmegaConf.merge(config, {"seed": 3, "limit": 1, "cache": None, "subtasks": ["ruler_fwe"]}))
     assert task.check() is None and task.length == 2048 and task.per_subtask == 5
     same = ruler(seed=3, subtasks="ruler_fwe", samples=1)

@@ -7,13 +7,13 @@ from pathlib import Path
 import datasets
 import pytest
 import wonderwords
-from command_line import answer, assert_refused
 from lm_eval.tasks import TaskManager
 
 from kvbench.model import REFERENCE, Checkpoint
 from kvbench.settings import SettingError
 from kvbench.tasks.lm_eval_package import PACKAGE, quiet, seeded
 from kvbench.tasks.ruler_lmeval import OFFLINE, RulerLmEval, context_of
+from tests.support.command_line import answer, assert_refused
 
 LENGTH = 1024
 

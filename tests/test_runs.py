@@ -1,6 +1,5 @@
 """Whole runs through the command line: bad input, records, baselines, resume after SIGKILL, two processes, README."""
 
-import json
 import os
 import re
 import shutil
@@ -16,62 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from command_line import answer, assert_refused
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvbench.engine import Context
-from kvbench.model import REFERENCE, Checkpoint
+from kvbench.model import Checkpoint
 from kvbench.run import called
 from kvbench.runner import Reader
 from kvbench.task import Sample
+from tests.support.command_line import assert_refused
+from tests.support.recorded_runs import TIMES, read_runs
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
-TIMES = {"seconds", "prefill_ms", "ttft_ms", "decode_ms", "capture_ms"}
 QUICK = ("task.subtasks=[niah_single_1,ruler_vt]", "task.length=1024", "task.samples=2")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    """A random model with the reference model's tokenizer: it answers nothing, and everything else is real."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def kvbench(checkpoint, tmp_path, monkeypatch, capsys):
-    """Runs the command line in this process; gives exit code, output, errors. Results lie in tmp_path/results."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*settings: str) -> tuple[int, str, str]:
-        base = ["model=hf", f"model.path={checkpoint}", "device=cpu"]
-        return answer([*base, *settings], monkeypatch, capsys)
-
-    return call
-
-
-def lines(folder: Path) -> list[dict]:
-    text = "".join(path.read_text() for path in sorted(folder.glob("records*.jsonl")))
-    assert text.endswith("\n")
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def runs(results: Path) -> dict[str, tuple[Path, list[dict]]]:
-    """Method's name → folder and records; one run of each method is expected."""
-    found = {}
-    for folder in (results / "runs").iterdir():
-        name = yaml.safe_load((folder / "run.yaml").read_text())["value"]["method"]["name"]
-        assert name not in found
-        found[name] = folder, lines(folder)
-    return found
 
 
 BAD = {
@@ -173,7 +127,7 @@ def test_a_run_writes_one_record_a_sample_and_its_baseline(kvbench, tmp_path, qu
     code, out, err = kvbench("method=snapkv", "budget=0.25", f"question={question}", *QUICK)
     assert code == 0, err
     assert "niah_single_1" in out and "average" in out
-    found = runs(tmp_path / "results")
+    found = read_runs(tmp_path / "results")
     assert set(found) == {"full", "snapkv"}
     for name, (folder, records) in found.items():
         assert (folder / "done").exists() and (folder / "machine.json").exists()
@@ -222,7 +176,7 @@ def test_records_do_not_depend_on_order_or_company(kvbench, tmp_path):
     kvbench("method=snapkv", "budget=0.25", "results=c", "task.subtasks=ruler_vt", "task.length=1024", "limit=1")
 
     def plain(name: str) -> dict[str, dict]:
-        records = runs(tmp_path / name)["snapkv"][1]
+        records = read_runs(tmp_path / name)["snapkv"][1]
         return {r["uid"]: {k: v for k, v in r.items() if k not in TIMES | {"index"}} for r in records}
 
     a, b, c = plain("a"), plain("b"), plain("c")
@@ -240,7 +194,7 @@ def test_out_of_memory_is_a_record_and_the_run_goes_on(kvbench, tmp_path, monkey
 
     monkeypatch.setattr(Context, "prefill", prefill)
     code, out, _ = kvbench("method=full", *QUICK)
-    records = runs(tmp_path / "results")["full"][1]
+    records = read_runs(tmp_path / "results")["full"][1]
     assert code == 0 and [r["error"] for r in records].count("out_of_memory") == 1 and len(records) == 4
     assert "out_of_memory" in out
 
@@ -310,7 +264,7 @@ def test_killed_at_any_moment_it_continues_and_equals_an_undisturbed_run(checkpo
     last = process(checkpoint, tmp_path / "killed", *settings)
     assert "average" in last.communicate()[0] and last.returncode == 0
     assert "average" in whole.communicate()[0]
-    one, other = (runs(tmp_path / name / "results") for name in ("whole", "killed"))
+    one, other = (read_runs(tmp_path / name / "results") for name in ("whole", "killed"))
     for name in ("full", "snapkv"):
         assert len(one[name][1]) == len(other[name][1]) == 12
         strip = [{r["uid"]: {k: v for k, v in r.items() if k not in TIMES} for r in x[name][1]} for x in (one, other)]
@@ -327,7 +281,7 @@ def test_two_processes_share_one_run(checkpoint, tmp_path):
     )
     both = [process(checkpoint, tmp_path, *settings) for _ in range(2)]
     assert all("average" in each.communicate()[0] and each.returncode == 0 for each in both)
-    for _, records in runs(tmp_path / "results").values():
+    for _, records in read_runs(tmp_path / "results").values():
         assert len(records) == len({record["uid"] for record in records}) == 10
 
 
@@ -346,7 +300,7 @@ def test_workers_share_one_run_without_loss_or_doubling(checkpoint, tmp_path):
     # one bar, whoever works: one is closed, however often and from where on it was drawn (its \r is read as \n here)
     assert [len(re.findall(r"knorm: [^\n]*\n(?:\n|\Z)", err)) for _, err in said] == [1, 1]
     assert all(re.search(r"knorm: 100%.*\| 8/8 \[", err) for _, err in said)  # and tells what all of them have done
-    alone, shared = (runs(folder / "results") for folder in folders)
+    alone, shared = (read_runs(folder / "results") for folder in folders)
     for name, (folder, records) in shared.items():
         assert len(list(folder.glob("records*.jsonl"))) == 2  # each wrote some
         assert len(records) == len({record["uid"] for record in records}) == 8

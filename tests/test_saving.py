@@ -3,11 +3,11 @@
 import csv
 
 import pytest
-from command_line import answer
 
 from kvbench.saving import Saving, report
 from kvbench.settings import SettingError
 from kvbench.shape import Shape
+from tests.support.command_line import answer
 
 QUICK = ["task.length=512", "task.subtasks=[niah_single_1]", "limit=1", "device=cpu"]
 

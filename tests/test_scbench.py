@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pandas
 import pytest
-from command_line import answer, assert_refused
-from test_runs import runs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -19,6 +17,8 @@ from kvbench.tasks.scbench import TASKS, SCBench
 from kvbench.tasks.scbench_data import DATASET, REVISION
 from kvbench.tasks.scbench_forms import fingerprint, forms
 from kvbench.tasks.scbench_miniature import miniature
+from tests.support.command_line import answer, assert_refused
+from tests.support.recorded_runs import read_runs
 
 
 @pytest.fixture(scope="module")
@@ -377,7 +377,7 @@ def test_whole_runs_on_the_miniature(tmp_path, monkeypatch, capsys):
         own += [f"results={mode}{question}"]
         code, out, _ = answer([*base, *own], monkeypatch, capsys)
         assert code == 0 and name in out
-        found = runs(tmp_path / f"{mode}{question}")
+        found = read_runs(tmp_path / f"{mode}{question}")
         full, other = (sorted(found[name][1], key=lambda one: one["index"]) for name in ("full", method))
         assert [one["uid"] for one in full] == [f"{name}/0/turn{turn}" for turn in (1, 2)]
         assert [one["turn"] for one in full] == ([0, 1] if mode == "multi_turn" else [0, 0])

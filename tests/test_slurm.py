@@ -8,13 +8,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from slurm_machine import missing, running, wait
 
-import kvbench
 from kvbench import audit, sweep
 from kvbench.frames import whole
+from tests.support.repository import ROOT
+from tests.support.slurm_cluster import missing, running, wait
 
-ROOT = Path(kvbench.__file__).parents[1]
 SAMPLES = 24
 CELLS = ["method=snapkv,keydiff,dropkv,sink", "budget=0.05,0.1,0.3"]
 

@@ -15,10 +15,7 @@ from pathlib import Path
 from threading import Timer
 
 import pytest
-from command_line import answer
-from report_store import records, write
 
-import kvbench
 import run as command
 from kvbench.runner import Reader
 from kvbench.settings import Terminated, answered, terminable, unwritten, writing
@@ -26,8 +23,10 @@ from kvbench.store import RunFolder
 from kvbench.stored import every
 from kvbench.sweep import state_of
 from kvbench.wandb_log import Log, configured
+from tests.support.command_line import answer
+from tests.support.report_store import records, write
+from tests.support.repository import ROOT
 
-ROOT = Path(kvbench.__file__).parents[1]
 QUICK = ("device=cpu", "task.subtasks=[niah_single_1]", "task.length=512", "task.samples=3", "model=reference_v1")
 RECORDS = r"runs/\w+/records-[^ ]*\.jsonl"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}

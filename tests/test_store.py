@@ -16,9 +16,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import kvbench
 from kvbench import store
 from kvbench.store import RunFolder, run_hash
+from tests.support.repository import ROOT
 
 VALUE = {"method": "snapkv", "budget": 0.05}
 WORKER = """
@@ -50,7 +50,7 @@ def work(root: Path, count: int, size: int = 1, pause: int = 0) -> subprocess.Po
 def opened(root: Path, count: int, size: int, pause: int) -> subprocess.Popen:
     """The same, waiting for `begin` with the run open."""
     arguments = [sys.executable, "-c", WORKER, root, count, size, pause, root / "begun"]
-    environment = os.environ | {"PYTHONPATH": str(Path(kvbench.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(list(map(str, arguments)), env=environment, **pipes)
     assert process.stdout.readline() == "open\n"

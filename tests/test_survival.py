@@ -8,9 +8,6 @@ import torch
 from hydra import compose, initialize_config_dir
 from hypothesis import given
 from hypothesis import strategies as st
-from models import ids, tiny
-from needed import chosen
-from test_turns import turns
 
 import kvbench
 from kvbench import catalogue, runner, survival
@@ -25,6 +22,9 @@ from kvbench.run import Run
 from kvbench.runner import Bench, Reader, execute, shortened
 from kvbench.survival import BINS, evidence, survived
 from kvbench.task import Sample
+from tests.support.conversations import turns
+from tests.support.method_files import chosen
+from tests.support.tiny_models import ids, tiny
 
 
 def layer(kept: list[list[list[int]]] | None, read: int, tail: int, dim: int = 2) -> LayerRows:

@@ -4,18 +4,16 @@ import fcntl
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from command_line import answer
 
-import kvbench
 import run
 from kvbench import sweep
 from kvbench.settings import SettingError
 from kvbench.store import RunFolder, value_of
+from tests.support.command_line import answer
+from tests.support.repository import ROOT
 
-ROOT = Path(kvbench.__file__).parents[1]
 QUICK = ["task.subtasks=niah_single_1", "task.samples=2", "task.length=512"]
 
 

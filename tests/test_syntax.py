@@ -1,13 +1,12 @@
 """A run's identity counts what sources do, not what they say."""
 
 import hashlib
-from pathlib import Path
 
 import pytest
 
 from kvbench.syntax import canonical
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SOURCE = '''"""A module."""
 
 import triton

@@ -7,11 +7,7 @@ from functools import cache
 import pytest
 import torch
 import yaml
-from command_line import answer
 from hydra import compose, initialize_config_dir
-from models import ids, tiny
-from needed import chosen
-from test_runs import TIMES
 
 from kvbench import catalogue, company, sweep, together
 from kvbench.budget import Budget
@@ -25,10 +21,13 @@ from kvbench.runner import Bench, Reader, execute, execute_all
 from kvbench.settings import ContractError, SettingError
 from kvbench.store import run_hash
 from kvbench.workers import share
+from tests.support.command_line import answer
+from tests.support.method_files import chosen
+from tests.support.recorded_runs import strip_own
+from tests.support.tiny_models import ids, tiny
 
 BUDGETS = (0.2, 40, 1.0)
 SMALL = ("task.subtasks=niah_single_1", "task.length=512", "task.samples=2", "device=cpu")
-OWN = TIMES | {"reread_ms", "shared_prefill"}
 
 
 def choices(lse: bool) -> list[Choice]:
@@ -108,11 +107,7 @@ def bench():
 def alone(bench, tmp_path_factory):
     """The records of runs, each made alone, once."""
     results = tmp_path_factory.mktemp("alone")
-    return lambda runs: [plain(execute(run, results, bench)) for run in runs]
-
-
-def plain(records: dict[str, dict]) -> dict[str, dict]:
-    return {uid: {key: item for key, item in own.items() if key not in OWN} for uid, own in records.items()}
+    return lambda runs: [strip_own(execute(run, results, bench)) for run in runs]
 
 
 def shares(folder) -> list[int]:
@@ -121,7 +116,7 @@ def shares(folder) -> list[int]:
 
 def test_records_are_those_of_lone_runs_and_say_who_shared(runs, bench, alone, tmp_path):
     folders = execute_all(runs, tmp_path, bench)
-    assert [plain(folder.records()) for folder in folders] == alone(runs)
+    assert [strip_own(folder.records()) for folder in folders] == alone(runs)
     assert all(folder.finished and shares(folder) == [4, 4] for folder in folders)
     for record in folders[1].records().values():
         assert record["seconds"] > record["prefill_ms"] / 1000 > 0 and record["ttft_ms"] > record["prefill_ms"]
@@ -133,7 +128,7 @@ def test_runs_that_lack_a_sample_go_on_with_it_together(runs, bench, alone, tmp_
     lines.write_text(lines.read_text().splitlines(keepends=True)[0] + '{"uid": "torn')  # killed at the second
     (first[1].path / "done").unlink()
     folders = execute_all(runs, tmp_path, bench)
-    assert [plain(folder.records()) for folder in folders] == alone(runs)
+    assert [strip_own(folder.records()) for folder in folders] == alone(runs)
     assert [shares(folder) for folder in folders] == [[2, 2], [2, 3], [2, 3], [2, 3]]
 
 
@@ -151,7 +146,7 @@ def test_a_killed_process_loses_the_sample_in_flight_at_most(runs, bench, alone,
         execute_all(runs, tmp_path, bench)
     written = [len(path.read_text().splitlines()) for path in tmp_path.rglob("records*")]
     assert sum(written) == 6
-    assert [plain(folder.records()) for folder in execute_all(runs, tmp_path, bench)] == alone(runs)
+    assert [strip_own(folder.records()) for folder in execute_all(runs, tmp_path, bench)] == alone(runs)
 
 
 @pytest.mark.parametrize("when", ["reading", "answering"])
@@ -173,7 +168,7 @@ def test_what_does_not_fit_beside_each_other_goes_in_smaller_companies(
     else:
         monkeypatch.setattr(Reader, "attempt", full)
     folders = execute_all(runs, tmp_path, bench)
-    assert [plain(folder.records()) for folder in folders] == alone(runs)
+    assert [strip_own(folder.records()) for folder in folders] == alone(runs)
     assert "kvbench: no memory for 4 runs at once: 2 from now on" in capsys.readouterr().err
     before = [2] * 4 if when == "reading" else [4, 4, 2, 2]
     assert [shares(folder) for folder in folders] == [sorted([own, 2]) for own in before]
@@ -198,7 +193,7 @@ def test_a_run_that_fails_is_left_to_its_own_cell(where, runs, bench, alone, tmp
     with pytest.raises(ContractError if where == "score" else IndexError):
         execute(runs[1], tmp_path, bench)
     monkeypatch.undo()
-    assert [plain(folders[index].records()) for index in others] == alone([runs[index] for index in others])
+    assert [strip_own(folders[index].records()) for index in others] == alone([runs[index] for index in others])
 
 
 def test_workers_share_the_samples_of_a_company(runs, bench, alone, tmp_path):
@@ -206,7 +201,7 @@ def test_workers_share_the_samples_of_a_company(runs, bench, alone, tmp_path):
     share([runs], tmp_path, 2)
     assert all((tmp_path / "runs" / run_hash(run.value) / "done").is_file() for run in runs)
     folders = execute_all(runs, tmp_path, bench)
-    assert [plain(folder.records()) for folder in folders] == alone(runs)
+    assert [strip_own(folder.records()) for folder in folders] == alone(runs)
     assert {own for folder in folders for own in shares(folder)} == {4}
 
 
@@ -251,7 +246,7 @@ def test_a_sweep_reads_every_prompt_once_for_all_cells(tmp_path, monkeypatch, ca
         code, out, err = answer([*cells, *settings], monkeypatch, capsys)
         assert code == 0 and out.endswith("6 done\n"), err
         found.append(records(tmp_path / own))
-    assert plain(found[0]) == plain(found[1]) and len(found[0]) == 7 * 2
+    assert strip_own(found[0]) == strip_own(found[1]) and len(found[0]) == 7 * 2
     assert {own["shared_prefill"] for own in found[1].values()} == {1}
     expected = {"full": 3, "snapkv": 3, "h2o": 2, "kvzip": 1}
     assert all(own["shared_prefill"] == expected[name] for (name, *_), own in found[0].items())

@@ -4,11 +4,16 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from models import Glance, Head, ids, tiny
-from test_oracles import agree, attention, keeps, newest, nothing, safeguard, shrink, top
 
 import kvbench
 from kvbench.settings import SettingError
+from tests.support.dense_engine import Glance, Head
+from tests.support.oracle_scores import (
+    attention,
+)
+from tests.support.oracle_shares import safeguard
+from tests.support.oracles import agree, keeps, newest, nothing, shrink, top
+from tests.support.tiny_models import ids, tiny
 
 
 def last_query(glance: Glance) -> np.ndarray:

@@ -10,7 +10,6 @@ import torch
 from hydra import compose, initialize_config_dir
 from hypothesis import given
 from hypothesis import strategies as st
-from test_runs import TIMES, checkpoint  # noqa: F401
 from tokenizers import Regex, Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -24,6 +23,8 @@ from kvbench.runner import Bench, Reader, execute, seed_of
 from kvbench.settings import SettingError
 from kvbench.survival import survived
 from kvbench.task import Graded, Sample
+from tests.support.conversations import ASKED, CONTEXT, SAID, turns
+from tests.support.recorded_runs import TIMES
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -39,9 +40,6 @@ INSTRUCT = (
 )
 THINKS = CHATML.replace("assistant\n", "assistant\n<think>\n")
 MARKS = ["<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|eot|>", "[INST]", "[/INST]"]
-CONTEXT = "The river runs by the mill. Nobody knows who built the mill, but the miller does."
-ASKED = ("\n\nWho built it? Answer:", "\n\nAnd when? Answer:", "\n\nWhy, then? Answer:")
-SAID = ("a monk.", "in spring", "for bread")
 
 
 @dataclass(frozen=True)
@@ -64,15 +62,8 @@ class Talk:
         return Graded(100.0 * any(answer in output for answer in sample.answers), output)
 
 
-def turns(said=SAID, name="talk", tokens=7, **more) -> tuple[Sample, ...]:
-    return tuple(
-        Sample(f"{name}/{i}", f"turn{i}", CONTEXT, asked, "", ("x",), tokens, name, conversation=name, said=own, **more)
-        for i, (asked, own) in enumerate(zip(ASKED, said, strict=True))
-    )
-
-
 @pytest.fixture(scope="module")
-def base(checkpoint):  # noqa: F811
+def base(checkpoint):
     """A random model and the embedded model's tokenizer with the marks of chat templates."""
     torch.manual_seed(1)
     tokenizer, model = AutoTokenizer.from_pretrained(REFERENCE), LlamaForCausalLM.from_pretrained(checkpoint).eval()
@@ -86,7 +77,7 @@ def reader(base, monkeypatch):
     """Makes readers of given samples."""
 
     def make(samples, *settings, template=None) -> Reader:
-        checkpoint, tokenizer, model, composed = base  # noqa: F811
+        checkpoint, tokenizer, model, composed = base
         if settings not in composed:
             with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
                 where = ["model=hf", f"model.path={checkpoint}", "device=cpu", "task.subtasks=niah_single_1"]

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from ahead import compile_all
 
 from kvbench.kernels.peaks import peaks
 from kvbench.kernels.votes import votes
+from tests.support.compile_kernels import compile_all, compiled
+from tests.support.kernel_checks import DEVICE, DTYPES, poisoned, same
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # batch, KV heads, query heads of a group, tokens, rows, dimension
 SHAPES = [
     (1, 1, 1, 1, 1, 16),
@@ -20,7 +20,6 @@ SHAPES = [
     (1, 1, 3, 150, 203, 32),
     (1, 1, 1, 70, 70, 256),
 ]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def made(shape, dtype, masses="ones", seed=0):
@@ -46,23 +45,12 @@ def scaling(dim: int) -> float:
     return 0.7 * dim**-0.5
 
 
-def poisoned(monkeypatch):
-    """Memory that a kernel is given to write holds NaN."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(math.nan))
-
-
 def close(found, exact, dim):
     """Logits here are up to √d·6 or so and off by 2^-24 of that a few times over; a probability is off by as much of
     itself, however small.
     """
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, rtol=2.0**-20 * (8 + dim), atol=1e-12)
-
-
-def same(found, expected):
-    """But for the order of sums, which follows that of the memory."""
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -156,12 +144,5 @@ def ahead():
         yield compiled(lse_kernel, kinds, same | tiles(dtype, dim, 4096))
 
 
-def compiled(kernel, kinds, constants):
-    """A kernel with the types of all arguments, integers where nothing else is said, its constants and options."""
-    options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
-    names = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
-    return kernel, names, constants, options
-
-
 def test_kernels_compile_for_sm_90():
-    assert "columns_kernel" in compile_all("test_votes_kernels")
+    assert "columns_kernel" in compile_all(__name__)

@@ -7,14 +7,14 @@ import sys
 import time
 from pathlib import Path
 
-import made_runs
 import pytest
-from command_line import answer, assert_refused
 
 from kvbench.settings import SettingError
 from kvbench.stored import Stored
 from kvbench.tables import closing_table
 from kvbench.wandb_log import Log, configured, main
+from tests.support import made_up_runs
+from tests.support.command_line import answer, assert_refused
 
 CUT = {"budget": 0.1, "averages": [["all", {"vt": 1.0, "niah": 2.0}]]}
 FULL = {"method": {"name": "full"}, "budget": 1.0, "sources": "s1"}
@@ -67,7 +67,7 @@ def records(full: bool) -> dict[str, dict]:
 
 def write(results: Path, own: dict[str, dict], finish: bool = True, **changed: object) -> Stored:
     """A run on the disk."""
-    return made_runs.write(results, own, finish, **CUT | changed)
+    return made_up_runs.write(results, own, finish, **CUT | changed)
 
 
 @pytest.fixture

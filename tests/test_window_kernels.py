@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from ahead import compile_all
 from torch import Tensor
 
 from kvbench.kernels import window as window_package
@@ -25,6 +24,7 @@ from kvbench.methods.dropkv import DropKV
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.tova import TOVA
 from kvbench.rows import Rows
+from tests.support.compile_kernels import compile_all
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -431,4 +431,4 @@ def ahead():
 
 
 def test_kernels_compile_for_sm_90():
-    assert len(compile_all("test_window_kernels").splitlines()) == 13
+    assert len(compile_all(__name__).splitlines()) == 13

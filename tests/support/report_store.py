@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import made_runs
 import numpy as np
 
-VALUE = made_runs.VALUE | {"model": {"name": "reference", "identity": "0a1b"}}
+from tests.support import made_up_runs
+
+VALUE = made_up_runs.VALUE | {"model": {"name": "reference", "identity": "0a1b"}}
 MACHINE = {
     "code": f"git {4 * '0123456789'} dirty",
     "gpu": None,
@@ -59,7 +60,7 @@ def records(budget: float, chance: float, salt: int = 0, count: int = 8, **chang
 
 def write(results: Path, own: Mapping[str, dict], finish: bool = True, **changed: object) -> Path:
     """A run on the disk; its folder."""
-    return made_runs.write(results, own, finish, MACHINE, **VALUE | changed).folder.path
+    return made_up_runs.write(results, own, finish, MACHINE, **VALUE | changed).folder.path
 
 
 def small(results: Path) -> Path:

@@ -1,6 +1,6 @@
 """Which definitions kvbench and kvpress share, both run on the same prompts, and a table of how far they agree.
 
-kvpress runs in a process of its own (tests/kvpress_reference.py), because it needs an older transformers and patches
+kvpress runs in a process of its own (kvpress_reference.py here), because it needs an older transformers and patches
 its attention functions. kvbench runs here, at the same time.
 """
 
@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import COMMON, draw, heads, without_head_dim
-from needed import made
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -37,9 +35,11 @@ from kvbench.layer import Choice
 from kvbench.model import REFERENCE
 from kvbench.prompt import template, words
 from kvbench.tasks import prose
+from tests.support.method_files import made
+from tests.support.repository import ROOT
+from tests.support.tiny_models import COMMON, draw, heads, without_head_dim
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "tests" / "kvpress_reference.py"
+SCRIPT = Path(__file__).parent / "kvpress_reference.py"
 PACKAGES = ROOT / ".versions" / "kvpress"  # where `make parity` installs kvpress and its transformers
 BUDGETS = (0.5, 0.2, 0.05)
 TOKENS = 10  # that follow the prompt and are compared

@@ -3,11 +3,13 @@
 import importlib.metadata
 from pathlib import Path
 
-import parity
 import pytest
 import torch
 import transformers
-from parity import ANSWER, BUDGETS, DEFINITIONS, INTERVAL, PACKAGES, ROOT, TOKENS, Case, Found, compare
+
+from tests.parity import comparison
+from tests.parity.comparison import ANSWER, BUDGETS, DEFINITIONS, INTERVAL, PACKAGES, TOKENS, Case, Found, compare
+from tests.support.repository import ROOT
 
 LENGTHS = {"llama": (301, 700, 2048, 4000), "mistral": (303, 1500), "qwen2": (305, 1024), "qwen3": (511, 3001)}
 SUBJECTS = (*LENGTHS, "smollm2")
@@ -44,7 +46,7 @@ def find_missing(smollm2: Path, packages: Path) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def comparisons() -> list[parity.Comparison]:
+def comparisons() -> list[comparison.Comparison]:
     """All comparisons of this file, for the table."""
     return []
 
@@ -56,14 +58,14 @@ def test_rows_and_tokens_are_those_of_kvpress(name, comparisons, tmp_path):
     if missing := find_missing(folder if name == "smollm2" else ROOT, PACKAGES):
         pytest.skip(missing)
     if name != "smollm2":
-        parity.save_tiny(name, folder)
-    prompts = parity.english_prompts if name == "smollm2" else parity.random_prompts(LENGTHS[name])
-    subject = parity.load_subject(name, folder, prompts)
+        comparison.save_tiny(name, folder)
+    prompts = comparison.english_prompts if name == "smollm2" else comparison.random_prompts(LENGTHS[name])
+    subject = comparison.load_subject(name, folder, prompts)
     cases = subject.cases()
-    with parity.start_kvpress(subject, cases, tmp_path) as process:
+    with comparison.start_kvpress(subject, cases, tmp_path) as process:
         try:
-            ours = parity.run_kvbench(subject, cases)
-            theirs = parity.read_kvpress(process, tmp_path, cases)
+            ours = comparison.run_kvbench(subject, cases)
+            theirs = comparison.read_kvpress(process, tmp_path, cases)
         finally:
             process.kill()
     found = [compare(name, case, subject.prompts[case.tokens], ours[case.name], theirs[case.name]) for case in cases]
@@ -75,7 +77,7 @@ def test_rows_and_tokens_are_those_of_kvpress(name, comparisons, tmp_path):
 def test_the_table_is_written(comparisons, capsys):
     if {own.subject for own in comparisons} != set(SUBJECTS):
         pytest.skip("not all models were compared")
-    table = parity.write_table(comparisons)
+    table = comparison.write_table(comparisons)
     with capsys.disabled():
         print(f"\n{table}")
     adjusted = sorted({(own.case.tokens, own.case.budget) for own in comparisons if not own.case.agrees})
@@ -91,7 +93,7 @@ def test_the_table_is_written(comparisons, capsys):
     TABLE.write_text(HEAD.format(**facts) + table + FOOT)
 
 
-def definition(name: str) -> parity.Definition:
+def definition(name: str) -> comparison.Definition:
     return next(own for own in DEFINITIONS if own.name == name)
 
 
@@ -113,7 +115,7 @@ def test_one_row_or_token_that_differs_is_found():
     assert not compare("llama", case, ids, same, Found(same.kept, [*answer[:-1], 0])).explained
     found = compare("llama", case, ids, same, Found(moved, answer))
     assert found.share == pytest.approx(59 / 60) and not found.explained
-    assert "| 98.3 % | 1 of 1 |" in parity.write_table([found])
+    assert "| 98.3 % | 1 of 1 |" in comparison.write_table([found])
 
 
 WIDE = definition("PyramidKV, window 8")
@@ -132,7 +134,7 @@ def test_a_reason_explains_no_more_than_it_says():
 
     snapkv = definition("SnapKV")
     newest, oldest = (Found(kept([*rows]), []) for rows in (range(240, 300), range(236, 296)))
-    assert compare("llama", Case(snapkv, 300, 0.2), ids, newest, oldest).reason == parity.WINDOW
+    assert compare("llama", Case(snapkv, 300, 0.2), ids, newest, oldest).reason == comparison.WINDOW
     newest, oldest = (Found(kept([*rows]), []) for rows in (range(150, 300), range(149, 299)))
     assert not compare("llama", Case(snapkv, 300, 0.5), ids, newest, oldest).explained
 

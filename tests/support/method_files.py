@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from models import ids, tiny
 from safetensors.torch import save_file
 
 from kvbench.calibrate import query_filters
 from kvbench.catalogue import build, settings
 from kvbench.model import layout
+from tests.support.tiny_models import ids, tiny
 
 FOLDER = tempfile.TemporaryDirectory()
 atexit.register(FOLDER.cleanup)
@@ -50,7 +50,7 @@ def made(method: str, name: str, model: torch.nn.Module, sequences: Sequence[tor
 
 
 def needed(method: str, name: str) -> dict:
-    """The same for a tiny model of tests/models.py."""
+    """The same for a model of tests/support/tiny_models.py."""
     return made(method, name, tiny(name), [ids(100, seed)[0] for seed in range(4)])
 
 

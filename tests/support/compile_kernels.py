@@ -1,15 +1,17 @@
 """Triton kernels compiled for sm_90 where there is no GPU.
 
 A test module that tests kernels has a function `ahead()`: for each one the kernel, the types of its arguments by name
-("*bf16", "i32", "constexpr"), its constants by name and options such as num_warps. `python tests/ahead.py MODULE`
-compiles them, in a process of its own since the tests' process interprets kernels.
+("*bf16", "i32", "constexpr"), its constants by name and options such as num_warps.
+`python -m tests.support.compile_kernels MODULE` compiles them, in a process of its own since the tests' process
+interprets kernels.
 """
 
 import os
 import subprocess
 import sys
 from importlib import import_module
-from pathlib import Path
+
+from tests.support.repository import ROOT
 
 SHARED = 227 * 1024  # bytes of shared memory that a block may have on sm_90
 
@@ -34,15 +36,22 @@ def typed(kernel: object, pointers: dict[str, str], constants: dict[str, int], *
     return kernel, types, constants, options
 
 
+def compiled(kernel, kinds, constants):
+    """A kernel with the types of all arguments, integers where nothing else is said, its constants and options."""
+    options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
+    names = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
+    return kernel, names, constants, options
+
+
 def compile_all(module: str) -> str:
     """What `main` prints, from a process that does not interpret."""
-    root = Path(__file__).resolve().parents[1]
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
-        "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
-    done = subprocess.run([sys.executable, __file__, module], env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", __name__, module]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

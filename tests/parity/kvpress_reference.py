@@ -1,9 +1,9 @@
 """Run kvpress on the cases of a job and write which rows it keeps and which tokens follow.
 
-tests/test_parity.py starts this script in the environment of `make parity`, where kvpress and the transformers version
+test_kvpress.py here starts this script in the environment of `make parity`, where kvpress and the transformers version
 that it needs are installed. The script therefore imports nothing of kvbench:
 
-    python tests/kvpress_reference.py job.json result.safetensors
+    python tests/parity/kvpress_reference.py job.json result.safetensors
 
 A job names a model's folder, prompts (token ids) and groups of cases. The presses of a group share one prefill: each
 press's own hook gets the arguments that kvpress would give it, and a cache of its own. A group that is `alone` has one
