@@ -52,7 +52,7 @@ test-versions: setup $(VERSIONS:%=.versions/%)
 KVPRESS := .versions/kvpress
 
 parity: setup model $(KVPRESS)/ready
-	$(PYTEST) -m parity tests/test_parity.py
+	$(PYTEST) -m parity tests/parity
 
 # kvpress asks for an older pandas and fire than these; they are not installed for it, because it only imports them
 $(KVPRESS)/ready: | setup
