@@ -138,7 +138,7 @@ sweep-status: setup
 GPU ?= $(BIN)/python
 
 test-gpu:
-	$(GPU) -m pytest -p no:benchmark -n 8 tests/test_gpu.py tests/test_*_kernels.py tests/test_blocks.py tests/test_decoding.py
+	$(GPU) -m pytest -p no:benchmark -n 8 tests/test_gpu.py tests/kernels tests/test_blocks.py tests/test_decoding.py
 
 # time, memory and throughput for the papers' tables (a list of conf/efficiency/plan.yaml), then the tables; stops and goes
 # on wherever it was. QUICK=1: at most 6 minutes; MINUTES=n: begins nothing after n; LIST=cpu: KeyDiff's table, no GPU
