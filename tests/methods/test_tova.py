@@ -8,9 +8,7 @@ import pytest
 import kvbench
 from kvbench.settings import SettingError
 from tests.support.dense_engine import Glance, Head
-from tests.support.oracle_scores import (
-    attention,
-)
+from tests.support.oracle_scores import attention
 from tests.support.oracle_shares import safeguard
 from tests.support.oracles import agree, keeps, newest, nothing, shrink, top
 from tests.support.tiny_models import ids, tiny

@@ -14,12 +14,7 @@ from kvbench.method import Method
 from kvbench.settings import SettingError
 from tests.support.dense_engine import Dense, Glance
 from tests.support.method_files import chosen, needed
-from tests.support.oracle_scores import (
-    SNAPKV,
-    attention,
-    mean_votes,
-    two_stages,
-)
+from tests.support.oracle_scores import SNAPKV, attention, mean_votes, two_stages
 from tests.support.oracle_shares import safeguard
 from tests.support.oracles import CLOSE, agree, newest, same_rows
 from tests.support.tiny_models import distinct, ids, tiny
