@@ -42,7 +42,7 @@ test-all: setup lint
 test-versions: setup $(VERSIONS:%=.versions/%)
 	set -e; for version in $(VERSIONS); do \
 	  PYTHONPATH=.versions/$$version $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"; \
-	  PYTHONPATH=.versions/$$version $(PYTEST) -n 2 -m "not full and not gpu and not slurm and not browser and not parity" tests/test_laws.py tests/test_interface.py tests/replay; \
+	  PYTHONPATH=.versions/$$version $(PYTEST) -n 2 -m "not full and not gpu and not slurm and not browser and not parity" tests/laws tests/engine/test_compressed_cache.py tests/replay; \
 	done
 
 .versions/%:
@@ -138,7 +138,8 @@ sweep-status: setup
 GPU ?= $(BIN)/python
 
 test-gpu:
-	$(GPU) -m pytest -p no:benchmark -n 8 tests/test_gpu.py tests/kernels tests/test_blocks.py tests/test_decoding.py
+	$(GPU) -m pytest -p no:benchmark -n 8 tests/gpu tests/kernels tests/engine/test_graph_prefill.py \
+	  tests/engine/test_graph_decoding.py
 
 # time, memory and throughput for the papers' tables (a list of conf/efficiency/plan.yaml), then the tables; stops and goes
 # on wherever it was. QUICK=1: at most 6 minutes; MINUTES=n: begins nothing after n; LIST=cpu: KeyDiff's table, no GPU
