@@ -123,12 +123,12 @@ dashboard: setup
 # the page in a headless Chromium, installed with apt if it is missing; SHOTS=folder keeps screenshots
 test-browser: setup
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium)
-	$(if $(SHOTS),KVBENCH_SHOTS=$(abspath $(SHOTS))) $(PYTEST) -m browser tests/test_report_browser.py tests/test_dashboard.py
+	$(if $(SHOTS),KVBENCH_SHOTS=$(abspath $(SHOTS))) $(PYTEST) -m browser tests/report
 
 # a sweep on a real SLURM: installed with apt if it is missing, started on the loopback, stopped in the end
 test-slurm: setup
 	command -v slurmctld munged >/dev/null || (apt-get update -qq && apt-get install -y -qq slurm-wlm munge)
-	$(BIN)/python -m pytest -m slurm tests/test_slurm.py
+	$(BIN)/python -m pytest -m slurm tests/sweeps/test_slurm.py
 
 # how far the cells of a sweep are: SWEEP=folder, else the newest
 sweep-status: setup

@@ -55,16 +55,3 @@ def kvbench(checkpoint, tmp_path, monkeypatch, capsys):
         return answer([*base, *settings], monkeypatch, capsys)
 
     return call
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    """Chromium without a window."""
-    from tests.support.browser import CHROMIUM
-
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as driver:
-        options = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=options)
-        yield browser
-        browser.close()
