@@ -361,7 +361,7 @@ def test_law_5_ragged_equals_gathered(case):
         kept = []
         for glance in glances:
             rows = told[number][glance.layer, glance.head]
-            if context.choice.method.merges:  # what a merge makes is checked in test_oracles; here how it is attended
+            if context.choice.method.merges:  # tests of methods check what a merge makes; here, how it is attended
                 kept.append(rows)
             else:
                 kept.append(glance.rows.take(np.isin(glance.rows.places, rows.places)))
