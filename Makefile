@@ -42,7 +42,7 @@ test-all: setup lint
 test-versions: setup $(VERSIONS:%=.versions/%)
 	set -e; for version in $(VERSIONS); do \
 	  PYTHONPATH=.versions/$$version $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"; \
-	  PYTHONPATH=.versions/$$version $(PYTEST) -n 2 -m "not full and not gpu and not slurm and not browser and not parity" tests/test_laws.py tests/test_interface.py tests/replay; \
+	  PYTHONPATH=.versions/$$version $(PYTEST) -n 2 -m "not full and not gpu and not slurm and not browser and not parity" tests/laws tests/engine/test_compressed_cache.py tests/replay; \
 	done
 
 .versions/%:
@@ -52,7 +52,7 @@ test-versions: setup $(VERSIONS:%=.versions/%)
 KVPRESS := .versions/kvpress
 
 parity: setup model $(KVPRESS)/ready
-	$(PYTEST) -m parity tests/test_parity.py
+	$(PYTEST) -m parity tests/parity
 
 # kvpress asks for an older pandas and fire than these; they are not installed for it, because it only imports them
 $(KVPRESS)/ready: | setup
@@ -123,12 +123,12 @@ dashboard: setup
 # the page in a headless Chromium, installed with apt if it is missing; SHOTS=folder keeps screenshots
 test-browser: setup
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium)
-	$(if $(SHOTS),KVBENCH_SHOTS=$(abspath $(SHOTS))) $(PYTEST) -m browser tests/test_report_browser.py tests/test_dashboard.py
+	$(if $(SHOTS),KVBENCH_SHOTS=$(abspath $(SHOTS))) $(PYTEST) -m browser tests/report
 
 # a sweep on a real SLURM: installed with apt if it is missing, started on the loopback, stopped in the end
 test-slurm: setup
 	command -v slurmctld munged >/dev/null || (apt-get update -qq && apt-get install -y -qq slurm-wlm munge)
-	$(BIN)/python -m pytest -m slurm tests/test_slurm.py
+	$(BIN)/python -m pytest -m slurm tests/sweeps/test_slurm.py
 
 # how far the cells of a sweep are: SWEEP=folder, else the newest
 sweep-status: setup
@@ -138,7 +138,8 @@ sweep-status: setup
 GPU ?= $(BIN)/python
 
 test-gpu:
-	$(GPU) -m pytest -p no:benchmark -n 8 tests/test_gpu.py tests/test_*_kernels.py tests/test_blocks.py tests/test_decoding.py
+	$(GPU) -m pytest -p no:benchmark -n 8 tests/gpu tests/kernels tests/engine/test_graph_prefill.py \
+	  tests/engine/test_graph_decoding.py
 
 # time, memory and throughput for the papers' tables (a list of conf/efficiency/plan.yaml), then the tables; stops and goes
 # on wherever it was. QUICK=1: at most 6 minutes; MINUTES=n: begins nothing after n; LIST=cpu: KeyDiff's table, no GPU

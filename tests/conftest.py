@@ -6,6 +6,8 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,6 +15,8 @@ if not torch.cuda.is_available():  # before any kernel is decorated
     os.environ["TRITON_INTERPRET"] = "1"
 
 from hypothesis import settings
+
+pytest.register_assert_rewrite("tests.support")  # before it is imported
 
 torch.set_num_threads(1)
 settings.register_profile("kvbench", deadline=None, derandomize=True, max_examples=100)
@@ -23,7 +27,31 @@ settings.load_profile("kvbench")
 def no_trace_of_attached_models():
     """Whatever a test does, no tiny model may stay attached to kvbench."""
     yield
-    from models import MADE
+    from tests.support.tiny_models import MADE
 
     for name, model in MADE.items():
         assert model.config._attn_implementation == "sdpa", f"{name} was left attached"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(request, tmp_path_factory) -> Path:
+    """The folder of a checkpoint; a module's CHECKPOINT holds arguments of `write_checkpoint`."""
+    from tests.support.checkpoints import write_checkpoint
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(folder, **getattr(request.module, "CHECKPOINT", {}))
+    return folder
+
+
+@pytest.fixture
+def kvbench(checkpoint, tmp_path, monkeypatch, capsys):
+    """Runs the command line in this process; gives exit code, output, errors. Results lie in tmp_path/results."""
+    from tests.support.command_line import answer
+
+    monkeypatch.chdir(tmp_path)
+
+    def call(*settings: str) -> tuple[int, str, str]:
+        base = ["model=hf", f"model.path={checkpoint}", "device=cpu"]
+        return answer([*base, *settings], monkeypatch, capsys)
+
+    return call

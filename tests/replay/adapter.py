@@ -18,7 +18,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from models import BUILD, COMMON, distinct, heads, rope
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -33,6 +32,7 @@ from kvbench.model import REFERENCE
 from kvbench.run import DTYPES
 from kvbench.sampling import Sampling
 from kvbench.settings import answered
+from tests.support.tiny_models import BUILD, COMMON, distinct, heads, rope
 
 GROUPS = ("method", "allocator", "codec")
 DEFAULTS = {"budget": 1.0, "allocator": "uniform", "codec": "raw", "block_size": None, "budget_of": "prompt", "seed": 0}

@@ -4,7 +4,8 @@ import copy
 from pathlib import Path
 
 import pytest
-from replay import adapter, net
+
+from tests.replay import adapter, net
 
 
 def check(path: Path, compute, make) -> None:

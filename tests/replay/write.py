@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from replay import adapter, net
+
+from tests.replay import adapter, net
 
 
 def main() -> int:

@@ -1,0 +1,700 @@
+"""Saboteurs: whatever a hook does wrong ends its own cell with one line, writes no record, and changes nothing else."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from torch import Tensor
+
+import kvbench
+from kvbench import catalogue, rehearsal, together
+from kvbench.allocator import Allocator
+from kvbench.budget import Budget
+from kvbench.codec import Codec, Plain
+from kvbench.generation import Context
+from kvbench.guard import Handed, same_bits, without_gradients
+from kvbench.held import choose_cache
+from kvbench.method import Method
+from kvbench.observation import Reading, ReadRequest, Seen
+from kvbench.policy import Choice
+from kvbench.run import Run
+from kvbench.runner import Bench, execute, execute_all
+from kvbench.sampling import Sampling
+from kvbench.settings import ContractError
+from kvbench.task import Graded
+from tests.support.recorded_runs import strip_own
+from tests.support.tiny_models import distinct, ids, tiny
+
+OURS = ("update", "protect_sinks", "protect", "score", "select", "merge", "cut", "allot", "read", "readings", "forget")
+PROMPT = 40
+
+
+@dataclass(frozen=True)
+class Honest(Method):
+    """A method that has every hook and does nothing wrong: rows with the largest keys stay."""
+
+    def update(self, seen, rows, state):
+        return {"norm": rows.keys.norm(dim=-1)}
+
+    def protect_sinks(self, seen, rows, quota):
+        return rows.places < 1
+
+    def protect(self, seen, rows, quota):
+        return rows.places >= seen.tokens - 2
+
+    def score(self, seen, rows, state):
+        return rows.columns["norm"] + seen.outputs.sum() * 0
+
+    def select(self, scores, quotas):
+        return super().select(scores, quotas)
+
+    def merge(self, rows, kept):
+        return rows.without(~kept)
+
+    def forget(self, state):
+        state.layer.pop("noted", None)
+
+
+class Cuts(Honest):
+    def cut(self, rows, scores, quotas, protected, each=None):
+        return self.merge(rows, self.select(scores, quotas))
+
+
+class Allots(Honest):
+    allots = True
+
+    def allot(self, quota, seen, state):
+        return torch.full((2,), quota)
+
+
+class Reads(Honest):
+    reads = True
+
+    def read(self, request, rows, state):
+        return torch.ones(*request.queries.shape[:2], len(rows()), dtype=torch.bool)
+
+
+class Rereads(Honest):
+    rereads = True
+    one_block = True
+
+    def readings(self, ids, prefix, words):
+        return [Reading(ids[:, :5].clone(), 0, 5)]
+
+
+BASES = {"cut": Cuts, "allot": Allots, "read": Reads, "readings": Rereads}
+
+
+@dataclass(frozen=True)
+class Packs(Codec):
+    """Keeps rows as they are, but through the interface of codecs that pack."""
+
+    packs = True
+
+    def pack(self, keys, values, lengths):
+        return PackedRows(self, keys.clone(), values.clone(), lengths)
+
+
+@dataclass(frozen=True)
+class PackedRows(Plain):
+    """Rows of `Packs`."""
+
+    codec: Packs = field(init=False)
+    lengths: Tensor = field(init=False)
+
+    def __init__(self, codec, keys, values, lengths):
+        for name, own in (("codec", codec), ("keys", keys), ("values", values), ("lengths", lengths)):
+            object.__setattr__(self, name, own)
+
+    def extend(self, keys, values, lengths):
+        parts = []
+        for old, new in ((self.keys, keys), (self.values, values)):
+            heads, more = self.lengths.numel(), len(keys) // self.lengths.numel()
+            both = [old.view(heads, -1, old.shape[-1]), new.view(heads, more, new.shape[-1])]
+            parts.append(torch.cat(both, 1).flatten(0, 1))
+        return type(self)(self.codec, *parts, lengths)
+
+
+def tensors_in(thing: object) -> list[Tensor]:
+    """Tensors that a hook is handed, those of rows and of what is seen too."""
+    if isinstance(thing, Tensor):
+        return [thing]
+    if isinstance(thing, Mapping):
+        return [own for value in thing.values() for own in tensors_in(value)]
+    if isinstance(thing, ReadRequest):
+        return [thing.queries]
+    if isinstance(thing, Seen):
+        return [thing.queries, thing.outputs, thing.output_weight]
+    if hasattr(thing, "keys") and hasattr(thing, "mass"):
+        return [thing.keys, thing.values, thing.places, thing.mass, *thing.columns.values()]
+    return []
+
+
+def handed(arguments: tuple) -> list[Tensor]:
+    return [own for thing in arguments for own in tensors_in(thing() if callable(thing) else thing)]
+
+
+def write(tensor: Tensor) -> None:
+    row = tensor[(0,) * (tensor.dim() - 1)]  # some are expanded and can't be written as a whole
+    row.copy_(~row if row.dtype == torch.bool else row + 1)
+
+
+def through_detach(tensor: Tensor) -> None:
+    write(tensor.detach())
+
+
+def through_a_view(tensor: Tensor) -> None:
+    write(tensor[..., :1])
+
+
+def inside_inference_mode(tensor: Tensor) -> None:
+    with torch.inference_mode():
+        write(tensor)
+
+
+def through_data(tensor: Tensor) -> None:
+    write(tensor.data)
+
+
+def through_numpy(tensor: Tensor) -> None:
+    tensor.detach().numpy()[0] += 1
+
+
+COUNTED = (write, through_detach, through_a_view, inside_inference_mode)
+UNCOUNTED = (through_data, through_numpy)
+
+
+def saboteur(base: type, hook: str, deed: Callable[..., Any]) -> type:
+    """`base` with a hook that does `deed(honest hook, *arguments)`."""
+    honest = getattr(base, hook)
+
+    def sabotaged(self, *arguments):
+        return deed(lambda *own: honest(self, *(own or arguments)), *arguments)
+
+    return dataclass(frozen=True)(type("Saboteur", (base,), {hook: sabotaged, "__doc__": "A saboteur."}))
+
+
+def run_alone(method: Method, allocator: Allocator | None = None, codec: Codec | None = None, **more: Any) -> Context:
+    """Read a prompt in two blocks, go on from it and decode a few tokens."""
+    choice = Choice(method, allocator or Allocator("uniform"), codec or Codec("raw"), **more)
+    block = None if method.rereads else 25
+    context = Context(tiny("llama"), choice, Budget(0.5), block, (0,))
+    context.prefill(distinct(PROMPT, seed=1))
+    with context.branch():
+        context.extend(ids(3, seed=2))
+        list(context.generate(3, Sampling(), frozenset()))
+    return context
+
+
+@pytest.fixture(autouse=True)
+def the_model_stays_as_it_was():
+    """A tiny model is shared by all tests of a process: put its weights back, whatever a saboteur did to them."""
+    before = {name: own.clone() for name, own in tiny("llama").state_dict().items()}
+    yield
+    with torch.no_grad():
+        for name, own in tiny("llama").state_dict().items():
+            own.copy_(before[name])
+
+
+@pytest.mark.parametrize("hook", OURS)
+def test_who_does_nothing_wrong_is_not_blamed(hook):
+    """Exact guards too: otherwise the laws below would hold for any method."""
+    for exact in (False, True):
+        run_alone(BASES.get(hook, Honest)("honest"), exact=exact)
+    run_alone(Honest("honest", decoding=True), exact=True)
+    run_alone(Honest("honest"), codec=Packs("packs"), exact=True)
+
+
+@pytest.mark.parametrize("way", COUNTED)
+@pytest.mark.parametrize("hook", [own for own in OURS if own != "forget"])
+def test_a_hook_that_writes_into_what_it_is_handed_is_named(hook, way):
+    """Each tensor of each hook in turn; how many there are is found by trying."""
+    which, named = 0, set()
+    while True:
+        last = False
+
+        def deed(honest, *arguments, which=which):
+            nonlocal last
+            own = [tensor for tensor in handed(arguments) if tensor.numel()]
+            last = which >= len(own)
+            if not last:
+                way(own[which])
+            return honest()
+
+        method = saboteur(BASES.get(hook, Honest), hook, deed)("saboteur")
+        if hook == "allot" and which == 0 or not last:
+            try:
+                run_alone(method)
+            except ContractError as error:
+                line = str(error)
+                assert re.fullmatch(rf"method=saboteur: {hook}( of layer \d)? wrote into .*", line), line
+                named.add(line.partition(" wrote into ")[2])
+                which += 1
+                continue
+        break
+    assert last and len(named) >= 1
+
+
+@pytest.mark.parametrize("way", UNCOUNTED)
+@pytest.mark.parametrize(
+    "hook", ["update", "protect_sinks", "protect", "score", "select", "merge", "cut", "read", "allot"]
+)
+def test_exact_guards_find_writes_that_are_not_counted(hook, way):
+    def deed(honest, *arguments):
+        way(next(own for own in handed(arguments) if own.is_floating_point()))
+        return honest()
+
+    method = saboteur(BASES.get(hook, Honest), hook, deed)("saboteur")
+    with pytest.raises(ContractError, match=f"method=saboteur: {hook} of layer 0 wrote into"):
+        run_alone(method, exact=True)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("when", ["another layer", "the next block", "decoding"])
+def test_a_kept_reference_is_found_when_it_is_written_to(when, exact):
+    kept: list[Tensor] = []
+
+    def deed(honest, seen, rows, state):
+        late = {"another layer": seen.layer == 2, "the next block": seen.first > 0, "decoding": seen.decoding}[when]
+        if kept and late:
+            kept.pop().detach().mul_(2)
+        elif seen.layer == 0:
+            kept[:] = [rows.keys]
+        return honest()
+
+    choice = Choice(saboteur(Honest, "update", deed)("saboteur"), Allocator("uniform"), Codec("raw"), exact)
+    context = Context(tiny("llama"), choice, Budget(1.0), 25, (0,), answer=5)  # all rows stay: they are still held
+    with pytest.raises(ContractError, match="method=saboteur: .* of layer 0 wrote into .*(keys|values)"):
+        context.prefill(distinct(PROMPT, seed=1))
+        context.extend(ids(1, seed=2))
+
+
+def test_a_kept_reference_is_found_when_read_writes_to_it():
+    """`read` is asked between the writing of the token's row and the other hooks."""
+    kept: list[Tensor] = []
+
+    def deed(honest, request, rows, state):
+        if request.layer == 0:
+            kept[:] = [rows().keys]
+        elif request.layer == 1:
+            kept.pop().detach().mul_(2)
+        return honest()
+
+    with pytest.raises(ContractError, match="method=saboteur: a hook that kept a reference .* of layer 0 wrote into"):
+        run_alone(saboteur(Reads, "read", deed)("saboteur"))
+
+
+def test_a_row_of_the_same_layer_that_read_writes_to_is_found():
+    kept: list[Tensor] = []
+
+    def update(self, seen, rows, state):
+        if seen.layer == 0 and not seen.decoding:
+            kept[:] = [rows.keys]
+        return {}
+
+    def deed(honest, request, rows, state):
+        if request.layer == 0 and kept:
+            kept.pop().detach().mul_(2)
+        return honest()
+
+    base = type("Keeps", (Reads,), {"update": update})
+    choice = Choice(saboteur(base, "read", deed)("saboteur"), Allocator("uniform"), Codec("raw"))
+    context = Context(tiny("llama"), choice, Budget(0.5), None, (0,), answer=5)  # with room: the storage stays the same
+    context.prefill(distinct(PROMPT, seed=1))
+    with pytest.raises(ContractError, match="method=saboteur: .* of layer 0 wrote into keys"):
+        context.extend(ids(1, seed=2))
+
+
+def test_state_written_in_place_between_two_questions_is_found():
+    """It would not be forgotten: the answer to the next question would be another one."""
+
+    def deed(honest, seen, rows, state):
+        if seen.decoding:
+            state.layer["count"].add_(1)
+        else:
+            state.layer["count"] = rows.mass.new_zeros(1)
+        return honest()
+
+    with pytest.raises(ContractError, match=r"method=saboteur: a hook of layer 0 wrote into state\['count'\]"):
+        run_alone(saboteur(Honest, "update", deed)("saboteur"))
+
+
+def test_lists_in_a_state_are_forgotten_with_the_branch():
+    def deed(honest, seen, rows, state):
+        state.layer.setdefault("tokens", []).append(seen.tokens)
+        return honest()
+
+    context = run_alone(saboteur(Honest, "update", deed)("saboteur"))
+    assert context.own_layers[0].state.layer["tokens"] == [25, 40]
+
+
+WRONG = {
+    "(B, n)": lambda found: found[:, 0],
+    "(B, 1, n)": lambda found: found[:, :1],
+    "scalar": lambda found: found.flatten()[0],
+    "dtype": lambda found: found.to(torch.complex64),
+    "bool or float": lambda found: found.bool() if found.dtype != torch.bool else found.float(),
+    "device": lambda found: found.to("meta"),
+    "None": lambda found: None,
+    "numpy": lambda found: found.numpy(),
+    "text": lambda found: "rows",
+}
+ALLOWED = {("protect_sinks", "None"), ("protect", "None"), ("read", "None"), ("allot", "device")}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("hook", ["update", "protect_sinks", "protect", "score", "select", "allot", "read"])
+def test_what_a_hook_returns_is_checked(hook, wrong):
+    if (hook, wrong) in ALLOWED or (hook == "allot" and "n" in wrong and wrong != "None"):  # it has no rows
+        return
+
+    def deed(honest, *arguments):
+        found = honest()
+        return {"norm": WRONG[wrong](found["norm"])} if hook == "update" else WRONG[wrong](found)
+
+    if (hook, wrong) == ("update", "bool or float"):  # a column may be of any real type
+        return
+    with pytest.raises(ContractError, match=rf"method=saboteur: {hook}.* of layer 0 returned .*expected") as found:
+        run_alone(saboteur(BASES.get(hook, Honest), hook, deed)("saboteur"))
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("hook", ["update", "readings"])
+def test_what_is_no_mapping_and_no_reading_is_refused(hook):
+    for wrong in (None, 3, [1]):
+        method = saboteur(BASES.get(hook, Honest), hook, lambda honest, *own, wrong=wrong: wrong)("saboteur")
+        with pytest.raises(ContractError, match=f"method=saboteur: {hook}"):
+            run_alone(method)
+
+
+@pytest.mark.parametrize("hook", ["merge", "cut"])
+def test_rows_that_a_cut_leaves_are_checked(hook):
+    rows = {
+        "None, expected|NoneType, expected Rows": lambda found: None,
+        "keys, .* of shape": lambda found: replace(found, keys=found.keys[:, :1]),
+        "mass, .* float": lambda found: replace(found, mass=found.mass.long()),
+        "keys, .* expected torch.float32": lambda found: replace(found, keys=found.keys.double()),
+        "values, .* not finite": lambda found: replace(found, values=found.values / 0),
+        "more or fewer rows": lambda found: replace(found, mass=torch.ones_like(found.mass)),
+    }
+    for line, wrong in rows.items():
+        method = saboteur(BASES.get(hook, Honest), hook, lambda honest, *own, wrong=wrong: wrong(honest()))("saboteur")
+        with pytest.raises(ContractError, match=f"method=saboteur: {hook}.* of layer 0 returned .*({line})|{line}"):
+            run_alone(method)
+
+
+@pytest.mark.parametrize("hook", ["update", "score"])
+def test_nan_is_named(hook):
+    def deed(honest, *arguments):
+        found = honest()
+        return {"norm": found["norm"] * torch.nan} if hook == "update" else found * torch.nan
+
+    with pytest.raises(ContractError, match=f"method=saboteur: {hook}.* of layer 0 returned NaN"):
+        run_alone(saboteur(Honest, hook, deed)("saboteur"))
+
+
+@pytest.mark.parametrize("hook", OURS)
+def test_a_hook_that_raises_is_named_with_its_line(hook):
+    def deed(honest, *arguments):
+        raise ZeroDivisionError("division\nby zero")
+
+    with pytest.raises(ContractError) as found:
+        run_alone(saboteur(BASES.get(hook, Honest), hook, deed)("saboteur"))
+    line = str(found.value)
+    where = "" if hook == "readings" else r" of layer \d"
+    pattern = rf"method=saboteur: {hook}{where} raised ZeroDivisionError: division by zero \(test_guard.py:\d+\)"
+    assert re.fullmatch(pattern, line), line
+
+
+ASKED = {"check": None, "refuses": 3, "spares": "no", "steps": 1.5}
+
+
+@pytest.mark.parametrize("hook", ASKED)
+def test_hooks_that_are_asked_about_a_set_up_are_checked(hook):
+    def raises(honest, *own):
+        raise ValueError("no")
+
+    for deed in (raises, lambda honest, *own: ASKED[hook]):
+        method = saboteur(Honest, hook, deed)("saboteur", decoding=True)
+        if deed is raises or ASKED[hook] is not None:
+            with pytest.raises(ContractError, match=f"method=saboteur: {hook}.* (raised ValueError: no|expected)"):
+                choose_cache(method, Allocator("uniform"), Codec("raw"))
+                run_alone(method)
+
+
+@dataclass(frozen=True)
+class Uneven(Allocator):
+    """Heads of a layer may differ, and layers may be cut again."""
+
+    even = False
+    cascades = True
+
+    def earlier(self, quota, seen, shared):
+        return {layer: (quota,) for layer in seen.cut_layers if layer < seen.layer}
+
+
+ALLOCATED = {
+    "layer": [lambda found: 0, lambda found: 3.0, lambda found: None, lambda found: (5, 5), lambda found: True],
+    "heads": [
+        lambda found: found + 2, lambda found: found * 0, lambda found: found.float(), lambda found: found[0],
+        lambda found: None,
+    ],
+    "safe": [lambda found: found.float(), lambda found: found[:, :1], lambda found: None],
+    "earlier": [lambda found: None, lambda found: {7: (3,)}, lambda found: {0: (0,)}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("hook", ALLOCATED)
+def test_what_an_allocator_gives_is_checked(hook):
+    run_alone(Honest("honest"), Uneven("mine"), exact=True)
+    for wrong in ALLOCATED[hook]:
+        mine = saboteur(Uneven, hook, lambda honest, *own, wrong=wrong: wrong(honest()))("mine")
+        with pytest.raises(ContractError, match=rf"allocator=mine: {hook} of layer \d returned"):
+            run_alone(Honest("honest"), mine)
+
+    def raises(honest, *own):
+        raise KeyError("quota")
+
+    def writes(honest, *own):
+        next(tensor for tensor in handed(own) if tensor.is_floating_point()).mul_(2)
+        return honest()
+
+    for deed, line in ((raises, "raised KeyError"), (writes, "wrote into")):
+        with pytest.raises(ContractError, match=rf"allocator=mine: {hook} of layer \d {line}"):
+            run_alone(Honest("honest"), saboteur(Uneven, hook, deed)("mine"))
+
+
+def test_an_allocator_that_overspends_is_found_out():
+    """By a row a head, in a cut of the prompt and while decoding."""
+    more = saboteur(Allocator, "layer", lambda honest, *own: honest() + 1)("mine")
+    with pytest.raises(ContractError, match="allocator=mine: the layers hold more rows than the budget, 20 a head"):
+        run_alone(Honest("honest"), more)
+    late = saboteur(Allocator, "layer", lambda honest, quota, seen, *own: honest() + seen.decoding)("mine")
+    with pytest.raises(ContractError, match="allocator=mine: the layers hold more rows than the budget, 20 a head"):
+        run_alone(Honest("honest", decoding=True), late)
+
+
+@pytest.mark.parametrize("hook", ["pack", "extend", "read", "tensors"])
+def test_a_codec_that_breaks_its_contract_is_named(hook, monkeypatch):
+    owner = Packs if hook == "pack" else PackedRows
+    honest = getattr(owner, hook)
+
+    def raises(self, *own):
+        raise OSError("no room")
+
+    def writes(self, *own):
+        own[0].mul_(2)
+        return honest(self, *own)
+
+    def itself(self, *own):
+        self.keys.mul_(2)
+        return honest(self, *own)
+
+    deeds = [(raises, "raised OSError: no room")]
+    if hook in ("pack", "extend"):
+        deeds += [(writes, "wrote into keys"), (lambda self, *own: None, "")]
+    if hook == "extend":
+        deeds += [(itself, r"wrote into tensors\(\)\[0\]")]
+    if hook == "read":
+        wrong = [lambda k, v: (k[1:], v), lambda k, v: (k.double(), v), lambda k, v: (k, None), lambda k, v: (k,)]
+        deeds += [(lambda self, own=own: own(self.keys, self.values), "returned") for own in wrong]
+        deeds += [(lambda self: (self.keys / 0, self.values), "keys that are not finite")]
+    for deed, line in deeds:
+        monkeypatch.setattr(owner, hook, deed)
+        with pytest.raises(ContractError, match=f"codec=packs: .*{line}"):
+            run_alone(Honest("honest"), codec=Packs("packs"))
+
+
+# In a group of runs: the saboteur leaves, the others are what they are alone.
+
+SMALL = ("task.subtasks=niah_single_1", "task.length=256", "task.samples=1", "device=cpu", "model=reference_v1")
+
+
+def run_of(*settings: str) -> Run:
+    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
+        return Run.from_config(compose("config", [*SMALL, *settings]))
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Run]:
+    own = [run_of(f"method={name}", "budget=0.2") for name in ("tova", "snapkv", "keydiff")]
+    return [own[0].baseline(), *own]
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return Bench(run_of("method=full"))
+
+
+@pytest.fixture(scope="module")
+def expected(runs, bench, tmp_path_factory):
+    """The records of the honest runs, each made alone."""
+    results = tmp_path_factory.mktemp("alone")
+    return [strip_own(execute(run, results, bench)) for run in (runs[0], runs[2], runs[3])]
+
+
+def score_in_place(rows_of: Callable[[Any, Any], Tensor]) -> Callable:
+    def score(self, seen, rows, state):
+        if seen.prompt > 64:  # not in the warm-up
+            rows_of(seen, rows).mul_(2)
+        return rows.mass * 1.0
+
+    return score
+
+
+def nan_at_a_prompt(self, seen, rows, state):
+    return rows.mass * (torch.nan if seen.prompt > 64 else 1.0)
+
+
+def raise_at_a_prompt(self, seen, rows, state):
+    return rows.mass / ([][0] if seen.prompt > 64 and seen.layer == 3 else 1)
+
+
+class Keeps:
+    """Keeps what it is handed of a prompt and writes into it when it cuts while decoding."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def __call__(self, method, seen, rows, state):
+        if seen.prompt > 64 and not seen.decoding:
+            self.kept.append(rows.keys)
+        elif seen.decoding:
+            for own in self.kept:
+                own.mul_(2)
+        return rows.mass * 1.0
+
+
+def keeps() -> Callable:
+    own = Keeps()
+    return lambda self, seen, rows, state: own(self, seen, rows, state)
+
+
+def in_numpy(self, seen, rows, state):
+    seen.outputs.numpy()[...] = 0
+    return rows.mass * 1.0
+
+
+def in_the_weights(self, seen, rows, state):
+    seen.output_weight.data.mul_(3)
+    return rows.mass * 1.0
+
+
+@pytest.mark.parametrize(
+    "score, line, order",
+    [
+        (score_in_place(lambda seen, rows: rows.keys), "score of layer 0 wrote into rows.keys", 1),
+        (score_in_place(lambda seen, rows: rows.keys), "score of layer 0 wrote into rows.keys", -1),
+        (score_in_place(lambda seen, rows: seen.outputs), "score of layer 0 wrote into seen.outputs", 1),
+        (score_in_place(lambda seen, rows: seen.output_weight), "score of layer 0 wrote into seen.output_weight", -1),
+        (keeps(), None, 1),
+        (keeps(), None, -1),
+        (in_numpy, "score of layer 0 wrote into seen.outputs", 1),
+        (in_the_weights, "score of layer 0 wrote into seen.output_weight", -1),
+        (nan_at_a_prompt, "score of layer 0 returned NaN", 1),
+        (raise_at_a_prompt, "score of layer 3 raised IndexError", -1),
+    ],
+)
+def test_the_other_cells_of_a_group_are_what_they_are_alone(
+    score, line, order, runs, bench, expected, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(type(runs[1].choice().method), "score", score)
+    folders = execute_all(runs[::order], tmp_path, bench)[::order]
+    assert "kvbench:" not in capsys.readouterr().err  # the saboteur's own cell says it
+    assert not folders[1].records() and not folders[1].finished
+    honest = [folders[index] for index in (0, 2, 3)]
+    assert all(folder.finished for folder in honest)
+    pairs = zip(honest, expected, strict=True)
+    assert [differences(strip_own(folder.records()), own) for folder, own in pairs] == [[]] * 3
+    if not line:  # alone there is nobody whose rows it could spoil
+        return
+    with pytest.raises(ContractError, match=f"method=tova: {line}"):
+        execute(runs[1], tmp_path, bench)
+    assert not folders[1].records()
+
+
+def differences(found: dict, expected: dict) -> list:
+    assert found.keys() == expected.keys()
+    return [
+        (name, found[uid].get(name), own)
+        for uid, record in expected.items()
+        for name, own in record.items()
+        if found[uid].get(name) != own
+    ]
+
+
+@pytest.mark.parametrize("score", [1000.0, -1.0, float("nan"), float("inf"), None, "100", True])
+def test_a_score_out_of_range_is_no_record(score, runs, bench, tmp_path, monkeypatch):
+    task = type(runs[0].task)
+    monkeypatch.setattr(task, "score", lambda self, sample, output: Graded(score, output))
+    with pytest.raises(ContractError, match="task=ruler: score of niah_single_1.* expected a number from 0 to 100"):
+        execute(runs[0], tmp_path, bench)
+    assert not list(tmp_path.rglob("done")) and not "".join(own.read_text() for own in tmp_path.rglob("records*"))
+
+
+def test_a_task_that_raises_is_named(runs, bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(type(runs[0].task), "score", lambda self, sample, output: {}["no"])
+    with pytest.raises(ContractError, match=r"task=ruler: score of niah_single_1\S* raised KeyError: 'no'"):
+        execute(runs[0], tmp_path, bench)
+
+
+def test_the_python_interface_finds_it_too(monkeypatch):
+    knorm = type(catalogue.build("method", catalogue.settings("method", "knorm")))
+    monkeypatch.setattr(knorm, "score", lambda self, seen, rows, state: rows.keys.mul_(2).norm(dim=-1))
+    with pytest.raises(ContractError, match="method=knorm: score of layer 0 wrote into rows.keys"):
+        kvbench.prefill(tiny("llama"), ids(30), "knorm", 0.5)
+
+
+def test_a_caller_inside_inference_mode_is_guarded_too():
+    def deed(honest, seen, rows, state):
+        rows.keys.mul_(2)
+        return honest()
+
+    with torch.inference_mode(), pytest.raises(ContractError, match="score of layer 0 wrote into rows.keys"):
+        run_alone(saboteur(Honest, "score", deed)("saboteur"))
+
+
+def test_versions_are_counted_in_functions_and_generators():
+    @without_gradients
+    def steps():
+        for _ in range(2):
+            yield torch.zeros(1)
+
+    with torch.inference_mode():
+        for own in (*steps(), without_gradients(lambda: torch.zeros(1))()):
+            assert not own.is_inference() and not own.requires_grad
+            own.add_(1)
+            assert own._version == 1
+
+
+def test_copies_are_compared_by_their_bits():
+    one = torch.tensor([torch.nan, 0.0, 1.0])
+    assert same_bits(one, one.clone()) and not same_bits(one, torch.tensor([0.0, 0.0, 1.0]))
+    assert same_bits(one.half(), one.half()) and not same_bits(one, one[:2])
+    own = Handed(exact=True)
+    own.add("a", one), own.add("none", None)
+    one.data[1] = 5.0
+    assert own.written() == ["a"]
+
+
+def test_a_rehearsal_leaves_nothing_behind():
+    """It is not part of a sample: the same prompt gives the same afterwards."""
+    choice = Choice(Honest("honest"), Allocator("uniform"), Codec("raw"))
+    logits = []
+    for rehearse in (False, True):
+        if rehearse:
+            rehearsal.rehearse(tiny("llama"), choice, None, ids(64))
+        context = Context(tiny("llama"), choice, Budget(0.5), None, (0,))
+        logits.append(context.prefill(ids(50)))
+    assert torch.equal(*logits)
+
+
+def test_storage_that_runs_share_is_not_kept_alive_by_watching_it():
+    choice = Choice(Honest("honest"), Allocator("uniform"), Codec("raw"))
+    contexts = [Context(tiny("llama"), choice, Budget(0.5), None, (0,)) for _ in range(2)]
+    together.prefill(contexts, ids(50))
+    assert all(reference() is None for context in contexts for _, reference in context.lent)

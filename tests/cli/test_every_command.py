@@ -1,0 +1,112 @@
+"""Every command of the package says in one line what it cannot use, and ends in silence when nobody reads it."""
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from kvbench.settings import UNREAD, answered
+from tests.support.command_line import answer
+from tests.support.report_store import records, write
+from tests.support.repository import ROOT
+
+ANSWER = {"kvbench/verify.py", "kvbench/wandb_run.py"}  # to the process that started them, on a pipe of their own
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    results = tmp_path_factory.mktemp("store")
+    write(results, records(1.0, 100), method={"name": "full"}, sampling={"temperature": 0.0, "top_p": 1.0})
+    write(results, records(0.5, 100), budget=0.5, sampling={"temperature": 0.0, "top_p": 1.0})
+    return results
+
+
+def unread(*arguments: str) -> tuple[int, str]:
+    """Exit code and errors of a Python command whose output has no reader."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, *arguments], stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        )  # fmt: skip
+    finally:
+        os.close(write)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("command", ["curves", "audit", "heatmap", "papers", "report", "frames"])
+def test_a_command_ends_in_silence(command, store, tmp_path):
+    more = [str(tmp_path)] if command == "frames" else []
+    assert unread("-m", f"kvbench.{command}", str(store), *more) == (UNREAD, "")
+
+
+def test_so_do_help_and_the_command_line():
+    assert unread("-m", "kvbench.grade", "--help") == (UNREAD, "")
+    assert unread("run.py", "--cfg", "job") == (UNREAD, "")
+
+
+def test_every_command_is_answered():
+    found = [*ROOT.glob("kvbench/**/*.py"), ROOT / "run.py"]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in found}
+    commands = {name: text for name, text in texts.items() if '__name__ == "__main__"' in text}
+    assert len(commands) > 15
+    assert {name for name, text in commands.items() if "answered(" not in text} == ANSWER
+
+
+def test_another_pipe_that_breaks_is_an_error():
+    def work() -> None:
+        raise BrokenPipeError("of a helper")
+
+    with pytest.raises(BrokenPipeError, match="of a helper"):
+        answered(work)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["audit", "curves", "dashboard", "figures", "frames", "grade", "heatmap", "papers", "report.page", "sweep"],
+)
+def test_arguments_that_are_none_are_one_line(command, tmp_path, capsys):
+    assert import_module(f"kvbench.{command}").main([str(tmp_path), *["no", "such", "argument"], "--nor=this"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("kvbench: unrecognized arguments: ") and err.count("\n") == 1
+    assert f"; usage: python -m kvbench.{command.partition('.')[0]} [-h] " in err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "line"),
+    [
+        ("frames", ["{}", "{}/file/out"], "out={}/file/out: a folder that can be written"),
+        ("papers", ["{}/nowhere"], "results={}/nowhere: no such folder"),
+        ("papers", ["{}/file", "dropkv", "1"], "results={}/file: no such folder"),
+        ("saving", ["results={}/file"], "results={}/file: a folder that can be written"),
+        ("saving", ["nosuch=1"], "nosuch: no such setting"),
+        ("saving", ["method=nosuch"], "method=nosuch: choose one of andpro, "),
+        ("saving", ["task=efficiency"], "task=efficiency: one whose prompts"),
+        ("wandb_log", ["{}", "more"], "more: one folder of results"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(command, given, line, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert import_module(f"kvbench.{command}").main([own.format(tmp_path) for own in given]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("kvbench: " + line.format(tmp_path)) and err.count("\n") == 1
+    assert [own.name for own in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("results={}", "results={}: a folder that can be written"),
+        ("hydra.sweep.dir={}/sweep", "hydra.sweep.dir={}/sweep: a folder that can be written"),
+        ("hydra/launcher=nosuch", "hydra/launcher=nosuch: choose one of local, slurm"),
+    ],
+)
+def test_a_sweep_that_cannot_be_launched_is_one_line(given, line, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    found = answer(["-m", "method=snapkv,knorm", given.format(file)], monkeypatch, capsys)
+    assert found == (2, "", f"kvbench: {line.format(file)}\n") and list(tmp_path.iterdir()) == [file]

@@ -1,0 +1,113 @@
+"""What a run is known by can be read, and stores of kvbench 0.1 stay readable."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import kvbench as package
+from kvbench import audit, curves, explain, figures, frames, papers, sources, stored
+from kvbench.report.page import main as report
+from kvbench.settings import SettingError
+from tests.support.made_up_runs import VALUE, write
+from tests.support.recorded_runs import read_runs
+from tests.support.repository import ROOT
+
+OLD = ROOT / "tests" / "stores" / "0.1"
+HASHES = {"3124cf41d3371cd4": "full", "4c18e06028f4ddaf": "snapkv"}
+
+
+@pytest.fixture
+def old(tmp_path) -> Path:
+    """A copy of a store that kvbench 0.1 wrote: RULER, two subtasks, two samples each, the embedded model."""
+    shutil.copytree(OLD, tmp_path / "old")
+    return tmp_path / "old"
+
+
+def explained(capsys, *arguments: str) -> tuple[int, list[str], str]:
+    code = explain.answered(lambda: explain.main(arguments))
+    out, err = capsys.readouterr()
+    return code, out.splitlines(), err
+
+
+def test_a_run_is_explained(kvbench, tmp_path, monkeypatch, capsys):
+    settings = ("task.subtasks=[niah_single_1]", "task.length=512", "task.samples=1", "method=knorm", "budget=0.5")
+    assert kvbench(*settings, f"results={tmp_path / 'r'}")[0] == 0
+    name = read_runs(tmp_path / "r")["knorm"][0].name
+    code, lines, _ = explained(capsys, name[:6], str(tmp_path / "r"))
+    assert code == 0 and lines[0] == name
+    text = "\n".join(lines)
+    assert '"name": "knorm"' in text and "├─ budget " in text and "├─ identity " in text and "└─ sources " in text
+    modules = {line.split()[1] for line in lines if line.startswith("   ")}
+    assert {"kvbench.engine", "kvbench.methods.knorm", "kvbench.tasks.ruler", "kvbench.kernels.attend"} <= modules
+    assert not modules & sources.UNCOUNTED.keys() and "kvbench.methods.snapkv" not in modules
+    assert "today" not in text
+    now = sources.source_hashes
+
+    def changed(asked):
+        found = now(asked) | {"kvbench.engine": "0" * 16, "kvbench.newer": "1" * 16}
+        found.pop("kvbench.prompt")
+        return found
+
+    monkeypatch.setattr(explain, "source_hashes", changed)
+    _, lines, _ = explained(capsys, name, str(tmp_path / "r"))
+    notes = [line.split(maxsplit=1)[1] for line in lines if "today" in line]
+    assert notes == [
+        "kvbench.engine  (does something else today)",
+        "kvbench.prompt  (gone today)",
+        "kvbench.newer  (new today)",
+    ]
+
+
+def test_two_runs_that_differ_in_one_setting_differ_in_one_line(tmp_path, capsys):
+    found = []
+    for window in (32, 64):
+        own = write(tmp_path, {}, method={"name": "snapkv", "window": window})
+        found.append(explained(capsys, own.hash, str(tmp_path))[1][1:])
+    assert [one.split()[1] for one, other in zip(*found, strict=True) if one != other] == ["method"]
+
+
+def test_what_cannot_be_explained_is_one_line(tmp_path, capsys):
+    for window in range(20):
+        write(tmp_path, {}, method={"name": "snapkv", "window": window})
+    for name, line in (("zz", f"run=zz: no run of {tmp_path} begins so"), ("", "run=: 20 runs begin so")):
+        code, out, err = explained(capsys, name, str(tmp_path))
+        assert (code, out) == (2, []) and err.startswith(f"kvbench: {line}") and err.count("\n") == 1
+
+
+def test_a_store_of_0_1_is_read_by_everything(old, tmp_path, capsys):
+    loaded = package.load(str(old))
+    assert dict(loaded.runs["method"]) == HASHES and not loaded.damaged
+    assert len(loaded.records(["uid", "score"])) == 8
+    assert {state for _, state, _ in audit.audit(old)} == {"4 records, finished"}
+    assert frames.main([str(old), str(tmp_path / "export")]) == 0
+    assert curves.main([str(old)]) == 0 and "snapkv" in capsys.readouterr().out
+    assert figures.main([str(old), "--kind", "tasks", "--out", str(tmp_path / "figures")]) == 0
+    assert list((tmp_path / "figures").glob("*.csv"))
+    assert papers.main([str(old), "dropkv", "1"]) == 0
+    assert report([str(old)]) == 0 and (old / "report.html").stat().st_size > 10_000
+    code, lines, _ = explained(capsys, "4c18", str(old))
+    assert code == 0 and "   (kvbench 0.1 did not write down which modules these are)" in "\n".join(lines)
+
+
+def test_a_run_of_0_1_is_never_paired_with_a_new_one(old):
+    runs = stored.every(old)
+    full, method = sorted(runs, key=lambda run: not run.full)
+    assert stored.baseline(method, runs).hash == full.hash
+    new = write(old, method.records, **method.value | {"identity": 2})
+    with pytest.raises(SettingError, match="no finished run of the full cache on the same samples"):
+        stored.baseline(new, stored.every(old))
+
+
+def test_runs_say_how_they_are_named(kvbench, tmp_path):
+    settings = ("task.subtasks=[niah_single_1]", "task.length=512", "task.samples=1", "method=full")
+    assert kvbench(*settings, f"results={tmp_path / 'r'}")[0] == 0
+    folder = read_runs(tmp_path / "r")["full"][0]
+    assert stored.every(tmp_path / "r")[0].value["identity"] == 2
+    machine = json.loads(next(folder.glob("machine*.json")).read_text())
+    assert (
+        sources._short("".join(f"{name} {own}\n" for name, own in machine["sources"].items()))
+        == (stored.every(tmp_path / "r")[0].value["sources"])
+    )
+    assert "identity" not in VALUE

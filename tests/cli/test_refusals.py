@@ -1,0 +1,167 @@
+"""The command line refuses what it cannot use in one line, before torch is imported, and says what would be right."""
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from kvbench import catalogue
+from kvbench.settings import SettingError
+from tests.support.command_line import answer, assert_refused
+from tests.support.repository import ROOT
+
+LONG = "x" * 300
+REFUSED = {
+    "budget=abc": "budget=abc: a fraction in (0, 1]",
+    "budget_of=context": "budget_of=context: choose one of prompt, seen",
+    "block_size=0": "block_size=0: a whole number",
+    "temperature=-1": "temperature=-1: a number from 0",
+    "question=x": "question=x: choose one of visible, hidden",
+    "method=nosuch": "method=nosuch: choose one of andpro",
+    "task=nosuch": "task=nosuch: choose one of aime24",
+    "nosuch=1": "nosuch: no such setting",
+    "device=xyz": "device=xyz: choose one of auto, cpu, cuda",
+    "dtype=int8": "dtype=int8: choose one of auto, float32",
+    "workers=0": "workers=0: a whole number",
+    "method.preset=nosuch": "method.preset=nosuch: choose one of paper",
+    "method.name=knorm": "method.name=knorm: must be dropkv, as its file conf/method/dropkv.yaml",
+    "task.subtasks=nosuch": "task.subtasks=nosuch: choose one of",
+    "task.haystack_path=/nowhere": "task.haystack_path=/nowhere: ",
+    "model=hf": "model.path=null: model=hf needs a local folder or a hub id",
+    "model.path=/tmp": "model.path=/tmp: model=reference has its own; add model=hf",
+    "results=null": "results=null: a folder that can be written",
+    "results=": "results=: a folder that can be written",
+    "hydra/launcher=slurm": "hydra/launcher=slurm: needs -m, which makes each cell a job",
+    "preset=dropkv_table5": "preset=dropkv_table5: is a sweep",
+    "-m results=": "results=: a folder that can be written",
+    f"-m results=/tmp/{LONG}": f"results=/tmp/{LONG}: File name too long",
+    "-m budget=abc method=snapkv,knorm": "budget=abc: a fraction in (0, 1]",
+    "-m question=x": "question=x: choose one of visible, hidden",
+    "task.path=/data/a=b": "task.path=/data/a=b: cannot be read; ",
+    "task.path=/data/é": "task.path=/data/é: cannot be read; ",
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory) -> dict[str, list]:
+    """Exit code, output, errors and whether torch was imported until then, of each, in a process of its own."""
+    folder = tmp_path_factory.mktemp("refusals")
+    code = (
+        "import io, json, shlex, sys\nfrom contextlib import redirect_stderr, redirect_stdout\nimport run\nfound = {}\n"
+        "for given in json.load(sys.stdin):\n    sys.argv = ['run.py', *shlex.split(given)]\n"
+        "    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:\n"
+        "        try:\n            code = run.answered(run.main)\n"
+        "        except SystemExit as stop:\n            code = stop.code\n"
+        "    heavy = [name for name in ('torch', 'transformers') if name in sys.modules]\n"
+        "    found[given] = code, out.getvalue(), err.getvalue(), heavy\n"
+        "print(json.dumps(found))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(list(REFUSED)), capture_output=True, text=True, cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert list(folder.iterdir()) == []
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_a_refusal_is_one_line_and_imports_no_torch(refusals, given):
+    code, out, err, heavy = refusals[given]
+    assert (code, out, heavy) == (2, "", [])
+    assert err.startswith(f"kvbench: {REFUSED[given]}") and err.count("\n") == 1, err
+
+
+def test_a_path_that_is_too_long_is_one_line(tmp_path, monkeypatch, capsys):
+    line = f"results={tmp_path}/{LONG}: File name too long"
+    assert_refused(answer([f"results={tmp_path}/{LONG}", "limit=1"], monkeypatch, capsys), line, tmp_path)
+
+
+def test_jobs_are_refused_where_there_is_no_slurm(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    given = ["-m", "hydra/launcher=slurm", "method=snapkv,knorm", f"results={tmp_path}", "limit=1"]
+    assert_refused(
+        answer(given, monkeypatch, capsys), "hydra/launcher=slurm: no sbatch and no srun on PATH; ", tmp_path
+    )
+
+
+@pytest.mark.parametrize(
+    "path", ["/data/a=b", "/data/a[0]", "/data/{a", "/data/a(1)", "/data/it's", '/data/"a"', "/data/é", "/data/a\\'b"]
+)
+def test_the_line_says_how_a_path_is_quoted(path):
+    """What it says reaches the setting as it was meant, through the shell and through Hydra."""
+    line = catalogue.unquoted(f"task.path={path}")
+    assert line.startswith(f"task.path={path}: cannot be read; ") and "\n" not in line
+    [typed] = shlex.split(line.partition("for Hydra and for the shell: ")[2])
+    [override] = OverridesParser.create().parse_overrides([typed])
+    assert (override.key_or_group, override.value()) == ("task.path", path)
+
+
+def test_what_was_quoted_wrongly_gets_an_example():
+    assert catalogue.unquoted('task.path="/data').endswith("for the shell: 'task.path=\"/data/a=b\"'")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    """A copy of the project whose conf/ a test may change."""
+    copy = tmp_path_factory.mktemp("project")
+    for name in ("conf", "kvbench", "kernels", "methods", "tasks"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+    shutil.copy(ROOT / "run.py", copy)
+    return copy
+
+
+FILES = {
+    "broken": ("method", "name: x\nwindow: [1", "method=x: conf/method/x.yaml line 2 is no YAML (expected ',' or ']'"),
+    "twice": (
+        "method",
+        "name: x\nname: x",
+        "method=x: conf/method/x.yaml line 2 is no YAML (found duplicate key name)",
+    ),
+    "empty": ("method", "", "method=x: conf/method/x.yaml has no settings; name: x is one that it needs"),
+    "a list": ("method", "- a", "method=x: conf/method/x.yaml has no settings; name: x is one that it needs"),
+    "no class": ("method", "name: x", "method=x: conf/method/x.yaml has no _target_, a class such as kvbench."),
+    "method": ("method", None, "method.name=snapkv: must be x, as its file conf/method/x.yaml"),
+    "allocator": ("allocator", None, "allocator.name=ada: must be x, as its file conf/allocator/x.yaml"),
+    "codec": ("codec", None, "codec.name=kivi: must be x, as its file conf/codec/x.yaml"),
+    "task": ("task", None, "task.name=niah: must be x, as its file conf/task/x.yaml"),
+    "model": ("model", None, "model.name=hf: must be x, as its file conf/model/x.yaml"),
+    "logger": ("logger", None, "logger.name=wandb: must be x, as its file conf/logger/x.yaml"),
+}
+COPIED = {"method": "snapkv", "allocator": "ada", "codec": "kivi", "task": "niah", "model": "hf", "logger": "wandb"}
+
+
+@pytest.mark.parametrize("case", FILES)
+@pytest.mark.parametrize("many", [(), ("-m",)], ids=["run", "sweep"])
+def test_a_file_of_conf_that_cannot_be_used_is_one_line(project, case, many):
+    group, text, line = FILES[case]
+    file = project / "conf" / group / "x.yaml"
+    file.write_text((project / "conf" / group / f"{COPIED[group]}.yaml").read_text() if text is None else text)
+    try:
+        done = subprocess.run(
+            [sys.executable, "run.py", *many, f"{group}=x"], cwd=project, capture_output=True, text=True, check=False
+        )
+    finally:
+        file.unlink()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"kvbench: {line}") and done.stderr.count("\n") == 1, done.stderr
+    assert not (project / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("", "no settings"), ("- a", "no settings"), ("a: [", "line 1 is no YAML"), ("name: y", "no _target_")],
+)
+def test_so_it_is_from_python(tmp_path, monkeypatch, text, line):
+    monkeypatch.setattr(catalogue, "CONF", tmp_path)
+    catalogue._text.cache_clear()
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "x.yaml").write_text(text)
+    with pytest.raises(SettingError, match=f"^method=x: conf/method/x.yaml .*{line}"):
+        catalogue.settings("method", "x")
+    catalogue._text.cache_clear()

@@ -1,0 +1,234 @@
+"""What was stopped or found a full disk says so in one line, has the exit code for it, and loses nothing."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from threading import Timer
+
+import pytest
+
+import run as command
+from kvbench.runner import Reader
+from kvbench.settings import Terminated, answered, terminable, unwritten, writing
+from kvbench.store import RunFolder
+from kvbench.stored import every
+from kvbench.sweep import state_of
+from kvbench.wandb_log import Log, configured
+from tests.support.command_line import answer
+from tests.support.report_store import records, write
+from tests.support.repository import ROOT
+
+QUICK = ("device=cpu", "task.subtasks=[niah_single_1]", "task.length=512", "task.samples=3", "model=reference_v1")
+RECORDS = r"runs/\w+/records-[^ ]*\.jsonl"
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+@pytest.fixture(autouse=True)
+def listening() -> Iterator[None]:
+    """Ctrl-C interrupts, as in a terminal: what a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def send(number: int) -> None:
+    """Send this process a signal, and give Python the time to see it."""
+    os.kill(os.getpid(), number)
+    time.sleep(5)
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_a_command_that_is_stopped_says_so(number, capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    assert answered(lambda: send(number)) == CODES[number]
+    assert capsys.readouterr() == ("", "kvbench: stopped\n")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.fixture
+def stopping(monkeypatch) -> Callable[[int, int], None]:
+    """Sends a signal in the place of the answer after so many."""
+
+    def stop(number: int, after: int) -> None:
+        left, own = iter(range(after)), Reader.attempt
+
+        def attempt(*given: object) -> object:
+            return own(*given) if next(left, None) is not None else send(number)
+
+        monkeypatch.setattr(Reader, "attempt", attempt)
+
+    return stop
+
+
+def lines(results: Path) -> list[str]:
+    return sorted(line for file in results.glob("runs/*/records*.jsonl") for line in file.read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("many", "number", "after", "where"),
+    [
+        (("method=snapkv",), signal.SIGINT, 4, "at 4 of 6"),
+        (("method=snapkv",), signal.SIGTERM, 0, "at 0 of 6"),
+        (("-m", "method=snapkv,knorm", "sweep.share_prefill=false"), signal.SIGINT, 7, "at 1 of 2"),
+        (("-m", "method=snapkv,knorm"), signal.SIGTERM, 4, "at 0 of 2"),
+    ],
+)
+def test_a_run_that_is_stopped_goes_on(many, number, after, where, tmp_path, stopping, monkeypatch, capsys):
+    given = [*many, "budget=0.3", f"results={tmp_path}", *QUICK]
+    monkeypatch.setattr(sys, "argv", ["run.py", *given])
+    with monkeypatch.context():
+        stopping(number, after)
+        assert answered(command.main) == CODES[number]
+        out, err = capsys.readouterr()
+        said = [
+            line
+            for line in err.replace("\r", "\n").splitlines()
+            if line and "it/s]" not in line and "s/it]" not in line
+        ]
+        assert said == [f"kvbench: stopped {where}; the same command goes on"]
+        before = lines(tmp_path)
+        assert len(before) == after and all(json.loads(line)["error"] is None for line in before)
+        monkeypatch.undo()
+    code, out, err = answer(given, monkeypatch, capsys)
+    assert code == 0 and "average" in out and set(before) <= set(lines(tmp_path))
+
+
+def at_work(group: int) -> list[int]:
+    """The processes of a group that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, own, *_ = path.read_text().rpartition(")")[2].split()
+            found += [int(path.parent.name)] if int(own) == group and state != "Z" else []
+    return found
+
+
+def test_workers_end_with_a_run_that_is_stopped(tmp_path):
+    """Ctrl-C in a terminal reaches all processes of the group."""
+    arguments = [str(ROOT / "run.py"), "method=snapkv", "workers=2", f"results={tmp_path}", *QUICK]
+    code = (
+        "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *arguments, "task.samples=400"], stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as group:  # fmt: skip
+        try:
+            end = time.monotonic() + 120
+            while len(list(tmp_path.glob("runs/*/records*.jsonl"))) < 2 and time.monotonic() < end:  # of each worker
+                time.sleep(0.05)
+            os.killpg(group.pid, signal.SIGINT)
+            out, err = group.communicate(timeout=60)
+        finally:
+            group.kill()
+    said = [line for line in err.replace("\r", "\n").splitlines() if line and "/400 [" not in line]
+    assert (group.returncode, out, len(said)) == (130, "", 1), err
+    done = int(re.fullmatch(r"kvbench: stopped at (\d+) of 800; the same command goes on", said[0])[1])
+    assert done == len(lines(tmp_path)) >= 2 and all(json.loads(line)["uid"] for line in lines(tmp_path))
+    end = time.monotonic() + 30
+    while at_work(group.pid):
+        assert time.monotonic() < end, "a process of the group is left"
+        time.sleep(0.05)
+
+
+def test_a_logger_that_hangs_does_not_hold_what_is_stopped(tmp_path, monkeypatch):
+    write(tmp_path, records(1.0, 100), method={"name": "full"}, sampling={"temperature": 0.0, "top_p": 1.0})
+    slow = tmp_path / "slow"
+    slow.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 100\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr("kvbench.wandb_log.sys.executable", str(slow))
+    begin, timer = time.monotonic(), Timer(1, os.kill, (os.getpid(), signal.SIGTERM))
+    with terminable(), pytest.raises(Terminated):
+        timer.start()
+        Log.of(configured({"seconds": "60"}), tmp_path).finished(every(tmp_path))
+    assert time.monotonic() - begin < 20
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@contextmanager
+def full_beyond(size: int) -> Iterator[None]:
+    """A disk on which a file finds no room beyond so many bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize(
+    ("many", "size", "where"),
+    [
+        (("method=snapkv",), 7000, RECORDS),
+        (("-m", "method=snapkv,knorm"), 7000, RECORDS),
+        (("method=snapkv", "workers=2"), 5500, RECORDS),
+        (("-m", "method=snapkv,knorm"), 4000, r"sweeps/[^/]*"),  # what Hydra writes of a sweep
+    ],
+)
+def test_a_full_disk_ends_a_run_in_one_line(many, size, where, tmp_path, monkeypatch, capsys):
+    """A sweep too: the next cell would find no more room."""
+    monkeypatch.setattr("kvbench.sweep.write", lambda folder, cells: None)  # what cells.json holds is longer
+    monkeypatch.setattr("kvbench.cells.Sweep.end", lambda own: None)
+    samples = 14 if "workers=2" in many else 9  # more than two workers and the process that waits for them can write
+    given = [*many, "budget=0.3", f"results={tmp_path}", *QUICK, f"task.samples={samples}"]
+    assert answer(["method=full", *given[-len(QUICK) - 2 :]], monkeypatch, capsys)[0] == 0
+    with full_beyond(size):
+        code, _, err = answer(given, monkeypatch, capsys)
+    said = [line for line in err.replace("\r", "\n").splitlines() if line and not re.search(r"/(9|14|18) \[", line)]
+    assert code == 1 and len(said) == 1 and re.fullmatch(rf"kvbench: {tmp_path}/{where}: .*", said[0]), err
+    assert lines(tmp_path) and all(json.loads(line)["error"] is None for line in lines(tmp_path))
+
+
+def test_each_error_of_a_disk_has_its_line(tmp_path):
+    with pytest.raises(OSError, match="No space") as found, writing(tmp_path / "x"), open("/dev/full", "w") as file:
+        file.write("x")
+        file.flush()
+    assert unwritten(found.value) == f"{tmp_path}/x: No space left on device"
+    assert unwritten(FileNotFoundError(2, "No such file", "x")) is None and unwritten(OSError("x")) is None
+
+
+def test_a_full_disk_names_the_records(tmp_path, capsys):
+    """And the line that did not fit is not there."""
+    folder = RunFolder(tmp_path / "runs", {"a": 1})
+
+    def work() -> None:
+        with folder.open({}, 2):
+            for uid in "ab":
+                assert folder.claim(uid)
+                folder.append({"uid": uid, "text": 900 * uid})
+
+    with full_beyond(1000):
+        assert answered(work) == 1
+    [file] = folder.path.glob("records*.jsonl")
+    assert re.fullmatch(rf"kvbench: {file}: \d+ of \d+ bytes could be written; .*\n", capsys.readouterr().err)
+    assert state_of(tmp_path, folder.hash).records == 1 == file.read_text().count("\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "more", "name"),
+    [
+        ("report.page", [], "report"),
+        ("figures", ["--kind", "curve"], "figures/"),
+        ("frames", ["{}/export"], "export/runs.parquet.draft"),
+        ("papers", [], "papers/"),
+    ],
+)
+def test_a_full_disk_names_the_file(module, more, name, tmp_path, capsys):
+    for budget in (1.0, 0.5):
+        method = {"name": "full" if budget == 1 else "snapkv"}
+        write(tmp_path, records(budget, 90), method=method, budget=budget, sampling={"temperature": 0.0, "top_p": 1.0})
+    with full_beyond(200):
+        code = import_module(f"kvbench.{module}").main([str(tmp_path), *(own.format(tmp_path) for own in more)])
+    out, err = capsys.readouterr()
+    assert code == 1 and re.fullmatch(rf"kvbench: {tmp_path}/{name}.*File too large.*\n", err), err

@@ -1,0 +1,260 @@
+"""The hash of the sources follows what is imported, and the revision is the checkout's."""
+
+import subprocess
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+
+import kvbench
+from kvbench import sources
+from kvbench.sources import (
+    UNCOUNTED,
+    closure,
+    imports,
+    packages,
+    revision,
+    source_hash,
+    source_hashes,
+    unfollowed,
+)
+from tests.support.modules import MODULE_FILES, name_of, within
+from tests.support.repository import ROOT
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A small checkout beside which kvbench is looked up."""
+    texts = {
+        "kvbench/__init__.py": "def __getattr__(name):\n    from kvbench import tables\n",
+        "kvbench/engine.py": "import torch.nn as nn\nfrom kvbench.rows import Rows, gone\nfrom . import settings\n",
+        "kvbench/rows.py": "def size():\n    from kvbench.kernels import attend\n",
+        "kvbench/settings.py": "",
+        "kvbench/tables.py": "",
+        "kernels/attend/__init__.py": "def attend(name):\n    return __import__(name)\n",
+        "kernels/attend/triton.py": "from .tiles import tile\n",
+        "kernels/attend/tiles.py": "",
+        "kernels/attend/README.md": "",
+        "kernels/attend/attend.cu": "",
+        "kernels/match/__init__.py": "",
+        "methods/snapkv.py": "from kvbench.settings import whole\nimport kvbench.kernels.match, json\n",
+        "README.md": "",
+    }
+    for name, text in texts.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(kvbench, "__path__", [str(tmp_path / "kvbench"), str(tmp_path)])
+    return tmp_path
+
+
+def test_imports_and_their_closure(checkout):
+    assert imports("kvbench.engine") == {"torch", "torch.nn", "kvbench", "kvbench.rows", "kvbench.settings"}
+    assert imports("kvbench.rows") == {"kvbench", "kvbench.kernels.attend"}
+    assert imports("kvbench.kernels.attend") == {"kvbench", "kvbench.kernels.attend.tiles"}
+    assert imports("kvbench.methods.snapkv") == {"json", "kvbench", "kvbench.settings", "kvbench.kernels.match"}
+    below = {"kvbench", "kvbench.rows", "kvbench.settings", "kvbench.kernels.attend", "kvbench.kernels.attend.tiles"}
+    assert closure(["kvbench.engine"]) == below | {"kvbench.engine"}
+    for unknown in ("kvbench.nothing", "torch", "kvbench.methods"):
+        with pytest.raises(ValueError, match=f"^{unknown} is no module"):
+            closure([unknown])
+
+
+def test_the_hash_follows_what_can_change_a_result(checkout):
+    named = ["kvbench.methods.snapkv", "kvbench.engine"]
+    before = source_hash(named)
+    assert before == source_hash(reversed(named)) and len(before) == 16
+    counted = set()
+    for path in sorted(path for path in checkout.rglob("*") if path.is_file()):
+        text = path.read_text()
+        path.write_text(text + "\n# said\n")
+        said = source_hash(named) != before
+        path.write_text(text + "\nCHANGED = 1\n")
+        if source_hash(named) != before:
+            counted.add(str(path.relative_to(checkout)))
+            assert said == (path.suffix != ".py")  # of Python only what is done counts
+        path.write_text(text)
+    assert counted == {
+        "kvbench/__init__.py",
+        "kvbench/engine.py",
+        "kvbench/rows.py",
+        "kvbench/settings.py",
+        "kernels/attend/__init__.py",
+        "kernels/attend/triton.py",  # never imported by name, but the package may choose it
+        "kernels/attend/tiles.py",
+        "kernels/attend/attend.cu",
+        "kernels/match/__init__.py",
+        "methods/snapkv.py",
+    }
+    assert source_hash(named) == before != source_hash(["kvbench.engine"])
+    (checkout / "kernels/attend/new.py").write_text("")
+    assert source_hash(named) != before
+
+
+def test_modules_that_do_not_count_compute_nothing():
+    """They are there, runs import them, and none of them can compute: only a conversion of weights knows torch."""
+    run = ["kvbench.runner", "kvbench.methods.snapkv", "kvbench.tasks.ruler"]
+    counted = closure(run)
+    assert not counted & UNCOUNTED.keys()
+    for module in UNCOUNTED:
+        assert any(module in imports(other) for other in counted | UNCOUNTED.keys()), f"{module} is not imported"
+        if module != "kvbench.gguf_model":
+            assert not {name for name in imports(module) if within(name, "torch", "transformers", "kvbench.engine")}
+    assert [name for name, own in source_hashes(run).items() if own] == sorted(counted)
+
+
+@pytest.fixture
+def outside(checkout, tmp_path_factory, monkeypatch):
+    """A method of the small checkout, and what it imports from a folder on the path of Python."""
+    folder = tmp_path_factory.mktemp("outside")
+    texts = {
+        "mylib.py": "SIGN = 1\n",
+        "mypackage/__init__.py": "",
+        "mypackage/sub.py": "from .deeper import *\n",
+        "mypackage/deeper/__init__.py": "from mynamespace import plain\n",
+        "mypackage/deeper/star.py": "",
+        "mypackage/table.csv": "1,2\n",
+        "mypackage/unused.py": "",
+        "mynamespace/plain.py": "import kvbench.tables\n",
+        "mynamespace/named.py": "",
+        f"mycompiled{EXTENSION_SUFFIXES[0]}": "machine code",
+        "myunused.py": "",
+    }
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    method = checkout / "methods/mine.py"
+    method.write_text(
+        "import json, torch, numpy as np\nfrom mylib import SIGN\nfrom mypackage import sub, missing\n"
+        "def score():\n    import mycompiled\n    import importlib\n"
+        "    return importlib.import_module('mynamespace.named'), __import__('mylib').SIGN\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    return folder
+
+
+def test_what_a_method_imports_from_elsewhere_is_hashed(outside, checkout, capsys):
+    method = ["kvbench.methods.mine"]
+    before = source_hash(method)
+    files = {path for folder in (outside, checkout) for path in folder.rglob("*") if path.is_file()}
+    counted = set()
+    for path in sorted(files):
+        content = path.read_bytes()
+        path.write_bytes(content + b"\nCHANGED = 1\n")
+        if source_hash(method) != before:
+            counted.add(path)
+        path.write_bytes(content)
+    own = [
+        "mylib.py",
+        *("mypackage/" + name for name in ("__init__.py", "sub.py", "deeper/__init__.py", "deeper/star.py")),
+    ]
+    own += ["mynamespace/plain.py", "mynamespace/named.py", f"mycompiled{EXTENSION_SUFFIXES[0]}"]
+    known = ["kvbench/__init__.py", "kvbench/tables.py", "methods/mine.py"]
+    assert counted == {outside / name for name in own} | {checkout / name for name in known}
+    assert source_hash(method) == before
+    (outside / "mylib.py").write_text("SIGN = -1\n")
+    changed = source_hash(method)
+    (outside / "mylib.py").write_text("SIGN = +1\n")
+    assert len({before, changed, source_hash(method)}) == 3  # a change that leaves the size as it was, too
+    assert not {"mylib", "mypackage", "mynamespace", "mycompiled"} & set(sys.modules)
+    assert capsys.readouterr().err == ""
+
+
+def install(folder: Path, name: str, version: str, files: list[str], editable: bool = False) -> None:
+    """What an installer writes."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "top_level.txt").write_text("\n".join({own.split("/")[0].removesuffix(".py") for own in files}))
+    (info / "RECORD").write_text("".join(f"{own},,\n" for own in ([] if editable else files)) + "METADATA,,\n")
+
+
+def test_an_installed_package_counts_by_name_and_version(checkout, tmp_path_factory, monkeypatch):
+    def hash_with(version: str, content: str, editable: bool = False) -> str:
+        folder = tmp_path_factory.mktemp("site")
+        (folder / "myinstalled").mkdir()
+        (folder / "myinstalled/__init__.py").write_text(content)
+        install(folder, "My-Installed", version, ["myinstalled/__init__.py"], editable)
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(folder)
+            return source_hash(["kvbench.methods.mine"])
+
+    (checkout / "methods/mine.py").write_text("import myinstalled.sub, torch, yaml, os.path\n")
+    without = source_hash(["kvbench.methods.mine"])
+    first = hash_with("1.0", "SIGN = 1")
+    assert first == hash_with("1.0", "SIGN = -1") != hash_with("1.1", "SIGN = 1")
+    assert without not in {first, hash_with("1.1", "SIGN = 1")}
+    editable = hash_with("1.0", "SIGN = 1", editable=True)
+    assert editable not in {first, hash_with("1.0", "SIGN = -1", editable=True)}
+    assert packages(["torch.nn", "yaml", "numpy", "os.path", "json"]) == set()  # kvbench's own, and Python's
+    assert packages(["pytest"]) == {f"pytest {pytest.__version__}"}
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("import importlib; importlib.import_module('my' + 'lib')", "import_module() in mine.py, line 1"),
+        ("from importlib import import_module as load\nload(name)", "import_module() in mine.py, line 2"),
+        ("exec(text)", "exec() in mine.py, line 1"),
+        ("def f(name):\n    return __import__(name)", "__import__() in mine.py, line 2"),
+        ("import ctypes; ctypes.CDLL('x.so')", "CDLL() in mine.py, line 1"),
+        ("import sys; sys.path.append('x'); import mynowhere", "import mynowhere in mine.py"),
+        ("try:\n    import mynowhere\nexcept ImportError:\n    pass", None),
+        ("model.eval(); import json", None),
+    ],
+)
+def test_what_cannot_be_followed_is_said_once(line, said, checkout, capsys, monkeypatch):
+    monkeypatch.setattr(sources, "_said", set())
+    (checkout / "methods/mine.py").write_text(line)
+    (checkout / "methods/other.py").write_text("import kvbench.methods.mine")
+    for _ in range(2):
+        source_hash(["kvbench.methods.mine"])
+        source_hash(["kvbench.methods.other"])
+    text = f"kvbench: what these execute is not part of a run's hash: {said}\n" if said else ""
+    assert capsys.readouterr().err == text
+
+
+def test_the_methods_and_tasks_of_kvbench_can_be_followed():
+    modules = {name_of(path) for path in MODULE_FILES if path.relative_to(ROOT).parts[0] in ("methods", "tasks")}
+    assert unfollowed(closure(modules)) == []
+
+
+def test_the_hash_is_asked_for_again_at_no_cost(outside, monkeypatch):
+    before = source_hash(["kvbench.methods.mine"])
+    monkeypatch.setattr(sources, "walk", None)
+    assert source_hash(["kvbench.methods.mine"]) == before
+
+
+def test_the_revision_is_the_checkouts(tmp_path, monkeypatch):
+    def git(*arguments: str) -> str:
+        own = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        return subprocess.run(
+            ["git", *own, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    def now(folder: Path = tmp_path) -> str:
+        revision.cache_clear()
+        return revision(folder)
+
+    inner = tmp_path / "kvbench"
+    inner.mkdir()
+    for folder in (tmp_path, inner):
+        (folder / "pyproject.toml").write_text('[project]\nversion = "7.1"\n')
+    (inner / "rows.py").write_text("")
+    assert now() == "version 7.1"
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    first = git("rev-parse", "HEAD").strip()
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert now() == f"git {first}"
+    assert now(inner) == "version 7.1"  # a copy inside somebody's repository is no checkout
+    (tmp_path / "notes.txt").write_text("no code")
+    assert now() == f"git {first}"
+    (inner / "new.py").write_text("")
+    assert now() == f"git {first} dirty"
+    monkeypatch.setenv("PATH", "")
+    assert now() == "version 7.1"
+    revision.cache_clear()

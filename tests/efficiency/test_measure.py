@@ -1,0 +1,313 @@
+"""task=efficiency: lines with all settings, out of memory as a result, no cell twice, wrong settings in one line."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hydra import compose, initialize_config_dir
+
+from kvbench import plan
+from kvbench.budget import Budget
+from kvbench.catalogue import CONF, build, methods_available, settings
+from kvbench.floors import Machine, Weights, decode_ms, needs, prefill_ms
+from kvbench.generation import Context
+from kvbench.held import choose_cache
+from kvbench.measurements import COLUMNS, ENDED, append, ended, read
+from kvbench.model import random_model
+from kvbench.replica import replicate
+from kvbench.run import Run
+from kvbench.sampling import Sampling
+from kvbench.scoring import scoring
+from kvbench.settings import SettingError
+from kvbench.shape import Shape, shapes
+from kvbench.subject import Composed, Growing, Static
+from kvbench.throughput import bisect
+from kvbench.timing import fits, spread
+from tests.support.command_line import answer, assert_refused
+
+QUICK = ("task.length=60", "task.new_tokens=[3,6]", "task.repeats=2", "budget=0.25")
+PARAMETERS = {  # billions, as the models' pages say
+    "llama31_8b": 8.03, "r1_llama_8b": 8.03, "llama32_3b": 3.21, "mistral_7b_v02": 7.24, "megabeam_mistral_7b": 7.24,
+    "qwen25_7b": 7.62, "qwen25_7b_1m": 7.62, "qwen25_3b": 3.09, "qwen25_32b": 32.76, "r1_qwen_1_5b": 1.78,
+    "r1_qwen_7b": 7.62, "openmath_nemotron_14b": 14.77, "qwen3_8b": 8.19, "gemma3_12b": 11.77,
+}  # fmt: skip
+
+
+@pytest.fixture
+def kvbench(tmp_path, monkeypatch, capsys):
+    """Runs the command line in this process; gives exit code, output, errors. Results lie in tmp_path/results."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*own: str) -> tuple[int, str, str]:
+        base = ["task=efficiency", "model=random", "model.like=tiny", "device=cpu"]
+        sweep = [setting for setting in own if setting == "-m"]  # in front of all settings
+        return answer([*sweep, *base, *own[len(sweep) :]], monkeypatch, capsys)
+
+    return call
+
+
+def by_quantity(path: Path, **where: object) -> dict[str, dict[str, str]]:
+    return {row["quantity"]: row for row in read(path) if all(row[k] == str(v) for k, v in where.items())}
+
+
+def test_a_sweep_gives_lines_and_measures_no_cell_twice(kvbench, monkeypatch):
+    path = Path("results/efficiency/cpu.csv")
+    assert kvbench("-m", "method=full,snapkv", *QUICK)[0] == 0
+    before = path.read_bytes()
+    for method, budget, share in (("full", 1.0, 1), ("snapkv", 0.25, 0.25)):
+        found = by_quantity(path, method=method, budget=budget)
+        times = {"ttft_ms", "tpot_ms", "tpot_mean_ms", "decode_tokens_s", "e2e_3_ms", "e2e_6_ms", "answer_3_ms"}
+        assert times <= set(found) and list(found)[-1] == ENDED
+        assert float(found["resident_bytes"]["value"]) == share * 60 * 2 * 2 * 2 * 32 * 4  # layers, heads, k and v
+        assert found["ttft_ms"]["count"] == "2" and float(found["ttft_ms"]["least"]) <= float(found["ttft_ms"]["value"])
+        assert float(found["e2e_3_ms"]["value"]) < float(found["e2e_6_ms"]["value"])
+        for column in ("gpu", "model", "weights", "length", "batch", "device", "dtype", "torch", "sources", "date"):
+            assert found["ttft_ms"][column]
+    monkeypatch.setattr("kvbench.shape.Shape.weights", lambda *_: pytest.fail("weights were loaded"))
+    code, out, _ = kvbench("method=snapkv", *QUICK[:3], "budget=2.5e-1")
+    assert code == 0 and "measured already" in out and path.read_bytes() == before
+
+
+def test_baselines_and_throughput(kvbench):
+    assert kvbench("method=snapkv", "task.baseline=dynamic", *QUICK)[0] == 0
+    assert kvbench("method=snapkv", "task.measure=throughput", "task.most_batch=3", *QUICK)[0] == 0
+    path = Path("results/efficiency/cpu.csv")
+    dynamic = by_quantity(path, baseline="dynamic")
+    assert dynamic["ttft_ms"]["method"] == "full" and dynamic["ttft_ms"]["budget"] == "1.0"
+    several = by_quantity(path, measure="throughput")
+    assert several["largest_batch"]["value"] == "3" and several["decode_tokens_s"]["status"] == "ok"
+    assert float(several["resident_bytes"]["value"]) >= 3 * 15 * 2 * 2 * 2 * 32 * 4
+
+
+def test_no_memory_is_a_result(kvbench, monkeypatch):
+    def exhausted(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Context, "prefill", exhausted)
+    assert kvbench("-m", "method=snapkv", "task.measure=latency,throughput", *QUICK)[0] == 0
+    rows = read(Path("results/efficiency/cpu.csv"))
+    assert [(row["quantity"], row["status"]) for row in rows if row["quantity"] != ENDED] == [
+        ("latency", "out_of_memory"), ("throughput", "out_of_memory"),
+    ]  # fmt: skip
+
+
+def test_other_errors_are_no_lack_of_memory():
+    assert fits(lambda: 3, "cpu") == (True, 3)
+    assert fits(lambda: (_ for _ in ()).throw(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")), "cpu") == (False, None)
+    with pytest.raises(RuntimeError, match="shape"):
+        fits(lambda: (_ for _ in ()).throw(RuntimeError("shape")), "cpu")
+
+
+SCORED = [name for name in methods_available() if name not in ("full", "qfilters", "duo_attention")]
+
+
+def test_every_method_is_scored_or_says_why_not():
+    refused = set()
+    base = ["task=efficiency", "model=random", "model.like=tiny", "device=cpu", "budget=0.5"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for name in SCORED:
+            own = [*base, f"method={name}", "task.measure=scoring", "task.length=70"]
+            run = Run.from_config(compose("config", overrides=own))
+            try:
+                made = scoring(run)
+            except SettingError as error:
+                assert f"{name} scores nothing" in str(error)
+                refused.add(name)
+                continue
+            found = made.call()
+            rows = found.shape[2] if run.choice().method.scores else int(found[-1].sum(-1).max())  # tokens, of a cut
+            assert rows == 70, name
+    assert refused == {"quest", "omnikv", "kvzip"} and set(needs()) <= set(methods_available())
+
+
+def test_a_score_is_timed(kvbench):
+    assert kvbench("method=dropkv", "task.measure=scoring", "task.repeats=1", "task.implementation=reference")[0] == 0
+    found = by_quantity(Path("results/efficiency/cpu.csv"))
+    assert found["scoring_ms"]["count"] == "10" and found["scoring_ms"]["implementation"] == "reference"
+    both, once = 4096 * 2 * 32 * 4 * 2, 4096 * 2 * 4  # keys and values of two heads; a number a row
+    assert int(found["scoring_bytes"]["value"]) == 2 * both + once
+
+
+BAD = {
+    "model.like=foo": "model.like=foo: choose one of gemma3_12b",
+    "model.like=null": "model.like=null: choose one of",
+    "task.length=5000": "task.length=5000: tiny takes at most 4096",
+    "task.length=0": "task.length=0: a whole number",
+    "task.batch=0": "task.batch=0: a whole number",
+    "task.baseline=foo": "task.baseline=foo: choose one of none, dynamic, static_compiled",
+    "task.baseline=static_compiled": "task.baseline=static_compiled: needs a GPU",
+    "task.measure=foo": "task.measure=foo: choose one of latency",
+    "task.new_tokens=1": "task.new_tokens=1: a whole number of at least 2",
+    "task.new_tokens=[]": "task.new_tokens=None: a whole number",
+    "task.answers=9": "task.answers=9: at most task.repeats",
+    "task.rows=9": "task.rows=9: of task.baseline=static_compiled",
+    "task.implementation=triton": "task.implementation=triton: of task.measure=scoring",
+    "task.bandwidth=0": "task.bandwidth=0: a number above 0",
+    "task.fill=foo": "task.fill=foo: choose one of",
+    "task=ruler": "model=random: task=ruler needs text",
+    "method=foo": "method=foo: choose one of",
+}
+
+
+@pytest.mark.parametrize("setting", BAD)
+def test_a_bad_setting_is_one_line_and_leaves_nothing(kvbench, tmp_path, monkeypatch, setting):
+    monkeypatch.setattr("kvbench.shape.Shape.weights", lambda *_: pytest.fail("weights were loaded"))
+    assert_refused(kvbench(setting), BAD[setting], tmp_path)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_shapes_have_the_models_parameters(name):
+    model = random_model(Shape.like(name, 0).config(), torch.bfloat16, "meta", 0)
+    assert sum(own.numel() for own in model.parameters()) / 1e9 == pytest.approx(PARAMETERS[name], abs=0.006)
+    assert set(PARAMETERS) | {"tiny"} == set(shapes())
+
+
+def test_random_weights_are_the_seed_s_and_leave_the_global_state(monkeypatch):
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    one, same, other = (Shape.like("tiny", seed).weights(torch.float32, "cpu") for seed in (0, 0, 1))
+    assert torch.equal(torch.rand(1), expected)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+    assert Shape.like("tiny", 0).identity() != Shape.like("tiny", 1).identity()
+
+
+def test_floors_of_the_8b_shape():
+    """Issue 4: 4.5 ms a token with the full cache at 32k, 3.6 ms at 5 %; 3.74 ms for all weights."""
+    model = random_model(Shape.like("llama31_8b", 0).config(), torch.bfloat16, "meta", 0)
+    machine, weights, row = Machine(4.27e12, 600e12), Weights.of(model), 128 << 10
+    assert weights.total / 4.27e9 == pytest.approx(3.76, abs=0.03)
+    assert decode_ms(machine, weights, 32768 * row, 1, 2) == pytest.approx(4.5, abs=0.05)
+    assert decode_ms(machine, weights, 1638 * row, 1, 2) == pytest.approx(3.6, abs=0.05)
+    whole = prefill_ms(machine, model, 131072, 1, None, None)
+    blocks = prefill_ms(machine, model, 131072, 1, 128, 8192)
+    assert blocks == pytest.approx(3800, rel=0.06) and whole > 1.7 * blocks
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv", "keydiff", "h2o", "centroidkv", "quest"])
+def test_a_replicated_prompt_decodes_as_it_does_alone(method):
+    model, ids = Shape.like("tiny", 0).weights(torch.float32, "cpu"), torch.arange(3, 103)[None]
+    choice = choose_cache(*(build(g, settings(g, n)) for g, n in
+                            (("method", method), ("allocator", "uniform"), ("codec", "raw"))))  # fmt: skip
+
+    def answer(times: int) -> torch.Tensor:
+        context = Context(model, choice, Budget(1.0 if method == "full" else 0.3), None, (0,))
+        context.prefill(ids)
+        before = context.bytes().rows
+        if times > 1:
+            replicate(context, times, 5)
+            assert context.bytes().rows == times * before
+        list(context.generate(5, Sampling(), frozenset()))
+        return context.logits
+
+    alone, several = answer(1), answer(3)
+    assert several.shape[0] == 3 and torch.allclose(several, alone.expand_as(several), atol=1e-5)
+
+
+def test_a_packed_cache_is_not_replicated(kvbench):
+    code, _, err = kvbench("method=snapkv", "codec=kivi", "task.measure=throughput", "task.most_batch=2", *QUICK)
+    assert code == 2 and "task.fill=replicated: codec=kivi packs rows" in err
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_transformers_own_caches_answer_alike(batch):
+    model, ids = Shape.like("tiny", 0).weights(torch.float32, "cpu"), torch.arange(3, 43).repeat(batch, 1)
+    one = Growing(model)
+    one.read(ids[:1])
+    one.replicate(batch)
+    answers = [torch.cat([one.token.clone() for _ in one.tokens(6)], 1)]
+    for own in (Growing(model), Static(model, 40, 6, compiled=False)):
+        for _ in range(2):  # read again: nothing of the first prompt is left
+            own.read(ids)
+            answers.append(torch.cat([own.token.clone() for _ in own.tokens(6)], 1))
+    assert answers[0].shape == (batch, 6) and all(torch.equal(answers[0], own) for own in answers)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 49, 130, 1000])
+@pytest.mark.parametrize("first", [2, 8, 100, 2000])
+def test_bisection_finds_the_largest_batch(limit, first):
+    tried = []
+    found = bisect(lambda batch: tried.append(batch) or batch <= limit, first, None)
+    assert limit * 0.98 - 1 < found <= limit and len(tried) < 40
+    assert bisect(lambda batch: batch <= limit, first, 5) == min(limit, 5)
+
+
+def test_a_batch_that_fails_late_is_made_smaller(kvbench, monkeypatch):
+    answer = Composed.answer
+
+    def late(own, count, most=None):
+        if most is None and len(own.context.seeds) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return answer(own, count, most)
+
+    monkeypatch.setattr(Composed, "answer", late)
+    assert kvbench("method=snapkv", "task.measure=throughput", "task.most_batch=4", *QUICK)[0] == 0
+    assert by_quantity(Path("results/efficiency/cpu.csv"))["largest_batch"]["value"] == "2"
+
+
+def test_spread():
+    found = spread([4.0, 1.0, 2.0, 3.0, 100.0])
+    assert (found["median"], found["mean"], found["least"], found["most"], found["count"]) == (3, 22, 1, 100, 5)
+
+
+def test_appending_never_touches_what_is_there(tmp_path):
+    path = tmp_path / "new" / "gpu.csv"
+    append(
+        path,
+        [{"quantity": "a", "note": 'a "quoted", text\nof two lines', "cell": "1"}, {"quantity": ENDED, "cell": "1"}],
+    )
+    with path.open("a") as file:
+        file.write('gpu,latency,"torn')  # a killed writer
+    before = path.read_bytes()
+    append(path, [{"quantity": "b", "cell": "2"}])
+    assert path.read_bytes().startswith(before)
+    assert [row["quantity"] for row in read(path)] == ["a", ENDED, "b"] and ended(path) == {"1"}
+    assert read(path)[0]["note"] == 'a "quoted", text of two lines'
+    with path.open() as file:
+        assert tuple(next(csv.reader(file))) == COLUMNS
+    other = tmp_path / "other.csv"
+    other.write_text("method,ms\n")
+    with pytest.raises(SettingError, match="has other columns"):
+        append(other, [{}])
+    assert other.read_text() == "method,ms\n"
+
+
+def test_a_list_goes_on_after_refusals_and_failures(tmp_path, monkeypatch, capsys):
+    own = tmp_path / "plan.yaml"
+    own.write_text(
+        "few:\n"
+        "- model.like=tiny device=cpu method=full task.measure=scoring,latency task.length=50 task.new_tokens=3\n"
+        "- model.like=tiny device=cpu method=knorm,sink budget=0.5 task.length=50 task.new_tokens=3\n"
+    )
+    generate = Context.generate
+
+    def failing(self, *args, **kwargs):
+        if self.choice.method.name == "knorm":
+            raise RuntimeError("a kernel is wrong")
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(Context, "generate", failing)
+    arguments = ["few", "--plan", str(own), "--results", str(tmp_path / "results")]
+    assert plan.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "refused: task.measure=scoring: full" in out and "[4/4]" in out
+    rows = read(tmp_path / "results" / "efficiency" / "cpu.csv")
+    failed = [row for row in rows if row["status"] == "failed"]
+    assert [row["method"] for row in failed] == ["knorm"] and failed[0]["note"] == "RuntimeError: a kernel is wrong"
+    assert plan.main(arguments) == 0 and capsys.readouterr().out.count("measured already") == 3
+    assert plan.main([*arguments, "--minutes", "0"]) == 1
+    assert plan.main(["many", "--plan", str(own)]) == 2
+
+
+def test_the_plan_s_lines_are_settings_that_exist():
+    lists = yaml.safe_load(plan.PLAN.read_text())
+    assert set(lists) == {"quick", "bars", "full", "cpu"}
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for lines in lists.values():
+            for line in lines:
+                first, *_ = plan.cells([line])
+                config = compose("config", overrides=[*plan.EVERY, *first])
+                assert config.model.like in shapes() and config.task.name == "efficiency"

@@ -1,0 +1,139 @@
+"""What a cut costs: the report, its limits, and that no method holds queries × keys."""
+
+import csv
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvbench import prefills
+from kvbench.budget import Budget
+from kvbench.catalogue import methods_available, names
+from kvbench.generation import Context
+from kvbench.policy import Choice
+from kvbench.prefills import Cost, Setup, limit, measure, setups, table
+from tests.support.method_files import chosen
+from tests.support.tiny_models import ids, tiny
+
+
+def test_set_ups_are_every_method_alone_and_one_with_everything():
+    found = setups(methods_available(), "snapkv")
+    assert [own.method for own in found if str(own) == own.method] == [m for m in methods_available() if m != "full"]
+    crossed = {(own.allocator, own.codec) for own in found if own.method == "snapkv"}
+    assert crossed == {(own, "raw") for own in names("allocator")} | {("uniform", own) for own in names("codec")}
+    assert setups(["full", "knorm"], None) == [Setup("knorm")]
+
+
+def test_limits_follow_what_a_method_needs():
+    plain, votes = chosen("knorm", "uniform", "llama")[0], chosen("h2o", "uniform", "llama")[0]
+
+    @dataclass(frozen=True)
+    class Rereading(type(votes)):
+        rereads = True
+
+    assert (limit(plain), limit(votes), limit(Rereading(**vars(votes)))) == (1.3, 2.0, None)
+
+
+def test_the_ratio_is_the_median_over_rounds_and_marked_above_its_limit():
+    cost = Cost(Setup("knorm"), 1.3, own=(2.0, 9.0, 2.8), full=(2.0, 3.0, 2.0))
+    assert cost.quartiles == pytest.approx((1.2, 1.4, 2.2))
+    assert cost.over and cost.verdict == "OVER"
+    assert replace(cost, limit=1.5).verdict == "ok" and replace(cost, limit=None).verdict == "no limit"
+    assert "1.40  1.20-2.20    1.3  OVER" in table([cost])
+
+
+def test_each_set_up_is_timed_between_two_full_caches(monkeypatch):
+    ran = []
+
+    def seconds(model, choice, budget, ids, own):
+        ran.append(choice.method.name)
+        return float(len(ran))
+
+    monkeypatch.setattr(prefills, "seconds", seconds)
+    costs = measure(None, ids(9), Budget(0.5), 2, setups(["knorm", "qfilters", "random"], None), {})
+    assert ran == ["full", "knorm", "random"] + 2 * ["full", "knorm", "full", "random", "full"]
+    assert [cost.setup.method for cost in costs] == ["knorm", "qfilters", "random"]
+    assert costs[0].own == (5, 10) and costs[0].full == (5, 10) and costs[2].own == (7, 12)
+    assert costs[1].verdict.startswith("not run: method.path=null")
+
+
+def test_the_command_prints_and_writes_every_set_up(tmp_path, capsys):
+    out = tmp_path / "new" / "prefill.csv"
+    command = ["--tokens=60", "--rounds=1", "--out", str(out), "--methods", "knorm", "h2o", "tova", "qfilters"]
+    assert prefills.main([*command, "--cross", "tova", "--set", "h2o.preset=kvpress"]) == 0
+    printed = capsys.readouterr().out
+    with out.open() as file:
+        lines = list(csv.DictReader(file))
+    named = [tuple(line[key] for key in ("method", "allocator", "codec")) for line in lines]
+    plain = [(name, "uniform", "raw") for name in ("knorm", "h2o", "tova", "qfilters")]
+    crossed = [("tova", name, "raw") for name in names("allocator") if name != "uniform"]
+    assert named == [*plain, *crossed, *(("tova", "uniform", name) for name in names("codec") if name != "raw")]
+    refused = [line for line in lines if line["not_run"]]
+    assert {line["method"] for line in refused} == {"qfilters", "tova"}  # no file; no competition, no packing
+    for line in lines:
+        assert f"{line['method']} " in printed and line["not_run"] in printed
+        assert line["not_run"] or float(line["ratio"]) == pytest.approx(float(line["ms"]) / float(line["full_ms"]))
+        assert line["tokens"] == "60" and line["torch"] == torch.__version__
+        assert line["command"].startswith("python -m kvbench.prefills --tokens=60 --rounds=1")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--methods", "nothing"],
+        ["--cross", "nothing"],
+        ["--tokens", "0"],
+        ["--tokens", "20000"],
+        ["--rounds", "0"],
+        ["--budget", "1"],
+        ["--model", "/nowhere"],
+        ["--set", "knorm.preset"],
+        ["--set", "preset=paper"],
+        ["--set", "nothing.path=x"],
+        ["--budget", "["],
+        ["--out", "/"],
+        ["--out", f"{__file__}/x.csv"],
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_said_in_one_line(wrong, tmp_path, capsys):
+    assert prefills.main(["--out", str(tmp_path / "x.csv"), *wrong]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvbench: ") and error.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_what_is_no_yaml_is_text():
+    assert prefills.method_args(["snapkv.window=[", "snapkv.kernel=7"]) == {"snapkv": {"window": "[", "kernel": 7}}
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        several = result if isinstance(result, tuple | list) else [result]
+        held = [tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in several if is_tensor(tensor)]
+        self.elements = max(self.elements, *held, 0)
+        return result
+
+
+def is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+CASES = [(method, "uniform") for method in methods_available() if method != "full"]
+CASES += [("snapkv", allocator) for allocator in names("allocator") if allocator != "uniform"]
+
+
+@pytest.mark.parametrize("method, allocator", CASES)
+def test_nothing_holds_queries_times_keys(method, allocator):
+    """No tensor has as many elements as one of the six query heads has logits."""
+    tokens, choice = 2048, Choice(*chosen(method, allocator, "llama"))
+    context = Context(tiny("llama"), choice, Budget(0.1), None, (0,))
+    with Largest() as largest:
+        context.prefill(ids(tokens))
+    assert 0 < largest.elements < tokens * tokens

@@ -1,0 +1,311 @@
+"""A decode step over the modules' weights gives what the modules give, on rows held in every way."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from kvbench.budget import Budget
+from kvbench.decoding import CHUNK, Decoder, GrowingRows, appends
+from kvbench.generation import Context
+from kvbench.held import choose_cache
+from kvbench.model import weights_of
+from kvbench.sampling import Sampling
+from kvbench.settings import ContractError
+from kvbench.steady import SteadyRows
+from tests.support.method_files import chosen
+from tests.support.tiny_models import ids, tiny
+
+APPENDING = {"method": "snapkv"}
+CUTTING = {"method": "keydiff"}  # at every token
+CUTTING_FIVES = {"method": "tova", "decode_interval": 5}
+EVERY = pytest.mark.parametrize("chosen", [APPENDING, CUTTING, CUTTING_FIVES], ids=lambda own: own["method"])
+SETUPS = [("full", "uniform"), ("snapkv", "uniform"), ("snapkv", "ada"), ("criticalkv", "ada"), ("kvzip", "uniform")]
+
+
+def choice_of(method, allocator="uniform", codec="raw", **more):
+    return choose_cache(*chosen(method, allocator, "llama", codec, **more))
+
+
+def contexts(model, choice, budget=0.3, batch=1, stepped=True):
+    """Two contexts on one prompt: one read by the modules, one by the step."""
+    made, device = [], next(model.parameters()).device
+    for step in (False, stepped):
+        context = Context(model, choice, Budget(budget), None, tuple(range(batch)), answer=40)
+        context.prefill(torch.cat([ids(60, seed) for seed in range(batch)]).to(device))
+        if step:
+            context.weights = weights_of(model)
+            assert context.weights is not None
+        made.append(context)
+    return made
+
+
+def assert_same(one, other):
+    """Two contexts count the same and hold the same rows."""
+    assert (one.seen, one.since_cut) == (other.seen, other.since_cut)
+    for layer, another in zip(one.own_layers, other.own_layers, strict=True):
+        assert layer.attended == another.attended
+        assert layer.token_bytes == another.token_bytes
+        for name in ("peak_attended", "peak_rows"):
+            assert getattr(layer.tally, name) == getattr(another.tally, name), name
+        evicted = [torch.tensor(0) if own.tally.evicted is None else own.tally.evicted for own in (layer, another)]
+        assert torch.equal(*evicted)
+        held, rows = layer.rows.view(), another.rows.view()
+        assert torch.equal(held.places, rows.places) and layer.rows.seen == another.rows.seen
+        assert torch.allclose(held.keys, rows.keys, atol=1e-4) and torch.allclose(held.values, rows.values, atol=1e-4)
+
+
+def qwen2(**more):
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=512, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
+            num_key_value_heads=2, max_position_embeddings=512, **more,
+        )
+    ).eval()  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "allocator"), SETUPS)
+def test_the_step_gives_what_the_modules_give(method, allocator):
+    budget = 1.0 if method == "full" else 0.3
+    modules, step = contexts(tiny("llama"), choice_of(method, allocator), budget)
+    answers = [list(context.generate(CHUNK + 9, Sampling(), frozenset())) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, answers))
+    assert (modules.decoding, step.decoding) == ("modules", "graph")
+    assert len(step.stamps) >= CHUNK + 9 and step.stamps == sorted(step.stamps)
+    assert_same(modules, step)
+    more = ids(5, 9)
+    assert torch.allclose(modules.extend(more), step.extend(more), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3", "qwen2"])
+def test_biases_and_norms_of_heads_are_the_models(name):
+    model = qwen2() if name == "qwen2" else tiny(name)
+    modules, step = contexts(model, choice_of("snapkv"), batch=2)
+    answers = [list(context.generate(20, Sampling(), frozenset())) for context in (modules, step)]
+    assert step.decoding == "graph" and torch.equal(*map(torch.stack, answers))
+    assert torch.allclose(modules.logits, step.logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize("method", ["dropkv", "keydiff", "knorm", "snapkv", "tova"])
+def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
+    choice = choice_of(method, decoding=True, decode_interval=interval)
+    modules, step = contexts(tiny("llama"), choice, batch=2)
+    for tokens, by_step in ((CHUNK + 9, 9), (7, 0), (2 * CHUNK, 1)):  # the second is too short for a graph
+        answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers))
+        assert (modules.decoding, step.decoding) == ("modules", "graph" if by_step else "modules")
+        assert_same(modules, step)
+        assert torch.allclose(modules.logits, step.logits, atol=1e-4)
+    more = ids(5, 9).repeat(2, 1)
+    assert torch.allclose(modules.extend(more), step.extend(more), atol=1e-4)
+
+
+@pytest.mark.parametrize("interval", [1, 8])
+def test_rows_grow_to_the_size_that_an_answer_is_cut_to(interval, monkeypatch):
+    """By a step that appends, one token of the modules' with the first cut, and by a step that cuts."""
+    made = []
+    own = Decoder.__init__
+    monkeypatch.setattr(Decoder, "__init__", lambda *args: (made.append(type(args[2]).__name__), own(*args))[1])
+    choice = choice_of("keydiff", decoding=True, decode_interval=interval, decode_size=97)
+    modules, step = contexts(tiny("llama"), choice, 1.0)
+    answers = [list(context.generate(90, Sampling(), frozenset())) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, answers)) and made == ["GrowingRows", "SteadyRows"]
+    assert_same(modules, step)
+    modules, step = contexts(tiny("llama"), choice, 1.0)
+    for context in (modules, step):  # ended before the first cut that takes anything
+        list(context.generate(35, Sampling(), frozenset()))
+    assert_same(modules, step)
+
+
+def test_nothing_is_cut_at_a_full_budget_and_a_growing_one_is_the_modules_affair():
+    modules, step = contexts(tiny("llama"), choice_of("keydiff"), 1.0)
+    answers = [list(context.generate(20, Sampling(), frozenset())) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+    assert_same(modules, step)
+    modules, step = contexts(tiny("llama"), choice_of("keydiff"))
+    for context in (modules, step):
+        context.budget = Budget(0.3, "seen")
+    answers = [list(context.generate(20, Sampling(), frozenset())) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, answers)) and step.decoding == "modules"
+    assert_same(modules, step)
+
+
+def test_scores_that_are_no_numbers_raise_at_their_token(monkeypatch):
+    choice = choice_of("keydiff")
+    _, step = contexts(tiny("llama"), choice)
+    score, calls = type(choice.method).score, []
+
+    def broken(self, *args):
+        calls.append(args)
+        found = score(self, *args)
+        return found * torch.nan if len(calls) > 6 * len(step.own_layers) else found
+
+    monkeypatch.setattr(type(choice.method), "score", broken)
+    answer = step.generate(40, Sampling(), frozenset())
+    assert len([next(answer) for _ in range(7)]) == 7
+    with pytest.raises(ContractError, match="method=keydiff: score returned NaN"):
+        next(answer)
+
+
+@EVERY
+def test_sampled_tokens_are_the_same_too_and_a_second_answer_continues_the_draws(chosen):
+    both = contexts(tiny("llama"), choice_of(**chosen), batch=2)
+    sampling, answers = Sampling(0.9, 0.95), []
+    for context in both:
+        with context.branch():
+            whole = torch.stack(list(context.generate(30, sampling, frozenset())))
+        parts = [*context.generate(11, sampling, frozenset(), True), *context.generate(19, sampling, frozenset())]
+        assert torch.equal(whole, torch.stack(parts))
+        answers.append(whole)
+    assert torch.equal(*answers)
+
+
+@EVERY
+@pytest.mark.parametrize("read_last", [False, True])
+@pytest.mark.parametrize("end", [2, CHUNK, CHUNK + 3])
+def test_what_was_decoded_beyond_the_end_is_as_if_it_never_was(end, read_last, chosen):
+    modules, step = contexts(tiny("llama"), choice_of(**chosen))
+    with modules.branch():
+        free = torch.stack(list(modules.generate(40, Sampling(), frozenset()))).flatten().tolist()
+    stop = next(iter(token for token in free[end:] if token not in free[:end]))
+    answers = [list(context.generate(40, Sampling(), frozenset([stop]), read_last)) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+    assert_same(modules, step)
+    assert torch.allclose(modules.logits, step.logits, atol=1e-5)
+    again = [list(context.generate(12, Sampling(), frozenset())) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, again))
+
+
+def test_between_two_cuts_a_graph_reads():
+    """Of heads of several lengths, which no step cuts."""
+    choice = choice_of("knorm", "ada", decoding=True, decode_interval=34)
+    modules, step = contexts(tiny("llama"), choice)
+    answers = [list(context.generate(75, Sampling(), frozenset())) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+    assert all(layer.tally.evicted.float().mean() > 60 for layer in step.own_layers)  # the prompt's cut and two more
+    assert_same(modules, step)
+
+
+@EVERY
+def test_a_branch_leaves_nothing_behind(chosen):
+    _, step = contexts(tiny("llama"), choice_of(**chosen))
+    with step.branch():
+        first = torch.stack(list(step.generate(20, Sampling(), frozenset())))
+    before = [layer.rows.head_places(0, 0) for layer in step.own_layers]
+    with step.branch():
+        assert torch.equal(torch.stack(list(step.generate(20, Sampling(), frozenset()))), first)
+    assert all(
+        torch.equal(layer.rows.head_places(0, 0), own) for layer, own in zip(step.own_layers, before, strict=True)
+    )
+
+
+@EVERY
+@pytest.mark.parametrize("first", [5, CHUNK + 2])
+def test_what_is_read_while_an_answer_is_under_way_comes_behind_what_it_has_read(chosen, first):
+    both = contexts(tiny("llama"), choice_of(**chosen))
+    found = []
+    for context in both:
+        answer = context.generate(40, Sampling(), frozenset())
+        tokens = [next(answer) for _ in range(first)]
+        logits = context.extend(ids(3, 9))
+        tokens += [next(answer) for _ in range(4)]
+        with context.branch():
+            aside = list(context.generate(12, Sampling(), frozenset()))
+        found.append((torch.stack(tokens + aside + list(answer)), logits, context.logits))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.allclose(one, other, atol=1e-4) for one, other in zip(found[0][1:], found[1][1:], strict=True))
+    assert_same(*both)
+
+
+@EVERY
+def test_an_answer_that_a_branch_cut_short_counts_for_nothing(chosen):
+    _, step = contexts(tiny("llama"), choice_of(**chosen))
+    rows, seen = [layer.rows.mean_rows for layer in step.own_layers], step.seen
+    with step.branch():
+        answer = step.generate(40, Sampling(), frozenset())
+        assert len([next(answer) for _ in range(CHUNK + 5)]) == CHUNK + 5
+    answer.close()
+    assert [layer.rows.mean_rows for layer in step.own_layers] == rows and step.seen == seen
+
+
+@EVERY
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_context_that_nobody_has_is_freed_at_once(stepped, chosen):
+    """Not when Python next looks for cycles: a GPU would hold the cache of the sample before."""
+    context = contexts(tiny("llama"), choice_of(**chosen), stepped=stepped)[1]
+    with context.branch():
+        list(context.generate(20, Sampling(), frozenset()))
+    layer = weakref.ref(context.own_layers[0])
+    gc.disable()
+    try:
+        del context
+        assert layer() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(("chosen", "rows"), [(APPENDING, 39), (CUTTING, 1), (CUTTING_FIVES, 5)])
+def test_room_for_an_answer_is_counted_before_it_begins(chosen, rows):
+    for context in contexts(tiny("llama"), choice_of(**chosen)):
+        context.reserve(40)
+        assert context.bytes().headroom == rows * sum(layer.token_bytes for layer in context.own_layers)
+        assert len(list(context.generate(40, Sampling(), frozenset()))) == 40
+        assert context.bytes().headroom == 0  # all of it was used, or cut, and no more was made
+
+
+def test_what_more_than_appends_is_read_by_the_modules():
+    for method, more in (("quest", {}), ("sink", {}), ("h2o", {"decoding": True})):
+        assert not appends(choice_of(method, **more))
+    assert not appends(choice_of("snapkv", codec="kivi"))
+    assert appends(choice_of("h2o", decoding=False)) and appends(choice_of("tova"))
+
+
+def test_models_that_are_not_plain_have_no_weights_for_a_step():
+    assert weights_of(tiny("gemma3")) is None
+    model = qwen2()
+    model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
+    assert weights_of(model) is None
+    model = qwen2()
+    weight = model.model.layers[1].mlp.up_proj.weight
+    model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(weight.data.mT.contiguous().mT)
+    assert weights_of(model) is None
+
+
+def test_frequencies_that_follow_the_longest_place_are_left_to_the_modules():
+    """The step turns all places of an answer at once, also those that it ends before."""
+    for kind in (
+        {"rope_type": "dynamic"},
+        {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    ):
+        rope = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, **kind}
+        assert weights_of(qwen2(rope_parameters=rope)) is None
+    assert weights_of(qwen2()) is not None
+
+
+@EVERY
+def test_the_kernels_take_the_same_step(chosen):
+    """Steps of two layers through the interpreter, or on the GPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = tiny("llama").to(device)
+    choice = choice_of(**chosen)
+    _, context = contexts(model, choice)
+    try:
+        found = []
+        for name in ("reference", "triton"):
+            with torch.inference_mode(), context.branch():
+                first, size = context.logits.argmax(-1), min(2, choice.method.decode_interval)
+                args, more = (context.weights, context.own_layers, 2), (context.seen, name)
+                rows = SteadyRows(*args, size, 18, *more) if choice.method.decoding else GrowingRows(*args, *more)
+                draws = torch.zeros(1, 3, device=device)
+                decoder = Decoder(context.weights, rows, first, 2, Sampling().pick, draws, name)
+                tokens = [int(decoder.next()[0]) for _ in range(2)]
+                places = [layer.rows.view().places for layer in context.own_layers]
+                found.append((tokens, decoder.close(), torch.stack(places)))
+        assert found[0][0] == found[1][0] and torch.allclose(found[0][1], found[1][1], atol=1e-4)
+        assert torch.equal(found[0][2], found[1][2])
+    finally:
+        model.to("cpu")

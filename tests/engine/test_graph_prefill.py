@@ -1,0 +1,94 @@
+"""Blocks read by the step of their own leave what the modules leave."""
+
+import pytest
+import torch
+
+from kvbench.budget import Budget
+from kvbench.catalogue import build, methods_available, settings
+from kvbench.generation import Context
+from kvbench.held import choose_cache
+from kvbench.method import Method
+from kvbench.model import weights_of
+from kvbench.sampling import Sampling
+from kvbench.settings import ContractError
+from kvbench.steady import repeats
+from tests.support.method_files import chosen
+from tests.support.tiny_models import ids, tiny
+
+RELATIVE = ("dropkv", "keydiff", "knorm", "snapkv", "tova")
+
+
+def choice_of(method, allocator="uniform", codec="raw", **more):
+    return choose_cache(*chosen(method, allocator, "llama", codec, **more))
+
+
+def read(model, choice, size, budget, prompt, stepped):
+    context = Context(model, choice, Budget(budget), size, tuple(range(len(prompt))), compile=False)
+    context.weights = weights_of(model) if stepped else None
+    context.prefill(prompt.to(next(model.parameters()).device))
+    return context
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+@pytest.mark.parametrize(("size", "budget", "tokens"), [(7, 24, 150), (16, 0.2, 160), (30, 10, 211)])
+@pytest.mark.parametrize("method", RELATIVE)
+def test_blocks_leave_what_the_modules_leave(method, size, budget, tokens, model, monkeypatch):
+    prompt = torch.cat([ids(tokens, seed) for seed in range(2)])
+    calls = []
+    own = Context.count_tokens
+    monkeypatch.setattr(Context, "count_tokens", lambda self, tokens: (calls.append(tokens), own(self, tokens)))
+    modules, step = (read(tiny(model), choice_of(method), size, budget, prompt, on) for on in (False, True))
+    assert len(calls) == 1 and calls[0] % size == 0 and calls[0] > 4 * size
+    assert torch.allclose(modules.logits, step.logits, atol=1e-4)
+    assert modules.seen == step.seen == tokens
+    for one, other in zip(modules.own_layers, step.own_layers, strict=True):
+        rows, others = one.rows.view(), other.rows.view()
+        assert torch.equal(rows.places, others.places)
+        assert torch.allclose(rows.keys, others.keys, atol=1e-4) and torch.allclose(
+            rows.values, others.values, atol=1e-4
+        )
+        assert torch.equal(one.tally.evicted, other.tally.evicted) and one.rows.seen == other.rows.seen
+        assert (one.tally.peak_rows, one.tally.peak_attended) == (other.tally.peak_rows, other.tally.peak_attended)
+    answers = [torch.stack(list(context.generate(9, Sampling(), frozenset()))) for context in (modules, step)]
+    assert torch.equal(*answers)
+
+
+def test_blocks_that_fit_the_quota_are_read_together_and_not_too_many(monkeypatch):
+    """A block's size bounds the memory that reading takes."""
+    monkeypatch.setattr("kvbench.engine.MOST", 25)
+    read_, sizes = Context._read, []
+    monkeypatch.setattr(
+        Context, "_read", lambda own, ids, *a, **k: sizes.append(ids.shape[1]) or read_(own, ids, *a, **k)
+    )
+    prompt = ids(150, 5)  # no two scores near each other where a cut falls
+    step = read(tiny("llama"), choice_of("keydiff"), 8, 70, prompt, True)
+    assert sizes == [24, 24, 16, 8, 6]  # 8 are cut to 70 rows, the blocks between are not the modules'
+    modules = read(tiny("llama"), choice_of("keydiff"), 8, 70, prompt, False)
+    kept = same = 0
+    for one, other in zip(modules.own_layers, step.own_layers, strict=True):
+        for rows, others in zip(*(own.rows.view().places.flatten(0, 1).tolist() for own in (one, other)), strict=True):
+            kept, same = kept + len(rows), same + len(set(rows) & set(others))
+        assert (one.tally.peak_rows, one.tally.peak_attended) == (other.tally.peak_rows, other.tally.peak_attended)
+    assert same >= 0.97 * kept  # two scores nearly tie, and a CPU may round either way; of other blocks a fifth differs
+    sizes.clear()
+    read(tiny("llama"), choice_of("keydiff"), 8, 500, prompt, True)
+    assert sizes == [24] * 6 + [6]
+
+
+def test_only_what_is_relative_is_read_so():
+    available = [build("method", settings("method", name)) for name in RELATIVE]
+    for method in available:
+        assert type(method).update is Method.update and not (method.wants_lse or method.merges or method.rolls)
+        assert type(method).cut is Method.cut and type(method).merge is Method.merge
+    assert repeats(choice_of("keydiff")) and not repeats(choice_of("keydiff", "ada"))
+    assert not repeats(choice_of("sink")) and not repeats(choice_of("snapkv", codec="kivi"))
+    assert set(RELATIVE) <= set(methods_available())
+
+
+def test_scores_that_are_no_numbers_raise(monkeypatch):
+    choice = choice_of("keydiff")
+    own = type(choice.method).score
+    broken = lambda self, seen, rows, state: own(self, seen, rows, state) / (rows.places >= 0).logical_not()  # noqa: E731
+    monkeypatch.setattr(type(choice.method), "score", lambda *a: broken(*a) * 0 if a[1].first > 10**6 else own(*a))
+    with pytest.raises(ContractError, match="method=keydiff: score returned NaN"):
+        read(tiny("llama"), choice, 16, 32, ids(160), True)

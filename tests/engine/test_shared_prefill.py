@@ -1,0 +1,272 @@
+"""One prefill for several contexts, runs and cells: their records are those of each alone."""
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import yaml
+from hydra import compose, initialize_config_dir
+
+from kvbench import catalogue, company, sweep, together
+from kvbench.budget import Budget
+from kvbench.catalogue import names
+from kvbench.cells import checked
+from kvbench.generation import Context
+from kvbench.model import Checkpoint
+from kvbench.policy import Choice
+from kvbench.run import Run
+from kvbench.runner import Bench, Reader, execute, execute_all
+from kvbench.sampling import Sampling
+from kvbench.settings import ContractError, SettingError
+from kvbench.store import run_hash
+from kvbench.workers import share
+from tests.support.command_line import answer
+from tests.support.method_files import chosen
+from tests.support.recorded_runs import strip_own
+from tests.support.tiny_models import ids, tiny
+
+BUDGETS = (0.2, 40, 1.0)
+SMALL = ("task.subtasks=niah_single_1", "task.length=512", "task.samples=2", "device=cpu")
+
+
+def choices(lse: bool) -> list[Choice]:
+    """Whatever can take part on a tiny model: every method with every allocator, and every codec with the plain one."""
+    found = []
+    for method in names("method"):
+        pairs = [(name, "raw") for name in names("allocator")] + [("uniform", "kivi")]
+        for allocator, codec in pairs:
+            own = Choice(*chosen(method, allocator, "llama", codec))
+            if not (own.method.refuses(own.allocator, own.codec) or own.method.rereads) and own.method.wants_lse == lse:
+                found.append(own)
+    return found
+
+
+def facts(context: Context) -> dict:
+    """All that is held after the prompt, and the answer."""
+    found = {"bytes": str(context.bytes()), "peak": context.memory.peak}
+    for layer in context.own_layers:
+        rows, at = layer.rows.view(), layer.index
+        found |= {f"{name}{at}": getattr(rows, name) for name in ("keys", "values", "places", "mass")}
+        found |= {f"column {name}{at}": column for name, column in rows.columns.items()}
+        found |= {
+            f"{name}{at}": getattr(layer.tally, name)
+            for name in ("protected", "given_up", "peak_rows", "peak_attended")
+        }
+    with context.branch():
+        context.reserve(9)
+        found["reserved"] = str(context.bytes())
+        found["answer"] = torch.stack(list(context.generate(9, Sampling(), frozenset())))
+        found |= {"logits": context.logits, "attended": [layer.attended for layer in context.own_layers]}
+    return found
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_every_context_holds_and_answers_as_if_it_were_alone(lse):
+    own = [(choice, BUDGETS[i % 3] if choice.method.name != "full" else 1.0) for i, choice in enumerate(choices(lse))]
+    some, prompt = lambda: [Context(tiny("llama"), c, Budget(b), None, (7,), 2, answer=9) for c, b in own], ids(150)
+    shared = some()
+    milliseconds = together.prefill(shared, prompt)
+    assert len(milliseconds) == len(own) > 5 and min(milliseconds) > 0
+    for alone, context in zip(some(), shared, strict=True):
+        alone.prefill(prompt)
+        expected, found = facts(alone), facts(context)
+        wrong = [name for name in expected if not equal(expected[name], found.get(name))]
+        assert expected.keys() == found.keys() and not wrong, (alone.choice, alone.budget, wrong)
+
+
+def equal(one: object, other: object) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_rows_before_the_cut_are_written_once():
+    plain = [Context(tiny("llama"), c, Budget(1.0), None, (7,), answer=4) for c in choices(False)[:4]]
+    together.prefill(plain, ids(50))
+    for layers in zip(*(context.own_layers for context in plain), strict=True):
+        assert len({layer.rows.tail_keys.data_ptr() for layer in layers}) == 1
+
+
+@cache
+def run_of(*settings: str) -> Run:
+    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
+        return Run.from_config(compose("config", [*SMALL, *settings]))
+
+
+@pytest.fixture
+def runs() -> list[Run]:
+    """A full cache and three cells that go together."""
+    own = [run_of(f"method={name}", "budget=0.2") for name in ("snapkv", "quest", "sink")]
+    return [own[0].baseline(), *own]
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return Bench(run_of("method=full"))
+
+
+@pytest.fixture(scope="module")
+def alone(bench, tmp_path_factory):
+    """The records of runs, each made alone, once."""
+    results = tmp_path_factory.mktemp("alone")
+    return lambda runs: [strip_own(execute(run, results, bench)) for run in runs]
+
+
+def shares(folder) -> list[int]:
+    return sorted(record["shared_prefill"] for record in folder.records().values())
+
+
+def test_records_are_those_of_lone_runs_and_say_who_shared(runs, bench, alone, tmp_path):
+    folders = execute_all(runs, tmp_path, bench)
+    assert [strip_own(folder.records()) for folder in folders] == alone(runs)
+    assert all(folder.finished and shares(folder) == [4, 4] for folder in folders)
+    for record in folders[1].records().values():
+        assert record["seconds"] > record["prefill_ms"] / 1000 > 0 and record["ttft_ms"] > record["prefill_ms"]
+
+
+def test_runs_that_lack_a_sample_go_on_with_it_together(runs, bench, alone, tmp_path):
+    first = execute_all(runs[:2], tmp_path, bench)
+    [lines] = first[1].path.glob("records*")
+    lines.write_text(lines.read_text().splitlines(keepends=True)[0] + '{"uid": "torn')  # killed at the second
+    (first[1].path / "done").unlink()
+    folders = execute_all(runs, tmp_path, bench)
+    assert [strip_own(folder.records()) for folder in folders] == alone(runs)
+    assert [shares(folder) for folder in folders] == [[2, 2], [2, 3], [2, 3], [2, 3]]
+
+
+def test_a_killed_process_loses_the_sample_in_flight_at_most(runs, bench, alone, tmp_path, monkeypatch):
+    attempt, calls = Reader.attempt, []
+
+    def killed(self, batch):
+        calls.append(self)
+        if len(calls) == 7:  # of the second sample two records are written
+            raise KeyboardInterrupt
+        return attempt(self, batch)
+
+    monkeypatch.setattr(Reader, "attempt", killed)
+    with pytest.raises(KeyboardInterrupt):
+        execute_all(runs, tmp_path, bench)
+    written = [len(path.read_text().splitlines()) for path in tmp_path.rglob("records*")]
+    assert sum(written) == 6
+    assert [strip_own(folder.records()) for folder in execute_all(runs, tmp_path, bench)] == alone(runs)
+
+
+@pytest.mark.parametrize("when", ["reading", "answering"])
+def test_what_does_not_fit_beside_each_other_goes_in_smaller_companies(
+    when, runs, bench, alone, tmp_path, monkeypatch, capsys
+):
+    real, attempt = company.prefill, Reader.attempt
+
+    def prefill(contexts, ids):
+        if len(contexts) > 2:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return real(contexts, ids)
+
+    def full(self, batch):
+        return None if self.shared > 2 and self.run.groups["method"]["name"] == "quest" else attempt(self, batch)
+
+    if when == "reading":
+        monkeypatch.setattr(company, "prefill", prefill)
+    else:
+        monkeypatch.setattr(Reader, "attempt", full)
+    folders = execute_all(runs, tmp_path, bench)
+    assert [strip_own(folder.records()) for folder in folders] == alone(runs)
+    assert "kvbench: no memory for 4 runs at once: 2 from now on" in capsys.readouterr().err
+    before = [2] * 4 if when == "reading" else [4, 4, 2, 2]
+    assert [shares(folder) for folder in folders] == [sorted([own, 2]) for own in before]
+
+
+@pytest.mark.parametrize("where", ["score", "generate"])
+def test_a_run_that_fails_is_left_to_its_own_cell(where, runs, bench, alone, tmp_path, monkeypatch, capsys):
+    broken = type(runs[1].choice().method)
+    if where == "score":
+        monkeypatch.setattr(broken, "score", lambda *_: [][0])
+    else:
+        speak = Reader._speak
+        name = lambda self: self.run.groups["method"]["name"]  # noqa: E731
+        monkeypatch.setattr(Reader, "_speak", lambda self, *own: [][0] if name(self) == "snapkv" else speak(self, *own))
+    folders = execute_all(runs, tmp_path, bench)
+    others = [0, 2, 3]
+    said = capsys.readouterr().err
+    assert where == "score" or (
+        "kvbench: method=snapkv allocator=uniform codec=raw budget=0.2 is left to its own cell: IndexError" in said
+    )  # what breaks a method's contract is said by its own cell
+    assert not folders[1].records() and all(folders[index].finished for index in others)
+    with pytest.raises(ContractError if where == "score" else IndexError):
+        execute(runs[1], tmp_path, bench)
+    monkeypatch.undo()
+    assert [strip_own(folders[index].records()) for index in others] == alone([runs[index] for index in others])
+
+
+def test_workers_share_the_samples_of_a_company(runs, bench, alone, tmp_path):
+    """They do it together, whichever of them takes which sample."""
+    share([runs], tmp_path, 2)
+    assert all((tmp_path / "runs" / run_hash(run.value) / "done").is_file() for run in runs)
+    folders = execute_all(runs, tmp_path, bench)
+    assert [strip_own(folder.records()) for folder in folders] == alone(runs)
+    assert {own for folder in folders for own in shares(folder)} == {4}
+
+
+def test_who_may_read_together(runs):
+    same = {run.reading for run in runs}
+    assert len(same) == 1 and None not in same
+    for settings in (["method=kvzip"], ["block_size=64"]):
+        assert run_of(*settings).reading is None
+    others = ["method=h2o", "question=hidden", "seed=1", "temperature=0.5", "task.length=1024"]
+    assert len({run_of(own).reading for own in others} | same) == len(others) + 1
+    sliding = replace(runs[0], checkpoint=Windows("windows", "nowhere"))
+    assert sliding.reading is None
+    timed = ["task=efficiency", "model=random", "model.like=tiny"]
+    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
+        timed, plain = (checked([], own)[0].readings for own in (timed, ["method=sink"]))
+    assert timed == [] and len(plain) == 2 and None not in plain
+
+
+class Windows(Checkpoint):
+    """A checkpoint with sliding-window layers."""
+
+    def config(self):
+        return tiny("gemma3").config
+
+
+def records(results) -> dict:
+    """(method, budget, uid) -> record."""
+    found = {}
+    for path in results.glob("runs/*/records*"):
+        value = yaml.safe_load((path.parent / "run.yaml").read_text())["value"]
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            found[value["method"]["name"], value["budget"], record["uid"]] = record
+    return found
+
+
+def test_a_sweep_reads_every_prompt_once_for_all_cells(tmp_path, monkeypatch, capsys):
+    """Cells of snapkv and h2o, which do not go together, and kvzip, which goes alone."""
+    found, cells = [], ["-m", "method=snapkv,h2o,kvzip", "budget=0.2,0.4", *SMALL]
+    for own in ("true", "false"):
+        settings = [f"results={tmp_path}/{own}", f"sweep.share_prefill={own}"]
+        code, out, err = answer([*cells, *settings], monkeypatch, capsys)
+        assert code == 0 and out.endswith("6 done\n"), err
+        found.append(records(tmp_path / own))
+    assert strip_own(found[0]) == strip_own(found[1]) and len(found[0]) == 7 * 2
+    assert {own["shared_prefill"] for own in found[1].values()} == {1}
+    expected = {"full": 3, "snapkv": 3, "h2o": 2, "kvzip": 1}
+    assert all(own["shared_prefill"] == expected[name] for (name, *_), own in found[0].items())
+
+
+def test_the_plan_counts_a_shared_prefill_once(tmp_path, runs, bench, monkeypatch):
+    value = run_of("method=snapkv", "budget=0.2").value
+    execute(run_of("method=snapkv", "budget=0.2"), tmp_path, bench)
+    monkeypatch.setattr(sweep, "records", lambda path: iter([{"seconds": 60.0, "prefill_ms": 48000.0}] * 2))
+    more = [value | {"budget": budget} for budget in (0.3, 0.4, 0.5)]
+    for readings, minutes in (((), ["2.0"] * 3), (("one", "one"), ["2.0", "0.4", "0.4"])):
+        lines = sweep.plan(tmp_path, [sweep.Cell(str(own["budget"]), own, readings=readings) for own in more])
+        assert [line.partition("about ")[2] for line in lines.splitlines()[1:]] == [f"{own} min" for own in minutes]
+
+
+@pytest.mark.parametrize("setting", ["sweep.share_prefill=maybe", "sweep=null"])
+def test_a_wrong_setting_is_one_line(setting, monkeypatch, capsys):
+    code, out, err = answer([setting], monkeypatch, capsys)
+    assert (code, out) == (2, "") and err.startswith("kvbench: sweep.share_prefill=") and err.count("\n") == 1
+    with pytest.raises(SettingError):
+        run_of(setting)

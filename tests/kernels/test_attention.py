@@ -1,0 +1,178 @@
+"""Attention over ragged rows and a tail: Triton against the equation in float64."""
+
+import pytest
+import torch
+
+from kvbench.kernels.attend import Ragged, attend, attend_ragged, joined
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# batch, KV heads, group, tokens, tail, longest held, dim
+SHAPES = [
+    (1, 1, 1, 1, 1, 0, 16), (2, 2, 3, 1, 5, 37, 32), (1, 3, 4, 1, 1, 300, 64), (2, 1, 1, 3, 9, 70, 96),
+    (1, 2, 8, 1, 700, 0, 32), (1, 2, 4, 7, 40, 130, 64), (1, 1, 2, 150, 150, 0, 32), (1, 2, 3, 130, 201, 90, 16),
+    (1, 2, 3, 50, 61, 300, 16),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that nothing was written to holds NaN."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+
+
+def made(shape, merged, dtype):
+    batch, heads, group, tokens, tail, longest, dim = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+
+    def normal(*size):
+        return torch.randn(*size, generator=generator).to(DEVICE, dtype)
+
+    queries = normal(batch, tokens, heads * group, dim).transpose(1, 2) * 2
+    room = [normal(batch, heads, tail + 3, dim) for _ in range(2)]
+    for part in room:
+        part[:, :, tail:] = float("nan")
+    keys, values = (part[:, :, :tail] for part in room)
+    held = None
+    if longest:
+        lengths = torch.randint(0, longest + 1, (batch * heads,), generator=generator)
+        lengths[-1] = longest
+        rows = int(lengths.sum())
+        mass = torch.randint(1, 900, (rows,), generator=generator, dtype=torch.int32).to(DEVICE) if merged else None
+        starts = (lengths.cumsum(0) - lengths).to(DEVICE)
+        held = Ragged(normal(rows, dim), normal(rows, dim), mass, starts, lengths.to(DEVICE), longest)
+    return queries, held, keys, values
+
+
+def as_double(held):
+    return None if held is None else Ragged(
+        held.keys.double(), held.values.double(), held.mass, held.starts, held.lengths, held.longest
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("enough", [0, 10**6], ids=["many", "few"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_triton_agrees_with_the_equation(shape, enough, merged, dtype, monkeypatch):
+    monkeypatch.setattr("kvbench.kernels.attend.triton.ENOUGH", enough)
+    monkeypatch.setattr("kvbench.kernels.attend.triton.FEW", 0)
+    queries, held, keys, values = made(shape, merged, dtype)
+    scaling = shape[-1] ** -0.5
+    exact, sums = attend_ragged(queries.double(), as_double(held), keys.double(), values.double(), scaling, lse=True)
+    found, own = attend_ragged(queries, held, keys, values, scaling, lse=True, implementation="triton")
+    assert found.dtype == dtype
+    largest = values.abs().max() if held is None else max(values.abs().max(), held.values.abs().max())
+    # bfloat16: p and the output are rounded to 8 bits each; q, k and v are what they are
+    assert (found - exact).abs().max() <= largest * (2e-6 if dtype == torch.float32 else 2**-7)
+    assert (own - sums).abs().max() <= 2e-5
+    without, none = attend_ragged(queries, held, keys, values, scaling, implementation="triton")
+    assert none is None and torch.equal(without, found)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="cuDNN's attention needs a GPU")
+@pytest.mark.parametrize("longest", [0, 300])
+@pytest.mark.parametrize("tail", [512, 700])
+def test_two_calls_joined_are_one_attention(longest, tail):
+    queries, held, keys, values = made((2, 2, 4, 512, tail, longest, 64), False, torch.bfloat16)
+    if held is not None:
+        rows = torch.randn(2 * 2 * longest, 64, device=DEVICE).bfloat16()
+        full = torch.full((4,), longest, device=DEVICE)
+        held = Ragged(rows, rows.flip(0), None, full.cumsum(0) - full, full, longest, even=True)
+    exact, sums = attend_ragged(queries.double(), as_double(held), keys.double(), values.double(), 0.125, lse=True)
+    found, own = attend_ragged(queries, held, keys, values, 0.125, lse=True, implementation="cudnn")
+    chosen, _ = attend_ragged(queries, held, keys, values, 0.125)
+    assert torch.equal(found, chosen)
+    assert (found - exact).abs().max() <= exact.abs().max() * 2**-6 and (own - sums).abs().max() <= 2e-4
+
+
+def test_a_single_earlier_row_is_not_cudnns(monkeypatch):
+    """What a small share of a short first block leaves: cuDNN takes no keys of one row."""
+    monkeypatch.setattr("kvbench.kernels.attend.cudnn_serves", lambda queries, keys: True)
+    queries, keys = torch.zeros(1, 2, 600, 16), torch.zeros(1, 1, 700, 16)
+    for longest, tail, chosen in (
+        (1, 600, None),
+        (2, 600, "cudnn"),
+        (0, 601, None),
+        (0, 600, "cudnn"),
+        (1, 601, "cudnn"),
+    ):
+        rows, count = torch.zeros(longest, 16), torch.tensor([longest])
+        held = Ragged(rows, rows, None, count - longest, count, longest, even=True) if longest else None
+        assert joined(queries, held, keys, tail, None) == chosen
+
+
+def test_one_query_of_many_samples_reads_a_heads_rows_once(monkeypatch):
+    """However many heads there are, the query heads of a group share a program."""
+    from kvbench.kernels.attend import triton as own
+
+    monkeypatch.setattr(own, "_many", None)
+    queries, held, keys, values = made((40, 2, 4, 1, 3, 9, 16), False, torch.float32)
+    found, expected = (
+        attend_ragged(queries, held, keys, values, 0.25, implementation=name)[0] for name in ("triton", "reference")
+    )
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_a_step_counts_further_rows_of_the_tail():
+    queries, held, keys, values = made((2, 2, 3, 1, 9, 37, 32), True, torch.float32)
+    step = torch.tensor(4, dtype=torch.int32, device=DEVICE)
+    expected, _ = attend_ragged(queries, held, keys, values, 0.2, implementation="reference")
+    for name in ("reference", "triton"):
+        found, _ = attend_ragged(queries, held, keys, values, 0.2, tail=5, step=step, implementation=name)
+        assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_the_reference_is_attention_over_the_rows_padded():
+    queries, held, keys, values = made((1, 1, 2, 3, 9, 37, 32), True, torch.float64)
+    both = torch.cat([held.keys[None, None], keys], 2), torch.cat([held.values[None, None], values], 2)
+    mass = torch.cat([held.mass.double(), torch.ones(9).to(DEVICE)])[None, None]
+    expected, _ = attend(queries, *both, mass, 0.2, implementation="reference")
+    assert torch.allclose(attend_ragged(queries, held, keys, values, 0.2)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [({"implementation": "flash"}, "reference, triton"), ({"tail": 2}, "3 tokens of 2 rows"), ({"dim": 16}, "queries")],
+)
+def test_what_does_not_fit_is_refused(change, word):
+    queries, held, keys, values = made((1, 1, 2, 3, 9, 37, 32), False, torch.float32)
+    tail = change.pop("tail", 9)
+    keys, values = keys[:, :, :tail], values[:, :, :tail]
+    queries = queries[..., : change.pop("dim", 32)]
+    with pytest.raises(ValueError, match=word):
+        attend_ragged(queries, held, keys, values, 0.2, **change)
+
+
+def ahead_of_time(kind, dtype, dim):
+    from kvbench.kernels.attend import triton as own
+
+    kernel = getattr(own, kind)
+    real = {"scale": "fp32", "starts": "*i64", "lengths": "*i64", "step": "*i32", "held_mass": "*i32", "lse": "*fp32"}
+    constants = {
+        "D": dim, "WHOLE": True, "HELD": True, "MASS": True, "LSE": True, "CAST": False, "STEP": True,
+        "SINGLE": False, "M": 128 if kind == "_many" else 16, "N": 64, "S": 64,
+    }  # fmt: skip
+    pointers = ("queries", "keys", "values", "outputs")
+    types = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            types[name] = "constexpr"
+        elif name.startswith("part_"):
+            types[name] = "*fp32"
+        else:
+            types[name] = real.get(name, f"*{dtype}" if name.endswith(pointers) else "i32")
+    chosen = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return kernel, types, chosen, {"num_warps": 8 if kind == "_many" else 4, "num_stages": 3}
+
+
+def ahead():
+    for kind in ("_few", "_many", "_combine"):
+        for dim in (64, 128):
+            yield ahead_of_time(kind, "bf16", dim)
+
+
+def test_the_kernels_compile_for_hopper():
+    from tests.support.compile_kernels import compile_all
+
+    assert compile_all(__name__).count("_many") == 2

@@ -1,0 +1,87 @@
+"""Queries rotated, keys and values written: Triton and the reference against transformers' own modules."""
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from kvbench.kernels.append import append
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUND = 2**-7 if DEVICE == "cuda" else 2**-5  # of products and sums to bfloat16; the interpreter cuts off instead
+
+
+def made(*size, dtype):
+    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize(("batch", "tokens", "heads", "group", "dim"), [(1, 1, 2, 4, 64), (2, 3, 1, 3, 24)])
+def test_it_does_what_the_modules_do(batch, tokens, heads, group, dim, implementation, normed, dtype):
+    projected = [made(batch * tokens, n * dim, dtype=dtype) for n in (heads * group, heads, heads)]
+    angles = made(9, dim // 2, dtype=torch.float32).repeat(1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    keys, values = (torch.full((batch, heads, 12, dim), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2))
+    step = torch.tensor(2, dtype=torch.int32, device=DEVICE)
+    scales = [made(dim, dtype=dtype) + i for i in range(2)]
+    norms = (*scales, 1e-6) if normed else None
+    found = append(
+        *projected, cos, sin, keys, values, 4, step, norms=norms, implementation=implementation
+    )  # fmt: skip
+    apart = [x.view(batch, tokens, -1, dim) for x in projected]
+    if normed:
+        for i, scale in enumerate(scales):
+            module = Qwen3RMSNorm(dim, 1e-6).to(DEVICE, dtype)
+            module.weight.data = scale
+            apart[i] = module(apart[i]).detach()
+    queries, own, value = (x.transpose(1, 2) for x in apart)
+    expected = apply_rotary_pos_emb(queries, own, cos[None, 2 : 2 + tokens], sin[None, 2 : 2 + tokens])
+    bound = {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else ROUND * float(expected[0].abs().max())}
+    assert torch.allclose(found, expected[0], **bound)
+    assert torch.allclose(keys[:, :, 6 : 6 + tokens], expected[1], **bound)
+    assert torch.equal(values[:, :, 6 : 6 + tokens], value)
+    for written in (keys, values):
+        assert written[:, :, :6].isnan().all() and written[:, :, 6 + tokens :].isnan().all()
+
+
+def test_channels_beyond_the_rotation_stay():
+    projected = [made(1, n * 24, dtype=torch.float32) for n in (4, 2, 2)]
+    angles = made(3, 8, dtype=torch.float32)
+    step = torch.tensor(1, dtype=torch.int32, device=DEVICE)
+    found = []
+    for name in ("reference", "triton"):
+        room = [torch.zeros(1, 2, 5, 24, device=DEVICE) for _ in range(2)]
+        found.append([append(*projected, angles.cos(), angles.sin(), *room, 1, step, implementation=name), *room])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    assert torch.equal(found[1][0][0, :, 0, 8:], projected[0].view(4, 24)[:, 8:])
+
+
+def test_what_does_not_fit_is_refused():
+    room, step = torch.zeros(1, 2, 5, 24), torch.tensor(0, dtype=torch.int32)
+    x, angles = torch.zeros(1, 48), torch.zeros(3, 24)
+    with pytest.raises(ValueError, match="for 2 heads of 24"):
+        append(x[:, :40], x, x, angles, angles, room, room, 0, step)
+    with pytest.raises(ValueError, match="cos"):
+        append(x, x, x, angles, angles[:2], room, room, 0, step)
+
+
+def ahead():
+    from kvbench.kernels.append.triton import _append
+
+    real = {"step": "*i32", "epsilon": "fp32", "NORM": "constexpr", "D": "constexpr"}
+    whole = ("tail", "tokens", "heads", "query_heads", "dim", "turning")
+    types = {
+        name: real.get(name, "i32" if name in whole or name[:2] in ("s_", "sk", "sv") else "*bf16")
+        for name in _append.arg_names
+    }
+    for norm in (False, True):
+        yield _append, types, {"NORM": norm, "D": 128}, {"num_warps": 2}
+
+
+def test_the_kernel_compiles_for_hopper():
+    from tests.support.compile_kernels import compile_all
+
+    assert len(compile_all(__name__).splitlines()) == 2

@@ -1,0 +1,148 @@
+"""Which rows stay and where they lie, in Triton: exactly what a stable sort and indexing give."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbench.kernels.compact import find, take, top
+from tests.support.compile_kernels import compile_all, typed
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def by_sorting(scores, quotas):
+    """A Python sort of each head: NaN first, then by falling score, then by row."""
+    chosen = torch.zeros(scores.shape, dtype=torch.bool)
+    for b, heads in enumerate(scores.double().tolist()):
+        for h, row in enumerate(heads):
+            order = sorted(range(len(row)), key=lambda j: (0, 0, j) if math.isnan(row[j]) else (1, -row[j], j))
+            chosen[b, h, order[: max(int(quotas[b, h]), 0)]] = True
+    return chosen
+
+
+def same(scores, quotas):
+    expected = by_sorting(scores.cpu(), quotas)
+    for implementation, own in (("reference", scores.cpu()), ("triton", scores)):  # a GPU's sort puts NaN elsewhere
+        found = top(own, quotas.to(own.device), implementation=implementation)
+        assert found.dtype == torch.bool and torch.equal(found.cpu(), expected), implementation
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 37, 2048, 4500])
+def test_top(rows, dtype):
+    """Absent rows on the left, protected ones on the right, ties in bfloat16, quotas from none to too many."""
+    scores = torch.randn(2, 3, rows, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    scores[0, 1, : rows // 3] = -torch.inf
+    scores[1, :, rows - rows // 5 :] = torch.inf
+    scores[1, 2] = 0.25
+    same(scores.to(DEVICE), torch.tensor([[0, rows // 2, rows], [rows + 5, max(1, rows // 7), rows // 3]]))
+    same(scores.to(DEVICE), torch.full((2, 3), 1))
+    whole = top(scores.to(DEVICE), 3, implementation="triton")
+    assert torch.equal(whole.cpu(), by_sorting(scores, torch.full((2, 3), 3)))
+
+
+VALUES = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 1.0000001, math.inf, -math.inf, math.nan]
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_top_of_any_scores_and_quotas(data):
+    heads, rows = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 60))
+    number = st.sampled_from(VALUES) | st.floats(width=32)
+    scores = data.draw(st.lists(number, min_size=heads * rows, max_size=heads * rows))
+    quotas = data.draw(st.lists(st.integers(-1, rows + 2), min_size=heads, max_size=heads))
+    same(torch.tensor(scores).view(1, heads, rows).to(DEVICE), torch.tensor(quotas)[None])
+
+
+def test_top_takes_views():
+    scores = torch.randn(2, 50, 3, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    same(scores.transpose(1, 2)[..., 3:40], torch.tensor([[5, 6, 7], [1, 2, 36]]))
+    same(scores[:, :1].transpose(1, 2).expand(-1, -1, 9), torch.full((2, 3), 4))
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_find_and_take_any_rows(data):
+    """Of slices of a larger tail, rows that are gone being NaN; each value is an own number."""
+    heads, rows, dim = (data.draw(st.integers(low, high)) for low, high in ((1, 3), (0, 40), (1, 20)))
+    marks = data.draw(st.lists(st.booleans(), min_size=2 * heads * rows, max_size=2 * heads * rows))
+    kept = torch.tensor(marks, dtype=torch.bool).view(2, heads, rows).to(DEVICE)
+    tail = torch.arange(2.0 * heads * (rows + 3) * dim, device=DEVICE).view(2, heads, rows + 3, dim)
+    keys = tail[:, :, :rows].masked_fill(~kept[..., None], math.nan)
+    values = (tail + 0.5)[:, :, :rows]
+    expected = keys[kept], values[kept]
+    for implementation in ("reference", "triton"):
+        index = find(kept, implementation=implementation)
+        assert index.dtype == torch.int64 and torch.equal(index, kept.flatten().nonzero()[:, 0])
+        assert torch.equal(find(kept, len(index), implementation=implementation), index)
+        for found, exact in zip(take(index, keys, values, implementation=implementation), expected, strict=True):
+            assert torch.equal(found, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [16, 96, 256])
+def test_take_copies_bits(dim, dtype):
+    """Also where heads and rows were swapped, and every slot of memory that was NaN."""
+    keys, values = torch.randn(2, 1, 70, 3, dim, generator=torch.Generator().manual_seed(dim)).to(DEVICE, dtype)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    kept = torch.rand(1, 3, 70, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.4
+    index = find(kept, implementation="triton")
+    for found, rows in zip(take(index, keys, values, implementation="triton"), (keys, values), strict=True):
+        assert found.is_contiguous() and torch.equal(found, rows[kept])
+
+
+def test_many_tiles():
+    kept = torch.rand(2, 3, 5000, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.1
+    assert torch.equal(find(kept, implementation="triton"), kept.flatten().nonzero()[:, 0])
+
+
+def test_take_writes_where_it_is_told():
+    keys, values = (torch.randn(2, 3, 9, 5, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(2))
+    kept = top(keys[..., 0], 4, implementation="reference")
+    heads = kept.flatten(0, 1)
+    expected = [torch.stack([some.flatten(0, 1)[h][heads[h]] for h in range(6)]) for some in (keys, values)]
+    for name in ("reference", "triton"):
+        room = [torch.full((2, 3, 7, 5), torch.nan, device=DEVICE) for _ in range(2)]
+        into = tuple(part[:, :, :4] for part in room)
+        take(find(kept, 24), keys, values, into=into, implementation=name)
+        for part, rows in zip(room, expected, strict=True):
+            assert torch.equal(part[:, :, :4].flatten(0, 1), rows) and part[:, :, 4:].isnan().all()
+    with pytest.raises(ValueError, match="^take: 24 rows into"):
+        take(find(kept, 24), keys, values, into=(into[0][:, :, :3], into[1][:, :, :3]))
+
+
+def test_inputs_that_do_not_fit():
+    scores, rows = torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, 4)
+    for message, call in (
+        ("top: ", lambda: top(scores, torch.zeros(2, dtype=torch.int64))),
+        ("top: ", lambda: top(scores, torch.zeros(1, 2))),
+        ("top: implementation 'cuda'", lambda: top(scores, 1, implementation="cuda")),
+        ("top: .* not torch.float64", lambda: top(scores.double(), 1, implementation="triton")),
+        ("find: ", lambda: find(scores)),
+        ("find: 3 rows of ", lambda: find(scores > 0, 3)),
+        ("take: ", lambda: take(torch.zeros(1, dtype=torch.int64), rows, rows[..., :2])),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call()
+
+
+def ahead():
+    from kvbench.kernels.compact import triton as own
+
+    work = {"quotas": "*i64", "counts": "*i32", "known": "*i64", "left": "*i32", "chosen": "*u8"}
+    for splits in (1, 32):
+        for step in (0, 1, 3):
+            yield typed(own._count, {**work, "scores": "*fp32"}, {"PASS": step, "SPLITS": splits, "TILE": own.TILE})
+        yield typed(own._choose, {**work, "scores": "*bf16"}, {"SPLITS": splits, "TILE": own.TILE})
+    marks = {"marks": "*u8", "counts": "*i32", "places": "*i64", "size": "i64", "total": "i64"}
+    yield typed(own._count_marks, marks, {"TILE": own.TILE})
+    yield typed(own._write_places, marks, {"TILE": own.TILE})
+    rows = dict.fromkeys(("keys", "values", "new_keys", "new_values"), "*bf16")
+    yield typed(own._copy, {**rows, "index": "*i64", "k_b": "i64", "new_h": "i64"}, {"ROWS": own.ROWS, "DIM": 128})
+
+
+def test_the_kernels_compile_for_hopper():
+    assert compile_all(__name__).count("_count") == 7

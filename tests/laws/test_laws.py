@@ -1,0 +1,522 @@
+"""The seven laws of DESIGN.md, for every method of conf/method/ with every allocator, over blocks, models and budgets.
+
+A pairwise covering selection runs always, the full cross with `make test-all`. What the set-up refuses is asserted to
+be refused. No method is known by name here.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+import torch
+
+import kvbench
+from kvbench.allocator import Allocator
+from kvbench.budget import Budget
+from kvbench.catalogue import names
+from kvbench.generation import Context
+from kvbench.held import choose_cache
+from kvbench.method import Method
+from kvbench.policy import Choice
+from kvbench.sampling import Sampling
+from kvbench.settings import SettingError
+from tests.support.dense_engine import Dense, Glance, Head
+from tests.support.method_files import chosen, needed
+from tests.support.tiny_models import distinct, ids, tiny
+
+BLOCKS = (None, 1, 7, 128)
+MODELS = ("llama", "qwen3", "mistral", "gemma3")
+BUDGETS = (0.2, 0.5, 13)  # of 30 tokens at least 6 rows: of two keys, both are equally near their mean
+CLOSE = dict(rtol=2e-4, atol=2e-4)  # float32 against another order of the same sums; logits have a spread of about 1
+
+
+def prompt_of(tokens: int) -> torch.Tensor:
+    """No token twice: keys of equal norm would be ranked by rounding, which differs between batch sizes."""
+    return distinct(tokens, seed=1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set-up: a prompt, what it is read into, and how."""
+
+    method: str
+    allocator: str
+    block: int | None
+    model: str
+    budget: float | int
+
+    def __str__(self) -> str:
+        return f"{self.method}-{self.allocator}-{self.block}-{self.model}-{self.budget}"
+
+    @property
+    def prompt(self) -> torch.Tensor:
+        return prompt_of(30 if self.block == 1 else 140)
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt.shape[1]
+
+    @property
+    def blocks(self) -> list[int]:
+        return [len(part) for part in torch.arange(self.tokens).split(self.block or self.tokens)]
+
+    @property
+    def choice(self) -> Choice:
+        return choose_cache(*self.built)
+
+    @property
+    def args(self) -> dict:
+        """Settings that the method cannot do without."""
+        return needed(self.method, self.model)
+
+    @property
+    def built(self) -> list:
+        """Method, allocator and codec."""
+        return chosen(self.method, self.allocator, self.model)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the method says that it cannot work with the allocator, or needs one block."""
+        method, allocator, codec = self.built
+        return method.refuses(allocator, codec) is not None or (method.one_block and len(self.blocks) > 1)
+
+    @property
+    def holds_all(self) -> bool:
+        """The full cache, and the law of readers: all rows are held, few are attended while decoding."""
+        return self.method == "full" or self.built[0].reads
+
+    def quota(self, seen: int) -> int:
+        """Rows per head that may stay, by fractions."""
+        if self.holds_all:
+            return seen
+        if isinstance(self.budget, int):
+            return min(seen, self.budget)
+        return min(seen, max(1, Fraction(str(self.budget)) * self.tokens // 1))
+
+
+def pairwise(*factors: Sequence[object]) -> list[tuple]:
+    """Rows such that every two values of two factors meet in one; greedy and the same every time."""
+    missing = {
+        ((i, a), (j, b))
+        for (i, one), (j, other) in combinations(enumerate(factors), 2)
+        for a, b in product(range(len(one)), range(len(other)))
+    }
+    candidates = list(product(*(range(len(factor)) for factor in factors)))
+    rows = []
+    while missing:
+        best = max(candidates, key=lambda row: len(missing.intersection(combinations(enumerate(row), 2))))
+        missing -= set(combinations(enumerate(best), 2))
+        rows.append(tuple(factor[index] for factor, index in zip(factors, best, strict=True)))
+    return rows
+
+
+FACTORS = (names("method"), names("allocator"), BLOCKS, MODELS)
+SELECTED = [Case(*row) for row in pairwise(*FACTORS, BUDGETS)]
+REST = [
+    case
+    for index, row in enumerate(product(*FACTORS))
+    if (case := Case(*row, BUDGETS[index % len(BUDGETS)])) not in SELECTED
+]
+
+
+def each_case(law: Callable[[Case], None]) -> Callable[[Case], None]:
+    """Run a law for all cases; a refused one must be refused."""
+
+    def check(case: Case) -> None:
+        if case.refused:
+            with pytest.raises(SettingError, match=f"{case.method}|block_size"):
+                kvbench.prefill(
+                    tiny(case.model), case.prompt, case.method, 0.5, case.block, case.allocator, method_args=case.args
+                )
+        else:
+            law(case)
+
+    check.__doc__ = law.__doc__
+    cases = [pytest.param(case, id=str(case)) for case in SELECTED]
+    cases += [pytest.param(case, id=str(case), marks=pytest.mark.full) for case in REST]
+    return pytest.mark.parametrize("case", cases)(check)
+
+
+@contextmanager
+def after_each_block(model: torch.nn.Module, note: Callable[[], None]) -> Iterator[None]:
+    """Call `note` whenever the model has read a block."""
+    handle = model.register_forward_hook(lambda *_: note())
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@dataclass
+class Trace:
+    """A cut prefill and what every head held after each block: rows by (layer, head)."""
+
+    context: Context
+    held: list[dict[tuple[int, int], Head]]
+    counts: list[dict[int, list[int]]]
+
+
+def note_rows(context: Context) -> dict[tuple[int, int], Head]:
+    found = {}
+    for layer in context.own_layers:
+        rows = layer.rows.view()
+        for head in range(rows.heads):
+            here = rows.mass[0, head] > 0
+            columns = (rows.keys, rows.values, rows.places, rows.mass)
+            found[layer.index, head] = Head(*(column[0, head][here].double().numpy() for column in columns))
+    return found
+
+
+def note_counts(context: Context) -> dict[int, list[int]]:
+    return {layer.index: layer.rows.counts()[0].tolist() for layer in context.own_layers}
+
+
+def context_of(case: Case, batch: int = 1, choice: Choice | None = None) -> Context:
+    value = 1.0 if case.method == "full" else case.budget
+    return Context(tiny(case.model), choice or case.choice, Budget(value), case.block, (0,) * batch)
+
+
+@cache
+def trace(case: Case) -> Trace:
+    """The case's prefill, run once. Tests branch before they read on."""
+    context, held, counts = context_of(case), [], []
+
+    def note() -> None:
+        held.append(note_rows(context))
+        counts.append(note_counts(context))
+
+    with after_each_block(context.model, note):
+        context.prefill(case.prompt)
+    if context.choice.method.rereads:  # cut when all was read, after the last block
+        held.clear(), counts.clear(), note()
+    return Trace(context, held, counts)
+
+
+@cache
+def own_logits(model: str, tokens: int, more: int = 9) -> torch.Tensor:
+    """(tokens + more, vocab) of transformers' own attention."""
+    everything = torch.cat([prompt_of(tokens), ids(more, seed=2)], 1)
+    with torch.no_grad():
+        return tiny(model)(input_ids=everything).logits[0]
+
+
+def spared(case: Case, layer: int) -> bool:
+    context = trace(case).context
+    return context.choice.method.spares(layer, len(context.layers))
+
+
+def test_the_selection_covers_every_pair():
+    factors = (*FACTORS, BUDGETS)
+    rows = [(case.method, case.allocator, case.block, case.model, case.budget) for case in SELECTED]
+    for (i, one), (j, other) in combinations(enumerate(factors), 2):
+        assert {(row[i], row[j]) for row in rows} == set(product(one, other))
+    longest, second = sorted(map(len, factors))[:-3:-1]
+    assert longest * second <= len(rows) <= 2 * longest * second
+    assert len(SELECTED) + len(REST) >= len(list(product(*FACTORS)))
+    assert sum(not case.refused for case in SELECTED) > len(SELECTED) / 2
+
+
+@each_case
+def test_law_1_a_full_budget_changes_nothing(case):
+    own = own_logits(case.model, case.tokens)
+    held = kvbench.prefill(
+        tiny(case.model), case.prompt, case.method, 1.0, case.block, case.allocator, method_args=case.args
+    )
+    torch.testing.assert_close(held.logits[0], own[case.tokens - 1], **CLOSE)
+    with held.branch():
+        torch.testing.assert_close(held.extend(ids(9, seed=2))[0], own[case.tokens :], **CLOSE)
+        assert held.resident_bytes == held.full_bytes
+    answer = held.generate(6, stop=frozenset())
+    with torch.no_grad():
+        logits = tiny(case.model)(input_ids=torch.cat([case.prompt, answer], 1)).logits[0, case.tokens - 1 : -1]
+    assert (logits.max(-1).values - logits.gather(1, answer.T)[:, 0] <= 1e-4).all()  # greedy, but for ties
+    assert held.evicted(case_layer(held), 0) == 0
+
+
+def case_layer(held: "kvbench.held.Held") -> int:
+    return next(layer for layer in range(len(held.contexts[0].layers)) if layer not in held.sliding_layers)
+
+
+@each_case
+def test_law_2_every_cut_leaves_exactly_the_quota(case):
+    run = trace(case)
+    allocator = run.context.choice.allocator
+    own_share = type(allocator).layer is not Allocator.layer
+    own_law = run.context.choice.method.allots  # its test file has the rest of it
+    seen, most, before = 0, 0, None
+    for block, counts in zip(case.blocks, run.counts, strict=True):
+        seen += block
+        most = max(most, block + (max(map(max, before.values())) if before else 0))
+        before = counts
+        quota = case.quota(seen)
+        for layer, rows in counts.items():
+            assert min(rows) >= 1 and max(rows) <= seen
+            if spared(case, layer):
+                assert set(rows) == {seen}
+            elif own_law:
+                pass
+            elif allocator.even and not own_share:
+                assert set(rows) == {quota}
+            elif not own_share:
+                assert sum(rows) == quota * len(rows)
+        total = sum(map(sum, counts.values()))
+        if not any(spared(case, layer) for layer in counts):
+            limit = quota * sum(map(len, counts.values()))
+            assert total <= limit if allocator.cascades or own_law else total == limit
+    if run.context.choice.method.rereads:  # its test file says what it holds meanwhile
+        return
+    assert max(layer.tally.peak_attended for layer in run.context.own_layers) == most
+    assert max(layer.tally.peak_rows for layer in run.context.own_layers) == max(
+        max(max(rows) for rows in counts.values()) for counts in run.counts
+    )
+    if allocator.even and not own_share and not own_law and not any(spared(case, layer) for layer in before):
+        assert most <= case.quota(case.tokens) + max(case.blocks)
+
+
+@each_case
+def test_law_2_while_decoding(case):
+    """Methods that cut while decoding are back at the quota every `decode_interval` tokens; others append."""
+    context = trace(case).context
+    method, allocator = context.choice.method, context.choice.allocator
+    expected, since = case.quota(case.tokens), 0
+
+    def check(read: int) -> None:
+        nonlocal expected, since
+        expected, since = expected + read, since + read
+        if method.decoding and since >= method.decode_interval:
+            expected, since = min(expected, case.quota(10**6)), 0
+        for layer, rows in note_counts(context).items():
+            if method.allots:  # its own law, in its test file
+                continue
+            if spared(case, layer):
+                assert set(rows) == {context.seen}
+            elif allocator.even and type(allocator).layer is Allocator.layer:
+                assert set(rows) == {expected}
+            elif type(allocator).layer is Allocator.layer:
+                assert sum(rows) == expected * len(rows) and min(rows) >= 1
+
+    with context.branch():
+        for read in (5, 58):
+            context.extend(ids(read, seed=read))
+            check(read)
+        for count, _ in enumerate(context.generate(4, Sampling(), frozenset())):
+            if count:
+                check(1)
+        assert context.seen == case.tokens + 5 + 58 + 3
+
+
+@each_case
+def test_law_3_tokens_are_conserved(case):
+    run = trace(case)
+    with run.context.branch():
+        for more in (0, 1, 3):
+            if more:
+                run.context.extend(ids(more, seed=more))
+            for (layer, head), rows in note_rows(run.context).items():
+                own = run.context.layers[layer]
+                evicted = 0 if own.tally.evicted is None else int(own.tally.evicted[0, head])
+                assert rows.mass.sum() + evicted == run.context.seen
+                assert (rows.mass >= 1).all() and (rows.mass == rows.mass.round()).all()
+                assert (np.diff(rows.places) > 0).all() and 0 <= rows.places[0] <= rows.places[-1] < run.context.seen
+                if not run.context.choice.method.merges:
+                    assert (rows.mass == 1).all() and evicted == run.context.seen - len(rows.mass)
+
+
+@each_case
+def test_law_4_no_state_leaks(case):
+    """A sample read by a set-up that has read another before gives what it gives alone."""
+
+    def answer(context: Context) -> tuple:
+        logits = context.logits.tolist()
+        tokens = torch.stack(list(context.generate(4, Sampling(temperature=1.0), frozenset())))
+        return logits, tokens.tolist(), {key: rows.places.tolist() for key, rows in note_rows(context).items()}
+
+    alone = trace(case).context
+    with alone.branch():
+        expected = answer(alone)
+    choice, found = case.choice, []
+    for prompt in (ids(case.tokens, seed=11), case.prompt):
+        context = context_of(case, choice=choice)
+        context.prefill(prompt)
+        found.append(answer(context))
+    assert found[1] == expected != found[0]
+
+
+@each_case
+def test_law_5_ragged_equals_gathered(case):
+    """After every block the dense engine is told which rows each head holds; its own attention must then agree, if
+    rows are attended at their own positions.
+    """
+    run = trace(case)
+    context, told = run.context, list(run.held)
+    if context.choice.method.rolls:  # the dense engine attends at original positions; its own test says at which slots
+        return
+
+    def cut(glances: list[Glance]) -> list[Head]:
+        kept = []
+        for glance in glances:
+            rows = told[number][glance.layer, glance.head]
+            if context.choice.method.merges:  # tests of methods check what a merge makes; here, how it is attended
+                kept.append(rows)
+            else:
+                kept.append(glance.rows.take(np.isin(glance.rows.places, rows.places)))
+                assert len(kept[-1].places) == len(rows.places)
+        return kept
+
+    dense, number = Dense(case.model, cut, cuts_decoding=True), 0
+    for part in case.prompt.split(case.block or case.tokens, dim=1):
+        logits = dense.prefill(part, None)
+        number += 1
+    assert_close(context.logits[0], logits)
+    if context.choice.method.reads:  # looks at few of them from here on; its own test says at which
+        return
+    with context.branch(), after_each_block(context.model, lambda: told.append(note_rows(context))):
+        for tokens in (4, 60, 1, 1):
+            found = context.extend(ids(tokens, seed=tokens))[0]
+            assert_close(found, dense.extend(ids(tokens, seed=tokens)))
+            number += 1
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected.double(), **CLOSE)
+
+
+@each_case
+def test_law_6_blocks_without_eviction_equal_one_shot(case):
+    held = kvbench.prefill(
+        tiny(case.model), case.prompt, case.method, case.tokens, case.block, case.allocator, method_args=case.args
+    )
+    torch.testing.assert_close(held.logits[0], own_logits(case.model, case.tokens)[case.tokens - 1], **CLOSE)
+    assert held.places(case_layer(held), 0).tolist() == list(range(case.tokens))
+    assert held.resident_bytes == held.full_bytes
+
+
+@each_case
+def test_law_7_a_batch_gives_what_its_samples_give_alone(case):
+    """Exactly through the interface; and the engine's own batched path, as GPUs use it, keeps the same rows."""
+    model = tiny(case.model)
+    text = torch.cat([distinct(case.tokens + 3, seed) for seed in (1, 21)])
+    both, more = text.split([case.tokens, 3], dim=1)
+    assert torch.equal(both[:1], case.prompt)
+
+    def read(prompts: torch.Tensor, more: torch.Tensor) -> tuple[kvbench.held.Held, torch.Tensor]:
+        held = kvbench.prefill(
+            model, prompts, case.method, case.budget, case.block, case.allocator, method_args=case.args
+        )
+        return held, held.extend(more)
+
+    batch, extended = read(both, more)
+    together, first = context_of(case, batch=2), trace(case).context
+    assert together.prefill(both).shape == batch.logits.shape
+    at_once = together.extend(more)
+    with first.branch():
+        alone = [(kvbench.held.Held([first]), first.extend(more[:1])), read(both[1:], more[1:])]
+        for sample, (held, its) in enumerate(alone):
+            assert torch.equal(extended[sample], its[0]) and torch.equal(batch.logits[sample], held.logits[0])
+            torch.testing.assert_close(at_once[sample], its[0], **CLOSE)
+            for layer in together.own_layers:
+                for head in range(layer.rows.shape[1]):
+                    places, masses = held.places(layer.index, head), held.masses(layer.index, head)
+                    assert torch.equal(batch.places(layer.index, head, sample), places)
+                    assert torch.equal(layer.rows.head_places(sample, head), places)
+                    assert torch.equal(layer.rows.head_masses(sample, head), masses)
+                    assert batch.evicted(layer.index, head, sample) == held.evicted(layer.index, head)
+
+
+@each_case
+def test_eviction_happens_inside_the_loop(case):
+    """One block is exact whatever is cut after it; with several, later blocks no longer see what was cut."""
+    run = trace(case)
+    difference = (run.context.logits[0] - own_logits(case.model, case.tokens)[case.tokens - 1]).abs().max()
+    if len(case.blocks) == 1 or case.holds_all:
+        assert difference < 1e-4
+    elif not any(spared(case, layer) for layer in run.counts[0]):
+        assert difference > 1e-2
+
+
+# Bytes: counted on the storages that Python can reach, not by the code that is tested.
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+@contextmanager
+def newly_alive() -> Iterator[dict[int, int]]:
+    """The storages, at the end, of tensors that were made inside and are still alive."""
+    gc.freeze()  # what is there now is not looked at again
+    found: dict[int, int] = {}
+    try:
+        yield found
+        gc.collect()
+        found |= storages(thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+    finally:
+        gc.unfreeze()
+
+
+def reachable(thing: object, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Tensors below an object; models, their caches and methods (whose files are like weights) excepted."""
+    if id(thing) in seen or isinstance(thing, torch.nn.Module | Method | type):
+        return
+    seen.add(id(thing))
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, dict):
+        for value in thing.values():
+            yield from reachable(value, seen)
+    elif isinstance(thing, list | tuple | set):
+        for value in thing:
+            yield from reachable(value, seen)
+    elif hasattr(thing, "__dict__"):
+        yield from reachable(vars(thing), seen)
+
+
+@pytest.mark.parametrize("block", [None, 64])
+@pytest.mark.parametrize("allocator", names("allocator"))
+@pytest.mark.parametrize("method", names("method"))
+def test_bytes_are_those_of_the_rows_held(method, allocator, block):
+    """K and V: rows × 2 × d × 4 bytes exactly, metadata at most 3 %; nothing of the uncut cache stays alive."""
+    case, model = Case(method, allocator, block, "wide", 0.25), tiny("wide")
+    if case.refused:
+        pytest.raises(
+            SettingError, kvbench.prefill, model, ids(300), method, 0.25, block, allocator, method_args=case.args
+        )
+        return
+    kvbench.prefill(model, ids(30))
+    with newly_alive() as new:
+        held = kvbench.prefill(model, ids(300), method, 0.25, block, allocator, method_args=case.args)
+    layers = held.contexts[0].own_layers
+    rows = sum(sum(layer.rows.counts()[0].tolist()) for layer in layers)
+    exact, full = rows * 2 * 64 * 4, 300 * 2 * 2 * 2 * 64 * 4
+    assert held.resident_bytes == exact and held.full_bytes == full
+    limit = (300 if case.holds_all else 75) * 4
+    assert rows <= limit if case.built[0].allots else rows == limit
+    owned = storages(reachable(layers, set()))
+    floats = storages(t for t in reachable(layers, set()) if t.is_floating_point())
+    assert sum(floats.values()) == exact + held.bytes.state
+    assert held.bytes.metadata <= 0.03 * exact and held.bytes.state <= 0.07 * exact  # Quest's bounds are 6.25 %
+    assert 0 <= sum(owned.values()) - held.bytes.total <= 64 * len(layers)
+    logits = held.logits.nbytes
+    files = storages(t for t in vars(layers[0].choice.method).values() if isinstance(t, torch.Tensor))
+    most = held.bytes.total + sum(files.values()) + logits
+    assert exact < sum(new.values()) <= most + 64 * (len(layers) + 1)
+    held.extend(ids(3))
+    rows = sum(sum(layer.rows.counts()[0].tolist()) for layer in layers)
+    assert held.resident_bytes == rows * 2 * 64 * 4
+    floats = storages(t for t in reachable(layers, set()) if t.is_floating_point())
+    assert sum(floats.values()) == held.resident_bytes + held.bytes.headroom + held.bytes.state
+
+
+def test_bytes_of_sliding_layers_count_and_stay():
+    held = kvbench.prefill(tiny("gemma3"), ids(100), "knorm", 10, 30)
+    sliding, own = 4 * 15 * 2 * 2 * 32 * 4, 2 * 10 * 2 * 2 * 32 * 4
+    assert held.resident_bytes == sliding + own
+    assert held.full_bytes == sliding + 2 * 100 * 2 * 2 * 32 * 4
+    caches = [c for c, layer in zip(held.contexts[0].cache.layers, held.contexts[0].layers, strict=True) if not layer]
+    assert sum(storages(x for c in caches for x in (c.keys, c.values)).values()) == sliding

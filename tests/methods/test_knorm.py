@@ -1,0 +1,27 @@
+"""Knorm: norms of keys in loops and float64."""
+
+import math
+
+import numpy as np
+import pytest
+
+import kvbench
+from tests.support.dense_engine import Glance
+from tests.support.oracles import agree, keeps
+from tests.support.tiny_models import ids, tiny
+
+
+def small_norm(glance: Glance) -> np.ndarray:
+    return np.array([-math.sqrt(sum(x * x for x in key)) for key in glance.rows.keys])
+
+
+@pytest.mark.parametrize("block", [None, 1, 9])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "phi3"])
+def test_knorm(model, block):
+    agree(model, keeps(small_norm, 17), "knorm", 17, block, decoding=True)
+    agree(model, keeps(small_norm, 17), "knorm", 17, block, preset="kvpress")
+
+
+def test_knorm_skips_layers():
+    held = kvbench.prefill(tiny("llama"), ids(60), "knorm", 17, 9, method_args={"preset": "l2compress_readme"})
+    assert [len(held.places(layer, 0)) for layer in range(3)] == [60, 60, 17]

@@ -1,0 +1,45 @@
+"""Two presets of a method differ where their settings do."""
+
+from itertools import combinations
+
+import pytest
+import yaml
+from hydra.utils import get_class
+
+import kvbench
+from kvbench.catalogue import CONF, names, settings
+from tests.support.method_files import needed
+from tests.support.tiny_models import ids, tiny
+
+
+def behaviour(name: str, preset: str, seed: int) -> tuple:
+    """Rows held after a prompt and after more tokens, with uniform shares; a size while decoding that no prompt here
+    reaches is taken smaller.
+    """
+    args = needed(name, "llama") | {"preset": preset}
+    if settings("method", name, args).get("decode_size"):
+        args["decode_size"] = 100
+    held = kvbench.prefill(tiny("llama"), ids(420, seed), name, 120, method_args=args, prefix=6)
+    found = []
+    for more in (1, 2, 512):
+        found.append([held.places(layer, head).tolist() for layer in range(3) for head in range(2)])
+        found.append(held.extend(ids(more, seed=77)).tolist())
+    return (*found, [held.places(layer, head).tolist() for layer in range(3) for head in range(2)])
+
+
+def presets(name: str) -> list[str]:
+    return list(yaml.safe_load((CONF / "method" / f"{name}.yaml").read_text()).get("presets", {}))
+
+
+CUTS = [name for name in names("method") if not get_class(settings("method", name)["_target_"]).reads]
+PAIRS = [(name, *pair) for name in CUTS for pair in combinations(presets(name), 2)]  # readers: their own tests
+
+
+@pytest.mark.parametrize("name, one, other", PAIRS)
+def test_presets_differ_where_their_settings_do(name, one, other):
+    chosen = [settings("method", name, {"preset": preset}) | {"preset": None} for preset in (one, other)]
+    for seed in range(6):
+        if behaviour(name, one, seed) != behaviour(name, other, seed):
+            assert chosen[0] != chosen[1]
+            return
+    assert chosen[0] == chosen[1], "two presets that never differ"

@@ -1,0 +1,209 @@
+"""qfilters and its calibration against their formulas, in float64, on queries that the dense engine shows."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import kvbench
+from kvbench import calibrate
+from kvbench.catalogue import plainly
+from kvbench.model import REFERENCE
+from kvbench.settings import SettingError
+from kvbench.tasks.prose import words
+from tests.support.dense_engine import Dense, Glance, Head
+from tests.support.method_files import needed
+from tests.support.tiny_models import distinct, ids, tiny
+
+CLOSE = dict(rtol=3e-4, atol=3e-4)
+
+
+def rotated_queries(name: str, tokens: torch.Tensor) -> dict[int, np.ndarray]:
+    """(query heads, tokens, d) by layer, from the dense engine."""
+    found = {}
+
+    def note(glances: list[Glance]) -> list[Head]:
+        found[glances[0].layer] = np.concatenate([glance.queries for glance in glances])
+        return [glance.rows for glance in glances]
+
+    Dense(name, note).prefill(tokens, None)
+    return found
+
+
+def keeps(path: str, quota: int, recent: int):
+    own = load_file(path)["q_filters"].double().numpy()
+
+    def cut(glances: list[Glance]) -> list[Head]:
+        return [keep(glance) for glance in glances]
+
+    def keep(glance: Glance) -> Head:
+        rows = glance.rows
+        if len(rows.places) <= quota:
+            return rows
+        room = quota - 1
+        safe = [row for row in range(len(rows.places)) if rows.places[row] >= glance.tokens - recent][-room:]
+        safe = [] if recent == 0 else safe
+        scores = [-sum(a * b for a, b in zip(own[glance.layer, glance.head], key, strict=True)) for key in rows.keys]
+        order = sorted((row for row in range(len(scores)) if row not in safe), key=lambda row: (-scores[row], row))
+        return rows.take(np.array(sorted(safe + order[: quota - len(safe)])))
+
+    return cut
+
+
+@pytest.mark.parametrize("recent, decoding", [(0, False), (0, True), (6, True), (64, True)])
+@pytest.mark.parametrize("block", [None, 1, 9])
+@pytest.mark.parametrize("name", ["llama", "llama3", "yarn", "mistral", "qwen3", "phi3", "gemma3"])
+def test_rows_kept(name, block, recent, decoding):
+    path = needed("qfilters", name)["path"]
+    prompt, more = distinct(67, seed=3).split([60, 7], dim=1)
+    dense = Dense(name, keeps(path, 17, recent), cuts_decoding=decoding)
+    expected = dense.prefill(prompt, block)
+    args = {"path": path, "recent": recent, "decoding": decoding}
+    held = kvbench.prefill(tiny(name), prompt, "qfilters", 17, block, method_args=args)
+    torch.testing.assert_close(held.logits[0].double(), expected, **CLOSE)
+    for part in more.split([1, 5, 1], dim=1):
+        torch.testing.assert_close(held.extend(part)[0].double(), dense.extend(part), **CLOSE)
+        for layer in set(dense.held) - set(held.sliding_layers):
+            for head, rows in enumerate(dense.held[layer]):
+                assert held.places(layer, head).tolist() == rows.places.tolist()
+
+
+def test_presets_differ():
+    def places(**args) -> list:
+        args["path"] = needed("qfilters", "llama")["path"]
+        held = kvbench.prefill(tiny("llama"), ids(300), "qfilters", 80, method_args=args)
+        held.extend(ids(3, seed=1))
+        return [held.places(layer, head).tolist() for layer in range(3) for head in range(2)]
+
+    official, kvpress = places(), places(preset="kvpress")
+    assert all(rows[-64:] == list(range(303 - 64, 303)) and len(rows) == 80 for rows in official)
+    assert all(len(rows) == 83 and rows[-67:-3] != list(range(300 - 64, 300)) for rows in kvpress)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "yarn", "gemma3"])
+def test_calibration(name):
+    """Against numpy's eigenvectors of the queries' Gram matrix, all queries taken; groups of 1 to 4."""
+    tokens = ids(61, seed=8)
+    found = calibrate.query_filters(tiny(name), [tokens[0]], count=61)
+    heads = found.shape[1]
+    for layer, queries in rotated_queries(name, tokens).items():
+        if layer in sliding(name):
+            assert (found[layer] == 0).all()
+            continue
+        group = len(queries) // heads
+        for head in range(heads):
+            own = []
+            for member in queries[head * group : (head + 1) * group]:
+                direction = np.linalg.eigh(member.T @ member)[1][:, -1]
+                if sum(query @ direction > 0 for query in member) < len(member) / 2:
+                    direction = -direction
+                own.append(-direction)
+            np.testing.assert_allclose(found[layer, head].numpy(), np.mean(own, 0), atol=2e-4)
+
+
+def sliding(name: str) -> tuple[int, ...]:
+    return kvbench.prefill(tiny(name), ids(5)).sliding_layers
+
+
+def test_the_sign():
+    """Of a trained model: queries of a text that the calibration has not seen project positively on minus the filter,
+    on average, so a large score is a key that queries look at.
+    """
+    checkpoint = calibrate.Checkpoint("reference", str(REFERENCE))
+    model, tokenizer = checkpoint.weights(torch.float32, "cpu"), checkpoint.tokenizer()
+    own = calibrate.query_filters(model, calibrate.texts(tokenizer, " ".join(words()[:2000]), 4, 256), count=400)
+    unseen = calibrate.texts(tokenizer, " ".join(words()[-1000:]), 1, 400)
+    for layer, queries in enumerate(calibrate.queries(model, unseen, 400, seed=0)):
+        grouped = queries.unflatten(0, (2, -1))
+        assert ((grouped @ -own[layer][:, None, :, None]).mean((1, 2, 3)) > 0).all()
+
+
+def test_the_sign_follows_the_majority_not_the_mean():
+    """Few long queries one way, many short ones the other way: the many win."""
+    rng = np.random.default_rng(0)
+    long, short = np.tile([-9.0, 0.1], (3, 1)), np.tile([1.0, 0.0], (20, 1))
+    queries = torch.from_numpy((np.concatenate([long, short]) + 0.01 * rng.normal(size=(23, 2)))[None]).float()
+    assert (queries.mean(1)[0, 0] < 0) and (queries[0, :, 0] > 0).float().mean() > 0.5
+    assert calibrate.directions(queries)[0, 0] > 0.9
+
+
+def test_the_sample_is_seeded_and_spread():
+    one, again, other = (
+        calibrate.queries(tiny("llama"), [ids(50, 1)[0], ids(50, 2)[0]], 21, seed) for seed in (0, 0, 1)
+    )
+    assert all(own.shape == (6, 22, 32) for own in one)
+    assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
+    assert not torch.equal(one[0], other[0])
+
+
+# Files.
+
+
+def refused(path: str, reason: str) -> None:
+    with pytest.raises(SettingError, match=rf"^method\.path={path}: .*{reason}") as error:
+        kvbench.prefill(tiny("llama"), ids(20), "qfilters", 0.5, method_args={"path": path})
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_are_refused(tmp_path):
+    with pytest.raises(SettingError, match=r"^method\.path=null: .*kvbench.calibrate qfilters"):
+        kvbench.prefill(tiny("llama"), ids(20), "qfilters", 0.5)
+    refused(str(tmp_path / "missing"), "no readable file")
+    broken = tmp_path / "broken"
+    broken.write_text("nothing")
+    refused(str(broken), "no readable file")
+    refused(str(tmp_path), "no readable file")
+    for number, (tensors, reason) in enumerate(
+        [
+            ({"other": torch.zeros(3, 2, 32)}, "no readable file"),
+            ({"q_filters": torch.zeros(3, 64)}, "no finite tensor"),
+            ({"q_filters": torch.zeros(3, 2, 32, dtype=torch.int64)}, "no finite tensor"),
+            ({"q_filters": torch.full((3, 2, 32), torch.nan)}, "no finite tensor"),
+            ({"q_filters": torch.zeros(3, 6, 32)}, r"\(3, 6, 32\), the model has \(3, 2, 32\)"),
+            ({"q_filters": torch.zeros(2, 2, 32)}, r"\(2, 2, 32\), the model has"),
+        ]
+    ):
+        path = tmp_path / str(number)
+        save_file(tensors, str(path))
+        refused(str(path), reason)
+
+
+def test_a_run_is_known_by_what_the_file_holds(tmp_path):
+    one, moved, other = (tmp_path / name for name in ("one", "moved", "other"))
+    save_file({"q_filters": torch.zeros(3, 2, 32)}, str(one))
+    moved.write_bytes(one.read_bytes())
+    save_file({"q_filters": torch.ones(3, 2, 32)}, str(other))
+    values = [plainly({"_target_": "x", "name": "qfilters", "path": str(path)}) for path in (one, moved, other)]
+    assert values[0] == values[1] != values[2] and str(tmp_path) not in str(values)
+    nested = plainly({"name": "outer", "base": {"_target_": "x", "name": "qfilters", "path": str(one)}})
+    assert nested["base"] == values[0]
+    assert plainly({"name": "qfilters", "path": None})["path"] is None
+
+
+def test_the_command(tmp_path, capsys):
+    """On the reference model: the file serves it, and nothing wrong goes on in silence."""
+    out, text = tmp_path / "made" / "filters.safetensors", tmp_path / "text"
+    text.write_text("The old man gave the letter to nobody. " * 60)
+    few = ["--sequences", "2", "--length", "64", "--queries", "40", "--device", "cpu"]
+    command = ["qfilters", "--model", "reference", "--out", str(out)]
+    assert calibrate.main([*command, *few]) == 0
+    prose = load_file(out)["q_filters"]
+    assert prose.shape == (6, 2, 64) and "(6, 2, 64) from 2 texts of 64 tokens" in capsys.readouterr().out
+    assert calibrate.main([*command, *few]) == 0 and torch.equal(load_file(out)["q_filters"], prose)
+    assert calibrate.main([*command, *few, "--text", str(text)]) == 0
+    assert not torch.equal(load_file(out)["q_filters"], prose)
+    model = calibrate.Checkpoint("reference", str(REFERENCE)).weights(torch.float32, "cpu")
+    held = kvbench.prefill(model, torch.arange(90)[None], "qfilters", 0.5, method_args={"path": str(out)})
+    assert len(held.places(0, 0)) == 45
+    capsys.readouterr()
+    for wrong, line in (
+        ([*few, "--sequences", "900", "--text", str(text)], "--sequences=900"),
+        ([*few, "--queries", "0"], "--queries=0"),
+        ([*few, "--text", str(tmp_path / "none")], "No such file"),
+        ([*few, "--model", "/none"], "model.path=/none"),
+        ([*few, "--out", str(tmp_path)], f"--out={tmp_path}: no file can be there"),
+        ([*few, "--out", str(text / "filters")], f"--out={text}/filters: no file can be there"),
+        ([*few, "--device", "tpu"], "--device=tpu: choose one of cpu, cuda"),
+    ):
+        assert calibrate.main([*command, *wrong]) == 2
+        assert line in capsys.readouterr().err

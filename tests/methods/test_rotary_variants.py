@@ -1,0 +1,103 @@
+"""Every score on the rotations, groups of query heads and norms that its own tests leave out, against the same oracles.
+
+Groups of 1 (llama3), 2 (yarn, phi3), 3 (llama, qwen2) and 4 query heads (mistral); YaRN scales its angles, Llama 3
+stretches them, Phi-3 rotates a half of each head; Gemma 3 and Qwen 3 norm queries and keys.
+"""
+
+import pytest
+
+from tests.support.oracle_scores import (
+    SNAPKV,
+    Heavy,
+    along_the_output,
+    centroids,
+    chunk_by_chunk,
+    mean_votes,
+    residual,
+    stays,
+    two_stages,
+    unlike,
+    votes,
+)
+from tests.support.oracle_shares import cake, interpolate, safeguard
+from tests.support.oracles import agree, first, keeps, newest
+from tests.support.tiny_models import tiny
+
+ROTATIONS = ("llama3", "yarn", "phi3", "mistral", "qwen2")
+WINDOW = dict(window=6, kernel=5, pooling="max", group="after")
+DROPKV = dict(window=5, kernel=3, pooling="max", epsilon=1e-6, p_dtype="fp32")
+CODED = dict(window=8, kernel=7, chunk=4, first=1)
+MERGING = dict(sinks=2, recents=5, chunk=8, r=0.8)
+
+each_rotation = pytest.mark.parametrize("model", ROTATIONS)
+each_model = pytest.mark.parametrize("model", (*ROTATIONS, "gemma3"))
+
+
+@each_rotation
+def test_snapkv(model):
+    agree(model, keeps(votes(**WINDOW), 17, newest(6)), "snapkv", 17, 9, **WINDOW)
+
+
+@each_rotation
+def test_dropkv(model):
+    agree(model, keeps(residual(**DROPKV), 17, newest(5)), "dropkv", 17, 9, tokens=45, **DROPKV)
+
+
+@each_model
+@pytest.mark.parametrize("anchor", ["mean_normalised", "mean_raw"])
+def test_keydiff(model, anchor):
+    agree(model, keeps(unlike(anchor, "cosine"), 17), "keydiff", 17, 9, decoding=True, anchor=anchor)
+
+
+@each_rotation
+def test_centroidkv(model):
+    agree(model, centroids(15, **MERGING), "centroidkv", 15, 9, **MERGING | {"decoding": False})
+
+
+@each_rotation
+@pytest.mark.parametrize("norm, gqa", [("none", "mean"), ("count", "max")])
+def test_h2o(model, norm, gqa):
+    args = dict(recent=0.5, norm=norm, gqa=gqa)
+    agree(model, Heavy(norm, gqa).keeps(13, newest(6)), "h2o", 13, 9, 45, decoding=True, **args)
+
+
+@each_model
+def test_andpro_as_coded(model):
+    score, protect = chunk_by_chunk(**CODED), stays(8, 4, 1)
+    agree(model, keeps(score, 19, protect), "andpro", 19, 9, 45, **CODED | {"anchor": "droppable"})
+
+
+@pytest.mark.parametrize("model", ["yarn", "phi3", "qwen2"])
+def test_andpro(model):
+    agree(model, keeps(along_the_output(6), 17, newest(6)), "andpro", 17, 9, 45, window=6)
+
+
+@each_rotation
+def test_criticalkv(model):
+    cut = two_stages(model, mean_votes(**SNAPKV), 13, 0.5, 1e-4, newest(4))
+    agree(model, cut, "criticalkv", 13, 9, 45, alpha=0.5, epsilon=1e-4, base_args=SNAPKV)
+
+
+@each_rotation
+@pytest.mark.parametrize("cascade", [True, False])
+def test_cake(model, cascade):
+    cake(model, cascade, 9)
+
+
+@pytest.mark.parametrize("model", ["llama3", "yarn", "phi3", "mistral", "gemma3"])
+@pytest.mark.parametrize("mode", [interpolate, safeguard])
+def test_ada(model, mode):
+    cut = keeps(votes(**WINDOW), 17, newest(6), mode(0.2))
+    agree(model, cut, "snapkv", 17, 9, allocator=("ada", {"mode": mode.__name__, "alpha": 0.2}), **WINDOW)
+
+
+@each_model
+def test_sink_at_original_positions(model):
+    score = lambda glance: glance.rows.places.astype(float)  # noqa: E731
+    agree(model, keeps(score, 17, first(4)), "sink", 17, 9, decoding=True, positions="original")
+
+
+def test_every_group_size_is_here():
+    configs = [tiny(model).config for model in (*ROTATIONS, "llama", "gemma3", "qwen3")]
+    groups = {config.num_attention_heads // config.num_key_value_heads for config in configs}
+    assert groups == {1, 2, 3, 4}

@@ -1,0 +1,549 @@
+"""The papers' tables of scores: what a cell shows, which run may fill it, and that its command makes that run."""
+
+import csv
+import json
+import os
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain, product
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+from kvbench import frames, papers
+from kvbench.catalogue import CONF, names
+from kvbench.cells import Asked
+from kvbench.comparison import commands
+from kvbench.contradictions import leaves, recomputed
+from kvbench.papers import table
+from kvbench.plan import cells
+from kvbench.protocol import Protocol, needed, value_of
+from kvbench.scores import Runs
+from kvbench.specification import (
+    PAPERS,
+    ROOT,
+    Printed,
+    expanded,
+    is_number,
+    joined,
+    load,
+    preset_of,
+    published_values,
+    specs,
+    timed_only,
+)
+from kvbench.store import RunFolder
+from tests.support.command_line import answer
+
+TABLES = {name: spec for name, spec in specs().items() if not timed_only(spec)}
+BOOK = {"model": "llama32_3b", "task": "phonebook", "task.preset": "keydiff", "question": "visible", "block_size": 128}
+KEYDIFF = {**BOOK, "method": "keydiff", "budget": 6144}
+SUBTASK = "phonebook_100"
+
+
+def record(index: int, score: float | None, subtask: str = SUBTASK, **own: object) -> dict:
+    """A record's line, as far as tables read it."""
+    base = {"uid": f"{subtask}/{index}", "index": index, "subtask": subtask, "group": f"{subtask}/{index}"}
+    base |= {"score": score, "error": None if score is not None else "out_of_memory", "meta": {}, "also": {}}
+    return base | {"prompt_hash": f"{subtask}{index}", "target_hash": "t", "tokens_in": 100, "tokens_out": 10} | own
+
+
+def put(results: Path, settings: dict, records: list[dict], finish: bool = True, ended: int = 1, **own: object) -> str:
+    """A run of the store made as the runner makes it; its hash. `own`: parts of its value."""
+    value = value_of(settings) | {"data": "d", "device": {"type": "cpu"}, "sources": "s", "averages": []} | own
+    with RunFolder(results / "runs", value).open({}) as folder:
+        for line in records:
+            assert folder.claim(line["uid"])
+            folder.append(line)
+        if finish:
+            folder.finish([line["uid"] for line in records])
+            os.utime(folder.path / "done", (ended, ended))
+    return folder.hash
+
+
+def made(name: str, results: Path, **more: object) -> papers.Table:
+    spec = TABLES[name] | more
+    return table(spec, (), published_values(results, spec.get("file")), Runs.read(results))
+
+
+def row_of(made: papers.Table, label: str) -> tuple:
+    return dict(made.rows)[label]
+
+
+FIVE = [record(index, score) for index, score in enumerate((10.0, 20.0, 30.0, 40.0, 50.0))]
+
+
+def test_a_cell_has_the_published_value_the_measured_one_its_interval_and_the_difference(tmp_path):
+    put(tmp_path, KEYDIFF, FIVE)
+    assert papers.main([str(tmp_path), "keydiff", "17"]) == 0
+    own = made("keydiff_table17", tmp_path)
+    cell, *others = row_of(own, "KeyDiff")
+    # mean 30, standard error √(250 / 5) = 7.071, t(4) = 2.776: 30 ± 19.63 points, shown as fractions; the upper end has
+    # room for one more sample of 100
+    assert (cell.published, cell.measured, cell.low, cell.high, cell.difference) == (
+        "1.0",
+        "0.30",
+        "0.10",
+        "0.67",
+        "-0.70",
+    )
+    assert cell.text == "0.30 [0.10, 0.67] (-0.70)" and all(other.measured == "" for other in others)
+    stem = tmp_path / "papers" / "keydiff_table17"
+    assert "| KeyDiff | 1.0 | 0.30 [0.10, 0.67] (-0.70) |" in stem.with_suffix(".md").read_text()
+    assert r"KeyDiff & 1.0 & 0.30 [0.10, 0.67] (-0.70) &" in stem.with_suffix(".tex").read_text()
+    with stem.with_suffix(".csv").open(newline="") as file:
+        line = next(row for row in csv.DictReader(file) if row[""] == "KeyDiff")
+    parts = [line[f"100 {side}"] for side in ("published", "measured", "low", "high", "difference")]
+    assert parts == ["1.0", "0.30", "0.10", "0.67", "-0.70"]
+
+
+def test_an_empty_cell_has_the_number_of_the_note_with_its_command(tmp_path, capsys):
+    assert papers.main([str(tmp_path), "keydiff", "17"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [row] = [line for line in lines if line.startswith("| TOVA")]
+    number = row.split("|")[3].strip()
+    command = (
+        "python run.py model=llama32_3b task=phonebook task.preset=keydiff question=visible block_size=128 method=tova "
+        "method.preset=keydiff_paper budget=6144"
+    )
+    assert f"* {number} `{command}`" in lines
+
+
+OTHER = {
+    "model": {"model": "llama31_8b"},
+    "question": {"question": "hidden"},
+    "block": {"block_size": 64},
+    "budget": {"budget": 4096},
+    "share": {"budget": 0.5},
+    "of": {"budget": 0.5, "budget_of": "seen"},
+    "preset": {"method.preset": "kvpress"},
+    "setting": {"method.recent": 0.1},
+    "method": {"method": "knorm"},
+    "allocator": {"allocator": "ada"},
+    "codec": {"codec": "kivi"},
+    "task": {"task.trials": 4},
+    "limit": {"limit": 2},
+    "seed": {"seed": 1},
+    "sampling": {"temperature": 0.5},
+}
+
+
+@pytest.mark.parametrize("change", OTHER.values(), ids=OTHER)
+def test_a_run_of_another_protocol_fills_no_cell(tmp_path, change):
+    put(tmp_path, KEYDIFF | change, FIVE)
+    own = made("keydiff_table17", tmp_path)
+    for label in ("full cache", "KeyDiff", "TOVA"):
+        assert not any(cell.measured for cell in row_of(own, label))
+
+
+def test_made_up_data_and_unfinished_runs_fill_no_cell(tmp_path):
+    put(tmp_path, KEYDIFF, [record(0, 50.0), record(1, 50.0, meta={"data": "miniature"})])
+    put(tmp_path, KEYDIFF, [record(0, 50.0), record(1, 50.0, meta={"haystack": "generated"})], sources="other")
+    put(tmp_path, KEYDIFF, FIVE, finish=False, sources="another")
+    assert not any(cell.text for _, cells in made("keydiff_table17", tmp_path).rows for cell in cells)
+
+
+def test_the_newest_run_counts_and_failed_samples_are_told(tmp_path):
+    put(tmp_path, KEYDIFF, FIVE, ended=5)
+    put(tmp_path, KEYDIFF, [record(0, 40.0), record(1, 60.0), record(2, None)], ended=7, sources="newer")
+    put(tmp_path, KEYDIFF, [record(0, 0.0), record(1, 0.0)], ended=6, sources="older")
+    own = made("keydiff_table17", tmp_path)
+    assert row_of(own, "KeyDiff")[0].measured == "0.50"
+    assert "1 samples failed and are left out of their cells." in own.notes
+
+
+def test_one_context_has_no_interval(tmp_path):
+    put(tmp_path, KEYDIFF, [record(0, 40.0)])
+    assert row_of(made("keydiff_table17", tmp_path), "KeyDiff")[0].text == "0.40 (-0.60)"
+
+
+def test_an_average_is_that_of_the_paper_and_of_the_records(tmp_path):
+    """DeltaKV averages six categories, KeyDiff sixteen tasks; both are recomputed from the store's frame."""
+    settings = {"model": "llama31_8b", "task": "longbench", "task.path": "hub", "method": "full"}
+    names = leaves(TABLES["deltakv_table01"]["columns"][-1]["of"]["subtasks"])
+    found = [
+        record(index, float(7 * place + index), name) for place, name in enumerate(names[:14]) for index in range(3)
+    ]
+    found += [record(index, 12.0 * index, name) for name in names[14:] for index in range(5)]
+    put(tmp_path, settings, found)
+    frame = frames.load(tmp_path).records(["subtask", "score"]).groupby("subtask").score.mean()
+    categories = TABLES["deltakv_table01"]["columns"][-1]["of"]["subtasks"]
+    of_six = sum(sum(frame[own] for own in category) / len(category) for category in categories) / 6
+    cell = row_of(made("deltakv_table01", tmp_path), "Llama-3.1-8B-Instruct, full cache")[-1]
+    assert cell.published == "50.0" and cell.measured == f"{of_six:.1f}" and cell.difference == f"{of_six - 50:+.1f}"
+    cell = row_of(made("keydiff_table01", tmp_path), "Llama-3.1-8B-Instruct, full cache")[-1]
+    assert cell.measured == f"{frame.mean():.2f}" != f"{of_six:.2f}" and cell.low < cell.measured < cell.high
+
+
+def test_longer_answers_and_differences_are_against_the_full_cache(tmp_path):
+    settings = {**TABLES["keydiff_table05"]["run"], "method": "full", "task.max_new_tokens": 4096}
+    method = settings | {"method": "keydiff", "method.preset": "paper_window", "budget": 1024}
+
+    def answers(tokens: list[int], right: list[bool]) -> list[dict]:
+        return [
+            record(i, 0.0, "math500", tokens_out=count, also={"flexible": 100.0 * own, "exact": 0.0})
+            for i, (count, own) in enumerate(zip(tokens, right, strict=True))
+        ]
+
+    put(tmp_path, method, answers([1] * 4, [True, False, False, True]))
+    label = "4k, > 1024 tokens, KeyDiff 20 % recent"
+    assert row_of(made("keydiff_table05", tmp_path), label)[0].measured == ""  # the full cache says which are long
+    put(tmp_path, settings, answers([500, 925, 3000, 3000], [True] * 4))
+    cell = row_of(made("keydiff_table05", tmp_path), label)[0]
+    assert cell.measured == "0.333"  # 100 + 925 is beyond 1024: one of three
+    cell = row_of(made("keydiff_table05", tmp_path), "4k, > 1024 tokens, full cache")[0]
+    assert cell.measured == "1.000"
+
+    needle = {**TABLES["keydiff_table18"]["run"]}
+    sides = ((needle, (100.0, 50.0)), (needle | {"method": "full"}, (100.0, 100.0)))
+    for own, scores in sides:
+        meta = {"depth": 11, "data": "hub", "haystack": "hub:x"}
+        put(tmp_path, own, [record(i, score, "niah_1000", meta=meta) for i, score in enumerate(scores)])
+    cell = row_of(made("keydiff_table18", tmp_path), "depth 11 %")[0]
+    assert cell.measured == "-0.25" and row_of(made("keydiff_table18", tmp_path), "depth 0 %")[0].measured == ""
+
+
+HOSTILE = "a_b%$&#{x}~^\\|`<script>\x1b[31m\n\\end{tabular}"
+
+
+def test_what_else_the_store_holds_has_rows_of_its_own_and_hostile_names_are_text(tmp_path):
+    put(tmp_path, KEYDIFF | {"model": "qwen3_8b"}, FIVE, model={"name": HOSTILE, "identity": "x"})
+    put(tmp_path, {**KEYDIFF, "method": "snapkv", "method.window": 9, "allocator": "pyramid"}, FIVE)
+    put(tmp_path, {**KEYDIFF, "budget": 100}, FIVE)  # no budget of the table
+    own = made("keydiff_table17", tmp_path)
+    labels = [label for label, _ in own.rows]
+    assert len(labels) == 3 + 2 and "llama32_3b, snapkv window=9, pyramid, budget 6144 (not in the paper)" in labels
+    assert row_of(own, labels[-1])[0].text == "0.30 [0.10, 0.67]"
+    for text in (own.to_markdown(), own.to_latex(), own.to_csv()):
+        assert "\x1b" not in text and not any(line.startswith("\\end{tabular}") for line in text.splitlines()[:-1])
+    assert "<script>" not in own.to_markdown()
+    [row] = [line for line in own.to_markdown().splitlines() if "script" in line]
+    assert len(re.findall(r"(?<!\\)\|", row)) == 2 + 2 * 10 and "`" not in row.replace("\\`", "")
+    [row] = [line for line in own.to_latex().splitlines() if "script" in line]
+    assert r"a\_b\%\$\&\#\{x\}\textasciitilde{}\textasciicircum{}\textbackslash{}$|$" in row
+    assert row.count(" & ") == 2 * 10
+
+
+def test_a_damaged_run_is_named_and_the_rest_is_shown(tmp_path, capsys):
+    put(tmp_path, KEYDIFF, FIVE)
+    damaged = put(tmp_path, {**KEYDIFF, "budget": 4096}, FIVE)
+    (tmp_path / "runs" / damaged / "run.yaml").write_text("format: [")
+    assert papers.main([str(tmp_path), "keydiff", "17"]) == 0
+    shown = capsys.readouterr()
+    assert "0.30 [0.10, 0.67]" in shown.out and f"run {damaged} is left out" in shown.err
+
+
+@pytest.mark.parametrize(
+    "which, line",
+    [
+        (["drop"], "kvbench: PAPER=drop: choose one of centroidkv, deltakv, dropkv, expected_attention, keydiff\n"),
+        (["dropkv", "12"], "kvbench: TABLE=12: is not emitted: analysis: the weight of evicted rows, not a score of "),
+        (["dropkv", "44"], "kvbench: TABLE=44: choose one of "),
+    ],
+)
+def test_what_is_no_table_is_refused_in_one_line(tmp_path, capsys, which, line):
+    assert papers.main([str(tmp_path), *which]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(line) and err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", [name for name, spec in TABLES.items() if "file" in spec])
+def test_every_published_value_stands_in_a_cell(name):
+    """In one cell; the full cache's column of Expected Attention, stored once, in one of each row."""
+    spec, used = TABLES[name], Counter()
+    printed = Printed(published_values(ROOT, spec["file"]))
+    for row in expanded(spec["rows"]):
+        for column in expanded(spec["columns"]):
+            select = joined(spec, row, column).get("published")
+            fitting = printed.fitting(select) if select is not None else []
+            assert len(fitting) <= 1, select
+            used.update(id(line) for line in fitting)
+    for line in printed.lines:
+        assert used[id(line)] or not line["value"], line
+        assert used[id(line)] <= 1 or line["method"] == "full"
+
+
+def test_every_file_is_used_or_left_out_with_a_reason():
+    used = {spec["file"] for spec in specs().values() if "file" in spec}
+    reasons = {
+        f"{path.stem}_{name}.csv": reason
+        for path in PAPERS.glob("*.yaml")
+        for name, reason in load(path).get("left_out", {}).items()
+    }
+    files = {path.name for path in (ROOT / "results" / "published").glob("*.csv")}
+    assert files == used | (files & reasons.keys()) and not used & reasons.keys()
+    assert all(len(reason) > 10 for reason in reasons.values())
+    numbered = {name for name in specs() if re.search(r"_table\d\d$", name)}
+    counts = {"keydiff": 19, "expected_attention": 20, "deltakv": 14, "dropkv": 18, "centroidkv": 8}
+    for paper, count in counts.items():
+        for number in range(1, count + 1):
+            assert (f"{paper}_table{number:02d}" in numbered) != (f"{paper}_table{number:02d}.csv" in reasons)
+
+
+@pytest.mark.parametrize("name", [name for name, spec in TABLES.items() if "averages" in spec])
+def test_the_averages_that_contradict_their_cells_are_the_ones_footnoted(name):
+    spec = TABLES[name]
+    own = published_values(ROOT, spec["file"])
+    lines = [line for file in spec["averages"].get("files", [spec["file"]]) for line in published_values(ROOT, file)]
+    found = [
+        {key: float(value) if is_number(value) else value for key, value in who.items()}
+        | {"printed": printed, "cells": round(value, 2)}
+        for who, printed, value in recomputed(spec["averages"]["of"], lines, own)
+    ]
+    listed = spec["averages"]["contradict"]
+    keys = {key for who in listed for key in who}
+    assert [{key: own[key] for key in own if key in keys} for own in found] == listed
+    notes = made(name, ROOT).notes
+    assert sum(note.startswith("Contradiction, ") for note in notes) == len(listed)
+
+
+@pytest.mark.parametrize("name", [name for name, spec in TABLES.items() if "checks" in spec])
+def test_what_the_notes_say_of_published_values_is_so(name):
+    spec = TABLES[name]
+    lines = published_values(ROOT, spec["file"])
+
+    def values(**where: object) -> list[str]:
+        return [line["value"] for line in lines if all(line[key] == str(value) for key, value in where.items())]
+
+    for one in spec["checks"].get("repeated", ()):
+        for method in one["methods"]:
+            variants = [
+                [
+                    line["value"]
+                    for line in lines
+                    if line["method"] == method
+                    and own in re.sub("^sliding_20;", "", line["variant"])
+                    and line["budget"] == str(one.get("budget", line["budget"]))
+                    and line["metric"] in one.get("metrics", [line["metric"]])
+                ]
+                for own in one["where"]
+            ]
+            assert variants[0] == variants[1] != []
+    if alike := spec["checks"].get("alike"):
+        pairs = [values(method=method, budget=alike["budget"]) for method in alike["methods"]]
+        assert sum(one == other for one, other in zip(*pairs, strict=True)) == alike["cells"]
+    for method, mean in spec["checks"].get("means", {}).items():
+        own = list(map(float, values(method=method)))
+        assert len(own) == 16 and round(sum(own) / 16, 2) == mean
+
+
+def wanted(spec: dict) -> list[list[dict]]:
+    """Of each row the settings of its cells' runs, as far as their files are known."""
+    columns = list(expanded(spec["columns"]))
+    rows = [[joined(spec, row, column).get("run") for column in columns] for row in expanded(spec["rows"])]
+    own = [[needed(run) for run in row if run is not None] for row in rows]
+    return [[run for run in row if "method.path" not in run] for row in own]
+
+
+def parts(settings: dict) -> set[tuple[str, str]]:
+    """What a run is composed of: groups with all that is set of them, and single settings but for how much is kept."""
+    groups = {name.split(".")[0] for name in settings} - {"budget"}
+    return {(name, str({k: v for k, v in settings.items() if k.split(".")[0] == name})) for name in groups}
+
+
+def every_part() -> list[dict]:
+    """A few of all cells' runs that together have all parts of all of them."""
+    runs = {str(own): own for spec in TABLES.values() for row in wanted(spec) for own in row}
+    missing = {name: parts(own) for name, own in runs.items()}
+    chosen = []
+    while most := max(missing, key=lambda name: len(missing[name]), default=None):
+        chosen.append(runs[most])
+        seen = missing[most]
+        missing = {name: left for name, own in missing.items() if (left := own - seen)}
+    return chosen
+
+
+def distinct() -> list[str]:
+    """Tables that do not want the runs of another one."""
+    return list({str(wanted(spec)): name for name, spec in TABLES.items()}.values())
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Data sets and models are not fetched: data is the miniature's, a model's configuration that of its shape. What a
+    run is known by of both is no part of a protocol.
+    """
+    from kvbench import run
+    from kvbench.model import Checkpoint, configuration
+    from kvbench.tasks import longbench, math_problems, needle, ruler, ruler_lmeval, scbench
+
+    def instead(module: object, name: str, *fixed: object, place: int = 0) -> None:
+        real = getattr(module, name)
+
+        def fetched(*given: object) -> object:
+            return real(*(*given[:place], *fixed, *given[place + len(fixed) :]))
+
+        monkeypatch.setattr(module, name, fetched)
+
+    instead(longbench, "load", "miniature")
+    instead(math_problems, "read", "miniature", place=1)
+    instead(needle, "load", None)
+    instead(ruler, "load_texts", None, None)
+    instead(scbench.data, "load", "miniature")
+    monkeypatch.setattr(ruler_lmeval.RulerLmEval, "fingerprint", lambda self: "data")
+    monkeypatch.setattr(
+        Checkpoint, "config", lambda self: configuration(str(CONF / "model" / "shapes" / f"{self.name}.json"))
+    )
+    monkeypatch.setattr(Checkpoint, "identity", lambda self: "weights")
+    monkeypatch.setattr(run, "source_hash", lambda names: "sources")
+
+
+def composed(line: str) -> list[Protocol]:
+    """The runs that a command makes."""
+    from kvbench.run import Run
+
+    words = shlex.split(line)
+    assert words[:2] == ["python", "run.py"]
+    own = list(cells([" ".join(word for word in words[2:] if word != "-m")]))
+    assert (words[2] == "-m") == (len(own) > 1)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return [Protocol.of(Run.from_config(compose("config", overrides=one)).value) for one in own]
+
+
+def check(settings: list[dict]) -> None:
+    found = {protocol for line in commands(settings) for protocol in composed(line)}
+    assert found == {Protocol.wanted(own) for own in settings}
+
+
+def test_a_command_makes_exactly_the_run_that_fills_its_cell(offline):
+    """Every model, method and task of all cells, each at least once; all cells in `make test-all`."""
+    for settings in every_part():
+        check([settings])
+    check(wanted(TABLES["expected_attention_table04"])[0])  # a row of several commands
+    check(wanted(TABLES["keydiff_table15"])[0])  # a sweep
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", distinct())
+def test_the_commands_of_a_row_make_exactly_the_runs_that_fill_it(offline, name):
+    for row in wanted(TABLES[name]):
+        check(row)
+
+
+def test_commands_cross_only_what_is_wanted_crossed():
+    one, two = {"method": "snapkv", "budget": 0.1}, {"method": "keydiff", "budget": 0.3}
+    assert commands([one, two]) == (
+        "python run.py method=snapkv budget=0.1",
+        "python run.py method=keydiff budget=0.3",
+    )
+    assert commands([one, one | {"budget": 0.3}]) == ("python run.py -m method=snapkv budget=0.1,0.3",)
+    assert commands([{"a": [1, "x"], "b": {"c": None}, "d": True}]) == ("python run.py 'a=[1,x]' 'b={c:null}' d=true",)
+
+
+def axes(preset: str) -> list[list[str]]:
+    """The settings that each axis of a preset goes through."""
+    return [
+        list(chain(*chain(*BasicSweeper.split_arguments([axis], None)))) for axis in Asked.of([f"preset={preset}"]).axes
+    ]
+
+
+def diagonal(preset: str) -> list[tuple[str, ...]]:
+    """As few cells as have every value of every axis, the full cache's in each."""
+    own = axes(preset)
+    return [tuple(axis[place % len(axis)] for axis in own) for place in range(max(map(len, own)))]
+
+
+def runnable(name: str) -> set[Protocol]:
+    return {Protocol.wanted(run) for row in wanted(TABLES[name]) for run in row}
+
+
+def protocols(preset: str, found: Iterable[Sequence[str]]) -> set[Protocol]:
+    from kvbench.run import Run
+
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        configs = [compose("config", overrides=[f"preset={preset}", *own]) for own in found]
+        return {Protocol.of(Run.from_config(config).value) for config in configs}
+
+
+def test_every_table_has_a_preset_or_says_why_not():
+    """Tables of one preset want the same runs; a table without has none that could fill it."""
+    found: dict[str, set[frozenset[Protocol]]] = {}
+    for name, spec in TABLES.items():
+        preset, own = preset_of(name, spec), runnable(name)
+        assert bool(own) == (preset is not None) and len(spec.get("no_preset", "because")) > 5, name
+        if own:
+            found.setdefault(preset, set()).add(frozenset(own))
+    assert sorted(found) == names("preset") and {len(own) for own in found.values()} == {1}
+
+
+@pytest.mark.parametrize("preset", names("preset"))
+def test_a_preset_has_cells_of_its_table(offline, preset):
+    """Every value of its axes, and as many as make all runs but for the full cache's, which every budget shares."""
+    own = runnable(next(name for name, spec in TABLES.items() if preset_of(name, spec) == preset))
+    assert protocols(preset, diagonal(preset)) <= own
+    cut = [cell for cell in product(*axes(preset)) if not re.search(r"row=\[?full\b", " ".join(cell))]
+    full = Protocol.wanted({"method": "full"}).cache
+    assert len(cut) == sum(protocol.cache != full for protocol in own)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("preset", names("preset"))
+def test_a_preset_is_its_whole_table(offline, preset):
+    own = runnable(next(name for name, spec in TABLES.items() if preset_of(name, spec) == preset))
+    assert protocols(preset, product(*axes(preset))) == own
+
+
+MADE = ["task.path=miniature"]
+SMALL = {  # task -> settings beside a preset's, with which one sample is made by kvbench and answered in seconds
+    "longbench": [*MADE, "task.subtasks=[hotpotqa]"],
+    "math500": [*MADE, "task.max_new_tokens=8"],
+    "niah": ["task.haystack_path=null", "task.lengths=[1000]", "task.depths=[50]", "task.new_tokens=8"],
+    "phonebook": ["task.sizes=[20]"],
+    "ruler": ["task.haystack_path=null", "task.qa_path=null", "task.length=1024", "task.subtasks=[niah_single_1]"],
+    "ruler_lmeval": ["task.length=1024", "task.subtasks=[niah_single_1]"],
+    "scbench": [*MADE, "task.subtasks=[scbench_kv]", "task.max_turns=1"],
+}
+
+
+def without_sizes(protocol: Protocol) -> Protocol:
+    """What a preset's cell keeps when its model and the size of its task are others."""
+    return replace(protocol, model="", task="")
+
+
+def first_cut(preset: str, task: str) -> tuple[str, ...]:
+    """The settings of the first cell of a preset that cuts anything, beside those of SMALL and a model."""
+    cell = next(own for own in product(*axes(preset)) if not re.search(r"row=\[?full\b", " ".join(own)))
+    given = [own.split("=")[0] for own in (*SMALL[task], "model=reference")]
+    return tuple(own for own in cell if own.split("=")[0] not in given)
+
+
+def same_with(preset: str, task: str) -> str:
+    """Presets of which this is the same have the same first cell, once SMALL stands beside them."""
+    body = yaml.safe_load((CONF / "preset" / f"{preset}.yaml").read_text())
+    own = {name: value for name, value in body["task"].items() if not any(f"task.{name}=" in s for s in SMALL[task])}
+    return json.dumps([{**body, "task": own, "hydra": None}, first_cut(preset, task)], sort_keys=True)
+
+
+@pytest.fixture(scope="module")
+def ran() -> dict[str, tuple[dict, list[Path]]]:
+    """What has run of a preset that is the same as others: the cell as planned, and the folders of its two runs."""
+    return {}
+
+
+@pytest.mark.parametrize("preset", names("preset"))
+def test_a_cell_of_a_preset_runs_on_made_data(ran, tmp_path, monkeypatch, capsys, preset):
+    """The sweep that a user starts, of one cell and with the embedded model for the paper's, leaves graded records."""
+    own = runnable(next(name for name, spec in TABLES.items() if preset_of(name, spec) == preset))
+    task = json.loads(next(iter(own)).task)["name"]
+    key = same_with(preset, task)
+    if key not in ran:
+        monkeypatch.setattr("kvbench.grade.grade", lambda folder: None)
+        asked = ["-m", f"preset={preset}", "model=reference", *first_cut(preset, task), *SMALL[task], "limit=1"]
+        where = [f"results={tmp_path}", f"hydra.sweep.dir={tmp_path}/sweep", "device=cpu"]
+        code, out, err = answer([*asked, *where], monkeypatch, capsys)
+        assert code == 0 and "kvbench:" not in err and f"\ntask: {task}" in out, err
+        [planned] = json.loads((tmp_path / "sweep" / "cells.json").read_text())
+        ran[key] = planned, [tmp_path / "runs" / name for name in planned["runs"]]
+    planned, folders = ran[key]
+    assert without_sizes(Protocol.of(planned["value"])) in map(without_sizes, own)
+    for folder in folders:
+        lines = [json.loads(line) for file in folder.glob("records*.jsonl") for line in file.read_text().splitlines()]
+        assert lines and (folder / "done").exists()
+        for line in lines:
+            assert line["error"] is None and 0 <= line["score"] <= 100 and line["tokens_out"] > 0

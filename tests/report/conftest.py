@@ -1,0 +1,16 @@
+"""What the tests share that open a page."""
+
+import pytest
+
+from tests.support.browser import CHROMIUM
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """Chromium without a window."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        options = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=options)
+        yield browser
+        browser.close()

@@ -1,0 +1,298 @@
+"""Figures for print: what they draw is what the tables say, from the page's specifications, whatever names are like."""
+
+import csv
+import re
+import struct
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import kvbench
+from kvbench.curves import show
+from kvbench.figures import INCHES, draw, slug
+from kvbench.report import charts, printed
+from kvbench.report.gather import find, panels_of
+from kvbench.settings import SettingError
+from kvbench.stored import baseline, read
+from kvbench.swept import Choice, sweep
+from kvbench.tables import closing_table
+from tests.support.report_store import BUDGETS, TASKS, records, small, write
+
+TAGS = {"svg", "g", "rect", "path", "line", "text", "tspan", "defs", "linearGradient", "stop"}
+ONE = ("question=visible", "method=snapkv,keydiff")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    return small(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module")
+def drawn(store) -> dict[str, Path]:
+    """Kind -> its files, without their ending."""
+    assert draw([str(store), *ONE]) == 0
+    found = {kind: list((store / "figures").glob(f"*-{kind}.svg")) for kind in INCHES}
+    assert len(list((store / "figures").iterdir())) == 4 * len(INCHES)
+    return {kind: own.with_suffix("") for kind, (own,) in found.items()}
+
+
+def lines(path: Path) -> list[dict[str, str]]:
+    with open(path.with_suffix(".csv"), newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def numbers(line: dict[str, str], *names: str) -> list[float]:
+    return [float(line[name]) for name in names]
+
+
+def texts(path: Path) -> list[str]:
+    return [text for text in ElementTree.parse(path.with_suffix(".svg")).getroot().itertext() if text.strip()]
+
+
+@pytest.mark.parametrize("kind", INCHES)
+def test_the_files_are_what_they_should_be(drawn, kind):
+    name = drawn[kind]
+    assert re.fullmatch(rf"reference-ruler-visible-[0-9a-f]{{8}}-{kind}", name.name)
+    root = ElementTree.parse(name.with_suffix(".svg")).getroot()
+    width, height = (float(root.get(side).removesuffix("pt")) for side in ("width", "height"))
+    assert INCHES[kind] * 36 < width <= INCHES[kind] * 72 + 0.5 and 100 < height < 700
+    assert {own.tag.partition("}")[2] for own in root.iter()} <= TAGS
+    assert not {key for own in root.iter() for key in own.attrib if key.endswith(("href", "src"))}
+    page = name.with_suffix(".pdf").read_bytes()
+    assert page.startswith(b"%PDF-") and len(re.findall(rb"/Type\s*/Page\b", page)) == 1
+    box = re.search(rb"/MediaBox\s*\[0 0 ([\d.]+) ([\d.]+)\]", page).groups()
+    assert [float(own) for own in box] == pytest.approx((width, height), abs=0.1)
+    assert b"LiberationSans" in page  # embedded, whatever the machine has
+    picture = name.with_suffix(".png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n") and picture[12:16] == b"IHDR"
+    assert struct.unpack(">II", picture[16:24]) == pytest.approx((width * 300 / 72, height * 300 / 72), abs=1.5)
+    assert {"reference · ruler · question visible"} <= set(texts(name))
+    assert any("length 2048" in text for text in texts(name))
+
+
+def test_curves_have_the_numbers_of_kvbench_curves(store, drawn):
+    runs, _ = read(store)
+    found = lines(drawn["curve"])
+    assert {line["method"] for line in found if line["budget"]} == {"keydiff", "keydiff · block 128", "snapkv"}
+    own = [run for run in runs if run.value["method"]["name"] == "snapkv" and run.value["question"] == "visible"]
+    *points, full = sweep(own, runs, Choice()).points
+    shown = [line for line in found if line["method"] == "snapkv"]
+    assert len(shown) == len(points) == len(BUDGETS)
+    for line, point in zip(shown, points, strict=True):
+        score, change = point.score, point.interval
+        expected = [point.share, score.value, score.low, score.high, change.difference, change.low, change.high]
+        assert numbers(line, "share", "score", "score_low", "score_high", "diff", "diff_low", "diff_high") == expected
+        assert numbers(line, "lost", "gained", "same", "n") == [change.lost, change.gained, change.same, score.samples]
+    (beside,) = [line for line in found if line["method"] == "full cache, beside snapkv"]
+    assert numbers(beside, "score", "score_low", "score_high") == [full.score.value, full.score.low, full.score.high]
+    labels = texts(drawn["curve"])
+    assert {"keydiff", "keydiff · block 128", "snapkv", "full cache", charts.BYTES} <= set(labels)
+
+
+def test_tasks_and_costs_have_the_numbers_of_the_table(store, drawn):
+    runs, _ = read(store)
+    (run,) = [
+        run
+        for run in runs
+        if (run.value["method"]["name"], run.value["question"], run.value["budget"]) == ("snapkv", "visible", 0.1)
+    ]
+    table = closing_table(baseline(run, runs).records, run.records, {"model": "reference", "embedded": True}, None)
+    shown = {line["subtask"]: line for line in lines(drawn["tasks"]) if line["run"] == "snapkv · 10\u202f%"}
+    assert len(shown) == len(TASKS) + 1
+    for row in table.rows:
+        line = shown["Ø average" if row.kind == "average" else row.subtask]
+        own = row.interval
+        expected = [own.difference, own.low, own.high, own.mean_full, own.mean_method, own.samples]
+        assert numbers(line, "diff", "diff_low", "diff_high", "full", "score", "n") == expected
+    average = next(row for row in table.rows if row.kind == "average")
+    costs = {line["run"]: line for line in lines(drawn["cost"])}
+    line = costs["snapkv · 10\u202f%"]
+    assert numbers(line, "held", "ttft", "tpot") == [average.held, average.ttft, average.tpot]
+    assert numbers(costs["full cache"], "held", "ttft", "diff") == [1, average.ttft_full, 0]
+    assert {f"{own.difference:+.0f}".replace("-", "−") for own in [average.interval]} <= set(texts(drawn["tasks"]))
+
+
+def test_grids_are_means_of_their_cells(drawn):
+    own, full = records(0.05, 30), records(1.0, 100)
+    uids = [uid for uid in own if own[uid]["meta"].get("length") == 512 and own[uid]["meta"]["depth"] == 50]
+    means = [sum(side[uid]["score"] for uid in uids) / len(uids) for side in (own, full)]
+    for kind in ("grid", "change"):
+        found = {(line["run"], float(line["length"]), line["depth"]): line for line in lines(drawn[kind])}
+        line = found["snapkv · 5\u202f%", 512, "50"]
+        assert numbers(line, "score", "diff", "n") == [means[0], means[0] - means[1], len(uids)]
+        assert len(found) == (9 + (kind == "grid")) * 6  # three series of three budgets, and the full cache
+    assert "full cache" in texts(drawn["grid"]) and "full cache" not in texts(drawn["change"])
+
+
+def test_page_and_figures_draw_one_specification(store):
+    """Layers, with their marks, channels, scales and transforms, are the page's; only print has legends of colours."""
+
+    def bare(own: object) -> object:
+        if isinstance(own, dict):
+            return {key: bare(value) for key, value in own.items() if key != "legend"}
+        return [bare(value) for value in own] if isinstance(own, list) else own
+
+    def layered(own: object) -> list:
+        if isinstance(own, dict):
+            parts = [part for value in own.values() for part in layered(value)]
+            return [own["layer"], *parts] if "layer" in own else parts
+        return [part for value in own for part in layered(value)] if isinstance(own, list) else []
+
+    found = find(store)
+    panel = panels_of(found, found.runs, Choice())[1].shown
+    drawings = {
+        "curve": printed.curve(panel, "bytes", 500),
+        "tasks": printed.tasks(panel, 500),
+        "grid": printed.grid(panel, 500),
+        **dict.fromkeys(charts.COSTS, printed.cost(panel, 900)),
+    }
+    for name, page in charts.charts().items():
+        spec = printed.specification(drawings[name], panel, 200, 500)
+        assert bare(page["layer"]) in [bare(own) for own in layered(spec)], name
+        for data, rows in spec["datasets"].items():
+            if data in panel and data != "series":
+                assert rows == (drawings[name].rows if name == "grid" else panel[data])
+
+
+def test_costs_begin_at_zero_and_times_have_whiskers(drawn):
+    """Noise of a few ms must not fill an axis."""
+    for name, spec in ((name, charts.cost(name).to_dict()) for name in charts.COSTS):
+        found = [layer["encoding"]["x"] for layer in spec["layer"]]
+        assert all(own["scale"]["zero"] for own in found)
+        ends = [own["field"] for own in found if own["field"] == f"{name}_low"]
+        assert len(ends) == (0 if name == "held" else 2)  # of the runs and of the full cache
+    assert texts(drawn["cost"]).count("0") >= 2
+    for line in lines(drawn["cost"]):
+        if line["run"]:
+            low, value, high = numbers(line, "ttft_low", "ttft", "ttft_high")
+            assert low <= value <= high
+
+
+def test_the_same_store_gives_the_same_bytes(store, drawn, tmp_path):
+    assert draw([str(store), *ONE, "--out", str(tmp_path)]) == 0
+    for path in (path for path in (store / "figures").iterdir() if path.suffix != ".pdf"):  # its fonts change places
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_width_is_kept(store, tmp_path):
+    assert draw([str(store), *ONE, "--kind", "curve,cost", "--width", "4", "--out", str(tmp_path)]) == 0
+    for path in tmp_path.glob("*.svg"):
+        width = float(ElementTree.parse(path).getroot().get("width").removesuffix("pt"))
+        assert 0.95 * 288 < width <= 288.5
+
+
+def test_subtasks_and_rows_make_curves_of_their_own(store, tmp_path):
+    given = [str(store), *ONE, f"subtask=niah,{TASKS[2]}", "--against", "rows", "--out", str(tmp_path)]
+    assert draw(given) == 0
+    names = sorted(path.stem.partition("-curve-")[2] for path in tmp_path.glob("*.csv"))
+    assert names == sorted(f"rows-{slug(task)}" for task in ("niah", TASKS[2]))
+    runs, _ = read(store)
+    own = [run for run in runs if run.value["method"]["name"] == "snapkv" and run.value["question"] == "visible"]
+    points = sweep(own, runs, Choice("rows", None, "niah")).points
+    (path,) = tmp_path.glob("*-niah.csv")
+    shown = [numbers(line, "share", "score") for line in lines(path) if line["method"] == "snapkv"]
+    assert shown == [[point.share, point.score.value] for point in points[:-1]]
+
+
+def test_names_that_would_be_more_than_text(tmp_path):
+    name = "</text><script>alert(1)</script> & \\textbf{$x_1$} %\x1b[31m ../../up " + "long " * 60
+    value = {"task": {"name": name, "length": 1}, "model": {"name": f"../{name}", "identity": "0"}}
+    write(tmp_path, records(1.0, 100), **value | {"method": {"name": "full"}})
+    write(tmp_path, records(0.1, 50), **value | {"method": {"name": f"=1+1 {name}"}, "budget": 0.1})
+    assert draw([str(tmp_path)]) == 0
+    files = list((tmp_path / "figures").iterdir())
+    assert len(files) == 4 * len(INCHES) and all(re.fullmatch(r"[A-Za-z0-9._-]{1,200}", path.name) for path in files)
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "figures"}
+    for path in (tmp_path / "figures").glob("*.svg"):
+        assert "<script" not in path.read_text() and any("<script>" in text for text in texts(path.with_suffix("")))
+    assert slug("a/b") != slug("a:b") and slug("ruler_vt") == "ruler_vt"
+
+
+def test_damaged_runs_and_other_protocols_stay_out(tmp_path, capsys):
+    for seed in (0, 1):
+        write(tmp_path, records(1.0, 100), method={"name": "full"}, seed=seed)
+        write(tmp_path, records(0.1, 50), budget=0.1, seed=seed)
+    torn = write(tmp_path, records(0.3, 50), budget=0.3)
+    file = next(torn.glob("records*.jsonl"))
+    file.write_bytes(file.read_bytes()[:-9])
+    odd = write(tmp_path, {uid: {"uid": uid} for uid in records(0.4, 50)}, budget=0.4)
+    write(tmp_path, records(0.5, 50), finish=False, budget=0.5)
+    assert draw([str(tmp_path), "subtask=niah"]) == 0
+    out, err = capsys.readouterr()
+    assert sorted(line.split()[1] for line in err.splitlines()) == sorted([torn.name, odd.name])
+    assert "torn" in err and "1 unfinished" in out
+    found = [lines(path) for path in (tmp_path / "figures").glob("*.csv")]
+    assert [[line["budget"] for line in own] for own in found] == [["10\u202f%", ""]] * 2
+
+
+def test_a_curve_says_how_many_samples_each_method_answered(tmp_path):
+    write(tmp_path, records(1.0, 100), method={"name": "full"})
+    write(tmp_path, records(0.1, 50), budget=0.1)
+    few = records(0.1, 50)
+    for uid in list(few)[:4]:
+        few[uid] |= {"score": None, "error": "out_of_memory"}
+    write(tmp_path, few, method={"name": "keydiff"}, budget=0.1)
+    assert draw([str(tmp_path), "--kind", "curve"]) == 0
+    [path] = (tmp_path / "figures").glob("*.svg")
+    assert "20 to 24 samples (0 to 4 not answered everywhere)" in " ".join(texts(path))
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    {
+        "--kind=pie": "--kind=pie: choose one of curve, tasks, grid, change, cost",
+        "--width=0": "--width 0: inches, from 2 to 20",
+        "--width=wide": "--width wide: inches, from 2 to 20",
+        "--against=time": "--against=time: choose one of bytes, rows",
+        "--average=odd": "--average=odd: choose one of each",
+        "method=nobody": 'method=nobody: no finished run; there are "full", "keydiff"',
+        "colour=red": "colour: no run has such a setting; choose one of model, method",
+        "subtask=nothing": "subtask=nothing: choose one of cwe<img",
+        "subtask=niah --kind=tasks": "--kind=tasks: choose one of curve",
+        "--out=run.py/below": "--out=run.py/below: a folder that can be written",
+        "elsewhere": "elsewhere: one folder of results",
+        "method=full --kind=cost": "nothing there for --kind cost",
+    }.items(),
+)
+def test_what_is_wrong_is_said_and_nothing_written(store, tmp_path, given, said):
+    with pytest.raises(SettingError) as error:
+        draw([str(store), "--out", str(tmp_path / "new"), *given.split()])
+    assert said in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "new").exists()
+
+
+def test_every_printed_average_follows_from_the_frame(store, drawn, capsys):
+    """Curves, and the figures and costs that the page has too: means of subtasks' means of samples, by pandas alone."""
+    loaded = kvbench.load(store, method=["snapkv", "keydiff"], question="visible")
+    found = loaded.records(["run", "subtask", "score", "resident_bytes", "full_bytes", "ttft_ms"])
+    expected = found.groupby(["run", "subtask"]).score.mean().groupby("run").mean().to_frame()
+    expected["share"] = found.resident_bytes.groupby(found.run).sum() / found.full_bytes.groupby(found.run).sum()
+    expected["ttft"] = found.ttft_ms.groupby(found.run).median()
+    full = kvbench.load(store, method="full", question="visible").records(["subtask", "score"])
+    expected["diff"] = expected.score - full.groupby("subtask").score.mean().mean()
+    expected = expected.join(loaded.runs[["method", "budget", "block_size"]])
+    assert len(expected) == 3 * len(BUDGETS)
+
+    def named(own) -> str:
+        block = "" if own.block_size != own.block_size else f" · block {own.block_size:g}"  # NaN: one block
+        return f"{own.method}{block} · {100 * own.budget:g}\u202f%"
+
+    wanted = {named(own): own for own in expected.itertuples()}
+    figure = {
+        f"{one['method']} · {one['budget']}": numbers(one, "score", "share", "diff")
+        for one in lines(drawn["curve"])
+        if one["diff"]
+    }
+    cost = {one["run"]: numbers(one, "score", "held", "diff", "ttft") for one in lines(drawn["cost"]) if one["score"]}
+    assert figure.keys() == cost.keys() == wanted.keys()
+    for name, own in wanted.items():
+        assert figure[name] == pytest.approx([own.score, own.share, own.diff])
+        assert cost[name] == pytest.approx([own.score, own.share, own.diff, own.ttft])
+
+    assert show([str(store), "question=visible", "method=snapkv"]) == 0
+    said = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line[:2] == "0."}
+    for own in expected[expected.method == "snapkv"].itertuples():
+        _, share, score, *_, diff, _, _, _, _ = said[f"{own.budget:g}"]  # an interval is two words
+        numbers_said = [float(number.strip("%")) for number in (share, score, diff)]
+        assert numbers_said == pytest.approx([100 * own.share, own.score, own.diff], abs=0.051)

@@ -1,0 +1,365 @@
+"""The report page as a file: its numbers, what it never does with text, what it names, what it weighs."""
+
+import json
+import re
+import subprocess
+import sys
+from base64 import b64encode
+from datetime import UTC, datetime
+from hashlib import sha256
+from math import comb
+from pathlib import Path
+from statistics import NormalDist
+
+import pytest
+
+from kvbench.means import mean
+from kvbench.report.gather import gather, short
+from kvbench.report.looks import COLOURS, ORDER, look
+from kvbench.report.page import MOST, NUMBERS, html, lay, main, packed, report
+from kvbench.report.samples import LONGEST, QUESTION, embedded, strip, visible
+from kvbench.settings import SettingError
+from kvbench.statistics import Interval, Scores, average
+from kvbench.tables import TOGETHER
+from tests.support import report_store
+from tests.support.report_store import BUDGETS, HOSTILE, TASKS, records, small, write
+from tests.support.repository import ROOT
+
+NOW = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
+
+
+@pytest.fixture
+def store(tmp_path) -> Path:
+    return small(tmp_path)
+
+
+def data_of(path: Path) -> dict:
+    """What the page holds, its tables as rows with names."""
+
+    def unpacked(own: dict) -> object:
+        return (
+            [dict(zip(own["names"], row, strict=True)) for row in own["rows"]] if set(own) == {"names", "rows"} else own
+        )
+
+    text = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text())[1]
+    return json.loads(text, object_hook=unpacked)
+
+
+def samples_of(path: Path) -> list:
+    text = re.fullmatch(r'kvbenchSamples\("([0-9a-f]{16})",(\d+),(\[.*\])\);\n', path.read_text("ascii"))
+    assert text, path
+    return json.loads(text[3])
+
+
+def test_every_number_is_recomputed_from_the_records(store):
+    page = data_of(report(store, NOW))
+    assert [(panel["question"], len(panel["series"])) for panel in page["panels"]] == [("hidden", 4), ("visible", 4)]
+    panel = page["panels"][1]
+    assert [own["label"] for own in panel["series"]] == ["keydiff", "keydiff · block 128", "newest", "snapkv"]
+    full = records(1.0, 100)
+    for place, own in enumerate(panel["series"]):
+        salt = {"snapkv": 0, "keydiff": 1, "keydiff · block 128": 2, "newest": 3}[own["label"]]
+        points = [point for point in panel["points"] if point["s"] == place == own["s"]]
+        for (budget, chance), point in zip(BUDGETS.items(), points, strict=True):
+            method = records(budget, chance + 15 * (salt % 2), salt)
+            scores = {}
+            for task in TASKS:
+                uids = [uid for uid in full if full[uid]["subtask"] == task]
+                parts = ([side[uid]["score"] for uid in uids] for side in (full, method))
+                scores[task] = Scores(*parts, [full[uid]["group"] for uid in uids])
+            score, change = mean([one.method_values for one in scores.values()]), average(list(scores.values()))
+            expected = [budget, score.value, score.low, score.high, 24]
+            found = [point[name] for name in ("share", "score", "score_low", "score_high", "n")]
+            assert point["budget"] == f"{100 * budget:g}\u202f%" and found == pytest.approx(expected, abs=1e-4)
+            assert [point[name] for name in CHANGE] == pytest.approx(numbers(change), abs=1e-4)
+            name = f"{own['label']} · {point['budget']}"
+            cost = next(one for one in panel["costs"] if one["row"] == name)
+            assert (cost["held"], cost["ttft"]) == pytest.approx((budget, 100 + 200 * budget + salt))
+            assert [cost[name] for name in CHANGE] == [point[name] for name in CHANGE]
+            assert cost["tpot"] == pytest.approx((80 + 40 * budget) / 8) and (cost["s"], cost["score"]) == (
+                place,
+                point["score"],
+            )
+            (row,) = [row for row in panel["rows"] if row["row"] == name]
+            assert row["s"] == place
+            for task, one in scores.items():
+                column = next(own["column"] for own in panel["tasks"] if own["task"] == task)
+                (cell,) = [cell for cell in panel["cells"] if (cell["order"], cell["column"]) == (row["order"], column)]
+                assert [cell[name] for name in CHANGE] == pytest.approx(numbers(average([one])), abs=1e-4)
+    grid = next(one for one in panel["grids"] if one["row"] == "snapkv · 5\u202f%")
+    own = [one for one in records(0.05, 30).values() if one["meta"].get("depth") == 50 and one["meta"]["length"] == 512]
+    cell = next(cell for cell in grid["cells"] if (cell["length"], cell["depth"]) == (512, 50))
+    assert cell["score"] == sum(one["score"] for one in own) / len(own) and cell["n"] == len(own)
+
+
+CHANGE = ("diff", "diff_low", "diff_high", "full", "lost", "gained", "same")
+
+
+def numbers(own: Interval) -> list:
+    return [own.difference, own.low, own.high, own.mean_full, own.lost, own.gained, own.same]
+
+
+def test_the_front_is_what_nothing_beats(store):
+    for panel in data_of(report(store, NOW))["panels"]:
+        candidates = [*panel["costs"], *panel["free"]]
+        for cost in ("held", "ttft", "tpot"):
+            for row in candidates:
+                beaten = any(
+                    other[cost] <= row[cost]
+                    and other["diff"] >= row["diff"]
+                    and (other[cost], other["diff"]) != (row[cost], row["diff"])
+                    for other in candidates
+                )
+                assert row[f"front_{cost}"] is not beaten
+            joined = {(row[cost], row["diff"]) for row in candidates if row[f"front_{cost}"]}
+            assert {(own["at"], own["diff"]) for own in panel["front"] if own["cost"] == cost} == joined
+
+
+def test_a_full_cache_that_is_faster_and_better_takes_a_point_off_the_front(tmp_path):
+    write(tmp_path, records(1.0, 100, ttft_ms=290.0), method={"name": "full"})
+    write(tmp_path, records(0.1, 50, ttft_ms=305.0), budget=0.1)  # fewer bytes, but slower and worse
+    write(tmp_path, records(0.3, 85, ttft_ms=280.0), budget=0.3)
+    page = report(tmp_path, NOW)
+    [panel] = data_of(page)["panels"]
+    [full] = panel["free"]
+    slow, fast = sorted(panel["costs"], key=lambda row: row["held"])
+    assert slow["diff"] < fast["diff"] < 0
+    assert (slow["front_ttft"], fast["front_ttft"], full["front_ttft"]) == (False, True, True)
+    assert (slow["front_held"], fast["front_held"], full["front_held"]) == (True, True, True)
+    assert "no other run of the panel and not the full cache (the diamond) costs as little" in page.read_text()
+
+
+def test_times_have_intervals(store):
+    """The mean of three subtasks' medians: errors of medians of 8, by the second and the seventh of them."""
+    own = records(0.05, 30)
+    for place, record in enumerate(own.values()):
+        record["ttft_ms"] = 100.0 + 10 * (place % 8)
+    write(store, own, method={"name": "timed"}, budget=0.05)
+    panel = next(one for one in data_of(report(store, NOW))["panels"] if one["question"] == "visible")
+    row = next(one for one in panel["costs"] if one["row"].startswith("timed"))
+    chance = 2 * sum(comb(8, k) for k in range(2)) / 2**8
+    error = 50 / (2 * NormalDist().inv_cdf(1 - chance / 2)) / 3**0.5
+    reach = NormalDist().inv_cdf(0.975) * error
+    assert (row["ttft"], row["ttft_low"], row["ttft_high"]) == pytest.approx((135, 135 - reach, 135 + reach), abs=1e-3)
+    assert all(one["tpot_low"] <= one["tpot"] <= one["tpot_high"] for one in (*panel["costs"], *panel["free"]))
+
+
+def test_runs_of_different_protocols_never_share_a_panel(store):
+    for changed in ({"seed": 1}, {"data": "d1"}, {"task": {"name": "ruler", "length": 4096}}):
+        write(store, records(1.0, 100), method={"name": "full"}, **changed)
+        write(store, records(0.1, 50), budget=0.1, **changed)
+    write(store, records(0.1, 50), budget=0.1, question="asked")  # without a full cache
+    page = gather(store, NOW).page
+    assert len(page["panels"]) == 6
+    said = {(panel["question"], *panel["also"]) for panel in page["panels"]}
+    assert said == {
+        ("hidden", "length 2048"),
+        ("visible", "length 2048", "data d0", "seed 0"),
+        ("visible", "length 2048", "data d1", "seed 0"),
+        ("visible", "length 2048", "seed 1"),
+        ("visible", "length 4096", "seed 0"),
+        ("asked", "length 2048"),
+    }
+    assert any("no finished run of the full cache" in why for _, why in page["damaged"])
+
+
+def test_a_method_keeps_its_look(store):
+    assert look("snapkv") == {"colour": "#0072B2", "shape": "circle"}
+    assert look("keydiff") == {"colour": "#D55E00", "shape": "circle"}
+    assert look("cake") == {"colour": "#0072B2", "shape": "square"}
+    assert look("newest") == look("newest") and look("newest")["colour"] in COLOURS
+    looks = [tuple(look(name).values()) for name in ORDER]
+    assert len(set(looks)) == len(ORDER)
+    names = {path.stem for path in (ROOT / "conf/method").glob("*.yaml")}
+    assert names - {"full"} <= set(ORDER), "give a new method a look of its own"
+    for panel in gather(store, NOW).page["panels"]:
+        for own in panel["series"]:
+            assert {key: own[key] for key in ("colour", "shape")} == look(own["method"])
+        variants = [tuple(own["dash"]) for own in panel["series"] if own["method"] == "keydiff"]
+        assert len(set(variants)) == 2  # one colour, two lines
+
+
+def test_nothing_in_the_page_can_run_or_fetch_but_its_own_scripts(store):
+    text = report(store, NOW).read_text()
+    head, _, rest = text.partition("<style>")
+    rest = rest.partition("</style>")[2]
+    scripts = re.findall(r"<script([^>]*)>(.*?)</script>", rest, re.S)
+    assert [own for own, _ in scripts] == [' type="application/json" id="data"', "", ""]
+    for _, script in scripts[1:]:
+        assert f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" in head
+    assert "default-src 'none'" in head and "unsafe-inline'; img" in head and "script-src 'sha256" in head
+    assert "<" not in scripts[0][1] and ">" not in scripts[0][1] and scripts[0][1].isascii()
+    outside = re.sub(r"<script.*?</script>", "", rest, flags=re.S)
+    assert not re.search(r"(src|href)=|https?:", outside)
+
+
+def test_answers_lie_beside_the_page_and_are_text_only(store):
+    path = report(store, NOW)
+    text, page = path.read_text(), data_of(path)
+    assert "the number is 3" not in text and "surrogate" not in text
+    assert {name for own in page["files"] for name in own["names"]} == {
+        file.name for file in (store / "report").glob("*.*")
+    }
+    for own in page["files"]:
+        shown = [sample for name in own["names"] for sample in samples_of(store / "report" / name)]
+        assert len(shown) == 24
+        changes = [method[1] - full[1] for _, _, _, full, method, *_ in shown]
+        assert changes == sorted(changes)
+    raw = "".join((store / "report" / name).read_text("ascii") for name in page["files"][0]["names"])
+    assert "<" not in raw and ">" not in raw and "\x1b" not in raw
+    outputs = {
+        sample[4][0] for own in page["files"] for name in own["names"] for sample in samples_of(store / "report" / name)
+    }
+    assert visible(HOSTILE[0]) in outputs and HOSTILE[0] == visible(HOSTILE[0])
+    assert visible(HOSTILE[1]) == "<!-- \\u2028 \\x00 \\x1b[31mred\\x1b[0m \\u202egnorw"
+    assert "\\ud800" in visible(HOSTILE[2])
+    assert len(visible(HOSTILE[3])) < LONGEST + 60 and visible(HOSTILE[3]).endswith("more characters in the record")
+    assert visible(None) == "" and visible({"a": 1}) == '{"a": 1}'
+
+
+def test_question_and_rows_are_the_records(store):
+    files = {own["run"]: own["names"] for own in data_of(report(store, NOW))["files"]}
+    for pairing in gather(store, NOW).pairings:
+        records = {short(uid): record for uid, record in pairing.run.records.items()}
+        shown = [sample for name in files[pairing.run.hash] for sample in samples_of(store / "report" / name)]
+        assert len(shown) == len(records) == 24
+        for uid, *_, asked, rows in shown:
+            record = records[uid]
+            if pairing.run.value["budget"] == 0.3:  # not recorded
+                assert asked is rows is None
+            else:
+                assert asked == visible(record["asked"], QUESTION) and len(asked) < QUESTION + 60
+                assert rows == [record["survived"], 200, record["evidence"]]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"survived": "65"}, {"survived": "0"}, {"survived": "00" * 65}, {"survived": "<b"}, {"survived": 5}]
+    + [{"survived": None}, {"rows_seen": "many"}, {"rows_seen": None}],
+)
+def test_a_strip_that_is_none_is_not_shown(wrong):
+    good = {"survived": "0064", "rows_seen": 9, "evidence": [1]}
+    assert strip(good) == ["0064", 9, [1]] and strip(good | wrong) is None
+    for evidence in (None, "1", [2, -1, "1", [1], None]):
+        assert strip(good | {"evidence": evidence}) == ["0064", 9, []]
+
+
+def test_files_of_samples_are_split_and_old_ones_go(store, monkeypatch):
+    report(store, NOW)
+    monkeypatch.setattr("kvbench.report.samples.PART", 1000)
+    (store / "report" / "samples-ffffffffffffffff-0.js").write_text("old")
+    (store / "report" / "notes.txt").write_text("not ours")
+    page = data_of(report(store, NOW))
+    names = {name for own in page["files"] for name in own["names"]}
+    assert min(len(own["names"]) for own in page["files"]) > 1
+    assert {file.name for file in (store / "report").iterdir()} == names | {"notes.txt", "lock"}
+
+
+def test_who_makes_the_page_is_alone(store, monkeypatch):
+    """Or one would take away what lies beside the other's page."""
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    other = [sys.executable, "-c", code, str(store / "report" / "lock")]
+    tried = []
+
+    def watched(*given: object) -> None:
+        tried.append(subprocess.run(other, capture_output=True).returncode)
+        lay(*given)
+
+    monkeypatch.setattr("kvbench.report.page.lay", watched)
+    assert report(store, NOW).is_file() and tried == [1]
+    assert subprocess.run(other, capture_output=True).returncode == 0
+
+
+def test_what_is_damaged_is_named_and_the_rest_is_shown(store):
+    method = {"name": "snapkv"}
+    old = write(store, records(0.2, 50), budget=0.2, method=method)
+    (old / "run.yaml").write_text("format: [")
+    torn = write(store, records(0.25, 50), budget=0.25, method=method)
+    file = next(torn.glob("records*.jsonl"))
+    file.write_bytes(file.read_bytes()[:-9])
+    odd = [
+        write(store, {uid: {"uid": uid} for uid in records(0.4, 50)}, budget=0.4, method=method),
+        write(store, records(0.5, 50, score=1e9), budget=0.5, method=method),
+        write(store, records(0.6, 50, meta=None), budget=0.6, method=method),
+        write(store, records(0.7, 50, prompt_hash="another"), budget=0.7, method=method),
+    ]
+    write(store, records(0.8, 50), finish=False, budget=0.8, method=method)
+    page = data_of(report(store, NOW))
+    said = " ".join(f"{name} {why}" for name, why in page["damaged"])
+    for path in (old, torn, *odd):
+        assert path.name in said
+    assert "run.yaml cannot be read" in said and "torn" in said and "is not in [0, 100]" in said
+    assert page["unfinished"] == 1
+    snapkv = next(own for own in page["panels"][1]["series"] if own["label"] == "snapkv")
+    points = [point for point in page["panels"][1]["points"] if point["s"] == snapkv["s"]]
+    assert [point["budget"] for point in points] == ["5\u202f%", "10\u202f%", "30\u202f%"]
+
+
+def test_the_page_says_what_it_is_made_of(store):
+    page = data_of(report(store, NOW))
+    assert page["made"] == "2026-01-02 03:04 UTC" and page["models"] == ["reference 0a1b"]
+    assert page["machines"] == ["CPU x86_64, 1 thread, Python 3.11, torch 2.13.0"]
+    assert {run["code"] for run in page["runs"]} == {"git 0123456789 dirty"}
+    assert {run["sources"] for run in page["runs"]} == {"s0"} and len(page["runs"]) == 26
+    notes = " ".join(page["panels"][0]["notes"])
+    assert "no evidence about large models" in notes and "Miniature data" in notes
+    assert "several cells" not in notes
+
+
+def test_the_costs_say_that_prompts_were_shared(tmp_path):
+    write(tmp_path, records(1.0, 100), method={"name": "full"})
+    write(tmp_path, records(0.1, 55, shared_prefill=12), budget=0.1)
+    [panel] = data_of(report(tmp_path, NOW))["panels"]
+    assert panel["costs"] and [note for note in panel["notes"] if note == TOGETHER.format("method")]
+
+
+def test_a_large_study_stays_small(tmp_path, monkeypatch):
+    """20 methods, 10 budgets, 2 questions, 21 subtasks."""
+    monkeypatch.setattr(report_store, "TASKS", tuple(f"a_rather_long_name_{place}" for place in range(21)))
+    page = gather(small(tmp_path), NOW).page
+    for panel in page["panels"]:  # 12 runs to 204
+        for name in ("points", "rows", "cells", "costs", "grids", "series"):
+            panel[name] = panel[name] * (17 if name != "series" else 5)
+    page["runs"] *= 17
+    files = [{"run": 16 * "0", "panel": 0, "row": 30 * " ", "names": [30 * " "], "method": "", "block": 1}] * 408
+    assert len(html(packed(page | {"files": files, "folder": "report"}))) < MOST
+
+
+def test_no_store_is_too_large(store, monkeypatch):
+    """With the numbers of a thousand runs they lie beside the page, and are the same; with few they do not."""
+    whole = gather(store, NOW)
+    for panel in whole.page["panels"]:
+        panel |= {name: panel[name] * 60 for name in ("rows", "cells", "costs", "grids", "series")}
+    whole.page["runs"] *= 60
+    monkeypatch.setattr("kvbench.report.page.gather", lambda results, now: whole)
+    path, folder = report(store, NOW), store / "report"
+    assert path.stat().st_size < 1_000_000
+
+    def part(name: str) -> dict:
+        text = (folder / name).read_text("ascii")
+        assert text.startswith(f'kvbenchPart("{name}",') and text.endswith(");\n")
+        return json.loads(text[len(f'kvbenchPart("{name}",') : -3])
+
+    page = part(data_of(path)["part"])
+    assert {file.name for file in folder.glob("part-*")} == {
+        data_of(path)["part"],
+        *(panel["part"] for panel in page["panels"]),
+    }
+    assert len(page["runs"]) == 1560 and len(page["files"]) == 24
+    for panel, expected in zip(page["panels"], whole.page["panels"], strict=True):
+        numbers = part(panel.pop("part"))
+        assert set(numbers) == set(NUMBERS) and panel | numbers == json.loads(embedded(packed(expected)))
+    monkeypatch.undo()
+    report(store, NOW)
+    assert len(data_of(path)["panels"]) == 2 and not list(folder.glob("part-*"))
+
+
+def test_a_folder_without_runs_is_refused(tmp_path, capsys):
+    with pytest.raises(SettingError, match="no folder with runs"):
+        report(tmp_path, NOW)
+    assert main([str(tmp_path)]) == 2 and not (tmp_path / "report.html").exists()
+    (tmp_path / "runs").mkdir()
+    assert main([str(tmp_path)]) == 0 and data_of(tmp_path / "report.html")["panels"] == []
+    write(tmp_path, records(1.0, 100), method={"name": "full"})
+    assert main([str(tmp_path)]) == 0 and data_of(tmp_path / "report.html")["panels"][0]["series"] == []
+    assert "report.html" in capsys.readouterr().out

@@ -1,0 +1,226 @@
+"""The report page in a headless Chromium: it draws, filters and loads; nothing else runs, nothing leaves it."""
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from kvbench.report.page import report
+from tests.support.browser import CHROMIUM, SIZES, draw_charts
+from tests.support.report_store import records, small, write
+
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium: make test-browser")]
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory) -> Path:
+    store = small(tmp_path_factory.mktemp("store"))
+    (write(store, records(0.2, 50), budget=0.2) / "run.yaml").write_text("format: [")
+    return report(store, datetime(2026, 1, 2, 3, 4, tzinfo=UTC))
+
+
+@pytest.fixture(params=SIZES, ids=str)
+def page(request, chromium, page_file):
+    """The page, opened from disk; at the end nobody complained and nothing but its own files was asked for."""
+    width = request.param
+    page = chromium.new_page(viewport={"width": width, "height": SIZES[width]})
+    said, asked = [], []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda call: asked.append(call.url))
+    page.goto(page_file.as_uri())
+    page.wait_for_selector("#leaderboard table")
+    yield page
+    assert page.evaluate("window.hacked") is None
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    page.close()
+    assert said == []
+    own = (page_file.as_uri(), f"{page_file.parent.as_uri()}/report/samples-", "data:")
+    assert [url for url in asked if not url.startswith(own)] == []
+
+
+def series(page) -> list[str]:
+    """The methods of the first leaderboard."""
+    return [text.strip() for text in page.locator("#leaderboard .panel").first.locator("td.name").all_inner_texts()]
+
+
+def test_charts_are_drawn(page):
+    # two questions: a curve, a heat map, three costs; a grid for each of 12 runs and the full cache
+    assert draw_charts(page) == 2 * (1 + 1 + 3 + 13)
+    curve = page.locator("[data-chart=curve] svg").first
+    assert curve.locator("path[stroke='#0072B2']").count() == 1  # snapkv's line
+    assert curve.locator("path[stroke='#D55E00']").count() == 2  # keydiff's two
+    assert page.locator("[data-chart=tasks]").first.locator("text", has_text="cwe<img").count() == 1
+    assert page.locator("#damaged li").count() == 1
+    assert "no evidence about large models" in page.locator(".note").first.inner_text()
+
+
+def test_a_tooltip_says_the_interval(page):
+    draw_charts(page)
+    mark = page.locator("[data-chart=tasks] .mark-rect.role-mark path[aria-label*='cwe']").first
+    mark.scroll_into_view_if_needed()
+    mark.hover(force=True)
+    page.wait_for_selector("#vg-tooltip-element.visible")
+    text = page.locator("#vg-tooltip-element").inner_text()
+    assert "cwe<img" in text and "95 %" in text and "lost / gained / same" in text
+
+
+def test_filters(page):
+    assert page.locator("#curves .panel").count() == 2
+    page.select_option("[data-filter=question]", "hidden")
+    assert page.locator("#curves .panel h3").all_inner_texts() == ["ruler · question hidden"]
+    assert sorted(series(page)) == ["keydiff", "keydiff · block 128", "newest", "snapkv"]
+    page.select_option("[data-filter=block]", "128")
+    assert series(page) == ["keydiff · block 128"]
+    page.select_option("[data-filter=block]", "")
+    page.click("[data-method=keydiff]")
+    assert sorted(series(page)) == ["newest", "snapkv"]
+    assert page.get_attribute("[data-method=keydiff]", "aria-pressed") == "false"
+    assert draw_charts(page) == 1 + 1 + 3 + 7
+    assert page.locator("[data-chart=curve] path[stroke='#D55E00']").count() == 0
+    assert page.locator("[data-chart=curve] path[stroke='#0072B2']").count() == 1  # the colour stays
+    page.click("[data-method=snapkv]")
+    page.click("[data-method=newest]")
+    assert page.locator("#nothing").is_visible() and not page.locator("#curves").is_visible()
+    page.dblclick("[data-method=snapkv]")
+    assert series(page) == ["snapkv"]
+
+
+def test_samples_are_loaded_when_they_are_asked_for(page):
+    assert page.locator("script[src]").count() == 0 and page.locator(".sample").count() == 0
+    page.select_option("[data-filter=question]", "visible")
+    page.select_option("[data-pick=run]", label="ruler · question visible · snapkv · 5\u202f%")
+    page.wait_for_selector(".sample")
+    assert page.locator("script[src]").count() == 1
+    assert page.locator(".sample").count() == 20
+    page.click("text=Show more")
+    assert page.locator(".sample").count() == 24
+    body = page.locator("#samples").inner_text()
+    assert "</script><script>window.hacked = 1</script>" in body and "\\x1b[31mred" in body and "\\ud800" in body
+    assert page.locator("#samples img, #samples script").count() == 0
+    first = page.locator(".sample").first
+    assert first.locator("del").count() and first.locator("ins").count()
+    assert body.count("What is the number?") == 24
+    assert page.locator("#samples .rows svg").count() == 24 and page.locator("#samples .shades").count() == 1
+    rows = page.locator("#samples .rows").first
+    assert rows.locator("rect:has(title)").count() == 64 and rows.locator("rect.place").count() == 1
+    assert rows.locator("rect").first.get_attribute("fill") == "rgb(18,63,109)"  # all of a bin
+    assert rows.locator("title").first.text_content() == "tokens 0 to 3: 100\u202f%"
+    assert "where a target stands" in rows.locator("svg").get_attribute("aria-label")
+    assert rows.locator("span").all_inner_texts()[::2] == ["0", "200 tokens"]
+    page.select_option("[data-pick=show]", "lost")
+    lost = page.locator(".sample").count()
+    assert 0 < lost < 24 and "difference −" in page.locator(".sample small").first.inner_text()
+    page.select_option("[data-pick=subtask]", "vt")
+    assert 0 < page.locator(".sample").count() < lost
+    page.select_option("[data-pick=show]", "gained")
+    assert page.locator(".sample").count() == 0
+    page.click("[data-method=snapkv]")  # what is filtered out is not shown
+    assert page.input_value("[data-pick=run]") == ""
+
+
+def test_what_older_records_lack_is_said(page):
+    page.select_option("[data-pick=run]", label="ruler · question visible · snapkv · 30\u202f%")
+    page.wait_for_selector(".sample")
+    assert page.locator(".sample .rows").count() == page.locator(".shades").count() == 0
+    said = page.locator(".sample").first.inner_text()
+    assert "question: not recorded" in said and "which rows survived: not recorded" in said
+
+
+def test_a_file_of_samples_that_is_gone_is_named(chromium, page_file):
+    page = chromium.new_page()
+    page.goto(page_file.as_uri())
+    (own, *_) = page.evaluate("JSON.parse(document.getElementById('data').textContent).files")
+    gone = page_file.parent / "report" / own["names"][0]
+    away = gone.rename(gone.with_suffix(".away"))
+    try:
+        page.select_option("[data-pick=run]", own["run"])
+        page.wait_for_selector("#samples .note.bad")
+        assert f"report/{gone.name} is not beside this page" in page.locator("#samples .note.bad").inner_text()
+    finally:
+        away.rename(gone)
+        page.close()
+
+
+def test_the_address_says_what_is_chosen(page, page_file):
+    page.select_option("[data-filter=question]", "hidden")
+    page.click("[data-method=newest]")
+    page.select_option("[data-pick=run]", label="ruler · question hidden · snapkv · 5\u202f%")
+    page.wait_for_selector(".sample")
+    page.select_option("[data-pick=show]", "lost")
+    page.select_option("[data-pick=subtask]", "vt")
+    shown, link = page.locator(".sample").count(), page.url
+    run = page.input_value("[data-pick=run]")
+    assert link.partition("#")[2] == f"question=hidden&hide=newest&run={run}&show=lost&subtask=vt" and shown
+    page.goto("about:blank")
+    page.goto(link)
+    page.wait_for_selector(".sample")
+    assert page.locator(".sample").count() == shown and page.url == link
+    assert page.input_value("[data-filter=question]") == "hidden" and "newest" not in series(page)
+    assert [page.input_value(f"[data-pick={name}]") for name in ("run", "show", "subtask")] == [run, "lost", "vt"]
+    page.select_option("[data-pick=show]", "all")
+    page.click("[data-method=newest]")
+    assert "newest" in series(page)
+    page.go_back()
+    assert "newest" not in series(page) and page.input_value("[data-pick=show]") == "all"
+    page.go_back()
+    assert page.input_value("[data-pick=show]") == "lost" and page.locator(".sample").count() == shown
+    page.go_forward()
+    assert page.input_value("[data-pick=show]") == "all"
+
+
+def test_an_address_of_another_store_is_ignored(page, page_file):
+    page.goto("about:blank")
+    page.goto(
+        f"{page_file.as_uri()}#question=sideways&hide=nobody&hide=toString&run=0&show=constructor&subtask=x&z=%ff"
+    )
+    page.wait_for_selector("#leaderboard table")
+    assert page.locator("#curves .panel").count() == 2 and page.locator("[aria-pressed=false]").count() == 0
+    assert [page.input_value(f"[data-pick={name}]") for name in ("run", "show", "subtask")] == ["", "all", ""]
+    (own, *_) = page.evaluate("JSON.parse(document.getElementById('data').textContent).files")
+    page.goto("about:blank")
+    page.goto(f"{page_file.as_uri()}#run={own['run']}&subtask=nothing")
+    page.wait_for_selector(".sample")
+    assert page.input_value("[data-pick=subtask]") == "" and page.locator(".sample").count() == 20
+
+
+def test_numbers_beside_the_page_come_when_they_are_near(chromium, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvbench.report.page.MOST", 1000)
+    write(small(tmp_path), records(0.2, 50), budget=0.2, question="hidden")
+    file = report(tmp_path, datetime(2026, 1, 2, 3, 4, tzinfo=UTC))
+    page = chromium.new_page(viewport={"width": 1440, "height": 900})
+    said = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(f"{file.as_uri()}#question=hidden")
+    page.wait_for_selector("#leaderboard table")
+    assert draw_charts(page) == 1 + 1 + 3 + 14
+    assert page.locator("script[src*=part]").count() == 2  # the other question's are not asked for
+    page.select_option("[data-filter=question]", "")
+    assert draw_charts(page) == 2 * (1 + 1 + 3 + 13) + 1 and page.locator(".unloaded").count() == 0
+    assert page.locator("script[src*=part]").count() == 3
+    page.select_option("[data-filter=block]", "128")
+    assert series(page) == ["keydiff · block 128"]
+    assert said == []
+    for part in (file.parent / "report").glob("part-*"):
+        part.unlink()
+    page.reload()
+    page.wait_for_selector(".note.bad")
+    assert "is not beside this page" in page.locator(".note.bad").inner_text()
+    page.close()
+
+
+def test_pictures_for_people(page):
+    """KVBENCH_SHOTS=folder keeps what the page looks like."""
+    draw_charts(page)
+    folder, width = os.environ.get("KVBENCH_SHOTS"), page.viewport_size["width"]
+
+    def keep(name: str) -> str | None:
+        return Path(folder) / f"{name}-{width}.png" if folder else None
+
+    assert len(page.screenshot(full_page=True, path=keep("report"))) > 50_000
+    page.select_option("[data-pick=run]", label="ruler · question visible · snapkv · 5\u202f%")
+    page.wait_for_selector(".sample")
+    page.evaluate("document.getElementById('samples').scrollIntoView()")
+    assert len(page.screenshot(path=keep("samples"))) > 20_000

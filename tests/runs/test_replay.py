@@ -1,0 +1,233 @@
+"""`make check-results REPLAY=n`: records executed again, and what of them is damaged, differs elsewhere, or is gone."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvbench import audit, replay
+from kvbench.catalogue import names
+from tests.support.command_line import answer
+from tests.support.recorded_runs import read_records
+
+QUICK = ("task.subtasks=[niah_single_1]", "task.length=512", "task.samples=2")
+SEVERAL = ("-m", "method=knorm,snapkv", "budget=0.25", *QUICK)
+
+
+@pytest.fixture(scope="module")
+def store(checkpoint, tmp_path_factory) -> Path:
+    """An honest store: two methods and the full cache on one prefill, and a question that is hidden."""
+    folder = tmp_path_factory.mktemp("store")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        capture = type("Capture", (), {"readouterr": staticmethod(lambda: ("", ""))})
+        base = ["model=hf", f"model.path={checkpoint}", "device=cpu"]
+        assert answer([*base, *SEVERAL], patch, capture)[0] == 0
+        hidden = ("method=keydiff", "budget=64", "block_size=256", "question=hidden", *QUICK, "limit=1")
+        assert answer([*base, *hidden], patch, capture)[0] == 0
+    return folder / "results"
+
+
+@pytest.fixture
+def copied(store, tmp_path) -> Path:
+    return shutil.copytree(store, tmp_path / "results")
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path) -> Callable[..., tuple[int, list[str]]]:
+    """Executes records of a store again, in this process: exit code and lines."""
+    monkeypatch.chdir(tmp_path)
+
+    def replayed(results: Path, count: int, seed: int = 0) -> tuple[int, list[str]]:
+        code = replay.show([str(results), "--records", str(count), "--seed", str(seed)])
+        out, err = capsys.readouterr()
+        assert f"{count}/{count}" in err  # the bar
+        return code, out.splitlines()
+
+    return replayed
+
+
+def count(results: Path) -> int:
+    return sum(len(read_records(path)) for path in (results / "runs").iterdir())
+
+
+def change(results: Path, method: str, name: str, make: Callable) -> dict:
+    """Change a field of the last record of a run, and return the record as it was."""
+    for path in (results / "runs").glob("*/records*.jsonl"):
+        *others, last = path.read_text().splitlines()
+        if yaml.safe_load((path.parent / "run.yaml").read_text())["value"]["method"]["name"] == method:
+            record = json.loads(last)
+            path.write_text("\n".join([*others, json.dumps(record | {name: make(record[name])})]) + "\n")
+            return record
+    raise AssertionError(method)
+
+
+def files(results: Path) -> dict[Path, tuple[int, bytes]]:
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in results.rglob("*") if path.is_file()}
+
+
+def test_an_honest_store_replays_clean_from_a_disk_that_is_only_read(store, call):
+    before, folders = files(store), {path: path.stat().st_mtime_ns for path in store.rglob("*") if path.is_dir()}
+    for path in (*before, *folders, store):
+        path.chmod(0o444 if path in before else 0o555)
+    try:
+        code, said = call(store, count(store))
+    finally:
+        for path in (*before, *folders, store):
+            path.chmod(0o644 if path in before else 0o755)
+    assert (code, said) == (0, [f"replay: {count(store)} agree, 0 damaged, executed as they were then"])
+    assert files(store) == before
+    assert {path: path.stat().st_mtime_ns for path in store.rglob("*") if path.is_dir()} == folders
+
+
+CHANGES = {
+    "full": ("output", lambda text: text[:-1] + chr(ord(text[-1]) + 1)),
+    "snapkv": ("score", lambda score: score + 0.5),
+    "knorm": ("rows_held", lambda rows: rows + 1),
+    "keydiff": ("survived", lambda bins: bins[:-2] + ("01" if bins[-2:] == "00" else "00")),
+}
+
+
+def test_each_changed_field_is_damage(copied, call):
+    changed = {method: change(copied, method, *own)["uid"] for method, own in CHANGES.items()}
+    code, said = call(copied, count(copied))
+    assert code == 1 and said.pop() == f"replay: {count(copied) - 4} agree, 4 damaged, executed as they were then"
+    for method, (name, _) in CHANGES.items():
+        [line] = [line for line in said if f": {name} is " in line]
+        said.remove(line)
+        assert f"  {changed[method]}: " in line and "when it is executed again" in line and len(line) < 200
+    assert said == []
+
+
+def test_another_version_turns_damage_into_a_share(copied, call):
+    change(copied, "snapkv", "score", lambda score: score + 0.5)
+    for path in (copied / "runs").glob("*/machine.json"):
+        machine = json.loads(path.read_text())
+        machine["versions"]["torch"] = "1.0"
+        path.write_text(json.dumps(machine))
+    code, said = call(copied, count(copied))
+    agree, whole = count(copied) - 1, count(copied)
+    assert code == 0 and len(said) == 1
+    assert said[0].startswith(
+        f"replay: {agree} of {whole} agree ({agree / whole:.0%}), where this differs: torch 1.0 then"
+    )
+
+
+def test_other_sources_turn_damage_into_a_share(copied, call, monkeypatch):
+    change(copied, "snapkv", "score", lambda score: score + 0.5)
+    monkeypatch.setattr("kvbench.run.source_hash", lambda names: "other")
+    code, said = call(copied, count(copied))
+    assert code == 0 and said[0].endswith(f"where this differs: sources ({count(copied)})")
+
+
+@pytest.mark.parametrize("gone", ["settings", "model", "method", "data", "machine", "answer", "sample"])
+def test_what_cannot_be_had_any_more_is_named(copied, call, gone):
+    reasons = {
+        "settings": "the run was written before kvbench kept its settings",
+        "machine": "the run was written before kvbench kept its settings",
+        "model": "model.path=/nowhere/model: no such folder",
+        "method": "method=knorm: kvbench.methods.nowhere cannot be imported (ModuleNotFoundError",
+        "data": "task.samples: not what it was then",
+        "answer": "it holds no answer (out_of_memory)",
+        "sample": "its task has no such sample",
+    }
+    for path in (copied / "runs").glob("*/machine.json"):
+        machine = json.loads(path.read_text())
+        if gone == "settings":
+            del machine["settings"]
+        elif gone == "model":
+            machine["settings"]["model"]["path"] = "/nowhere/model"
+        elif gone == "method" and machine["settings"]["method"]["name"] == "knorm":
+            machine["settings"]["method"]["_target_"] = "kvbench.methods.nowhere.Nowhere"
+        elif gone == "data":
+            machine["settings"]["task"]["samples"] = 3
+        path.write_text("torn" if gone == "machine" else json.dumps(machine))
+    if gone in ("answer", "sample"):
+        own = {"answer": ("error", "out_of_memory"), "sample": ("uid", "nothing")}[gone]
+        change(copied, "knorm", own[0], lambda _: own[1])
+    code, said = call(copied, count(copied))
+    named = [line for line in said if "cannot be replayed: " in line]
+    assert code == 0 and named and all(reasons[gone] in line for line in named), said
+    assert said[-1].endswith("cannot be replayed") and not any("Traceback" in line for line in said)
+    if gone in ("answer", "sample"):
+        assert len(named) == 1 and said[-1] == "replay: 1 cannot be replayed"
+    if gone == "method":  # the full cache's run, which the same cell made, needs no knorm
+        assert said[-1] == "replay: 2 cannot be replayed"
+
+
+def test_the_weights_are_loaded_once(store, call, monkeypatch):
+    from kvbench.model import Checkpoint
+
+    loads, weights = [], Checkpoint.weights
+    monkeypatch.setattr(Checkpoint, "weights", lambda *given: loads.append(given) or weights(*given))
+    call(store, count(store))
+    assert len(loads) == 1
+
+
+def test_a_conversation_is_executed_as_a_whole(tmp_path, call, monkeypatch, capsys):
+    base = ["task=scbench", "task.max_turns=2", "limit=1", "device=cpu", "budget=0.1", "task.subtasks=[scbench_kv]"]
+    assert answer([*base, "method=knorm", "task.length=1024"], monkeypatch, capsys)[0] == 0
+    results = tmp_path / "results"
+    assert count(results) == 4
+    assert call(results, 2, seed=1) == (0, ["replay: 2 agree, 0 damaged, executed as they were then"])
+
+
+def test_the_command_checks_and_then_executes(copied, tmp_path, capfd):
+    change(copied, "snapkv", "score", lambda score: score + 0.5)
+    whole = count(copied)
+    assert audit.main([str(copied), "--replay", str(whole), "--seed", "7"]) == 1
+    out, err = capfd.readouterr()
+    assert f"\n0 damaged\nreplay: {whole} of {whole} records, drawn with SEED=7\n" in out
+    assert f"replay: {whole - 1} agree, 1 damaged" in out and "replay: 100%" in err
+
+
+def test_a_seed_draws_the_same_records(store):
+    (one, whole), (other, _) = audit.draw(store, 4, 3), audit.draw(store, 4, 3)
+    assert one == other != audit.draw(store, 4, 4)[0]
+    assert len(set(one)) == 4 and whole == count(store)
+
+
+@pytest.mark.parametrize(
+    "given, line",
+    [
+        (["--replay=0"], "REPLAY=0: a whole number of at least 1"),
+        (["--replay=-3"], "REPLAY=-3: a whole number of at least 1"),
+        (["--replay=some"], "REPLAY=some: a whole number of at least 1"),
+        (["--replay=1.5"], "REPLAY=1.5: a whole number of at least 1"),
+        (["--replay=500"], "REPLAY=500: there are {} records"),
+        (["--replay=2", "--seed=x"], "SEED=x: a whole number of at least 0"),
+        (["--seed=1"], "SEED=1: draws the records of REPLAY=n"),
+    ],
+)
+def test_bad_input_is_one_line(given, line, store, capsys):
+    assert audit.main([str(store), *given]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith(f"kvbench: {line.format(count(store))}")
+
+
+def test_a_folder_without_runs_is_one_line(tmp_path, capsys):
+    (tmp_path / "runs").mkdir()
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert audit.main([str(folder), "--replay", "1"]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err == f"kvbench: {folder / 'runs'}: no run there\n"
+
+
+@pytest.mark.parametrize("group", ["method", "allocator", "codec"])
+def test_settings_of_every_choice_make_the_same_run_again(group):
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    from kvbench import catalogue
+    from kvbench.run import composed
+    from kvbench.store import finite
+
+    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
+        for name in names(group):
+            config = compose("config", [f"{group}={name}"])
+            again = OmegaConf.create(finite(composed(config)))
+            for own in ("method", "allocator", "codec", "task"):
+                assert catalogue.resolve(own, config[own]) == catalogue.resolve(own, again[own])

@@ -1,0 +1,360 @@
+"""Whole runs through the command line: bad input, records, baselines, resume after SIGKILL, two processes, README."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from kvbench.generation import Context
+from kvbench.model import Checkpoint
+from kvbench.run import called
+from kvbench.runner import Reader
+from kvbench.task import Sample
+from tests.support.command_line import assert_refused
+from tests.support.recorded_runs import TIMES, read_runs
+from tests.support.repository import ROOT
+
+QUICK = ("task.subtasks=[niah_single_1,ruler_vt]", "task.length=1024", "task.samples=2")
+
+
+BAD = {
+    "method=foo": "method=foo: choose one of",
+    "allocator=foo": "allocator=foo: choose one of ada",
+    "task=foo": "task=foo: choose one of",
+    "model=foo": "model=foo: choose one of",
+    "codec=foo": "codec=foo: choose one of kivi, raw",
+    "budget=0": "budget=0: a fraction in (0, 1]",
+    "budget=1": "budget=1: ambiguous, write 1.0",
+    "budget=-0.5": "budget=-0.5: a fraction",
+    "budget=nan": "budget=nan: a fraction",
+    "budget=1.5": "budget=1.5: a fraction",
+    "budget=many": "budget=many: a fraction",
+    "budget=true": "budget=True: a fraction",
+    "budget_of=context": "budget_of=context: choose one of prompt, seen",
+    "block_size=0": "block_size=0: a whole number of at least 1",
+    "block_size=1.5": "block_size=1.5: a whole number",
+    "limit=0": "limit=0: a whole number of at least 1",
+    "seed=-1": "seed=-1: a whole number",
+    "max_batch=0": "max_batch=0: a whole number",
+    "method=null": "a group (model, method, allocator, codec, task, logger) cannot be null",
+    "results=/proc/nowhere": "results=/proc/nowhere: No such file or directory",
+    "workers=0": "workers=0: a whole number of at least 1",
+    "model.compile=on": "model.compile=on: choose one of auto, off",
+    "question=maybe": "question=maybe: choose one of visible, hidden",
+    "temperature=-1": "temperature=-1: a number from 0",
+    "top_p=0": "top_p=0: a share in (0, 1]",
+    "dtype=int8": "dtype=int8: choose one of auto, float32",
+    "method.preset=foo": "method.preset=foo: choose one of paper, official_cache, exact",
+    "method.window=0": "method.window=0: a whole number of at least 1",
+    "method.nothing=1": "method.nothing: no such setting",
+    "nothing=1": "nothing: no such setting",
+    "task.length=20000": "task.length=20000: ",
+    "task.haystack_path=/nowhere": "task.haystack_path=/nowhere: ",
+    "task.qa_path=/nowhere": "task.qa_path=/nowhere",
+    "task.subtasks=niah": "task.subtasks=niah: choose one of",
+    "model.path=/nowhere": "model.path=/nowhere: no such folder",
+    "model.path=null": "model.path=null: model=hf needs a local folder or a hub id",
+}
+
+
+@pytest.mark.parametrize("setting", BAD)
+def test_a_bad_setting_is_one_line_and_leaves_nothing(kvbench, tmp_path, monkeypatch, setting):
+    monkeypatch.setattr("kvbench.model.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
+    assert_refused(kvbench(setting), BAD[setting], tmp_path)
+
+
+def test_settings_that_only_fail_together(kvbench, tmp_path, monkeypatch):
+    code, _, err = kvbench("method=centroidkv", "allocator=ada")
+    assert code == 2 and "allocator=ada: centroidkv has no scores" in err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, err = kvbench("device=cuda")
+    assert code == 2 and "device=cuda: there is no CUDA device here" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reading_beyond_what_the_model_takes_is_refused(kvbench):
+    """Where there is one: what keeps all of the prompt reads nothing about it."""
+    long = ("method=kvzip", "task.subtasks=niah_single_1", "task.length=4000", "task.samples=1")
+    code, _, err = kvbench(*long, "budget=0.5")
+    assert code == 2 and re.search(r"kvzip lets the model read \d+ more about them; it takes 4096: a smaller", err)
+    assert kvbench(*long, "budget=1.0")[0] == kvbench(*long, "budget=0.5", "method.chunk=50")[0] == 0
+
+
+def test_an_unsupported_architecture_is_refused(kvbench, tmp_path):
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    code, _, err = kvbench(f"model.path={tmp_path}/gpt2")
+    assert code == 2 and "architecture gpt2 is not supported; use one of llama, mistral" in err
+
+
+def test_a_checkpoint_is_called_by_its_name(checkpoint, kvbench, tmp_path, monkeypatch):
+    """In the table and in the records; the weights are what a run is known by. Settings are printed as typed."""
+    given = ("method=knorm", "budget=0.25", "task.subtasks=niah_single_1", "task.length=512", "task.samples=1")
+    cached = tmp_path / "models--owner--my-llama" / "snapshots" / "0a1b2c"
+    cached.parent.mkdir(parents=True)
+    shutil.copytree(checkpoint, cached)
+    code, out, _ = kvbench(*given, f"model.path={cached}")
+    heading = out.splitlines()
+    assert code == 0 and heading[0] == "model: my-llama" and "block_size: null" in heading
+    values = [yaml.safe_load(path.read_text())["value"] for path in tmp_path.glob("results/runs/*/run.yaml")]
+    names = {"name": "my-llama", "identity": Checkpoint("x", str(checkpoint)).identity()}
+    assert [own["model"] for own in values] == [names, names]
+    monkeypatch.chdir(cached)
+    assert [called(path) for path in (".", f"{checkpoint}/", "owner/name", "owner/name/")] == [
+        "my-llama", checkpoint.name, "name", "name"
+    ]  # fmt: skip
+
+
+def test_cfg_job_shows_the_preset_resolved(kvbench):
+    code, out, _ = kvbench("method=snapkv", "method.preset=kvpress", "method.kernel=9", "--cfg", "job")
+    shown = yaml.safe_load(out)
+    assert code == 0 and shown["method"]["window"] == 64 and shown["method"]["kernel"] == 9
+
+
+@pytest.mark.parametrize("question", ["visible", "hidden"])
+def test_a_run_writes_one_record_a_sample_and_its_baseline(kvbench, tmp_path, question):
+    code, out, err = kvbench("method=snapkv", "budget=0.25", f"question={question}", *QUICK)
+    assert code == 0, err
+    assert "niah_single_1" in out and "average" in out
+    found = read_runs(tmp_path / "results")
+    assert set(found) == {"full", "snapkv"}
+    for name, (folder, records) in found.items():
+        assert (folder / "done").exists() and (folder / "machine.json").exists()
+        assert len({record["uid"] for record in records}) == len(records) == 4
+        for record in records:
+            cut = record["tokens_in"] if question == "visible" else record["tokens_context"]
+            share = 1 if name == "full" else (int(0.25 * cut) + record["tokens_in"] - cut) / record["tokens_in"]
+            assert record["resident_bytes"] / record["full_bytes"] == pytest.approx(share, abs=1e-12)
+            assert record["rows_held"] == pytest.approx(share * record["tokens_in"])
+            assert record["metadata_bytes"] <= 0.032 * record["resident_bytes"]  # 4 bytes a row of 2·32 floats
+            assert record["error"] is None and record["stop"] in ("eos", "length")
+            assert record["peak_rows_attended"] >= record["rows_attended"] > 0
+            assert record["budget"] == (1.0 if name == "full" else 0.25)
+    pairs = zip(*(sorted(records, key=lambda r: r["uid"]) for _, records in found.values()), strict=True)
+    assert all(a["prompt_hash"] == b["prompt_hash"] and a["target_hash"] == b["target_hash"] for a, b in pairs)
+
+
+def test_one_baseline_serves_all_and_a_finished_run_is_not_run_again(kvbench, tmp_path, monkeypatch):
+    assert kvbench("method=knorm", "budget=0.25", *QUICK)[0] == 0
+    first = {path: path.read_bytes() for path in (tmp_path / "results" / "runs").rglob("records*")}
+    assert kvbench("method=knorm", "budget=64", "block_size=100", "allocator=ada", *QUICK)[0] == 0
+    assert len(list((tmp_path / "results" / "runs").iterdir())) == 3  # one full, two knorm
+    monkeypatch.setattr("kvbench.model.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
+    code, out, _ = kvbench("method=knorm", "budget=2.5e-1", *QUICK)
+    assert code == 0 and "average" in out
+    assert all(path.read_bytes() == text for path, text in first.items())
+
+
+def test_a_change_of_a_setting_never_reuses_records(kvbench, tmp_path):
+    for change in ("seed=1", "method.window=9", "task.length=1000", "temperature=0.5", "limit=1"):
+        before = len(list((tmp_path / "results" / "runs").glob("*"))) if (tmp_path / "results").exists() else 0
+        assert kvbench("method=snapkv", "budget=0.25", change, "task.subtasks=niah_single_1", "task.samples=2")[0] == 0
+        assert len(list((tmp_path / "results" / "runs").glob("*"))) > before
+
+
+def test_records_do_not_depend_on_order_or_company(kvbench, tmp_path):
+    """Law 4 and 7: the same records but for times, whether a sample is alone, first or last."""
+    kvbench("method=snapkv", "budget=0.25", "results=a", *QUICK)
+    kvbench(
+        "method=snapkv",
+        "budget=0.25",
+        "results=b",
+        QUICK[0].replace("niah_single_1,ruler_vt", "ruler_vt,niah_single_1"),
+        *QUICK[1:],
+    )
+    kvbench("method=snapkv", "budget=0.25", "results=c", "task.subtasks=ruler_vt", "task.length=1024", "limit=1")
+
+    def plain(name: str) -> dict[str, dict]:
+        records = read_runs(tmp_path / name)["snapkv"][1]
+        return {r["uid"]: {k: v for k, v in r.items() if k not in TIMES | {"index"}} for r in records}
+
+    a, b, c = plain("a"), plain("b"), plain("c")
+    assert a == b and c.items() <= a.items() and len(c) == 1
+
+
+def test_out_of_memory_is_a_record_and_the_run_goes_on(kvbench, tmp_path, monkeypatch):
+    real, calls = Context.prefill, []
+
+    def prefill(self, ids):
+        calls.append(ids.shape[1])
+        if len(calls) == 3:  # after the warm-up and one sample
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return real(self, ids)
+
+    monkeypatch.setattr(Context, "prefill", prefill)
+    code, out, _ = kvbench("method=full", *QUICK)
+    records = read_runs(tmp_path / "results")["full"][1]
+    assert code == 0 and [r["error"] for r in records].count("out_of_memory") == 1 and len(records) == 4
+    assert "out_of_memory" in out
+
+
+def test_a_batch_that_does_not_fit_is_freed_before_its_samples_are_read_alone(monkeypatch):
+    held = []
+
+    class Large:
+        pass
+
+    def measure(self, batch):
+        context = Large()
+        assert not any(other() for other in held)
+        held.append(weakref.ref(context))
+        if len(batch) > 1:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return [{"error": "alone"}]
+
+    monkeypatch.setattr(Reader, "_measure", measure)
+    monkeypatch.setattr(Reader, "_identity", lambda self, sample, prompt: {"uid": sample.uid})
+    samples = [Sample(uid, "", "", "", "", (), 1) for uid in "ab"]
+    records = Reader.answer(Reader.__new__(Reader), [(sample, None) for sample in samples])
+    assert [(record["uid"], record["error"]) for record in records] == [("a", "alone"), ("b", "alone")]
+
+
+def test_a_sweep_says_and_records_what_it_refuses(kvbench, tmp_path):
+    """Cells: centroidkv with uniform and ada, knorm with both; the second is refused and the others run."""
+    cells = ("method=centroidkv,knorm", "allocator=uniform,ada", "budget=0.25", "sweep.share_prefill=false")
+    code, out, err = kvbench(*cells, *QUICK, "-m")
+    reason = "allocator=ada: centroidkv has no scores to share rows by; use allocator=uniform"
+    assert code == 2 and "Traceback" not in err and len(re.findall("^method: ", out, re.MULTILINE)) == 3
+    first = err[: err.index("knorm:")].splitlines()
+    said = [line for line in first if line.endswith(reason)]  # at once, not when all is over
+    assert said and all(word in said[0] for word in ("kvbench: ", "method=centroidkv", "budget=0.25"))
+    (sweep,) = (tmp_path / "results" / "sweeps").iterdir()
+    files = {str(path.relative_to(sweep)): path.read_text() for path in sweep.rglob("refused")}
+    assert files == {"1/refused": f"{reason}\n"}
+    assert len(list((tmp_path / "results" / "runs").glob("*/done"))) == 4  # one full cache, three cells
+
+
+def process(checkpoint: Path, folder: Path, *settings: str, errors: int = subprocess.DEVNULL) -> subprocess.Popen:
+    """The command line as a user starts it."""
+    where = [f"model.path={checkpoint}", f"results={folder}/results", "device=cpu"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, str(ROOT / "run.py"), "model=hf", *where, *settings]
+    return subprocess.Popen(arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+
+
+def test_killed_at_any_moment_it_continues_and_equals_an_undisturbed_run(checkpoint, tmp_path):
+    settings = (
+        "method=snapkv",
+        "budget=0.25",
+        "task.subtasks=[niah_single_1,ruler_vt]",
+        "task.length=1024",
+        "task.samples=6",
+    )
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "whole").mkdir()
+    whole = process(checkpoint, tmp_path / "whole", *settings)
+    records = tmp_path / "killed" / "results" / "runs"
+    for enough in (2, 9, 17):  # lines on the disk at which the run is killed
+        victim = process(checkpoint, tmp_path / "killed", *settings)
+        while victim.poll() is None and sum(p.read_bytes().count(b"\n") for p in records.rglob("records*")) < enough:
+            time.sleep(0.01)
+        victim.send_signal(signal.SIGKILL)
+        victim.communicate()
+    last = process(checkpoint, tmp_path / "killed", *settings)
+    assert "average" in last.communicate()[0] and last.returncode == 0
+    assert "average" in whole.communicate()[0]
+    one, other = (read_runs(tmp_path / name / "results") for name in ("whole", "killed"))
+    for name in ("full", "snapkv"):
+        assert len(one[name][1]) == len(other[name][1]) == 12
+        strip = [{r["uid"]: {k: v for k, v in r.items() if k not in TIMES} for r in x[name][1]} for x in (one, other)]
+        assert strip[0] == strip[1]
+
+
+def test_two_processes_share_one_run(checkpoint, tmp_path):
+    settings = (
+        "method=knorm",
+        "budget=0.25",
+        "task.subtasks=[niah_single_1,ruler_vt]",
+        "task.length=1024",
+        "task.samples=5",
+    )
+    both = [process(checkpoint, tmp_path, *settings) for _ in range(2)]
+    assert all("average" in each.communicate()[0] and each.returncode == 0 for each in both)
+    for _, records in read_runs(tmp_path / "results").values():
+        assert len(records) == len({record["uid"] for record in records}) == 10
+
+
+def test_workers_share_one_run_without_loss_or_doubling(checkpoint, tmp_path):
+    folders = [tmp_path / name for name in ("alone", "shared")]
+    for folder in folders:
+        folder.mkdir()
+    settings = ("method=knorm", "budget=0.25", *QUICK, "task.samples=4")
+    own = [(), ("workers=2",)]
+    both = [
+        process(checkpoint, folder, *settings, *more, errors=subprocess.PIPE)
+        for folder, more in zip(folders, own, strict=True)
+    ]
+    said = [each.communicate() for each in both]
+    assert all("average" in out and each.returncode == 0 for each, (out, _) in zip(both, said, strict=True))
+    # one bar, whoever works: one is closed, however often and from where on it was drawn (its \r is read as \n here)
+    assert [len(re.findall(r"knorm: [^\n]*\n(?:\n|\Z)", err)) for _, err in said] == [1, 1]
+    assert all(re.search(r"knorm: 100%.*\| 8/8 \[", err) for _, err in said)  # and tells what all of them have done
+    alone, shared = (read_runs(folder / "results") for folder in folders)
+    for name, (folder, records) in shared.items():
+        assert len(list(folder.glob("records*.jsonl"))) == 2  # each wrote some
+        assert len(records) == len({record["uid"] for record in records}) == 8
+        assert {r["uid"]: r["output"] for r in records} == {r["uid"]: r["output"] for r in alone[name][1]}
+
+
+def test_workers_end_with_their_parent(checkpoint, tmp_path):
+    victim = process(checkpoint, tmp_path, "method=knorm", "budget=0.25", *QUICK, "task.samples=50", "workers=2")
+
+    def children() -> list[int]:
+        return [int(own) for own in Path(f"/proc/{victim.pid}/task/{victim.pid}/children").read_text().split()]
+
+    def runs_still(number: int) -> bool:
+        with suppress(FileNotFoundError):
+            return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return False
+
+    wait(lambda: len(children()) >= 2)
+    found = children()
+    victim.send_signal(signal.SIGTERM)
+    victim.communicate(timeout=60)
+    wait(lambda: not any(map(runs_still, found)))
+
+
+def wait(until: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_what_workers_cannot_use_is_said_once(checkpoint, tmp_path):
+    (tmp_path / "results").touch()
+    found = process(checkpoint, tmp_path, "method=knorm", *QUICK, "workers=2", errors=subprocess.PIPE)
+    _, said = found.communicate()
+    assert found.returncode == 2 and said.startswith("kvbench: results=") and said.count("\n") == 1, said
+
+
+def test_readme_shows_a_method_that_runs(checkpoint, tmp_path):
+    """The example is followed to the letter in a copy of the project."""
+    copy = tmp_path / "copy"
+    skip = shutil.ignore_patterns(
+        ".venv", ".git", ".versions", "results", "tests", "__pycache__", ".*cache", ".hypothesis"
+    )
+    shutil.copytree(ROOT, copy, ignore=skip)
+    readme = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```(?:python|yaml)\n# ((?:methods|conf)/\S+)\n(.*?)```", readme, re.DOTALL)
+    assert len(blocks) == 2
+    for path, text in blocks:
+        (copy / path).write_text(text)
+        assert len(text.splitlines()) <= 12
+    where = [f"model.path={checkpoint}", "device=cpu", "limit=1", "task.subtasks=niah_single_1", "task.length=1024"]
+    done = subprocess.run(
+        [sys.executable, "run.py", "method=newest", "budget=0.5", "model=hf", *where],
+        cwd=copy, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "method: newest" in done.stdout and re.search(r"(49.9|50.0)%", done.stdout)

@@ -1,0 +1,236 @@
+"""Which rows survived, and where the targets stand: by hand, against a loop over places, and in records."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvbench
+from kvbench import catalogue, runner, survival
+from kvbench.budget import Budget
+from kvbench.catalogue import names
+from kvbench.generation import Context
+from kvbench.policy import Choice
+from kvbench.prompt import encode_all
+from kvbench.run import Run
+from kvbench.runner import Bench, Reader, execute, shortened
+from kvbench.storage import StoredRows
+from kvbench.survival import BINS, evidence, survived
+from kvbench.task import Sample
+from tests.support.conversations import turns
+from tests.support.method_files import chosen
+from tests.support.tiny_models import ids, tiny
+
+
+def layer(kept: list[list[list[int]]] | None, read: int, tail: int, dim: int = 2) -> StoredRows:
+    """A layer that read `read` tokens, kept these places of each sample and head, and read `tail` more."""
+    rows = StoredRows()
+    shape = (len(kept), len(kept[0])) if kept else (1, 2)
+    rows = rows.append(torch.zeros(*shape, read, dim), torch.zeros(*shape, read, dim))
+    if kept:
+        view = rows.view()
+        gone = torch.ones(*shape, read, dtype=torch.bool)
+        for sample, heads in enumerate(kept):
+            for head, places in enumerate(heads):
+                gone[sample, head, places] = False
+        lengths = {len(places) for heads in kept for places in heads}
+        rows = rows.keep(view.without(gone), even=len(lengths) == 1, merged=False)
+    if tail:
+        rows = rows.append(torch.zeros(*shape, tail, dim), torch.zeros(*shape, tail, dim))
+    return rows
+
+
+def percents(found: list[str]) -> list[list[int]]:
+    return [list(bytes.fromhex(own)) for own in found]
+
+
+def looped(places: list[list[list[list[int]]]], tokens: int, bins: int) -> list[list[int]]:
+    """The same of places by layer, sample and head, one after the other."""
+    found = []
+    for sample in range(len(places[0])):
+        heads = [set(own) for layer in places for own in layer[sample]]
+        held = [[0, 0] for _ in range(bins)]
+        for place in range(tokens):
+            held[place * bins // tokens][0] += sum(place in own for own in heads)
+            held[place * bins // tokens][1] += len(heads)
+        found.append([int(100 * own / of + 0.5) for own, of in held])
+    return found
+
+
+def test_ragged_rows_by_hand(monkeypatch):
+    monkeypatch.setattr(survival, "BINS", 4)
+    rows = layer([[[0, 1, 2, 7], [8]]], read=10, tail=2)  # both heads hold 10 and 11
+    assert rows.rank_of([0, 3, 8, 10, 12]).tolist() == [[[0, 3, 4, 4, 6], [0, 0, 0, 1, 3]]]
+    assert percents(survived([rows], 12)) == [[50, 0, 33, 67]]  # 3, 0, 2 and 4 of six rows
+    assert survived([rows, layer(None, read=12, tail=0)], 12) == ["4b324353"]  # 9, 6, 8 and 10 of twelve
+    assert survived([layer(None, read=3, tail=0)], 3) == ["646464"]  # fewer tokens than bins
+    both = layer([[[0], [5]], [[1, 2], [6, 7]]], read=8, tail=0)
+    assert percents(survived([both], 8)) == [[25, 0, 25, 0], [25, 25, 0, 50]]
+
+
+@given(st.data())
+def test_bins_are_those_of_a_loop_over_places(data):
+    read, tail = data.draw(st.integers(1, 150)), data.draw(st.integers(0, 20))
+    samples, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    some = st.sets(st.integers(0, read - 1), min_size=1).map(sorted)
+    layers = data.draw(
+        st.lists(
+            st.lists(st.lists(some, min_size=heads, max_size=heads), min_size=samples, max_size=samples),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    last = list(range(read, read + tail))
+    places = [[[own + last for own in sample] for sample in one] for one in layers]
+    found = percents(survived([layer(own, read, tail) for own in layers], read + tail))
+    assert found == looped(places, read + tail, min(BINS, read + tail))
+
+
+def held_places(context: Context) -> list[list[list[list[int]]]]:
+    """By layer, sample and head."""
+    samples, heads = context.own_layers[0].rows.shape
+    return [
+        [[own.rows.head_places(sample, head).tolist() for head in range(heads)] for sample in range(samples)]
+        for own in context.own_layers
+    ]
+
+
+@pytest.mark.parametrize(("name", "block_size"), [("llama", None), ("llama", 40), ("gemma3", 40)])
+@pytest.mark.parametrize("method", names("method"))
+def test_what_every_method_holds_of_a_batch(method, name, block_size):
+    """With codecs and ragged allocators that it goes with, after the prompt and after more tokens."""
+    prompts = torch.cat([ids(150, 1), ids(150, 2)])
+    for allocator, codec in (("uniform", "raw"), ("ada", "raw"), ("cake", "raw"), ("uniform", "kivi")):
+        choice = Choice(*chosen(method, allocator, name, codec))
+        if choice.method.refuses(choice.allocator, choice.codec) or (choice.method.one_block and block_size):
+            continue
+        budget = Budget(1.0 if method == "full" else 0.3)
+        context = Context(tiny(name), choice, budget, block_size, (7, 8), 2)
+        context.prefill(prompts)
+        for _ in range(2):
+            found = percents(survived([own.rows for own in context.own_layers], context.seen))
+            assert found == looped(held_places(context), context.seen, BINS)
+            resident = choice.method.reads or method == "full"
+            assert ({own for sample in found for own in sample} == {100}) == resident
+            context.extend(prompts[:, :9])
+
+
+SMALL = ("task.subtasks=niah_single_1", "task.length=512", "task.samples=2")
+
+
+@cache
+def run_of(*settings: str) -> Run:
+    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
+        return Run.from_config(compose("config", ["device=cpu", *settings]))
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return Bench(run_of("method=full", *SMALL))
+
+
+@pytest.mark.parametrize("question", ["visible", "hidden"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("method=snapkv", "block_size=100"),
+        ("method=knorm", "allocator=ada"),
+        ("method=centroidkv",),
+        ("method=kvzip",),
+        ("method=tova", "codec=raw"),
+        ("method=full",),
+    ],
+    ids=" ".join,
+)
+def test_records_say_what_the_python_interface_shows(bench, settings, question, tmp_path):
+    run = run_of(*settings, *SMALL, "budget=0.2", f"question={question}")
+    records = execute(run, tmp_path, bench)
+    for sample, prompt in bench.prompts.values():
+        record, chosen_ = records[sample.uid], run.groups
+        first = prompt.context + (prompt.rest if question == "visible" else ())
+        own = {
+            "seed": runner.seed_of(0, sample.group or sample.uid),
+            "tokenizer": bench.tokenizer,
+            "prefix": prompt.prefix,
+        }
+        held = kvbench.prefill(
+            bench.model,
+            torch.tensor([first]),
+            chosen_["method"]["name"],
+            0.2,
+            run.block_size,
+            chosen_["allocator"]["name"],
+            **own,
+        )
+        if question == "hidden":
+            held.extend(torch.tensor([prompt.rest]))
+        tokens, [context] = record["rows_seen"], held.contexts
+        assert tokens == len(prompt.ids) and [list(bytes.fromhex(record["survived"]))] == looped(
+            held_places(context), tokens, BINS
+        )
+        assert record["asked"] == sample.question + sample.answer_prefix and "magic number" in record["asked"]
+        [number] = sample.answers
+        assert 1 <= len(record["evidence"]) <= 2
+        inside = [own for place, own in enumerate(prompt.ids) if place * BINS // tokens in record["evidence"]]
+        assert number in bench.tokenizer.decode(inside)
+
+
+def test_the_place_of_the_evidence_is_that_of_the_tasks(bench):
+    """Of `niah` records, which know the needle's depth."""
+    run = run_of("task=niah", "task.lengths=[1024]", "task.depths=[0,50,100]", "task.trials=1", "method=full")
+    for sample, prompt in Bench(run, {"tokenizer": bench.tokenizer}).prompts.values():
+        found = evidence(sample, prompt, len(prompt.ids))
+        assert len(found) in (1, 2) and abs(100 * found[0] / BINS - sample.meta["place"]) < 8
+
+
+@pytest.mark.parametrize(
+    ("context", "answers", "places"),
+    [
+        ("The mill is old. A miller built the mill.", ("mill",), [2, 11]),  # not in the miller, nor in the question
+        ("The mill is old.", ("The mill is", "old."), [1, 2, 3, 4, 5]),  # after <bos>
+        ("The mill is old.", ("Mill", "ill", "", " "), []),
+        ("The mill (is) old.", (" (is) ",), [4, 5, 6]),
+        ("", ("mill",), []),
+    ],
+)
+def test_targets_stand_where_their_words_do(bench, context, answers, places):
+    sample = Sample("a", "a", context, " Who built the mill? mill", "", answers, 3)
+    [(_, prompt)] = encode_all(bench.tokenizer, [sample]).values()
+    assert len(prompt.ids) < BINS  # a bin is a token
+    assert evidence(sample, prompt, len(prompt.ids)) == places
+
+
+def test_a_conversations_turns_have_places_of_their_own(bench):
+    samples = [replace(own, answers=(word,)) for own, word in zip(turns(), ("mill", "Nobody", "river"), strict=True)]
+    found = [evidence(*own, 60) for own in encode_all(bench.tokenizer, samples).values()]
+    assert found == [[6, 15], [8], [2]]
+
+
+def test_a_long_question_says_that_its_middle_is_not_there():
+    assert shortened("a" * 1000) == "a" * 1000
+    assert shortened("a" * 700 + "b" * 701) == "a" * 500 + " […401 characters…] " + "b" * 500
+
+
+def test_what_looking_takes_is_no_part_of_the_peak(bench, monkeypatch):
+    """Of a counter as a GPU has it: 50 while the prompt is read, 1000 while somebody looks, 70 in the question."""
+    counter = [0]
+    run = run_of("method=snapkv", "budget=0.2", *SMALL)
+    reader = Reader(run, bench)
+    look, prefill = runner.survived, Context.prefill
+    monkeypatch.setattr(runner, "peak", lambda device: counter[0])
+    monkeypatch.setattr(runner, "forget_peak", lambda device: counter.__setitem__(0, 10))
+    monkeypatch.setattr(runner, "survived", lambda *own: (counter.__setitem__(0, 1000), look(*own))[1])
+    monkeypatch.setattr(Context, "prefill", lambda self, own: (counter.__setitem__(0, 50), prefill(self, own))[1])
+    batch = [next(iter(bench.prompts.values()))]
+    reader.answer(batch)
+    assert (reader.peak, counter[0]) == (50, 10)
+    counter[0] = 70
+    reader.answer(batch)  # on the same context
+    assert (reader.peak, counter[0]) == (70, 10)
+    reader.drop()
+    reader.answer(batch)
+    assert reader.peak == 50

@@ -1,0 +1,19 @@
+"""What the tests of several Triton kernels need: where they run, on which types, and with what in memory."""
+
+import math
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def poisoned(monkeypatch):
+    """Memory that a kernel is given to write holds NaN."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(math.nan))
+
+
+def same(found, expected):
+    """But for the order of sums, which follows that of the memory."""
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,60 @@
+"""Settings that a method cannot do without: files, made for a model by the project's own calibration; token ids where
+there is no tokenizer.
+"""
+
+import atexit
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from kvbench.calibrate import query_filters
+from kvbench.catalogue import build, settings
+from kvbench.model import layout
+from tests.support.tiny_models import ids, tiny
+
+FOLDER = tempfile.TemporaryDirectory()
+atexit.register(FOLDER.cleanup)
+
+
+def filters(model: torch.nn.Module, sequences: Sequence[torch.Tensor], path: Path) -> None:
+    """Query filters."""
+    save_file({"q_filters": query_filters(model, sequences, count=200)}, str(path))
+
+
+def pattern(model: torch.nn.Module, sequences: Sequence[torch.Tensor], path: Path) -> None:
+    """A folder of head gates as published, drawn here: they are trained, which is no part of the project."""
+    shape = layout(model)
+    generator = torch.Generator().manual_seed(5)
+    gates = torch.rand(shape.layers, shape.heads, generator=generator)
+    gates[list(shape.sliding)] = torch.nan
+    path.mkdir()
+    (path / "full_attention_heads.tsv").write_text("\n".join("\t".join(map(str, own)) for own in gates.tolist()))
+    (path / "config.json").write_text(json.dumps({"sink_size": 3, "recent_size": 6}))
+
+
+MAKE = {"qfilters": filters, "duo_attention": pattern}
+
+
+def made(method: str, name: str, model: torch.nn.Module, sequences: Sequence[torch.Tensor]) -> dict:
+    """`method_args` for a method on a model of this name, its file made once from `sequences` (tokens,)."""
+    if method not in MAKE:
+        return {"first": [5, 6, 7], "later": [9, 8], "chunk": 50} if method == "kvzip" else {}
+    path = Path(FOLDER.name) / f"{method}-{name}"
+    if not path.exists():
+        MAKE[method](model, sequences, path)
+    return {"path": str(path)}
+
+
+def needed(method: str, name: str) -> dict:
+    """The same for a model of tests/support/tiny_models.py."""
+    return made(method, name, tiny(name), [ids(100, seed)[0] for seed in range(4)])
+
+
+def chosen(method: str, allocator: str, name: str, codec: str = "raw", **more: object) -> list:
+    """Method, with `more` settings, allocator and codec as a user of a tiny model gets them."""
+    args, groups = {"method": needed(method, name) | more}, {"method": method, "allocator": allocator, "codec": codec}
+    return [build(group, settings(group, own, args.get(group))) for group, own in groups.items()]

@@ -1,0 +1,92 @@
+"""Whole engines side by side: what a head keeps by a score that is written out in loops, in float64.
+
+The queries, keys and values are those that the dense engine takes from transformers' own layers.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+import kvbench
+from tests.support.dense_engine import Dense, Glance, Head
+from tests.support.tiny_models import distinct, tiny
+
+CLOSE = dict(rtol=3e-4, atol=3e-4)
+Score = Callable[[Glance], np.ndarray]
+
+
+def shrink(protected: np.ndarray, quota: int, sinks: int = 0) -> np.ndarray:
+    """Protected rows that fit, one row free where the quota is over 1: the first `sinks` rows from the first on, then
+    the others from the newest on.
+    """
+    room = quota - 1 if quota > 1 else quota
+    kept = np.zeros_like(protected)
+    for row in [*range(min(sinks, len(protected))), *reversed(range(sinks, len(protected)))]:
+        if protected[row] and kept.sum() < room:
+            kept[row] = True
+    return kept
+
+
+def top(scores: np.ndarray, quota: int) -> np.ndarray:
+    """Indices of the `quota` largest, ties to the lower index, ascending."""
+    order = sorted(range(len(scores)), key=lambda row: (-scores[row], row))
+    return np.array(sorted(order[:quota]))
+
+
+def newest(count: int) -> Callable[[Glance, int], np.ndarray]:
+    return lambda glance, quota: glance.rows.places >= glance.tokens - count
+
+
+def first(count: int) -> Callable[[Glance, int], np.ndarray]:
+    return lambda glance, quota: glance.rows.places < count
+
+
+def nothing(glance: Glance, quota: int) -> np.ndarray:
+    return np.zeros(len(glance.rows.places), dtype=bool)
+
+
+def uniform(scores: list[np.ndarray], protected: list[np.ndarray], quota: int) -> list[int]:
+    return [quota] * len(scores)
+
+
+def keeps(score: Score, quota: int, protect=nothing, share=uniform, prompt=60) -> Callable[[list[Glance]], list[Head]]:
+    """What every head keeps of a layer: `quota` rows on average, by score; shares stay once the prompt is read."""
+    before: dict[int, list[int]] = {}
+
+    def cut(glances: list[Glance]) -> list[Head]:
+        if sum(len(glance.rows.places) for glance in glances) <= quota * len(glances):
+            return [glance.rows for glance in glances]
+        scores = [score(glance) for glance in glances]
+        protected = [shrink(protect(glance, quota), quota) for glance in glances]
+        raised = [np.where(safe, np.inf, own) for own, safe in zip(scores, protected, strict=True)]
+        if glances[0].tokens <= prompt or glances[0].layer not in before:
+            before[glances[0].layer] = share(raised, protected, quota)
+        counts = before[glances[0].layer]
+        return [g.rows.take(top(own, n)) for g, own, n in zip(glances, raised, counts, strict=True)]
+
+    return cut
+
+
+def agree(model, cut, method, budget, block=None, tokens=60, seed=0, allocator="uniform", decoding=False, **args):
+    """Both engines read the same prompt, then seven tokens more, and hold the same rows; logits agree. Returns held."""
+    prompt, more = distinct(tokens + 7, seed).split([tokens, 7], dim=1)
+    dense = Dense(model, cut, cuts_decoding=decoding)
+    expected = dense.prefill(prompt, block)
+    allocator, allocator_args = allocator if isinstance(allocator, tuple) else (allocator, {})
+    held = kvbench.prefill(
+        tiny(model), prompt, method, budget, block, allocator, method_args=args, allocator_args=allocator_args
+    )
+    torch.testing.assert_close(held.logits[0].double(), expected, **CLOSE)
+    same_rows(held, dense)
+    for part in more.split([1, 1, 5], dim=1):
+        torch.testing.assert_close(held.extend(part)[0].double(), dense.extend(part), **CLOSE)
+        same_rows(held, dense)
+    return held
+
+
+def same_rows(held, dense):
+    for layer in set(dense.held) - set(held.sliding_layers):
+        for head, rows in enumerate(dense.held[layer]):
+            assert held.places(layer, head).tolist() == rows.places.tolist(), (layer, head)
+            assert held.masses(layer, head).tolist() == rows.mass.tolist()

@@ -1,0 +1,67 @@
+"""A preset refuses what the machine cannot hold, in one line and before it starts."""
+
+import pytest
+
+from kvbench import capacity
+from kvbench.catalogue import CONF
+from kvbench.cells import Asked
+from kvbench.model import Checkpoint, configuration, parameters
+from kvbench.settings import SettingError
+from tests.support.command_line import answer, assert_refused
+
+
+@pytest.fixture
+def shapes(monkeypatch):
+    """Configurations of models come from their shapes; RULER's port fetches nothing."""
+    from kvbench.tasks.ruler_lmeval import RulerLmEval
+
+    monkeypatch.setattr(
+        Checkpoint, "config", lambda self: configuration(str(CONF / "model" / "shapes" / f"{self.name}.json"))
+    )
+    monkeypatch.setattr(RulerLmEval, "fingerprint", lambda self: "data")
+
+
+def check(overrides: list[str]) -> None:
+    capacity.check(Asked.of(overrides))
+
+
+def test_parameters_are_counted_without_memory():
+    assert parameters(configuration(str(CONF / "model" / "shapes" / "llama31_8b.json"))) == 8_030_261_248
+
+
+def test_what_is_too_large_is_refused(shapes, monkeypatch, tmp_path, capsys):
+    # 2 · 8.03e9 of weights and 131072 tokens of 128 KiB: 33.2 GB in bfloat16
+    monkeypatch.setattr(capacity, "room", lambda run: 33_000_000_000)
+    given = ["preset=dropkv_table5", "dtype=bfloat16", f"results={tmp_path}"]
+    line = "preset=dropkv_table5: model=llama31_8b needs 33.2 GB for weights and full cache, this machine has 33.0 GB"
+    assert_refused(answer(["-m", *given], monkeypatch, capsys), line, tmp_path)
+    monkeypatch.setattr(capacity, "room", lambda run: 34_000_000_000)
+    check(given)
+    monkeypatch.setattr(capacity, "room", lambda run: 20_000_000_000)
+    with pytest.raises(SettingError, match="needs 33.2 GB"):
+        check(given)
+    check([*given, "task.length=16384"])  # 18.2 GB
+    check(["method=snapkv,keydiff", "dtype=bfloat16"])  # no preset
+    check([*given, "model=reference"])
+    with pytest.raises(SettingError, match="deltakv_table9: model=qwen25_32b needs 65.5 GB"):  # named by its rows
+        check(["preset=deltakv_table9", "dtype=bfloat16", "task.path=miniature"])
+
+
+def test_a_preset_alone_is_refused(monkeypatch, tmp_path, capsys):
+    found = answer(["preset=dropkv_table5", f"results={tmp_path}"], monkeypatch, capsys)
+    assert_refused(found, "preset=dropkv_table5: is a sweep; python run.py -m preset=dropkv_table5", tmp_path)
+
+
+def test_a_hub_out_of_reach_is_asked_once_for_a_model(monkeypatch):
+    """A preset has many cells of few models, and each time would cost half a minute."""
+    asked = []
+
+    def unreachable(path, **_):
+        asked.append(path)
+        raise OSError("no network\nmore")
+
+    monkeypatch.setattr("kvbench.model.AutoConfig.from_pretrained", unreachable)
+    for name in ("some/one", "some/one", "some/other"):
+        with pytest.raises(SettingError, match=rf"^model.path={name}: no readable model there \(no network\)$"):
+            configuration(name)
+    assert asked == ["some/one", "some/other"]

@@ -1,0 +1,484 @@
+"""LongBench: official prompts to the byte, official truncation, lm-eval's port, any copy of the data, whole runs."""
+
+import hashlib
+import json
+import random
+import re
+import sys
+import zipfile
+from difflib import SequenceMatcher
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import groupby
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hypothesis import given
+from hypothesis import strategies as st
+from lm_eval.utils import apply_template
+from transformers import AutoTokenizer
+
+from kvbench import catalogue
+from kvbench.data import examine
+from kvbench.model import REFERENCE
+from kvbench.prompt import encode
+from kvbench.run import Run
+from kvbench.settings import SettingError
+from kvbench.task import Sample
+from kvbench.tasks import longbench
+from kvbench.tasks.lm_eval_package import PACKAGE
+from kvbench.tasks.longbench import LongBench
+from kvbench.tasks.longbench_cut import CONTEXT, NOTHING, QUESTION, middle
+from kvbench.tasks.longbench_miniature import rows
+from kvbench.tasks.longbench_prompts import prompt
+from kvbench.tasks.longbench_subtasks import CATEGORIES, NAMES, SUBTASKS
+from tests.support.command_line import answer, assert_refused
+
+NO_TEMPLATE = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
+TOKENIZER = AutoTokenizer.from_pretrained(REFERENCE)
+
+
+def samples(longest: int = 4096, **settings) -> list[Sample]:
+    return list(LongBench(**settings).samples(TOKENIZER, 1, longest))
+
+
+@pytest.fixture(scope="module")
+def every() -> list[Sample]:
+    return samples()
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """The miniature as files."""
+    (tmp_path / "copy" / "data").mkdir(parents=True)
+    for name in NAMES:
+        lines = "".join(json.dumps(row) + "\n" for _, row in rows(name))
+        (tmp_path / "copy" / "data" / f"{name}.jsonl").write_text(lines)
+    return tmp_path / "copy"
+
+
+# Prompts
+
+
+def test_the_prompts_are_the_official_ones():
+    """The hash is that of config/dataset2prompt.json's 16 strings, in the order of NAMES."""
+    texts = ["".join(prompt(name).render("{context}", "{input}")) for name in NAMES]
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    assert digest == "c9543dd43c893ba18b183361b6d7207fe97ac48f6aaad2f3c3494e63de317305"
+
+
+def test_context_and_question_joined_are_the_prompt(every):
+    made = iter(every)
+    for name in NAMES:
+        for (_, row), sample in zip(rows(name), made, strict=False):
+            own = prompt(name)
+            assert sample.context == own.before + row["context"] and sample.answer_prefix == ""
+            assert sample.question == own.after.replace("{{question}}", row["input"])
+            assert row["input"] in sample.question and sample.answers == tuple(row["answers"])
+            assert (sample.uid, sample.subtask) == (f"{name}/{row['_id']}", name)
+            assert sample.meta["length"] == row["length"] and sample.meta["left_out_of"] == NOTHING
+    assert next(made, None) is None
+
+
+def test_a_place_for_the_question_in_a_row_is_text():
+    assert prompt("qasper").render("{{question}}", "{{context}}")[0].endswith("Article: {{question}}")
+    assert "Question: {{context}}\n" in prompt("qasper").render("", "{{context}}")[1]
+
+
+def test_limits_templates_and_ends(every):
+    by_name = {sample.subtask: sample for sample in every}
+    assert list(by_name) == list(NAMES)
+    assert {name for name, sample in by_name.items() if not sample.chat} == NO_TEMPLATE
+    limits = dict.fromkeys(NAMES, 32) | dict.fromkeys(("narrativeqa", "qasper", "samsum"), 128)
+    limits |= dict.fromkeys(("multifieldqa_en", "trec", "lcc", "repobench-p"), 64)
+    limits |= dict.fromkeys(("gov_report", "qmsum", "multi_news"), 512)
+    assert {name: sample.max_new_tokens for name, sample in by_name.items()} == limits
+    assert {name for name, sample in by_name.items() if sample.ends or sample.min_new_tokens} == {"samsum"}
+    assert TOKENIZER.decode(by_name["samsum"].ends) == "\n" and by_name["samsum"].min_new_tokens == 1
+
+
+def test_samples_depend_neither_on_the_choice_nor_on_the_limit(every):
+    some = samples(subtasks=["trec", "narrativeqa"], limit=2)
+    assert [sample.subtask for sample in some] == ["trec"] * 2 + ["narrativeqa"] * 2
+    known = {sample.uid: sample for sample in every}
+    assert len(known) == len(every) and all(known[sample.uid] == sample for sample in some)
+    assert [sample.uid for sample in every if sample.subtask == "trec"][:2] == [sample.uid for sample in some][:2]
+
+
+def test_samples_on_one_context_are_a_group(every):
+    groups = [{sample.group for sample in own} for _, own in groupby(every, lambda sample: sample.context)]
+    assert all(len(own) == 1 for own in groups) and len(groups) == len(set.union(*groups)) < len(every)
+
+
+# Truncation
+
+
+class Lossy:
+    """A tokenizer whose decoding loses the blank before a comma, as some models' do."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return TOKENIZER.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens).replace(" ,", ",")
+
+
+def official(tokenizer, text: str, most: int) -> str:
+    """What pred.py makes of a prompt."""
+    ids = tokenizer.encode(text)
+    if len(ids) <= most:
+        return text
+    half = int(most / 2)
+    return tokenizer.decode(ids[:half], skip_special_tokens=True) + tokenizer.decode(
+        ids[-half:], skip_special_tokens=True
+    )
+
+
+words = st.lists(
+    st.sampled_from(["river", "Éclair", " ", "\n\n", ".", " ,", "don't", "1234", "漢字", "</s>"]), min_size=1
+)
+
+
+@given(words, words, st.integers(2, 60), st.sampled_from([TOKENIZER, Lossy()]))
+def test_the_two_parts_are_the_official_prompt(before, after, most, tokenizer):
+    context, question = " ".join(before), "\n\nNow, " + " ".join(after)
+    short, rest, of = middle(tokenizer, context, question, most)
+    assert short + rest == official(tokenizer, context + question, most)
+    if of == NOTHING:
+        assert (short, rest) == (context, question) and len(tokenizer.encode(context + question)) <= most
+    elif tokenizer is TOKENIZER and "\ufffd" not in short + rest:  # no token of a part of a character stands alone
+        kept = range(len(short) + 1)
+        assert any(context.startswith(short[:place]) and context.endswith(short[place:]) for place in kept)
+        assert (rest == question) == (of == CONTEXT)
+
+
+def test_where_a_prompt_is_cut():
+    context, question = "river " * 100, "Where does it end ?"
+    tokens = len(TOKENIZER.encode(context + question))
+    assert middle(TOKENIZER, context, question, tokens) == (context, question, NOTHING)
+    short, rest, of = middle(TOKENIZER, context, question, tokens - 1)
+    assert (rest, of) == (question, CONTEXT) and short.startswith("river river") and len(short) < len(context)
+    assert middle(TOKENIZER, context, question, 51) == middle(TOKENIZER, context, question, 50)
+    few = len(TOKENIZER.encode(question)) - 2  # fewer than the question: it is cut, and its beginning goes
+    short, rest, of = middle(TOKENIZER, context, question, few)
+    assert of == QUESTION and set(short.split()) == {"river"} and question.endswith(rest) and rest != question
+    short, rest, of = middle(TOKENIZER, "river", question * 9, 20)  # the front reaches the question
+    assert of == QUESTION and short == "river" and rest.startswith("Where") and rest.endswith("end ?")
+    short, rest, of = middle(Lossy(), context, "\n\nWhere , and when?", 40)
+    assert of == CONTEXT and rest == "\n\nWhere, and when?" and set(short.split()) == {"river"}
+
+
+def test_the_window_says_how_long_a_prompt_may_be(monkeypatch):
+    asked = []
+
+    def seen(tokenizer, context, question, most):
+        asked.append(most)
+        return context, question, NOTHING
+
+    monkeypatch.setattr(longbench, "middle", seen)
+    for longest in (4096, 8192, 16384, 32768, 131072):
+        samples(longest, subtasks="trec", limit=1)
+    samples(subtasks="trec", limit=1, max_length=7950, longest=8192)
+    assert asked == [3500, 7500, 15500, 31500, 127500, 7950]  # model2maxlen's four, and the papers' at 128k
+
+
+def test_a_length_that_the_model_does_not_take_is_refused():
+    with pytest.raises(SettingError, match="^task.max_length=null: a model that takes 1000 tokens needs a number here"):
+        samples(longest=1000, subtasks="trec")
+    with pytest.raises(SettingError, match=r"^task.max_length=9000: gov_report/\w+ needs 1\d+ tokens .*takes 1200; "):
+        samples(longest=1200, subtasks="gov_report", max_length=9000)
+    assert samples(longest=1200, subtasks="gov_report", max_length=600)[0].meta["left_out_of"] == CONTEXT
+
+
+def test_the_middle_goes_before_the_chat_template_comes():
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
+    tokenizer.chat_template = "{% for m in messages %}<u>{{ m.content }}</u><a>{% endfor %}"
+    for name, wrapped in (("hotpotqa", True), ("trec", False)):
+        whole = samples(subtasks=name, limit=1)[0]
+        [sample] = LongBench(subtasks=name, limit=1, max_length=200).samples(tokenizer, 9, 4096)
+        short = official(TOKENIZER, whole.context + whole.question, 200)
+        text = tokenizer.decode(encode(tokenizer, sample).ids, skip_special_tokens=True)
+        assert text == (f"<u>{short}</u><a>" if wrapped else short) and sample.question == whole.question
+
+
+# Scores
+
+
+def test_scores_are_the_best_of_the_answers_in_points():
+    task = LongBench()
+
+    def score(name: str, output: str, *answers: str, **meta) -> tuple[float, str]:
+        sample = Sample("u", name, "", "", "", answers, 1, meta=meta)
+        graded = task.score(sample, output)
+        return graded.score, graded.answer
+
+    assert score("hotpotqa", "Paris\nor not", "Rome", "paris or not") == (100.0, "Paris\nor not")
+    assert score("triviaqa", "\nParis\nPassage", "Rome", "paris") == (100.0, "Paris")
+    assert score("samsum", "\n\na b\nc", "a b")[0] == pytest.approx(100.0)
+    assert score("trec", "Food and drink\nSport", "Food", all_classes=["Food", "Food and drink"]) == (
+        50.0,
+        "Food and drink",
+    )
+    assert score("passage_retrieval_en", "Paragraph 3 or 4", "Paragraph 4")[0] == 50.0
+    assert score("passage_count", "3", "3")[0] == 100.0
+    assert score("lcc", "# it\nx = 1\ny", "x = 1") == (100.0, "x = 1")
+    assert score("gov_report", "", "a b") == (0.0, "")
+
+
+def test_averages_are_those_of_the_papers():
+    means = LongBench().averages
+    assert list(means) == ["mean of 16 tasks", "mean of 6 categories", *CATEGORIES] and len(CATEGORIES) == 6
+    assert all(sum(weights.values()) == pytest.approx(1) for weights in means.values())
+    scores = {subtask.name: 10.0 * list(CATEGORIES).index(subtask.category) for subtask in SUBTASKS}
+
+    def mean(name: str) -> float:
+        return sum(scores[own] * weight for own, weight in means[name].items())
+
+    assert [mean(name) for name in CATEGORIES] == pytest.approx([0, 10, 20, 30, 40, 50])
+    assert mean("mean of 6 categories") == pytest.approx(25)
+    assert mean("mean of 16 tasks") == pytest.approx((3 * (0 + 10 + 20 + 30) + 2 * (40 + 50)) / 16)
+    some = LongBench(subtasks=["lcc", "trec", "repobench-p"]).averages
+    assert list(some) == ["mean of 3 tasks", "code"] and some["code"] == {"lcc": 0.5, "repobench-p": 0.5}
+
+
+# lm-eval's protocol
+
+
+def port(name: str) -> dict:
+    """lm-eval's file of a subtask, its metric by name."""
+
+    class Loader(yaml.SafeLoader):
+        """Reads a function's name as a text."""
+
+    Loader.add_constructor("!function", lambda loader, node: node.value)
+    return yaml.load((PACKAGE / "longbench" / f"{name}.yaml").read_text(), Loader)
+
+
+@pytest.fixture
+def metrics(monkeypatch) -> ModuleType:
+    """lm-eval's module of metrics. Of the two packages that are not here, jieba is for Chinese, and fuzzywuzzy's ratio
+    without python-Levenshtein is difflib's in whole per cent.
+    """
+
+    def ratio(one: str, other: str) -> int:
+        return int(round(100 * SequenceMatcher(None, one, other).ratio()))
+
+    monkeypatch.setitem(sys.modules, "jieba", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "fuzzywuzzy", SimpleNamespace(fuzz=SimpleNamespace(ratio=ratio)))
+    spec = spec_from_file_location("longbench_port", PACKAGE / "longbench" / "metrics.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_lm_evals_prompts_stop_texts_and_limits():
+    made = samples(protocol="lm_eval", limit=1)
+    assert [sample.subtask for sample in made] == list(NAMES)
+    official = samples(limit=1)
+    for sample, its in zip(made, official, strict=True):
+        [(_, row), own] = next(rows(sample.subtask)), port(sample.subtask)
+        document = row | {"question": row["input"]}
+        assert sample.context + sample.question == apply_template(own["doc_to_text"], document)
+        assert sample.context == its.context and not sample.chat and sample.answer_prefix == ""
+        asked = own["generation_kwargs"]
+        assert (list(sample.until), sample.max_new_tokens) == (asked["until"], asked["max_gen_toks"])
+        assert asked["do_sample"] is False and (sample.ends, sample.min_new_tokens) == ((), 0)
+    others = {sample.subtask for sample, its in zip(made, official, strict=True) if sample.question != its.question}
+    assert others == {"triviaqa", "samsum", "passage_count", "passage_retrieval_en", "lcc", "repobench-p"}
+    assert len({LongBench(protocol=own).fingerprint() for own in ("official", "lm_eval")}) == 2
+
+
+WORDS = ["Rome", "the", "Paris ,", "\n", " ", ".", "# x", "x = 1", "7", "Paragraph 7", "// y", "a. b", "\t", "Number"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lm_evals_scores(metrics, name):
+    """Of answers drawn from words of the references and of others."""
+    draw, task = random.Random(name), LongBench(protocol="lm_eval", subtasks=name)
+    grade = getattr(metrics, port(name)["process_results"].removeprefix("metrics."))
+    seen = set()
+    for sample, (_, row) in zip(task.samples(TOKENIZER, 1, 4096), rows(name), strict=True):
+        words_ = WORDS + " ".join(sample.answers).split() + list(sample.answers)
+        for _ in range(100):
+            output = "".join(draw.choices(words_, k=draw.randint(0, 6)))
+            points = 100 * grade(row, [output])["score"]
+            assert task.score(sample, output).score == pytest.approx(points, abs=1e-9), output
+            seen.add(round(points))
+    assert len(seen) > 1
+
+
+def test_the_protocols_grade_code_and_first_lines_in_their_own_way():
+    answers = {}
+    for protocol in ("official", "lm_eval"):
+        task = LongBench(protocol=protocol, limit=1, subtasks=["triviaqa", "lcc"])
+        trivia, code = task.samples(TOKENIZER, 1, 4096)
+        answers[protocol] = [task.score(code, " \nx = 1").answer, task.score(trivia, "\nParis\nRome").answer]
+    assert answers == {"official": [" ", "Paris"], "lm_eval": ["x = 1", "Paris\nRome"]}
+
+
+def test_lm_evals_protocol_shortens_no_prompt():
+    with pytest.raises(SettingError, match=r"^task.max_length=null: narrativeqa/\w+ needs \d+ tokens .* takes 400; "):
+        samples(longest=400, protocol="lm_eval")
+    short = samples(longest=400, protocol="lm_eval", max_length=200, subtasks="narrativeqa")
+    assert {sample.meta["left_out_of"] for sample in short} == {CONTEXT}
+
+
+# Data
+
+
+def test_every_copy_of_the_data_is_the_same(folder, tmp_path, monkeypatch, every):
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as packed:
+        for name in NAMES:
+            packed.write(folder / "data" / f"{name}.jsonl", f"data/{name}.jsonl")
+    asked = []
+
+    def fetch(*where, **more):
+        asked.append((*where, *more.values()))
+        return str(tmp_path / "data.zip")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    paths = (folder, folder / "data", tmp_path / "data.zip", tmp_path)
+    for path, kind in (*((str(path), "local") for path in paths), ("hub", "hub")):
+        task = LongBench(path=path)
+        task.check()
+        assert task.inventory() == dict.fromkeys(NAMES, 4)
+        assert task.fingerprint() == LongBench(path=str(folder)).fingerprint() != LongBench().fingerprint()
+        found = list(task.samples(TOKENIZER, 1, 4096))
+        assert {sample.meta["data"] for sample in found} == {kind}
+        assert [(s.uid, s.context, s.question, s.answers, s.group) for s in found] == [
+            (s.uid, s.context, s.question, s.answers, s.group) for s in every
+        ]
+    assert asked == [("zai-org/LongBench", "data.zip", "dataset", "5e628be450b7e67fb7ae6e201bd6d8f7056f7672")]
+    one = LongBench(path=str(folder / "data" / "trec.jsonl"), subtasks="trec")
+    assert one.inventory() == LongBench(path=one.path).inventory() == {"trec": 4}
+    with pytest.raises(SettingError, match="one file is one subtask's"):
+        LongBench(path=one.path, subtasks=["trec", "lcc"]).check()
+    assert {sample.meta["data"] for sample in every} == {"miniature"}
+
+
+def test_make_data_counts_rows_and_the_fingerprint_follows_them(folder):
+    said = examine("longbench", str(folder))
+    assert re.search("^repobench-p +4 rows$", said, re.MULTILINE) and said.count("rows") == 16
+    first, trec = LongBench(path=str(folder)), LongBench(path=str(folder), subtasks="trec")
+    assert said.endswith(f"fingerprint {first.fingerprint()}") and trec.fingerprint()
+    file = folder / "data" / "lcc.jsonl"
+    file.write_text(file.read_text().replace("class Store", "class Shop", 1))
+    assert LongBench(path=str(folder)).fingerprint() != first.fingerprint()
+    assert LongBench(path=str(folder), subtasks="trec").fingerprint() == trec.fingerprint()
+
+
+def test_a_run_is_known_by_what_a_copy_holds(folder):
+    def value(*settings: str) -> dict:
+        with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
+            return Run.from_config(compose("config", ["task=longbench", "task.subtasks=lcc", *settings])).value
+
+    first, same = value(f"task.path={folder}"), value(f"task.path={folder / 'data'}")
+    assert first == same != value(f"task.path={folder}", "task.max_length=7950")
+    file = folder / "data" / "lcc.jsonl"
+    file.write_text(file.read_text().replace("class Store", "class Shop", 1))
+    assert value(f"task.path={folder}") != first
+
+
+def broken(row: dict, **changes) -> str:
+    return json.dumps({key: value for key, value in (row | changes).items() if value is not ...}) + "\n"
+
+
+BAD_ROWS = {  # changes of the second row of a subtask, and what is said
+    "no column": ("hotpotqa", {"input": ...}, "line 2 has no column input"),
+    "no id": ("hotpotqa", {"_id": ...}, "line 2 has no column _id"),
+    "no text": ("hotpotqa", {"context": "\ud800"}, "line 2 has half of a surrogate pair, which no tokenizer reads"),
+    "wrong type": ("hotpotqa", {"context": ["a"]}, "line 2: context is list, expected str"),
+    "a number as text": ("hotpotqa", {"length": "12"}, "line 2: length is str, expected int"),
+    "a truth value": ("hotpotqa", {"length": True}, "line 2: length is bool, expected int"),
+    "no answers": ("hotpotqa", {"answers": []}, "line 2: answers is not a list of strings with at least one"),
+    "answers of numbers": ("hotpotqa", {"answers": [1]}, "line 2: answers is not a list of strings"),
+    "another task": ("hotpotqa", {"dataset": "musique"}, "line 2: dataset is 'musique', expected 'hotpotqa'"),
+    "no classes": ("trec", {"all_classes": None}, "line 2: all_classes is not a list of strings"),
+    "no paragraph": ("passage_retrieval_en", {"answers": ["7"]}, "line 2: answers are not of the form 'Paragraph 1'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_a_row_that_cannot_be_used_is_named(case, folder):
+    name, changes, said = BAD_ROWS[case]
+    first, second, *_ = (row for _, row in rows(name))
+    (folder / "data" / f"{name}.jsonl").write_text(broken(first) + broken(second, **changes))
+    with pytest.raises(SettingError, match=re.escape(f"task.path: {name}.jsonl {said}")):
+        LongBench(path=str(folder)).check()
+
+
+def test_a_file_that_cannot_be_used_is_one_line_and_nothing_is_written(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("kvbench.model.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    file, row = folder / "data" / "musique.jsonl", next(rows("musique"))[1]
+
+    def refused(line: str, *settings: str) -> None:
+        base = ["task=longbench", "device=cpu", *(settings or [f"task.path={folder}"])]
+        assert_refused(answer(base, monkeypatch, capsys), line, work)
+
+    file.write_text("")
+    refused("task.path: no rows of musique")
+    file.write_text(broken(row) + "\n" + broken(row))
+    refused(f"task.path: musique.jsonl line 3: _id {row['_id']!r} is that of musique.jsonl line 1")
+    file.write_text(broken(row) + '{"input": "a\n')
+    refused("task.path: musique.jsonl line 2 is not JSON (")
+    file.write_text("[1]\n")
+    refused("task.path: musique.jsonl line 1 is not an object with columns")
+    file.write_bytes(b"\xff\xfe")
+    refused("task.path: musique.jsonl is not UTF-8 (byte 0)")
+    file.unlink()
+    refused(f"task.path={folder}: a file, or a folder with one of data/musique.jsonl, musique.jsonl, data.zip")
+    (tmp_path / "data.zip").write_bytes(b"PK")
+    refused("task.path: data.zip:data/narrativeqa.jsonl cannot be read (", f"task.path={tmp_path}/data.zip")
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as packed:
+        packed.writestr("data/narrativeqa.jsonl", "")
+    refused("task.path: no rows of narrativeqa", f"task.path={tmp_path}/data.zip")
+    refused("task.path: data.zip has no data/lcc.jsonl", f"task.path={tmp_path}/data.zip", "task.subtasks=lcc")
+    refused("task.path=/nowhere: no such file or folder; or miniature, or hub", "task.path=/nowhere")
+    refused("task.path=hub: zai-org/LongBench/data.zip is out of reach (", "task.path=hub")
+    refused("task.path=1: miniature, hub, or a file or folder", "task.path=1")
+    refused("task.subtasks=dureader: choose one of all, narrativeqa", "task.subtasks=dureader")
+    refused("task.protocol=paper: choose one of official, lm_eval", "task.protocol=paper")
+    refused("task.max_length=1: a whole number of at least 2", "task.max_length=1")
+    refused("task.max_length=4k: a whole number of at least 2", "task.max_length=4k")
+    refused("limit=0: a whole number of at least 1", "limit=0")
+
+
+# Whole runs
+
+
+def test_two_methods_and_both_values_of_question(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = ("multifieldqa_en", "samsum")
+    settings = ["task=longbench", f"task.subtasks=[{','.join(names)}]", "limit=1", "device=cpu", "task.max_length=900"]
+    code, out, _ = answer(
+        [*settings, "method=snapkv,keydiff", "budget=0.3", "question=visible,hidden", "-m"], monkeypatch, capsys
+    )
+    assert code == 0 and out.count("\ntask: longbench (miniature)\n") == 4  # a wide table has its rows in two blocks
+    assert all(out.count(f"\n{name} ") in (4, 8) for name in names)
+    task, prompts, found = LongBench(subtasks=names, limit=1, max_length=900), set(), []
+    for folder in (tmp_path / "results" / "runs").iterdir():
+        records = [json.loads(line) for file in folder.glob("records*.jsonl") for line in file.read_text().splitlines()]
+        assert sorted(record["subtask"] for record in records) == sorted(names)
+        for record, sample in zip(
+            sorted(records, key=lambda record: record["index"]), task.samples(TOKENIZER, 1, 4096), strict=True
+        ):
+            assert (record["uid"], record["group"], record["target"]) == (
+                sample.uid,
+                sample.group,
+                list(sample.answers),
+            )
+            assert record["error"] is None and record["meta"] == dict(sample.meta)
+            assert record["score"] == task.score(sample, record["output"]).score
+            prompts.add((record["uid"], record["prompt_hash"]))
+            found.append(record)
+    assert len(prompts) == 2 and len(found) == 2 * 6  # two full caches and four cells
+    assert {record["meta"]["left_out_of"] for record in found if record["subtask"] == "samsum"} == {CONTEXT}
+    assert max(record["score"] for record in found if record["budget"] == 1.0) == 100.0  # the embedded model answers
+    for record in found:
+        if record["subtask"] == "samsum":
+            assert record["tokens_out"] >= 1 and "\n" not in record["output"].rstrip("\n")
