@@ -481,9 +481,8 @@ def test_the_models_own_end_token_is_the_default():
 
 def test_room_is_reserved_once():
     held = kvbench.prefill(tiny("llama"), ids(30))
-    tail = held.contexts[0].layers[0].rows
     held.generate(40, stop=frozenset())
-    assert tail.tail_keys.shape[2] == 30 + 40 and held.bytes.headroom == 0
+    assert held.contexts[0].layers[0].rows.tail_keys.shape[2] == 30 + 40 and held.bytes.headroom == 0
     assert held.resident_bytes == 70 * 3 * 2 * 2 * 32 * 4 == held.full_bytes
 
 

@@ -185,8 +185,8 @@ class Last(Method):
 
     rows: int
 
-    def read(self, queries, rows, seen, state):
-        look = torch.zeros(*queries.shape[:2], len(rows()), dtype=torch.bool)
+    def read(self, request, rows, state):
+        look = torch.zeros(*request.queries.shape[:2], len(rows()), dtype=torch.bool)
         look[..., -self.rows :] = True
         return look
 
@@ -205,8 +205,8 @@ def test_rows_attended_of_ragged_heads():
 
     @dataclass(frozen=True)
     class Everything(Knorm):
-        def read(self, queries, rows, seen, state):
-            return torch.ones(*queries.shape[:2], len(rows()), dtype=torch.bool)
+        def read(self, request, rows, state):
+            return torch.ones(*request.queries.shape[:2], len(rows()), dtype=torch.bool)
 
     context = context_of("llama", Everything("all", ()), Ada("ada", "safeguard", 0.0), budget=20)
     context.prefill(ids(64))

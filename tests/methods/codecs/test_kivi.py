@@ -213,13 +213,13 @@ def test_decoding_loses_precision_and_what_is_packed_stays():
     """A key is exact until its residual fills, then rounded, once; a value until R newer ones came."""
     held = kvbench.prefill(tiny("llama"), ids(60), codec="kivi", codec_args=SMALL)
     raw = kvbench.prefill(tiny("llama"), ids(60))
-    rows = held.contexts[0].layers[0].rows  # the first layer's keys do not depend on any cache
+    layer = held.contexts[0].layers[0]  # the first layer's keys do not depend on any cache
     earlier = None
     for count, token in enumerate(ids(40, seed=1).split(1, dim=1), start=61):
         held.extend(token)
         raw.extend(token)
         exact = raw.contexts[0].layers[0].rows.view()
-        found = rows.view()
+        found = layer.rows.view()
         key_exact = (found.keys == exact.keys)[0, 0].all(-1)
         value_exact = (found.values == exact.values)[0, 0].all(-1)
         assert key_exact.tolist() == [row >= count - count % 24 for row in range(count)]
