@@ -51,6 +51,7 @@ UNCOUNTED = {  # modules that runs import and that change no number of a record 
     "kvbench.checks": "refuses settings; those that are accepted are in the run's value",
     "kvbench.gguf_model": "converts weights, which the model's identity counts",
     "kvbench.model_cache": "names the folder of converted models",
+    "kvbench.record": "names the fields of a record and refuses others",
     "kvbench.sources": "names runs",
     "kvbench.store": "writes records; a file that it writes otherwise has another format's number",
     "kvbench.syntax": "names runs",

@@ -24,6 +24,7 @@ ROOT = Path(kvbench.__file__).parents[1]
 FILES = sorted(path for folder in ("kvbench", "kernels", "methods", "tasks") for path in (ROOT / folder).rglob("*.py"))
 RECORDS = (
     "kvbench.store",
+    "kvbench.record",
     "kvbench.statistics",
     "kvbench.tables",
     "kvbench.report",
