@@ -176,9 +176,13 @@ TITLES = {  # first field of a section -> its title
     "fidelity": "Fidelity",
 }
 KINDS: dict[str, Any] = {own.name: own.type for own in fields(Record)}
-NEEDED = {  # fields that every record of this version has, and those that it has unless it says `error`
-    group: frozenset(own.name for own in fields(Record) if own.metadata["held_by"] == group)
-    for group in (ALWAYS, ANSWERED)
+NEEDED = {  # whether there is an answer -> fields that the record has
+    there: frozenset(own.name for own in fields(Record) if own.metadata["held_by"] in groups)
+    for there, groups in {False: (ALWAYS,), True: (ALWAYS, ANSWERED)}.items()
+}
+PLAIN = {  # field -> types of which every value fits, so that most values are not looked into
+    name: frozenset({dict} if kind == dict[str, Any] else get_args(kind) if isinstance(kind, UnionType) else {kind})
+    for name, kind in KINDS.items()
 }
 SINCE = {own.name: own.metadata["since"] for own in fields(Record)}
 
@@ -201,10 +205,11 @@ def find_problems(record: Mapping[str, Any]) -> list[str]:
     wrong = [
         f"{name} is {shorten(value)}, expected {name_of(KINDS[name])}"
         for name, value in record.items()
-        if name in KINDS and type(value) is not KINDS[name] and not fits(value, KINDS[name])
+        if (plain := PLAIN.get(name)) is not None and type(value) not in plain and not fits(value, KINDS[name])
     ]
-    needed = NEEDED[ALWAYS] if record.get("error") is not None else NEEDED[ALWAYS] | NEEDED[ANSWERED]
-    return wrong + [f"{name} is missing" for name in KINDS if name in needed - record.keys() and SINCE[name] <= version]
+    if missing := NEEDED[record.get("error") is None] - record.keys():
+        wrong += [f"{name} is missing" for name in KINDS if name in missing and SINCE[name] <= version]
+    return wrong
 
 
 def fits(value: object, kind: Any) -> bool:
@@ -214,8 +219,10 @@ def fits(value: object, kind: Any) -> bool:
     if isinstance(kind, UnionType):
         return any(fits(value, own) for own in get_args(kind))
     if (origin := get_origin(kind)) is not None:
-        items = value.values() if isinstance(value, dict) else value
-        return isinstance(value, origin) and all(fits(item, get_args(kind)[-1]) for item in items)
+        if not isinstance(value, origin):
+            return False
+        items, inner = value.values() if isinstance(value, dict) else value, get_args(kind)[-1]
+        return set(map(type, items)) <= {inner} or all(fits(item, inner) for item in items)
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, int | float) if kind is float else isinstance(value, kind)

@@ -28,6 +28,7 @@ import socket
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +157,8 @@ class RunFolder:
             whole = text[: text.rfind(b"\n") + 1]
             self._read[path.name] = start + len(whole)
             lines = self._lines.setdefault(path.name, {})
-            for line in whole.split(b"\n"):
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    continue  # blank, or a block that a crash of the machine left unwritten: the sample is done again
-                if isinstance(record, dict) and isinstance(record.get("uid"), str):
+            for line in BytesIO(whole):
+                if (record := parse_record(line)) is not None:
                     lines.setdefault(record["uid"], record)
 
     def record(self, uid: str) -> dict[str, Any] | None:
@@ -337,6 +334,17 @@ def value_of(path: Path) -> dict[str, Any]:
     if not path.name == stored["hash"] == run_hash(stored["value"]):
         raise ValueError("run.yaml does not have the value that the folder's name stands for")
     return stored["value"]
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line. None for a torn line, a blank one, and a block that a crash of the machine left
+    unwritten: such a sample is done again.
+    """
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("uid"), str) else None
 
 
 def _place(uid: str) -> int:

@@ -4,6 +4,7 @@ import json
 import os
 import time
 
+import made_runs
 import pytest
 from command_line import answer
 from math_pairs import EQUAL, UNEQUAL, pairs
@@ -12,7 +13,7 @@ from kvbench import grade
 from kvbench.grade import FILE, Verifier, notes, verdicts
 from kvbench.store import RunFolder
 
-VALUE = {"method": {"name": "full"}, "task": {"name": "math500"}, "budget": 1.0}
+VALUE = made_runs.VALUE | {"method": {"name": "full"}, "task": {"name": "math500"}}
 ALSO = {"boxed": 100.0, "flexible": 100.0, "exact": 0.0, "closed": True}
 
 

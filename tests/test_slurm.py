@@ -12,7 +12,7 @@ from slurm_machine import missing, running, wait
 
 import kvbench
 from kvbench import audit, sweep
-from kvbench.frames import whole
+from kvbench.store import parse_record as whole
 
 ROOT = Path(kvbench.__file__).parents[1]
 SAMPLES = 24
