@@ -15,7 +15,6 @@ from typing import Any
 
 from scipy.special import ndtri
 
-from kvbench import card
 from kvbench.audit import protocol
 from kvbench.budget_curve import KEEP
 from kvbench.curves import smallest
@@ -23,12 +22,12 @@ from kvbench.means import TAIL, Mean, Values, mean
 from kvbench.metrics import failure
 from kvbench.rendering import Row
 from kvbench.report.looks import DASHES, look
-from kvbench.settings import EMBEDDED_MODELS, SettingError
+from kvbench.settings import SettingError
 from kvbench.statistics import Interval, paired
 from kvbench.store import run_hash
 from kvbench.stored import CACHE, OWN, Found, Stored, baseline, check_folder, differing, find_finished
 from kvbench.swept import Choice, Swept, sweeps
-from kvbench.tables import closing_table
+from kvbench.tables import table_of
 from kvbench.text_table import NONE, escape
 
 WRONG = (
@@ -163,9 +162,7 @@ class Panel:
         self._list(run, label)
         try:
             full = baseline(run, self.runs)
-            heading = {"model": run.value["model"]["name"], "embedded": run.value["model"]["name"] in EMBEDDED_MODELS}
-            averages = dict(run.value.get("averages") or []) or None
-            table = closing_table(full.records, run.records, heading, averages, card.listed(run.value))
+            table = table_of(run.value, full.records, run.records)
             self._table(table.rows, run, series, name)
             self._grid(run, full, series, name)
         except WRONG as error:
