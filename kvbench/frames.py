@@ -24,7 +24,8 @@ import pandas
 import pyarrow
 from pyarrow import parquet
 
-from kvbench.settings import Arguments, SettingError, answered, choose, writable, writing
+from kvbench.atomic import replace_file
+from kvbench.settings import Arguments, SettingError, answered, choose, writable
 from kvbench.stored import NAMED, Found, RunRecords, Stored, check_folder, find_runs, flatten
 
 CHUNK = 20_000  # records parsed at a time
@@ -109,10 +110,9 @@ def export(results: Path, out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for name, table in (("runs", runs), ("records", loaded.table())):
-        draft = out / f"{name}.parquet.draft"
-        with writing(draft):
+        written.append(out / f"{name}.parquet")
+        with replace_file(written[-1]) as draft:
             parquet.write_table(table, draft)
-        written.append(draft.replace(out / f"{name}.parquet"))
     return written
 
 

@@ -34,6 +34,7 @@ from typing import Any
 
 import yaml
 
+from kvbench.atomic import replace_file
 from kvbench.settings import SettingError, writing
 
 FORMAT = 1  # of the folder and its records; a folder of another format is refused, never mixed
@@ -248,13 +249,11 @@ class RunFolder:
             fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, 0)
 
     def _put(self, name: str, text: str) -> None:
-        """Write a small file, whole or not at all. Under `_alone`, so that the name of the draft is free."""
-        draft = self.path / f"{name}.draft"
-        with writing(draft), open(draft, "w", encoding="ascii") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, self.path / name)
+        """Write a small file. Under `_alone`, so that other drafts of it are those of killed writers."""
+        for left in self.path.glob(f"{name}.draft*"):
+            left.unlink()
+        with replace_file(self.path / name) as draft:
+            draft.write_text(text, encoding="ascii")
 
     def _set_up(self, machine: dict) -> None:
         run = self.path / "run.yaml"

@@ -19,8 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvbench.atomic import replace_file
 from kvbench.audit import protocol
-from kvbench.settings import Arguments, SettingError, answered, writing
+from kvbench.settings import Arguments, SettingError, answered
 from kvbench.store import run_hash
 from kvbench.stored import RunRecords, find_runs
 
@@ -133,10 +134,8 @@ def write(folder: Path, cells: Sequence[Cell]) -> None:
         }
         for cell in cells
     ]  # fmt: skip
-    draft = folder / f"{CELLS}.{os.getpid()}"
-    with writing(draft):
+    with replace_file(folder / CELLS) as draft:
         draft.write_text(json.dumps(lines, indent=1) + "\n")
-    draft.replace(folder / CELLS)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from kvbench.sources import (
 ROOT = Path(kvbench.__file__).parents[1]
 FILES = sorted(path for folder in ("kvbench", "kernels", "methods", "tasks") for path in (ROOT / folder).rglob("*.py"))
 RECORDS = (
+    "kvbench.atomic",
     "kvbench.store",
     "kvbench.record",
     "kvbench.statistics",
@@ -63,7 +64,7 @@ CONTRACTS = ("kvbench.rows", "kvbench.method", "kvbench.allocator", "kvbench.cod
 KNOWS = {
     "kvbench.kernels": ("kvbench.kernels",),
     "kvbench.methods": (*CONTRACTS, "kvbench.kernels", "kvbench.settings"),
-    "kvbench.tasks": ("kvbench.task", "kvbench.settings", "kvbench.tasks"),
+    "kvbench.tasks": ("kvbench.task", "kvbench.settings", "kvbench.atomic", "kvbench.tasks"),
     **dict.fromkeys(CONTRACTS, (*CONTRACTS, "kvbench.kernels", "kvbench.settings")),
     **dict.fromkeys(RECORDS, (*RECORDS, "kvbench.settings")),
 }

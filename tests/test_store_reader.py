@@ -7,6 +7,7 @@ from made_runs import write
 
 import kvbench
 from kvbench import audit
+from kvbench.atomic import replace_file
 from kvbench.scores import Runs
 from kvbench.stored import Found, RunRecords, every, find_finished, find_runs, flatten
 from kvbench.sweep import Times
@@ -106,3 +107,16 @@ def test_nested_mappings_are_flattened():
     assert flatten(value) == {"task.length": 5, "task.of.a": [1], "seed": 0}
     assert flatten(value, ("task",)) == {"task.length": 5, "task.of": {"a": [1], "none": {}}, "seed": 0}
     assert flatten(value, ("seed",)) == value
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    for text in ("old", "new"):
+        with replace_file(path) as draft:
+            draft.write_text(text)
+            assert not path.exists() or path.read_text() == "old"
+        assert path.read_text() == text
+    with pytest.raises(RuntimeError), replace_file(path) as draft:
+        draft.write_text("half")
+        raise RuntimeError
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
