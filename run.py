@@ -18,9 +18,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from kvbench import card, catalogue, checks
+from kvbench import catalogue, checks
 from kvbench.logger import logger_of
-from kvbench.settings import EMBEDDED_MODELS, ContractError, SettingError, answered, unwritten, writing
+from kvbench.settings import ContractError, SettingError, answered, unwritten, writing
 
 MANY = {"-m", "--multirun"}
 
@@ -48,7 +48,7 @@ def cell(config: DictConfig) -> None:
         from kvbench.run import Run
         from kvbench.runner import Bench, execute, execute_all
         from kvbench.store import run_hash
-        from kvbench.tables import closing_table
+        from kvbench.tables import table_of
         from kvbench.workers import check, share
 
         run = Run.from_config(config, checked)
@@ -66,22 +66,8 @@ def cell(config: DictConfig) -> None:
                 execute_all(company, results, bench)
         full, *more = found = [execute(own, results, bench) for own in runs]
         method = more[0] if more else None
-        heading = {
-            "model": run.checkpoint.name,
-            "revision": run.value["model"]["identity"],
-            "method": config.method.name,
-            "allocator": config.allocator.name,
-            "codec": config.codec.name,
-            "budget": config.budget,
-            "block_size": config.block_size,
-            "question": config.question,
-            "task": config.task.name,
-            "device": run.device,
-            "embedded": run.checkpoint.name in EMBEDDED_MODELS,
-        }
         width = shutil.get_terminal_size(fallback=(120, 24)).columns
-        averages = getattr(run.task, "averages", None)
-        print(closing_table(full, method, heading, averages, card.listed(run.value)).to_text(max(width, 80)))
+        print(table_of(run.value, full, method).to_text(max(width, 80)))
         for own, records in zip(runs, found, strict=True):
             if not any(record["meta"].get("verify") for record in records.values()):
                 continue

@@ -4,9 +4,10 @@
 
 `--replay` executes n random records again and compares them (kvbench.replay); `--seed` draws the same ones again.
 
-Of every run: run.yaml and its hash, every line of every file, one record a sample, `done` against the records, and the
-same prompts and targets as the other runs on these samples. One line a run; exit code 1 if any is damaged. A run that
-is merely unfinished is not: the command that began it goes on with it.
+Of every run: run.yaml and its hash, every line of every file and the fields of its record (kvbench.record), one record
+a sample, `done` against the records (kvbench.stored), and the same prompts and targets as the other runs on these
+samples. One line a run; exit code 1 if any is damaged. A run that is merely unfinished is not: the command that began
+it goes on with it.
 """
 
 import json
@@ -20,13 +21,11 @@ from random import Random
 from secrets import randbelow
 from typing import Any
 
-from kvbench.frames import records, whole
 from kvbench.settings import Arguments, SettingError, answered
-from kvbench.store import run_hash, seal, value_of
-from kvbench.stored import OWN
+from kvbench.store import run_hash
+from kvbench.stored import OWN, RunRecords, Stored, check_folder, find_runs
 
 HASHES = ("prompt_hash", "target_hash")
-SHOWN = 3  # lines, samples that a message names
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -37,38 +36,34 @@ def protocol(value: Mapping[str, Any]) -> str:
 
 def audit(results: Path) -> Iterator[tuple[str, str, list[str]]]:
     """(hash, state, what is wrong) of every run; SettingError for a folder without runs."""
-    if not (results / "runs").is_dir():
-        raise SettingError(f"results={results}: no folder with runs")
-    said = agreed(results)
-    for path in sorted(own for own in (results / "runs").iterdir() if own.is_dir()):
-        try:
-            value = value_of(path)
-        except ValueError as error:
-            yield path.name, "damaged", [str(error)]
-            continue
-        wrong, uids, differ, key = list(lines(path)), [], 0, protocol(value)
-        for record in records(path):
-            uids.append(record["uid"])
-            own = hashes(record)
-            differ += own not in said.get((key, record["uid"]), [own])  # it may have come since
-        if differ:
-            wrong.append(f"{differ} samples whose prompt or target is not that of most runs")
-        done = path / "done"
-        if done.is_file() and not sealed(done, uids):
-            wrong.append(f"done does not speak of the {len(uids)} records that are there")
-        state = f"{len(uids)} records, {'finished' if done.is_file() else 'unfinished'}"
-        yield path.name, "damaged" if wrong else state, wrong
+    check_folder(results)
+    found = find_runs(results)
+    said = agreed(found.runs)
+    wrong = {name: ("damaged", [why]) for name, why in found.damaged.items()}
+    runs = {run.hash: run for run in found.runs}
+    for name in sorted([*wrong, *runs]):
+        yield name, *(wrong[name] if name in wrong else check(runs[name], said))
 
 
-def agreed(results: Path) -> dict[tuple[str, str], list[tuple[str, str]]]:
+def check(run: Stored, said: Mapping[tuple[str, str], Sequence[tuple[str, str]]]) -> tuple[str, list[str]]:
+    """The state of a run and what is wrong with its records; `said`: what `agreed` says."""
+    records, key, count, differ = RunRecords(run.folder.path, fields=True), protocol(run.value), 0, 0
+    for record in records:
+        count += 1
+        own = hashes(record)
+        differ += own not in said.get((key, record["uid"]), [own])  # it may have come since
+    wrong = list(records.problems)
+    if differ:
+        wrong.append(f"{differ} samples whose prompt or target is not that of most runs")
+    return "damaged" if wrong else f"{count} records, {'finished' if records.done else 'unfinished'}", wrong
+
+
+def agreed(runs: Sequence[Stored]) -> dict[tuple[str, str], list[tuple[str, str]]]:
     """(protocol, uid) -> the hashes that most runs have; none where no hashes have more runs than others."""
     found: dict[tuple[str, str], Counter[tuple[str, str]]] = {}
-    for path in (results / "runs").glob("*/run.yaml"):
-        try:
-            key = protocol(value_of(path.parent))
-        except ValueError:
-            continue  # `audit` names it
-        for record in records(path.parent):
+    for run in runs:
+        key = protocol(run.value)
+        for record in RunRecords(run.folder.path):
             found.setdefault((key, record["uid"]), Counter())[hashes(record)] += 1
     most = {key: max(own.values()) for key, own in found.items()}
     tied = {key: [one for one, count in own.items() if count == most[key]] for key, own in found.items()}
@@ -80,50 +75,11 @@ def hashes(record: Mapping[str, Any]) -> tuple[str, str]:
     return tuple(json.dumps(record.get(name)) for name in HASHES)
 
 
-def lines(path: Path) -> Iterator[str]:
-    """What is wrong with the lines of a run's files."""
-    found: dict[str, str] = {}
-    for file in sorted(path.glob("records*.jsonl")):
-        broken, twice = [], []
-        with open(file, "rb") as opened:
-            for number, line in enumerate(opened, 1):
-                record = whole(line)
-                if record is None:
-                    if not line.endswith(b"\n"):
-                        yield f"{file.name} line {number} is torn: its writer was killed, or writes it now"
-                    elif line.strip():
-                        broken.append(number)
-                elif found.setdefault(record["uid"], file.name) != file.name:
-                    twice.append(record["uid"])
-        if broken:
-            yield f"{file.name}: {some(broken, 'line')} not whole"
-        if twice:
-            yield f"{file.name}: {some(twice, 'sample')} in another file too"
-
-
-def some(found: Sequence[object], what: str) -> str:
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return f"{what} {', '.join(map(str, found[:SHOWN]))}{more}"
-
-
-def sealed(done: Path, uids: Sequence[str]) -> bool:
-    try:
-        return json.loads(done.read_text()) == seal(uids)
-    except (ValueError, OSError):
-        return False
-
-
 def draw(results: Path, count: int, seed: int) -> tuple[list[tuple[str, str]], int]:
     """`count` random records of the runs that can be read, as (run, uid), and how many there are; SettingError if there
     are fewer.
     """
-    found = []
-    for path in sorted((results / "runs").glob("*/run.yaml")):
-        try:
-            value_of(path.parent)
-        except ValueError:
-            continue  # `audit` names it
-        found += [(path.parent.name, record["uid"]) for record in records(path.parent)]
+    found = [(run.hash, record["uid"]) for run in find_runs(results).runs for record in RunRecords(run.folder.path)]
     if count > len(found):
         raise SettingError(f"REPLAY={count}: there are {len(found)} records")
     return Random(seed).sample(sorted(found), count), len(found)

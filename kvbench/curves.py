@@ -15,10 +15,10 @@ from math import inf, isfinite
 
 from kvbench.budget_curve import KEEP, Estimate
 from kvbench.metrics import data_kinds
-from kvbench.settings import EMBEDDED_MODELS, Arguments, SettingError, answered, choose
+from kvbench.settings import Arguments, SettingError, answered, choose
 from kvbench.stored import CACHE, Stored, asked, chosen, differing, read
 from kvbench.swept import EACH, SHARES, SOLVABLE, Choice, Swept, subtasks, sweeps
-from kvbench.tables import EMBEDDED, MINIATURE
+from kvbench.tables import EMBEDDED, MINIATURE, is_embedded
 from kvbench.text_table import NONE, Column, aligned, between, escape, number, percent, wrapped
 
 
@@ -108,7 +108,7 @@ def report(options: Namespace, width: int) -> tuple[list[str], list[str]]:
     for label, own in every:
         alike = [other for _, other in every if (other.full.hash, other.average) == (own.full.hash, own.average)]
         lines += [*shown(label, own, options.range or in_common(alike), options.keep, width), "", ""]
-        notes += [EMBEDDED] if own.full.value["model"]["name"] in EMBEDDED_MODELS else []
+        notes += [EMBEDDED] if is_embedded(own.full.value) else []
         notes += [MINIATURE] if "miniature" in data_kinds(own.full.records) else []
     if unfinished:
         notes.append(f"{unfinished} unfinished runs are left out.")

@@ -27,11 +27,12 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from kvbench.report.gather import WRONG, Found, said, short, shown
+from kvbench.report.gather import WRONG, said, short, shown
 from kvbench.report.page import FOLDER, html, policy
 from kvbench.report.samples import embedded
 from kvbench.settings import Arguments, SettingError, answered
 from kvbench.sources import ROOT
+from kvbench.stored import Found, list_folders
 from kvbench.sweep import STATES, Counts, Times, begun, left, read, status
 
 SECONDS = 2.0  # between two looks
@@ -169,7 +170,7 @@ class Dashboard:
 def stamps(results: Path) -> dict[str, list[tuple]]:
     """What tells whether the page would be another: of finished runs all files, of others that they are there."""
     found = {}
-    for path in (results / "runs").glob("*"):
+    for path in list_folders(results):
         try:
             files = list(os.scandir(path))
             done = any(file.name == "done" for file in files)

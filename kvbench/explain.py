@@ -17,6 +17,7 @@ from typing import Any
 from kvbench.settings import Arguments, SettingError, answered
 from kvbench.sources import source_hashes
 from kvbench.store import RunFolder, run_hash, value_of
+from kvbench.stored import list_folders
 
 SHOWN = 80  # characters of a value
 
@@ -39,8 +40,7 @@ def explain(results: Path, name: str) -> Iterator[str]:
 
 def find_run(results: Path, name: str) -> RunFolder:
     """Return the run whose hash begins with `name`."""
-    there = sorted(path.parent.name for path in (results / "runs").glob("*/run.yaml"))
-    found = [own for own in there if own.startswith(name)]
+    found = [path.name for path in list_folders(results) if path.name.startswith(name)]
     if len(found) != 1:
         what = f"{len(found)} runs begin so: {', '.join(found)}" if found else f"no run of {results} begins so"
         raise SettingError(f"run={name}: {what}")

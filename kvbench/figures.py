@@ -29,10 +29,10 @@ import vl_convert
 
 from kvbench import card
 from kvbench.report import printed
-from kvbench.report.gather import Found, Panel, find, panels_of
+from kvbench.report.gather import Panel, panels_of
 from kvbench.report.printed import POINTS, SIZE, Drawing
 from kvbench.settings import Arguments, SettingError, answered, choose, writable, writing
-from kvbench.stored import Stored, asked, chosen
+from kvbench.stored import Found, Stored, asked, check_folder, chosen, find_finished
 from kvbench.swept import EACH, SHARES, SOLVABLE, Choice, subtasks
 from kvbench.text_table import escape
 
@@ -79,16 +79,17 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def figures(options: Namespace, found: Found, wanted: Sequence[Stored]) -> Iterator[Figure]:
-    """What there is to draw of the wanted runs; what cannot be compared becomes `damaged`."""
+def figures(options: Namespace, found: Found, wanted: Sequence[Stored], refused: dict[str, str]) -> Iterator[Figure]:
+    """What there is to draw of the wanted runs; what cannot be compared comes into `refused`, with the reason."""
     for subtask in options.subtasks or [None]:
         choice = Choice(options.against, options.average, subtask)
         parts = ["" if options.against == "bytes" else options.against, options.average or "", subtask or ""]
         curve = "-".join(["curve", *map(slug, filter(None, parts))])
         for panel in panels_of(found, wanted, choice):
+            refused |= {f"run {name}": why for name, why in panel.refused.items()}
             for own in panel.shown["series"]:
                 if "curve" in options.kinds and "refused" in own:
-                    found.damaged[f"{titled(panel)}-{curve}, {own['label']}"] = own["refused"]
+                    refused[f"{titled(panel)}-{curve}, {own['label']}"] = own["refused"]
             for kind in options.kinds:
                 pixels = 72 * (options.width or INCHES[kind]) / POINTS
                 drawing = drawn(kind, panel.shown, options.against, pixels)
@@ -118,14 +119,17 @@ def slug(text: str) -> str:
 def draw(given: Sequence[str]) -> int:
     """Write the figures; SettingError, and nothing is written, where there is nothing to draw."""
     options = arguments(given)
-    found = find(options.results)
+    check_folder(options.results)
+    found = find_finished(options.results)
     wanted = chosen(found.runs, options.filters)
     for subtask in options.subtasks:
         choose("subtask", subtask, subtasks(wanted))
     if options.average is not None:
         choose("--average", options.average, sorted({EACH, *(name for run in wanted for name in averages(run))}))
-    own = list(figures(options, found, wanted))
-    for name, why in sorted(found.damaged.items()):
+    refused: dict[str, str] = {}
+    own = list(figures(options, found, wanted, refused))
+    found.tell()
+    for name, why in sorted(refused.items()):
         print(f"kvbench: {escape(name)} is left out: {escape(why)}", file=sys.stderr)
     if not own:
         raise SettingError(f"{options.results}: nothing there for --kind {','.join(options.kinds)}")

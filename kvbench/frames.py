@@ -3,7 +3,7 @@
     loaded.runs          one line a run, by its hash: model, task, method, …, every setting as `method.window`
     loaded.records()     one line a sample, read when it is asked for; `run` is the hash, `meta.depth`, `also.rouge1`
                          are what the task wrote
-    loaded.damaged       hash -> what is wrong, of runs that are left out
+    loaded.damaged       hash -> what is wrong, of runs that are left out (kvbench.stored)
 
     python -m kvbench.frames results results/export      # runs.parquet, records.parquet (`make export`)
 
@@ -24,8 +24,9 @@ import pandas
 import pyarrow
 from pyarrow import parquet
 
-from kvbench.settings import Arguments, SettingError, answered, choose, writable, writing
-from kvbench.store import value_of
+from kvbench.atomic import replace_file
+from kvbench.settings import Arguments, SettingError, answered, choose, writable
+from kvbench.stored import NAMED, Found, RunRecords, Stored, check_folder, find_runs, flatten
 
 CHUNK = 20_000  # records parsed at a time
 KEYS = ("model", "task", "method", "allocator", "codec", "question")  # of a record's run, beside its hash
@@ -52,12 +53,17 @@ class Loaded:
         """The same as an Arrow table."""
         wanted = None if columns is None else list(dict.fromkeys(columns))
         parts = [pyarrow.table({"run": pyarrow.nulls(0), "uid": pyarrow.nulls(0)})]
+        damage = Found()
         with uncollected():
             for run in self.runs.index:
                 about = {"run": run, **{key: self.runs[key][run] for key in KEYS}}
-                found = records(self.folder / "runs" / run)
-                while chunk := list(islice(found, CHUNK)):
+                found = RunRecords(self.folder / "runs" / run)
+                lines = iter(found)
+                while chunk := list(islice(lines, CHUNK)):
                     parts.append(chunked(chunk, about, wanted))
+                if found.problems:
+                    damage.passed_over[run] = "; ".join(found.problems)
+        damage.tell()
         table = together(parts)
         if wanted is not None and (missing := [name for name in wanted if name not in table.column_names]):
             raise SettingError(f"columns={missing[0]}: choose from {', '.join(sorted(self.table().column_names))}")
@@ -81,23 +87,17 @@ def load(results: str | Path = "results", **filters: Any) -> Loaded:
     folder without runs and a column that no run has. Runs that are damaged or of another format are named, on stderr
     and in `damaged`, and left out.
     """
-    folder = Path(results)
-    if not (folder / "runs").is_dir():
-        raise SettingError(f"results={results}: no folder with runs")
-    found, damaged = {}, {}
-    for path in sorted(own for own in (folder / "runs").iterdir() if own.is_dir()):
-        try:
-            found[path.name] = described(path)
-        except ValueError as error:
-            damaged[path.name] = str(error)
-            print(f"kvbench: run {path.name} is left out: {error}", file=sys.stderr)
-    runs = pandas.DataFrame(list(found.values()), index=pandas.Index(found, name="run"), dtype=object)
+    check_folder(Path(results))
+    found = find_runs(Path(results))
+    found.tell()
+    lines = {run.hash: described(run) for run in found.runs}
+    runs = pandas.DataFrame(list(lines.values()), index=pandas.Index(lines, name="run"), dtype=object)
     for name, value in filters.items():
         if len(runs):
             choose("load", name, runs.columns)
             allowed = value if isinstance(value, list | tuple | set) else [value]
             runs = runs[[own in allowed for own in runs[name]]]
-    return Loaded(folder, runs.infer_objects(), damaged)
+    return Loaded(Path(results), runs.infer_objects(), found.damaged)
 
 
 def export(results: Path, out: Path) -> list[Path]:
@@ -110,59 +110,22 @@ def export(results: Path, out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for name, table in (("runs", runs), ("records", loaded.table())):
-        draft = out / f"{name}.parquet.draft"
-        with writing(draft):
+        written.append(out / f"{name}.parquet")
+        with replace_file(written[-1]) as draft:
             parquet.write_table(table, draft)
-        written.append(draft.replace(out / f"{name}.parquet"))
     return written
 
 
-def described(path: Path) -> dict[str, Any]:
-    """What run.yaml says, flat; `finished`: whether `done` is there. ValueError says what is wrong with it."""
-    value = value_of(path)
-    own = {group: value[group]["name"] for group in ("model", "task", "method", "allocator", "codec")}
-    flat = {name: item for name, item in flattened(value, tuple(value)).items() if not name.endswith(".name")}
-    return own | flat | {"finished": (path / "done").is_file()}
-
-
-def records(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole records of a run's files, each uid once (the first file by name counts); other lines are passed over."""
-    files = sorted(path.glob("records*.jsonl"))
-    seen: set[str] = set()
-    for file in files:
-        with open(file, "rb") as lines:
-            for line in lines:
-                record = whole(line)
-                if record is None or len(files) > 1 and record["uid"] in seen:
-                    continue
-                if len(files) > 1:
-                    seen.add(record["uid"])
-                yield record
-
-
-def whole(line: bytes) -> dict[str, Any] | None:
-    """The record of a line, None if it is torn or none."""
-    try:
-        record = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("uid"), str) else None
-
-
-def flattened(record: Mapping[str, Any], nested: Iterable[str] = NESTED) -> dict[str, Any]:
-    """`record` with the keys of what is nested in it as keys of its own."""
-    flat = {}
-    for key, value in record.items():
-        if key in nested and isinstance(value, Mapping):
-            flat |= {f"{key}.{name}": item for name, item in value.items()}
-        else:
-            flat[key] = value
-    return flat
+def described(run: Stored) -> dict[str, Any]:
+    """What run.yaml says, flat; `finished`: whether `done` is there."""
+    own = {group: run.value[group]["name"] for group in NAMED}
+    settings = {name: item for name, item in run.settings.items() if not name.endswith(".name")}
+    return own | settings | {"finished": (run.folder.path / "done").is_file()}
 
 
 def chunked(chunk: list[dict[str, Any]], about: Mapping[str, str], wanted: list[str] | None) -> pyarrow.Table:
     """Columns of some records of one run."""
-    flat = [flattened(record) for record in chunk]
+    flat = [flatten(record, NESTED) for record in chunk]
     one = pyarrow.array([0] * len(flat), "int32")
     columns: dict[str, Any] = {key: pyarrow.DictionaryArray.from_arrays(one, [value]) for key, value in about.items()}
     for name in dict.fromkeys(key for record in flat for key in record):

@@ -45,7 +45,7 @@ def _lines(run: Stored) -> Iterator[dict[str, Any]]:
     about = {name: run.settings.get(f"{name}.name", run.settings.get(name)) for name in RUN[2:]}
     for (length, depth, data), records in sorted(cells.items()):
         cell = {"data": data, "length": length, "depth": "" if depth == -1 else depth}
-        yield {"run": run.hash, "finished": run.folder.finished, **about, **cell, **_means(records)}
+        yield {"run": run.hash, "finished": run.finished, **about, **cell, **_means(records)}
 
 
 def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -163,8 +163,7 @@ def emit(results: Path, wanted: Mapping[str, Select]) -> list[Path]:
             spec = {**spec, "notes": [*spec.get("notes", ()), f"All its runs: python run.py -m preset={preset}"]}
         made = table(spec, (), published_values(results, spec.get("file")), runs)
         written += write(results / "papers" / name, made)
-    for run, reason in runs.damaged.items():
-        print(f"kvbench: run {run} is left out: {reason}", file=sys.stderr)
+    runs.store.tell()
     return written
 
 

@@ -28,7 +28,7 @@ from kvbench.run import UNCUT, Run
 from kvbench.runner import Bench, Reader, conversation, machine
 from kvbench.settings import answered
 from kvbench.store import RunFolder, finite, run_hash, value_of
-from kvbench.stored import flat
+from kvbench.stored import flatten
 
 COMPARED = ("output", "score", "rows_held", "rows_held_end", "survived")
 MACHINE = ("python", "processor", "threads", "gpu", "versions")
@@ -115,7 +115,8 @@ def rebuild(folder: RunFolder, uid: str) -> Run:
     if "cache" in config.task:
         config.task.cache = None  # it lies in the store
     run = Run.from_config(config)
-    then, now = (flat({key: part for key, part in one.items() if key not in ELSEWHERE}) for one in (value, run.value))
+    chosen = ({key: part for key, part in one.items() if key not in ELSEWHERE} for one in (value, run.value))
+    then, now = map(flatten, chosen)
     if other := sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name)):
         raise Impossible(f"{', '.join(other[:3])}: not what it was then")
     return run
@@ -195,12 +196,12 @@ def compare(found: Found, plan: Plan, then: Mapping[str, Any], now: Mapping[str,
 def differences(run: Run, folder: RunFolder, then: Mapping[str, Any]) -> Iterator[str]:
     """What may make a record differ from the one that is made now."""
     before, now = folder.machine(then["uid"]), finite(machine(run.device))
-    before, now = (flat({name: own.get(name) for name in MACHINE}) for own in (before, now))
+    before, now = (flatten({name: own.get(name) for name in MACHINE}) for own in (before, now))
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
             yield f"{name.removeprefix('versions.')} {before.get(name)} then, {now.get(name)} now"
     if run_hash(run.value) != folder.hash:
-        one, other = flat(folder.value), flat(run.value)
+        one, other = flatten(folder.value), flatten(run.value)
         yield from (name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name))
     if run.device != "cpu" and (then.get("batch") != 1 or then.get("shared_prefill") != 1):
         yield "read with other samples or runs then, alone now"

@@ -26,6 +26,7 @@ from kvbench.guard import ask, readings
 from kvbench.held import trim
 from kvbench.model import stop_tokens
 from kvbench.prompt import Prompt, encode_all, template, template_tokens, words
+from kvbench.record import Record
 from kvbench.rehearsal import rehearse
 from kvbench.run import DTYPES, Run
 from kvbench.settings import ContractError, SettingError, number
@@ -277,8 +278,9 @@ class Reader:
         for (sample, prompt), found in zip(batch, measured, strict=True):
             grade = None if found["error"] else self._grade(sample, found["output"])
             graded = {"score": grade.score, "answer": grade.answer, "also": dict(grade.also)} if grade else UNGRADED
-            found |= graded | {"seconds": time.perf_counter() - started}
-            records.append(self._identity(sample, prompt) | found)
+            spent = time.perf_counter() - started
+            record = Record(**self._identity(sample, prompt), **found, **graded, seconds=spent)
+            records.append(record.to_json())
         return records
 
     def _grade(self, sample: Sample, output: str) -> Graded:

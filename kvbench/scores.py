@@ -12,7 +12,7 @@ A cell says `of` what of a run's records it is the mean:
 Data that kvbench made in a benchmark's format never stands for the benchmark: such runs are passed over.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -20,14 +20,13 @@ from math import fsum, inf
 from pathlib import Path
 from typing import Any
 
-from kvbench.frames import value_of
 from kvbench.means import BOUND, Mean, mean
 from kvbench.metrics import answered, failure, scores_of
 from kvbench.protocol import Protocol
 from kvbench.settings import SettingError
 from kvbench.statistics import average, pair
-from kvbench.store import RunFolder
-from kvbench.stored import Stored, baseline
+from kvbench.stored import Found as Store
+from kvbench.stored import Stored, baseline, find_runs
 
 KEYS = ("subtasks", "metric", "where", "longer", "difference")
 MADE = ("miniature", "generated")  # what `meta` says of data made by kvbench
@@ -51,36 +50,41 @@ class Found:
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of a results folder by what they answer; `damaged`: hash -> what is wrong."""
+    """The runs of a results folder by what they answer; `store`: those whose records were read, and what is damaged."""
 
     by_protocol: Mapping[Protocol, Sequence[Stored]]
-    damaged: Mapping[str, str]
+    store: Store
     known: dict[Protocol, list[Stored]] = field(default_factory=dict)  # what `fitting` has found
 
     @classmethod
     def read(cls, results: Path) -> "Runs":
         """All that are there, finished or not: records are read when they are asked for."""
         found: dict[Protocol, list[Stored]] = {}
-        damaged = {}
-        for path in sorted((results / "runs").glob("*/run.yaml")):
+        store = find_runs(results)
+        for run in store.runs:
             try:
-                value = value_of(path.parent)
-                folder = RunFolder(results / "runs", value)
-                found.setdefault(Protocol.of(value), []).append(Stored(folder.hash, value, folder))
-            except (ValueError, LookupError, TypeError) as error:
-                damaged[path.parent.name] = str(error) or type(error).__name__
-        return cls({protocol: sorted(own, key=ended) for protocol, own in found.items()}, damaged)
+                found.setdefault(Protocol.of(run.value), []).append(run)
+            except (LookupError, TypeError) as error:
+                store.damaged[run.hash] = f"run.yaml lacks a setting ({error})"
+        own = {protocol: sorted(runs, key=ended) for protocol, runs in found.items()}
+        return cls(own, Store(damaged=store.damaged))
 
     @cached_property
     def full(self) -> list[Stored]:
         """The finished runs of the full cache."""
-        every = (run for own in self.by_protocol.values() for run in own)
-        return [run for run in every if run.full and run.folder.finished]
+        return self.finished([run for own in self.by_protocol.values() for run in own if run.full])
+
+    def finished(self, runs: Iterable[Stored]) -> list[Stored]:
+        """Those of the runs that are finished; what is damaged of them is kept for whoever tells it."""
+        runs = list(runs)
+        for run in runs:
+            self.store.check(run)
+        return [run for run in runs if run.finished]
 
     def fitting(self, protocol: Protocol) -> list[Stored]:
         """Finished runs of a protocol on the benchmark's own data, the newest first."""
         if protocol not in self.known:
-            own = [run for run in self.by_protocol.get(protocol, ()) if run.folder.finished and not made(run.records)]
+            own = [run for run in self.finished(self.by_protocol.get(protocol, ())) if not made(run.records)]
             self.known[protocol] = own[::-1]
         return self.known[protocol]
 

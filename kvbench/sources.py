@@ -47,10 +47,12 @@ UNFOLLOWED = {  # calls that execute sources which no import statement names
 KNOWN = {"kvbench.tasks.ruler_lmeval", "kvbench.tasks.ruler_sentences"}
 
 UNCOUNTED = {  # modules that runs import and that change no number of a record -> why
+    "kvbench.atomic": "renames files into place",
     "kvbench.card": "chooses subtasks for tables of records that are there",
     "kvbench.checks": "refuses settings; those that are accepted are in the run's value",
     "kvbench.gguf_model": "converts weights, which the model's identity counts",
     "kvbench.model_cache": "names the folder of converted models",
+    "kvbench.record": "names the fields of a record and refuses others",
     "kvbench.sources": "names runs",
     "kvbench.store": "writes records; a file that it writes otherwise has another format's number",
     "kvbench.syntax": "names runs",

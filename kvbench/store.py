@@ -28,11 +28,13 @@ import socket
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from kvbench.atomic import replace_file
 from kvbench.settings import SettingError, writing
 
 FORMAT = 1  # of the folder and its records; a folder of another format is refused, never mixed
@@ -156,12 +158,8 @@ class RunFolder:
             whole = text[: text.rfind(b"\n") + 1]
             self._read[path.name] = start + len(whole)
             lines = self._lines.setdefault(path.name, {})
-            for line in whole.split(b"\n"):
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    continue  # blank, or a block that a crash of the machine left unwritten: the sample is done again
-                if isinstance(record, dict) and isinstance(record.get("uid"), str):
+            for line in BytesIO(whole):
+                if (record := parse_record(line)) is not None:
                     lines.setdefault(record["uid"], record)
 
     def record(self, uid: str) -> dict[str, Any] | None:
@@ -251,13 +249,11 @@ class RunFolder:
             fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, 0)
 
     def _put(self, name: str, text: str) -> None:
-        """Write a small file, whole or not at all. Under `_alone`, so that the name of the draft is free."""
-        draft = self.path / f"{name}.draft"
-        with writing(draft), open(draft, "w", encoding="ascii") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, self.path / name)
+        """Write a small file. Under `_alone`, so that other drafts of it are those of killed writers."""
+        for left in self.path.glob(f"{name}.draft*"):
+            left.unlink()
+        with replace_file(self.path / name) as draft:
+            draft.write_text(text, encoding="ascii")
 
     def _set_up(self, machine: dict) -> None:
         run = self.path / "run.yaml"
@@ -337,6 +333,17 @@ def value_of(path: Path) -> dict[str, Any]:
     if not path.name == stored["hash"] == run_hash(stored["value"]):
         raise ValueError("run.yaml does not have the value that the folder's name stands for")
     return stored["value"]
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line. None for a torn line, a blank one, and a block that a crash of the machine left
+    unwritten: such a sample is done again.
+    """
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("uid"), str) else None
 
 
 def _place(uid: str) -> int:

@@ -19,10 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvbench.atomic import replace_file
 from kvbench.audit import protocol
-from kvbench.frames import records
-from kvbench.settings import Arguments, SettingError, answered, writing
-from kvbench.store import run_hash, value_of
+from kvbench.settings import Arguments, SettingError, answered
+from kvbench.store import run_hash
+from kvbench.stored import RunRecords, find_runs
 
 LOOKED_AT = 50  # records of a run that its time is taken from
 CELLS = "cells.json"
@@ -62,7 +63,7 @@ class State:
 
 def counted(path: Path) -> tuple[int, int]:
     """Whole records of a run, and how many of them say that the sample failed."""
-    errors = [record.get("error") is not None for record in records(path)]
+    errors = [record.get("error") is not None for record in RunRecords(path)]
     return len(errors), sum(errors)
 
 
@@ -133,10 +134,8 @@ def write(folder: Path, cells: Sequence[Cell]) -> None:
         }
         for cell in cells
     ]  # fmt: skip
-    draft = folder / f"{CELLS}.{os.getpid()}"
-    with writing(draft):
+    with replace_file(folder / CELLS) as draft:
         draft.write_text(json.dumps(lines, indent=1) + "\n")
-    draft.replace(folder / CELLS)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -219,20 +218,19 @@ class Times:
     def __init__(self, results: Path) -> None:
         self.seconds: dict[tuple[str, ...], list[tuple[float, float]]] = {}  # of a sample, and without its prefill
         self.samples: dict[str, int] = {}  # protocol -> samples
-        for path in sorted((results / "runs").glob("*/run.yaml")):
+        for run in find_runs(results).runs:  # what is damaged is told by those who show its numbers
             try:
-                value = value_of(path.parent)
-                alike, same = keys(value), protocol(value)
+                alike, same = keys(run.value), protocol(run.value)
                 known = [
                     (record["seconds"], max(0.0, record["seconds"] - record.get("prefill_ms", 0.0) / 1000))
-                    for record in islice(records(path.parent), LOOKED_AT)
+                    for record in islice(RunRecords(run.folder.path), LOOKED_AT)
                     if record.get("seconds") is not None
                 ]
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                continue  # `make check-results` and the report name it
+                continue
             for key in alike:
                 self.seconds.setdefault(key, []).extend(known)
-            if (total := total_of(path.parent)) is not None:
+            if (total := total_of(run.folder.path)) is not None:
                 self.samples[same] = total
 
     def left(self, value: Mapping[str, Any], state: State, prefilled: bool) -> float | None:

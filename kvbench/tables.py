@@ -14,6 +14,7 @@ say for how many runs their prompt was read at once (`shared_prefill`): a note s
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from scipy.special import bdtr, ndtri
@@ -22,7 +23,7 @@ from kvbench import card
 from kvbench.means import TAIL, mean
 from kvbench.metrics import FIDELITY, answered, data_kinds, failure, metrics, repeated, scores_of
 from kvbench.rendering import COSTED, TIMES, Row, Table
-from kvbench.settings import typed
+from kvbench.settings import EMBEDDED_MODELS, typed
 from kvbench.statistics import Scores, average, pair
 from kvbench.text_table import NONE, escape
 
@@ -42,6 +43,34 @@ TOGETHER = (
     "the cell's own part; sweep.share_prefill=false reads them alone."
 )
 MINIATURE = "Miniature data made by kvbench in the benchmark's format: no comparison with published scores."
+
+
+def table_of(
+    value: Mapping[str, Any], full_records: Mapping[str, dict], method_records: Mapping[str, dict] | None
+) -> Table:
+    """Return the closing table of a run, with its heading.
+
+    Args:
+        value: What the run is known by (`run.yaml`).
+        full_records: The full cache's records, by uid.
+        method_records: The run's, None where it is the full cache's itself.
+    """
+    heading = {
+        "model": value["model"]["name"],
+        "revision": value["model"].get("identity"),
+        **{group: value[group]["name"] for group in ("method", "allocator", "codec")},
+        **{name: value.get(name) for name in ("budget", "block_size", "question")},
+        "task": value["task"]["name"],
+        "device": value.get("device", {}).get("type"),
+        "embedded": is_embedded(value),
+    }
+    averages = dict(value.get("averages") or []) or None
+    return closing_table(full_records, method_records, heading, averages, card.listed(value))
+
+
+def is_embedded(value: Mapping[str, Any]) -> bool:
+    """Whether a run's model is one that the project has the weights of."""
+    return value["model"]["name"] in EMBEDDED_MODELS
 
 
 def closing_table(

@@ -186,7 +186,7 @@ def sync(arguments: Sequence[str]) -> int:
     log = Log.of(configured({name[7:]: own for name, own in given.items() if name.startswith("logger.")}), results)
     runs = every(results)
     found = chosen(runs, {name: own for name, own in given.items() if not name.startswith("logger.")})
-    subjects, whole = [], [own for own in runs if own.folder.finished]
+    subjects, whole = [], [own for own in runs if own.finished]
     for run in found:
         full = None
         if not run.full:

@@ -25,12 +25,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvbench import card
 from kvbench.metrics import failure
 from kvbench.rendering import COSTED, Row, Table
-from kvbench.settings import EMBEDDED_MODELS
 from kvbench.store import RunFolder, run_hash
-from kvbench.tables import closing_table
+from kvbench.tables import table_of
 from kvbench.text_table import escape
 
 MARK = "wandb.jsonl"  # in the run's folder: what was logged, and whither
@@ -85,18 +83,7 @@ class Subject:
         if not records:
             return None
         full = records if self.baseline is None else RunFolder(self.results / "runs", self.baseline).records()
-        value = self.value
-        heading = {
-            "model": value["model"]["name"],
-            "revision": value["model"]["identity"],
-            **{group: value[group]["name"] for group in ("method", "allocator", "codec")},
-            **{name: value[name] for name in ("budget", "block_size", "question")},
-            "task": value["task"]["name"],
-            "device": value["device"]["type"],
-            "embedded": value["model"]["name"] in EMBEDDED_MODELS,
-        }
-        averages = dict(value["averages"]) or None
-        return closing_table(full, None if self.baseline is None else records, heading, averages, card.listed(value))
+        return table_of(self.value, full, None if self.baseline is None else records)
 
     def summary(self) -> dict[str, Any]:
         """Everything but the config, plainly: a table is {"columns": […], "rows": [[…]]}."""

@@ -2,13 +2,12 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvbench.settings import writing
+from kvbench.atomic import replace_file
 from kvbench.task import Sample
 
 
@@ -60,7 +59,5 @@ def _read(path: Path, prefix: str) -> list[Sample]:
 def _write(path: Path, samples: list[Sample]) -> None:
     """The whole file at once: readers see the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    with writing(part):
-        part.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in samples), encoding="utf-8")
-    part.replace(path)
+    with replace_file(path) as draft:
+        draft.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in samples), encoding="utf-8")

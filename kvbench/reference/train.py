@@ -35,6 +35,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvbench.atomic import replace_file
 from kvbench.model import EMBEDDED_MODELS, Checkpoint
 from kvbench.reference import data, recipe, tokenizer
 from kvbench.reference.model import Llama, shapes
@@ -98,9 +99,8 @@ def rate(own: Recipe, done: float) -> float:
 
 def put(path: Path, write: Callable[[Path], object]) -> None:
     """Has the file written beside its place first: a reader never sees half of it."""
-    part = path.with_name("part")
-    write(part)
-    os.replace(part, path)
+    with replace_file(path) as draft:
+        write(draft)
 
 
 def save(model: Llama, folder: Path) -> None:

@@ -7,7 +7,7 @@ subtasks lose and runs cost are those of kvbench.tables. Damaged runs are named 
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -15,22 +15,19 @@ from typing import Any
 
 from scipy.special import ndtri
 
-from kvbench import card
-from kvbench.audit import lines as lines_of
 from kvbench.audit import protocol
 from kvbench.budget_curve import KEEP
 from kvbench.curves import smallest
-from kvbench.frames import value_of
 from kvbench.means import TAIL, Mean, Values, mean
 from kvbench.metrics import failure
 from kvbench.rendering import Row
 from kvbench.report.looks import DASHES, look
-from kvbench.settings import EMBEDDED_MODELS, SettingError
+from kvbench.settings import SettingError
 from kvbench.statistics import Interval, paired
-from kvbench.store import RunFolder, run_hash
-from kvbench.stored import CACHE, OWN, Stored, baseline, differing
+from kvbench.store import run_hash
+from kvbench.stored import CACHE, OWN, Found, Stored, baseline, check_folder, differing, find_finished
 from kvbench.swept import Choice, Swept, sweeps
-from kvbench.tables import closing_table
+from kvbench.tables import table_of
 from kvbench.text_table import NONE, escape
 
 WRONG = (
@@ -42,15 +39,6 @@ WRONG = (
     ArithmeticError,
 )  # what records that are none can raise
 CLIP = 120  # characters of a setting or reason
-
-
-@dataclass
-class Found:
-    """The runs of a store."""
-
-    runs: list[Stored] = field(default_factory=list)
-    unfinished: list[str] = field(default_factory=list)
-    damaged: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,42 +59,8 @@ class Gathered:
     pairings: list[Pairing]
 
 
-def find(results: Path) -> Found:
-    """The store's runs; SettingError for a folder without any."""
-    if not (results / "runs").is_dir():
-        raise SettingError(f"results={results}: no folder with runs")
-    found = Found()
-    for path in sorted(own for own in (results / "runs").iterdir() if own.is_dir()):
-        try:
-            run = Stored(path.name, value := value_of(path), RunFolder(results / "runs", value))
-        except ValueError as error:
-            found.damaged[path.name] = str(error)
-            continue
-        wrong = [*lines_of(path), *missing(value)]
-        if (path / "done").is_file() and not run.folder.finished:
-            wrong.append(f"done does not speak of the {len(run.records)} records that are there")
-        if wrong:
-            found.damaged[path.name] = "; ".join(wrong)
-        elif run.folder.finished:
-            found.runs.append(run)
-        else:
-            found.unfinished.append(path.name)
-    return found
-
-
-def missing(value: Mapping[str, Any]) -> list[str]:
-    """What a run's value lacks to be shown."""
-    try:
-        for group in ("model", "task", *CACHE):
-            value[group]["name"]
-        float(value["budget"]), str(value["question"])
-    except (KeyError, TypeError, ValueError) as error:
-        return [f"run.yaml lacks a setting ({error})"]
-    return []
-
-
 def panels_of(found: Found, wanted: Collection[Stored], choice: Choice) -> list["Panel"]:
-    """The panels of the wanted runs, with the full cache's of their protocols; what cannot be compared is `damaged`."""
+    """The panels of the wanted runs, with the full cache's of their protocols."""
     groups: dict[str, list[Stored]] = {}
     for run in found.runs:
         groups.setdefault(protocol(run.value), []).append(run)
@@ -119,19 +73,21 @@ def panels_of(found: Found, wanted: Collection[Stored], choice: Choice) -> list[
         beside = [groups[other][0] for other in groups if names[other] == names[key]]
         runs = [run for run in every if run.full or run.hash in hashes]
         panels.append(Panel(len(panels), key, runs, told(every[0], beside), choice))
-        found.damaged |= panels[-1].refused
     return panels
 
 
 def gather(results: Path, now: datetime) -> Gathered:
     """Everything but the answers; SettingError for a folder without runs."""
-    return shown(find(results), now)
+    check_folder(results)
+    return shown(find_finished(results), now)
 
 
 def shown(found: Found, now: datetime) -> Gathered:
     """The same of runs that were found."""
     panels = panels_of(found, found.runs, Choice())
     first = [run.value for run in found.runs]
+    left_out = found.damaged | {name: why for panel in panels for name, why in panel.refused.items()}
+    left_out |= {name: f"used without its damage: {why}" for name, why in found.passed_over.items()}
     series = [(panel.shown, own) for panel in panels for own in panel.shown["series"]]
     page = {
         "made": now.strftime("%Y-%m-%d %H:%M UTC"),
@@ -146,7 +102,7 @@ def shown(found: Found, now: datetime) -> Gathered:
         ],
         "runs": [own for panel in panels for own in panel.listed],
         "unfinished": len(found.unfinished),
-        "damaged": [[short(name), short(reason, 300)] for name, reason in sorted(found.damaged.items())],
+        "damaged": [[short(name), short(reason, 300)] for name, reason in sorted(left_out.items())],
         "models": sorted({f"{named(value, 'model')} {short(value['model'].get('identity') or '')}" for value in first}),
         "machines": sorted({hardware for run in found.runs for hardware, _ in machines(run)}),
     }
@@ -206,9 +162,7 @@ class Panel:
         self._list(run, label)
         try:
             full = baseline(run, self.runs)
-            heading = {"model": run.value["model"]["name"], "embedded": run.value["model"]["name"] in EMBEDDED_MODELS}
-            averages = dict(run.value.get("averages") or []) or None
-            table = closing_table(full.records, run.records, heading, averages, card.listed(run.value))
+            table = table_of(run.value, full.records, run.records)
             self._table(table.rows, run, series, name)
             self._grid(run, full, series, name)
         except WRONG as error:

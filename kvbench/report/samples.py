@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvbench.atomic import replace_file
 from kvbench.report.gather import Pairing, short
-from kvbench.settings import writing
 from kvbench.statistics import pair
 from kvbench.store import finite
 from kvbench.text_table import escape
@@ -89,10 +89,8 @@ def write(folder: Path, pairing: Pairing) -> list[str]:
 
 def save(path: Path, text: str) -> None:
     """Write a file, whole or not at all."""
-    draft = path.with_name(f"{path.name}.draft")
-    with writing(draft):
+    with replace_file(path) as draft:
         draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
 
 
 def embedded(value: Any) -> str:

@@ -13,11 +13,12 @@ from hydra import initialize_config_dir
 
 from kvbench import card, catalogue, checks, curves, figures, solvable
 from kvbench.means import mean
-from kvbench.report.gather import find, panels_of
+from kvbench.report.gather import panels_of
 from kvbench.report.page import NUMBERS
 from kvbench.run import Run, composed
 from kvbench.settings import SettingError
 from kvbench.statistics import Scores, average
+from kvbench.stored import find_finished
 from kvbench.swept import SOLVABLE, Choice
 from kvbench.tables import closing_table
 from kvbench.task import Graded
@@ -237,7 +238,7 @@ def test_curves_show_both_averages(store, write_card, capsys):
 
 def test_the_report_shows_both_averages(store, write_card):
     def panel() -> dict:
-        found = find(store)
+        found = find_finished(store)
         [own] = panels_of(found, found.runs, Choice())
         assert not found.damaged
         return own.shown

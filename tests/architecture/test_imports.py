@@ -11,7 +11,9 @@ from tests.support.modules import MODULE_FILES, name_of, within
 from tests.support.repository import ROOT
 
 RECORDS = (
+    "kvbench.atomic",
     "kvbench.store",
+    "kvbench.record",
     "kvbench.statistics",
     "kvbench.tables",
     "kvbench.report",
@@ -45,12 +47,14 @@ RECORDS = (
     "kvbench.wandb_log",
     "kvbench.wandb_run",
 )
-CONTRACTS = ("kvbench.rows", "kvbench.method", "kvbench.allocator", "kvbench.codec")
+CONTRACTS = tuple(
+    f"kvbench.{own}" for own in ("rows", "observation", "hooks", "method", "allocator", "apportion", "codec")
+)
 # Who may import what of kvbench (names and all below them); who is not here may import all but methods and tasks.
 KNOWS = {
     "kvbench.kernels": ("kvbench.kernels",),
     "kvbench.methods": (*CONTRACTS, "kvbench.kernels", "kvbench.settings"),
-    "kvbench.tasks": ("kvbench.task", "kvbench.settings", "kvbench.tasks"),
+    "kvbench.tasks": ("kvbench.task", "kvbench.settings", "kvbench.atomic", "kvbench.tasks"),
     **dict.fromkeys(CONTRACTS, (*CONTRACTS, "kvbench.kernels", "kvbench.settings")),
     **dict.fromkeys(RECORDS, (*RECORDS, "kvbench.settings")),
 }

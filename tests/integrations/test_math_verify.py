@@ -10,9 +10,10 @@ from kvbench import grade
 from kvbench.grade import FILE, Verifier, notes, verdicts
 from kvbench.store import RunFolder
 from tests.support.command_line import answer
+from tests.support.made_up_runs import VALUE as RUN_VALUE
 from tests.support.math_pairs import EQUAL, UNEQUAL, pairs
 
-VALUE = {"method": {"name": "full"}, "task": {"name": "math500"}, "budget": 1.0}
+VALUE = RUN_VALUE | {"method": {"name": "full"}, "task": {"name": "math500"}}
 ALSO = {"boxed": 100.0, "flexible": 100.0, "exact": 0.0, "closed": True}
 
 

@@ -12,9 +12,9 @@ import kvbench
 from kvbench.curves import show
 from kvbench.figures import INCHES, draw, slug
 from kvbench.report import charts, printed
-from kvbench.report.gather import find, panels_of
+from kvbench.report.gather import panels_of
 from kvbench.settings import SettingError
-from kvbench.stored import baseline, read
+from kvbench.stored import baseline, find_finished, read
 from kvbench.swept import Choice, sweep
 from kvbench.tables import closing_table
 from tests.support.report_store import BUDGETS, TASKS, records, small, write
@@ -139,7 +139,7 @@ def test_page_and_figures_draw_one_specification(store):
             return [own["layer"], *parts] if "layer" in own else parts
         return [part for value in own for part in layered(value)] if isinstance(own, list) else []
 
-    found = find(store)
+    found = find_finished(store)
     panel = panels_of(found, found.runs, Choice())[1].shown
     drawings = {
         "curve": printed.curve(panel, "bytes", 500),
@@ -220,7 +220,7 @@ def test_damaged_runs_and_other_protocols_stay_out(tmp_path, capsys):
     write(tmp_path, records(0.5, 50), finish=False, budget=0.5)
     assert draw([str(tmp_path), "subtask=niah"]) == 0
     out, err = capsys.readouterr()
-    assert sorted(line.split()[1] for line in err.splitlines()) == sorted([torn.name, odd.name])
+    assert sorted(line.split()[2] for line in err.splitlines()) == sorted([torn.name, odd.name])
     assert "torn" in err and "1 unfinished" in out
     found = [lines(path) for path in (tmp_path / "figures").glob("*.csv")]
     assert [[line["budget"] for line in own] for own in found] == [["10\u202f%", ""]] * 2

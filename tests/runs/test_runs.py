@@ -214,7 +214,7 @@ def test_a_batch_that_does_not_fit_is_freed_before_its_samples_are_read_alone(mo
         return [{"error": "alone"}]
 
     monkeypatch.setattr(Reader, "_measure", measure)
-    monkeypatch.setattr(Reader, "_identity", lambda self, sample, prompt: {"uid": sample.uid})
+    monkeypatch.setattr(Reader, "_records", lambda self, batch, found, started: [found[0] | {"uid": batch[0][0].uid}])
     samples = [Sample(uid, "", "", "", "", (), 1) for uid in "ab"]
     records = Reader.answer(Reader.__new__(Reader), [(sample, None) for sample in samples])
     assert [(record["uid"], record["error"]) for record in records] == [("a", "alone"), ("b", "alone")]

@@ -10,8 +10,9 @@ from collections import Counter
 from pathlib import Path
 
 from kvbench.audit import audit
-from kvbench.frames import whole
 from kvbench.store import RunFolder
+from kvbench.store import parse_record as whole
+from tests.support.made_up_runs import VALUE
 from tests.support.repository import ROOT
 
 RUNS, SAMPLES, SWEEPS, KILLS = 6, 30, 8, 16
@@ -24,7 +25,7 @@ cells = random.Random(seed).sample(range({runs}), {runs} - 2)
 print(flush=True)
 sys.stdin.readline()
 for cell in cells:
-    folder = RunFolder(results / "runs", {{"cell": cell}})
+    folder = RunFolder(results / "runs", {value} | {{"cell": cell}})
     uids = [str(index) for index in range({samples})]
     if folder.finished:
         continue
@@ -40,7 +41,7 @@ for cell in cells:
 def begun(results: Path, seed: int) -> subprocess.Popen:
     """A sweep over all runs but two, in an order of its own; it waits for a line."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    code = SWEEP.format(runs=RUNS, samples=SAMPLES)
+    code = SWEEP.format(runs=RUNS, samples=SAMPLES, value=VALUE)
     arguments = [sys.executable, "-c", code, str(results), str(seed), str(results / "log")]
     process = subprocess.Popen(arguments, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     process.stdout.readline()
@@ -65,7 +66,7 @@ def test_eight_sweeps_with_random_kills(tmp_path):
         kills += sweeps[seed].returncode == -signal.SIGKILL
         sweeps[seed].stdout.close()
         sweeps[seed].stdin.close()
-        if all(RunFolder(tmp_path / "runs", {"cell": cell}).finished for cell in range(RUNS)):
+        if all(RunFolder(tmp_path / "runs", VALUE | {"cell": cell}).finished for cell in range(RUNS)):
             break
         sweeps[seed] = begun(tmp_path, seed)
         go(sweeps[seed])
@@ -83,4 +84,4 @@ def test_eight_sweeps_with_random_kills(tmp_path):
     assert len(found) == RUNS * SAMPLES and set(found.values()) == {1}
     assert len((tmp_path / "log").read_text().split()) - RUNS * SAMPLES <= kills  # at most the sample in flight
     damaged = [one for _, _, wrong in audit(tmp_path) for one in wrong if "torn" not in one]
-    assert not damaged and all(RunFolder(tmp_path / "runs", {"cell": cell}).finished for cell in range(RUNS))
+    assert not damaged and all(RunFolder(tmp_path / "runs", VALUE | {"cell": cell}).finished for cell in range(RUNS))

@@ -185,7 +185,7 @@ def test_export_writes_what_load_shows(tmp_path):
     found = pandas.read_parquet(paths[1])
     assert list(found.uid) == list(loaded.records().uid) and list(found.score) == list(loaded.records().score)
     assert list(pandas.read_parquet(paths[0])["run"]) == list(loaded.runs.index)
-    assert not list((tmp_path / "export").glob("*.draft"))
+    assert not list((tmp_path / "export").glob("*.draft*"))
 
 
 @pytest.mark.parametrize(

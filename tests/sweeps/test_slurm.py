@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvbench import audit, sweep
-from kvbench.frames import whole
+from kvbench.store import parse_record as whole
 from tests.support.repository import ROOT
 from tests.support.slurm_cluster import missing, running, wait
 

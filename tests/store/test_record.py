@@ -1,0 +1,127 @@
+"""The record of a sample: its fields are written down, and nothing else is written."""
+
+import ast
+import json
+from dataclasses import fields
+
+import pytest
+
+import kvbench
+from kvbench import audit, record
+from kvbench.record import ANSWERED, KINDS, SINCE, VERSION, Record, find_problems, fits, version_of
+from kvbench.store import RunFolder, value_of
+from tests.support.made_up_runs import write
+from tests.support.repository import ROOT
+
+OLD = ROOT / "tests" / "stores" / "0.1"
+FAILED = {
+    "uid": "a/0", "index": 0, "subtask": "a", "group": "a/0", "prompt_hash": "p", "target_hash": "t", "target": ["x"],
+    "asked": "?", "tokens_in": 9, "tokens_context": 7, "budget": 0.5, "meta": {"depth": 3}, "conversation": None,
+    "turn": 0, "output": "", "stop": "error", "error": "out_of_memory", "score": None, "answer": None, "also": {},
+    "seconds": 1.5,
+}  # fmt: skip
+EXAMPLES = {int: 1, float: 2.5, str: "s", int | None: None, str | None: "s", float | None: 3.0, int | float: 0.5}
+
+
+def answered(**changed: object) -> dict:
+    """All that a record without an error needs."""
+    held_by = {own.name: own.metadata["held_by"] for own in fields(Record)}
+    found = {own.name: EXAMPLES[own.type] for own in fields(Record) if own.type in EXAMPLES and own.name != "version"}
+    found = {name: value for name, value in found.items() if held_by[name] in (record.ALWAYS, ANSWERED)}
+    return FAILED | found | {"given_up": {"sinks": 0}, "evidence": [1, 2], "error": None} | changed
+
+
+def old_records() -> dict[str, dict]:
+    """The records of the old store by run and sample, as the lines say them."""
+    return {
+        f"{file.parent.name} {own['uid']}": own
+        for file in OLD.glob("runs/*/records*.jsonl")
+        for own in map(json.loads, file.read_text().splitlines())
+    }
+
+
+def test_a_record_is_what_it_was_made_of_and_its_version():
+    for found in (FAILED, answered()):
+        made = Record(**found).to_json()
+        assert made == found | {"version": VERSION} and version_of(made) == VERSION and find_problems(made) == []
+        assert json.loads(json.dumps(made)) == made
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"rows_hold": 1.0}, "unexpected keyword argument 'rows_hold'"),
+        ({"rows_held": "many"}, "record of 'a/0': rows_held is 'many', expected float"),
+        ({"rows_held": True}, "rows_held is True, expected float"),
+        ({"tokens_in": 1.0}, "tokens_in is 1.0, expected int"),
+        ({"quota": "all"}, "quota is 'all', expected int or null"),
+        ({"target": "x"}, "target is 'x', expected list of str"),
+        ({"evidence": [1, "2"]}, "evidence is [1, '2'], expected list of int"),
+        ({"given_up": {"sinks": None}}, "given_up is {'sinks': None}, expected dict of int"),
+        ({"meta": None}, "meta is None, expected dict of any value"),
+        ({"output": None, "stop": 3}, "output is None, expected str; stop is 3, expected str"),
+        ({"rows_held": record.ABSENT}, "rows_held is missing"),
+        ({"uid": record.ABSENT, "error": "out_of_memory"}, "uid is missing"),
+    ],
+)
+def test_a_slip_in_a_record_is_an_error(changed, said):
+    found = answered()
+    found["uid"] = "a/0"
+    with pytest.raises(TypeError) as error:
+        Record(**found | changed)
+    assert said in str(error.value)
+
+
+def test_each_field_says_what_it_is():
+    for own in fields(Record):
+        about = own.metadata
+        assert about["meaning"].endswith(".") and "|" not in about["meaning"] and own.type is KINDS[own.name]
+        assert not fits(object(), own.type) and SINCE[own.name] in record.VERSIONS
+    assert VERSION == max(record.VERSIONS) == max(SINCE.values())
+
+
+def test_the_committed_table_of_fields_is_the_one_that_is_written(capsys):
+    record.show([])
+    assert (ROOT / "docs" / "records.md").read_text() == capsys.readouterr().out
+    assert "docs/records.md" in (ROOT / "README.md").read_text()
+
+
+def test_who_reads_a_record_asks_for_fields_that_it_has():
+    """Every `record["…"]` and `record.get("…")` of kvbench."""
+    asked = set()
+    for path in (ROOT / "kvbench").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Subscript(value=ast.Name("record"), slice=ast.Constant(name)):
+                    asked.add(name)
+                case ast.Call(func=ast.Attribute(ast.Name("record"), "get"), args=[ast.Constant(name), *_]):
+                    asked.add(name)
+    assert len(asked) > 15 and asked <= KINDS.keys()
+
+
+def test_old_records_are_read_as_they_are():
+    lines = old_records()
+    assert len(lines) == 8
+    for folder in (OLD / "runs").iterdir():
+        for uid, found in RunFolder(OLD / "runs", value_of(folder)).records().items():
+            assert found == lines[f"{folder.name} {uid}"] and version_of(found) == 1
+    frame = kvbench.load(OLD).records()
+    assert "version" not in frame
+    for _, row in frame.iterrows():
+        found = lines[f"{row['run']} {row['uid']}"]
+        assert all(row[name] == value for name, value in found.items() if isinstance(value, str | float | bool))
+        assert row["meta.units"] == found["meta"]["units"]
+
+
+def test_old_records_hold_what_the_table_says():
+    for found in old_records().values():
+        assert find_problems(found) == [] == find_problems(found | {"version": VERSION})
+
+
+def test_a_later_versions_record_keeps_its_fields(tmp_path):
+    later = Record(**answered(uid="a/1")).to_json() | {"version": VERSION + 1, "warmth": {"of": 3}, "tint": "blue"}
+    run = write(tmp_path, {"a/0": Record(**answered(uid="a/0")).to_json(), "a/1": later})
+    assert RunFolder(tmp_path / "runs", run.value).records()["a/1"] == later
+    frame = kvbench.load(tmp_path).records(["uid", "version", "tint"]).set_index("uid")
+    assert list(frame.loc["a/1"]) == [VERSION + 1, "blue"] and frame["version"]["a/0"] == VERSION
+    assert [wrong for _, _, wrong in audit.audit(tmp_path)] == [[]]
