@@ -6,10 +6,10 @@ error keeps every run's name. Modules of `UNCOUNTED` do not count, since they co
 The walk is static (ast; nothing is imported) and covers imports inside functions. It follows kvbench's own modules and
 every other module that is not installed: files beside the method, on PYTHONPATH, in an editable install. The standard
 library and the dependencies that pyproject.toml names do not count (machine.json has their versions); any other
-installed package counts by name and version. A package of kvbench counts with all its files but its prose, since a
-kernel's `__init__.py` may choose its implementation by name at run time. Another package counts with the modules that
-are imported, Python or compiled; the walk does not look for data files that such a package reads. One line on stderr
-names the places that a static walk cannot follow, such as `importlib.import_module(name)`.
+installed package counts by name and version. A kernel's package counts with all its files but its prose, since its
+`__init__.py` may choose the implementation by name at run time. Any other package counts with its `__init__.py` and
+the modules that are imported, Python or compiled; the walk does not look for data files that it reads. One line on
+stderr names the places that a static walk cannot follow, such as `importlib.import_module(name)`.
 """
 
 import ast
@@ -216,7 +216,7 @@ def unfollowed(modules: Iterable[str]) -> list[str]:
 def imports(module: str) -> set[str]:
     """What a followed module imports directly, by full name ("kvbench.rows", "torch.nn").
 
-    For a package of kvbench: what any of its files imports. Importing a.b.c imports a and a.b too.
+    For a kernel's package: what any of its files imports. Importing a.b.c imports a and a.b too.
     """
     names: set[str] = set()
     for file in _files(module):
@@ -289,7 +289,7 @@ def _is_package(module: str) -> bool:
 
 
 def _files(module: str) -> list[Path]:
-    """The files of a followed module: one, or all of a package of kvbench; none for what is not followed, and for a
+    """The files of a followed module: one, or all of a kernel's package; none for what is not followed, and for a
     folder without `__init__.py`.
     """
     first, *rest = module.split(".")
@@ -304,8 +304,8 @@ def _files(module: str) -> list[Path]:
         if path.with_suffix(".py").is_file() and rest:
             return [path.with_suffix(".py")]
         if (path / "__init__.py").is_file():
-            if not rest:
-                return [path / "__init__.py"]  # kvbench itself holds everything; its other files count by name
+            if rest[:1] != ["kernels"]:
+                return [path / "__init__.py"]  # its modules count by name
             files = (file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
             return sorted(file for file in files if file.suffix not in NO_SOURCE)
     return []

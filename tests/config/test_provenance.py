@@ -27,18 +27,20 @@ from tests.support.repository import ROOT
 def checkout(tmp_path, monkeypatch):
     """A small checkout beside which kvbench is looked up."""
     texts = {
-        "kvbench/__init__.py": "def __getattr__(name):\n    from kvbench import tables\n",
-        "kvbench/engine.py": "import torch.nn as nn\nfrom kvbench.rows import Rows, gone\nfrom . import settings\n",
-        "kvbench/rows.py": "def size():\n    from kvbench.kernels import attend\n",
-        "kvbench/settings.py": "",
-        "kvbench/tables.py": "",
-        "kernels/attend/__init__.py": "def attend(name):\n    return __import__(name)\n",
-        "kernels/attend/triton.py": "from .tiles import tile\n",
-        "kernels/attend/tiles.py": "",
-        "kernels/attend/README.md": "",
-        "kernels/attend/attend.cu": "",
-        "kernels/match/__init__.py": "",
-        "methods/snapkv.py": "from kvbench.settings import whole\nimport kvbench.kernels.match, json\n",
+        "kvbench/__init__.py": "def __getattr__(name):\n    from kvbench import sheets\n",
+        "kvbench/motor.py": "import torch.nn as nn\nfrom kvbench.shelf.lines import Rows, gone\nfrom . import limits\n",
+        "kvbench/shelf/__init__.py": "",
+        "kvbench/shelf/unused.py": "",
+        "kvbench/shelf/lines.py": "def size():\n    from kvbench.kernels import focus\n",
+        "kvbench/limits.py": "",
+        "kvbench/sheets.py": "",
+        "kernels/focus/__init__.py": "def focus(name):\n    return __import__(name)\n",
+        "kernels/focus/triton.py": "from .tiles import tile\n",
+        "kernels/focus/tiles.py": "",
+        "kernels/focus/README.md": "",
+        "kernels/focus/focus.cu": "",
+        "kernels/pair/__init__.py": "",
+        "methods/snapkv.py": "from kvbench.limits import whole\nimport kvbench.kernels.pair, json\n",
         "README.md": "",
     }
     for name, text in texts.items():
@@ -50,19 +52,34 @@ def checkout(tmp_path, monkeypatch):
 
 
 def test_imports_and_their_closure(checkout):
-    assert imports("kvbench.engine") == {"torch", "torch.nn", "kvbench", "kvbench.rows", "kvbench.settings"}
-    assert imports("kvbench.rows") == {"kvbench", "kvbench.kernels.attend"}
-    assert imports("kvbench.kernels.attend") == {"kvbench", "kvbench.kernels.attend.tiles"}
-    assert imports("kvbench.methods.snapkv") == {"json", "kvbench", "kvbench.settings", "kvbench.kernels.match"}
-    below = {"kvbench", "kvbench.rows", "kvbench.settings", "kvbench.kernels.attend", "kvbench.kernels.attend.tiles"}
-    assert closure(["kvbench.engine"]) == below | {"kvbench.engine"}
+    assert imports("kvbench.motor") == {
+        "torch",
+        "torch.nn",
+        "kvbench",
+        "kvbench.shelf",
+        "kvbench.shelf.lines",
+        "kvbench.limits",
+    }
+    assert imports("kvbench.shelf.lines") == {"kvbench", "kvbench.shelf", "kvbench.kernels.focus"}
+    assert imports("kvbench.shelf") == {"kvbench"}
+    assert imports("kvbench.kernels.focus") == {"kvbench", "kvbench.kernels.focus.tiles"}
+    assert imports("kvbench.methods.snapkv") == {"json", "kvbench", "kvbench.limits", "kvbench.kernels.pair"}
+    below = {
+        "kvbench",
+        "kvbench.shelf",
+        "kvbench.shelf.lines",
+        "kvbench.limits",
+        "kvbench.kernels.focus",
+        "kvbench.kernels.focus.tiles",
+    }
+    assert closure(["kvbench.motor"]) == below | {"kvbench.motor"}
     for unknown in ("kvbench.nothing", "torch", "kvbench.methods"):
         with pytest.raises(ValueError, match=f"^{unknown} is no module"):
             closure([unknown])
 
 
 def test_the_hash_follows_what_can_change_a_result(checkout):
-    named = ["kvbench.methods.snapkv", "kvbench.engine"]
+    named = ["kvbench.methods.snapkv", "kvbench.motor"]
     before = source_hash(named)
     assert before == source_hash(reversed(named)) and len(before) == 16
     counted = set()
@@ -77,18 +94,19 @@ def test_the_hash_follows_what_can_change_a_result(checkout):
         path.write_text(text)
     assert counted == {
         "kvbench/__init__.py",
-        "kvbench/engine.py",
-        "kvbench/rows.py",
-        "kvbench/settings.py",
-        "kernels/attend/__init__.py",
-        "kernels/attend/triton.py",  # never imported by name, but the package may choose it
-        "kernels/attend/tiles.py",
-        "kernels/attend/attend.cu",
-        "kernels/match/__init__.py",
+        "kvbench/motor.py",
+        "kvbench/shelf/__init__.py",  # of a package of kvbench what is imported
+        "kvbench/shelf/lines.py",
+        "kvbench/limits.py",
+        "kernels/focus/__init__.py",
+        "kernels/focus/triton.py",  # never imported by name, but the package may choose it
+        "kernels/focus/tiles.py",
+        "kernels/focus/focus.cu",
+        "kernels/pair/__init__.py",
         "methods/snapkv.py",
     }
-    assert source_hash(named) == before != source_hash(["kvbench.engine"])
-    (checkout / "kernels/attend/new.py").write_text("")
+    assert source_hash(named) == before != source_hash(["kvbench.motor"])
+    (checkout / "kernels/focus/new.py").write_text("")
     assert source_hash(named) != before
 
 
@@ -100,7 +118,7 @@ def test_modules_that_do_not_count_compute_nothing():
     for module in UNCOUNTED:
         assert any(module in imports(other) for other in counted | UNCOUNTED.keys()), f"{module} is not imported"
         if module != "kvbench.gguf_model":
-            assert not {name for name in imports(module) if within(name, "torch", "transformers", "kvbench.engine")}
+            assert not {name for name in imports(module) if within(name, "torch", "transformers", "kvbench.motor")}
     assert [name for name, own in source_hashes(run).items() if own] == sorted(counted)
 
 
@@ -116,7 +134,7 @@ def outside(checkout, tmp_path_factory, monkeypatch):
         "mypackage/deeper/star.py": "",
         "mypackage/table.csv": "1,2\n",
         "mypackage/unused.py": "",
-        "mynamespace/plain.py": "import kvbench.tables\n",
+        "mynamespace/plain.py": "import kvbench.sheets\n",
         "mynamespace/named.py": "",
         f"mycompiled{EXTENSION_SUFFIXES[0]}": "machine code",
         "myunused.py": "",
@@ -151,7 +169,7 @@ def test_what_a_method_imports_from_elsewhere_is_hashed(outside, checkout, capsy
         *("mypackage/" + name for name in ("__init__.py", "sub.py", "deeper/__init__.py", "deeper/star.py")),
     ]
     own += ["mynamespace/plain.py", "mynamespace/named.py", f"mycompiled{EXTENSION_SUFFIXES[0]}"]
-    known = ["kvbench/__init__.py", "kvbench/tables.py", "methods/mine.py"]
+    known = ["kvbench/__init__.py", "kvbench/sheets.py", "methods/mine.py"]
     assert counted == {outside / name for name in own} | {checkout / name for name in known}
     assert source_hash(method) == before
     (outside / "mylib.py").write_text("SIGN = -1\n")
