@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from kvbench.kernels.append import append
-from kvbench.kernels.attend import attend_ragged
-from kvbench.kernels.project import gated, project
+from kvbench.kernels.attention import attend_ragged
+from kvbench.kernels.fused_linear import rms_norm_linear, rms_norm_swiglu
+from kvbench.kernels.rope_append import append
 from kvbench.layer import Layer
 from kvbench.model import Weights
 from kvbench.policy import Choice
@@ -36,12 +36,12 @@ def through(
     own, epsilon = {"implementation": implementation}, weights.epsilon
     x = embedding(ids.flatten(), weights.embed)
     for index, block in enumerate(weights.blocks):
-        three = project(x, block.project, biases=block.biases, norm=(block.norms[0], epsilon), **own)
+        three = rms_norm_linear(x, block.project, biases=block.biases, norm=(block.norms[0], epsilon), **own)
         outputs = attend(index, three, None if block.head_norms is None else (*block.head_norms, epsilon))
         outputs = outputs.transpose(1, 2).reshape(len(x), -1)
-        (x,) = project(outputs, [block.output], residual=x, **own)
-        inner = gated(x, block.gate, block.up, (block.norms[1], epsilon), **own)
-        (x,) = project(inner, [block.down], residual=x, **own)
+        (x,) = rms_norm_linear(outputs, [block.output], residual=x, **own)
+        inner = rms_norm_swiglu(x, block.gate, block.up, (block.norms[1], epsilon), **own)
+        (x,) = rms_norm_linear(inner, [block.down], residual=x, **own)
     return x
 
 
@@ -177,7 +177,7 @@ class Decoder:
         """Read the token and pick the next."""
         weights, own = self.weights, {"implementation": self.implementation}
         x = through(weights, self.token[:, None], self.rows.reader(cuts), self.implementation)
-        (logits,) = project(x, [weights.head], norm=(weights.norm, weights.epsilon), **own)
+        (logits,) = rms_norm_linear(x, [weights.head], norm=(weights.norm, weights.epsilon), **own)
         self.logits.copy_(logits)  # of whichever graph ran last
         self.token.copy_(self.pick(logits, self.draws.index_select(1, self.at).squeeze(1)))
         self.at += 1

@@ -18,7 +18,7 @@ from kvbench.budget import Budget
 from kvbench.decode_path import DecodePath
 from kvbench.decoding import appends
 from kvbench.guard import Handed, check_shape, copy_containers, count_steps, readings, state_of, without_gradients
-from kvbench.kernels.implementation import FAST
+from kvbench.kernels.dispatch import FAST
 from kvbench.layer import Layer, Layers, LayerSnapshot
 from kvbench.model import Frequencies, attached, forward, layout, make_cache, weights_of
 from kvbench.observation import Reading, State, Words

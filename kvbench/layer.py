@@ -21,8 +21,8 @@ from kvbench.guard import (
     is_spared,
     state_of,
 )
-from kvbench.kernels.attend import attend, attend_ragged
-from kvbench.kernels.implementation import FAST
+from kvbench.kernels.attention import attend, attend_ragged
+from kvbench.kernels.dispatch import FAST
 from kvbench.observation import ReadRequest, Seen, State
 from kvbench.policy import Choice, Progress
 from kvbench.rows import Rows

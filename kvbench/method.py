@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.allocator import Allocator
 from kvbench.codec import Codec
 from kvbench.hooks import Hooks
-from kvbench.kernels.compact import top
+from kvbench.kernels.row_selection import top_k_mask
 from kvbench.observation import Reading, ReadRequest, Seen, State, Words
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, choose, whole
@@ -134,7 +134,7 @@ class Method(Hooks):
 
     def select(self, scores: Tensor, quotas: Tensor) -> Tensor:
         """(B, H, n) bool: which stay. Default: each head's `quotas` (B, H) top rows, ties to the lower place."""
-        return top(scores, quotas)
+        return top_k_mask(scores, quotas)
 
     def merge(self, rows: Rows, kept: Tensor) -> Rows:
         """What becomes of the rest. Default: gone (mass 0)."""

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from transformers.utils import logging
 
 from kvbench.gguf_model import find_converted, read_samples
-from kvbench.kernels.attend.sdpa import attend_windowed
+from kvbench.kernels.attention.sdpa import attend_windowed
 from kvbench.model_cache import FETCHED_MODELS, MODELS, check_fetched, identify
 from kvbench.settings import SettingError, check_model_path, is_gguf
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbench import timing
 from kvbench.floors import Machine, score_needs
-from kvbench.kernels.implementation import only
+from kvbench.kernels.dispatch import only
 from kvbench.measurements import Line, exhausted, line
 from kvbench.method import Method, shrink
 from kvbench.model import layout_of

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvbench.kernels.turn import turn
+from kvbench.kernels.rerotation import rerotate
 from kvbench.rows import Rows
 
 
@@ -25,8 +25,8 @@ def by_slot(queries: Tensor, rows: Rows, rotation: Callable[[Tensor], tuple[Tens
 
     before, after = angles(places), angles(slots)
     stays = (places == slots)[..., None]
-    keys = torch.where(stays, rows.keys, turn(rows.keys, before, after))
+    keys = torch.where(stays, rows.keys, rerotate(rows.keys, before, after))
     grouped = queries.unflatten(1, (heads, -1))
     last = [[part[:, :, None, count - tokens :] for part in pair] for pair in (before, after)]
-    turned = torch.where(stays[:, :, None, count - tokens :], grouped, turn(grouped, *last))
+    turned = torch.where(stays[:, :, None, count - tokens :], grouped, rerotate(grouped, *last))
     return turned.flatten(1, 2), keys

@@ -14,9 +14,9 @@ from torch import Tensor
 from kvbench.codec import Plain
 from kvbench.decoding import Norms
 from kvbench.eviction import bound_scores
-from kvbench.kernels.append import append
-from kvbench.kernels.attend import attend_ragged
-from kvbench.kernels.compact import find, take
+from kvbench.kernels.attention import attend_ragged
+from kvbench.kernels.rope_append import append
+from kvbench.kernels.row_selection import gather_rows, kept_indices
 from kvbench.layer import Layer
 from kvbench.method import shrink
 from kvbench.model import Weights
@@ -108,9 +108,11 @@ class SteadyRows:
                 scores = bound_scores(scores).masked_fill(shrink(sinks, recents, rows, quota), torch.inf)
             kept = method.select(scores, self.quotas)
         layer.guard.release()
-        which = find(kept, self.quotas.numel() * quota, **own)
-        spare = take(which, keys, values, into=tuple(self.spare.unbind()), **own)
-        take(self.all, *spare, into=(keys[:, :, :quota], values[:, :, :quota]), **own)  # copy_ is slower: not dense
+        which = kept_indices(kept, self.quotas.numel() * quota, **own)
+        spare = gather_rows(which, keys, values, into=tuple(self.spare.unbind()), **own)
+        gather_rows(
+            self.all, *spare, into=(keys[:, :, :quota], values[:, :, :quota]), **own
+        )  # copy_ is slower: not dense
         places[..., :quota] = places.flatten()[which].view(*self.quotas.shape, quota) - self.size
 
     def advance(self, cuts: bool) -> None:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvbench.codec import Codec, Plain, Stored, join
-from kvbench.kernels.attend import Ragged
-from kvbench.kernels.compact import find, take
+from kvbench.kernels.attention import Ragged
+from kvbench.kernels.row_selection import gather_rows, kept_indices
 from kvbench.rows import Rows, mass_dtype
 
 
@@ -115,12 +115,12 @@ class StoredRows:
             each, total = max(counts), sum(counts)
         else:
             total = lengths.numel() * each
-        index = find(present, total)
+        index = kept_indices(present, total)
         spread = replace(self, lengths=lengths, longest=each, even=even)
         narrow = torch.int16 if self.seen < 1 << 15 else torch.int32  # no row stands for more tokens than were seen
         return StoredRows(
             self.shape, self.seen,
-            stored=Plain(*take(index, rows.keys, rows.values)),
+            stored=Plain(*gather_rows(index, rows.keys, rows.values)),
             places=rows.places.flatten()[index].int(),
             mass=rows.mass.flatten()[index].to(narrow) if merged else None,
             columns={name: spread._spread(column.flatten()[index]) for name, column in rows.columns.items()},

@@ -1,12 +1,12 @@
 """andpro: rows whose weighted values point along an anchor output stay (anchor direction projection).
 
-Source: the AnDPro paper; MIRALab-USTC/LLM-AnDPro, andpro_snapkv/monkeypatch/snapkv_utils.py (commit dfc2617).
-Symbols: the last w queries t, p_{t,j} their attention, v_j values, a_t the anchor of query t.
-s_j = mean over the group of Σ_t p_{t,j}·⟨a_t, v_j⟩. In the paper a_t is the attention output. The code differs: p is
-max-pooled over κ rows first; rows are scored by chunks, as the chunk's sum; a_t = Σ p_{t,j}·v_j over the rows that may
-be dropped; the first chunk stays beside the window's; one top-k runs over all heads of the layer, which here is
-allocator=ada with mode safeguard and alpha 0. Its chunks count from each head's first row; a quota may split one chunk.
-The paper's form never holds p (kernels/dropkv); with κ > 1 or the code's anchor p is made in full, on every device.
+Source: the AnDPro paper; MIRALab-USTC/LLM-AnDPro, andpro_snapkv/monkeypatch/snapkv_utils.py (commit dfc2617). Symbols:
+the last w queries t, p_{t,j} their attention, v_j values, a_t the anchor of query t. s_j = mean over the group of Σ_t
+p_{t,j}·⟨a_t, v_j⟩. In the paper a_t is the attention output. The code differs: p is max-pooled over κ rows first; rows
+are scored by chunks, as the chunk's sum; a_t = Σ p_{t,j}·v_j over the rows that may be dropped; the first chunk stays
+beside the window's; one top-k runs over all heads of the layer, which here is allocator=ada with mode safeguard and
+alpha 0. Its chunks count from each head's first row; a quota may split one chunk. The paper's form never holds p
+(kernels/removal_scores); with κ > 1 or the code's anchor p is made in full, on every device.
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.dropkv import andpro
-from kvbench.kernels.window import window
-from kvbench.kernels.window.pool import pool
+from kvbench.kernels.removal_scores import andpro
+from kvbench.kernels.window_attention import window_probabilities
+from kvbench.kernels.window_attention.pooling import pool
 from kvbench.method import Method
 from kvbench.observation import Seen, State
 from kvbench.rows import Rows
@@ -60,7 +60,7 @@ class AnDPro(Method):
         queries, outputs = seen.queries[:, :, -self.window :], seen.outputs[:, :, -self.window :]
         if self.kernel == 1 and self.anchor == "output":
             return self.by_chunks(andpro(queries, rows.keys, rows.values, outputs, rows.mass, seen.scaling), rows)
-        p = window(queries, rows.keys, rows.mass, seen.scaling)  # (B, H, G, w, n)
+        p = window_probabilities(queries, rows.keys, rows.mass, seen.scaling)  # (B, H, G, w, n)
         groups = p.shape[2]
         p = pool(p, self.kernel, "max").flatten(2, 3)  # of non-negative numbers: absent rows are no one's maximum
         p = p * rows.present[:, :, None]

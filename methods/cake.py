@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.window import glance
-from kvbench.kernels.window.pool import pool_group
+from kvbench.kernels.window_attention import window_statistics
+from kvbench.kernels.window_attention.pooling import pool_group
 from kvbench.method import Method
 from kvbench.observation import Seen, State
 from kvbench.rows import Rows
@@ -44,7 +44,7 @@ class Cake(Method):
         count = 1 if seen.decoding else self.window
         queries = seen.queries[:, :, -count:]
         of = ("mean", "variance") if queries.shape[2] > 1 else ("mean",)
-        scores, *variance = glance(queries, rows.keys, rows.mass, seen.scaling, of)  # (B, H, G, n) each
+        scores, *variance = window_statistics(queries, rows.keys, rows.mass, seen.scaling, of)  # (B, H, G, n) each
         for own in variance:
             scores = scores.add(own, alpha=self.gamma)
         inside = rows.places >= seen.tokens - self.window

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.compact import top
-from kvbench.kernels.match import edge_count, join, match
+from kvbench.kernels.row_selection import top_k_mask
+from kvbench.kernels.soft_matching import edge_count, join, match
 from kvbench.method import Method
 from kvbench.observation import Seen
 from kvbench.rows import Rows
@@ -81,7 +81,7 @@ class CentroidKV(Method):
         while (count := places.shape[2]) > quota:
             similar, partner = match(keys, self.chunk)
             fewer = min(count - quota, max(1, part(self.r, edge_count(count, self.chunk))))
-            joined = join(mass, top(similar, fewer), partner, self.chunk, fewer)
+            joined = join(mass, top_k_mask(similar, fewer), partner, self.chunk, fewer)
             places = places.flatten()[joined.index].view(*places.shape[:2], -1)
             keys, mass = joined.centroids(keys)
             values, _ = joined.centroids(values)

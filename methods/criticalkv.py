@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvbench.allocator import Allocator
 from kvbench.codec import Codec
-from kvbench.kernels.critical import projected_norms
+from kvbench.kernels.projected_norms import projected_norms
 from kvbench.method import Method
 from kvbench.observation import Reading, Seen, State, Words
 from kvbench.rows import Rows

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.kernels.dropkv import dropkv
-from kvbench.kernels.window.pool import POOLINGS, pool_group
+from kvbench.kernels.removal_scores import dropkv
+from kvbench.kernels.window_attention.pooling import POOLINGS, pool_group
 from kvbench.method import Method
 from kvbench.observation import Seen, State
 from kvbench.rows import Rows

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.kernels.expected import Moments, expected_scores, merge, moments
+from kvbench.kernels.expected_attention import Moments, expected_scores, merge, moments
 from kvbench.method import Method
 from kvbench.observation import Seen, State
 from kvbench.rows import Rows

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.votes import votes
+from kvbench.kernels.accumulated_attention import accumulated_attention
 from kvbench.method import Method
 from kvbench.observation import Seen, State
 from kvbench.rows import Rows
@@ -44,7 +44,7 @@ class H2O(Method):
         if seen.decoding and not self.decoding:
             return rows.columns
         group = "mean" if self.gqa == "mean" else None
-        found = votes(seen.queries, rows.keys, rows.mass, seen.lse, seen.scaling, group=group)
+        found = accumulated_attention(seen.queries, rows.keys, rows.mass, seen.lse, seen.scaling, group=group)
         parts = found.unbind(2) if group is None else [found]
         before = [rows.columns.get(f"votes{g}") for g in range(len(parts))]
         return {

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvbench.kernels.keydiff import anchor, similarity
+from kvbench.kernels.key_similarity import anchor, similarity
 from kvbench.method import Method
 from kvbench.observation import Seen, State
 from kvbench.rows import Rows

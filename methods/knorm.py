@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.kernels.keydiff import norms
+from kvbench.kernels.key_similarity import norms
 from kvbench.method import Method
 from kvbench.observation import Seen, State
 from kvbench.rows import Rows

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from kvbench.allocator import Allocator
 from kvbench.codec import Codec
-from kvbench.kernels.compact import top
-from kvbench.kernels.peaks import peaks
+from kvbench.kernels.max_attention import max_attention
+from kvbench.kernels.row_selection import top_k_mask
 from kvbench.method import Method
 from kvbench.observation import Reading, Seen, State, Words
 from kvbench.rows import Rows
@@ -89,7 +89,7 @@ class KVzip(Method):
         (start, stop), new = seen.about, seen.queries.shape[2]
         safe = min(self.safe(seen), start)
         parts = [rows.keys[:, :, :safe], rows.keys[:, :, start:stop], rows.keys[:, :, -new:]]
-        found = peaks(seen.queries, torch.cat(parts, 2), seen.scaling)[..., safe : safe + stop - start]
+        found = max_attention(seen.queries, torch.cat(parts, 2), seen.scaling)[..., safe : safe + stop - start]
         scores = state.layer.get("scores", found.new_zeros(*found.shape[:2], seen.prompt)).clone()
         scores[..., start:stop] = found
         state.layer["scores"] = scores
@@ -120,9 +120,9 @@ class KVzip(Method):
             _, layers, heads, rows = scores.shape
             own = max(1, min(self.safe(seen), quota - 1))
             safe = torch.arange(rows, device=scores.device) < self.safe(seen)
-            ranked = top(scores.masked_fill(safe, torch.inf).flatten(1, 2), own).view_as(scores)
+            ranked = top_k_mask(scores.masked_fill(safe, torch.inf).flatten(1, 2), own).view_as(scores)
             open_ = scores.masked_fill(ranked, -torch.inf).flatten(1)
-            won = top(open_[:, None], layers * heads * (quota - own)).view_as(scores)
+            won = top_k_mask(open_[:, None], layers * heads * (quota - own)).view_as(scores)
             counts = own + won.sum(-1)
             state.shared["allotted"] = {layer: counts[:, i] for i, layer in enumerate(seen.cut_layers)}
         return state.shared["allotted"][seen.layer]

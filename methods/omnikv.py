@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.compact import top
+from kvbench.kernels.row_selection import top_k_mask
 from kvbench.method import Method
 from kvbench.observation import ReadRequest, Seen, State
 from kvbench.rows import Rows
@@ -91,7 +91,7 @@ class OmniKV(Method):
         if self.windowed:
             queries = self.recent(queries, state)
         scores = self.score_rows(queries, keys[:, :, : prompt - own], scaling)
-        chosen = top(scores[:, None], max(1, quota - own))[:, 0]
+        chosen = top_k_mask(scores[:, None], max(1, quota - own))[:, 0]
         return torch.cat([chosen, chosen.new_ones(len(chosen), own)], 1)
 
     def score_rows(self, queries: Tensor, keys: Tensor, scaling: float) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvbench.kernels.keydiff import similarity
+from kvbench.kernels.key_similarity import similarity
 from kvbench.method import Method
 from kvbench.observation import Seen, State
 from kvbench.rows import Rows

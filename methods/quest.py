@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.compact import top
-from kvbench.kernels.pages import bounds, upper
+from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds
+from kvbench.kernels.row_selection import top_k_mask
 from kvbench.method import Method
 from kvbench.observation import ReadRequest, Seen, State
 from kvbench.rows import Rows
@@ -62,17 +62,17 @@ class Quest(Method):
         dense = request.layer < self.dense_layers or queries.shape[2] > 1
         if dense or quota is None or quota >= held or chosen >= pages:
             return None
-        above = upper(queries[:, :, 0], *self.bounds(rows().keys, state))
+        above = page_upper_bounds(queries[:, :, 0], *self.bounds(rows().keys, state))
         if self.force_last:
             above[..., -1] = torch.inf
-        return top(above, chosen).repeat_interleave(self.page, -1)[..., :held]
+        return top_k_mask(above, chosen).repeat_interleave(self.page, -1)[..., :held]
 
     def bounds(self, keys: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """Of all pages; those that were whole before are not looked at again."""
         own = state.layer
         if own.get("rows") != keys.shape[2]:
             done = own.get("rows", 0) // self.page
-            low, high = bounds(keys[:, :, done * self.page :], self.page)
+            low, high = page_bounds(keys[:, :, done * self.page :], self.page)
             if done:
                 low, high = (torch.cat([own[k][:, :, :done], new], 2) for k, new in (("low", low), ("high", high)))
             own |= {"low": low, "high": high, "rows": keys.shape[2]}

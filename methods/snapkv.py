@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.window import glance
-from kvbench.kernels.window.pool import POOLINGS, pool_group
+from kvbench.kernels.window_attention import window_statistics
+from kvbench.kernels.window_attention.pooling import POOLINGS, pool_group
 from kvbench.method import Method
 from kvbench.observation import Seen, State
 from kvbench.rows import Rows
@@ -43,7 +43,7 @@ class SnapKV(Method):
         return rows.places >= seen.tokens - self.window
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        (votes,) = glance(seen.queries[:, :, -self.window :], rows.keys, rows.mass, seen.scaling)
+        (votes,) = window_statistics(seen.queries[:, :, -self.window :], rows.keys, rows.mass, seen.scaling)
         # rows of the window have no votes; where the window covers all that a head holds, those of the block have none
         inside = rows.places >= seen.tokens - self.window
         if seen.queries.shape[2] < self.window:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.allocator import Allocator
 from kvbench.codec import Codec
-from kvbench.kernels.window import glance
+from kvbench.kernels.window_attention import window_statistics
 from kvbench.method import Method
 from kvbench.observation import Seen, State
 from kvbench.rows import Rows
@@ -44,7 +44,7 @@ class TOVA(Method):
         return rows.places >= seen.tokens - self.recent
 
     def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        (p,) = glance(seen.queries[:, :, -1:], rows.keys, rows.mass, seen.scaling)  # (B, H, G, n)
+        (p,) = window_statistics(seen.queries[:, :, -1:], rows.keys, rows.mass, seen.scaling)  # (B, H, G, n)
         if self.scope == "group":
             return p.mean(2)
         return p.flatten(1, 2).mean(1, keepdim=True).expand_as(rows.mass)

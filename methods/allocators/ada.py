@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvbench.allocator import Allocator
 from kvbench.apportion import settle
-from kvbench.kernels.compact import top
+from kvbench.kernels.row_selection import top_k_mask
 from kvbench.settings import SettingError, choose, number, part
 
 
@@ -48,7 +48,7 @@ class Ada(Allocator):
     def _safe(self, scores: Tensor, quota: int, protected: Tensor) -> Tensor:
         """(H, n): the ⌊α·quota⌋ largest of every head, protected ones first, at least one."""
         least = protected.sum(-1).clamp(min=max(1, part(self.alpha, quota)))
-        return top(scores[None], least[None])[0] & (scores > -torch.inf)
+        return top_k_mask(scores[None], least[None])[0] & (scores > -torch.inf)
 
     def _sample(self, scores: Tensor, protected: Tensor, quota: int) -> list[int]:
         heads = scores.shape[0]
@@ -69,5 +69,5 @@ class Ada(Allocator):
 
 def winners(scores: Tensor, total: int) -> list[int]:
     """How many of the `total` largest scores (H, n) each head has; ties to the lower head, then the lower place."""
-    won = top(scores.flatten()[None, None], total).view_as(scores) & (scores > -torch.inf)
+    won = top_k_mask(scores.flatten()[None, None], total).view_as(scores) & (scores > -torch.inf)
     return won.sum(-1).tolist()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvbench.allocator import Allocator
 from kvbench.apportion import frozen, settle
-from kvbench.kernels.window import glance
+from kvbench.kernels.window_attention import window_statistics
 from kvbench.observation import Seen
 from kvbench.rows import Rows
 from kvbench.settings import SettingError, choose, number, whole
@@ -84,7 +84,9 @@ class Cake(Allocator):
     def preference(self, seen: Seen, rows: Rows) -> Tensor:
         """(B,) log P of the layer: 1/τ may be large."""
         queries = seen.queries[:, :, -self.window :]
-        both = glance(queries, rows.keys, rows.mass, seen.scaling, ("entropy", "variance"))  # (B, H, G, n) each
+        both = window_statistics(
+            queries, rows.keys, rows.mass, seen.scaling, ("entropy", "variance")
+        )  # (B, H, G, n) each
         inside = rows.places >= seen.tokens - self.window
         entropy, variance = (
             x.sum(2, dtype=torch.float64).masked_fill(inside, 0).flatten(1).sum(-1).clamp(min=0) for x in both

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvbench.codec import Codec, join, split
-from kvbench.kernels.pack import Groups, pack, unpack
+from kvbench.kernels.quantize import Groups, dequantize, quantize
 from kvbench.settings import SettingError, choose, whole
 
 
@@ -53,11 +53,11 @@ class Kivi(Codec):
 
     def key_groups(self, keys: Tensor) -> Groups:
         """Keys (m·G, d) as m groups: codes (m, d, G·bits/8), scale and zero (m, d, 1)."""
-        return pack(keys.view(len(keys) // self.group, self.group, keys.shape[-1]).mT, self.bits, self.group)
+        return quantize(keys.view(len(keys) // self.group, self.group, keys.shape[-1]).mT, self.bits, self.group)
 
     def value_groups(self, values: Tensor) -> Groups:
         """Values (m, d): codes (m, d·bits/8), scale and zero (m, d/G)."""
-        return pack(values, self.bits, self.group)
+        return quantize(values, self.bits, self.group)
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class KiviRows:
     def read(self) -> tuple[Tensor, Tensor]:
         bits, group, dtype = self.codec.bits, self.codec.group, self.keys.dtype
         of_keys, of_values = self.packed(self.lengths)
-        keys = unpack(self.key_groups, bits, group, dtype, turned=True).mT.flatten(0, 1)
-        values = unpack(self.value_groups, bits, group, dtype)
+        keys = dequantize(self.key_groups, bits, group, dtype, turned=True).mT.flatten(0, 1)
+        values = dequantize(self.value_groups, bits, group, dtype)
         return (
             join(keys, of_keys, self.keys, self.lengths - of_keys),
             join(values, of_values, self.values, self.lengths - of_values),

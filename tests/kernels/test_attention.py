@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvbench.kernels.attend import Ragged, attend, attend_ragged, joined
+from kvbench.kernels.attention import Ragged, attend, attend_ragged, joined
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # batch, KV heads, group, tokens, tail, longest held, dim
@@ -55,8 +55,8 @@ def as_double(held):
 @pytest.mark.parametrize("enough", [0, 10**6], ids=["many", "few"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_triton_agrees_with_the_equation(shape, enough, merged, dtype, monkeypatch):
-    monkeypatch.setattr("kvbench.kernels.attend.triton.ENOUGH", enough)
-    monkeypatch.setattr("kvbench.kernels.attend.triton.FEW", 0)
+    monkeypatch.setattr("kvbench.kernels.attention.triton.ENOUGH", enough)
+    monkeypatch.setattr("kvbench.kernels.attention.triton.FEW", 0)
     queries, held, keys, values = made(shape, merged, dtype)
     scaling = shape[-1] ** -0.5
     exact, sums = attend_ragged(queries.double(), as_double(held), keys.double(), values.double(), scaling, lse=True)
@@ -88,7 +88,7 @@ def test_two_calls_joined_are_one_attention(longest, tail):
 
 def test_a_single_earlier_row_is_not_cudnns(monkeypatch):
     """What a small share of a short first block leaves: cuDNN takes no keys of one row."""
-    monkeypatch.setattr("kvbench.kernels.attend.cudnn_serves", lambda queries, keys: True)
+    monkeypatch.setattr("kvbench.kernels.attention.cudnn_serves", lambda queries, keys: True)
     queries, keys = torch.zeros(1, 2, 600, 16), torch.zeros(1, 1, 700, 16)
     for longest, tail, chosen in (
         (1, 600, None),
@@ -104,7 +104,7 @@ def test_a_single_earlier_row_is_not_cudnns(monkeypatch):
 
 def test_one_query_of_many_samples_reads_a_heads_rows_once(monkeypatch):
     """However many heads there are, the query heads of a group share a program."""
-    from kvbench.kernels.attend import triton as own
+    from kvbench.kernels.attention import triton as own
 
     monkeypatch.setattr(own, "_many", None)
     queries, held, keys, values = made((40, 2, 4, 1, 3, 9, 16), False, torch.float32)
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused(change, word):
 
 
 def ahead_of_time(kind, dtype, dim):
-    from kvbench.kernels.attend import triton as own
+    from kvbench.kernels.attention import triton as own
 
     kernel = getattr(own, kind)
     real = {"scale": "fp32", "starts": "*i64", "lengths": "*i64", "step": "*i32", "held_mass": "*i32", "lse": "*fp32"}

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from kvbench.kernels.peaks import peaks
-from kvbench.kernels.votes import votes
+from kvbench.kernels.accumulated_attention import accumulated_attention
+from kvbench.kernels.max_attention import max_attention
 from tests.support.compile_kernels import compile_all, compiled
 from tests.support.kernel_checks import DEVICE, DTYPES, poisoned, same
 
@@ -61,13 +61,15 @@ def test_votes(shape, masses, dtype, monkeypatch):
     """Whatever absent rows hold, and whatever was in memory before."""
     queries, keys, mass, lse = made(shape, dtype, masses)
     exact = [x.double() for x in (queries, keys, mass)]
-    each = votes(*exact, lse, scaling(shape[-1]), implementation="reference")
+    each = accumulated_attention(*exact, lse, scaling(shape[-1]), implementation="reference")
     keys = keys.masked_fill((mass == 0)[..., None], math.nan)
     poisoned(monkeypatch)
-    found = votes(queries, keys, mass, lse.float(), scaling(shape[-1]), implementation="triton")
+    found = accumulated_attention(queries, keys, mass, lse.float(), scaling(shape[-1]), implementation="triton")
     assert found.shape == each.shape
     close(found, each, shape[-1])
-    mean = votes(queries, keys, mass, lse.float(), scaling(shape[-1]), group="mean", implementation="triton")
+    mean = accumulated_attention(
+        queries, keys, mass, lse.float(), scaling(shape[-1]), group="mean", implementation="triton"
+    )
     assert mean.shape == keys.shape[:3]
     close(mean, each.mean(2), shape[-1])
     assert (mean[mass == 0] == 0).all()
@@ -77,9 +79,9 @@ def test_votes(shape, masses, dtype, monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_peaks(shape, dtype, monkeypatch):
     queries, keys, _, _ = made(shape, dtype)
-    exact = peaks(queries.double(), keys.double(), scaling(shape[-1]), implementation="reference")
+    exact = max_attention(queries.double(), keys.double(), scaling(shape[-1]), implementation="reference")
     poisoned(monkeypatch)
-    found = peaks(queries, keys, scaling(shape[-1]), implementation="triton")
+    found = max_attention(queries, keys, scaling(shape[-1]), implementation="triton")
     assert found.shape == exact.shape
     close(found, exact, shape[-1])
 
@@ -88,8 +90,8 @@ def test_views_as_models_and_storage_make_them():
     """Heads and tokens swapped, a slice of a tail with room, log-sum-exps and masses of another order."""
     shape = (2, 2, 3, 20, 70, 32)
     queries, keys, mass, lse = made(shape, torch.float32, "merged")
-    expected = votes(queries, keys, mass, lse.float(), 0.3, implementation="triton")
-    largest = peaks(queries, keys, 0.3, implementation="triton")
+    expected = accumulated_attention(queries, keys, mass, lse.float(), 0.3, implementation="triton")
+    largest = max_attention(queries, keys, 0.3, implementation="triton")
     swapped = queries.transpose(1, 2).contiguous().transpose(1, 2)
     room = torch.full((2, 2, 90, 40), math.nan, device=DEVICE)
     room[:, :, :70, :32] = keys
@@ -98,29 +100,31 @@ def test_views_as_models_and_storage_make_them():
     other = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (mass, lse.float())]
     for own in (sliced, turned):
         assert not own.is_contiguous() and not swapped.is_contiguous()
-        same(votes(swapped, own, *other, 0.3, implementation="triton"), expected)
-        same(peaks(swapped, own, 0.3, implementation="triton"), largest)
+        same(accumulated_attention(swapped, own, *other, 0.3, implementation="triton"), expected)
+        same(max_attention(swapped, own, 0.3, implementation="triton"), largest)
     wide = mass[:, :1].expand(2, 2, 70)  # a stride of 0
-    found = votes(queries, keys, wide, lse.float(), 0.3, implementation="triton")
-    exact = votes(queries.double(), keys.double(), wide.double(), lse.double(), 0.3, implementation="reference")
+    found = accumulated_attention(queries, keys, wide, lse.float(), 0.3, implementation="triton")
+    exact = accumulated_attention(
+        queries.double(), keys.double(), wide.double(), lse.double(), 0.3, implementation="reference"
+    )
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-9)
 
 
 def test_votes_of_one_shot_add_up_to_its_queries():
     queries, keys, mass, lse = made((1, 2, 2, 90, 140, 32), torch.bfloat16, "merged")
-    found = votes(queries, keys, mass, lse.float(), scaling(32), implementation="triton")
+    found = accumulated_attention(queries, keys, mass, lse.float(), scaling(32), implementation="triton")
     torch.testing.assert_close(found.sum(-1), torch.full_like(found[..., 0], 90), rtol=3e-5, atol=0)
 
 
 def test_what_is_refused():
     queries, keys, mass, lse = made((1, 1, 2, 5, 9, 16), torch.float32)
     with pytest.raises(ValueError, match="votes: group"):
-        votes(queries, keys, mass, lse, 1.0, group="max")
+        accumulated_attention(queries, keys, mass, lse, 1.0, group="max")
     with pytest.raises(ValueError, match="votes: keys"):
-        votes(queries, keys, mass[..., 1:], lse, 1.0)
+        accumulated_attention(queries, keys, mass[..., 1:], lse, 1.0)
     for op in (
-        lambda x, **how: votes(x, keys.to(x.dtype), mass, lse, 1.0, **how),
-        lambda x, **how: peaks(x, keys.to(x.dtype), 1.0, **how),
+        lambda x, **how: accumulated_attention(x, keys.to(x.dtype), mass, lse, 1.0, **how),
+        lambda x, **how: max_attention(x, keys.to(x.dtype), 1.0, **how),
     ):
         with pytest.raises(ValueError, match="implementation 'cuda'"):
             op(queries, implementation="cuda")
@@ -129,8 +133,8 @@ def test_what_is_refused():
 
 
 def ahead():
-    from kvbench.kernels.peaks.triton import lse_kernel, tiles
-    from kvbench.kernels.votes.triton import blocks, columns_kernel
+    from kvbench.kernels.accumulated_attention.triton import blocks, columns_kernel
+    from kvbench.kernels.max_attention.triton import lse_kernel, tiles
 
     some = [(torch.bfloat16, "bf16", 96), (torch.bfloat16, "bf16", 128), (torch.float16, "fp16", 256)]
     for dtype, name, dim in [*some, (torch.float32, "fp32", 64)]:

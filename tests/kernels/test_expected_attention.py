@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvbench.kernels.expected import expected_logits, expected_scores, merge, moments
+from kvbench.kernels.expected_attention import expected_logits, expected_scores, merge, moments
 from tests.support.compile_kernels import compile_all, compiled
 from tests.support.kernel_checks import DEVICE, DTYPES, poisoned, same
 
@@ -162,7 +162,7 @@ def test_what_is_refused():
 
 
 def ahead():
-    from kvbench.kernels.expected import triton as kernels
+    from kvbench.kernels.expected_attention import triton as kernels
 
     names = ("sums", "shifts", "scatters", "mass", "mean", "covariance", "logits", "tops", "totals", "out", "scatter")
     for dtype, name, dim in ((torch.bfloat16, "bf16", 128), (torch.float16, "fp16", 96), (torch.bfloat16, "bf16", 256)):

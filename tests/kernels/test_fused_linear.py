@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvbench.kernels.project import gated, normed, project
+from kvbench.kernels.fused_linear import normed, rms_norm_linear, rms_norm_swiglu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -39,7 +39,7 @@ def test_projections_agree_with_the_equation(columns, sizes, rows, dtype):
     for own in (None, biases):
         for norm in (None, (scale, 1e-5)):
             rounded = x if norm is None else normed(x, *norm, implementation="reference")
-            found = project(x, weights, biases=own, norm=norm, implementation="triton")
+            found = rms_norm_linear(x, weights, biases=own, norm=norm, implementation="triton")
             for i, size in enumerate(sizes):
                 exact = rounded.double() @ weights[i].double().T + (0 if own is None else own[i].double())
                 assert found[i].shape == (rows, size)
@@ -50,7 +50,7 @@ def test_projections_agree_with_the_equation(columns, sizes, rows, dtype):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_residual_is_added(rows, dtype):
     x, weight, residual = made(rows, 40, dtype=dtype), made(24, 40, dtype=dtype), made(rows, 24, dtype=dtype)
-    (found,) = project(x, [weight], residual=residual, implementation="triton")
+    (found,) = rms_norm_linear(x, [weight], residual=residual, implementation="triton")
     close(found, x.double() @ weight.double().T + residual.double(), dtype, steps=2)
 
 
@@ -59,11 +59,13 @@ def test_a_residual_is_added(rows, dtype):
 def test_the_gated_product_agrees_with_the_equation(rows, dtype):
     x, scale = made(rows, 1100, dtype=dtype), made(1100, dtype=dtype)
     gate, up = (made(19, 1100, dtype=dtype, seed=i) / 8 for i in range(2))
-    found = gated(x, gate, up, (scale, 1e-6), implementation="triton")
+    found = rms_norm_swiglu(x, gate, up, (scale, 1e-6), implementation="triton")
     rounded = normed(x, scale, 1e-6, implementation="reference").double()
     exact = torch.nn.functional.silu(rounded @ gate.double().T) * (rounded @ up.double().T)
     close(found, exact, dtype, steps=6)
-    assert torch.allclose(found, gated(x, gate, up, (scale, 1e-6), implementation="reference"), rtol=0.1, atol=0.5)
+    assert torch.allclose(
+        found, rms_norm_swiglu(x, gate, up, (scale, 1e-6), implementation="reference"), rtol=0.1, atol=0.5
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,15 +78,15 @@ def test_the_norm_rounds_as_the_modules_do(dtype):
 def test_what_does_not_fit_is_refused():
     x, weight = made(1, 8, dtype=torch.float32), made(4, 9, dtype=torch.float32)
     with pytest.raises(ValueError, match="weights"):
-        project(x, [weight])
+        rms_norm_linear(x, [weight])
     with pytest.raises(ValueError, match="residual"):
-        project(x, [weight[:, :8]], residual=x)
+        rms_norm_linear(x, [weight[:, :8]], residual=x)
     with pytest.raises(ValueError, match="gate"):
-        gated(x, weight, weight, (x[0], 1e-5))
+        rms_norm_swiglu(x, weight, weight, (x[0], 1e-5))
 
 
 def ahead():
-    from kvbench.kernels.project import triton as own
+    from kvbench.kernels.fused_linear import triton as own
 
     constants = {"NORM": True, "BIAS": True, "RESIDUAL": True, "WEIGHTS": 3, "N": 8, "K": 1024, "STAGES": 2}
     for kernel in (own._project, own._gated, own._product, own._normed):

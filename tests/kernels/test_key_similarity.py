@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvbench.kernels.keydiff import METRICS, anchor, norms, similarity
+from kvbench.kernels.key_similarity import METRICS, anchor, norms, similarity
 from tests.support.compile_kernels import compile_all, compiled
 from tests.support.kernel_checks import DEVICE, DTYPES, poisoned, same
 
@@ -110,7 +110,7 @@ def test_what_is_refused():
 
 
 def ahead():
-    from kvbench.kernels.keydiff.triton import compare_kernel, sums_kernel, tile
+    from kvbench.kernels.key_similarity.triton import compare_kernel, sums_kernel, tile
 
     floats = dict.fromkeys(("mass", "sums", "weights", "anchor", "out"), "*fp32")
     for dtype, dim in (("bf16", 128), ("fp32", 96), ("fp16", 256)):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvbench.kernels.pages import bounds, upper
+from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds
 from tests.support.compile_kernels import compile_all, typed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,14 +28,14 @@ def tail(rows, dim, dtype, seed=0):
 def test_bounds(rows, page, dim, dtype):
     keys = tail(rows, dim, dtype, rows)
     for view in (keys, keys.transpose(0, 1), keys[:, 1:2, rows // 2 :]):
-        found, expected = (bounds(view, page, implementation=name) for name in ("triton", "reference"))
+        found, expected = (page_bounds(view, page, implementation=name) for name in ("triton", "reference"))
         for one, other in zip(found, expected, strict=True):
             assert one.dtype == dtype and torch.equal(one, other)
 
 
 def test_long_pages_are_read_in_parts():
     keys = drawn(1, 1, 700, 16)
-    found, expected = (bounds(keys, 600, implementation=name) for name in ("triton", "reference"))
+    found, expected = (page_bounds(keys, 600, implementation=name) for name in ("triton", "reference"))
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -46,18 +46,18 @@ def test_upper(pages, group, dim, dtype):
     queries[0, 0, : dim // 2] = 0
     both = torch.stack([drawn(2, 3, pages + 2, dim, dtype=dtype, seed=seed) for seed in (2, 3)])
     low, high = both.amin(0)[:, :, :pages], both.amax(0)[:, :, :pages]
-    found = upper(queries, low, high, implementation="triton")
-    exact = upper(queries.double(), low.double(), high.double(), implementation="reference")
+    found = page_upper_bounds(queries, low, high, implementation="triton")
+    exact = page_upper_bounds(queries.double(), low.double(), high.double(), implementation="reference")
     assert found.dtype == torch.float32 and found.shape == (2, group * 3, pages)
     size = queries.double().abs().sum(-1, keepdim=True) * torch.maximum(low.abs(), high.abs()).double().amax()
     assert ((found.double() - exact).abs() <= 2.0**-24 * dim * size).all()
     swapped = queries.transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(upper(swapped, low.contiguous(), high, implementation="triton"), found)
+    assert torch.equal(page_upper_bounds(swapped, low.contiguous(), high, implementation="triton"), found)
 
 
 def test_no_row_is_above_its_page():
     keys, queries = drawn(1, 2, 50, 32, seed=4), drawn(1, 6, 32, seed=5)
-    above = upper(queries, *bounds(keys, 8, implementation="triton"), implementation="triton")
+    above = page_upper_bounds(queries, *page_bounds(keys, 8, implementation="triton"), implementation="triton")
     logits = queries.unflatten(1, (2, 3)) @ keys.mT
     assert (logits.flatten(1, 2) <= above.repeat_interleave(8, -1)[..., :50] + 1e-4).all()
 
@@ -65,19 +65,19 @@ def test_no_row_is_above_its_page():
 def test_inputs_that_do_not_fit():
     keys, queries = torch.zeros(1, 2, 3, 4), torch.zeros(1, 4, 4)
     for message, call in (
-        ("bounds: keys", lambda: bounds(keys, 0)),
-        ("bounds: keys", lambda: bounds(keys[:, :, :0], 4)),
-        ("bounds: .* not torch.float64", lambda: bounds(keys.double(), 4, implementation="triton")),
-        ("upper: queries", lambda: upper(queries[:, :3], keys, keys)),
-        ("upper: queries", lambda: upper(queries[..., :3], keys, keys)),
-        ("upper: implementation", lambda: upper(queries, keys, keys, implementation="fast")),
+        ("page_bounds: keys", lambda: page_bounds(keys, 0)),
+        ("page_bounds: keys", lambda: page_bounds(keys[:, :, :0], 4)),
+        ("page_bounds: .* not torch.float64", lambda: page_bounds(keys.double(), 4, implementation="triton")),
+        ("page_upper_bounds: queries", lambda: page_upper_bounds(queries[:, :3], keys, keys)),
+        ("page_upper_bounds: queries", lambda: page_upper_bounds(queries[..., :3], keys, keys)),
+        ("page_upper_bounds: implementation", lambda: page_upper_bounds(queries, keys, keys, implementation="fast")),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             call()
 
 
 def ahead():
-    from kvbench.kernels.pages import triton as own
+    from kvbench.kernels.page_bounds import triton as own
 
     for dtype, dim, page in (("bf16", 128, 16), ("fp32", 256, 16), ("fp16", 64, 64)):
         rows = dict.fromkeys(("keys", "low", "high", "queries"), f"*{dtype}")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvbench.kernels.critical import projected_norms
+from kvbench.kernels.projected_norms import projected_norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -33,7 +33,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def ahead():
-    from kvbench.kernels.critical.triton import _norms
+    from kvbench.kernels.projected_norms.triton import _norms
 
     real = {"values": "*bf16", "weight": "*bf16", "out": "*fp32"}
     constants = {"N": 128, "M": 128, "D": 128, "CAST": False}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvbench.kernels.pack import Groups, pack, unpack
+from kvbench.kernels.quantize import Groups, dequantize, quantize
 from tests.support.compile_kernels import compile_all, typed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -18,27 +18,27 @@ def drawn(*shape, seed=0):
 
 def exactly(x, bits, group):
     """The reference's on the CPU: on a GPU PyTorch multiplies by the rounded reciprocal of 2^bits - 1."""
-    groups = pack(x.cpu(), bits, group, implementation="reference")
+    groups = quantize(x.cpu(), bits, group, implementation="reference")
     return Groups(*(part.to(DEVICE) for part in groups))
 
 
 def same(x, bits, group):
     """Both ways, to the bit; and what is read back is near what was written."""
     expected = exactly(x, bits, group)
-    found = pack(x, bits, group, implementation="triton")
+    found = quantize(x, bits, group, implementation="triton")
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype and one.is_contiguous() and torch.equal(one, other)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        exact = unpack(expected, bits, group, dtype, implementation="reference")
+        exact = dequantize(expected, bits, group, dtype, implementation="reference")
         for turned in (False, True):
-            back = unpack(found, bits, group, dtype, turned, implementation="triton")
+            back = dequantize(found, bits, group, dtype, turned, implementation="triton")
             assert back.dtype == dtype
             if dtype == torch.bfloat16 and DEVICE == "cpu":  # where the interpreter truncates
                 torch.testing.assert_close(back, exact, rtol=2.0**-7, atol=0)
             else:
                 assert torch.equal(back, exact)
     step = found.scale.double().repeat_interleave(group, -1)
-    back = unpack(found, bits, group, torch.float32, implementation="triton").double()
+    back = dequantize(found, bits, group, torch.float32, implementation="triton").double()
     bound = 0.5 * step + 2.0**-10 * (x.double().abs() + 2**bits * step) + 1e-6
     assert ((back - x.double()).abs() <= bound)[x.abs() < 6e4].all()
 
@@ -59,8 +59,8 @@ def test_views(bits):
     """Keys per channel as a transposed view, read back as rows without a copy; slices; every other element."""
     keys = drawn(3, 16, 24).bfloat16()
     same(keys.mT, bits, 16)
-    groups = pack(keys.mT, bits, 16, implementation="triton")
-    rows = unpack(groups, bits, 16, torch.bfloat16, turned=True, implementation="triton").mT
+    groups = quantize(keys.mT, bits, 16, implementation="triton")
+    rows = dequantize(groups, bits, 16, torch.bfloat16, turned=True, implementation="triton").mT
     assert rows.is_contiguous() and rows.shape == keys.shape
     same(drawn(5, 70, 40)[1:4, 3:66, 8:40], bits, 8)
     same(drawn(4, 64)[:, ::2], bits, 8)
@@ -71,12 +71,12 @@ def test_views(bits):
 def test_extremes_and_constants():
     x = torch.tensor([[value] * 8 + [value, -value] * 4 for value in EXTREMES], device=DEVICE)
     same(x, 2, 8)
-    assert torch.isfinite(unpack(pack(x, 4, 8, implementation="triton"), 4, 8, torch.float32)).all()
+    assert torch.isfinite(dequantize(quantize(x, 4, 8, implementation="triton"), 4, 8, torch.float32)).all()
     ramp = torch.arange(16.0, device=DEVICE)[None].repeat(3, 1)
-    codes = pack(ramp / 4 % 4, 2, 16, implementation="triton").codes  # every fourth is half way between two codes
+    codes = quantize(ramp / 4 % 4, 2, 16, implementation="triton").codes  # every fourth is half way between two codes
     assert torch.equal(codes, exactly(ramp / 4 % 4, 2, 16).codes)
     halves = torch.tensor([[0.0, 0.5, 1.5, 2.5, 1.0, 2.0, 3.0, 0.0]], device=DEVICE)
-    assert pack(halves, 2, 8, implementation="triton").codes.tolist() == [[0 | 0 << 2 | 2 << 4 | 2 << 6, 57]]
+    assert quantize(halves, 2, 8, implementation="triton").codes.tolist() == [[0 | 0 << 2 | 2 << 4 | 2 << 6, 57]]
 
 
 def test_nothing_is_left_unwritten(monkeypatch):
@@ -89,27 +89,30 @@ def test_nothing_is_left_unwritten(monkeypatch):
     x = drawn(3, 37, 48)
     expected = exactly(x, 2, 12)
     monkeypatch.setattr(torch, "empty", poisoned)
-    found = pack(x, 2, 12, implementation="triton")
-    back = unpack(found, 2, 12, torch.float32, implementation="triton")
+    found = quantize(x, 2, 12, implementation="triton")
+    back = dequantize(found, 2, 12, torch.float32, implementation="triton")
     monkeypatch.undo()
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert torch.equal(back, unpack(expected, 2, 12, torch.float32, implementation="reference"))
+    assert torch.equal(back, dequantize(expected, 2, 12, torch.float32, implementation="reference"))
 
 
 def test_inputs_that_do_not_fit():
-    groups = pack(torch.ones(2, 16), 2, 8)
+    groups = quantize(torch.ones(2, 16), 2, 8)
     for message, call in (
-        ("unpack: codes", lambda: unpack(groups, 4, 8, torch.float32)),
-        ("unpack: codes", lambda: unpack(Groups(groups.codes, groups.scale, groups.zero[:1]), 2, 8, torch.float32)),
-        ("unpack: implementation", lambda: unpack(groups, 2, 8, torch.float32, implementation="fast")),
-        ("pack: .* not torch.float64", lambda: pack(torch.ones(2, 8).double(), 2, 8, implementation="triton")),
+        ("dequantize: codes", lambda: dequantize(groups, 4, 8, torch.float32)),
+        (
+            "dequantize: codes",
+            lambda: dequantize(Groups(groups.codes, groups.scale, groups.zero[:1]), 2, 8, torch.float32),
+        ),
+        ("dequantize: implementation", lambda: dequantize(groups, 2, 8, torch.float32, implementation="fast")),
+        ("quantize: .* not torch.float64", lambda: quantize(torch.ones(2, 8).double(), 2, 8, implementation="triton")),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             call()
 
 
 def ahead():
-    from kvbench.kernels.pack import triton as own
+    from kvbench.kernels.quantize import triton as own
 
     for dtype, bits, group in (("bf16", 2, 32), ("fp32", 4, 24), ("fp16", 8, 128)):
         groups = {"codes": "*u8", "scale": "*fp16", "zero": "*fp16", "x": f"*{dtype}", "out": f"*{dtype}"}

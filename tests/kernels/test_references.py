@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from kvbench.kernels.attend import attend
-from kvbench.kernels.attend import reference as attend_reference
-from kvbench.kernels.attend import sdpa as attend_sdpa
-from kvbench.kernels.match import even_rows, match
-from kvbench.kernels.match import reference as match_reference
-from kvbench.kernels.peaks import peaks
-from kvbench.kernels.votes import votes
-from kvbench.kernels.window import window
-from kvbench.kernels.window.pool import pool
+from kvbench.kernels.accumulated_attention import accumulated_attention
+from kvbench.kernels.attention import attend
+from kvbench.kernels.attention import reference as attend_reference
+from kvbench.kernels.attention import sdpa as attend_sdpa
+from kvbench.kernels.max_attention import max_attention
+from kvbench.kernels.soft_matching import even_rows, match
+from kvbench.kernels.soft_matching import reference as match_reference
+from kvbench.kernels.window_attention import window_probabilities
+from kvbench.kernels.window_attention.pooling import pool
 from kvbench.rows import Rows
 from kvbench.storage import StoredRows
 
@@ -123,7 +123,9 @@ def test_attend_takes_views_as_models_make_them():
         for implementation in ("reference", "sdpa"):
             found, _ = attend(view, keys, values, mass, 0.3, implementation=implementation)
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(window(sliced, keys, mass, 0.3), window(queries, keys, mass, 0.3))
+    torch.testing.assert_close(
+        window_probabilities(sliced, keys, mass, 0.3), window_probabilities(queries, keys, mass, 0.3)
+    )
 
 
 @pytest.mark.parametrize("implementation", ["reference", "sdpa"])
@@ -143,11 +145,11 @@ def test_absent_rows_hold_anything_finite(implementation):
     absent = mass == 0
     assert absent.any()
     before, _ = attend(queries, keys, values, mass, 0.3, implementation=implementation)
-    probabilities = window(queries, keys, mass, 0.3)
+    probabilities = window_probabilities(queries, keys, mass, 0.3)
     keys[absent], values[absent] = 1e4, -1e30
     after, _ = attend(queries, keys, values, mass, 0.3, implementation=implementation)
     assert torch.equal(before, after)
-    assert torch.equal(window(queries, keys, mass, 0.3), probabilities)
+    assert torch.equal(window_probabilities(queries, keys, mass, 0.3), probabilities)
 
 
 def test_storage_fills_absent_rows_with_zeros_and_keeps_the_rest():
@@ -204,7 +206,7 @@ def test_attend_refuses_what_does_not_fit():
 def test_window(shape, mass):
     queries, keys, _, masses, _ = made(shape, mass)
     batch, heads, group, tokens, rows, _ = shape
-    found = window(queries, keys, masses, 0.4)
+    found = window_probabilities(queries, keys, masses, 0.4)
     assert found.shape == (batch, heads, group, tokens, rows)
     ones = torch.eye(rows, dtype=torch.float64).expand(batch, heads, rows, rows)
     wide = torch.cat([keys, torch.zeros(batch, heads, rows, rows - keys.shape[-1])], -1) if rows > shape[-1] else None
@@ -214,17 +216,17 @@ def test_window(shape, mass):
         torch.testing.assert_close(found.flatten(1, 2), expected, rtol=1e-9, atol=1e-12)
     assert (found[(masses == 0)[:, :, None, None].expand_as(found)] == 0).all()
     torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]))
-    single = window(queries.float(), keys.float(), masses.float(), 0.4)
+    single = window_probabilities(queries.float(), keys.float(), masses.float(), 0.4)
     assert single.dtype == torch.float32
     torch.testing.assert_close(single.double(), found, rtol=1e-4, atol=1e-6)
-    assert window(queries.bfloat16(), keys.bfloat16(), masses.float(), 0.4).dtype == torch.float32
+    assert window_probabilities(queries.bfloat16(), keys.bfloat16(), masses.float(), 0.4).dtype == torch.float32
 
 
 def test_window_refuses_what_does_not_fit():
     queries, keys, _, mass, _ = made(SHAPES[3], "ones")
     for arguments in ((queries[:, :7], keys, mass), (queries, keys[:, :, :6], mass[:, :, :6])):
         with pytest.raises(ValueError, match="window"):
-            window(*arguments, 1.0)
+            window_probabilities(*arguments, 1.0)
 
 
 @pytest.mark.parametrize("pooling", ["avg", "max"])
@@ -289,9 +291,15 @@ def test_half_precision_is_that_of_the_inputs_only(dtype, spread):
     torch.testing.assert_close(outputs.double(), wanted, rtol=0, atol=2 * torch.finfo(dtype).eps)
     close = dict(rtol=1e-3, atol=1e-7)
     torch.testing.assert_close(
-        window(queries, keys, mass, scaling), window(*exact[:2], mass.double(), scaling).float(), **close
+        window_probabilities(queries, keys, mass, scaling),
+        window_probabilities(*exact[:2], mass.double(), scaling).float(),
+        **close,
     )
     torch.testing.assert_close(
-        votes(queries, keys, mass, lse, scaling), votes(*exact[:2], mass.double(), sums, scaling).float(), **close
+        accumulated_attention(queries, keys, mass, lse, scaling),
+        accumulated_attention(*exact[:2], mass.double(), sums, scaling).float(),
+        **close,
     )
-    torch.testing.assert_close(peaks(queries, keys, scaling), peaks(*exact[:2], scaling).float(), **close)
+    torch.testing.assert_close(
+        max_attention(queries, keys, scaling), max_attention(*exact[:2], scaling).float(), **close
+    )

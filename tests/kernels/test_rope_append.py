@@ -5,7 +5,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from kvbench.kernels.append import append
+from kvbench.kernels.rope_append import append
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUND = 2**-7 if DEVICE == "cuda" else 2**-5  # of products and sums to bfloat16; the interpreter cuts off instead
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def ahead():
-    from kvbench.kernels.append.triton import _append
+    from kvbench.kernels.rope_append.triton import _append
 
     real = {"step": "*i32", "epsilon": "fp32", "NORM": "constexpr", "D": "constexpr"}
     whole = ("tail", "tokens", "heads", "query_heads", "dim", "turning")

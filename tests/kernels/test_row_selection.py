@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.kernels.compact import find, take, top
+from kvbench.kernels.row_selection import gather_rows, kept_indices, top_k_mask
 from tests.support.compile_kernels import compile_all, typed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,7 +26,7 @@ def by_sorting(scores, quotas):
 def same(scores, quotas):
     expected = by_sorting(scores.cpu(), quotas)
     for implementation, own in (("reference", scores.cpu()), ("triton", scores)):  # a GPU's sort puts NaN elsewhere
-        found = top(own, quotas.to(own.device), implementation=implementation)
+        found = top_k_mask(own, quotas.to(own.device), implementation=implementation)
         assert found.dtype == torch.bool and torch.equal(found.cpu(), expected), implementation
 
 
@@ -40,7 +40,7 @@ def test_top(rows, dtype):
     scores[1, 2] = 0.25
     same(scores.to(DEVICE), torch.tensor([[0, rows // 2, rows], [rows + 5, max(1, rows // 7), rows // 3]]))
     same(scores.to(DEVICE), torch.full((2, 3), 1))
-    whole = top(scores.to(DEVICE), 3, implementation="triton")
+    whole = top_k_mask(scores.to(DEVICE), 3, implementation="triton")
     assert torch.equal(whole.cpu(), by_sorting(scores, torch.full((2, 3), 3)))
 
 
@@ -75,10 +75,10 @@ def test_find_and_take_any_rows(data):
     values = (tail + 0.5)[:, :, :rows]
     expected = keys[kept], values[kept]
     for implementation in ("reference", "triton"):
-        index = find(kept, implementation=implementation)
+        index = kept_indices(kept, implementation=implementation)
         assert index.dtype == torch.int64 and torch.equal(index, kept.flatten().nonzero()[:, 0])
-        assert torch.equal(find(kept, len(index), implementation=implementation), index)
-        for found, exact in zip(take(index, keys, values, implementation=implementation), expected, strict=True):
+        assert torch.equal(kept_indices(kept, len(index), implementation=implementation), index)
+        for found, exact in zip(gather_rows(index, keys, values, implementation=implementation), expected, strict=True):
             assert torch.equal(found, exact)
 
 
@@ -89,48 +89,48 @@ def test_take_copies_bits(dim, dtype):
     keys, values = torch.randn(2, 1, 70, 3, dim, generator=torch.Generator().manual_seed(dim)).to(DEVICE, dtype)
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     kept = torch.rand(1, 3, 70, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.4
-    index = find(kept, implementation="triton")
-    for found, rows in zip(take(index, keys, values, implementation="triton"), (keys, values), strict=True):
+    index = kept_indices(kept, implementation="triton")
+    for found, rows in zip(gather_rows(index, keys, values, implementation="triton"), (keys, values), strict=True):
         assert found.is_contiguous() and torch.equal(found, rows[kept])
 
 
 def test_many_tiles():
     kept = torch.rand(2, 3, 5000, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.1
-    assert torch.equal(find(kept, implementation="triton"), kept.flatten().nonzero()[:, 0])
+    assert torch.equal(kept_indices(kept, implementation="triton"), kept.flatten().nonzero()[:, 0])
 
 
 def test_take_writes_where_it_is_told():
     keys, values = (torch.randn(2, 3, 9, 5, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(2))
-    kept = top(keys[..., 0], 4, implementation="reference")
+    kept = top_k_mask(keys[..., 0], 4, implementation="reference")
     heads = kept.flatten(0, 1)
     expected = [torch.stack([some.flatten(0, 1)[h][heads[h]] for h in range(6)]) for some in (keys, values)]
     for name in ("reference", "triton"):
         room = [torch.full((2, 3, 7, 5), torch.nan, device=DEVICE) for _ in range(2)]
         into = tuple(part[:, :, :4] for part in room)
-        take(find(kept, 24), keys, values, into=into, implementation=name)
+        gather_rows(kept_indices(kept, 24), keys, values, into=into, implementation=name)
         for part, rows in zip(room, expected, strict=True):
             assert torch.equal(part[:, :, :4].flatten(0, 1), rows) and part[:, :, 4:].isnan().all()
     with pytest.raises(ValueError, match="^take: 24 rows into"):
-        take(find(kept, 24), keys, values, into=(into[0][:, :, :3], into[1][:, :, :3]))
+        gather_rows(kept_indices(kept, 24), keys, values, into=(into[0][:, :, :3], into[1][:, :, :3]))
 
 
 def test_inputs_that_do_not_fit():
     scores, rows = torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, 4)
     for message, call in (
-        ("top: ", lambda: top(scores, torch.zeros(2, dtype=torch.int64))),
-        ("top: ", lambda: top(scores, torch.zeros(1, 2))),
-        ("top: implementation 'cuda'", lambda: top(scores, 1, implementation="cuda")),
-        ("top: .* not torch.float64", lambda: top(scores.double(), 1, implementation="triton")),
-        ("find: ", lambda: find(scores)),
-        ("find: 3 rows of ", lambda: find(scores > 0, 3)),
-        ("take: ", lambda: take(torch.zeros(1, dtype=torch.int64), rows, rows[..., :2])),
+        ("top_k_mask: ", lambda: top_k_mask(scores, torch.zeros(2, dtype=torch.int64))),
+        ("top_k_mask: ", lambda: top_k_mask(scores, torch.zeros(1, 2))),
+        ("top_k_mask: implementation 'cuda'", lambda: top_k_mask(scores, 1, implementation="cuda")),
+        ("top_k_mask: .* not torch.float64", lambda: top_k_mask(scores.double(), 1, implementation="triton")),
+        ("kept_indices: ", lambda: kept_indices(scores)),
+        ("kept_indices: 3 rows of ", lambda: kept_indices(scores > 0, 3)),
+        ("gather_rows: ", lambda: gather_rows(torch.zeros(1, dtype=torch.int64), rows, rows[..., :2])),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             call()
 
 
 def ahead():
-    from kvbench.kernels.compact import triton as own
+    from kvbench.kernels.row_selection import triton as own
 
     work = {"quotas": "*i64", "counts": "*i32", "known": "*i64", "left": "*i32", "chosen": "*u8"}
     for splits in (1, 32):

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-import kvbench.kernels.compact
-import kvbench.kernels.match
-from kvbench.kernels.match import edge_count, even_rows, join, match
+import kvbench.kernels.row_selection
+import kvbench.kernels.soft_matching
+from kvbench.kernels.soft_matching import edge_count, even_rows, join, match
 from kvbench.methods.centroidkv import CentroidKV
 from kvbench.rows import Rows
 from tests.support.compile_kernels import compile_all, typed
@@ -160,7 +160,7 @@ def test_centroids_are_those_of_the_reference(rows, chunk, quota, monkeypatch):
     method = CentroidKV("centroidkv", sinks=3, recents=5, chunk=chunk, r=0.8)
     cuts = []
     for implementation in ("reference", "triton"):
-        for op in (kvbench.kernels.match, kvbench.kernels.compact):
+        for op in (kvbench.kernels.soft_matching, kvbench.kernels.row_selection):
             monkeypatch.setattr(op, "choose", lambda *_, chosen=implementation: chosen)
         cuts.append(method.cut(held, mass, torch.full((2, 2), quota, device=DEVICE), safe, quota))
     monkeypatch.setattr("kvbench.methods.centroidkv.SCRATCH", 10**9)
@@ -190,7 +190,7 @@ def test_inputs_that_do_not_fit():
 
 
 def ahead():
-    from kvbench.kernels.match import triton as own
+    from kvbench.kernels.soft_matching import triton as own
 
     for dtype, dim, size in (("bf16", 128, 64), ("bf16", 256, 64), ("fp32", 256, 64), ("fp16", 16, 16)):
         rows = dict.fromkeys(("keys", "old", "new"), f"*{dtype}")

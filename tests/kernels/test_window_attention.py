@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.kernels import window as window_package
-from kvbench.kernels.dropkv import andpro, dropkv
-from kvbench.kernels.dropkv.reference import dropkv_reference
-from kvbench.kernels.window import REDUCTIONS, glance, window
-from kvbench.kernels.window import pool as pool_module
-from kvbench.kernels.window.pool import pool_group
+from kvbench.kernels import window_attention as window_package
+from kvbench.kernels.removal_scores import andpro, dropkv
+from kvbench.kernels.removal_scores.reference import dropkv_reference
+from kvbench.kernels.window_attention import REDUCTIONS, window_probabilities, window_statistics
+from kvbench.kernels.window_attention import pooling as pool_module
+from kvbench.kernels.window_attention.pooling import pool_group
 from kvbench.methods.allocators.cake import Cake as CakeShares
 from kvbench.methods.andpro import AnDPro
 from kvbench.methods.cake import Cake
@@ -111,7 +111,7 @@ def made(case, dtype, sink: float = 0.0) -> Made:
         loud[..., 0] = sink / SCALING
         keys.scatter_(2, first, loud)
         exact = inputs.double()
-        outputs.copy_((window(*exact.looked) @ exact.values[:, :, None]).flatten(1, 2))
+        outputs.copy_((window_probabilities(*exact.looked) @ exact.values[:, :, None]).flatten(1, 2))
     return inputs
 
 
@@ -140,7 +140,7 @@ def memory_that_was_nan(monkeypatch):
 @pytest.fixture
 def programs(monkeypatch):
     """Sets how many programs a launch aims at."""
-    from kvbench.kernels.window import triton
+    from kvbench.kernels.window_attention import triton
 
     return lambda count: monkeypatch.setattr(triton, "PROGRAMS", count)
 
@@ -157,13 +157,13 @@ def test_glance(case, dtype, programs):
     inputs = made(case, dtype)
     programs(case[-1])
     exact = inputs.double()
-    p, off = window(*exact.looked), blur(exact)
-    expected = glance(*exact.looked, REDUCTIONS)
-    mean, variance, entropy = glance(*inputs.looked, REDUCTIONS, **TRITON)
+    p, off = window_probabilities(*exact.looked), blur(exact)
+    expected = window_statistics(*exact.looked, REDUCTIONS)
+    mean, variance, entropy = window_statistics(*inputs.looked, REDUCTIONS, **TRITON)
     close(mean, expected[0], off * p.mean(-2))
     close(variance, expected[1], 4 * off * p.square().sum(-2) / max(1, case[3] - 1))
     close(entropy, expected[2], off * (p * (2 + p.clamp(min=1e-30).log().abs())).sum(-2) + 1e-9)
-    (alone,) = glance(*inputs.looked, **TRITON)
+    (alone,) = window_statistics(*inputs.looked, **TRITON)
     close(alone, expected[0], off * p.mean(-2))
     if inputs.mass is not None:
         absent = (inputs.mass == 0)[:, :, None].expand_as(mean)
@@ -178,7 +178,7 @@ def test_glance_of_a_row_far_above_those_before_it(tokens, programs):
     inputs.queries[..., 0], inputs.keys[:, :, :, 0] = 8, 0
     inputs.keys[:, :, 250, 0] = 90
     exact = inputs.double()
-    (expected,), (found,) = glance(*exact.looked), glance(*inputs.looked, **TRITON)
+    (expected,), (found,) = window_statistics(*exact.looked), window_statistics(*inputs.looked, **TRITON)
     assert expected.max() > 0.99
     close(found, expected, blur(exact) * expected + 1e-37)
 
@@ -186,18 +186,18 @@ def test_glance_of_a_row_far_above_those_before_it(tokens, programs):
 def test_glance_gives_what_is_asked_for_the_same_every_time():
     inputs = made(CASES[2], torch.bfloat16)
     for of in (("variance",), ("entropy", "mean"), ("mean", "mean")):
-        found, again = (glance(*inputs.looked, of, **TRITON) for _ in range(2))
+        found, again = (window_statistics(*inputs.looked, of, **TRITON) for _ in range(2))
         assert len(found) == len(of) and all(map(torch.equal, found, again))
-        every = dict(zip(REDUCTIONS, glance(*inputs.looked, REDUCTIONS, **TRITON), strict=True))
+        every = dict(zip(REDUCTIONS, window_statistics(*inputs.looked, REDUCTIONS, **TRITON), strict=True))
         for name, own in zip(of, found, strict=True):
             torch.testing.assert_close(own, every[name])
 
 
 def test_reductions_by_loops():
     exact = made(CASES[1], torch.float32).double()
-    p = window(*exact.looked).cpu()
-    mean, variance, entropy = (x.cpu() for x in glance(*exact.looked, REDUCTIONS))
-    single = glance(exact.queries[:, :, -1:], *exact.looked[1:], ("variance",))[0]
+    p = window_probabilities(*exact.looked).cpu()
+    mean, variance, entropy = (x.cpu() for x in window_statistics(*exact.looked, REDUCTIONS))
+    single = window_statistics(exact.queries[:, :, -1:], *exact.looked[1:], ("variance",))[0]
     assert (single == 0).all()
     for place in torch.cartesian_prod(*map(torch.arange, mean.shape)).tolist():
         b, h, g, j = place
@@ -212,7 +212,7 @@ def bounds(exact: Made, epsilon: float, rounded: bool) -> tuple[Tensor, Tensor]:
     """The least and most that DropKV's score may be: weights grow with p, whose error is `blur`; a distance is off by
     float32's rounding of it where p is over a quarter, else of ‖a‖² + ‖v‖².
     """
-    p, off = window(*exact.looked), blur(exact)
+    p, off = window_probabilities(*exact.looked), blur(exact)
     anchors = exact.outputs.reshape(*p.shape[:2], -1, 1, exact.outputs.shape[-1])
     values = exact.values[:, :, None]
     distances = (anchors - values).square().sum(-1)
@@ -254,7 +254,7 @@ def test_dropkv_of_a_sink_keeps_the_digits_of_its_distance(dtype, sink, rounded)
     inputs = made((2, 1, 8, 5, 77, 96, "ragged", 1056), dtype, sink)
     exact = inputs.double()
     if sink > 0:
-        assert window(*exact.looked).max() > 0.6
+        assert window_probabilities(*exact.looked).max() > 0.6
     least, most = bounds(exact, 1e-6, rounded)
     found = dropkv(*inputs.all, 1e-6, rounded, **TRITON)
     within(found, least, most)
@@ -265,7 +265,7 @@ def test_dropkv_of_a_sink_keeps_the_digits_of_its_distance(dtype, sink, rounded)
 
 def test_dropkv_by_loops():
     exact = made(CASES[1], torch.float32).double()
-    p = window(*exact.looked).cpu()
+    p = window_probabilities(*exact.looked).cpu()
     queries, _, values, outputs, *_ = (x.cpu() if isinstance(x, Tensor) else x for x in exact.all)
     batch, heads, group, tokens, rows = p.shape
     found = dropkv_reference(*exact.all, 1e-3, False).cpu()
@@ -287,7 +287,10 @@ def test_andpro(case, dtype, programs):
     inputs = made(case, dtype)
     programs(case[-1])
     exact = inputs.double()
-    p, anchors = window(*exact.looked).flatten(2, 3), exact.outputs.unflatten(1, (case[1], -1)).flatten(2, 3)
+    p, anchors = (
+        window_probabilities(*exact.looked).flatten(2, 3),
+        exact.outputs.unflatten(1, (case[1], -1)).flatten(2, 3),
+    )
     size = (p * (anchors.abs() @ exact.values.abs().mT)).sum(2) / case[2]
     close(andpro(*inputs.all, **TRITON), andpro(*exact.all), 2 * blur(exact) * size)
 
@@ -368,7 +371,7 @@ def test_what_does_not_fit_is_refused():
         dict(mass=mass[..., 1:]), dict(keys=short[0], mass=short[1]),
     ):  # fmt: skip
         arguments = dict(queries=queries, keys=keys, mass=mass, scaling=scaling) | wrong
-        for op in (window, glance):
+        for op in (window_probabilities, window_statistics):
             with pytest.raises(ValueError, match=f"^{op.__name__}: queries"):
                 op(**arguments)
     for wrong in (dict(values=values[:, :, 1:]), dict(outputs=outputs[:, :, 1:])):
@@ -378,23 +381,23 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError, match="^dropkv: keys"):
             dropkv(**arguments, epsilon=1e-6, rounded=True)
     with pytest.raises(ValueError, match="^glance: of"):
-        glance(*inputs.looked, ("median",))
+        window_statistics(*inputs.looked, ("median",))
     with pytest.raises(ValueError, match="^pool_group: scores"):
         pool_group(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3), 1, "max")
     long, apart = torch.zeros(1, 8, 65, 128, device=DEVICE), queries.mT.contiguous().mT
     for other in (long, apart, queries.bfloat16()):
         with pytest.raises(ValueError, match="^glance: implementation triton takes 64 queries"):
-            glance(other, keys, mass, scaling, **TRITON)
+            window_statistics(other, keys, mass, scaling, **TRITON)
     clean = inputs.double().keys.float()
     for other in (long, apart):  # nothing was asked for by name
-        assert glance(other, clean, None, scaling)[0].isfinite().all()
+        assert window_statistics(other, clean, None, scaling)[0].isfinite().all()
 
 
 def ahead():
     """The kernels for bfloat16 at the shapes that are measured, float32, and the widest rows."""
-    from kvbench.kernels.dropkv.triton import score_kernel
-    from kvbench.kernels.window.triton import join_kernel, partial_kernel, reduce_kernel, share_kernel, tiles
-    from kvbench.kernels.window.triton_pool import pool_kernel
+    from kvbench.kernels.removal_scores.triton import score_kernel
+    from kvbench.kernels.window_attention.triton import join_kernel, partial_kernel, reduce_kernel, share_kernel, tiles
+    from kvbench.kernels.window_attention.triton_pooling import pool_kernel
 
     def entry(kernel, constants, name, **options):
         floats = ("maxima", "sums", "mean", "variance", "entropy", "scores", "pooled", "mass", "held", "top", "share")

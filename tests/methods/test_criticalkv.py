@@ -8,8 +8,8 @@ import torch
 
 import kvbench
 from kvbench.catalogue import build, methods_available, settings
-from kvbench.kernels.critical import projected_norms
-from kvbench.kernels.critical import reference as critical
+from kvbench.kernels.projected_norms import projected_norms
+from kvbench.kernels.projected_norms import reference as critical
 from kvbench.method import Method
 from kvbench.settings import SettingError
 from tests.support.dense_engine import Dense, Glance

@@ -14,8 +14,8 @@ import torch
 
 import kvbench
 from kvbench.catalogue import build, settings
-from kvbench.kernels.expected import expected_logits, merge, moments
-from kvbench.kernels.expected.reference import unturned
+from kvbench.kernels.expected_attention import expected_logits, merge, moments
+from kvbench.kernels.expected_attention.reference import unturned
 from kvbench.methods import expected_attention
 from kvbench.methods.expected_attention import mean_rotation, rotations
 from kvbench.model import rotation

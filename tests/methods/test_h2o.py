@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.kernels.attend import attend
-from kvbench.kernels.votes import reference as votes_reference
-from kvbench.kernels.votes import votes
-from kvbench.kernels.window import window
+from kvbench.kernels.accumulated_attention import accumulated_attention
+from kvbench.kernels.accumulated_attention import reference as votes_reference
+from kvbench.kernels.attention import attend
+from kvbench.kernels.window_attention import window_probabilities
 from kvbench.settings import SettingError
 from tests.support.oracle_scores import Heavy
 from tests.support.oracle_shares import interpolate
@@ -87,11 +87,11 @@ def test_votes_are_column_sums_of_the_probabilities(monkeypatch, chunk, heads, g
     keys = torch.randn(2, heads, rows, 16, generator=draw, dtype=torch.float64)
     mass = torch.randint(0, 4, (2, heads, rows), generator=draw).double()
     mass[..., -tokens:] = 1
-    p = window(queries, keys, mass, 0.3)
+    p = window_probabilities(queries, keys, mass, 0.3)
     logits = queries.view(2, heads, groups, tokens, 16) @ keys[:, :, None].mT * 0.3 + mass.log()[:, :, None, None]
     later = torch.arange(rows) > torch.arange(rows - tokens, rows)[:, None]
     lse = logits.masked_fill(later, -torch.inf).logsumexp(-1).flatten(1, 2)
-    found = votes(queries, keys, mass, lse, 0.3)
+    found = accumulated_attention(queries, keys, mass, lse, 0.3)
     torch.testing.assert_close(found, p.sum(-2), rtol=1e-12, atol=1e-12)
     assert (found[(mass == 0)[:, :, None].expand_as(found)] == 0).all()
 
@@ -113,6 +113,6 @@ def test_the_fused_log_sum_exp_is_the_reference(heads, groups, tokens):
 def test_votes_refuses_shapes_that_do_not_fit():
     x = torch.zeros(1, 3, 4, 8)
     with pytest.raises(ValueError, match="votes"):
-        votes(x, x[:, :2], torch.ones(1, 2, 4), x[..., 0], 1.0)
+        accumulated_attention(x, x[:, :2], torch.ones(1, 2, 4), x[..., 0], 1.0)
     with pytest.raises(ValueError, match="votes"):
-        votes(x, x, torch.ones(1, 3, 4), x[..., :3, 0], 1.0)
+        accumulated_attention(x, x, torch.ones(1, 3, 4), x[..., :3, 0], 1.0)

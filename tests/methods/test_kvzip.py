@@ -7,7 +7,7 @@ import torch
 import kvbench
 from kvbench import calibrate
 from kvbench.catalogue import build, settings
-from kvbench.kernels.peaks import peaks
+from kvbench.kernels.max_attention import max_attention
 from kvbench.observation import Words
 from kvbench.settings import SettingError
 from tests.support.dense_engine import Dense
@@ -200,19 +200,19 @@ def test_no_score_outlives_the_cut(scope):
 @pytest.mark.parametrize("heads, groups, tokens, n", [(2, 3, 13, 29), (1, 1, 17, 17), (3, 4, 1, 7)])
 @pytest.mark.parametrize("chunk", [1, 500, 1 << 20])
 def test_peaks_are_the_largest_probabilities(monkeypatch, chunk, heads, groups, tokens, n):
-    monkeypatch.setattr("kvbench.kernels.peaks.reference.CHUNK", chunk)
+    monkeypatch.setattr("kvbench.kernels.max_attention.reference.CHUNK", chunk)
     generator = torch.Generator().manual_seed(1)
     queries = torch.randn(2, heads * groups, tokens, 5, generator=generator, dtype=torch.float64)
     keys = torch.randn(2, heads, n, 5, generator=generator, dtype=torch.float64)
-    found = peaks(queries, keys, 0.7)
+    found = max_attention(queries, keys, 0.7)
     for sample in range(2):
         for head in range(heads):
             own = queries[sample, head * groups : (head + 1) * groups].numpy()
             expected = softmax_peaks(own, keys[sample, head].numpy(), 0.7)
             np.testing.assert_allclose(found[sample, head].numpy(), expected, rtol=1e-12)
-    assert peaks(queries.bfloat16(), keys.bfloat16(), 0.7).dtype == torch.float32
+    assert max_attention(queries.bfloat16(), keys.bfloat16(), 0.7).dtype == torch.float32
     with pytest.raises(ValueError, match="peaks"):
-        peaks(queries, keys[:, :, : tokens - 1], 1.0)
+        max_attention(queries, keys[:, :, : tokens - 1], 1.0)
 
 
 @pytest.mark.parametrize(

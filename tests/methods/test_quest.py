@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.kernels.pages import bounds, upper
+from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds
 from kvbench.sampling import Sampling
 from kvbench.settings import SettingError
 from tests.support.dense_engine import Dense
@@ -135,8 +135,8 @@ def test_no_logit_of_a_page_exceeds_its_bound(n, page, groups, dim):
     for scale in (1, 100):
         keys = scale * torch.randn(2, 3, n, dim, generator=draw, dtype=torch.float64)
         queries = torch.randn(2, 3 * groups, dim, generator=draw, dtype=torch.float64)
-        low, high = bounds(keys, page)
-        above = upper(queries, low, high)
+        low, high = page_bounds(keys, page)
+        above = page_upper_bounds(queries, low, high)
         assert above.shape == (2, 3 * groups, -(-n // page))
         logits = torch.einsum("bhgd,bhnd->bhgn", queries.view(2, 3, groups, dim), keys).flatten(1, 2)
         assert (logits <= above.repeat_interleave(page, -1)[..., :n] + 1e-9 * scale).all()
@@ -158,7 +158,7 @@ def test_bounds_are_kept_counted_and_forgotten(block):
             if layer.index < 2:
                 assert layer.state.layer == {}
                 continue
-            low, high = bounds(keys, 16)
+            low, high = page_bounds(keys, 16)
             assert torch.equal(layer.state.layer["low"], low) and torch.equal(layer.state.layer["high"], high)
         assert held.bytes.state == 2 * -(-rows // 16) * 2 * 32 * 4
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AttentionInterface
 
 import kvbench
-from kvbench.kernels.turn import turn
+from kvbench.kernels.rerotation import rerotate
 from kvbench.rows import Rows
 from kvbench.slots import by_slot
 from tests.support.dense_engine import Dense, Glance, Head
@@ -120,7 +120,7 @@ def test_only_differences_of_slots_matter():
         where = torch.tensor(places)[None]
         turn_in = [part[:, None].double() for part in rotation(torch.zeros(1, dtype=torch.float32), where)]
         zero = [torch.ones_like(turn_in[0]), torch.zeros_like(turn_in[0])]
-        keys = turn(plain, zero, turn_in)
+        keys = rerotate(plain, zero, turn_in)
         rows = Rows(keys, keys, where[None], torch.ones(1, 1, 9, dtype=torch.float64))
         queries, keys = by_slot(keys[:, :, -1:], rows, lambda x: rotation(torch.zeros(1, dtype=torch.float32), x))
         return queries @ keys.mT
@@ -158,4 +158,4 @@ def test_rolling_over_packed_and_ragged_rows(allocator):
 
 def test_turn_says_what_it_cannot_do():
     with pytest.raises(ValueError, match="^turn: 6 rotated channels of 4"):
-        turn(torch.ones(1, 4), (torch.ones(1, 6),) * 2, (torch.ones(1, 6),) * 2)
+        rerotate(torch.ones(1, 4), (torch.ones(1, 6),) * 2, (torch.ones(1, 6),) * 2)

@@ -12,7 +12,7 @@ from kvbench.catalogue import build, methods_available, names, settings
 from kvbench.codec import join, split
 from kvbench.generation import Context
 from kvbench.held import choose_cache
-from kvbench.kernels.pack import pack, unpack
+from kvbench.kernels.quantize import dequantize, quantize
 from kvbench.settings import SettingError
 from tests.support.dense_engine import Dense, Head
 from tests.support.method_files import chosen, needed
@@ -283,10 +283,10 @@ def test_keys_are_grouped_per_channel_and_values_per_token():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_pack_against_its_formula(bits, dtype):
     group, x = 8, torch.randn(3, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(bits)).to(dtype)
-    groups = pack(x, bits, group)
+    groups = quantize(x, bits, group)
     assert groups.codes.shape == (3, 5, 24 * bits // 8) and groups.codes.dtype == torch.uint8
     assert groups.scale.shape == groups.zero.shape == (3, 5, 3) and groups.scale.dtype == torch.float16
-    back = unpack(groups, bits, group, dtype)
+    back = dequantize(groups, bits, group, dtype)
     wide = x.double().numpy()
     exact = np.array([[np.concatenate([rounded(g, bits) for g in row.reshape(3, group)]) for row in s] for s in wide])
     near = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
@@ -299,15 +299,15 @@ def test_pack_against_its_formula(bits, dtype):
 
 def test_constant_groups_extremes_and_bad_shapes():
     for value in (0.0, 3.0, -7.25, 1e-9, 6e4, 1e6, -1e30):
-        back = unpack(pack(torch.full((2, 16), value), 2, 8), 2, 8, torch.float32)
+        back = dequantize(quantize(torch.full((2, 16), value), 2, 8), 2, 8, torch.float32)
         assert torch.isfinite(back).all()
         torch.testing.assert_close(back, torch.full((2, 16), max(min(value, 65504.0), -65504.0)), rtol=1e-3, atol=1e-7)
-    assert torch.isfinite(unpack(pack(torch.tensor([[-1e30, 1e30] * 4]), 2, 8), 2, 8, torch.float32)).all()
-    codes = pack(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), 2, 4).codes
+    assert torch.isfinite(dequantize(quantize(torch.tensor([[-1e30, 1e30] * 4]), 2, 8), 2, 8, torch.float32)).all()
+    codes = quantize(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), 2, 4).codes
     assert codes.tolist() == [[0 | 1 << 2 | 2 << 4 | 3 << 6]]  # the first in the lowest bits
     for x, bits, group in ((torch.ones(2, 9), 2, 8), (torch.ones(2, 9), 3, 3), (torch.ones(2, 6), 2, 3)):
         with pytest.raises(ValueError, match="^pack: "):
-            pack(x, bits, group)
+            quantize(x, bits, group)
 
 
 def test_flat_rows_join_and_split():

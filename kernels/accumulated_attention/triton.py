@@ -1,0 +1,135 @@
+"""Columns of the attention probabilities reduced over the queries: their sum (votes) or their maximum (peaks).
+
+A program owns a tile of rows of one KV head and goes through all queries that see one of them, query head after query
+head: nothing is added by two programs, so a result is the same every time. Sums stay spread over a tile's queries until
+the end, so a loop has no reduction and reads one log-sum-exp a query. Symbols: logits in units of log 2, so that
+exp2 serves; mass is a factor of a column and is applied once, at the end.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvbench.kernels.dispatch import interpreting
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def over_queries(
+    found, key, queries, lse, begin, end, tokens, row, past, scale, stride_t, stride_d, stride_l,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, MAXIMUM: tl.constexpr, DIAGONAL: tl.constexpr,
+    UNIT: tl.constexpr, CAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`found` (BLOCK_T, BLOCK_N) with the queries `begin` to `end` of one head; DIAGONAL: some do not see all rows."""
+    member, channel = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    queries += begin.to(tl.int64) * stride_t
+    lse += begin.to(tl.int64) * stride_l
+    for start in range(begin, end, BLOCK_T):
+        token = start + member
+        here = token < tokens
+        mask = here[:, None] if DIM == BLOCK_D else here[:, None] & (channel < DIM)[None, :]
+        query = tl.load(queries + member[:, None] * stride_t + channel[None, :] * stride_d, mask=mask, other=0.0)
+        total = tl.load(lse + member * stride_l, mask=here, other=float("inf")) * UNIT
+        queries += BLOCK_T * stride_t
+        lse += BLOCK_T * stride_l
+        if CAST:
+            query = query.to(tl.float32)
+        logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale - total[:, None]
+        if DIAGONAL:
+            logits = tl.where(row[None, :] <= past + token[:, None], logits, float("-inf"))
+        found = tl.maximum(found, logits) if MAXIMUM else found + tl.exp2(logits)
+    return found
+
+
+@triton.jit
+def store(out, found, mass, row, rows, stride, share, MAXIMUM: tl.constexpr, HAS_MASS: tl.constexpr):
+    """A tile's columns, weighed: 0 for rows of mass 0, whatever they hold."""
+    held = row < rows
+    value = tl.exp2(tl.max(found, 0)) if MAXIMUM else tl.sum(found, 0) * share
+    if HAS_MASS:
+        weight = tl.load(mass + row.to(tl.int64) * stride, mask=held, other=0.0).to(tl.float32)
+        value = tl.where(weight > 0, value * weight, 0.0)
+    tl.store(out + row, value, mask=held)
+
+
+@triton.jit
+def columns_kernel(
+    queries, keys, mass, lse, out, tokens, rows, heads, scale,
+    q_b, q_h, q_t, q_d, k_b, k_h, k_n, k_d, m_b, m_h, m_n, l_b, l_h, l_t,
+    GROUP: tl.constexpr, TOGETHER: tl.constexpr, MAXIMUM: tl.constexpr, HAS_MASS: tl.constexpr, UNIT: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    CAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """TOGETHER: one column for the group (the mean of sums, the largest of maxima), else one for each query head.
+    UNIT: what brings an lse to units of log 2.
+    """
+    first = tl.program_id(0) * BLOCK_N  # early rows are seen by most queries and start first
+    sample, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    row, channel = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    held = row < rows
+    place = keys + sample * k_b + head * k_h + row.to(tl.int64)[:, None] * k_n + channel[None, :] * k_d
+    key = tl.load(place, mask=held[:, None] & (channel < DIM)[None, :], other=0.0)
+    if CAST:
+        key = key.to(tl.float32)
+    past = rows - tokens
+    begin = tl.maximum(first - past, 0) // BLOCK_T * BLOCK_T
+    middle = tl.cdiv(tl.maximum(tl.minimum(first + BLOCK_N - 1 - past, tokens), 0), BLOCK_T) * BLOCK_T
+    mass += sample * m_b + head * m_h
+    found = tl.full((BLOCK_T, BLOCK_N), float("-inf") if MAXIMUM else 0.0, tl.float32)
+    for member in range(GROUP):
+        asking = head * GROUP + member
+        own, sums = queries + sample * q_b + asking * q_h, lse + sample * l_b + asking * l_h
+        if not TOGETHER:
+            found = tl.full((BLOCK_T, BLOCK_N), float("-inf") if MAXIMUM else 0.0, tl.float32)
+        found = over_queries(
+            found, key, own, sums, begin, middle, tokens, row, past, scale, q_t, q_d, l_t,
+            DIM, BLOCK_D, BLOCK_T, MAXIMUM, True, UNIT, CAST, PRECISION,
+        )  # fmt: skip
+        found = over_queries(
+            found, key, own, sums, middle, tokens, tokens, row, past, scale, q_t, q_d, l_t,
+            DIM, BLOCK_D, BLOCK_T, MAXIMUM, False, UNIT, CAST, PRECISION,
+        )  # fmt: skip
+        if not TOGETHER:
+            column = out + (sample * heads * GROUP + asking) * rows
+            store(column, found, mass, row, rows, m_n, 1.0, MAXIMUM, HAS_MASS)
+    if TOGETHER:
+        column = out + (sample * heads + head) * rows
+        store(column, found, mass, row, rows, m_n, 1.0 / GROUP, MAXIMUM, HAS_MASS)
+
+
+def blocks(dtype: torch.dtype, dim: int, tokens: int) -> dict[str, int]:
+    """Rows and queries of a tile, warps and stages. One group of four warps to a block and three blocks on an SM at
+    d = 128: the exponentials of one hide under the products of another. No more queries than there are.
+    """
+    few = max(16, triton.next_power_of_2(tokens))
+    if dtype == torch.float32:
+        return {"BLOCK_N": 32, "BLOCK_T": min(32, few), "num_warps": 4, "num_stages": 2}
+    return {"BLOCK_N": 128 if dim <= 128 else 64, "BLOCK_T": min(64, few), "num_warps": 4, "num_stages": 2}
+
+
+def columns(
+    queries: Tensor, keys: Tensor, mass: Tensor | None, lse: Tensor, scaling: float, together: bool, maximum: bool,
+    unit: float,
+) -> Tensor:  # fmt: skip
+    """(B, H, n) if `together`, else (B, H, G, n), float32; `lse` times `unit` is in units of log 2."""
+    batch, query_heads, tokens, dim = queries.shape
+    heads, rows = keys.shape[1:3]
+    group = query_heads // heads
+    shape = (batch, heads, rows) if together else (batch, heads, group, rows)
+    out = torch.empty(shape, dtype=torch.float32, device=queries.device)
+    own = blocks(queries.dtype, dim, tokens)
+    columns_kernel[(triton.cdiv(rows, own["BLOCK_N"]), batch * heads)](
+        queries, keys, lse if mass is None else mass, lse, out, tokens, rows, heads, scaling * LOG2E,
+        *queries.stride(), *keys.stride(), *((0, 0, 0) if mass is None else mass.stride()), *lse.stride(),
+        GROUP=group, TOGETHER=together, MAXIMUM=maximum, HAS_MASS=mass is not None, UNIT=unit,
+        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), CAST=interpreting(), PRECISION="ieee", **own,
+    )  # fmt: skip
+    return out
+
+
+def accumulated_attention_triton(
+    queries: Tensor, keys: Tensor, mass: Tensor, lse: Tensor, scaling: float, mean: bool
+) -> Tensor:
+    return columns(queries, keys, mass, lse, scaling, mean, False, LOG2E)

@@ -1,0 +1,105 @@
+"""The same through torch's scaled_dot_product_attention: no logits in memory where torch has a fused kernel for it."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvbench.kernels.attention.reference import CHUNK, visible
+
+
+def attend_sdpa(
+    queries: Tensor, keys: Tensor, values: Tensor, mass: Tensor | None, scaling: float, look: Tensor | None
+) -> Tensor:
+    batch, query_heads, tokens, dim = queries.shape
+    heads, rows = keys.shape[1:3]
+    if mass is None and look is None and tokens == rows:
+        return scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=scaling, enable_gqa=heads != query_heads
+        )
+    # one query head per row of the group: keys and values are read once for the whole group
+    groups = query_heads // heads
+    grouped = queries.reshape(batch, heads, groups, tokens, dim)
+    outputs = torch.empty_like(grouped)
+    step = max(1, CHUNK // (batch * query_heads * rows))
+    for start in range(0, tokens, step):
+        stop = min(start + step, tokens)
+        bias = _bias(batch, heads, groups, tokens, start, stop, mass, look, rows, queries)
+        some = grouped[..., start:stop, :].reshape(batch, heads, -1, dim)
+        found = scaled_dot_product_attention(some, keys, values, attn_mask=bias, scale=scaling)
+        outputs[..., start:stop, :] = found.view(batch, heads, groups, stop - start, dim)
+    return outputs.view_as(queries)
+
+
+def attend_sdpa_lse(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exp (B, Hq, T) of a whole prompt on the CPU: torch's fused kernel has both, its public
+    function returns the outputs only.
+    """
+    groups = queries.shape[1] // keys.shape[1]
+    keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    outputs, lse = fused(queries, keys, values, 0.0, True, scale=scaling)
+    return outputs, lse.to(torch.promote_types(lse.dtype, torch.float32))
+
+
+def cudnn_serves(queries: Tensor, keys: Tensor) -> bool:
+    """Whether cuDNN's attention, the fastest for long blocks on Hopper, takes these."""
+    if not queries.is_cuda or queries.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    given = torch.backends.cuda.SDPAParams(queries, keys, keys, None, 0.0, True, queries.shape[1] != keys.shape[1])
+    return torch.backends.cuda.can_use_cudnn_attention(given, False)
+
+
+def attend_cudnn(
+    queries: Tensor, earlier: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exp (B, Hq, T) of a block over itself, causal, and over all rows `earlier`, keys and values
+    (B, H, m, d): two calls joined by their log-sum-exps, neither of which has a mask.
+    """
+    fused = torch.ops.aten._scaled_dot_product_cudnn_attention
+    outputs, lse = fused(queries, keys, values, None, True, 0.0, True, scale=scaling)[:2]
+    lse = lse.view(queries.shape[:3])
+    if earlier is None:
+        return outputs, lse
+    others, other = fused(queries, *earlier, None, True, 0.0, False, scale=scaling)[:2]
+    other = other.view(lse.shape)
+    share = torch.sigmoid(other - lse)[..., None].to(outputs.dtype)  # of the earlier rows in the softmax
+    return torch.lerp(outputs, others, share), torch.logaddexp(lse, other)
+
+
+def _bias(
+    batch: int, heads: int, groups: int, tokens: int, start: int, stop: int,
+    mass: Tensor | None, look: Tensor | None, rows: int, like: Tensor,
+) -> Tensor | None:  # fmt: skip
+    """(B or 1, H or 1, groups·(stop - start), rows): log mass, -inf where a query does not see a row."""
+    if mass is None and look is None:
+        if tokens == 1:
+            return None
+        seen = visible(tokens, start, stop, rows, like.device)
+        return seen.expand(groups, -1, -1).reshape(1, 1, -1, rows)
+    bias = like.new_zeros(1, 1, 1, 1, rows) if mass is None else mass.log().to(like.dtype)[:, :, None, None]
+    if tokens > 1:
+        bias = bias.masked_fill(~visible(tokens, start, stop, rows, like.device), -torch.inf)
+    if look is not None:
+        bias = bias.masked_fill(~look.view(batch, heads, groups, 1, rows), -torch.inf)
+    bias = bias.expand(-1, -1, groups, stop - start, rows)
+    return bias.reshape(*bias.shape[:2], -1, rows)
+
+
+def attend_windowed(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
+    """Outputs (B, Hq, T, d) over keys (B, H, n, d) whose last T rows are the block: query t sees rows up to
+    n - T + t, and of those the last `window` only.
+    """
+    tokens, rows = queries.shape[2], keys.shape[2]
+    step = max(1, CHUNK // (queries.shape[0] * queries.shape[1] * rows))
+    outputs = torch.empty_like(queries)
+    for start in range(0, tokens, step):
+        stop = min(start + step, tokens)
+        seen = visible(tokens, start, stop, rows, keys.device)
+        if window is not None:
+            last = torch.arange(start, stop, device=keys.device)[:, None] + rows - tokens
+            seen = seen & (torch.arange(rows, device=keys.device) > last - window)
+        outputs[:, :, start:stop] = scaled_dot_product_attention(
+            queries[:, :, start:stop], keys, values, attn_mask=seen, scale=scaling,
+            enable_gqa=keys.shape[1] != queries.shape[1],
+        )  # fmt: skip
+    return outputs

@@ -1,0 +1,23 @@
+"""The projections in PyTorch, rounded where transformers' Llama-like modules round."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+
+def normed_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+
+
+def rms_norm_linear_reference(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], residual: Tensor | None
+) -> list[Tensor]:
+    found = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return found if residual is None else [residual + found[0]]
+
+
+def rms_norm_swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
+    return silu(gate) * up

@@ -1,0 +1,155 @@
+"""Products of one row with matrices in Triton: every weight is read once. Derivation: README.md."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 8  # outputs of a program; these three were chosen by trial on an H200
+COLUMNS = 512  # of the weights, taken at once
+STAGES = 3  # such parts on their way
+
+
+@triton.jit
+def _inverse(x, columns, epsilon, K: tl.constexpr):
+    """1/√(mean x² + ε) of one row."""
+    total = tl.zeros([K], tl.float32)
+    for first in range(0, columns, K):
+        at = first + tl.arange(0, K)
+        own = tl.load(x + at, mask=at < columns, other=0.0).to(tl.float32)
+        total += own * own
+    return 1.0 / tl.sqrt(tl.sum(total, 0) / columns + epsilon)
+
+
+@triton.jit
+def _some(x, inverse, scale, at, here, NORM: tl.constexpr):
+    """A part of the row, normed, as float32 that went through x's dtype."""
+    own = tl.load(x + at, mask=here, other=0.0)
+    if NORM:
+        weight = tl.load(scale + at, mask=here, other=0.0)
+        own = (own.to(tl.float32) * inverse).to(own.dtype)
+        own = (own.to(tl.float32) * weight.to(tl.float32)).to(own.dtype)
+    return own.to(tl.float32)
+
+
+@triton.jit
+def _project(
+    x, scale, w0, w1, w2, b0, b1, b2, residual, out, columns, n0, n1, n2, epsilon,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHTS: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program: N outputs of one of up to three weights."""
+    block = tl.program_id(0)
+    weight, bias, rows, before = w0, b0, n0, 0
+    if WEIGHTS > 1:  # noqa: SIM102 - a constant: what is in it is not compiled otherwise
+        if block >= tl.cdiv(n0, N):
+            block -= tl.cdiv(n0, N)
+            weight, bias, rows, before = w1, b1, n1, n0
+            if WEIGHTS > 2:  # noqa: SIM102
+                if block >= tl.cdiv(n1, N):
+                    block -= tl.cdiv(n1, N)
+                    weight, bias, rows, before = w2, b2, n2, n0 + n1
+    row = block * N + tl.arange(0, N)
+    there = row < rows
+    inverse = 1.0
+    if NORM:
+        inverse = _inverse(x, columns, epsilon, K)
+    total = tl.zeros([N, K], tl.float32)
+    for first in tl.range(0, columns, K, num_stages=STAGES):
+        at = first + tl.arange(0, K)
+        here = at < columns
+        own = _some(x, inverse, scale, at, here, NORM)
+        where = there[:, None] & here[None]
+        w = tl.load(weight + row[:, None].to(tl.int64) * columns + at[None], mask=where, other=0.0)
+        total += w.to(tl.float32) * own[None]
+    found = tl.sum(total, 1)
+    if BIAS:
+        found += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        found = found.to(out.dtype.element_ty).to(tl.float32)
+        found += tl.load(residual + row, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + before + row, found, mask=there)
+
+
+@triton.jit
+def _silu(gate, up, DTYPE: tl.constexpr):
+    """silu(gate)·up of float32 numbers, rounded to DTYPE after each step."""
+    gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up
+
+
+@triton.jit
+def _gated(
+    x, scale, gate, up, out, columns, rows, epsilon, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """A program: N outputs, from the same rows of both weights."""
+    row = tl.program_id(0) * N + tl.arange(0, N)
+    there = row < rows
+    inverse = _inverse(x, columns, epsilon, K)
+    one, two = tl.zeros([N, K], tl.float32), tl.zeros([N, K], tl.float32)
+    for first in tl.range(0, columns, K, num_stages=STAGES):
+        at = first + tl.arange(0, K)
+        here = at < columns
+        own = _some(x, inverse, scale, at, here, True)
+        where, offset = there[:, None] & here[None], row[:, None].to(tl.int64) * columns + at[None]
+        one += tl.load(gate + offset, mask=where, other=0.0).to(tl.float32) * own[None]
+        two += tl.load(up + offset, mask=where, other=0.0).to(tl.float32) * own[None]
+    tl.store(out + row, _silu(tl.sum(one, 1), tl.sum(two, 1), out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _product(gate, up, out, count, N: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    here = at < count
+    one = tl.load(gate + at, mask=here, other=0.0).to(tl.float32)
+    two = tl.load(up + at, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + at, _silu(one, two, out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _normed(x, scale, out, columns, epsilon, K: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * columns
+    inverse = _inverse(x + row, columns, epsilon, K)
+    for first in range(0, columns, K):
+        at = first + tl.arange(0, K)
+        here = at < columns
+        tl.store(out + row + at, _some(x + row, inverse, scale, at, here, True), mask=here)
+
+
+def rms_norm_linear_triton(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], norm: tuple[Tensor, float] | None,
+    residual: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    sizes = [len(weight) for weight in weights]
+    out = torch.empty(1, sum(sizes), dtype=x.dtype, device=x.device)
+    scale, epsilon = norm or (x, 0.0)
+    none = [None] * (3 - len(weights))
+    _project[(sum(triton.cdiv(size, ROWS) for size in sizes),)](
+        x, scale, *weights, *none, *(biases if any(b is not None for b in biases) else [None] * len(weights)), *none,
+        residual, out, x.shape[1], *sizes, *[0] * len(none), epsilon,
+        NORM=norm is not None, BIAS=any(b is not None for b in biases), RESIDUAL=residual is not None,
+        WEIGHTS=len(weights), N=ROWS, K=COLUMNS, STAGES=STAGES, num_warps=4,
+    )  # fmt: skip
+    return list(out.split(sizes, 1))
+
+
+def rms_norm_swiglu_triton(x: Tensor, gate: Tensor, up: Tensor, norm: tuple[Tensor, float]) -> Tensor:
+    out = torch.empty(1, len(gate), dtype=x.dtype, device=x.device)
+    _gated[(triton.cdiv(len(gate), ROWS),)](
+        x, norm[0], gate, up, out, x.shape[1], len(gate), norm[1], N=ROWS, K=COLUMNS, STAGES=STAGES, num_warps=4
+    )
+    return out
+
+
+def product_triton(gate: Tensor, up: Tensor) -> Tensor:
+    out = torch.empty_like(gate)
+    _product[(triton.cdiv(gate.numel(), 1024),)](gate, up, out, gate.numel(), N=1024, num_warps=4)
+    return out
+
+
+def normed_triton(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    out = torch.empty_like(x)
+    _normed[(len(x),)](x, weight, out, x.shape[1], epsilon, K=COLUMNS, num_warps=4)
+    return out

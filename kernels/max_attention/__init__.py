@@ -1,0 +1,21 @@
+"""The most attention that any query of a block gave to each row."""
+
+from torch import Tensor
+
+from kvbench.kernels.dispatch import choose
+from kvbench.kernels.max_attention.reference import max_attention_reference
+
+
+def max_attention(queries: Tensor, keys: Tensor, scaling: float, *, implementation: str | None = None) -> Tensor:
+    """max over the group's query heads and over queries t of softmax(q_t·k·scaling)_j: (B, H, n) in at least float32.
+
+    queries (B, H·G, T, d), whose last belongs to the last row: query t sees rows up to n - T + t; keys (B, H, n, d).
+    implementation: "reference" | "triton"; None chooses. ValueError for shapes that do not fit.
+    """
+    if queries.shape[1] % keys.shape[1] or queries.shape[2] > keys.shape[2]:
+        raise ValueError(f"max_attention: queries {tuple(queries.shape)}, keys {tuple(keys.shape)}")
+    if choose("max_attention", implementation, queries) == "triton":
+        from kvbench.kernels.max_attention.triton import max_attention_triton
+
+        return max_attention_triton(queries, keys, scaling)
+    return max_attention_reference(queries, keys, scaling)

@@ -1,0 +1,23 @@
+"""The equation in PyTorch, in chunks of queries."""
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 20  # logits held at once: what stays in a core's cache
+
+
+def max_attention_reference(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
+    batch, query_heads, tokens, dim = queries.shape
+    heads, rows = keys.shape[1:3]
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    grouped, keys = queries.reshape(batch, heads, -1, tokens, dim).to(dtype), keys.to(dtype)
+    found = torch.zeros(batch, heads, rows, dtype=dtype, device=keys.device)
+    step = max(1, CHUNK // (batch * query_heads * rows))
+    for start in range(0, tokens, step):
+        stop = min(start + step, tokens)
+        past, end = rows - tokens + start, rows - tokens + stop  # all of the chunk's queries see rows before `past`
+        logits = grouped[..., start:stop, :] @ keys[:, :, None, :end].mT * scaling
+        later = torch.ones(stop - start, stop - start, dtype=torch.bool, device=keys.device).triu(1)
+        logits[..., past:].masked_fill_(later, -torch.inf)
+        found[..., :end] = torch.maximum(found[..., :end], logits.softmax(-1).amax((2, 3)))
+    return found

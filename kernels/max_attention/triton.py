@@ -1,0 +1,91 @@
+"""Largest probabilities in two passes over queries × keys: the queries' log-sum-exps, then the columns' maxima.
+
+The second pass is the kernel of votes; a maximum over logits less their log-sum-exp needs no exponential but the last.
+Symbols: logits in units of log 2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvbench.kernels.accumulated_attention.triton import LOG2E, columns
+from kvbench.kernels.dispatch import interpreting
+
+
+@triton.jit
+def over_rows(
+    top, total, query, keys, begin, end, rows, last, scale, stride_n, stride_d,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, CAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The running maximum and sum of exponentials with the rows `begin` to `end`; `last`: the last row a query sees."""
+    channel = tl.arange(0, BLOCK_D)
+    for start in range(begin, end, BLOCK_N):
+        row = start + tl.arange(0, BLOCK_N)
+        place = keys + row.to(tl.int64)[:, None] * stride_n + channel[None, :] * stride_d
+        key = tl.load(place, mask=(row < rows)[:, None] & (channel < DIM)[None, :], other=0.0)
+        if CAST:
+            key = key.to(tl.float32)
+        logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        if DIAGONAL:
+            logits = tl.where(row[None, :] <= last[:, None], logits, float("-inf"))
+        new = tl.maximum(top, tl.max(logits, 1))
+        total = total * tl.exp2(top - new) + tl.sum(tl.exp2(logits - new[:, None]), 1)
+        top = new
+    return top, total
+
+
+@triton.jit
+def lse_kernel(
+    queries, keys, out, tokens, rows, query_heads, group, scale, q_b, q_h, q_t, q_d, k_b, k_h, k_n, k_d,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, CAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_T  # late queries see most rows and start first
+    sample, head = (tl.program_id(1) // query_heads).to(tl.int64), (tl.program_id(1) % query_heads).to(tl.int64)
+    token, channel = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    place = queries + sample * q_b + head * q_h + token.to(tl.int64)[:, None] * q_t + channel[None, :] * q_d
+    query = tl.load(place, mask=(token < tokens)[:, None] & (channel < DIM)[None, :], other=0.0)
+    if CAST:
+        query = query.to(tl.float32)
+    own = keys + sample * k_b + head // group * k_h
+    past = rows - tokens
+    top, total = tl.full((BLOCK_T,), float("-inf"), tl.float32), tl.zeros((BLOCK_T,), tl.float32)
+    middle = (first + past + 1) // BLOCK_N * BLOCK_N  # all queries of the tile see the rows before it
+    top, total = over_rows(
+        top, total, query, own, 0, middle, rows, past + token, scale, k_n, k_d,
+        DIM, BLOCK_D, BLOCK_N, False, CAST, PRECISION,
+    )  # fmt: skip
+    top, total = over_rows(
+        top, total, query, own, middle, tl.minimum(first + BLOCK_T + past, rows), rows, past + token, scale, k_n, k_d,
+        DIM, BLOCK_D, BLOCK_N, True, CAST, PRECISION,
+    )  # fmt: skip
+    at = out + tl.program_id(1).to(tl.int64) * tokens + token
+    tl.store(at, top + tl.log2(total), mask=token < tokens)
+
+
+def tiles(dtype: torch.dtype, dim: int, tokens: int) -> dict[str, int]:
+    """Queries that stay and rows that pass by, warps and stages."""
+    few = max(16, triton.next_power_of_2(tokens))
+    if dtype == torch.float32:
+        return {"BLOCK_N": 32, "BLOCK_T": min(32, few), "num_warps": 4, "num_stages": 2}
+    return {"BLOCK_N": 128 if dim <= 128 else 64, "BLOCK_T": min(128, few), "num_warps": 8, "num_stages": 2}
+
+
+def lse(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
+    """(B, H·G, T) log-sum-exp of every query's logits in units of log 2, float32."""
+    batch, query_heads, tokens, dim = queries.shape
+    heads, rows = keys.shape[1:3]
+    out = torch.empty(batch, query_heads, tokens, dtype=torch.float32, device=queries.device)
+    own = tiles(queries.dtype, dim, tokens)
+    lse_kernel[(triton.cdiv(tokens, own["BLOCK_T"]), batch * query_heads)](
+        queries, keys, out, tokens, rows, query_heads, query_heads // heads, scaling * LOG2E,
+        *queries.stride(), *keys.stride(),
+        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), CAST=interpreting(), PRECISION="ieee", **own,
+    )  # fmt: skip
+    return out
+
+
+def max_attention_triton(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
+    return columns(queries, keys, None, lse(queries, keys, scaling), scaling, True, True, 1.0)

@@ -1,0 +1,80 @@
+"""Bounds of pages and of what queries see in them: one pass over the keys, one over the bounds."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS = 8192  # of keys that a program holds
+PAGES = 32  # whose bounds a program holds
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "pages", "page"])
+def _bounds(
+    keys, low, high, rows, heads, pages, page, dim, k_b, k_h, k_n, k_d,
+    PAGES: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(1)
+    keys += (line // heads).to(tl.int64) * k_b + (line % heads).to(tl.int64) * k_h
+    number = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
+    column = tl.arange(0, D)
+    least = tl.full((PAGES, D), float("inf"), tl.float32)
+    most = tl.full((PAGES, D), float("-inf"), tl.float32)
+    for first in range(0, page, ROWS):
+        own = first + tl.arange(0, ROWS)
+        row = number[:, None] * page + own[None]
+        here = ((row < rows) & (own < page)[None])[:, :, None] & (column < dim)[None, None]
+        at = row[:, :, None].to(tl.int64) * k_n + column[None, None] * k_d
+        k = tl.load(keys + at, mask=here, other=0.0).to(tl.float32)
+        least = tl.minimum(least, tl.min(tl.where(here, k, float("inf")), 1))
+        most = tl.maximum(most, tl.max(tl.where(here, k, float("-inf")), 1))
+    out = (line.to(tl.int64) * pages + number)[:, None] * dim + column[None]
+    here = (number < pages)[:, None] & (column < dim)[None]
+    tl.store(low + out, least.to(low.dtype.element_ty), mask=here)
+    tl.store(high + out, most.to(high.dtype.element_ty), mask=here)
+
+
+def page_bounds_triton(keys: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    batch, heads, rows, dim = keys.shape
+    pages, wide = triton.cdiv(rows, page), triton.next_power_of_2(dim)
+    low, high = (keys.new_empty(batch, heads, pages, dim) for _ in range(2))
+    own = min(triton.next_power_of_2(page), max(1, ELEMENTS // wide))
+    several = max(1, ELEMENTS // wide // own)
+    if batch * heads:
+        _bounds[triton.cdiv(pages, several), batch * heads](
+            keys, low, high, rows, heads, pages, page, dim, *keys.stride(), PAGES=several, ROWS=own, D=wide
+        )
+    return low, high
+
+
+@triton.jit(do_not_specialize=["group", "pages", "heads"])
+def _upper(
+    queries, low, high, above, group, pages, dim, heads, q_b, q_h, q_d, l_b, l_h, l_n, l_d, h_b, h_h, h_n, h_d,
+    PAGES: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(1)
+    batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+    number, column = tl.program_id(0) * PAGES + tl.arange(0, PAGES), tl.arange(0, D)
+    wide = column < dim
+    here = (number < pages)[:, None] & wide[None]
+    page = number[:, None].to(tl.int64)
+    at = batch * l_b + head * l_h + page * l_n + column[None] * l_d
+    least = tl.load(low + at, mask=here, other=0.0).to(tl.float32)
+    at = batch * h_b + head * h_h + page * h_n + column[None] * h_d
+    most = tl.load(high + at, mask=here, other=0.0).to(tl.float32)
+    for own in range(group):
+        asking = batch * q_b + (head * group + own) * q_h + column * q_d
+        q = tl.load(queries + asking, mask=wide, other=0.0).to(tl.float32)[None]
+        bound = tl.sum(tl.where(q > 0, q * most, q * least), 1)
+        tl.store(above + (line.to(tl.int64) * group + own) * pages + number, bound, mask=number < pages)
+
+
+def page_upper_bounds_triton(queries: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    batch, heads, pages, dim = low.shape
+    above = torch.empty(*queries.shape[:2], pages, dtype=torch.float32, device=queries.device)
+    if above.numel():
+        _upper[triton.cdiv(pages, PAGES), batch * heads](
+            queries, low, high, above, queries.shape[1] // heads, pages, dim, heads,
+            *queries.stride(), *low.stride(), *high.stride(), PAGES=PAGES, D=triton.next_power_of_2(dim),
+        )  # fmt: skip
+    return above

@@ -1,0 +1,23 @@
+"""How large values are behind the output projection, by row: what CriticalKV weighs attention with."""
+
+from torch import Tensor
+
+from kvbench.kernels.dispatch import choose
+from kvbench.kernels.projected_norms.reference import projected_norms_reference
+
+
+def projected_norms(values: Tensor, weight: Tensor, query_heads: int, *, implementation: str | None = None) -> Tensor:
+    """Mean over the group's query heads h of ‖W_o^h v_j‖₁: (B, H, n) in at least float32.
+
+    values (B, H, n, d); weight (hidden, query_heads·d), the layer's W_o. ValueError for shapes that do not fit.
+    """
+    heads, dim = values.shape[1], values.shape[3]
+    if query_heads % heads or weight.dim() != 2 or weight.shape[1] != query_heads * dim:
+        raise ValueError(
+            f"projected_norms: values {tuple(values.shape)}, weight {tuple(weight.shape)} of {query_heads} heads"
+        )
+    if choose("projected_norms", implementation, values) == "reference":
+        return projected_norms_reference(values, weight, query_heads)
+    from kvbench.kernels.projected_norms.triton import projected_norms_triton
+
+    return projected_norms_triton(values, weight, query_heads)

@@ -1,0 +1,115 @@
+"""Rounding and packing in one pass each way. A program has some neighbours along the last dimension but one and one
+group of each; keys per channel come as a transposed view, whose neighbours lie side by side, and are not copied.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LARGEST = tl.constexpr(65504.0)  # of float16
+EVEN = tl.constexpr(12582912.0)  # 1.5·2^23: adding it to a number below 2^22 leaves whole numbers, halves to the even
+ELEMENTS = 2048  # that a program holds
+
+
+@triton.jit
+def _place(middle, groups, tiles, ROWS: tl.constexpr):
+    """Outer index, rows (ROWS,) of the middle dimension and whether they exist, group."""
+    number, rest = tl.program_id(0) % groups, tl.program_id(0) // groups
+    row = rest % tiles * ROWS + tl.arange(0, ROWS)
+    return (rest // tiles).to(tl.int64), row, row < middle, number
+
+
+@triton.jit(do_not_specialize=["middle", "groups", "tiles"])
+def _pack(
+    x, codes, scale, zero, middle, groups, group, tiles, x_a, x_b, x_n,
+    BITS: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    outer, row, real, number = _place(middle, groups, tiles, ROWS)
+    PER: tl.constexpr = 8 // BITS
+    byte, part = tl.arange(0, BYTES), tl.arange(0, PER)
+    element = byte[:, None] * PER + part[None]
+    here = real[:, None, None] & (element < group)[None]
+    at = outer * x_a + row[:, None, None].to(tl.int64) * x_b + (number * group + element)[None].to(tl.int64) * x_n
+    values = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+    own = (element < group)[None]
+    low = tl.min(tl.min(tl.where(own, values, float("inf")), 2), 1)
+    high = tl.max(tl.max(tl.where(own, values, float("-inf")), 2), 1)
+    step = tl.minimum(tl.div_rn(high - low, tl.full(low.shape, 2.0**BITS - 1, tl.float32)), LARGEST).to(tl.float16)
+    least = tl.minimum(tl.maximum(low, -LARGEST), LARGEST).to(tl.float16)
+    size = tl.where(step == 0, float("inf"), step.to(tl.float32))[:, None, None]  # a constant group: all codes 0
+    share = tl.div_rn(values - least.to(tl.float32)[:, None, None], tl.broadcast_to(size, values.shape))
+    code = (tl.minimum(tl.maximum(share, 0.0), 2.0**BITS - 1) + EVEN) - EVEN
+    packed = tl.sum(code.to(tl.int32) << (part * BITS)[None, None], 2)
+    line = outer * middle + row
+    bytes_ = group // PER
+    out = (line * groups + number)[:, None] * bytes_ + byte[None]
+    tl.store(codes + out, packed.to(tl.uint8), mask=real[:, None] & (byte < bytes_)[None])
+    tl.store(scale + line * groups + number, step, mask=real)
+    tl.store(zero + line * groups + number, least, mask=real)
+
+
+@triton.jit(do_not_specialize=["middle", "groups", "tiles"])
+def _unpack(
+    codes, scale, zero, out, middle, groups, group, tiles, o_a, o_b, o_n,
+    BITS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    outer, row, real, number = _place(middle, groups, tiles, ROWS)
+    PER: tl.constexpr = 8 // BITS
+    element = tl.arange(0, GROUP)
+    here = real[:, None] & (element < group)[None]
+    line = (outer * middle + row) * groups + number
+    packed = tl.load(codes + line[:, None] * (group // PER) + (element // PER)[None], mask=here, other=0)
+    code = (packed.to(tl.int32) >> (element % PER * BITS)[None]) & (2**BITS - 1)
+    step = tl.load(scale + line, mask=real, other=0.0).to(tl.float32)[:, None]
+    least = tl.load(zero + line, mask=real, other=0.0).to(tl.float32)[:, None]
+    at = outer * o_a + row[:, None].to(tl.int64) * o_b + (number * group + element)[None].to(tl.int64) * o_n
+    tl.store(out + at, (code.to(tl.float32) * step + least).to(out.dtype.element_ty), mask=here)
+
+
+def lines(x: Tensor) -> Tensor:
+    """x as (outer, middle, n); a view for up to three dimensions."""
+    return x.reshape(math.prod(x.shape[:-2]), math.prod(x.shape[-2:-1]), x.shape[-1])
+
+
+def grid(outer: int, middle: int, groups: int, wide: int) -> tuple[int, int, int]:
+    """Programs, tiles of the middle dimension, rows of a tile."""
+    rows = min(max(1, ELEMENTS // wide), triton.next_power_of_2(middle))
+    tiles = triton.cdiv(middle, rows)
+    return outer * groups * tiles, tiles, rows
+
+
+def quantize_triton(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    flat = lines(x)
+    outer, middle, size = flat.shape
+    groups = size // group
+    codes = torch.empty(*x.shape[:-1], size * bits // 8, dtype=torch.uint8, device=x.device)
+    scale, zero = (torch.empty(*x.shape[:-1], groups, dtype=torch.float16, device=x.device) for _ in range(2))
+    if x.numel():
+        programs, tiles, rows = grid(outer, middle, groups, triton.next_power_of_2(group))
+        _pack[programs,](
+            flat, codes, scale, zero, middle, groups, group, tiles, *flat.stride(),
+            BITS=bits, ROWS=rows, BYTES=triton.next_power_of_2(group * bits // 8),
+        )  # fmt: skip
+    return codes, scale, zero
+
+
+def dequantize_triton(
+    codes: Tensor, scale: Tensor, zero: Tensor, bits: int, group: int, dtype: torch.dtype, turned: bool
+) -> Tensor:
+    size, groups = codes.shape[-1] * 8 // bits, scale.shape[-1]
+    codes, scale, zero = codes.contiguous(), scale.contiguous(), zero.contiguous()
+    outer, middle, _ = lines(codes).shape
+    if turned:
+        flat = torch.empty(outer, size, middle, dtype=dtype, device=codes.device).mT
+    else:
+        flat = torch.empty(outer, middle, size, dtype=dtype, device=codes.device)
+    if flat.numel():
+        wide = triton.next_power_of_2(group)
+        programs, tiles, rows = grid(outer, middle, groups, wide)
+        _unpack[programs,](
+            codes, scale, zero, flat, middle, groups, group, tiles, *flat.stride(), BITS=bits, ROWS=rows, GROUP=wide
+        )  # fmt: skip
+    return flat.view(*codes.shape[:-1], size)

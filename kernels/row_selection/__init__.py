@@ -1,0 +1,64 @@
+"""Which rows stay, where they are, and their keys and values one behind the other."""
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.dispatch import choose
+from kvbench.kernels.row_selection.reference import gather_rows_reference, kept_indices_reference, top_k_mask_reference
+
+
+def top_k_mask(scores: Tensor, quotas: Tensor | int, *, implementation: str | None = None) -> Tensor:
+    """(B, H, n) bool: each head's `quotas` largest scores, ties to the lower row; all rows where quotas are larger.
+
+    scores (B, H, n), NaN counting as larger than anything (the reference on a GPU: where torch sorts it; the engine
+    refuses such scores); quotas (B, H) whole numbers, on the scores' device, or one
+    for all. ValueError for quotas of another shape.
+    """
+    if isinstance(quotas, int):
+        quotas = torch.full(scores.shape[:2], quotas, device=scores.device)
+    if scores.dim() != 3 or quotas.shape != scores.shape[:2] or quotas.is_floating_point():
+        raise ValueError(f"top_k_mask: scores {tuple(scores.shape)}, quotas {tuple(quotas.shape)} {quotas.dtype}")
+    if choose("top_k_mask", implementation, scores) == "reference":
+        return top_k_mask_reference(scores, quotas)
+    from kvbench.kernels.row_selection.triton import top_k_mask_triton
+
+    return top_k_mask_triton(scores, quotas)
+
+
+def kept_indices(kept: Tensor, total: int | None = None, *, implementation: str | None = None) -> Tensor:
+    """(R,) int64, ascending: where `kept` (B, H, n) bool is true, counted in the order (sample, head, row).
+
+    total: how many there are, where the caller knows; None asks the device, which waits for it. ValueError if `kept` is
+    no bool, and on the CPU if the total is another.
+    """
+    if kept.dim() != 3 or kept.dtype != torch.bool:
+        raise ValueError(f"kept_indices: kept {tuple(kept.shape)} {kept.dtype}")
+    if choose("kept_indices", implementation, torch.empty(0, device=kept.device)) == "reference":
+        return kept_indices_reference(kept, total)
+    from kvbench.kernels.row_selection.triton import kept_indices_triton
+
+    return kept_indices_triton(kept, total)
+
+
+def gather_rows(
+    index: Tensor, keys: Tensor, values: Tensor, *, into: tuple[Tensor, Tensor] | None = None,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Keys and values (R, d) of the rows at `index` (R,) as `kept_indices` counts them, of keys, values (B, H, n, d).
+
+    into: where to write them, two of shape (B, H, m, d) with the same strides, R = B·H·m; they are returned. ValueError
+    where keys and values differ in shape or dtype, or `into` does not fit.
+    """
+    if index.dim() != 1 or keys.dim() != 4 or keys.shape != values.shape or keys.dtype != values.dtype:
+        raise ValueError(f"gather_rows: {tuple(index.shape)} of keys {tuple(keys.shape)}, values {tuple(values.shape)}")
+    if into is not None and not (
+        into[0].shape == into[1].shape == (*keys.shape[:2], len(index) // keys[..., 0, 0].numel(), keys.shape[3])
+        and into[0].stride() == into[1].stride() and into[0].stride(3) == 1 and into[0].stride(2) == keys.shape[3]
+        and into[0].stride(0) == keys.shape[1] * into[0].stride(1)
+    ):  # fmt: skip
+        raise ValueError(f"gather_rows: {len(index)} rows into {tuple(into[0].shape)}, {tuple(into[1].shape)}")
+    if choose("gather_rows", implementation, keys) == "reference":
+        return gather_rows_reference(index, keys, values, into)
+    from kvbench.kernels.row_selection.triton import gather_rows_triton
+
+    return gather_rows_triton(index, keys, values, into)

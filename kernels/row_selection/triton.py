@@ -1,0 +1,185 @@
+"""The choice by digits of the scores, counted and never sorted; rows by their index, keys and values together.
+
+A float32 score becomes an unsigned whole number with the same order. The quota-th largest of a head is found eight bits
+at a time: in each of four passes all splits of a head count the digits of the scores that begin with what is known, and
+the next kernel, wherever it runs, reads off the counts which digit it is. No atomics: equal inputs, equal outputs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 2048  # scores or marks that a program looks at together
+ROWS = 32  # rows that a program copies
+
+
+@triton.jit
+def _number(scores):
+    """Unsigned numbers in the order of the scores; 0.0 and -0.0 are equal, NaN is the largest."""
+    x = scores.to(tl.float32)
+    bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
+    ordered = bits ^ tl.where(bits >> 31 == 1, 0xFFFFFFFF, 0x80000000)
+    return tl.where(x != x, 0xFFFFFFFF, ordered).to(tl.uint32)
+
+
+@triton.jit
+def _digit(counts, known, left, quotas, head, rows, PASS: tl.constexpr, SPLITS: tl.constexpr):
+    """After `PASS` passes: the quota-th largest number's first digits, how many rows that begin with them the quota
+    still has room for, and of the last pass the counts (SPLITS,) of rows with its digit.
+    """
+    split = tl.arange(0, SPLITS)
+    if PASS == 0:
+        quota = tl.load(quotas + head).to(tl.int64)
+        room = tl.minimum(tl.maximum(quota, 0), rows).to(tl.int32)
+        return tl.full((), 0, tl.uint32), room, tl.zeros((SPLITS,), tl.int32)
+    else:
+        start = tl.full((), 0, tl.uint32)
+        if PASS == 1:
+            quota = tl.load(quotas + head).to(tl.int64)
+            room = tl.minimum(tl.maximum(quota, 0), rows).to(tl.int32)
+        else:
+            start = tl.load(known + head * 4 + PASS - 1).to(tl.uint32)
+            room = tl.load(left + head * 4 + PASS - 1)
+        bins = tl.arange(0, 256)
+        found = tl.load(counts + ((PASS - 1) * tl.num_programs(1) + head) * SPLITS * 256 + split[:, None] * 256 + bins)
+        digits = tl.sum(found, 0)
+        above = tl.sum(digits) - tl.cumsum(digits, 0)
+        is_it = (above < room) & (room <= above + digits)
+        digit = tl.sum(tl.where(is_it, bins, 0))
+        room -= tl.sum(tl.where(is_it, above, 0))
+        same = tl.sum(tl.where(bins[None] == digit, found, 0), 1)
+        return (start << 8) | digit.to(tl.uint32), room, same
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "per_split"])
+def _count(
+    scores, quotas, counts, known, left, rows, heads, stride_b, stride_h, stride_n, per_split,
+    PASS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Digit `PASS` of the rows of one split of a head that begin like the quota-th largest."""
+    split, head = tl.program_id(0), tl.program_id(1)
+    start, room, _ = _digit(counts, known, left, quotas, head, rows, PASS, SPLITS)
+    if split == 0:
+        tl.store(known + head * 4 + PASS, start.to(tl.int64))
+        tl.store(left + head * 4 + PASS, room)
+    scores += (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h
+    digits = tl.zeros((256,), tl.int32)
+    for first in range(split * per_split, min((split + 1) * per_split, rows), TILE):
+        row = first + tl.arange(0, TILE)
+        here = row < rows
+        number = _number(tl.load(scores + row.to(tl.int64) * stride_n, mask=here, other=0.0))
+        if PASS > 0:
+            here &= (number >> (32 - 8 * PASS)) == start
+        digits += tl.histogram(((number >> (24 - 8 * PASS)) & 255).to(tl.int32), 256, mask=here)
+    out = (PASS * tl.num_programs(1) + head) * SPLITS * 256 + split * 256
+    tl.store(counts + out + tl.arange(0, 256), digits)
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "per_split"])
+def _choose(
+    scores, quotas, counts, known, left, chosen, rows, heads, stride_b, stride_h, stride_n, per_split,
+    SPLITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """True for what is larger than the quota-th largest, and for the first that equal it, as many as there is room."""
+    split, head = tl.program_id(0), tl.program_id(1)
+    least, room, same = _digit(counts, known, left, quotas, head, rows, 4, SPLITS)
+    equal = tl.sum(tl.where(tl.arange(0, SPLITS) < split, same, 0))
+    none = tl.load(quotas + head) <= 0
+    scores += (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h
+    chosen += head.to(tl.int64) * rows
+    for first in range(split * per_split, min((split + 1) * per_split, rows), TILE):
+        row = first + tl.arange(0, TILE)
+        here = row < rows
+        number = _number(tl.load(scores + row.to(tl.int64) * stride_n, mask=here, other=0.0))
+        equals = (here & (number == least)).to(tl.int32)
+        rank = equal + tl.cumsum(equals, 0)
+        stays = (number > least) | ((equals == 1) & (rank <= room))
+        tl.store(chosen + row, (stays & (none == 0)).to(tl.uint8), mask=here)
+        equal += tl.sum(equals)
+
+
+def top_k_mask_triton(scores: Tensor, quotas: Tensor) -> Tensor:
+    batch, heads, rows = scores.shape
+    chosen = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
+    if chosen.numel() == 0:
+        return chosen
+    splits = 1 if rows <= 2 * TILE else 8 if rows <= 32 * TILE else 32  # three, since each is compiled
+    per_split = triton.cdiv(triton.cdiv(rows, splits), TILE) * TILE
+    lines = batch * heads
+    counts = torch.empty(4, lines, splits, 256, dtype=torch.int32, device=scores.device)
+    known = torch.empty(lines, 4, dtype=torch.int64, device=scores.device)
+    left = torch.empty(lines, 4, dtype=torch.int32, device=scores.device)
+    quotas, sizes = quotas.contiguous(), (rows, heads, *scores.stride(), per_split)
+    for step in range(4):
+        _count[splits, lines](scores, quotas, counts, known, left, *sizes, PASS=step, SPLITS=splits, TILE=TILE)
+    marks = chosen.view(torch.uint8)
+    _choose[splits, lines](scores, quotas, counts, known, left, marks, *sizes, SPLITS=splits, TILE=TILE)
+    return chosen
+
+
+@triton.jit(do_not_specialize=["size"])
+def _count_marks(marks, counts, size, TILE: tl.constexpr):
+    tile = tl.program_id(0)
+    place = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+    tl.store(counts + tile, tl.sum(tl.load(marks + place, mask=place < size, other=0).to(tl.int32)))
+
+
+@triton.jit(do_not_specialize=["size", "total"])
+def _write_places(marks, counts, places, size, total, TILE: tl.constexpr):
+    tile = tl.program_id(0)
+    before = tl.zeros((), tl.int64)
+    for first in range(0, tile, 1024):
+        other = first + tl.arange(0, 1024)
+        before += tl.sum(tl.load(counts + other, mask=other < tile, other=0).to(tl.int64))
+    place = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+    mark = tl.load(marks + place, mask=place < size, other=0).to(tl.int32)
+    slot = before + tl.cumsum(mark, 0) - 1
+    tl.store(places + slot, place, mask=(mark == 1) & (slot < total))
+
+
+def kept_indices_triton(kept: Tensor, total: int | None) -> Tensor:
+    marks = kept.contiguous().view(torch.uint8)
+    tiles = triton.cdiv(marks.numel(), TILE)
+    counts = torch.empty(tiles, dtype=torch.int32, device=kept.device)
+    if tiles:
+        _count_marks[tiles,](marks, counts, marks.numel(), TILE=TILE)
+    total = int(counts.sum()) if total is None else total
+    places = torch.zeros(total, dtype=torch.int64, device=kept.device)  # a wrong total must not become an address
+    if total:
+        _write_places[tiles,](marks, counts, places, marks.numel(), total, TILE=TILE)
+    return places
+
+
+@triton.jit(do_not_specialize=["total", "heads", "rows", "each"])
+def _copy(
+    index, keys, values, new_keys, new_values, total, heads, rows, dim, each, new_h,
+    k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
+    ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = tl.load(index + slot, mask=slot < total, other=0)
+    head, row = place // rows, place % rows
+    batch, head = head // heads, head % heads
+    column = tl.arange(0, DIM)[None]
+    here = (slot < total)[:, None] & (column < dim)
+    out = (slot // each * new_h + slot % each * dim)[:, None] + column
+    k = (batch * k_b + head * k_h + row * k_n)[:, None] + column * k_d
+    v = (batch * v_b + head * v_h + row * v_n)[:, None] + column * v_d
+    tl.store(new_keys + out, tl.load(keys + k, mask=here), mask=here)
+    tl.store(new_values + out, tl.load(values + v, mask=here), mask=here)
+
+
+def gather_rows_triton(
+    index: Tensor, keys: Tensor, values: Tensor, into: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    total, (_, heads, rows, dim) = len(index), keys.shape
+    new = into or (keys.new_empty(total, dim), values.new_empty(total, dim))
+    each, new_h = (total, 0) if into is None else (into[0].shape[2], into[0].stride(1))
+    if total:
+        _copy[triton.cdiv(total, ROWS),](
+            index.contiguous(), keys, values, *new, total, heads, rows, dim, each, new_h, *keys.stride(),
+            *values.stride(),
+            ROWS=ROWS, DIM=triton.next_power_of_2(dim),
+        )  # fmt: skip
+    return new

@@ -1,0 +1,38 @@
+"""softmax(q·k·scaling + log mass), causal within the window, in PyTorch, and what is asked of it over the queries."""
+
+import torch
+from torch import Tensor
+
+
+def window_probabilities_reference(queries: Tensor, keys: Tensor, mass: Tensor | None, scaling: float) -> Tensor:
+    batch, query_heads, tokens, dim = queries.shape
+    heads, rows = keys.shape[1:3]
+    dtype = torch.promote_types(keys.dtype, torch.float32) if mass is None else mass.dtype
+    grouped = queries.view(batch, heads, query_heads // heads, tokens, dim).to(dtype)
+    logits = grouped @ keys[:, :, None].to(dtype).mT * scaling
+    if mass is not None:
+        logits = logits + mass.log()[:, :, None, None]
+    last = torch.arange(rows - tokens, rows, device=keys.device)[:, None]
+    logits = logits.masked_fill(torch.arange(rows, device=keys.device) > last, -torch.inf)
+    return logits.softmax(-1)
+
+
+def mean(p: Tensor) -> Tensor:
+    return p.mean(-2)
+
+
+def variance(p: Tensor) -> Tensor:
+    return p.var(-2) if p.shape[-2] > 1 else torch.zeros_like(p.squeeze(-2))
+
+
+def entropy(p: Tensor) -> Tensor:
+    double = p.double()
+    return -(double * (double + 1e-10).log()).sum(-2).to(p.dtype)
+
+
+def window_statistics_reference(
+    queries: Tensor, keys: Tensor, mass: Tensor | None, scaling: float, of: tuple[str, ...]
+) -> tuple[Tensor, ...]:
+    p = window_probabilities_reference(queries, keys, mass, scaling)
+    reduce = {"mean": mean, "variance": variance, "entropy": entropy}
+    return tuple(reduce[name](p) for name in of)

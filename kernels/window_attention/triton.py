@@ -1,0 +1,344 @@
+"""What the last w queries saw, in two launches and without their probabilities in memory.
+
+Symbols: M = GT·WT queries of one program, GT query heads of a KV head by WT >= w queries (powers of two; those beyond
+G and w are padding), N rows at once, x = q·k·scaling·log2 e + log2 mass. First the rows are split among programs, each
+finds per query the sum of 2^(x - c) over its rows, c being the maximum of its first ones; these are joined; then every
+program multiplies its keys once more and reduces p over the queries of each head. No atomics: the same numbers every
+time. K is read once per launch where G·w <= 128.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvbench.kernels.dispatch import interpreting
+
+SPLITS = 128  # parts of the rows, at most: the second launch reads as many partial sums per query
+PROGRAMS = 1056  # to aim at: 8 for each of an H100's or H200's 132 multiprocessors, 4 where each has many queries
+LOWEST = tl.constexpr(-1e30)  # x of a row that a query does not see: finite, so that differences are numbers
+MOST = tl.constexpr(1e30)  # of a sum: beyond it, its terms may have been infinite
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a launch is cut: query heads and queries of a program, rows at once, the padded head dimension."""
+
+    heads: int  # GT
+    width: int  # WT
+    count: int  # tiles that a group takes
+    rows: int  # N
+    depth: int  # D
+    warps: int
+    stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch. With 128 registers a thread, two programs of 8 warps run side by side."""
+        return {"num_warps": self.warps, "num_stages": self.stages} | ({"maxnreg": 128} if self.warps == 8 else {})
+
+    @property
+    def queries(self) -> int:
+        return self.heads * self.width
+
+
+def tiles(group: int, tokens: int, dim: int, dtype: torch.dtype, products: int = 1) -> Tiles:
+    """Rules instead of trials: a tile of logits has 32 numbers a thread, wide rows and float32 take fewer queries.
+    `products` per row: 1 with its key, 2 with its value too.
+    """
+    depth, single = max(16, triton.next_power_of_2(dim)), dtype == torch.float32
+    most = 64 if depth * dtype.itemsize > 256 else 128
+    width = triton.next_power_of_2(tokens)
+    heads = min(triton.next_power_of_2(group), max(1, most // width))
+    width = max(width, 16 // heads)
+    queries = heads * width
+    rows = 32 if single else 128 if products == 1 and queries <= 32 and depth <= 128 else 64
+    warps = 8 if queries > 64 and products == 1 else 4
+    stages = 1 if single or queries * products > 128 else 2 if depth > 128 else 3
+    return Tiles(heads, width, triton.cdiv(group, heads), rows, depth, warps, stages)
+
+
+def spans(rows: int, packs: int, cut: Tiles) -> tuple[int, int]:
+    """Rows of a program, a multiple of the tile's, and how many programs that makes for each of `packs`."""
+    splits = max(1, min(SPLITS, triton.cdiv(PROGRAMS // (2 if cut.queries > 64 else 1), packs)))
+    span = triton.cdiv(triton.cdiv(rows, splits), cut.rows) * cut.rows
+    return span, triton.cdiv(rows, span)
+
+
+@triton.jit
+def load_queries(
+    start, tile, tokens, group, stride_head, stride_token,
+    GT: tl.constexpr, WT: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """(M, D) queries of a tile, zeros where there is none; `start` points to the KV head's first."""
+    m = tl.arange(0, GT * WT)
+    head, token, column = tile * GT + m // WT, m % WT, tl.arange(0, D)
+    there = ((head < group) & (token < tokens))[:, None] & (column < DIM)[None, :]
+    at = head.to(tl.int64) * stride_head + token.to(tl.int64) * stride_token
+    q = tl.load(start + at[:, None] + column[None, :], mask=there, other=0.0)
+    return q.to(tl.float32) if CAST else q
+
+
+@triton.jit
+def load_rows(start, row, rows, stride_row, D: tl.constexpr, DIM: tl.constexpr, CAST: tl.constexpr):
+    """(N, D) keys or values of `row` (N,); zeros beyond the last."""
+    column = tl.arange(0, D)
+    at = start + row.to(tl.int64)[:, None] * stride_row + column[None, :]
+    if DIM == D:
+        x = tl.load(at, mask=(row < rows)[:, None], other=0.0)
+    else:
+        x = tl.load(at, mask=(row < rows)[:, None] & (column < DIM)[None, :], other=0.0)
+    return x.to(tl.float32) if CAST else x
+
+
+@triton.jit
+def unbound(first, last, rows, tokens, N: tl.constexpr):
+    """End of the tiles of rows first to last that every query sees whole; those from there on reach into the window."""
+    return first + tl.maximum(tl.minimum(last, rows - tokens + 1) - first, 0) // N * N
+
+
+@triton.jit
+def logits(
+    k, q, mass, row, rows, tokens, stride_row, scale, WT: tl.constexpr, MASS: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """(N, M) x of the rows, LOWEST where the query does not see the row, whatever the row holds there."""
+    x = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+    if MASS:
+        own = tl.load(mass + row.to(tl.int64) * stride_row, mask=row < rows, other=0.0)
+        seen = (own > 0)[:, None]
+        x += tl.log2(tl.where(own > 0, own, 1.0))[:, None]
+    else:
+        seen = (row < rows)[:, None]
+    if CAUSAL:
+        token = tl.arange(0, q.shape[0]) % WT
+        seen = seen & (row[:, None] <= (rows - tokens + token)[None, :])
+    return tl.where(seen, x, LOWEST)
+
+
+@triton.jit
+def gather_sums(
+    k_start, q, mass, held, top, first, free, last, rows, tokens, group, stride_row, stride_mass, scale,
+    N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, GT: tl.constexpr, WT: tl.constexpr,
+    MASS: tl.constexpr, HOLD: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """(M,) Σ 2^(x - top) over rows first, first + N, … below last, those before `free` seen by all, one for each place
+    of a tile. HOLD: the first query's x goes to `held` (GT, n).
+    """
+    sums = tl.zeros((N, GT * WT), tl.float32)
+    for start in range(first, free, N):
+        row = start + tl.arange(0, N)
+        k = load_rows(k_start, row, rows, stride_row, D, DIM, CAST)
+        x = logits(k, q, mass, row, rows, tokens, stride_mass, scale, WT, MASS, False)
+        sums += tl.exp2(x - top[None, :])
+        if HOLD:
+            hold(x, held, row, rows, group, N, GT, WT)
+    for start in range(free, last, N):
+        row = start + tl.arange(0, N)
+        k = load_rows(k_start, row, rows, stride_row, D, DIM, CAST)
+        x = logits(k, q, mass, row, rows, tokens, stride_mass, scale, WT, MASS, True)
+        sums += tl.exp2(x - top[None, :])
+        if HOLD:
+            hold(x, held, row, rows, group, N, GT, WT)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def hold(x, held, row, rows, group, N: tl.constexpr, GT: tl.constexpr, WT: tl.constexpr):
+    """The first query's x (N, M) of each head to `held` (GT, n)."""
+    own = tl.arange(0, GT)
+    x = tl.where((tl.arange(0, WT) == 0)[None, None, :], tl.reshape(x, (N, GT, WT)), 0.0)
+    there = (row < rows)[:, None] & (own < group)[None, :]
+    tl.store(held + own.to(tl.int64)[None, :] * rows + row[:, None], tl.sum(x, 2), mask=there)
+
+
+@triton.jit
+def partial_kernel(
+    queries, keys, mass, maxima, sums, held, scale, heads, group, tokens, rows, span, count,
+    q_batch, q_head, q_token, k_batch, k_head, k_row, m_batch, m_head, m_row,
+    GT: tl.constexpr, WT: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+    MASS: tl.constexpr, HOLD: tl.constexpr, AGAIN: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """maxima, sums (splits, B·H·count, M) float32 of a tile of queries over `span` rows; HOLD: x in `held` (B, H, G, n)
+    of one query. The maximum is the first tile's; AGAIN: all tiles', where a sum relative to the first's is too large.
+    """
+    tile, split, pair = tl.program_id(0) % count, tl.program_id(0) // count, tl.program_id(1)
+    batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
+    q_start = queries + batch * q_batch + head * group * q_head
+    q = load_queries(q_start, tile, tokens, group, q_head, q_token, GT, WT, D, DIM, CAST)
+    k_start, m_start = keys + batch * k_batch + head * k_head, mass + batch * m_batch + head * m_head
+    first, last = split * span, tl.minimum(split * span + span, rows)
+    free = unbound(first, last, rows, tokens, N)
+    x_start, own = held + (pair.to(tl.int64) * group + tile * GT) * rows, group - tile * GT
+    packs = tl.num_programs(1) * count
+    at = (split * packs + pair * count + tile).to(tl.int64) * (GT * WT) + tl.arange(0, GT * WT)
+    broken = True
+    if AGAIN:
+        broken = tl.max(tl.load(sums + at)) > MOST
+    if broken:
+        top = tl.full((N, GT * WT), LOWEST, tl.float32)
+        for start in range(first, last if AGAIN else first + N, N):
+            row = start + tl.arange(0, N)
+            k = load_rows(k_start, row, rows, k_row, D, DIM, CAST)
+            top = tl.maximum(top, logits(k, q, m_start, row, rows, tokens, m_row, scale, WT, MASS, True))
+        high = tl.max(top, 0)
+        total = gather_sums(
+            k_start, q, m_start, x_start, high, first, free, last, rows, tokens, own, k_row, m_row, scale,
+            N, D, DIM, GT, WT, MASS, HOLD, CAST,
+        )  # fmt: skip
+        tl.store(maxima + at, high)
+        tl.store(sums + at, total)
+
+
+@triton.jit
+def join_kernel(maxima, sums, top, share, tokens, group, count, splits,
+                GT: tl.constexpr, WT: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+    """top, share (B·H·count, M): each query's maximum of x and 1 / Σ 2^(x - maximum); 0 for padding and a query that
+    sees no row.
+    """
+    pack, m, split = tl.program_id(0), tl.arange(0, GT * WT), tl.arange(0, SPLITS)
+    at = (split * tl.num_programs(0) + pack).to(tl.int64)[:, None] * (GT * WT) + m[None, :]
+    there = (split < splits)[:, None]
+    high = tl.load(maxima + at, mask=there, other=LOWEST)
+    total = tl.load(sums + at, mask=there, other=0.0)
+    most = tl.max(high, 0)
+    total = tl.sum(total * tl.exp2(high - most[None, :]), 0)
+    valid = (pack % count * GT + m // WT < group) & (m % WT < tokens) & (most > LOWEST)
+    tl.store(top + pack.to(tl.int64) * (GT * WT) + m, most)
+    tl.store(share + pack.to(tl.int64) * (GT * WT) + m, tl.where(valid, 1.0 / tl.where(valid, total, 1.0), 0.0))
+
+
+@triton.jit
+def load_sums(top, share, pack, M: tl.constexpr):
+    """(M,) each of a tile of queries."""
+    at = pack.to(tl.int64) * M + tl.arange(0, M)
+    return tl.load(top + at), tl.load(share + at)
+
+
+@triton.jit
+def reduce_rows(
+    k_start, q, mass, top, share, mean, variance, entropy, out, real, first, last, rows, tokens,
+    stride_row, stride_mass, scale,
+    GT: tl.constexpr, WT: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, MASS: tl.constexpr,
+    MEAN: tl.constexpr, VARIANCE: tl.constexpr, ENTROPY: tl.constexpr, CAUSAL: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """What is asked for of rows first, first + N, … below last, at `out` (GT,) + row of the heads that are `real`."""
+    for start in range(first, last, N):
+        row = start + tl.arange(0, N)
+        k = load_rows(k_start, row, rows, stride_row, D, DIM, CAST)
+        x = logits(k, q, mass, row, rows, tokens, stride_mass, scale, WT, MASS, CAUSAL)
+        p = tl.reshape(tl.exp2(x - top[None, :]) * share[None, :], (N, GT, WT))
+        at = out[None, :] + row[:, None]
+        there = (row < rows)[:, None] & real[None, :]
+        middle = tl.sum(p, 2) / tokens
+        if MEAN:
+            tl.store(mean + at, middle, mask=there)
+        if VARIANCE:
+            away = tl.where((tl.arange(0, WT) < tokens)[None, None, :], p - middle[:, :, None], 0.0)
+            tl.store(variance + at, tl.sum(away * away, 2) / tl.maximum(tokens - 1, 1), mask=there)
+        if ENTROPY:
+            tl.store(entropy + at, -tl.sum(p * tl.log(p + 1e-10), 2), mask=there)
+
+
+@triton.jit
+def reduce_kernel(
+    queries, keys, mass, top, share, mean, variance, entropy,
+    scale, heads, group, tokens, rows, span, count,
+    q_batch, q_head, q_token, k_batch, k_head, k_row, m_batch, m_head, m_row,
+    GT: tl.constexpr, WT: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+    MASS: tl.constexpr, MEAN: tl.constexpr, VARIANCE: tl.constexpr, ENTROPY: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """mean, variance, entropy (B, H, G, n) float32, those asked for, of a tile of queries over `span` rows."""
+    tile, split, pair = tl.program_id(0) % count, tl.program_id(0) // count, tl.program_id(1)
+    batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
+    q_start = queries + batch * q_batch + head * group * q_head
+    q = load_queries(q_start, tile, tokens, group, q_head, q_token, GT, WT, D, DIM, CAST)
+    k_start, m_start = keys + batch * k_batch + head * k_head, mass + batch * m_batch + head * m_head
+    own_top, own_share = load_sums(top, share, pair * count + tile, GT * WT)
+    own = tile * GT + tl.arange(0, GT)
+    out = (pair.to(tl.int64) * group + own) * rows
+    first, last = split * span, tl.minimum(split * span + span, rows)
+    free = unbound(first, last, rows, tokens, N)
+    reduce_rows(
+        k_start, q, m_start, own_top, own_share, mean, variance, entropy, out, own < group, first, free, rows, tokens,
+        k_row, m_row, scale, GT, WT, N, D, DIM, MASS, MEAN, VARIANCE, ENTROPY, False, CAST,
+    )  # fmt: skip
+    reduce_rows(
+        k_start, q, m_start, own_top, own_share, mean, variance, entropy, out, own < group, free, last, rows, tokens,
+        k_row, m_row, scale, GT, WT, N, D, DIM, MASS, MEAN, VARIANCE, ENTROPY, True, CAST,
+    )  # fmt: skip
+
+
+@triton.jit
+def share_kernel(held, top, share, group, rows, count, GT: tl.constexpr, WT: tl.constexpr, N: tl.constexpr):
+    """`held` (B, H, G, n): x of one query becomes p, N rows a program."""
+    pair, head = tl.program_id(1) // group, tl.program_id(1) % group
+    at = (pair * count + head // GT).to(tl.int64) * (GT * WT) + head % GT * WT
+    row = tl.program_id(0) * N + tl.arange(0, N)
+    own = held + tl.program_id(1).to(tl.int64) * rows + row
+    p = tl.exp2(tl.load(own, mask=row < rows, other=LOWEST) - tl.load(top + at)) * tl.load(share + at)
+    tl.store(own, p, mask=row < rows)
+
+
+def strides(queries: Tensor, keys: Tensor, mass: Tensor | None) -> tuple[int, ...]:
+    return (*queries.stride()[:3], *keys.stride()[:3], *((0, 0, 0) if mass is None else mass.stride()))
+
+
+def query_sums(
+    queries: Tensor, keys: Tensor, mass: Tensor | None, scaling: float, held: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The first three launches: each query's maximum and one over its sum, (B·H·count, M) each; of one query also x, in
+    `held`.
+    """
+    batch, query_heads, tokens, dim = queries.shape
+    heads, rows = keys.shape[1:3]
+    group, cut = query_heads // heads, tiles(query_heads // heads, tokens, dim, keys.dtype)
+    packs = batch * heads * cut.count
+    span, splits = spans(rows, packs, cut)
+    maxima, sums = torch.empty(2, splits, packs, cut.queries, dtype=torch.float32, device=keys.device)
+    for again in (False, True):
+        partial_kernel[(splits * cut.count, batch * heads)](
+            queries, keys, keys if mass is None else mass, maxima, sums, maxima if held is None else held,
+            scaling * LOG2E, heads, group, tokens, rows, span, cut.count, *strides(queries, keys, mass),
+            GT=cut.heads, WT=cut.width, N=cut.rows, D=cut.depth, DIM=dim, MASS=mass is not None,
+            HOLD=held is not None and not again, AGAIN=again, CAST=interpreting(), **cut.options,
+        )  # fmt: skip
+    top, share = torch.empty(2, packs, cut.queries, dtype=torch.float32, device=keys.device)
+    join_kernel[(packs,)](
+        maxima, sums, top, share, tokens, group, cut.count, splits,
+        GT=cut.heads, WT=cut.width, SPLITS=triton.next_power_of_2(splits), num_warps=8,
+    )  # fmt: skip
+    return top, share
+
+
+def window_statistics_triton(
+    queries: Tensor, keys: Tensor, mass: Tensor | None, scaling: float, of: tuple[str, ...]
+) -> tuple[Tensor, ...]:
+    batch, query_heads, tokens, dim = queries.shape
+    heads, rows = keys.shape[1:3]
+    group = query_heads // heads
+    cut = tiles(group, tokens, dim, keys.dtype)
+    made = {
+        name: torch.empty(batch, heads, group, rows, dtype=torch.float32, device=keys.device)
+        for name in dict.fromkeys(of)
+    }
+    if tokens == 1 and set(of) == {"mean"}:  # of one query x has the size of the result: keys are read once
+        held = made["mean"]
+        top, share = query_sums(queries, keys, mass, scaling, held)
+        share_kernel[(triton.cdiv(rows, 1024), batch * query_heads)](
+            held, top, share, group, rows, cut.count, GT=cut.heads, WT=cut.width, N=1024
+        )
+        return tuple(held for _ in of)
+    top, share = query_sums(queries, keys, mass, scaling)
+    span, splits = spans(rows, batch * heads * cut.count, cut)
+    reduce_kernel[(splits * cut.count, batch * heads)](
+        queries, keys, keys if mass is None else mass, top, share,
+        *(made.get(name, top) for name in ("mean", "variance", "entropy")),
+        scaling * LOG2E, heads, group, tokens, rows, span, cut.count, *strides(queries, keys, mass),
+        GT=cut.heads, WT=cut.width, N=cut.rows, D=cut.depth, DIM=dim,
+        MASS=mass is not None, MEAN="mean" in made, VARIANCE="variance" in made, ENTROPY="entropy" in made,
+        CAST=interpreting(), **cut.options,
+    )  # fmt: skip
+    return tuple(made[name] for name in of)
