@@ -35,7 +35,7 @@ from kvbench.policy import Choice
 from kvbench.prompt import words
 from kvbench.rows import Rows
 from kvbench.settings import Arguments, SettingError, answered, choose, whole
-from kvbench.tasks import prose
+from kvbench.tasks.common import synthetic_prose
 
 ROOM = 32  # tokens for what is read about a text beside the text
 
@@ -134,7 +134,7 @@ def arguments(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("method", choices=["qfilters", "duo_attention"])
     parser.add_argument("--model", required=True, help="reference, reference_v1, a local folder or a hub id")
     parser.add_argument("--out", required=True, type=Path, help="what to write: a safetensors file, or a folder")
-    parser.add_argument("--text", type=Path, help="text file; default: the essays of tasks/prose.py")
+    parser.add_argument("--text", type=Path, help="text file; default: the essays of tasks/common/synthetic_prose.py")
     parser.add_argument("--sequences", type=int, help="texts read (official: 20 for qfilters, 1 for duo_attention)")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a text (official: 2048)")
     parser.add_argument("--queries", type=int, default=3000, help="queries sampled per head (official: about 3000)")
@@ -169,7 +169,7 @@ def calibrate(options: Namespace) -> None:
         checkpoint.config()
         longest = checkpoint.longest()
         length = min(options.length, longest // 2 - ROOM if pattern else longest)  # a text is read twice
-        text = " ".join(prose.words()) if options.text is None else options.text.read_text(encoding="utf-8")
+        text = " ".join(synthetic_prose.words()) if options.text is None else options.text.read_text(encoding="utf-8")
         tokenizer = checkpoint.tokenizer()
         pieces = texts(tokenizer, text, sequences, length)
         dtype = torch.float32 if options.device == "cpu" else torch.bfloat16

@@ -44,7 +44,7 @@ UNFOLLOWED = {  # calls that execute sources which no import statement names
     *("CDLL", "PyDLL", "LoadLibrary", "load_library", "load_inline"),
 }
 # one loads files of lm-eval, a dependency; the other looks for data, which a run's fingerprint counts
-KNOWN = {"kvbench.tasks.ruler_lmeval", "kvbench.tasks.ruler_sentences"}
+KNOWN = {"kvbench.tasks.ruler.lm_eval_port", "kvbench.tasks.ruler.sentences"}
 
 UNCOUNTED = {  # modules that runs import and that change no number of a record -> why
     "kvbench.atomic": "renames files into place",

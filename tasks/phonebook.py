@@ -18,11 +18,11 @@ from itertools import islice, product
 
 from kvbench.settings import SettingError, choose, whole
 from kvbench.task import Graded, Sample, Tokenizer
-from kvbench.tasks.data import MINIATURE
-from kvbench.tasks.grid import axis
-from kvbench.tasks.prose import ENDS, STARTS, short_name
-from kvbench.tasks.ruler_fit import fit
-from kvbench.tasks.ruler_wordings import Rendered, Wording, wordings
+from kvbench.tasks.common.axes import axis
+from kvbench.tasks.common.dataset_rows import MINIATURE
+from kvbench.tasks.common.synthetic_prose import ENDS, STARTS, short_name
+from kvbench.tasks.ruler.fit import fit
+from kvbench.tasks.ruler.templates import Rendered, Wording, wordings
 
 MOST = 100_000  # entries: few enough that drawing other names stays fast
 

@@ -26,13 +26,13 @@ from kvbench.reference.recipe import VOCABULARY, Recipe
 from kvbench.reference.texts import Texts
 from kvbench.reference.tokenizer import BOS, EOS, PAD
 from kvbench.settings import SettingError, choose, number
-from kvbench.tasks import ledger
-from kvbench.tasks.ruler import FAMILIES, SUBTASKS
-from kvbench.tasks.ruler_niah import Niah
-from kvbench.tasks.ruler_wordings import wordings
-from kvbench.tasks.scbench_data import session
-from kvbench.tasks.scbench_forms import forms
-from kvbench.tasks.scbench_miniature import MAKERS, with_options
+from kvbench.tasks.ledger import task
+from kvbench.tasks.ruler.niah import Niah
+from kvbench.tasks.ruler.task import FAMILIES, SUBTASKS
+from kvbench.tasks.ruler.templates import wordings
+from kvbench.tasks.scbench.miniature import MAKERS, with_options
+from kvbench.tasks.scbench.prompts import forms
+from kvbench.tasks.scbench.rows import session
 
 RULER = {  # relative share of the samples, and about how many tokens a unit of the haystack has
     "niah_single_1": (2, 26), "niah_single_2": (3, 1.7), "niah_single_3": (4, 1.7), "niah_multikey_1": (4, 1.7),
@@ -360,12 +360,12 @@ class Maker:
     def _ledger(self, name: str, units: int, length: int) -> list[Piece] | None:
         """Units are lines."""
         early = self.rng.choice([0.5, 0.75, 1.0])
-        most = int(units * early) - ledger.STARTS
+        most = int(units * early) - task.STARTS
         if most < 2 or units > LONGEST:
             return None
-        drawn = ledger.draw(units, self.rng.randint(2, min(6, most)), early, 50, self.rng)
+        drawn = task.draw(units, self.rng.randint(2, min(6, most)), early, 50, self.rng)
         answer = Piece(drawn.solved(), LONG, answer=True)
-        return [Piece(drawn.context()), Piece(drawn.question() + ledger.PREFIX), answer]
+        return [Piece(drawn.context()), Piece(drawn.question() + task.PREFIX), answer]
 
 
 @dataclass(frozen=True)

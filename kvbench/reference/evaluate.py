@@ -28,8 +28,8 @@ from kvbench.model import REFERENCE, Checkpoint
 from kvbench.reference.train import put
 from kvbench.settings import Arguments, SettingError, answered, whole, writable
 from kvbench.task import Sample
-from kvbench.tasks.ledger import LedgerTask
-from kvbench.tasks.ruler import SUBTASKS, Ruler
+from kvbench.tasks.ledger.task import LedgerTask
+from kvbench.tasks.ruler.task import SUBTASKS, Ruler
 
 SEED = 20_000
 LENGTHS = (1024, 2048, 4096, 8192, 16384)

@@ -4,8 +4,8 @@ import random
 from collections import deque
 from itertools import accumulate, chain
 
-from kvbench.tasks import invented, prose
-from kvbench.tasks.ruler_texts import load_texts
+from kvbench.tasks.common import synthetic_prose, synthetic_qa
+from kvbench.tasks.ruler.texts import load_texts
 
 
 class Texts:
@@ -21,7 +21,7 @@ class Texts:
 
     def write(self, sentences: int = 24) -> None:
         """Add to the essay; its oldest sentences are forgotten."""
-        self.sentences.extend(s.split() for s in prose.essay(self.rng, sentences))
+        self.sentences.extend(s.split() for s in synthetic_prose.essay(self.rng, sentences))
 
     def essay(self, units: int) -> tuple[tuple[str, ...], list[int]]:
         """`units` words from a random sentence on, and where sentences end."""
@@ -36,14 +36,14 @@ class Texts:
     def renew(self) -> None:
         """Invent new provinces and people: [(documents, [(question, answer)])] of each article and chain."""
         self.renewals += 1
-        inventor = invented.Inventor(f"kvbench reference/{self.name}/{self.renewals}")
+        inventor = synthetic_qa.Inventor(f"kvbench reference/{self.name}/{self.renewals}")
         self.articles, self.chains = [], []
         for _ in range(24):
-            paragraphs = invented.article(inventor)["paragraphs"]
+            paragraphs = synthetic_qa.article(inventor)["paragraphs"]
             asked = [(q["question"], q["answers"][0]["text"]) for p in paragraphs for q in p["qas"]]
             self.articles.append(([p["context"] for p in paragraphs], asked))
         for _ in range(140):
-            pages, asked = invented.chain(inventor)
+            pages, asked = synthetic_qa.chain(inventor)
             documents = [f"{title}\n{''.join(text)}" for title, text in pages]
             # Two documents, two steps: the answer names the person first, then what was asked of the person.
             self.chains.append((documents, [(question, f"{pages[1][0]}, {answer}") for question, answer in asked]))

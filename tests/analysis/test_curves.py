@@ -11,7 +11,7 @@ from kvbench.budget_curve import Curve, area, smallest
 from kvbench.curves import main
 from kvbench.means import mean
 from kvbench.statistics import Scores, average
-from kvbench.tasks.ruler import Ruler
+from kvbench.tasks.ruler.task import Ruler
 from tests.support import made_up_runs
 from tests.support.command_line import answer
 

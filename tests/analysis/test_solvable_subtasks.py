@@ -22,7 +22,7 @@ from kvbench.stored import find_finished
 from kvbench.swept import SOLVABLE, Choice
 from kvbench.tables import closing_table
 from kvbench.task import Graded
-from kvbench.tasks.ruler import Ruler
+from kvbench.tasks.ruler.task import Ruler
 from kvbench.wandb_run import Subject
 from tests.support import made_up_runs
 from tests.support.command_line import answer

@@ -86,13 +86,13 @@ def test_no_arrow_turns_back(module):
 def test_the_rules_forbid_what_they_should():
     forbidden = [
         ("kvbench.engine", "kvbench.methods.snapkv"),
-        ("kvbench.runner", "kvbench.tasks.ruler"),
+        ("kvbench.runner", "kvbench.tasks.ruler.task"),
         ("kvbench.engine", "transformers"),
         ("kvbench.methods.snapkv", "kvbench.methods.sink"),
         ("kvbench.methods.codecs.kivi", "kvbench.engine"),
         ("kvbench.methods.snapkv", "transformers.cache_utils"),
-        ("kvbench.tasks.ruler", "kvbench.rows"),
-        ("kvbench.tasks.ruler", "kvbench.methods.full"),
+        ("kvbench.tasks.ruler.task", "kvbench.rows"),
+        ("kvbench.tasks.ruler.task", "kvbench.methods.full"),
         ("kvbench.kernels.attention", "kvbench.rows"),
         ("kvbench.kernels.attention.triton", "kvbench.kernels.attention.reference"),
         ("kvbench.rows", "kvbench.model"),

@@ -40,7 +40,12 @@ def test_a_run_is_explained(kvbench, tmp_path, monkeypatch, capsys):
     text = "\n".join(lines)
     assert '"name": "knorm"' in text and "├─ budget " in text and "├─ identity " in text and "└─ sources " in text
     modules = {line.split()[1] for line in lines if line.startswith("   ")}
-    assert {"kvbench.engine", "kvbench.methods.knorm", "kvbench.tasks.ruler", "kvbench.kernels.attention"} <= modules
+    assert {
+        "kvbench.engine",
+        "kvbench.methods.knorm",
+        "kvbench.tasks.ruler.task",
+        "kvbench.kernels.attention",
+    } <= modules
     assert not modules & sources.UNCOUNTED.keys() and "kvbench.methods.snapkv" not in modules
     assert "today" not in text
     now = sources.source_hashes

@@ -112,7 +112,7 @@ def test_the_hash_follows_what_can_change_a_result(checkout):
 
 def test_modules_that_do_not_count_compute_nothing():
     """They are there, runs import them, and none of them can compute: only a conversion of weights knows torch."""
-    run = ["kvbench.runner", "kvbench.methods.snapkv", "kvbench.tasks.ruler"]
+    run = ["kvbench.runner", "kvbench.methods.snapkv", "kvbench.tasks.ruler.task"]
     counted = closure(run)
     assert not counted & UNCOUNTED.keys()
     for module in UNCOUNTED:

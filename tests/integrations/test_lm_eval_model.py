@@ -197,7 +197,7 @@ def test_lm_eval_evaluates_choices_and_answers(full, tmp_path, question):
     ]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "choice.yaml").write_text(YAML.format(folder=tmp_path))
-    folders = [str(tmp_path), str(kvbench.__path__[-1]) + "/tasks/lm_eval_miniature"]
+    folders = [str(tmp_path), str(kvbench.__path__[-1]) + "/tasks/lm_eval/miniature"]
     found = {}
     for method in ("full", "knorm"):
         lm = cut(full, method=method, budget=0.2, question=question)

@@ -10,7 +10,7 @@ from kvbench import calibrate
 from kvbench.catalogue import plainly
 from kvbench.model import REFERENCE
 from kvbench.settings import SettingError
-from kvbench.tasks.prose import words
+from kvbench.tasks.common.synthetic_prose import words
 from tests.support.dense_engine import Dense, Glance, Head
 from tests.support.method_files import needed
 from tests.support.tiny_models import distinct, ids, tiny

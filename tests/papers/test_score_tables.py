@@ -371,7 +371,12 @@ def offline(monkeypatch):
     """
     from kvbench import run
     from kvbench.model import Checkpoint, configuration
-    from kvbench.tasks import longbench, math_problems, needle, ruler, ruler_lmeval, scbench
+    from kvbench.tasks.longbench import task
+    from kvbench.tasks.mathematics import task as math_problems
+    from kvbench.tasks.niah import task as needle
+    from kvbench.tasks.ruler import lm_eval_port
+    from kvbench.tasks.ruler import task as ruler
+    from kvbench.tasks.scbench import task as scbench
 
     def instead(module: object, name: str, *fixed: object, place: int = 0) -> None:
         real = getattr(module, name)
@@ -381,12 +386,12 @@ def offline(monkeypatch):
 
         monkeypatch.setattr(module, name, fetched)
 
-    instead(longbench, "load", "miniature")
+    instead(task, "load", "miniature")
     instead(math_problems, "read", "miniature", place=1)
     instead(needle, "load", None)
     instead(ruler, "load_texts", None, None)
     instead(scbench.data, "load", "miniature")
-    monkeypatch.setattr(ruler_lmeval.RulerLmEval, "fingerprint", lambda self: "data")
+    monkeypatch.setattr(lm_eval_port.RulerLmEval, "fingerprint", lambda self: "data")
     monkeypatch.setattr(
         Checkpoint, "config", lambda self: configuration(str(CONF / "model" / "shapes" / f"{self.name}.json"))
     )

@@ -34,7 +34,7 @@ from kvbench.held import Held, choose_cache
 from kvbench.model import REFERENCE
 from kvbench.policy import Choice
 from kvbench.prompt import template, words
-from kvbench.tasks import prose
+from kvbench.tasks.common import synthetic_prose
 from tests.support.method_files import made
 from tests.support.repository import ROOT
 from tests.support.tiny_models import COMMON, draw, heads, without_head_dim
@@ -316,7 +316,7 @@ def load_subject(name: str, folder: Path, make_prompts: Callable[[Any, int], Ite
 def english_prompts(tokenizer: Any, vocabulary: int) -> Iterator[list[int]]:
     """Chats about a licence and, where the prompt is longer than that, the prose of the RULER tasks."""
     before, after = template(tokenizer)
-    text = (ROOT / "LICENSE").read_text() + " ".join(prose.words()[:4000])
+    text = (ROOT / "LICENSE").read_text() + " ".join(synthetic_prose.words()[:4000])
     start = tokenizer.encode(before + text, add_special_tokens=False)
     end = tokenizer.encode("\n\nWhat is this text about?" + after, add_special_tokens=False)
     for tokens in (301, 1024, 1999, 4000):

@@ -13,7 +13,7 @@ from tests.support.command_line import answer, assert_refused
 @pytest.fixture
 def shapes(monkeypatch):
     """Configurations of models come from their shapes; RULER's port fetches nothing."""
-    from kvbench.tasks.ruler_lmeval import RulerLmEval
+    from kvbench.tasks.ruler.lm_eval_port import RulerLmEval
 
     monkeypatch.setattr(
         Checkpoint, "config", lambda self: configuration(str(CONF / "model" / "shapes" / f"{self.name}.json"))

@@ -14,8 +14,8 @@ from kvbench.model import REFERENCE
 from kvbench.prompt import encode, template_tokens
 from kvbench.settings import SettingError
 from kvbench.task import Sample
-from kvbench.tasks.ledger import PREFIX, STARTS, Ledger, LedgerTask, Step, draw
-from kvbench.tasks.ledger_answer import Written, read
+from kvbench.tasks.ledger.answer_parser import Written, read
+from kvbench.tasks.ledger.task import PREFIX, STARTS, Ledger, LedgerTask, Step, draw
 from tests.support.command_line import answer, assert_refused
 from tests.support.recorded_runs import read_runs
 
@@ -328,7 +328,7 @@ def test_a_wrong_setting_is_said_in_one_line(own, message):
 def test_the_fingerprint_follows_the_wording(monkeypatch):
     before = ledger_task().fingerprint()
     assert before == replace(ledger_task(), samples=3).fingerprint()
-    monkeypatch.setattr("kvbench.tasks.ledger.PREFIX", PREFIX + " ")
+    monkeypatch.setattr("kvbench.tasks.ledger.task.PREFIX", PREFIX + " ")
     assert ledger_task().fingerprint() != before
 
 

@@ -12,8 +12,8 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from kvbench.settings import SettingError
-from kvbench.tasks.lm_eval import LmEval
-from kvbench.tasks.lm_eval_package import PACKAGE, REFUSED, find, load, seeded
+from kvbench.tasks.lm_eval.loader import PACKAGE, REFUSED, find, load, seeded
+from kvbench.tasks.lm_eval.task import LmEval
 from tests.support.command_line import answer, assert_refused
 
 ROWS = [

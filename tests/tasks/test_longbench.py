@@ -27,13 +27,13 @@ from kvbench.prompt import encode
 from kvbench.run import Run
 from kvbench.settings import SettingError
 from kvbench.task import Sample
-from kvbench.tasks import longbench
-from kvbench.tasks.lm_eval_package import PACKAGE
-from kvbench.tasks.longbench import LongBench
-from kvbench.tasks.longbench_cut import CONTEXT, NOTHING, QUESTION, middle
-from kvbench.tasks.longbench_miniature import rows
-from kvbench.tasks.longbench_prompts import prompt
-from kvbench.tasks.longbench_subtasks import CATEGORIES, NAMES, SUBTASKS
+from kvbench.tasks.lm_eval.loader import PACKAGE
+from kvbench.tasks.longbench import task
+from kvbench.tasks.longbench.miniature import rows
+from kvbench.tasks.longbench.prompts import prompt
+from kvbench.tasks.longbench.subtasks import CATEGORIES, NAMES, SUBTASKS
+from kvbench.tasks.longbench.task import LongBench
+from kvbench.tasks.longbench.truncation import CONTEXT, NOTHING, QUESTION, middle
 from tests.support.command_line import answer, assert_refused
 
 NO_TEMPLATE = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
@@ -177,7 +177,7 @@ def test_the_window_says_how_long_a_prompt_may_be(monkeypatch):
         asked.append(most)
         return context, question, NOTHING
 
-    monkeypatch.setattr(longbench, "middle", seen)
+    monkeypatch.setattr(task, "middle", seen)
     for longest in (4096, 8192, 16384, 32768, 131072):
         samples(longest, subtasks="trec", limit=1)
     samples(subtasks="trec", limit=1, max_length=7950, longest=8192)

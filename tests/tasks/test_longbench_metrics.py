@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rouge import Rouge
 
-from kvbench.tasks.longbench_metrics import (
+from kvbench.tasks.longbench.metrics import (
     STEPS,
     classification,
     code_line,

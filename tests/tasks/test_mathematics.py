@@ -16,12 +16,12 @@ from kvbench import data as check
 from kvbench.model import REFERENCE
 from kvbench.settings import SettingError
 from kvbench.task import Graded
-from kvbench.tasks import data
-from kvbench.tasks.math_data import SOURCES, read
-from kvbench.tasks.math_extract import boxed, first_box, flexible
-from kvbench.tasks.math_miniature import miniature
-from kvbench.tasks.math_normal import LONGEST, normal, same
-from kvbench.tasks.math_problems import MathProblems
+from kvbench.tasks.common import dataset_rows
+from kvbench.tasks.mathematics.equivalence import LONGEST, normal, same
+from kvbench.tasks.mathematics.extraction import boxed, first_box, flexible
+from kvbench.tasks.mathematics.miniature import miniature
+from kvbench.tasks.mathematics.rows import SOURCES, read
+from kvbench.tasks.mathematics.task import MathProblems
 from tests.support.command_line import answer, assert_refused
 from tests.support.math_pairs import EQUAL, UNEQUAL, pairs
 
@@ -321,9 +321,9 @@ def test_the_miniature_is_a_file_of_the_same_form(tmp_path, name, capsys):
     assert read(name, path) == read(name, "miniature")
     assert check.main([name, path]) == 0
     said = capsys.readouterr().out
-    assert re.search(rf"{name} +12 rows\n", said) and data.fingerprint(path, read(name, path)) in said
+    assert re.search(rf"{name} +12 rows\n", said) and dataset_rows.fingerprint(path, read(name, path)) in said
     (tmp_path / "test.jsonl").write_text((tmp_path / "test.jsonl").read_text().replace("Document 1", "Document 0", 1))
-    assert data.fingerprint(path, read(name, path)) not in said
+    assert dataset_rows.fingerprint(path, read(name, path)) not in said
 
 
 def test_a_copy_of_the_miniature_is_another_run(tmp_path):

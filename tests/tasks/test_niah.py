@@ -18,9 +18,9 @@ from kvbench import catalogue, heatmap
 from kvbench.model import REFERENCE
 from kvbench.prompt import encode, template_tokens
 from kvbench.settings import SettingError
-from kvbench.tasks.grid import axis
-from kvbench.tasks.needle import Niah
-from kvbench.tasks.needle_haystack import ARCHIVE, COMMIT, Haystack, Passage, load
+from kvbench.tasks.common.axes import axis
+from kvbench.tasks.niah.haystack import ARCHIVE, COMMIT, Haystack, Passage, load
+from kvbench.tasks.niah.task import Niah
 from tests.support.command_line import answer, assert_refused
 
 CHAT = (

@@ -13,7 +13,7 @@ from kvbench.model import REFERENCE
 from kvbench.settings import SettingError
 from kvbench.task import Graded, Sample
 from kvbench.tasks.phonebook import PHONES, Phonebook, _book, needles
-from kvbench.tasks.ruler_niah import NIAH
+from kvbench.tasks.ruler.niah import NIAH
 from tests.support.command_line import answer, assert_refused
 from tests.support.recorded_runs import read_runs
 
@@ -74,7 +74,7 @@ def test_several_are_asked_at_once(tokenizer):
 def test_the_needles_are_rulers_to_the_byte(tokenizer):
     from random import Random
 
-    from kvbench.tasks.ruler_texts import load_texts
+    from kvbench.tasks.ruler.texts import load_texts
 
     for asked in (1, 2):
         [sample] = phonebook(sizes=[4], asked=asked, trials=1).samples(tokenizer, 0, 4096)

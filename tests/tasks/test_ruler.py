@@ -29,14 +29,14 @@ from kvbench import catalogue
 from kvbench.prompt import encode, template_tokens
 from kvbench.settings import SettingError
 from kvbench.task import Graded, Sample
-from kvbench.tasks import prose
-from kvbench.tasks.ruler import FAMILIES, FITS, SUBTASKS, Ruler, draw, least_units, load_texts, render
-from kvbench.tasks.ruler_fit import TRIES, fit, settle
-from kvbench.tasks.ruler_niah import DEPTHS, Niah
-from kvbench.tasks.ruler_sentences import punkt
-from kvbench.tasks.ruler_vt import chain, example_units
-from kvbench.tasks.ruler_wordings import wordings
-from kvbench.tasks.sample_cache import tokenizer_hash
+from kvbench.tasks.common import synthetic_prose
+from kvbench.tasks.common.sample_cache import tokenizer_hash
+from kvbench.tasks.ruler.fit import TRIES, fit, settle
+from kvbench.tasks.ruler.niah import DEPTHS, Niah
+from kvbench.tasks.ruler.sentences import punkt
+from kvbench.tasks.ruler.task import FAMILIES, FITS, SUBTASKS, Ruler, draw, least_units, load_texts, render
+from kvbench.tasks.ruler.templates import wordings
+from kvbench.tasks.ruler.variable_tracking import chain, example_units
 from tests.support.repository import ROOT
 
 LIMITS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
@@ -586,12 +586,12 @@ def test_scores_are_upstreams(name, answers, output, score, extracted):
 
 
 def test_prose_is_varied_and_without_needles():
-    sentences = " ".join(prose.words()).rstrip(".").split(". ")
-    assert len(prose.words()) > 100_000 and len(set(sentences)) == len(sentences)
+    sentences = " ".join(synthetic_prose.words()).rstrip(".").split(". ")
+    assert len(synthetic_prose.words()) > 100_000 and len(set(sentences)) == len(sentences)
     assert all(5 <= len(sentence.split()) <= 25 and sentence[0].isupper() for sentence in sentences)
-    runs = Counter(tuple(prose.words()[i : i + 14]) for i in range(len(prose.words()) - 13))
+    runs = Counter(tuple(synthetic_prose.words()[i : i + 14]) for i in range(len(synthetic_prose.words()) - 13))
     assert max(runs.values()) == 1
-    assert not any(c.isdigit() for c in "".join(prose.words()))
+    assert not any(c.isdigit() for c in "".join(synthetic_prose.words()))
     assert list(itertools.accumulate(len(s.split()) for s in sentences)) == TEXTS.ends
 
 

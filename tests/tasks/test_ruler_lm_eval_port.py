@@ -11,8 +11,8 @@ from lm_eval.tasks import TaskManager
 
 from kvbench.model import REFERENCE, Checkpoint
 from kvbench.settings import SettingError
-from kvbench.tasks.lm_eval_package import PACKAGE, quiet, seeded
-from kvbench.tasks.ruler_lmeval import OFFLINE, RulerLmEval, context_of
+from kvbench.tasks.lm_eval.loader import PACKAGE, quiet, seeded
+from kvbench.tasks.ruler.lm_eval_port import OFFLINE, RulerLmEval, context_of
 from tests.support.command_line import answer, assert_refused
 
 LENGTH = 1024

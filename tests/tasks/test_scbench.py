@@ -12,11 +12,11 @@ from kvbench.data import examine
 from kvbench.model import REFERENCE
 from kvbench.prompt import encode_all
 from kvbench.settings import SettingError
-from kvbench.tasks import scbench_metrics as metrics
-from kvbench.tasks.scbench import TASKS, SCBench
-from kvbench.tasks.scbench_data import DATASET, REVISION
-from kvbench.tasks.scbench_forms import fingerprint, forms
-from kvbench.tasks.scbench_miniature import miniature
+from kvbench.tasks.scbench import metrics
+from kvbench.tasks.scbench.miniature import miniature
+from kvbench.tasks.scbench.prompts import fingerprint, forms
+from kvbench.tasks.scbench.rows import DATASET, REVISION
+from kvbench.tasks.scbench.task import TASKS, SCBench
 from tests.support.command_line import answer, assert_refused
 from tests.support.recorded_runs import read_runs
 

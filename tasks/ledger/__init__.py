@@ -1,0 +1,1 @@
+"""A ledger that the model adds up line by line."""

@@ -1,0 +1,217 @@
+"""Documents of an lm-eval task: each as a Sample, and the score of its output by the task's own filters and metrics.
+
+lm-eval builds the prompt (`fewshot_context`), the generation settings (`construct_requests`) and the metrics
+(`process_results` of each filter's output). Only `generate_until` with one request a document becomes a sample.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from numbers import Real
+from typing import Any
+
+from kvbench.settings import SettingError, choose, whole
+from kvbench.task import Graded, Sample
+from kvbench.tasks.lm_eval.loader import OTHER_SEED, check_output, quiet, reasons, seeded
+
+MOST_TOKENS = 256  # lm-eval's default of max_gen_toks (lm_eval/defaults.py)
+FOLLOWED = ("until", "max_gen_toks", "do_sample", "temperature", "top_p")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the settings ask of every task's documents."""
+
+    num_fewshot: int | None = None
+    gen_kwargs: Mapping[str, Any] | None = None
+    apply_chat_template: bool = False
+    context: str = "context"
+    hidden: bool = False
+    metric: str | None = None
+    best: float = 1.0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of one task: samples by uid, each with lm-eval's Instance."""
+
+    name: str
+    task: Any  # lm_eval.api.task.Task
+    best: float
+    metric: str
+    found: Mapping[str, tuple[Sample, Any]]
+
+    def score(self, uid: str, output: str) -> Graded:
+        """Points of the metric, and of the task's others that are means over documents."""
+        from lm_eval.api.instance import Instance
+
+        asked = self.found[uid][1]
+        answered = Instance(asked.request_type, asked.doc, asked.arguments, asked.idx, asked.metadata, [output])
+        self.task._instances = [answered]
+        with quiet():
+            self.task.apply_filters()
+            points = {
+                _metric(name, key): self._points(name, value)
+                for key, filtered in answered.filtered_resps.items()
+                for name, value in self.task.process_results(asked.doc, [filtered]).items()
+                if name in _means(self.task)
+            }
+        if self.metric not in points:
+            raise SettingError(f"task.metric={self.metric}: {self.name} gives {', '.join(points) or 'none'}")
+        first = next(iter(answered.filtered_resps.values()))
+        return Graded(points.pop(self.metric), str(first), points)
+
+    def _points(self, name: str, value: object) -> float:
+        if not isinstance(value, Real) or not 0 <= float(value) <= self.best:
+            raise SettingError(f"task.best={self.best:g}: {self.name} gives {name} {value}, not from 0 to that")
+        return 100.0 * float(value) / self.best
+
+    def fingerprint(self) -> str:
+        """Hash of documents, prompts and generation settings."""
+        digest = hashlib.sha256(self.name.encode())
+        for _, asked in self.found.values():
+            digest.update(json.dumps([asked.doc, asked.arguments], sort_keys=True, default=str).encode())
+        return digest.hexdigest()
+
+
+def read(name: str, task: Any, wishes: Wishes, meta: Mapping[str, Any], prefix: str | None = None) -> Documents:
+    """All documents, or the first `limit`, with uids `prefix/index` (None: the name); SettingError for what cannot be a
+    sample.
+    """
+    setting = f"task.tasks={name}"
+    check_output(setting, task.OUTPUT_TYPE)
+    for flag, what in (("UNSAFE_CODE", "runs the code that a model writes"), ("MULTIMODAL", "shows more than text")):
+        if getattr(task, flag, False):
+            raise SettingError(f"{setting}: it {what}, which is not supported")
+    metric = _chosen(setting, task, wishes.metric)
+    shots = wishes.num_fewshot if wishes.num_fewshot is not None else task.get_config("num_fewshot")
+    task.set_config("num_fewshot", shots or 0)
+    task.set_fewshot_seed(OTHER_SEED + wishes.seed)
+    found = {}
+    with seeded(wishes.seed), quiet():
+        for index, document in enumerate(islice(task.eval_docs, wishes.limit)):
+            with reasons(f"{setting}: document {index}", "lm-eval cannot read it"):
+                sample, asked = _sample(name, task, index, document, wishes, meta | {"metric": metric})
+            sample = replace(sample, uid=f"{prefix or name}/{index}")
+            found[sample.uid] = sample, asked
+    if not found:
+        raise SettingError(f"{setting}: it has no documents")
+    return Documents(name, task, wishes.best, metric, found)
+
+
+def _sample(name: str, task: Any, index: int, document: Any, wishes: Wishes, meta: Mapping) -> tuple[Sample, Any]:
+    setting = f"task.tasks={name}"
+    text, prefix = _texts(task, document, wishes.apply_chat_template)
+    asked = task.construct_requests(document, text + prefix, metadata=(name, index, 1))
+    if isinstance(asked, list) and len(asked) == 1:
+        [asked] = asked
+    if isinstance(asked, list) or asked.request_type != "generate_until":
+        raise SettingError(
+            f"{setting}: a document has several requests or none that generates; kvbench.adapter.KVBenchLM"
+        )
+    if (task.get_config("repeats") or 1) > 1:
+        raise SettingError(f"{setting}: it asks for {task.get_config('repeats')} answers a document, one is graded")
+    asked.arguments = (asked.args[0], {**asked.args[1], **(wishes.gen_kwargs or {})})
+    own = generation(setting, asked.args[1], wishes.temperature, wishes.top_p)
+    end = _end(text, document, wishes.context)
+    if end is None and wishes.hidden:
+        raise SettingError(
+            f"question=hidden: {name} has no column {wishes.context} that stands in its prompts; question=visible, or "
+            "task.context=<another column>"
+        )
+    context = text[: end or 0]
+    target = task.doc_to_target(document)
+    sample = Sample(
+        uid=f"{name}/{index}",
+        subtask=name,
+        context=context,
+        question=text[len(context) :],
+        answer_prefix=prefix,
+        answers=tuple(map(str, target)) if isinstance(target, list | tuple) else (str(target),),
+        group=f"{name}/{hashlib.sha256(context.encode()).hexdigest()[:16]}" if context else "",
+        chat=wishes.apply_chat_template,
+        meta=meta,
+        **own,
+    )
+    return sample, asked
+
+
+def generation(setting: str, given: Mapping[str, Any], temperature: float, top_p: float) -> dict[str, Any]:
+    """`max_new_tokens` and `until` of a request's generation settings; SettingError for what cannot be followed."""
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    own = normalize_gen_kwargs(dict(given), MOST_TOKENS)
+    for key in own:
+        choose(f"{setting}: generation setting", key, FOLLOWED)
+    wanted = (own.get("temperature", 0.0), own.get("top_p", 1.0))
+    if own["do_sample"] and wanted[0] > 0 and wanted != (temperature, top_p):
+        raise SettingError(
+            f"temperature={temperature}: {setting} samples at temperature={wanted[0]:g} top_p={wanted[1]:g}; set both "
+            "so, or task.gen_kwargs={do_sample: false}"
+        )
+    whole(f"{setting}: max_gen_toks", own["max_gen_toks"], 1)
+    return {"max_new_tokens": own["max_gen_toks"], "until": tuple(end for end in own["until"] if end)}
+
+
+def _texts(task: Any, document: Any, chat: bool) -> tuple[str, str]:
+    """The prompt up to the answer's beginning, and that. With a chat template, texts as lm-eval gives to one; a
+    description (lm-eval: the system's message) opens the user's.
+    """
+    prefix = task.doc_to_prefix(document) or ""
+    shots = task.get_config("num_fewshot")
+    if not chat:
+        text = task.fewshot_context(document, shots, gen_prefix=prefix or None)
+        if not isinstance(text, str):
+            raise SettingError(f"task.tasks={task.task_name}: a document has several prompts")
+        return text.removesuffix(prefix), prefix
+    messages: list[Mapping[str, str]] = []
+
+    def note(turns: list[Mapping[str, str]], **_: bool) -> str:
+        messages.extend(turns)
+        return ""
+
+    template: Callable[..., str] = note
+    task.fewshot_context(document, shots, apply_chat_template=True, chat_template=template, gen_prefix=prefix or None)
+    return "".join(turn["content"] for turn in messages if turn["role"] != "assistant"), prefix
+
+
+def _end(text: str, document: Any, column: str) -> int | None:
+    """Where the document's context ends in its prompt: few-shot examples stand before it."""
+    value = document.get(column) if isinstance(document, Mapping) else None
+    place = text.rfind(value) if isinstance(value, str) and value.strip() else -1
+    return None if place < 0 else place + len(value)
+
+
+def _chosen(setting: str, task: Any, wanted: str | None) -> str:
+    """The metric that is the score: the one asked for, else the task's first."""
+    higher = task.higher_is_better()
+    names = [
+        _metric(name, ensemble.name)
+        for ensemble in task._filters
+        for name in _means(task)
+        if higher.get(name) is not False
+    ]
+    if not names:
+        all_of = ", ".join(task.aggregation())
+        raise SettingError(f"{setting}: no metric is a mean over documents where more is better ({all_of})")
+    if wanted is not None:
+        choose(f"{setting}: task.metric", wanted, names)
+    return wanted or names[0]
+
+
+def _means(task: Any) -> list[str]:
+    """Metrics whose aggregation is the mean over documents; others have no score of one document."""
+    from lm_eval.api.metrics import mean
+
+    return [name for name, aggregation in task.aggregation().items() if aggregation is mean]
+
+
+def _metric(name: str, key: str) -> str:
+    """lm-eval's name of a metric: with the filter's where there is one."""
+    return name if key == "none" else f"{name},{key}"

@@ -1,0 +1,149 @@
+"""Tasks of the installed lm-eval package and of users' own YAML files, found by name and loaded one by one.
+
+lm-eval's own index parses all its 14,000 files; here they are only searched for a line `task: <name>`, and the file
+that has it is loaded. lm-eval seeds Python's, NumPy's and the few-shot generators once before all tasks of a run
+(evaluator.py, `simple_evaluate`), so that a task's documents may depend on its company: here before each task.
+"""
+
+import io
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from kvbench.settings import SettingError
+from kvbench.tasks.common.dataset_rows import checked, rows
+
+PACKAGE = Path(find_spec("lm_eval").submodule_search_locations[0], "tasks")
+MINIATURES = Path(__file__).parent / "miniature"
+OTHER_SEED = 1234  # lm-eval's default seed of NumPy and of the few-shot examples; Python's is 0
+NAME = re.compile(r"""^(task|group|tag):[ \t]*["']?([^\s"'#\[]+)""", re.MULTILINE)
+
+_ANTLR = "its grader needs antlr 4.11 and Hydra 4.9"
+_BOXED = "it grades what stands between dollar signs, and a boxed answer counts as wrong"
+_METRICS = "it needs transformers.data.metrics, which transformers 5 has no more"
+REFUSED = {  # folder of lm_eval/tasks -> why its tasks are no use here
+    "minerva_math": f"{_ANTLR}; task=math500",
+    "leaderboard/math": f"{_ANTLR}; task=math500",
+    "putnam_axiom": _ANTLR,
+    "score/math": _ANTLR,
+    "hendrycks_math": f"{_BOXED}; task=math500",
+    "coqa": _METRICS,
+    "noreval/norquad": _METRICS,
+    "scrolls": _METRICS,
+    "super_glue/record": _METRICS,
+    "xquad": _METRICS,
+    "longbench": "its data set already holds what lm-eval writes around it; task=longbench task.protocol=lm_eval",
+    "ruler": "its documents are made for a tokenizer and depend on the other tasks of the run; task=ruler_lmeval",
+}
+
+
+def find(names: Sequence[str], include_path: str | None) -> dict[str, tuple[Path, Path]]:
+    """Name -> its YAML file and the folder of tasks that has it: the user's, kvbench's miniatures or lm-eval's."""
+    found: dict[str, tuple[Path, Path]] = {}
+    kinds: dict[str, str] = {}
+    own = [] if include_path is None else [Path(include_path).expanduser()]
+    for folder in (*own, MINIATURES, PACKAGE):
+        if set(names) <= set(found):
+            break
+        for path in sorted(folder.rglob("*.yaml"), key=Path.as_posix):
+            for kind, name in NAME.findall(path.read_text(encoding="utf-8", errors="replace")):
+                if kind == "task" and name in names:
+                    found.setdefault(name, (path, folder))
+                kinds.setdefault(name, kind)
+    for name in names:
+        if name not in found and kinds.get(name, "task") != "task":
+            raise SettingError(f"task.tasks={name}: a {kinds[name]} of lm-eval; name the tasks that it has")
+        if name not in found:
+            raise SettingError(f"task.tasks={name}: no such task in lm-eval or in task.include_path={include_path}")
+    return {name: found[name] for name in names}
+
+
+def load(name: str, path: Path, folder: Path, metadata: Mapping[str, Any], seed: int) -> Any:
+    """lm-eval's Task; SettingError with the reason where it cannot be used. Where its generators stand depends on
+    `seed` alone.
+    """
+    setting = f"task.tasks={name}"
+    if folder == PACKAGE:
+        own = path.relative_to(PACKAGE).as_posix()
+        for prefix, reason in REFUSED.items():
+            if own.startswith(f"{prefix}/"):
+                raise SettingError(f"{setting}: {reason}")
+    with reasons(setting, "lm-eval cannot load it"), quiet(), seeded(seed):
+        from lm_eval.tasks import TaskManager
+        from lm_eval.tasks._yaml_loader import load_yaml
+
+        config = load_yaml(path, resolve_func=False)
+        check_output(setting, config.get("output_type"))  # before its documents are fetched
+        check_lines(setting, config)
+        manager = TaskManager(include_defaults=False, metadata=dict(metadata))
+        [task] = manager.load([str(path)])["tasks"].values()
+        return task
+
+
+def check_output(setting: str, output_type: str | None) -> None:
+    """SettingError for a task whose answers are not generated."""
+    if output_type not in (None, "generate_until"):
+        raise SettingError(
+            f"{setting}: its output type is {output_type}, samples are generated; kvbench.adapter.KVBenchLM"
+        )
+
+
+def check_lines(setting: str, config: Mapping[str, Any]) -> None:
+    """SettingError, with the line, for a local .jsonl file that is missing, empty or broken, or whose rows have not the
+    columns and types of the first: a template writes whatever it finds.
+    """
+    given = (config.get("dataset_kwargs") or {}).get("data_files") or []
+    listed = given.values() if isinstance(given, Mapping) else [given]
+    for files in listed:
+        for file in [files] if isinstance(files, str) else files:
+            if file.endswith(".jsonl") and "://" not in file and "*" not in file:
+                found = list(rows(setting, Path(file)))
+                checked(setting, found, {name: _like(value) for name, value in found[0][1].items()} if found else {})
+
+
+def _like(value: object) -> tuple[type, ...]:
+    """Types of a column with this value in its first row: numbers go together, and nothing goes with anything."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    own = (int, float) if number else (type(value),) if value is not None else (str, bool, int, float, list, dict)
+    return (*own, type(None))
+
+
+@contextmanager
+def reasons(setting: str, what: str) -> Iterator[None]:
+    """Whatever a task's code raises is one line that names the setting."""
+    try:
+        yield
+    except SettingError:
+        raise
+    except Exception as error:
+        first: BaseException = error
+        while first.__cause__ is not None:  # `datasets` says only that something failed
+            first = first.__cause__
+        reason = " ".join(f"{type(first).__name__}: {first}".split())
+        raise SettingError(f"{setting}: {what} ({reason[:300]})") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """lm-eval's and its tasks' progress bars, prints and warnings stay out of the table."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """The global generators as lm-eval seeds them; seed 0 gives its defaults. Afterwards they are as before."""
+    before = random.getstate(), numpy.random.get_state()
+    random.seed(seed)
+    numpy.random.seed(OTHER_SEED + seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        numpy.random.set_state(before[1])

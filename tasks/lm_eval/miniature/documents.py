@@ -1,0 +1,35 @@
+"""Documents in lm-eval's way: columns context, question, answer_prefix and answers, and a metric of one document."""
+
+import random
+from typing import Any
+
+from datasets import Dataset
+
+from kvbench.tasks.ruler.task import draw, render
+from kvbench.tasks.ruler.texts import load_texts
+
+COUNT, LENGTH = 20, 1024  # documents, and the length of RULER's whose parameters they have
+
+
+def niah(**_: object) -> dict[str, Dataset]:
+    return {"test": _documents("niah_single_1", 25)}
+
+
+def vt(**_: object) -> dict[str, Dataset]:
+    return {"test": _documents("ruler_vt", 12)}
+
+
+def share_found(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """The share of the answers that the output holds, RULER's string_match_all."""
+    return {"found": sum(answer.lower() in results[0].lower() for answer in doc["answers"]) / len(doc["answers"])}
+
+
+def _documents(subtask: str, units: int) -> Dataset:
+    texts = load_texts(None, None)
+    made = []
+    for index in range(COUNT):
+        drawn = draw(subtask, units, random.Random(f"miniature/{subtask}/{index}"), texts, LENGTH, index=index)
+        own = render(subtask, drawn, texts)
+        made.append({"context": own.context, "question": own.question, "answer_prefix": own.answer_prefix,
+                     "answers": list(own.answers)})  # fmt: skip
+    return Dataset.from_list(made)

@@ -1,0 +1,110 @@
+"""Tasks of EleutherAI's lm-evaluation-harness (lm_eval 0.4.13): its documents, prompts, stop texts and metrics, with
+kvbench's samples, records, pairing and intervals.
+
+Only generation; multiple choice and perplexity: kvbench.adapter.KVBenchLM. Neither of lm-eval's caches is used.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from kvbench.settings import SettingError, choose, number, whole
+from kvbench.task import Graded, Sample, Tokenizer
+from kvbench.tasks.lm_eval.documents import Documents, Wishes, read
+from kvbench.tasks.lm_eval.loader import MINIATURES, PACKAGE, find, load
+
+SOURCES = ("", ".yaml", ".yml", ".py")
+
+
+@dataclass(frozen=True)
+class LmEval:
+    """The task; its settings are described in conf/task/lm_eval.yaml."""
+
+    tasks: str | Sequence[str]
+    name: str = "lm_eval"
+    include_path: str | None = None
+    num_fewshot: int | None = None
+    gen_kwargs: Mapping[str, Any] | None = None
+    apply_chat_template: bool = False
+    metadata: Mapping[str, Any] | None = None
+    metric: str | None = None
+    best: float = 1.0
+    context: str = "context"
+    question: str = "visible"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    limit: int | None = None
+
+    length = None
+
+    def check(self) -> None:
+        """Loads all documents: they are what a run is known by."""
+        names = self._names()
+        if not names or len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
+            raise SettingError(f"task.tasks={self.tasks}: a name of lm-eval's, or a list of different ones")
+        if self.include_path is not None and not Path(str(self.include_path)).expanduser().is_dir():
+            raise SettingError(f"task.include_path={self.include_path}: no such folder")
+        if self.num_fewshot is not None:
+            whole("task.num_fewshot", self.num_fewshot, 0)
+        if self.limit is not None:
+            whole("limit", self.limit, 1)
+        for setting in ("gen_kwargs", "metadata"):
+            if not isinstance(getattr(self, setting), Mapping | None):
+                raise SettingError(
+                    f"task.{setting}={getattr(self, setting)}: settings such as {{name: value}}, or null"
+                )
+        choose("task.apply_chat_template", self.apply_chat_template, (True, False))
+        if not number(self.best) or not self.best > 0:
+            raise SettingError(f"task.best={self.best}: the metric's largest value, 1 or 100")
+        if not isinstance(self.context, str):
+            raise SettingError(f"task.context={self.context}: the name of a column")
+        _ = self._documents
+
+    def fingerprint(self) -> str:
+        """Hash of all documents and prompts, of lm-eval's version, and of the files beside a task of the user's."""
+        digest = hashlib.sha256(version("lm-eval").encode())
+        for name, documents in self._documents.items():
+            digest.update(documents.fingerprint().encode())
+            folder = self._places[name][1]
+            if folder != PACKAGE:
+                for file in sorted(path for path in folder.rglob("*") if path.suffix in SOURCES and path.is_file()):
+                    digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
+        return digest.hexdigest()[:16]
+
+    def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
+        for documents in self._documents.values():
+            for sample, _ in documents.found.values():
+                yield sample
+
+    def score(self, sample: Sample, output: str) -> Graded:
+        return self._documents[sample.subtask].score(sample.uid, output)
+
+    def _names(self) -> list[str]:
+        listed = isinstance(self.tasks, Sequence) and not isinstance(self.tasks, str)
+        return list(self.tasks) if listed else [self.tasks]
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[Path, Path]]:
+        return find(self._names(), self.include_path)
+
+    @cached_property
+    def _documents(self) -> dict[str, Documents]:
+        wishes = Wishes(
+            self.num_fewshot, self.gen_kwargs, self.apply_chat_template, self.context, self.question == "hidden",
+            self.metric, self.best, self.temperature, self.top_p, self.seed, self.limit,
+        )  # fmt: skip
+        found = {}
+        for name, (path, folder) in self._places.items():
+            task = load(name, path, folder, self.metadata or {}, self.seed)
+            data = {MINIATURES: "miniature", PACKAGE: "hub"}.get(folder, "local")
+            found[name] = read(name, task, wishes, {"data": data, "lm_eval": version("lm-eval")})
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings alone travel to another process: a task's functions cannot."""
+        return {own.name: getattr(self, own.name) for own in fields(self)}

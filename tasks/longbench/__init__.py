@@ -1,0 +1,1 @@
+"""LongBench: long documents with a question, a summary or code."""

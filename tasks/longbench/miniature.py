@@ -1,0 +1,210 @@
+"""Rows in LongBench's format that nobody wrote: small contexts to try the tasks on, and no numbers of the benchmark.
+
+Made of prose.py and invented.py, always the same. The questions over documents are RULER's invented ones, which the
+embedded model can answer; of the other tasks it gets what words in common give.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvbench.tasks.common import synthetic_prose
+from kvbench.tasks.common.synthetic_qa import Inventor, article, chain
+
+ROWS = 4  # of each subtask
+CLASSES = {"person": "Name of a person", "name": "Name", "date": "Date", "count": "Number"}  # one contains another
+
+Texts = tuple[str, str, list[str]]  # input, context, answers
+
+
+def rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, row) of a subtask, as the reader of the official files gives them."""
+    inventor = Inventor(f"kvbench longbench {name}")
+    for index, (question, context, answers) in enumerate(MAKERS[name](inventor)):
+        where = f"miniature {name} row {index}"
+        yield (
+            where,
+            {
+                "input": question,
+                "context": context,
+                "answers": answers,
+                "length": len(" ".join([question, context, *answers]).split()),
+                "dataset": name,
+                "language": "python" if MAKERS[name] in (completion, repository) else "en",
+                "all_classes": list(CLASSES.values()) if name == "trec" else None,
+                "_id": hashlib.sha256(where.encode()).hexdigest()[:48],
+            },
+        )
+
+
+def single(inventor: Inventor) -> Iterator[Texts]:
+    """Two questions on each document."""
+    for _ in range(ROWS // 2):
+        paragraphs = article(inventor)["paragraphs"]
+        context = "\n\n".join(paragraph["context"] for paragraph in paragraphs)
+        for paragraph in inventor.rng.sample(paragraphs, 2):
+            asked = inventor.rng.choice(paragraph["qas"])
+            yield asked["question"], context, [answer["text"] for answer in asked["answers"]]
+
+
+def multi(inventor: Inventor) -> Iterator[Texts]:
+    """A question that needs two of ten passages."""
+    for _ in range(ROWS):
+        chains = [chain(inventor) for _ in range(5)]
+        pages = [page for own, _ in chains for page in own]
+        inventor.rng.shuffle(pages)
+        question, answer = inventor.rng.choice(chains)[1][0]
+        yield question, passages([f"{title}\n{' '.join(text)}" for title, text in pages]), [answer]
+
+
+def report(inventor: Inventor) -> Iterator[Texts]:
+    """The summary is the first sentence of each paragraph."""
+    for _ in range(ROWS):
+        paragraphs = [paragraph["context"] for paragraph in article(inventor)["paragraphs"]]
+        yield "", "\n\n".join(paragraphs), [" ".join(map(opening, paragraphs))]
+
+
+def news(inventor: Inventor) -> Iterator[Texts]:
+    for _, context, answers in report(inventor):
+        yield "", passages(context.split("\n\n")), answers
+
+
+def meeting(inventor: Inventor) -> Iterator[Texts]:
+    """Two queries on each transcript."""
+    for _ in range(ROWS // 2):
+        speakers = [inventor.draw("person") for _ in range(3)]
+        said = [opening(paragraph["context"]) for _ in range(2) for paragraph in article(inventor)["paragraphs"]]
+        lines = [(inventor.rng.choice(speakers), text) for text in said]
+        for speaker, text in inventor.rng.sample(lines, 2):
+            about = " ".join(text.split()[:6])
+            yield (
+                f'What was said on "{about}"?',
+                "\n".join(f"{who}: {what}" for who, what in lines),
+                [f"{speaker}: {text}"],
+            )
+
+
+def types(inventor: Inventor) -> Iterator[Texts]:
+    """Questions and the type of their answers."""
+    for _ in range(ROWS):
+        shots = [(asked["question"], answer_type(asked["answers"][0]["text"])) for asked in questions(inventor)]
+        *shown, (question, kind) = inventor.rng.sample(shots, 13)
+        examples = "\n".join(f"Question: {text}\nType: {own}" for text, own in shown)
+        yield f"Question: {question}\nType:", examples, [kind]
+
+
+def trivia(inventor: Inventor) -> Iterator[Texts]:
+    """Passages with a question each; the last one is asked."""
+    for _ in range(ROWS):
+        shots, last = [], None
+        for paragraph in article(inventor)["paragraphs"]:
+            asked = inventor.rng.choice(paragraph["qas"])
+            last = [answer["text"] for answer in asked["answers"]]
+            shots.append(f"Passage:\n{paragraph['context']}\nQuestion:\n{asked['question']}\nAnswer:\n")
+            shots.append(f"{last[0]}\n\n")
+        yield shots[-2], "".join(shots[:-2]).rstrip("\n"), last
+
+
+def dialogues(inventor: Inventor) -> Iterator[Texts]:
+    """Two people agree when to meet where."""
+    for _ in range(ROWS):
+        shots = []
+        for _ in range(8):
+            one, other, place, date = (inventor.draw(slot) for slot in ("person", "person", "name", "date"))
+            remark = " ".join(synthetic_prose.essay(inventor.rng, 1))
+            talk = f"{one}: Where shall we meet?\n{other}: {remark} Come to {place}.\n{one}: On {date}?\n{other}: Yes."
+            shots.append((talk, f"{one} and {other} will meet in {place} on {date}."))
+        *shown, (talk, summary) = shots
+        examples = "\n\n".join(f"Dialogue: {text}\nSummary: {own}" for text, own in shown)
+        yield f"Dialogue: {talk}\nSummary: ", examples, [summary]
+
+
+def repeated(inventor: Inventor) -> Iterator[Texts]:
+    """Ten paragraphs, some of them twice."""
+    for _ in range(ROWS):
+        different = [opening(paragraph["context"]) for _ in range(2) for paragraph in article(inventor)["paragraphs"]]
+        different = different[: inventor.rng.randint(5, 9)]
+        listed = different + inventor.rng.choices(different, k=10 - len(different))
+        inventor.rng.shuffle(listed)
+        yield "", numbered(listed), [str(len(different))]
+
+
+def retrieved(inventor: Inventor) -> Iterator[Texts]:
+    """Thirty paragraphs, and the beginning of one."""
+    for _ in range(ROWS):
+        listed = [opening(paragraph["context"]) for _ in range(5) for paragraph in article(inventor)["paragraphs"]]
+        place = inventor.rng.randrange(len(listed))
+        yield " ".join(listed[place].split()[:10]), numbered(listed), [f"Paragraph {place + 1}"]
+
+
+def completion(inventor: Inventor) -> Iterator[Texts]:
+    """A class whose methods look alike."""
+    for _ in range(ROWS):
+        *above, last = code(inventor, 12)
+        head, line = last.rstrip("\n").rsplit("\n", 1)
+        yield "", "".join(above) + head + "\n", [line]
+
+
+def repository(inventor: Inventor) -> Iterator[Texts]:
+    """The class of one file is used in another."""
+    for _ in range(ROWS):
+        *above, last = code(inventor, 8)
+        name = last.split("def ")[1].split("(")[0]
+        path, other = (f"{inventor.draw('name').lower()}.py" for _ in range(2))
+        imports = f"# Path: {other}\nfrom {path.removesuffix('.py')} import Store\n\nstore = Store()\nstore."
+        yield (
+            f"{imports}{name.replace('set', 'get')}()\n",
+            f"# Path: {path}\n{''.join(above)}{last}",
+            [f"store.{name}(value)"],
+        )
+
+
+def code(inventor: Inventor, count: int) -> list[str]:
+    names = [inventor.draw("name").lower() for _ in range(count)]
+    methods = [f"    def set_{name}(self, value):\n        self.{name} = value\n\n" for name in names]
+    return ["class Store:\n" + methods[0], *methods[1:]]
+
+
+def questions(inventor: Inventor) -> list[dict[str, Any]]:
+    return [asked for paragraph in article(inventor)["paragraphs"] for asked in paragraph["qas"]]
+
+
+def answer_type(answer: str) -> str:
+    """The class of an invented answer."""
+    if answer.replace(",", "").isdigit():
+        return CLASSES["count"]
+    if answer[0].isdigit():
+        return CLASSES["date"]
+    return CLASSES["person"] if " " in answer else CLASSES["name"]
+
+
+def opening(paragraph: str) -> str:
+    return paragraph.split(". ")[0].rstrip(".") + "."
+
+
+def passages(texts: list[str]) -> str:
+    return "\n\n".join(f"Passage {number}:\n{text}" for number, text in enumerate(texts, 1))
+
+
+def numbered(texts: list[str]) -> str:
+    return "\n\n".join(f"Paragraph {number}: {text}" for number, text in enumerate(texts, 1))
+
+
+MAKERS: dict[str, Callable[[Inventor], Iterator[Texts]]] = {
+    "narrativeqa": single,
+    "qasper": single,
+    "multifieldqa_en": single,
+    "hotpotqa": multi,
+    "2wikimqa": multi,
+    "musique": multi,
+    "gov_report": report,
+    "qmsum": meeting,
+    "multi_news": news,
+    "trec": types,
+    "triviaqa": trivia,
+    "samsum": dialogues,
+    "passage_count": repeated,
+    "passage_retrieval_en": retrieved,
+    "lcc": completion,
+    "repobench-p": repository,
+}

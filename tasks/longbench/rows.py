@@ -1,0 +1,55 @@
+"""LongBench's rows: from data.zip as published, from its files, from the hub, or from the miniature.
+
+The revision on the hub is pinned; data.zip holds data/<task>.jsonl.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import NoneType
+
+from kvbench.settings import SettingError
+from kvbench.tasks.common import dataset_rows
+from kvbench.tasks.longbench import metrics, miniature
+from kvbench.tasks.longbench.subtasks import Subtask
+
+HUB = ("zai-org/LongBench", "5e628be450b7e67fb7ae6e201bd6d8f7056f7672", "data.zip")
+COLUMNS = {
+    "_id": str,
+    "dataset": str,
+    "language": str,  # en; of code, the programming language
+    "input": str,
+    "context": str,
+    "answers": list,
+    "length": int,  # words of input, context and answers
+    "all_classes": (list, NoneType),
+}
+
+
+def load(path: str, subtasks: Iterable[Subtask]) -> dict[str, list[dataset_rows.Row]]:
+    """The rows of each subtask from `miniature`, `hub`, or a file or folder; SettingError names line and column."""
+    if path == dataset_rows.MINIATURE:
+        return {own.name: read(own, miniature.rows(own.name)) for own in subtasks}
+    place = dataset_rows.hub_file("task.path", *HUB) if path == dataset_rows.HUB else Path(path).expanduser()
+    return {own.name: read(own, located(place, own.name)) for own in subtasks}
+
+
+def located(path: Path, name: str) -> Iterator[tuple[str, dataset_rows.Row]]:
+    """(where, row) of a subtask in data.zip, in a folder that has it or its files, or in a .jsonl file."""
+    member = f"data/{name}.jsonl"
+    file = dataset_rows.find("task.path", path, (member, f"{name}.jsonl", "data.zip"))
+    return dataset_rows.rows("task.path", file, member if file.suffix == ".zip" else None)
+
+
+def read(subtask: Subtask, found: Iterable[tuple[str, dataset_rows.Row]]) -> list[dataset_rows.Row]:
+    """The rows of a subtask in the official format; SettingError with the line and column of what is not."""
+    listed = list(found)
+    rows = dataset_rows.checked("task.path", listed, COLUMNS, unique="_id", what=f"rows of {subtask.name}")
+    for where, row in listed:
+        if row["dataset"] != subtask.name:
+            raise SettingError(f"task.path: {where}: dataset is {row['dataset']!r}, expected {subtask.name!r}")
+        answers = dataset_rows.texts("task.path", where, "answers", row["answers"])
+        if subtask.metric is metrics.classification:
+            dataset_rows.texts("task.path", where, "all_classes", row["all_classes"])
+        if subtask.metric is metrics.retrieval and not all(map(metrics.paragraph, answers)):
+            raise SettingError(f"task.path: {where}: answers are not of the form 'Paragraph 1'")
+    return rows

@@ -1,0 +1,170 @@
+"""LongBench v1: its 16 English tasks (arXiv 2308.14508; THUDM/LongBench 2e00731, LongBench/).
+
+Prompts, middle truncation before the chat template, tasks without a template, token limits and metrics are official.
+The context ends where the row's `context` ends; the question is what follows, and there is no answer prefix: upstream
+puts all of a prompt into the user's message.
+
+`max_length` (tokens before the chat template) is upstream's model2maxlen: 3500, 7500, 15500, 31500 for windows of 4096,
+8192, 16384, 32768. null continues that series, 1000 ⌊window / 1024⌋ − 500, to the 127500 that papers use at 131072.
+
+`protocol=lm_eval` reads the same rows as lm-evaluation-harness 0.4.13 would (lm_eval/tasks/longbench/), with its
+defaults:
+
+* The prompt is the port's template, which lacks a line break or a blank at the end of six prompts (longbench_prompts).
+* No task has a chat template.
+* A line break ends the answers of trec, triviaqa and samsum, also as their first token.
+* An answer loses the white space around it before it is scored. Of code, the first line counts that is not blank and
+  has no comment mark.
+* No prompt is shortened. lm-eval drops the beginning of one that is too long for the model; kvbench refuses it, and
+  `max_length` leaves out its middle as upstream does.
+
+lm-eval's own data set (Xnhyacinth/LongBench) already holds the instructions that its templates write around a row, so
+that its prompts have them twice. kvbench reads the official rows, so that they stand there once.
+"""
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from kvbench.settings import SettingError, choose, whole
+from kvbench.task import Graded, Sample, Tokenizer
+from kvbench.tasks.common import dataset_rows
+from kvbench.tasks.longbench.metrics import written_line
+from kvbench.tasks.longbench.prompts import Prompt, prompt, template
+from kvbench.tasks.longbench.rows import load
+from kvbench.tasks.longbench.subtasks import CATEGORIES, COMPLETION, NAMES, SHOTS, SUBTASKS, Subtask
+from kvbench.tasks.longbench.truncation import middle
+
+OFFICIAL, LM_EVAL = "official", "lm_eval"
+
+
+@dataclass(frozen=True)
+class LongBench:
+    """The task; its settings are described in conf/task/longbench.yaml."""
+
+    name: str = "longbench"
+    path: str = dataset_rows.MINIATURE
+    subtasks: str | Sequence[str] = "all"
+    protocol: str = OFFICIAL
+    max_length: int | None = None
+    limit: int | None = None
+    length: None = None
+    subtask_names: ClassVar[tuple[str, ...]] = NAMES
+
+    def check(self) -> None:
+        """Raises a SettingError; reads all rows of the chosen subtasks."""
+        dataset_rows.check_path("task.path", self.path)
+        choose("task.protocol", self.protocol, (OFFICIAL, LM_EVAL))
+        if self.max_length is not None:
+            whole("task.max_length", self.max_length, 2)
+        if self.limit is not None:
+            whole("limit", self.limit, 1)
+        self.inventory()
+
+    @property
+    def averages(self) -> Mapping[str, Mapping[str, float]]:
+        """Two means of all, over the 16 tasks (KeyDiff, DropKV, CentroidKV) and over the six categories (DeltaKV), and
+        those of the categories. Of chosen subtasks: the mean over them, and the categories that are whole.
+        """
+        chosen = self._chosen
+        means = {f"mean of {len(chosen)} tasks": {subtask.name: 1 / len(chosen) for subtask in chosen}}
+        if len(chosen) == len(SUBTASKS):
+            share = {own.name: 1 / len(CATEGORIES) / len(CATEGORIES[own.category]) for own in SUBTASKS}
+            means[f"mean of {len(CATEGORIES)} categories"] = share
+        for category, whole_category in CATEGORIES.items():
+            if all(subtask in chosen for subtask in whole_category):
+                means[category] = {subtask.name: 1 / len(whole_category) for subtask in whole_category}
+        return means
+
+    def inventory(self) -> dict[str, int]:
+        """Rows of each subtask."""
+        return {name: len(rows) for name, rows in self._rows.items()}
+
+    def fingerprint(self) -> str:
+        """Hash of the rows and prompts of the chosen subtasks."""
+        return self._fingerprint
+
+    def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
+        """Subtask by subtask, in the order of the rows."""
+        series = sys.maxsize if self.protocol == LM_EVAL else longest // 1024 * 1000 - 500
+        most = self.max_length if self.max_length is not None else series
+        if most < 2:
+            raise SettingError(f"task.max_length=null: a model that takes {longest} tokens needs a number here")
+        for subtask in self._chosen:
+            for row in self._rows[subtask.name][: self.limit]:
+                sample = self._sample(subtask, row, tokenizer, most)
+                if most + template_tokens + subtask.new_tokens > longest:
+                    self._check_fit(sample, tokenizer, template_tokens, longest)
+                yield sample
+
+    def reference(self, sample: Sample) -> str:
+        """The first of the answers that are right."""
+        return sample.answers[0]
+
+    def score(self, sample: Sample, output: str) -> Graded:
+        """The best of the answers, by the subtask's metric."""
+        subtask = SUBTASKS[NAMES.index(sample.subtask)]
+        extract, classes = subtask.extract, sample.meta.get("all_classes", ())
+        if self.protocol == LM_EVAL:
+            extract = written_line if subtask.category == COMPLETION else str.strip
+        answer = extract(output)
+        return Graded(100.0 * max(subtask.metric(answer, own, classes) for own in sample.answers), answer)
+
+    @cached_property
+    def _chosen(self) -> tuple[Subtask, ...]:
+        names = dataset_rows.subtasks(self.subtasks, self.path, NAMES)
+        return tuple(SUBTASKS[NAMES.index(name)] for name in names)
+
+    @cached_property
+    def _rows(self) -> dict[str, list[dataset_rows.Row]]:
+        """Of each chosen subtask."""
+        return load(self.path, self._chosen)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        prompts = [{name: asdict(self._prompt(name))} for name in self._rows]
+        return dataset_rows.fingerprint(self.path, [*prompts, *(row for rows in self._rows.values() for row in rows)])
+
+    def _prompt(self, name: str) -> Prompt:
+        return template(name) if self.protocol == LM_EVAL else prompt(name)
+
+    def _sample(self, subtask: Subtask, row: dataset_rows.Row, tokenizer: Tokenizer, most: int) -> Sample:
+        context, question = self._prompt(subtask.name).render(row["context"], row["input"])
+        context, question, cut = middle(tokenizer, context, question, most)
+        meta = {"data": dataset_rows.kind(self.path), "length": row["length"], "left_out_of": cut}
+        if row["all_classes"]:
+            meta["all_classes"] = row["all_classes"]
+        official = self.protocol == OFFICIAL
+        samsum = official and subtask.name == "samsum"  # upstream: at least one token, and a line break ends it
+        return Sample(
+            uid=f"{subtask.name}/{row['_id']}",
+            subtask=subtask.name,
+            context=context,
+            question=question,
+            answer_prefix="",
+            answers=tuple(row["answers"]),
+            max_new_tokens=subtask.new_tokens,
+            group=hashlib.sha256(row["context"].encode("utf-8", "surrogatepass")).hexdigest()[:16],
+            chat=official and subtask.chat,
+            meta=meta,
+            ends=(tokenizer.encode("\n", add_special_tokens=False)[-1],) if samsum else (),
+            until=() if official or subtask.category != SHOTS else ("\n",),
+            min_new_tokens=1 if samsum else 0,
+        )
+
+    def _check_fit(self, sample: Sample, tokenizer: Tokenizer, template_tokens: int, longest: int) -> None:
+        """SettingError if prompt, chat template and answer are more than the model takes."""
+        text = sample.context + sample.question
+        if sample.chat:
+            need = len(tokenizer.encode(text, add_special_tokens=False)) + template_tokens
+        else:
+            need = len(tokenizer.encode(text))
+        need += sample.max_new_tokens
+        if need > longest:
+            raise SettingError(
+                f"task.max_length={'null' if self.max_length is None else self.max_length}: {sample.uid} needs {need} "
+                f"tokens with its answer, the model takes {longest}; give a smaller number"
+            )

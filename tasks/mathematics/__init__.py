@@ -1,0 +1,1 @@
+"""Problems of mathematics with a boxed answer: AIME and MATH500."""

@@ -1,0 +1,47 @@
+r"""A few problems in the form of MATH-500's and AIME's rows, made by kvbench: for trying the tasks, no benchmark.
+
+Each is a word problem whose numbers stand in its text (the invented articles of RULER's questions), asked twice: in the
+problem and, since the embedded model answers nothing else, in `answer_prefix`, which opens the answer. MATH's answers
+have the spellings that a grader must see through, and every fourth is a fraction that has to be computed.
+"""
+
+import random
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+from kvbench.tasks.common.synthetic_qa import Inventor, article
+
+PROBLEMS = 12
+
+
+def miniature(name: str, integers: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, row); `integers`: answers as AIME's, from 0 to 999."""
+    for index in range(PROBLEMS):
+        rng = random.Random(f"kvbench {name} miniature/{index}")
+        paragraphs = article(Inventor(f"kvbench {name} miniature/{index}"))["paragraphs"]
+        texts = [paragraph["context"] for paragraph in paragraphs]
+        asked = [(own["question"], own["answers"][0]["text"]) for each in paragraphs for own in each["qas"]]
+        (question, value), (_, other) = rng.sample([own for own in asked if own[0].startswith("How many")], 2)
+        number, answer = int(value.replace(",", "")), ""
+        if integers:
+            answer = f"{number % 1000:03}"
+            texts = [text.replace(value, answer) for text in texts]
+        elif index % 4 == 3:
+            share = Fraction(number, int(other.replace(",", "")))
+            question = f"{question} Give it as a fraction of {other}, in lowest terms."
+            answer = rf"\frac{{{share.numerator}}}{{{share.denominator}}}"
+        else:
+            answer = (str(number), value, value.replace(",", r",\!"))[index % 4]
+        documents = "\n\n".join(f"Document {place}:\n{text}" for place, text in enumerate(texts, 1))
+        yield (
+            f"miniature row {index}",
+            {
+                "problem": f"{documents}\n\n{question}",
+                "answer": answer,
+                "subject": "Reading",
+                "level": 1 + index % 5,
+                "unique_id": f"miniature/{index}",
+                "answer_prefix": f"\n\nQuestion: {question} Answer:",
+            },
+        )

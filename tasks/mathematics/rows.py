@@ -1,0 +1,115 @@
+r"""The problems of MATH-500 and AIME, from a file in one of their published forms, from the hub, or made.
+
+A row has `problem` and `answer` (also Problem, question, Answer: the copies of AIME differ), and may have an id
+(unique_id, id, ID, problem_idx; else the hash of the problem stands for it), `subject`, `level` and `answer_prefix`.
+AIME's answers are whole numbers from 0 to 999, as numbers or as text; a degree sign behind one, as opencompass/AIME2025
+has it, is left out. Other copies than the pinned one that a folder may hold are named in SOURCES.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbench.settings import SettingError
+from kvbench.tasks.common import dataset_rows
+from kvbench.tasks.mathematics.miniature import miniature
+
+SETTING = "task.path"
+NAMES = {  # what a column is called in the copies that are in use
+    "id": ("unique_id", "id", "ID", "problem_idx"),
+    "problem": ("problem", "Problem", "question"),
+    "answer": ("answer", "Answer"),
+}
+EXTRA = ("subject", "level", "answer_prefix")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A published set: where it is on the hub, at which revision, how many problems, whether AIME's rule holds, and the
+    files of another copy that is in use, to be read one after the other.
+    """
+
+    dataset: str
+    revision: str
+    split: str
+    problems: int
+    integers: bool
+    copy: tuple[str, ...] = ()
+
+
+SOURCES = {
+    "math500": Source("HuggingFaceH4/MATH-500", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be", "test", 500, False),
+    "aime24": Source(
+        "HuggingFaceH4/aime_2024", "2fe88a2f1091d5048c0f36abc874fb997b3dd99a", "train", 30, True,
+        copy=("aime_2024_problems.parquet",),  # Maxwell-Jia/AIME_2024
+    ),
+    "aime25": Source(
+        "math-ai/aime25", "563bb8404243c5f09de6ec262f2db674fe5bce9b", "test", 30, True,
+        copy=("aime2025-I.jsonl", "aime2025-II.jsonl"),  # opencompass/AIME2025
+    ),
+}  # fmt: skip
+ENDINGS = (".jsonl", ".json", ".parquet", ".csv")
+DEGREES = re.compile(r"\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|°)\s*$")
+
+
+def read(name: str, path: str) -> list[dataset_rows.Row]:
+    """The rows with columns id, problem, answer (str) and what else of EXTRA is there; SettingError."""
+    source = SOURCES[name]
+    if path == dataset_rows.MINIATURE:
+        found: Iterable[tuple[str, dataset_rows.Row]] = miniature(name, source.integers)
+    elif path == dataset_rows.HUB:
+        found = dataset_rows.from_hub(SETTING, source.dataset, source.revision, None, source.split)
+    else:
+        found = (row for file in _files(name, Path(path).expanduser()) for row in dataset_rows.rows(SETTING, file))
+    rows = dataset_rows.checked(
+        SETTING, _named(found, source.integers), {"id": str, "problem": str, "answer": str}, "id"
+    )
+    if path == dataset_rows.HUB and len(rows) != source.problems:
+        raise SettingError(f"{SETTING}=hub: {source.dataset} has {len(rows)} problems, expected {source.problems}")
+    return rows
+
+
+def _files(name: str, path: Path) -> list[Path]:
+    """The files to be read: `path`, or those of the first known layout that the folder has."""
+    source = SOURCES[name]
+    stems = (source.split, name, *sorted({"test", "train"} - {source.split}))
+    files = [f"{stem}{ending}" for stem in stems for ending in ENDINGS]
+    files += [f"data/{stem}-00000-of-00001.parquet" for stem in stems]  # as on the hub
+    first = dataset_rows.find(SETTING, path, [*files, *source.copy[:1]])
+    if path.is_dir() and first.name in source.copy:
+        return [path / file for file in source.copy]
+    return [first]
+
+
+def _named(found: Iterable[tuple[str, dataset_rows.Row]], integers: bool) -> Iterator[tuple[str, dataset_rows.Row]]:
+    """The rows with columns of one name each; what is missing stays away, for `data.checked` to say."""
+    for where, row in found:
+        own = {name: row[column] for name, columns in NAMES.items() if (column := _first(columns, row))}
+        for name in ("problem", "answer"):
+            if isinstance(own.get(name), str) and not own[name].strip():
+                raise SettingError(f"{SETTING}: {where}: {name} is empty")
+        if isinstance(own.get("problem"), str):
+            own.setdefault("id", hashlib.sha256(own["problem"].encode()).hexdigest()[:12])
+        for name in ("id", "answer"):
+            if isinstance(own.get(name), int) and not isinstance(own[name], bool):
+                own[name] = str(own[name])
+        if integers and isinstance(own.get("answer"), str):
+            own["answer"] = DEGREES.sub("", own["answer"])
+        if integers and isinstance(own.get("answer"), str) and not _of_aime(own["answer"]):
+            raise SettingError(
+                f"{SETTING}: {where}: answer is {own['answer']!r}, expected a whole number from 0 to 999"
+            )
+        if not isinstance(row.get("answer_prefix", ""), str):
+            raise SettingError(f"{SETTING}: {where}: answer_prefix is not a text")
+        yield where, own | {name: row[name] for name in EXTRA if name in row}
+
+
+def _first(columns: Sequence[str], row: dataset_rows.Row) -> str | None:
+    return next((column for column in columns if column in row), None)
+
+
+def _of_aime(answer: str) -> bool:
+    digits = answer.strip()
+    return digits.isascii() and digits.isdigit() and len(digits) <= 3

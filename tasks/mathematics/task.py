@@ -1,0 +1,115 @@
+r"""Mathematics with long answers: MATH-500 (arXiv 2305.20050), AIME 2024 and 2025.
+
+The user's message is the problem in a prompt that asks for reasoning and for the answer in \boxed{}; a model answers it
+`repeats` times, each time with its own seed, and repeats of one problem are one group. A problem has no context apart
+from its question, so nothing can be cut before the question is known. Whether two answers are the same is decided by
+their text (math_normal); a second opinion by algebra is given after the run (kvbench.grade).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from kvbench.settings import SettingError, choose, number, whole
+from kvbench.task import Graded, Sample, Tokenizer
+from kvbench.tasks.common import dataset_rows
+from kvbench.tasks.mathematics.equivalence import same
+from kvbench.tasks.mathematics.extraction import CLOSED, boxed, first_box, flexible
+from kvbench.tasks.mathematics.rows import SOURCES, read
+
+NEW_TOKENS = 32768  # DeepSeek-R1's evaluation (arXiv 2501.12948, section 3)
+PLACE = "{problem}"
+
+
+@dataclass(frozen=True)
+class MathProblems:
+    """Settings as conf/task/math500.yaml explains them."""
+
+    name: str
+    path: str
+    prompt: str
+    answer_prefix: str
+    chat: bool
+    extract: str | None
+    max_new_tokens: int | None
+    repeats: int
+    temperature: float
+    limit: int | None
+
+    length = None  # what a problem needs
+    has_context = False
+
+    def check(self) -> None:
+        """Raises a SettingError; the data is read."""
+        choose("task.name", self.name, SOURCES)
+        dataset_rows.check_path("task.path", self.path)
+        if not isinstance(self.prompt, str) or self.prompt.count(PLACE) != 1:
+            raise SettingError(f"task.prompt={self.prompt!r}: a text with {PLACE} in it, once")
+        if not isinstance(self.answer_prefix, str):
+            raise SettingError(f"task.answer_prefix={self.answer_prefix}: a text")
+        choose("task.chat", self.chat, (True, False))
+        choose("task.extract", self.extract, (None, "boxed", "flexible"))
+        if self.max_new_tokens is not None:
+            whole("task.max_new_tokens", self.max_new_tokens, 1)
+        whole("task.repeats", self.repeats, 1)
+        if not number(self.temperature) or self.temperature == 0 and self.repeats > 1:
+            raise SettingError(f"task.repeats={self.repeats}: all the same with temperature=0; temperature=0.6, or 1")
+        if self.limit is not None:
+            whole("limit", self.limit, 1)
+        _ = self._rows
+
+    def fingerprint(self) -> str:
+        return dataset_rows.fingerprint(self.path, self._rows)
+
+    def inventory(self) -> dict[str, int]:
+        return {self.name: len(self._rows)}
+
+    def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
+        """Problem by problem, each with its repeats; `limit` counts problems."""
+        tiny = self.path == dataset_rows.MINIATURE
+        new_tokens = self.max_new_tokens or (64 if tiny else NEW_TOKENS)
+        for row in self._rows[: self.limit]:
+            prompt, prefix = self.prompt.replace(PLACE, row["problem"]), row.get("answer_prefix", "")
+            tokens = template_tokens + len(tokenizer.encode(prompt + self.answer_prefix + prefix))
+            if tokens + new_tokens > longest:
+                raise SettingError(
+                    f"task.max_new_tokens={new_tokens}: with the {tokens} tokens of {row['id']} more than the "
+                    f"{longest} that the model takes; at most {longest - tokens}"
+                )
+            group = f"{self.name}/{row['id']}"
+            for repeat in range(self.repeats):
+                meta: dict[str, Any] = {"data": dataset_rows.kind(self.path), "repeat": repeat, "verify": "math_verify"}
+                yield Sample(
+                    uid=f"{group}/r{repeat}",
+                    subtask=self.name,
+                    context="",
+                    question=prompt,
+                    answer_prefix=self.answer_prefix + prefix,
+                    answers=(row["answer"],),
+                    max_new_tokens=new_tokens,
+                    group=group,
+                    chat=self.chat,
+                    meta=meta | {name: row[name] for name in ("subject", "level") if name in row},
+                )
+
+    def score(self, sample: Sample, output: str) -> Graded:
+        r"""100 if the answer that `extract` finds is the reference's by `math_normal.same`.
+
+        Also: `boxed` and `flexible` are that for each of the two readings (the latter is KeyDiff's flexible match),
+        `exact` asks that the last box hold the reference to the letter (its exact match), `first_box` that kvpress's
+        reading does; `closed` says whether the output closes its thinking.
+        """
+        reference = sample.answers[0]
+        box, found, first = boxed(output), flexible(output), first_box(output)
+        right = {"boxed": box is not None and same(box, reference)}
+        right["flexible"] = right["boxed"] if box is not None else found is not None and same(found, reference)
+        right["exact"], right["first_box"] = box == reference.strip(), first == reference
+        extract = self.extract or ("flexible" if self.path == dataset_rows.MINIATURE else "boxed")
+        also: dict[str, float | bool | None] = {name: 100.0 * own for name, own in right.items()}
+        answer = box if extract == "boxed" else found
+        return Graded(also[extract], answer or "", also | {"closed": CLOSED in output})
+
+    @cached_property
+    def _rows(self) -> list[dataset_rows.Row]:
+        return read(self.name, self.path)

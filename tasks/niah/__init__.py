@@ -1,0 +1,1 @@
+"""A needle in a haystack, over length and depth."""

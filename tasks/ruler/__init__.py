@@ -1,0 +1,1 @@
+"""RULER: needles, variables, words and questions in texts of an exact length."""

@@ -1,0 +1,243 @@
+"""RULER as lm-eval 0.4.13 ports it: for numbers that must be compared with lm-eval's. task=ruler is the official one.
+
+lm-eval's own modules make the documents, prompts and scores; what differs from NVIDIA/RULER: the sizes (linear steps,
+fwe overflows), cwe without its example, older wordings, essays that are not repeated, and qa, where an answer counts
+in part (`string_match_part` of one sample is `string_match_all`). Each subtask is seeded by itself: samples do not
+depend on which others run, as they do in lm-eval; seed 0 gives what lm-eval gives for a subtask that runs alone.
+
+The documents of niah_single_1, niah_multikey_2, niah_multikey_3, ruler_vt, ruler_cwe and ruler_fwe need no data. The
+other needles need essays from the hub (baber/paul_graham_essays) and nltk's punkt_tab, qa needs SQuAD or HotpotQA,
+which lm-eval downloads.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import InitVar, dataclass, field, fields
+from functools import cached_property
+from importlib.metadata import version
+from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
+from typing import Any, ClassVar
+
+from kvbench.settings import SettingError, choose, several, whole
+from kvbench.task import Graded, Sample, Tokenizer
+from kvbench.tasks.lm_eval.documents import Documents, Wishes, read
+from kvbench.tasks.lm_eval.loader import PACKAGE, quiet, reasons, seeded
+
+NOTE = "RULER in lm-eval's port, which differs from the official one (task=ruler): compare with lm-eval's numbers only."
+METRIC = "string_match"
+
+
+@dataclass(frozen=True)
+class Port:
+    """A subtask: lm-eval's YAML file, its module, what makes documents of (module, tokenizer, length, count), and the
+    tokens that it needs at least of (module, tokenizer, length): below them lm-eval's loops do not end.
+    """
+
+    file: str
+    module: str
+    make: Callable[[ModuleType, Any, int, int], list[dict]]
+    least: Callable[[ModuleType, Any, int], int] = lambda *_: 1
+    needs: str = ""  # what is fetched
+    data: Callable[[ModuleType], Any] = lambda _: None  # that
+
+
+def _niah(haystack: str, keys: str, values: str, **more: int) -> Port:
+    def make(niah: ModuleType, tokenizer: Any, length: int, count: int) -> list[dict]:
+        return niah.generate_samples(
+            niah.get_haystack(type_haystack=haystack), max_seq_length=length, template=niah.TEMPLATE,
+            type_haystack=haystack, type_needle_k=keys, type_needle_v=values, num_samples=count, TOKENIZER=tokenizer,
+            **more,
+        )  # fmt: skip
+
+    def essays(niah: ModuleType) -> list[str]:
+        import nltk
+
+        words = niah.get_haystack(type_haystack="essay")
+        if not nltk.download("punkt_tab", quiet=True):
+            nltk.data.find("tokenizers/punkt_tab")
+        return words
+
+    if haystack != "essay":
+        return Port("", "niah_utils", make)
+    return Port("", "niah_utils", make, needs="baber/paul_graham_essays and nltk's punkt_tab", data=essays)
+
+
+def _vt(vt: ModuleType, tokenizer: Any, length: int, count: int) -> list[dict]:
+    example = vt.sys_vartrack_w_noise_random(tokenizer=tokenizer, num_samples=1, max_seq_length=500, incremental=5)[0]
+    return vt.sys_vartrack_w_noise_random(
+        tokenizer=tokenizer, num_samples=count, max_seq_length=length, icl_example=example
+    )
+
+
+def _vt_least(vt: ModuleType, tokenizer: Any, length: int) -> int:
+    if _tokens(tokenizer, vt.generate_input_output(5, 1, 4, is_icl=True)[0]) + 30 + MARGIN > 500:
+        raise SettingError("task.subtasks=ruler_vt: with this tokenizer lm-eval's example never fits its 500 tokens")
+    return _tokens(tokenizer, vt.generate_input_output(10, 1, 4)[0]) + 30 + 500 + MARGIN
+
+
+def _cwe(cwe: ModuleType, tokenizer: Any, length: int, count: int) -> list[dict]:
+    return cwe.sys_word_pair_random(num_samples=count, max_seq_length=length, tokenizer=tokenizer)
+
+
+def _cwe_least(cwe: ModuleType, tokenizer: Any, length: int) -> int:
+    example, text, _ = cwe.generate_input_output(10, length)
+    return _tokens(tokenizer, example + text) + 120 + 2 * MARGIN
+
+
+def _fwe(fwe: ModuleType, tokenizer: Any, length: int, count: int) -> list[dict]:
+    return fwe.sys_kwext(tokenizer=tokenizer, max_seq_length=length, num_samples=count)
+
+
+def _fwe_least(fwe: ModuleType, tokenizer: Any, length: int) -> int:
+    return max(250, _tokens(tokenizer, fwe.TEMPLATE + " abcdef" * 40))  # 5 coded words, the fourth of them once
+
+
+def _qa(reader: str) -> Callable[..., list[dict]]:
+    def make(qa: ModuleType, tokenizer: Any, length: int, count: int) -> list[dict]:
+        questions, documents = getattr(qa, reader)()
+        return qa.generate_samples(tokenizer, documents, questions, max_seq_length=length, num_samples=count)
+
+    return make
+
+
+def _tokens(tokenizer: Any, text: str) -> int:
+    return len(tokenizer(text).input_ids)
+
+
+MARGIN = 32  # tokens by which two draws of one size may differ
+PORTS = {
+    "niah_single_1": _niah("repeat", "words", "numbers"),
+    "niah_single_2": _niah("essay", "words", "numbers"),
+    "niah_single_3": _niah("essay", "words", "uuids"),
+    "niah_multikey_1": _niah("essay", "words", "numbers", num_needle_k=4),
+    "niah_multikey_2": _niah("needle", "words", "numbers"),
+    "niah_multikey_3": _niah("needle", "uuids", "uuids"),
+    "niah_multivalue": _niah("essay", "words", "numbers", num_needle_v=4),
+    "niah_multiquery": _niah("essay", "words", "numbers", num_needle_q=4),
+    "ruler_vt": Port("vt", "vt_utils", _vt, _vt_least),
+    "ruler_cwe": Port("cwe", "cwe_utils", _cwe, _cwe_least),
+    "ruler_fwe": Port("fwe", "fwe_utils", _fwe, _fwe_least),
+    "ruler_qa_squad": Port("qa_squad", "qa_utils", _qa("read_squad"), needs="SQuAD", data=lambda qa: qa.read_squad()),
+    "ruler_qa_hotpot": Port(
+        "qa_hotpot", "qa_utils", _qa("read_hotpotqa"), needs="HotpotQA", data=lambda qa: qa.read_hotpotqa()
+    ),
+}
+OFFLINE = tuple(name for name, port in PORTS.items() if not port.needs)
+
+
+@dataclass(frozen=True)
+class RulerLmEval:
+    """The task; its settings are described in conf/task/ruler_lmeval.yaml."""
+
+    samples: InitVar[int]  # kept as `per_subtask`, since `samples` is the protocol's method
+    name: str = "ruler_lmeval"
+    length: int = 2048
+    subtasks: str | Sequence[str] = "offline"
+    apply_chat_template: bool = False
+    seed: int = 0
+    limit: int | None = None
+    per_subtask: int = field(init=False)
+    subtask_names: ClassVar[tuple[str, ...]] = tuple(PORTS)
+
+    def __post_init__(self, samples: int):
+        object.__setattr__(self, "per_subtask", samples)
+
+    def check(self) -> None:
+        """Fetches what the subtasks need."""
+        whole("task.length", self.length, 1)
+        whole("task.samples", self.per_subtask, 1)
+        if self.limit is not None:
+            whole("limit", self.limit, 1)
+        choose("task.apply_chat_template", self.apply_chat_template, (True, False))
+        self.fingerprint()
+
+    def fingerprint(self) -> str:
+        """Hash of the versions whose code and word lists make the documents, and of what was fetched."""
+        digest = hashlib.sha256("".join(map(version, ("lm-eval", "wonderwords", "numpy"))).encode())
+        for name in self._names():
+            port = PORTS[name]
+            if port.needs:
+                what = f"{port.needs} is out of reach; without a network: {', '.join(OFFLINE)}"
+                with reasons(f"task.subtasks={name}", what), quiet():
+                    digest.update(json.dumps(port.data(_module(port.module))).encode())
+        return digest.hexdigest()[:16]
+
+    def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
+        self._documents.clear()
+        count = self.per_subtask if self.limit is None else min(self.per_subtask, self.limit)
+        for name in self._names():
+            self._documents[name] = self._read(name, tokenizer, count)
+            for sample, _ in self._documents[name].found.values():
+                yield sample
+
+    def score(self, sample: Sample, output: str) -> Graded:
+        return self._documents[sample.subtask].score(sample.uid, output)
+
+    def _names(self) -> list[str]:
+        return several("task.subtasks", self.subtasks, tuple(PORTS), {"offline": OFFLINE})
+
+    def _read(self, name: str, tokenizer: Any, count: int) -> Documents:
+        """lm-eval's task of this subtask over documents that its module makes for the tokenizer."""
+        from datasets import Dataset
+        from lm_eval.api.task import ConfigurableTask
+        from lm_eval.tasks._yaml_loader import load_yaml
+        from lm_eval.tasks.ruler import common_utils
+
+        port, setting = PORTS[name], f"task.subtasks={name}"
+        with reasons(setting, "lm-eval cannot make it"), quiet():
+            with seeded(self.seed):
+                least = port.least(_module(port.module), tokenizer, self.length)
+            if self.length < least:
+                raise SettingError(f"task.length={self.length}: at least {least} for {name} with this tokenizer")
+            with seeded(self.seed):
+                documents = port.make(_module(port.module), tokenizer, self.length, count)
+            if len(documents) < count:
+                raise SettingError(
+                    f"task.length={self.length}: {count - len(documents)} of {count} documents of {name} do not fit"
+                )
+            config = load_yaml(PACKAGE / "ruler" / f"{port.file or name}.yaml", resolve_func=False)
+            grade = getattr(common_utils, config["process_results"].rpartition(".")[2])
+            listed = Dataset.from_list([{**own, "context": context_of(own["input"])} for own in documents])
+            config |= {
+                "task": name,
+                "custom_dataset": lambda **_: {"test": listed},
+                "process_results": lambda own, outputs: {METRIC: grade(own, outputs)[str(self.length)]},
+                "metric_list": [{"metric": METRIC, "aggregation": "mean", "higher_is_better": True}],
+            }
+            task = ConfigurableTask(config=config)
+        wishes = Wishes(apply_chat_template=self.apply_chat_template, seed=self.seed)
+        return read(name, task, wishes, {"note": NOTE, "lm_eval": version("lm-eval")}, prefix=f"{name}/{self.length}")
+
+    @cached_property
+    def _documents(self) -> dict[str, Documents]:
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings alone travel to another process: a task's functions cannot."""
+        return {own.name: getattr(self, own.name) for own in fields(self)}
+
+
+def context_of(text: str) -> str:
+    """The prompt up to its last question: what `question=hidden` reads before the cut."""
+    cut = text.rfind("\nQuestion: ")
+    return text[: cut if cut >= 0 else text.rfind("\n")]
+
+
+def _module(name: str) -> ModuleType:
+    """A fresh copy of one of lm-eval's modules: cwe's has a generator that goes on from call to call.
+
+    `prepare_niah` downloads when it is imported, unless it is told that another process does.
+    """
+    path = PACKAGE / "ruler" / f"{name}.py"
+    spec = spec_from_file_location(f"ruler_lmeval_{name}", path)
+    module, before = module_from_spec(spec), os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = "1"
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del os.environ["LOCAL_RANK"]
+        os.environ.update({} if before is None else {"LOCAL_RANK": before})
+    return module

@@ -1,0 +1,121 @@
+"""Needles in a haystack: the eight niah_* subtasks of RULER (upstream scripts/data/synthetic/niah.py).
+
+A needle is one sentence that gives a key a value. The haystack is an essay (needles between its sentences), one
+repeated noise sentence, or other needles (one a line).
+"""
+
+import random
+import uuid
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from kvbench.tasks.ruler.family import Family
+from kvbench.tasks.ruler.templates import Rendered, wordings
+from kvbench.tasks.ruler.texts import Texts
+
+DEPTHS = tuple(round(100 * i / 39) for i in range(40))  # per cent of the essay's sentences
+
+
+@dataclass(frozen=True)
+class Niah(Family):
+    haystack: str  # essay, noise or needle
+    key: str = "words"
+    value: str = "numbers"
+    keys: int = 1
+    values: int = 1  # per key
+    asked: int = 1  # keys in the question
+    new_tokens: ClassVar[int] = 128
+
+    def draw(self, units: int, rng: random.Random, texts: Texts, length: int, **fixed: int) -> dict[str, Any]:
+        keys: list[str] = []
+        while len(keys) < self.keys:
+            key = _draw(self.key, rng, texts)
+            keys += [key] * (key not in keys)
+        values = [[_draw(self.value, rng, texts) for _ in range(self.values)] for _ in keys]
+        order = rng.sample(range(self.keys * self.values), self.keys * self.values)
+        places = rng.sample(DEPTHS if self.haystack == "essay" else range(units), len(order))
+        asked = rng.sample(range(self.keys), self.asked)
+        draws = {
+            "units": units,
+            "keys": keys,
+            "values": values,
+            "order": order,
+            "places": sorted(places),
+            "asked": asked,
+        }
+        if self.haystack == "needle":
+            draws["others"] = [self._other(keys, rng, texts) for _ in range(units)]
+        return draws
+
+    def _other(self, keys: list[str], rng: random.Random, texts: Texts) -> list[str]:
+        key = _draw(self.key, rng, texts)
+        while key in keys:
+            key = _draw(self.key, rng, texts)
+        return [key, _draw(self.value, rng, texts)]
+
+    def render(self, draws: dict[str, Any], texts: Texts) -> Rendered:
+        needles = [self._needle(k, v) for k, values in zip(draws["keys"], draws["values"], strict=True) for v in values]
+        needles = [needles[i] for i in draws["order"]]
+        context = self._essay(needles, draws, texts) if self.haystack == "essay" else self._lines(needles, draws)
+        queries = [draws["keys"][i] for i in draws["asked"]]
+        answers = [value for i in draws["asked"] for value in draws["values"][i]]
+        query = ", ".join(queries[:-1]) + ", and " + queries[-1] if len(queries) > 1 else queries[0]
+        if len(answers) == 1:
+            return wordings().niah.singular().render(context, answers, type_needle_v=self.value[:-1], query=query)
+        return wordings().niah.render(context, answers, type_needle_v=self.value, query=query)
+
+    def _needle(self, key: str, value: str) -> str:
+        return wordings().needle.format(type_needle_v=self.value, key=key, value=value)
+
+    def _essay(self, needles: list[str], draws: dict[str, Any], texts: Texts) -> str:
+        """Words with needles between sentences. As upstream, a needle at an end leaves an empty piece, so a space."""
+        words, ends = texts.essay(draws["units"])
+        sentences = bisect_left(ends, len(words)) + 1  # the last one may be cut
+        cuts = [int(sentences * (depth / 100)) for depth in draws["places"]]
+        starts = [0] + [0 if c == 0 else len(words) if c == sentences else ends[c - 1] for c in cuts] + [len(words)]
+        pieces = [" ".join(words[a:b]) for a, b in pairwise(starts)]
+        return " ".join(x for pair in zip(pieces, needles + [None], strict=True) for x in pair if x is not None)
+
+    def _lines(self, needles: list[str], draws: dict[str, Any]) -> str:
+        lines = [self._needle(*other) for other in draws.get("others", ())] or [wordings().noise] * draws["units"]
+        for place, needle in zip(reversed(draws["places"]), needles, strict=True):
+            lines.insert(place, needle)
+        return "\n".join(lines)
+
+    def least(self, texts: Texts, length: int, index: int) -> int:
+        return self.keys * self.values
+
+    def increment(self, length: int) -> int:
+        return 500 if self.haystack == "essay" else 5 if length < 4096 else 25
+
+    def floor(self, texts: Texts, index: int) -> int:
+        return 1 if self.haystack == "essay" else self.keys * self.values
+
+    def meta(self, draws: dict[str, Any], texts: Texts) -> dict[str, Any]:
+        """Depths: where each needle stands, in per cent, from the front; sentences: what ends those of an essay."""
+        essay = self.haystack == "essay"
+        depths = draws["places"] if essay else [round(100 * p / draws["units"]) for p in draws["places"]]
+        own = {"haystack": texts.haystack if essay else "none", "depths": depths}
+        return own | {"sentences": texts.sentences.partition(":")[0]} if essay else own
+
+
+NIAH = (
+    Niah("niah_single_1", "noise"),
+    Niah("niah_single_2", "essay"),
+    Niah("niah_single_3", "essay", value="uuids"),
+    Niah("niah_multikey_1", "essay", keys=4),
+    Niah("niah_multikey_2", "needle"),
+    Niah("niah_multikey_3", "needle", key="uuids", value="uuids"),
+    Niah("niah_multivalue", "essay", values=4),
+    Niah("niah_multiquery", "essay", keys=4, asked=4),
+)
+
+
+def _draw(kind: str, rng: random.Random, texts: Texts) -> str:
+    if kind == "numbers":
+        return str(rng.randint(10**6, 10**7 - 1))
+    if kind == "words":
+        return f"{rng.choice(texts.adjectives)}-{rng.choice(texts.nouns)}"
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))

@@ -1,0 +1,61 @@
+"""Questions over documents: RULER's qa_1 (SQuAD) and qa_2 (HotpotQA) (upstream scripts/data/synthetic/qa.py).
+
+The question's own documents among others of its article and then of the whole set, shuffled and numbered.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kvbench.tasks.ruler.family import Family
+from kvbench.tasks.ruler.questions import QuestionSet
+from kvbench.tasks.ruler.templates import Rendered, wordings
+from kvbench.tasks.ruler.texts import Texts
+
+
+@dataclass(frozen=True)
+class Documents(Family):
+    source: str  # squad or hotpot
+    new_tokens: ClassVar[int] = 32
+    any_answer: ClassVar[bool] = True
+
+    def draw(self, units: int, rng: random.Random, texts: Texts, length: int, **fixed: int) -> dict[str, Any]:
+        """`index`: the sample's number. Upstream's sample i asks question i; without one the question is drawn."""
+        chosen = self._set(texts)
+        number = fixed.get("index", rng.randrange(len(chosen.questions))) % len(chosen.questions)
+        question, every = chosen.questions[number], len(chosen.documents)
+        own, related = list(question.documents), list(question.related)
+        if units >= every:
+            order = [i % every for i in range(units)]
+        elif units - len(own) <= len(related):
+            order = own + rng.sample(related, units - len(own))
+        else:
+            known = {*own, *related}
+            drawn = rng.sample(range(every), units)  # of these at most len(known) are refused
+            order = own + related + [i for i in drawn if i not in known][: units - len(own) - len(related)]
+        rng.shuffle(order)
+        return {"question": number, "documents": order}
+
+    def render(self, draws: dict[str, Any], texts: Texts) -> Rendered:
+        chosen = self._set(texts)
+        question = chosen.questions[draws["question"]]
+        numbered = [
+            wordings().document.format(i=i, document=chosen.documents[d]) for i, d in enumerate(draws["documents"], 1)
+        ]
+        return wordings().qa.render("\n\n".join(numbered), question.answers, query=question.query)
+
+    def least(self, texts: Texts, length: int, index: int) -> int:
+        questions = self._set(texts).questions
+        return len(questions[index % len(questions)].documents)
+
+    def floor(self, texts: Texts, index: int) -> int:
+        return self.least(texts, 0, index)
+
+    def meta(self, draws: dict[str, Any], texts: Texts) -> dict[str, Any]:
+        return {"haystack": "none", "qa": texts.qa, "question": draws["question"]}
+
+    def _set(self, texts: Texts) -> QuestionSet:
+        return texts.squad if self.source == "squad" else texts.hotpot
+
+
+QA = (Documents("ruler_qa_squad", "squad"), Documents("ruler_qa_hotpot", "hotpot"))

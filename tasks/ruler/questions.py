@@ -1,0 +1,103 @@
+"""The documents and questions of RULER's qa tasks: SQuAD v2 dev and HotpotQA dev distractor, or invented ones.
+
+Both come in the official JSON formats, and are read as upstream reads them (scripts/data/synthetic/qa.py).
+"""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbench.settings import SettingError
+from kvbench.tasks.common import synthetic_qa
+from kvbench.tasks.ruler.sources import download, read, short_hash
+
+SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json"
+HOTPOT = (
+    "https://huggingface.co/datasets/namlh2004/hotpotqa/resolve/7e54db4656209750ff487f6fdf8e39a66dba136b/"
+    "hotpot_dev_distractor_v1.json"
+)
+SQUAD_FILES = ("dev-v2.0.json", "squad.json")  # as published, or as upstream's download script names it
+HOTPOT_FILES = ("hotpot_dev_distractor_v1.json", "hotpotqa.json")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, the spans that answer it, and the numbers of its documents."""
+
+    query: str
+    answers: tuple[str, ...]
+    documents: tuple[int, ...]  # always in the prompt
+    related: tuple[int, ...] = ()  # taken before any other
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """Documents, and questions over them in the order in which samples ask them."""
+
+    documents: tuple[str, ...]
+    questions: tuple[Question, ...]
+
+
+def questions(path: str | None) -> tuple[QuestionSet, QuestionSet, str]:
+    """SQuAD, HotpotQA and where they are from: a folder, `hub`, or None for the invented sets."""
+    if path is None:
+        return *(_shuffled(s) for s in (_squad(synthetic_qa.squad()), _hotpot(synthetic_qa.hotpot()))), "generated"
+    if path == "hub":
+        found = [download("task.qa_path", url) for url in (SQUAD, HOTPOT)]
+    else:
+        found = [_one_of(path, names) for names in (SQUAD_FILES, HOTPOT_FILES)]
+    raw = [read("task.qa_path", path, file) for file in found]
+    sets = []
+    for file, content, parse in zip(found, raw, (_squad, _hotpot), strict=True):
+        try:
+            sets.append(parse(json.loads(content)))
+        except (ValueError, TypeError, KeyError) as error:
+            raise SettingError(f"task.qa_path={path}: {file.name} is not the official JSON ({error!r})") from None
+        if not sets[-1].questions:
+            raise SettingError(f"task.qa_path={path}: {file.name} has no questions")
+    return *sets, f"{'hub' if path == 'hub' else 'file'}:{short_hash(b''.join(raw))}"
+
+
+def _squad(data: dict) -> QuestionSet:
+    """Upstream's read_squad: answerable questions; the other paragraphs of the article are related."""
+    documents = sorted({p["context"] for article in data["data"] for p in article["paragraphs"]})
+    number = {document: i for i, document in enumerate(documents)}
+    questions = []
+    for article in data["data"]:
+        all_own = [number[p["context"]] for p in article["paragraphs"]]
+        for own, paragraph in zip(all_own, article["paragraphs"], strict=True):
+            related = tuple(i for i in all_own if i != own)
+            questions += [
+                Question(q["question"], tuple(a["text"] for a in q["answers"]), (own,), related)
+                for q in paragraph["qas"]
+                if not q["is_impossible"]
+            ]
+    return QuestionSet(tuple(documents), tuple(questions))
+
+
+def _hotpot(data: list) -> QuestionSet:
+    """Upstream's read_hotpotqa: a question's ten documents, gold and distractors, are always in the prompt."""
+    pages = [[f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]] for entry in data]
+    documents = sorted({page for own in pages for page in own})
+    number = {document: i for i, document in enumerate(documents)}
+    return QuestionSet(
+        tuple(documents),
+        tuple(
+            Question(entry["question"], (entry["answer"],), tuple(number[page] for page in own))
+            for entry, own in zip(data, pages, strict=True)
+        ),
+    )
+
+
+def _shuffled(made: QuestionSet) -> QuestionSet:
+    """So that neighbouring samples do not share an article; official sets keep upstream's order."""
+    rng = random.Random("kvbench questions")
+    return QuestionSet(made.documents, tuple(rng.sample(made.questions, len(made.questions))))
+
+
+def _one_of(folder: str, names: tuple[str, ...]) -> Path:
+    for name in names:
+        if Path(folder, name).is_file():
+            return Path(folder, name)
+    raise SettingError(f"task.qa_path={folder}: a folder with {' or '.join(names)}")

@@ -1,0 +1,41 @@
+"""Where official texts come from: a file, or the hub. Every failure is a SettingError that names the setting."""
+
+import hashlib
+from pathlib import Path
+
+from kvbench.settings import SettingError
+from kvbench.tasks.common.dataset_rows import reach
+
+
+def read(setting: str, given: str, path: Path) -> bytes:
+    """The file's bytes; `given` is what the user typed."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SettingError(f"{setting}={given}: a readable file, but {path.name} is not ({error.strerror})") from None
+
+
+def dataset(setting: str, name: str, column: str) -> list[str]:
+    """A column of a dataset on the hub."""
+
+    def fetch() -> list[str]:
+        from datasets import load_dataset
+
+        return list(load_dataset(name, split="train")[column])
+
+    return reach(setting, name, fetch, "give a path, or null")
+
+
+def download(setting: str, url: str) -> Path:
+    """A file of the web, kept in the cache of `datasets`."""
+
+    def fetch() -> Path:
+        from datasets import DownloadManager
+
+        return Path(DownloadManager().download(url))
+
+    return reach(setting, url, fetch, "give a path, or null")
+
+
+def short_hash(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()[:12]

@@ -1,0 +1,233 @@
+"""RULER: 13 synthetic long-context tasks at any length (arXiv 2404.06654; NVIDIA/RULER c3f5e3b, scripts/).
+
+Templates, parameters, token limits and metrics are upstream's; where lm-eval's port differs, upstream wins. Drawing and
+rendering are apart: `draw` makes all random choices of a sample, `render` makes the prompt of them. Each sample has its
+own generator, seeded by (seed, subtask, length, index), so it depends neither on the other samples nor on the other
+subtasks. Every sample satisfies
+
+    tokens(prompt) + template_tokens + max_new_tokens <= length
+
+with template_tokens twice for cwe, whose solved example is a turn of its own under a chat template. `fit` says how
+closely. `fill` gives each sample as many units of haystack as this allows. `upstream` follows upstream's scripts: one
+search per subtask, on draws of its own, chooses a size for all samples, and a sample that is too long loses a whole
+step of units. A step is 500 words of an essay, 25 lines (niah), 10 sentences (vt), words (cwe) or documents (qa), or
+1/32 of the length (fwe); below 4096 tokens 5 lines or sentences. So upstream's prompts are shorter: they fill 59 to
+100 % of 2048 tokens and 79 to 100 % of 4096.
+
+`upstream` differs from the scripts where these fail. They draw the smallest size again without end; kvbench refuses the
+length after 100 draws. They never end when a step takes a question's own documents (qa) or leaves too few sentences
+(vt); kvbench keeps what is needed. And they take words from a longer list where cwe needs more than wonderwords has (at
+about 128k tokens); kvbench does not have that list, so its prompts stay shorter.
+"""
+
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import InitVar, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kvbench.settings import SettingError, choose, several, whole
+from kvbench.task import Graded, Sample, Tokenizer
+from kvbench.tasks.common.sample_cache import cached, joint_hash, tokenizer_hash
+from kvbench.tasks.ruler.family import Family
+from kvbench.tasks.ruler.fit import fit, settle
+from kvbench.tasks.ruler.niah import NIAH
+from kvbench.tasks.ruler.qa import QA
+from kvbench.tasks.ruler.templates import Rendered, wordings
+from kvbench.tasks.ruler.texts import Texts, load_texts
+from kvbench.tasks.ruler.variable_tracking import VT
+from kvbench.tasks.ruler.word_counts import WORDS
+
+FAMILIES: tuple[Family, ...] = (*NIAH, *VT, *WORDS, *QA)
+SUBTASKS = tuple(family.name for family in FAMILIES)
+GENERATORS = ("synthetic_prose.py", "synthetic_qa.py")  # of tasks/common
+FITS = ("fill", "upstream")
+Fitted = Callable[[int], tuple[int, dict[str, Any]]]  # of a sample's index: its units and draws
+
+
+def draw(subtask: str, units: int, rng: random.Random, texts: Texts, length: int, **fixed: int) -> dict[str, Any]:
+    """All random choices of a sample with `units` units of haystack, as plain JSON values.
+
+    `length` decides parameters that upstream switches with it (cwe, fwe). `fixed` may hold `index`, the number of the
+    sample (qa: of the question; else it is drawn), and `example`, the noise sentences of vt's example (else 15).
+    """
+    return _family(subtask).draw(units, rng, texts, length, **fixed)
+
+
+def render(subtask: str, draws: dict[str, Any], texts: Texts) -> Rendered:
+    """The prompt that these draws make, byte for byte upstream's; no randomness."""
+    return _family(subtask).render(draws, texts)
+
+
+def least_units(subtask: str, texts: Texts, length: int, index: int = 0) -> int:
+    """The fewest units that the sample can be drawn with."""
+    return _family(subtask).least(texts, length, index)
+
+
+@dataclass(frozen=True)
+class Ruler:
+    """The task; its settings are described in conf/task/ruler.yaml."""
+
+    name: str = "ruler"
+    length: int = 2048
+    subtasks: str | Sequence[str] = "all"
+    samples: InitVar[int]  # required; kept as `per_subtask`, since `samples` is the protocol's method
+    fit: str = "fill"
+    haystack_path: str | None = None
+    qa_path: str | None = None
+    seed: int = 0
+    limit: int | None = None
+    cache: str | None = "results/samples"
+    per_subtask: int = field(init=False)
+    subtask_names: ClassVar[tuple[str, ...]] = SUBTASKS
+
+    def __post_init__(self, samples: int):
+        object.__setattr__(self, "per_subtask", samples)
+
+    def check(self) -> None:
+        """Raises a SettingError; needs no tokenizer, so a length may still prove too small in `samples`."""
+        whole("task.length", self.length, 1)
+        whole("task.samples", self.per_subtask, 1)
+        choose("task.fit", self.fit, FITS)
+        if self.limit is not None:
+            whole("limit", self.limit, 1)
+        chosen, texts = self._chosen(), self._texts()
+        for family in map(_family, chosen):
+            # No tokenizer makes fewer tokens than there are words.
+            least = len(self._smallest(family, texts).prompt.split()) + family.new_tokens
+            if self.length < least:
+                raise SettingError(f"task.length={self.length}: at least {least} for {family.name}")
+
+    def fingerprint(self) -> str:
+        """Hash of the texts and of the prompt strings."""
+        return joint_hash(self._texts().fingerprint, wordings().fingerprint())
+
+    def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
+        """Subtask by subtask, each drawn when it is asked for, and kept in the cache."""
+        texts, count = self._texts(), self.per_subtask if self.limit is None else min(self.per_subtask, self.limit)
+        folder = Path(__file__).parent
+        sources = sorted([*folder.glob("*.py"), *map((folder.parent / "common").joinpath, GENERATORS)])
+        made_of = (self.fingerprint(), tokenizer_hash(tokenizer), *(file.read_text("utf-8") for file in sources))
+        chat = bool(getattr(tokenizer, "chat_template", None))
+        for family in map(_family, self._chosen()):
+            reserved = template_tokens * (family.turns if chat else 1)
+            key = joint_hash(family.name, str(self.length), self.fit, str(self.seed), str(reserved), *made_of)
+            path = Path(self.cache, f"{key}.jsonl") if self.cache else None
+            make = self._maker(family, texts, tokenizer, reserved)
+            yield from cached(path, f"{family.name}/{self.length}", count, make)
+
+    def score(self, sample: Sample, output: str) -> Graded:
+        """string_match_all: the share of the references that the output holds; string_match_part: any of them."""
+        answer = re.sub(r"[\x00-\x1f]", "\n", output.strip()).strip()
+        found = [reference.lower() in answer.lower() for reference in sample.answers]
+        share = any(found) if _family(sample.subtask).any_answer else sum(found) / len(found)
+        return Graded(100.0 * share, answer)
+
+    def reference(self, sample: Sample) -> str:
+        """The right answer: all references, or the first where any of them is right."""
+        return sample.answers[0] if _family(sample.subtask).any_answer else ", ".join(sample.answers)
+
+    def _chosen(self) -> list[str]:
+        return several("task.subtasks", self.subtasks, SUBTASKS)
+
+    def _texts(self) -> Texts:
+        return load_texts(self.haystack_path, self.qa_path)
+
+    def _smallest(self, family: Family, texts: Texts) -> Rendered:
+        least = family.least(texts, self.length, 0)
+        return family.render(family.draw(least, random.Random(0), texts, self.length, index=0), texts)
+
+    def _maker(self, family: Family, texts: Texts, tokenizer: Tokenizer, reserved: int) -> Callable[[int], Sample]:
+        """The function that makes sample `index` of the subtask; `reserved`: tokens of the chat template."""
+        room = self.length - reserved - family.new_tokens
+
+        def tokens(prompt: str) -> int:
+            return len(tokenizer.encode(prompt, add_special_tokens=False))
+
+        fitted = (self._upstream if self.fit == "upstream" else self._fill)(family, texts, tokens, room)
+
+        def make(index: int) -> Sample:
+            units, draws = fitted(index)
+            prompt, uid = family.render(draws, texts), f"{family.name}/{self.length}/{index}"
+            return Sample(
+                uid,
+                family.name,
+                prompt.context,
+                prompt.question,
+                prompt.answer_prefix,
+                prompt.answers,
+                family.new_tokens,
+                group=uid,
+                meta={"units": units, **family.meta(draws, texts)},
+                solved=prompt.solved,
+            )
+
+        return make
+
+    def _fill(self, family: Family, texts: Texts, tokens: Callable[[str], int], room: int) -> Fitted:
+        """As many units as fit, found for each sample with the same draws for every size."""
+        fixed = family.fixed(tokens)
+
+        def fitted(index: int) -> tuple[int, dict[str, Any]]:
+            least, step = family.least(texts, self.length, index), family.step(self.length)
+
+            def drawn(steps: int) -> dict[str, Any]:
+                rng = self._generator(family, index)
+                return family.draw(least + steps * step, rng, texts, self.length, index=index, **fixed)
+
+            def cost(steps: int) -> int:
+                return tokens(family.render(drawn(steps), texts).prompt)
+
+            steps = fit(cost, (family.most(texts) - least) // step, room)
+            if steps is None:
+                raise self._too_short(family, self.length - room + cost(0))
+            return least + steps * step, drawn(steps)
+
+        return fitted
+
+    def _upstream(self, family: Family, texts: Texts, tokens: Callable[[str], int], room: int) -> Fitted:
+        """The units that upstream's scripts would choose: one search for all samples, then steps down for each."""
+        reserved = self.length - family.new_tokens - room  # upstream counts the chat template as part of a prompt
+
+        @cache
+        def chosen() -> tuple[int, dict[str, int]]:
+            rng = self._generator(family, "fit")
+            fixed, shown = family.shown(tokens, rng)
+
+            def cost(units: int) -> int:
+                if units > family.most(texts):
+                    return self.length + 1
+                own = rng if family.redraws else self._generator(family, "fit")
+                draws = family.draw(units, own, texts, self.length, index=0, **fixed)
+                return reserved + tokens(family.sized(draws, texts))
+
+            return family.size(cost, self.length, self.length - family.new_tokens - shown), fixed
+
+        def fitted(index: int) -> tuple[int, dict[str, Any]]:
+            (first, fixed), step, needed = chosen(), family.increment(self.length), []
+            rng = self._generator(family, index)
+            for units in settle(first, step, family.floor(texts, index)):
+                own = rng if family.redraws else self._generator(family, index)
+                draws = family.draw(units, own, texts, self.length, index=index, **fixed)
+                needed.append(tokens(family.render(draws, texts).prompt))
+                if needed[-1] <= room:
+                    return units, draws
+            raise self._too_short(family, self.length - room + min(needed))
+
+        return fitted
+
+    def _generator(self, family: Family, of: int | str) -> random.Random:
+        """That of a sample, by its index, or of the search that comes before all samples, `fit`."""
+        return random.Random(f"{self.seed}/{family.name}/{self.length}/{of}")
+
+    def _too_short(self, family: Family, needed: int) -> SettingError:
+        return SettingError(
+            f"task.length={self.length}: at least {needed} for {family.name} with this tokenizer"
+            + (", as task.fit=upstream draws it" if self.fit == "upstream" else "")
+        )
+
+
+def _family(name: str) -> Family:
+    return next(family for family in FAMILIES if family.name == name)

@@ -1,0 +1,1 @@
+"""SCBench: several questions over one shared context."""

@@ -1,0 +1,105 @@
+"""The rows of SCBench: a long context and turns that ask about it, from the hub, a local copy or the miniature.
+
+The published format (https://huggingface.co/datasets/microsoft/SCBench): one config a task, one row a context, with
+the columns `context` (mf: a list of numbers) and `multi_turns`, a list of {input, answer}, with `options` (four, the
+answer among them) in choice_eng and `task` in summary_with_needles. Some configs have `id` too.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbench.settings import SettingError, number
+from kvbench.tasks.common.dataset_rows import HUB, MINIATURE, Row, checked, find, from_hub, rows, texts
+from kvbench.tasks.scbench.miniature import miniature
+from kvbench.tasks.scbench.prompts import Form
+
+DATASET = "microsoft/SCBench"
+REVISION = "283310bb8c5ba6909dd9a6b1be087d2937f76f6d"
+SETTING = "task.path"
+ASKED = re.compile(r"The .+ is")  # mf's inputs: upstream makes a question of what stands between
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question, the references of its answer, and what a later turn finds as its answer."""
+
+    slots: dict[str, str]  # of the form's prompt
+    answers: tuple[str, ...]
+    golden: str
+    task: str | None
+
+
+@dataclass(frozen=True)
+class Session:
+    """A context and its turns."""
+
+    context: str
+    turns: tuple[Turn, ...]
+
+
+def files(name: str) -> tuple[str, ...]:
+    """Where a local copy may have a task's rows: as published, or one file a task."""
+    return f"{name}.jsonl", f"{name}.parquet", f"data/{name}.jsonl", f"{name}/test-00000-of-00001.parquet"
+
+
+def load(path: str, form: Form) -> tuple[list[Row], list[Session]]:
+    """A task's rows as they are, and what they say. SettingError names what is wrong with them."""
+    if path == MINIATURE:
+        found: Iterable[tuple[str, Row]] = ((f"{form.name} row {i}", row) for i, row in enumerate(miniature(form.name)))
+    elif path == HUB:
+        found = from_hub(SETTING, DATASET, REVISION, form.name, "test")
+    else:
+        found = rows(SETTING, find(SETTING, Path(path).expanduser(), files(form.name)))
+    located = list(found)
+    columns = {"context": list if form.numbers else str, "multi_turns": list}
+    plain = checked(SETTING, located, columns, what=f"rows of {form.name}")
+    seen: dict[str, str] = {}
+    for where, row in located:  # ids may begin anew with each context
+        known = json.dumps([row.get("id", where), row["context"]])
+        if (first := seen.setdefault(known, where)) != where:
+            raise SettingError(f"{SETTING}: {where}: id {row['id']!r} with this context is that of {first}")
+    return plain, [session(where, row, form) for where, row in located]
+
+
+def session(where: str, row: Row, form: Form) -> Session:
+    """What a row says, or SettingError; `where` names the row there."""
+    if form.numbers and not all(map(number, row["context"])):
+        raise SettingError(f"{SETTING}: {where}: context is not a list of numbers")
+    if not row["multi_turns"]:
+        raise SettingError(f"{SETTING}: {where}: multi_turns is empty")
+    turns = [_turn(f"{where}: turn {i} of multi_turns", turn, form) for i, turn in enumerate(row["multi_turns"], 1)]
+    return Session(str(row["context"]), tuple(turns))
+
+
+def _turn(where: str, turn: Any, form: Form) -> Turn:
+    if not isinstance(turn, dict):
+        raise SettingError(f"{SETTING}: {where} is {type(turn).__name__}, expected an object with input and answer")
+    [own] = checked(SETTING, [(where, turn)], {"input": str, "answer": form.answer, **_more(form)})
+    answer, slots, task = own["answer"], {"input": own["input"]}, None
+    answers = texts(SETTING, where, "answer", answer) if isinstance(answer, list) else (str(answer),)
+    if "" in answers:
+        raise SettingError(f"{SETTING}: {where}: answer is empty")
+    if form.choices:
+        options = texts(SETTING, where, "options", own["options"])
+        if len(options) != 4 or answer not in options:
+            raise SettingError(f"{SETTING}: {where}: options are not four with the answer among them")
+        slots |= dict(zip("ABCD", options, strict=True))
+        answers = (answer, "ABCD"[options.index(answer)])
+    if form.numbers:
+        asked = ASKED.search(own["input"])
+        if asked is None:
+            raise SettingError(f"{SETTING}: {where}: input has no `The ... is`")
+        slots["prefix"] = f"What is {asked[0].lower()[:-3]}?"
+    if len(form.metrics) > 1:
+        task = own["task"]
+        if task not in form.metrics:
+            raise SettingError(f"{SETTING}: {where}: task is {task!r}, expected {' or '.join(form.metrics)}")
+    return Turn(slots, answers, str(answer), task)
+
+
+def _more(form: Form) -> dict[str, type]:
+    return ({"options": list} if form.choices else {}) | ({"task": str} if len(form.metrics) > 1 else {})

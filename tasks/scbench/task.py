@@ -1,0 +1,195 @@
+"""SCBench: several turns, or several queries, on one long context (arXiv 2412.10319; microsoft/MInference, scbench/).
+
+Prompts, token limits and metrics are upstream's; repoqa and repoqa_and_kv, whose metric runs a parser over the code
+that the model wrote, are refused. `multi_turn`: one conversation a row; a later turn finds the reference answers before
+it (`answers=golden`, upstream's default) or the model's own. `shared_context` (upstream's
+same_context_different_query): every query by itself on one context, which `question=hidden` cuts once for all of them.
+
+Rows of the table are a task's turn indices (upstream prints one accuracy for each); in shared_context a row is a task
+and each of its queries weighs the same, as upstream has it. The averages are the mean of the tasks, that of DeltaKV's
+Table 2 (four tasks), and each task's mean over its rows. All weigh rows alike, however few samples a late turn has;
+DeltaKV's mean also stands there with the samples of a task weighing alike.
+
+Other than upstream: one token begins a sequence where upstream's chat prompts have two; a context is cut in the middle
+so that the whole conversation fits `length`, where upstream keeps room for answers only; `max_turns` holds for every
+row, where upstream leaves all as they are if the first is no longer; and with a chat template each turn of mf asks for
+its own number, where upstream's follow-ups all name the last turn's.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvbench.settings import SettingError, choose, whole
+from kvbench.task import Graded, Sample, Tokenizer
+from kvbench.tasks.common.dataset_rows import MINIATURE, check_path, fingerprint, kind, subtasks
+from kvbench.tasks.common.sample_cache import joint_hash
+from kvbench.tasks.scbench import rows as data
+from kvbench.tasks.scbench.prompts import NEEDLE, SUMMARY, Form, forms
+from kvbench.tasks.scbench.prompts import fingerprint as forms_fingerprint
+
+TASKS = tuple(form.name for form in forms())
+REFUSED = ("scbench_repoqa", "scbench_repoqa_and_kv")
+MODES, ANSWERS = ("multi_turn", "shared_context"), ("golden", "own")
+DELTAKV = ("scbench_kv", "scbench_qa_eng", "scbench_summary_with_needles", "scbench_many_shot")
+PARTS = {SUMMARY: "summary", NEEDLE: "needle"}
+
+
+@dataclass(frozen=True)
+class SCBench:
+    """The task; its settings are described in conf/task/scbench.yaml."""
+
+    name: str = "scbench"
+    path: str = MINIATURE
+    subtasks: str | Sequence[str] = "all"
+    mode: str = "multi_turn"
+    answers: str = "golden"
+    max_turns: int | None = 5
+    length: int | None = None
+    limit: int | None = None
+
+    def check(self) -> None:
+        """Reads the data; raises SettingError."""
+        check_path("task.path", self.path)
+        choose("task.mode", self.mode, MODES)
+        choose("task.answers", self.answers, ANSWERS)
+        if self.mode == "shared_context" and self.answers != "golden":
+            raise SettingError(f"task.answers={self.answers}: shared_context has no answers before a query; golden")
+        for setting, value in (("task.max_turns", self.max_turns), ("task.length", self.length), ("limit", self.limit)):
+            if value is not None:
+                whole(setting, value, 1)
+        for name in [self.subtasks] if isinstance(self.subtasks, str) else self.subtasks or ():
+            if name in REFUSED:
+                raise SettingError(f"task.subtasks={name}: its metric parses the code that the model wrote, refused")
+        self.inventory()
+
+    def fingerprint(self) -> str:
+        """Hash of the rows and of the prompt strings."""
+        return joint_hash(forms_fingerprint(), *(fingerprint(self.path, rows) for _, rows, _ in self._loaded))[:16]
+
+    def inventory(self) -> dict[str, int]:
+        """Contexts of each task in the data."""
+        return {form.name: len(rows) for form, rows, _ in self._loaded}
+
+    @property
+    def averages(self) -> dict[str, dict[str, float]]:
+        """Name of an average: subtask -> weight, which sum to one."""
+        tasks: dict[str, dict[str, int]] = {}
+        for form, _, sessions in self._loaded:
+            for session in sessions:
+                for index, turn in enumerate(session.turns):
+                    counts, name = tasks.setdefault(form.name, {}), self._subtask(form, turn, index)
+                    counts[name] = counts.get(name, 0) + 1
+        means = {name: dict.fromkeys(rows, 1 / len(rows)) for name, rows in tasks.items()}
+        found = {"mean of tasks": _mean(list(means.values()))}
+        if set(DELTAKV) <= set(means):
+            found["DeltaKV's four"] = _mean([means[name] for name in DELTAKV])
+            counts = [tasks[name] for name in DELTAKV]
+            by_samples = [{row: count / sum(own.values()) for row, count in own.items()} for own in counts]
+            found["DeltaKV's four, by samples"] = _mean(by_samples)
+        return found | {name: rows for name, rows in means.items() if len(rows) > 1}
+
+    def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
+        """Task by task, row by row, turn by turn."""
+        chat = bool(getattr(tokenizer, "chat_template", None))
+        for form, _, sessions in self._loaded:
+            for index, session in enumerate(sessions):
+                turns = self._turns(f"{form.name}/{index}", form, session, chat, tokenizer)
+                context = self._fit(form, session, turns, tokenizer, template_tokens, self.length or longest)
+                for turn in turns:
+                    yield Sample(context=context, **turn)
+
+    def reference(self, sample: Sample) -> str:
+        """What later turns find as the answer, or the first of the answers that are right."""
+        return sample.said or sample.answers[0]
+
+    def score(self, sample: Sample, output: str) -> Graded:
+        """By the metric of the sample's task."""
+        form = next(form for form in forms() if form.name == sample.subtask.partition("/")[0])
+        return form.metrics[sample.meta["task"]].grade(output, sample.answers)
+
+    @cached_property
+    def _loaded(self) -> list[tuple[Form, list[data.Row], list[data.Session]]]:
+        """Each task, its rows, and what of them is asked."""
+        found, chosen = [], subtasks(self.subtasks, self.path, TASKS)
+        for form in forms():
+            if form.name in chosen:
+                rows, sessions = data.load(self.path, form)
+                cut = [data.Session(own.context, own.turns[: self.max_turns]) for own in sessions[: self.limit]]
+                found.append((form, rows, cut))
+        return found
+
+    def _subtask(self, form: Form, turn: data.Turn, index: int) -> str:
+        part = [PARTS[turn.task]] if turn.task else []
+        return "/".join([form.name, *part, *([f"turn{index + 1}"] if self.mode == "multi_turn" else [])])
+
+    def _turns(self, row: str, form: Form, session: data.Session, chat: bool, tokenizer: Tokenizer) -> list[dict]:
+        """What each sample of a row has beside the context."""
+        wording, found = form.wording, []
+        own, conversing = self.answers == "own", self.mode == "multi_turn"
+        for index, turn in enumerate(session.turns):
+            prefilled = ""
+            if not conversing:
+                question = (wording.shared_asked or wording.asked).format(**turn.slots)
+            elif index == 0:
+                question = "\n\n" + wording.asked.format(**turn.slots)
+            else:
+                as_first = form.choices and (chat or own)
+                question = (wording.asked if as_first else wording.later or wording.asked).format(**turn.slots)
+                prefilled = wording.prefilled if chat else ""
+                if not chat:
+                    question = ((tokenizer.eos_token or "\n\n") if own else "\n\n") + question
+            found.append(
+                {
+                    "uid": f"{row}/turn{index + 1}",
+                    "subtask": self._subtask(form, turn, index),
+                    "question": question,
+                    "answer_prefix": prefilled,
+                    "answers": turn.answers,
+                    "max_new_tokens": form.metrics[turn.task].new_tokens,
+                    "group": row,
+                    "meta": {"data": kind(self.path), "task": turn.task, "turn": index + 1},
+                    "conversation": row if conversing else "",
+                    "said": turn.golden if conversing and not own else None,
+                }
+            )
+        return found
+
+    def _fit(
+        self, form: Form, session: data.Session, turns: list[dict], tokenizer: Tokenizer, template: int, most: int
+    ) -> str:
+        """What stands before the context, and the context, its middle cut out so that all turns fit `most` tokens."""
+
+        def tokens(text: str) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=False)
+
+        def asks(turn: dict) -> int:
+            return len(tokens(turn["question"] + turn["answer_prefix"]))
+
+        wording, first = form.wording, session.turns[0]
+        conversing = self.mode == "multi_turn"
+        before = wording.before if conversing or wording.shared_before is None else wording.shared_before
+        context = before.format(**first.slots) + session.context
+        read, rest = 0, 0
+        for turn in turns:
+            rest = max(rest, read + asks(turn) + turn["max_new_tokens"])
+            if conversing:  # a template puts less than twice as much between turns as around one
+                said = turn["max_new_tokens"] if turn["said"] is None else len(tokens(turn["said"]))
+                read += asks(turn) + said + 2 * template
+        room = most - template - rest
+        if room < 1:
+            raise SettingError(f"task.length={most}: {turns[0]['uid']} needs {most - room} tokens beside its context")
+        ids = tokens(context)
+        asked = asks(turns[0]) if conversing else 0  # upstream's halves are those of context and first question
+        kept = room
+        while len(ids) > room and len(tokens(context)) > room:
+            head = min((kept + asked) // 2, kept)
+            tail = ids[len(ids) - (kept - head) :]
+            context = tokenizer.decode(ids[:head]).rstrip("\ufffd") + tokenizer.decode(tail).lstrip("\ufffd")
+            kept -= 1
+        return context
+
+
+def _mean(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Several averages' mean."""
+    return {name: weight / len(rows) for own in rows for name, weight in own.items()}
