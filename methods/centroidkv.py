@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import Seen
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels.row_selection import top_k_mask
 from kvbench.kernels.soft_matching import edge_count, join, match
-from kvbench.method import Method
-from kvbench.observation import Seen
-from kvbench.rows import Rows
-from kvbench.settings import SettingError, number, part, whole
+from kvbench.validation import SettingError, number, part, whole
 
 SCRATCH = 64_000_000  # bytes of keys and values, about, that a round may leave behind
 

@@ -16,13 +16,13 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from kvbench.allocator import Allocator
-from kvbench.codec import Codec
+from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.codec import Codec
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import Reading, Seen, State, Words
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels.projected_norms import projected_norms
-from kvbench.method import Method
-from kvbench.observation import Reading, Seen, State, Words
-from kvbench.rows import Rows
-from kvbench.settings import SettingError, number
+from kvbench.validation import SettingError, number
 
 NORM = "projected_norm"
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels.removal_scores import dropkv
 from kvbench.kernels.window_attention.pooling import POOLINGS, pool_group
-from kvbench.method import Method
-from kvbench.observation import Seen, State
-from kvbench.rows import Rows
-from kvbench.settings import SettingError, choose, number, odd, whole
+from kvbench.validation import SettingError, choose, number, odd, whole
 
 
 @dataclass(frozen=True)

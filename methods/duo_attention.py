@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvbench.method import Method
-from kvbench.observation import Seen, State
-from kvbench.rows import Rows
-from kvbench.settings import SettingError, choose, number, whole
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.rows import Rows
+from kvbench.validation import SettingError, choose, number, whole
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def read(path: str | None) -> Pattern:
     if path is None:
         raise SettingError(
             "method.path=null: a folder with full_attention_heads.tsv and config.json, as in "
-            "mit-han-lab/duo-attention attn_patterns/ or from python -m kvbench.calibrate duo_attention"
+            "mit-han-lab/duo-attention attn_patterns/ or from python -m kvbench calibrate duo_attention"
         )
     if not isinstance(path, str | Path):
         raise SettingError(f"method.path={path}: a path")

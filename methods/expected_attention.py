@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels.expected_attention import Moments, expected_scores, merge, moments
-from kvbench.method import Method
-from kvbench.observation import Seen, State
-from kvbench.rows import Rows
-from kvbench.settings import SettingError, choose, number, whole
+from kvbench.validation import SettingError, choose, number, whole
 
 PLACES = 8192  # rotations that are made at once
 

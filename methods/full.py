@@ -1,5 +1,5 @@
 """full: the full cache, the baseline of every run. Nothing is ever cut."""
 
-from kvbench.method import Method as Full
+from kvbench.interfaces.method import Method as Full
 
 __all__ = ["Full"]

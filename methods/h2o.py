@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels.accumulated_attention import accumulated_attention
-from kvbench.method import Method
-from kvbench.observation import Seen, State
-from kvbench.rows import Rows
-from kvbench.settings import SettingError, choose, number, part
+from kvbench.validation import SettingError, choose, number, part
 
 
 @dataclass(frozen=True)

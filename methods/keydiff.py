@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels.key_similarity import anchor, similarity
-from kvbench.method import Method
-from kvbench.observation import Seen, State
-from kvbench.rows import Rows
-from kvbench.settings import SettingError, choose, number, part
+from kvbench.validation import SettingError, choose, number, part
 
 CHUNK = 256  # rows compared with all others at once
 

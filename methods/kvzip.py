@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.allocator import Allocator
-from kvbench.codec import Codec
+from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.codec import Codec
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import Reading, Seen, State, Words
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels.max_attention import max_attention
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.method import Method
-from kvbench.observation import Reading, Seen, State, Words
-from kvbench.rows import Rows
-from kvbench.settings import SettingError, choose, whole
+from kvbench.validation import SettingError, choose, whole
 
 
 @dataclass(frozen=True)

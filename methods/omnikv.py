@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import ReadRequest, Seen, State
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.method import Method
-from kvbench.observation import ReadRequest, Seen, State
-from kvbench.rows import Rows
-from kvbench.settings import SettingError, choose, whole
+from kvbench.validation import SettingError, choose, whole
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ head: minus the first right singular vector of its query heads' rotated queries,
 project on it positively, mean over the group. s_j = -⟨f, k_j⟩.
 
 The filters come from a safetensors file with `q_filters` (layers, KV heads, d), as published by the authors or as
-`python -m kvbench.calibrate qfilters` makes it for any model.
+`python -m kvbench calibrate qfilters` makes it for any model.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels.key_similarity import similarity
-from kvbench.method import Method
-from kvbench.observation import Seen, State
-from kvbench.rows import Rows
-from kvbench.settings import SettingError, whole
+from kvbench.validation import SettingError, whole
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def read(path: str | None) -> Tensor:
     if path is None:
         raise SettingError(
             "method.path=null: a safetensors file of filters; make one with "
-            "python -m kvbench.calibrate qfilters --model MODEL --out FILE"
+            "python -m kvbench calibrate qfilters --model MODEL --out FILE"
         )
     if not isinstance(path, str | Path):
         raise SettingError(f"method.path={path}: a path")

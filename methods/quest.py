@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import ReadRequest, Seen, State
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.method import Method
-from kvbench.observation import ReadRequest, Seen, State
-from kvbench.rows import Rows
-from kvbench.settings import choose, whole
+from kvbench.validation import choose, whole
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.method import Method
-from kvbench.observation import Seen, State
-from kvbench.rows import Rows
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.rows import Rows
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels.window_attention import window_statistics
 from kvbench.kernels.window_attention.pooling import POOLINGS, pool_group
-from kvbench.method import Method
-from kvbench.observation import Seen, State
-from kvbench.rows import Rows
-from kvbench.settings import choose, odd, whole
+from kvbench.validation import choose, odd, whole
 
 
 @dataclass(frozen=True)

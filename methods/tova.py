@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.allocator import Allocator
-from kvbench.codec import Codec
+from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.codec import Codec
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels.window_attention import window_statistics
-from kvbench.method import Method
-from kvbench.observation import Seen, State
-from kvbench.rows import Rows
-from kvbench.settings import choose, whole
+from kvbench.validation import choose, whole
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvbench.settings import SettingError, choose, number, whole
-from kvbench.task import Graded, Sample
+from kvbench.interfaces.task import Graded, Sample
+from kvbench.validation import SettingError, choose, number, whole
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice, product
 
-from kvbench.settings import SettingError, choose, whole
-from kvbench.task import Graded, Sample, Tokenizer
+from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.tasks.common.axes import axis
 from kvbench.tasks.common.dataset_rows import MINIATURE
 from kvbench.tasks.common.synthetic_prose import ENDS, STARTS, short_name
 from kvbench.tasks.ruler.fit import fit
 from kvbench.tasks.ruler.templates import Rendered, Wording, wordings
+from kvbench.validation import SettingError, choose, whole
 
 MOST = 100_000  # entries: few enough that drawing other names stays fast
 

@@ -1,7 +1,8 @@
-"""The charts as Vega-Lite specifications without numbers, of the page (kvbench.report) and of print (kvbench.figures).
+"""The charts as Vega-Lite specifications without numbers, of the page (kvbench.report) and of print
+(kvbench.report.figures).
 
-They take the tables of a panel (kvbench.report.gather) as data sets of these names, whole; `series` says what is drawn,
-and what belongs to others is left out. Colours, shapes and dashes stand in the data (kvbench.report.looks), so that no
+They take the tables of a panel (kvbench.report.panels) as data sets of these names, whole; `series` says what is drawn,
+and what belongs to others is left out. Colours, shapes and dashes stand in the data (kvbench.report.style), so that no
 scale can give them out by order.
 """
 
@@ -9,7 +10,7 @@ from typing import Any
 
 import altair as alt
 
-from kvbench.report.looks import FULL
+from kvbench.report.style import FULL
 
 INK, MUTED, LINE = "#1a1a1a", "#5f6368", "#e8eaed"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"

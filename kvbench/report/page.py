@@ -6,8 +6,7 @@ that is loaded when it comes near the screen, all else in one that the page begi
 
 import fcntl
 from base64 import b64encode
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -16,10 +15,10 @@ from typing import Any
 import vl_convert
 
 from kvbench.report.charts import SCORE, charts
-from kvbench.report.gather import TABLES, WRONG, Gathered, gather, said
-from kvbench.report.looks import FULL
+from kvbench.report.labels import said
+from kvbench.report.panels import TABLES, WRONG, Gathered, gather
 from kvbench.report.samples import embedded, save, write
-from kvbench.settings import Arguments, answered
+from kvbench.report.style import FULL
 
 HERE = Path(__file__).parent
 FOLDER = "report"  # of the samples, beside the page
@@ -143,15 +142,3 @@ def packed(value: Any, name: str = "") -> Any:
     if isinstance(value, dict):
         return {key: packed(own, key) for key, own in value.items()}
     return [packed(own) for own in value] if isinstance(value, list | tuple) else value
-
-
-def main(arguments: Sequence[str]) -> int:
-    return answered(lambda: show(arguments))
-
-
-def show(arguments: Sequence[str]) -> None:
-    """Make the page; print where it is and what it weighs."""
-    parser = Arguments("kvbench.report", __doc__)
-    parser.add_argument("results", nargs="?", default="results", type=Path)
-    path = report(parser.parse_args(arguments).results, datetime.now(UTC))
-    print(f"{path}  {path.stat().st_size / 1e6:.2f} MB")

@@ -11,16 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvbench.analysis.paired import pair
 from kvbench.atomic import replace_file
-from kvbench.report.gather import Pairing, short
-from kvbench.statistics import pair
-from kvbench.store import finite
-from kvbench.text_table import escape
+from kvbench.report.labels import short
+from kvbench.report.panels import Pairing
+from kvbench.store.run_folder import finite
+from kvbench.validation import escape
 
 LONGEST = 20_000  # characters of an answer that are shown
 QUESTION = 2_000  # of a question
 PART = 400_000
-SURVIVED = re.compile("([0-5][0-9a-f]|6[0-4]){1,64}")  # percentages, as kvbench.survival writes them
+SURVIVED = re.compile("([0-5][0-9a-f]|6[0-4]){1,64}")  # percentages, as kvbench.runs.survival writes them
 
 
 def visible(text: object, longest: int = LONGEST) -> str:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.allocator import Allocator
-from kvbench.apportion import settle
+from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.apportion import settle
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.settings import SettingError, choose, number, part
+from kvbench.validation import SettingError, choose, number, part
 
 
 @dataclass(frozen=True)

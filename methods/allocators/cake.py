@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.allocator import Allocator
-from kvbench.apportion import frozen, settle
+from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.apportion import frozen, settle
+from kvbench.interfaces.observation import Seen
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels.window_attention import window_statistics
-from kvbench.observation import Seen
-from kvbench.rows import Rows
-from kvbench.settings import SettingError, choose, number, whole
+from kvbench.validation import SettingError, choose, number, whole
 
 
 @dataclass(frozen=True)

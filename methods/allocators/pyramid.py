@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from kvbench.allocator import Allocator
-from kvbench.apportion import frozen, settle
-from kvbench.observation import Seen
-from kvbench.rows import Rows
-from kvbench.settings import choose, whole
+from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.apportion import frozen, settle
+from kvbench.interfaces.observation import Seen
+from kvbench.interfaces.rows import Rows
+from kvbench.validation import choose, whole
 
 
 @dataclass(frozen=True)

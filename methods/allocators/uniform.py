@@ -1,5 +1,5 @@
 """uniform: every layer and head keeps the same number of rows."""
 
-from kvbench.allocator import Allocator as Uniform
+from kvbench.interfaces.allocator import Allocator as Uniform
 
 __all__ = ["Uniform"]

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.codec import Codec, join, split
+from kvbench.interfaces.codec import Codec, join, split
 from kvbench.kernels.quantize import Groups, dequantize, quantize
-from kvbench.settings import SettingError, choose, whole
+from kvbench.validation import SettingError, choose, whole
 
 
 @dataclass(frozen=True)

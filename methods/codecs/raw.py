@@ -1,5 +1,5 @@
 """raw: keys and values as the model wrote them."""
 
-from kvbench.codec import Codec as Raw
+from kvbench.interfaces.codec import Codec as Raw
 
 __all__ = ["Raw"]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kvbench.settings import SettingError, number, whole
+from kvbench.validation import SettingError, number, whole
 
 
 def axis(setting: str, given: object, least: float, most: float | None = None, fractions: bool = False) -> list[float]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.settings import SettingError, several
+from kvbench.validation import SettingError, several
 
 MINIATURE, HUB = "miniature", "hub"
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of an escaped character beyond U+FFFF

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.atomic import replace_file
-from kvbench.task import Sample
+from kvbench.interfaces.task import Sample
 
 
 def cached(path: Path | None, prefix: str, count: int, make: Callable[[int], Sample]) -> Iterator[Sample]:

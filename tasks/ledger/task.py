@@ -19,10 +19,10 @@ from hashlib import sha256
 from itertools import islice
 from math import ceil
 
-from kvbench.settings import SettingError, number, part, whole
-from kvbench.task import Graded, Sample, Tokenizer
+from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.tasks.common.axes import axis
 from kvbench.tasks.ledger.answer_parser import Written, read
+from kvbench.validation import SettingError, number, part, whole
 
 STARTS = 4
 LEAST, MOST = 10, 99  # of a result

@@ -12,9 +12,9 @@ from itertools import islice
 from numbers import Real
 from typing import Any
 
-from kvbench.settings import SettingError, choose, whole
-from kvbench.task import Graded, Sample
+from kvbench.interfaces.task import Graded, Sample
 from kvbench.tasks.lm_eval.loader import OTHER_SEED, check_output, quiet, reasons, seeded
+from kvbench.validation import SettingError, choose, whole
 
 MOST_TOKENS = 256  # lm-eval's default of max_gen_toks (lm_eval/defaults.py)
 FOLLOWED = ("until", "max_gen_toks", "do_sample", "temperature", "top_p")
@@ -113,7 +113,7 @@ def _sample(name: str, task: Any, index: int, document: Any, wishes: Wishes, met
         [asked] = asked
     if isinstance(asked, list) or asked.request_type != "generate_until":
         raise SettingError(
-            f"{setting}: a document has several requests or none that generates; kvbench.adapter.KVBenchLM"
+            f"{setting}: a document has several requests or none that generates; lm-eval runs it with KVBenchLM"
         )
     if (task.get_config("repeats") or 1) > 1:
         raise SettingError(f"{setting}: it asks for {task.get_config('repeats')} answers a document, one is graded")

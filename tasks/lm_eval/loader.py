@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy
 
-from kvbench.settings import SettingError
 from kvbench.tasks.common.dataset_rows import checked, rows
+from kvbench.validation import SettingError
 
 PACKAGE = Path(find_spec("lm_eval").submodule_search_locations[0], "tasks")
 MINIATURES = Path(__file__).parent / "miniature"
@@ -90,7 +90,7 @@ def check_output(setting: str, output_type: str | None) -> None:
     """SettingError for a task whose answers are not generated."""
     if output_type not in (None, "generate_until"):
         raise SettingError(
-            f"{setting}: its output type is {output_type}, samples are generated; kvbench.adapter.KVBenchLM"
+            f"{setting}: its output type is {output_type}, samples are generated; lm-eval runs it with KVBenchLM"
         )
 
 

@@ -1,7 +1,8 @@
 """Tasks of EleutherAI's lm-evaluation-harness (lm_eval 0.4.13): its documents, prompts, stop texts and metrics, with
 kvbench's samples, records, pairing and intervals.
 
-Only generation; multiple choice and perplexity: kvbench.adapter.KVBenchLM. Neither of lm-eval's caches is used.
+Only generation; multiple choice and perplexity: kvbench.integrations.lm_eval_model.KVBenchLM. Neither of lm-eval's
+caches is used.
 """
 
 import hashlib
@@ -12,10 +13,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kvbench.settings import SettingError, choose, number, whole
-from kvbench.task import Graded, Sample, Tokenizer
+from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.tasks.lm_eval.documents import Documents, Wishes, read
 from kvbench.tasks.lm_eval.loader import MINIATURES, PACKAGE, find, load
+from kvbench.validation import SettingError, choose, number, whole
 
 SOURCES = ("", ".yaml", ".yml", ".py")
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import NoneType
 
-from kvbench.settings import SettingError
 from kvbench.tasks.common import dataset_rows
 from kvbench.tasks.longbench import metrics, miniature
 from kvbench.tasks.longbench.subtasks import Subtask
+from kvbench.validation import SettingError
 
 HUB = ("zai-org/LongBench", "5e628be450b7e67fb7ae6e201bd6d8f7056f7672", "data.zip")
 COLUMNS = {

@@ -29,14 +29,14 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from kvbench.settings import SettingError, choose, whole
-from kvbench.task import Graded, Sample, Tokenizer
+from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.tasks.common import dataset_rows
 from kvbench.tasks.longbench.metrics import written_line
 from kvbench.tasks.longbench.prompts import Prompt, prompt, template
 from kvbench.tasks.longbench.rows import load
 from kvbench.tasks.longbench.subtasks import CATEGORIES, COMPLETION, NAMES, SHOTS, SUBTASKS, Subtask
 from kvbench.tasks.longbench.truncation import middle
+from kvbench.validation import SettingError, choose, whole
 
 OFFICIAL, LM_EVAL = "official", "lm_eval"
 

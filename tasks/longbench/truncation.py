@@ -12,7 +12,7 @@ Joined again, the two are the shortened prompt to the byte.
 
 from os.path import commonprefix
 
-from kvbench.task import Tokenizer
+from kvbench.interfaces.task import Tokenizer
 
 NOTHING, CONTEXT, QUESTION = "nothing", "context", "question"  # of what something was left out
 

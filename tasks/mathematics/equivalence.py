@@ -5,8 +5,8 @@ cent signs, thousands separators, spacing or `x =` in front. It covers what the 
 et al. 2021, arXiv 2103.03874; hendrycks/math, math_equivalence.py) and is applied until nothing changes. `same` then
 compares numbers by value (070 = 70, 0.5 = 1/2, 2.5 · 10^3 = 2500), intervals and tuples element by element, and sets,
 unions, bare lists and the terms of a sum in any order. No other algebra is done: 2(x + 1) and 2x + 2 differ. Neither
-sympy nor math-verify is asked here, because both evaluate what a model wrote and may not end; kvbench.grade asks
-math-verify after a run, in a process that it can kill.
+sympy nor math-verify is asked here, because both evaluate what a model wrote and may not end;
+kvbench.integrations.math_verify asks math-verify after a run, in a process that it can kill.
 """
 
 import re

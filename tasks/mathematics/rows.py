@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.settings import SettingError
 from kvbench.tasks.common import dataset_rows
 from kvbench.tasks.mathematics.miniature import miniature
+from kvbench.validation import SettingError
 
 SETTING = "task.path"
 NAMES = {  # what a column is called in the copies that are in use

@@ -3,7 +3,7 @@ r"""Mathematics with long answers: MATH-500 (arXiv 2305.20050), AIME 2024 and 20
 The user's message is the problem in a prompt that asks for reasoning and for the answer in \boxed{}; a model answers it
 `repeats` times, each time with its own seed, and repeats of one problem are one group. A problem has no context apart
 from its question, so nothing can be cut before the question is known. Whether two answers are the same is decided by
-their text (math_normal); a second opinion by algebra is given after the run (kvbench.grade).
+their text (math_normal); a second opinion by algebra is given after the run (kvbench.integrations.math_verify).
 """
 
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from kvbench.settings import SettingError, choose, number, whole
-from kvbench.task import Graded, Sample, Tokenizer
+from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.tasks.common import dataset_rows
 from kvbench.tasks.mathematics.equivalence import same
 from kvbench.tasks.mathematics.extraction import CLOSED, boxed, first_box, flexible
 from kvbench.tasks.mathematics.rows import SOURCES, read
+from kvbench.validation import SettingError, choose, number, whole
 
 NEW_TOKENS = 32768  # DeepSeek-R1's evaluation (arXiv 2501.12948, section 3)
 PLACE = "{problem}"

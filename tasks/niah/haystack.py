@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 
-from kvbench.settings import SettingError
 from kvbench.tasks.common import synthetic_prose
 from kvbench.tasks.common.dataset_rows import HUB
 from kvbench.tasks.ruler.sentences import ends_sentence
 from kvbench.tasks.ruler.sources import download, read, short_hash
 from kvbench.tasks.ruler.texts import text_file
+from kvbench.validation import SettingError
 
 SETTING = "task.haystack_path"
 COMMIT = "7b90d285651b68d39a94f3d3bd3672f84192c989"

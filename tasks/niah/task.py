@@ -2,7 +2,7 @@
 
 G. Kamradt's pressure test (gkamradt/LLMTest_NeedleInAHaystack 7b90d28) and the variants of KV-cache papers, which
 conf/task/niah.yaml names with their sources. A row of the closing table is a length; every record has `length` and
-`depth`, from which `python -m kvbench.heatmap` makes the grid.
+`depth`, from which `python -m kvbench grid` makes the grid.
 
 The score is the recall of the needle's keywords, in points: of the stems of `keywords` the share among the output's
 (words and stems as rouge-score has them, so "sitting" recalls "sit"). Upstream lets a model judge; KV papers take
@@ -20,12 +20,12 @@ from itertools import islice, product
 from rouge_score.rouge_scorer import RougeScorer
 from rouge_score.tokenizers import DefaultTokenizer
 
-from kvbench.settings import SettingError, choose, whole
-from kvbench.task import Graded, Sample, Tokenizer
+from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.tasks.common.axes import axis
 from kvbench.tasks.common.dataset_rows import MINIATURE, kind
 from kvbench.tasks.niah.haystack import Passage, load
 from kvbench.tasks.ruler.fit import fit
+from kvbench.validation import SettingError, choose, whole
 
 CITIES = (
     "Accra", "Athens", "Berlin", "Bogota", "Cairo", "Dakar", "Dublin", "Geneva", "Hanoi", "Helsinki", "Jakarta",

@@ -21,10 +21,10 @@ from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
 from typing import Any, ClassVar
 
-from kvbench.settings import SettingError, choose, several, whole
-from kvbench.task import Graded, Sample, Tokenizer
+from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.tasks.lm_eval.documents import Documents, Wishes, read
 from kvbench.tasks.lm_eval.loader import PACKAGE, quiet, reasons, seeded
+from kvbench.validation import SettingError, choose, several, whole
 
 NOTE = "RULER in lm-eval's port, which differs from the official one (task=ruler): compare with lm-eval's numbers only."
 METRIC = "string_match"

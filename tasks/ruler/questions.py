@@ -8,9 +8,9 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.settings import SettingError
 from kvbench.tasks.common import synthetic_qa
 from kvbench.tasks.ruler.sources import download, read, short_hash
+from kvbench.validation import SettingError
 
 SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json"
 HOTPOT = (

@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from kvbench.settings import SettingError
+from kvbench.validation import SettingError
 
 SENTENCE_END = re.compile(r"[.!?][\"'”’)\]]*$")
 ABBREVIATION = re.compile(r"(?i)^[\"'(\[]*(?:mr|mrs|ms|dr|st|jr|sr|vs|etc|e\.g|i\.e|[a-z])\.$")

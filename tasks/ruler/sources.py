@@ -3,8 +3,8 @@
 import hashlib
 from pathlib import Path
 
-from kvbench.settings import SettingError
 from kvbench.tasks.common.dataset_rows import reach
+from kvbench.validation import SettingError
 
 
 def read(setting: str, given: str, path: Path) -> bytes:

@@ -28,8 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvbench.settings import SettingError, choose, several, whole
-from kvbench.task import Graded, Sample, Tokenizer
+from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.tasks.common.sample_cache import cached, joint_hash, tokenizer_hash
 from kvbench.tasks.ruler.family import Family
 from kvbench.tasks.ruler.fit import fit, settle
@@ -39,6 +38,7 @@ from kvbench.tasks.ruler.templates import Rendered, wordings
 from kvbench.tasks.ruler.texts import Texts, load_texts
 from kvbench.tasks.ruler.variable_tracking import VT
 from kvbench.tasks.ruler.word_counts import WORDS
+from kvbench.validation import SettingError, choose, several, whole
 
 FAMILIES: tuple[Family, ...] = (*NIAH, *VT, *WORDS, *QA)
 SUBTASKS = tuple(family.name for family in FAMILIES)

@@ -11,11 +11,11 @@ from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 
-from kvbench.settings import SettingError
 from kvbench.tasks.common import synthetic_prose
 from kvbench.tasks.ruler.questions import QuestionSet, questions
 from kvbench.tasks.ruler.sentences import ends_sentence, punkt
 from kvbench.tasks.ruler.sources import dataset, read, short_hash
+from kvbench.validation import SettingError
 
 ESSAYS = "baber/paul_graham_essays"
 

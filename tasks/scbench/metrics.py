@@ -14,7 +14,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvbench.task import Graded
+from kvbench.interfaces.task import Graded
 
 LETTERS = "ABCD"
 NUMBER = re.compile(r"\d+\.\d+|\d+")

@@ -16,7 +16,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvbench.task import Graded
+from kvbench.interfaces.task import Graded
 from kvbench.tasks.scbench import metrics
 
 SUMMARY, NEEDLE = "scbench_summary", "scbench_passkey"  # a turn's column `task` in summary_with_needles

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.settings import SettingError, number
 from kvbench.tasks.common.dataset_rows import HUB, MINIATURE, Row, checked, find, from_hub, rows, texts
 from kvbench.tasks.scbench.miniature import miniature
 from kvbench.tasks.scbench.prompts import Form
+from kvbench.validation import SettingError, number
 
 DATASET = "microsoft/SCBench"
 REVISION = "283310bb8c5ba6909dd9a6b1be087d2937f76f6d"

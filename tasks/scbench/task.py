@@ -20,13 +20,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvbench.settings import SettingError, choose, whole
-from kvbench.task import Graded, Sample, Tokenizer
+from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.tasks.common.dataset_rows import MINIATURE, check_path, fingerprint, kind, subtasks
 from kvbench.tasks.common.sample_cache import joint_hash
 from kvbench.tasks.scbench import rows as data
 from kvbench.tasks.scbench.prompts import NEEDLE, SUMMARY, Form, forms
 from kvbench.tasks.scbench.prompts import fingerprint as forms_fingerprint
+from kvbench.validation import SettingError, choose, whole
 
 TASKS = tuple(form.name for form in forms())
 REFUSED = ("scbench_repoqa", "scbench_repoqa_and_kv")

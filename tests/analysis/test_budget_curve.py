@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.budget_curve import Curve, area, smallest
+from kvbench.analysis.budget_curve import Curve, area, smallest
 
 X = np.array([0.05, 0.1, 0.2, 0.4])
 

@@ -7,12 +7,11 @@ import statistics
 import numpy as np
 import pytest
 
-from kvbench.means import Values, mean
-from kvbench.repeats import pass_at
-from kvbench.settings import SettingError
-from kvbench.statistics import Scores, average, paired
-from kvbench.tables import EMBEDDED, MINIATURE, TOGETHER, closing_table, median_error
-from kvbench.text_table import escape
+from kvbench.analysis.closing_table import EMBEDDED, MINIATURE, TOGETHER, closing_table, median_error
+from kvbench.analysis.intervals import Values, mean
+from kvbench.analysis.paired import Scores, average, paired
+from kvbench.analysis.pass_at_k import pass_at
+from kvbench.validation import SettingError, escape
 
 HEADING = {"model": "tiny", "revision": "0a1b", "method": "snapkv", "budget": 0.1}
 # uid: score, resident of 1000 bytes, rows attended of 200, TTFT, decode ms, tokens out (full, then method)

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvbench.budget_curve import Curve, area, smallest
-from kvbench.curves import main
-from kvbench.means import mean
-from kvbench.statistics import Scores, average
+from kvbench.analysis.budget_curve import Curve, area, smallest
+from kvbench.analysis.intervals import mean
+from kvbench.analysis.paired import Scores, average
+from kvbench.cli.curves import main
 from kvbench.tasks.ruler.task import Ruler
 from tests.support import made_up_runs
 from tests.support.command_line import answer

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import binom, ndtri
 
-import kvbench.means
-from kvbench.card import solves
-from kvbench.means import Mean, Values, few, mean
-from kvbench.statistics import Interval, Scores, average, pair, paired
+import kvbench.analysis.intervals
+from kvbench.analysis.intervals import Mean, Values, few, mean
+from kvbench.analysis.paired import Interval, Scores, average, pair, paired
+from kvbench.analysis.solvable_subtasks import solves
 
 
 def names(count: int) -> list[str]:
@@ -256,7 +256,7 @@ def test_partial_scores_are_never_surer_than_the_t_interval():
 
 
 def test_what_the_docstring_says_of_widths():
-    said = re.findall(r"^    ([\d.]+) ((?: +[\d.]+ \([\d.]+\)){7})$", kvbench.means.__doc__, re.M)
+    said = re.findall(r"^    ([\d.]+) ((?: +[\d.]+ \([\d.]+\)){7})$", kvbench.analysis.intervals.__doc__, re.M)
     assert [spread for spread, _ in said] == ["0.3", "5", "15", "30"]
     for spread, line in said:
         for count, told in zip((5, 10, 20, 50, 100, 200, 500), re.findall(r"[\d.]+ \([\d.]+\)", line), strict=True):

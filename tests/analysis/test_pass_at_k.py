@@ -5,8 +5,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from kvbench.means import Values, mean
-from kvbench.repeats import average_at_n, pass_at, pass_at_k, passes, prompts, repeats
+from kvbench.analysis.intervals import Values, mean
+from kvbench.analysis.pass_at_k import average_at_n, pass_at, pass_at_k, passes, prompts, repeats
 
 
 def answers(right: list[list[int]], contexts: list[str] | None = None) -> list[dict]:

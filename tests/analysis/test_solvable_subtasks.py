@@ -11,19 +11,24 @@ import pytest
 import yaml
 from hydra import initialize_config_dir
 
-from kvbench import card, catalogue, checks, curves, figures, solvable
-from kvbench.means import mean
-from kvbench.report.gather import panels_of
+from kvbench.analysis import solvable_subtasks
+from kvbench.analysis.budget_series import SOLVABLE, Choice
+from kvbench.analysis.closing_table import closing_table
+from kvbench.analysis.intervals import mean
+from kvbench.analysis.paired import Scores, average
+from kvbench.cli import choose_solvable as choose_solvable_command
+from kvbench.cli import curves as curves_command
+from kvbench.cli import figures as figures_command
+from kvbench.config import catalogue
+from kvbench.integrations.wandb_process import Subject
+from kvbench.interfaces.task import Graded
 from kvbench.report.page import NUMBERS
-from kvbench.run import Run, composed
-from kvbench.settings import SettingError
-from kvbench.statistics import Scores, average
-from kvbench.stored import find_finished
-from kvbench.swept import SOLVABLE, Choice
-from kvbench.tables import closing_table
-from kvbench.task import Graded
+from kvbench.report.panels import panels_of
+from kvbench.runs import checks
+from kvbench.runs.spec import Run, composed
+from kvbench.store.runs import find_finished
 from kvbench.tasks.ruler.task import Ruler
-from kvbench.wandb_run import Subject
+from kvbench.validation import SettingError
 from tests.support import made_up_runs
 from tests.support.command_line import answer
 
@@ -42,7 +47,7 @@ def write_card(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(catalogue, "CONF", conf)
 
     def write(own: object, name: str = "tiny") -> None:
-        text = own if isinstance(own, str) else yaml.safe_dump({card.KEY: own})
+        text = own if isinstance(own, str) else yaml.safe_dump({solvable_subtasks.KEY: own})
         (conf / "model" / f"{name}.yaml").write_text(f"name: {name}\npath: null\nrevision: null\n{text}")
 
     return write
@@ -85,11 +90,11 @@ def scores(budget: float, names: tuple[str, ...] = LIST) -> list[Scores]:
 
 
 def test_a_list_is_found_by_model_weights_task_and_length(write_card):
-    assert card.listed(VALUE) == ()  # no such file
+    assert solvable_subtasks.listed(VALUE) == ()  # no such file
     write_card(SOLVES)
-    assert card.listed(VALUE) == LIST
+    assert solvable_subtasks.listed(VALUE) == LIST
     longbench = VALUE | {"task": {"name": "longbench", "path": "hub"}}
-    assert card.listed(longbench) == ("trec",)
+    assert solvable_subtasks.listed(longbench) == ("trec",)
     for other in (
         {"task": {"name": "ruler", "length": 4096}},
         {"task": {"name": "ruler", "length": 2000}},
@@ -99,21 +104,21 @@ def test_a_list_is_found_by_model_weights_task_and_length(write_card):
         {"model": {"name": "../tiny", "identity": "0a1b"}},
         {"model": {"name": "hf", "identity": "0a1b"}},
     ):
-        assert card.listed(VALUE | other) == ()
+        assert solvable_subtasks.listed(VALUE | other) == ()
     write_card("")
-    assert card.listed(VALUE) == ()
+    assert solvable_subtasks.listed(VALUE) == ()
 
 
 def test_some_subtasks_and_not_all_make_an_average():
-    assert card.average(LIST, NAMES) == {AVERAGE: {"niah_single_1": 1.0, "ruler_vt": 1.0}}
-    assert card.average(LIST, ("ruler_cwe", "ruler_vt")) == {"average of 1 solvable": {"ruler_vt": 1.0}}
+    assert solvable_subtasks.average(LIST, NAMES) == {AVERAGE: {"niah_single_1": 1.0, "ruler_vt": 1.0}}
+    assert solvable_subtasks.average(LIST, ("ruler_cwe", "ruler_vt")) == {"average of 1 solvable": {"ruler_vt": 1.0}}
     for names, there in (((), NAMES), (LIST, ("ruler_cwe",)), (NAMES, LIST), (LIST, LIST), (LIST, ())):
-        assert card.average(names, there) == {}
+        assert solvable_subtasks.average(names, there) == {}
 
 
 def test_a_mean_of_50_is_enough():
-    assert card.solves([0, 100, 100 / 3, 200 / 3]) and card.solves([50.0] * 7)
-    assert not card.solves([0, 100, 100 / 3, 66]) and not card.solves([0.0])
+    assert solvable_subtasks.solves([0, 100, 100 / 3, 200 / 3]) and solvable_subtasks.solves([50.0] * 7)
+    assert not solvable_subtasks.solves([0, 100, 100 / 3, 66]) and not solvable_subtasks.solves([0.0])
 
 
 BAD = {
@@ -142,18 +147,18 @@ def config_of(*overrides: str) -> object:
 
 @pytest.mark.parametrize("text", BAD)
 def test_a_damaged_card_is_one_line(write_card, text):
-    write_card(f"{card.KEY}: {text}\n", "hf")
+    write_card(f"{solvable_subtasks.KEY}: {text}\n", "hf")
     line = re.escape(f"conf/model/hf.yaml: {BAD[text]}")
     with pytest.raises(SettingError, match=f"^{line}[^\n]*$"):
         checks.check(config_of("model=hf", "model.path=/"))
     with pytest.raises(SettingError, match=f"^{line}"):  # and where runs are only shown
-        card.listed(VALUE | {"model": {"name": "hf", "identity": "a"}})
+        solvable_subtasks.listed(VALUE | {"model": {"name": "hf", "identity": "a"}})
 
 
 def test_a_card_that_is_no_yaml_is_named(write_card):
     write_card("solvable: [\n")
     with pytest.raises(SettingError, match=r"^model=tiny: conf/model/tiny.yaml line \d is no YAML"):
-        card.listed(VALUE)
+        solvable_subtasks.listed(VALUE)
 
 
 def test_a_list_is_no_part_of_what_a_run_is_known_by(write_card):
@@ -216,7 +221,7 @@ def test_weights_and_biases_is_told(store):
 
 def test_curves_show_both_averages(store, write_card, capsys):
     def shown(*given: str) -> list[str]:
-        assert curves.main([str(store), *given]) == 0
+        assert curves_command.main([str(store), *given]) == 0
         return capsys.readouterr().out.split("\n\n\n")
 
     first, second, _ = shown()
@@ -232,7 +237,7 @@ def test_curves_show_both_averages(store, write_card, capsys):
     assert len(shown("subtask=ruler_vt")) == 2
     write_card("")
     assert len(shown()) == 2 and shown()[0] == first
-    assert curves.main([str(store), "--average", SOLVABLE]) == 2
+    assert curves_command.main([str(store), "--average", SOLVABLE]) == 2
     assert "--average=solvable: choose one of each\n" in capsys.readouterr().err
 
 
@@ -262,7 +267,7 @@ def test_the_report_shows_both_averages(store, write_card):
 
 
 def test_figures_can_choose_it(store, write_card, capsys):
-    assert figures.main([str(store), "--kind", "curve,tasks", "--average", SOLVABLE]) == 0
+    assert figures_command.main([str(store), "--kind", "curve,tasks", "--average", SOLVABLE]) == 0
     [path] = (store / "figures").glob("*-curve-solvable.csv")
     own = average(scores(0.1))
     first, *_ = csv.DictReader(io.StringIO(path.read_text()))
@@ -275,7 +280,7 @@ def test_figures_can_choose_it(store, write_card, capsys):
     }
     write_card("")
     capsys.readouterr()
-    assert figures.main([str(store), "--average", SOLVABLE]) == 2
+    assert figures_command.main([str(store), "--average", SOLVABLE]) == 2
     assert "--average=solvable: choose one of each" in capsys.readouterr().err
 
 
@@ -290,9 +295,9 @@ def test_the_command_makes_a_list_that_tables_use(tmp_path, write_card, monkeypa
     monkeypatch.chdir(tmp_path)
     small = ["model=reference_v1", "task.subtasks=[niah_single_1,niah_single_2]", "device=cpu"]
     given = [*small, "--lengths", "256,384", "--samples", "2"]
-    assert solvable.main(given) == 0
+    assert choose_solvable_command.main(given) == 0
     out = capsys.readouterr().out
-    own = yaml.safe_load(out)[card.KEY]
+    own = yaml.safe_load(out)[solvable_subtasks.KEY]
     seed = own["seed"]
     lists = {256: ["niah_single_1"], 384: ["niah_single_1"]}
     runs = [path for path in (tmp_path / "results/runs").iterdir() if path.is_dir()]
@@ -301,10 +306,10 @@ def test_the_command_makes_a_list_that_tables_use(tmp_path, write_card, monkeypa
     assert {(value["method"]["name"], value["task"]["seed"]) for value in values} == {("full", seed)}
     assert sorted(value["task"]["length"] for value in values) == [256, 384] and seed != 0
     comments = "".join(line.lstrip("# ") + " " for line in out.splitlines() if line.startswith("#"))
-    assert comments.startswith("python -m kvbench.solvable model=reference_v1 ") and "2 samples" in comments
+    assert comments.startswith("python -m kvbench choose-solvable model=reference_v1 ") and "2 samples" in comments
     assert "256: niah_single_1 100.0, niah_single_2 49.0 384: " in comments
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "results/runs").rglob("records*")}
-    assert solvable.main(given) == 0 and capsys.readouterr().out == out
+    assert choose_solvable_command.main(given) == 0 and capsys.readouterr().out == out
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "results/runs").rglob("records*")} == made
     write_card(out, "reference_v1")
     row = [*small, "method=full", "task.length=256", "task.samples=2"]
@@ -331,12 +336,12 @@ def test_the_command_makes_a_list_that_tables_use(tmp_path, write_card, monkeypa
         (["--lengths", "64"], "task.length=64: at least "),
         (["device=cpu", "--lengths", "1024,32768"], "task.length=32768: reference takes at most 16384 tokens"),
         (["--samples", "0"], "--samples=0: a whole number of at least 1"),
-        (["--nix"], "unrecognized arguments: --nix; usage: python -m kvbench.solvable"),
+        (["--nix"], "unrecognized arguments: --nix; usage: python -m kvbench choose-solvable"),
     ],
 )
 def test_what_the_command_cannot_use_is_one_line(tmp_path, monkeypatch, capsys, given, line):
     monkeypatch.chdir(tmp_path)
-    assert solvable.main(given) == 2
+    assert choose_solvable_command.main(given) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"kvbench: {line}") and err.count("\n") == 1, err
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Imports point one way (DESIGN, "One line through the house"), and no test module imports another."""
+"""Imports point one way through the packages, and the hash of the sources follows them."""
 
 import ast
 import subprocess
@@ -6,115 +6,149 @@ import sys
 
 import pytest
 
-from kvbench.sources import closure, imports
+from kvbench.config.provenance import closure, imports
 from tests.support.modules import MODULE_FILES, name_of, within
 from tests.support.repository import ROOT
 
-RECORDS = (
-    "kvbench.atomic",
-    "kvbench.store",
-    "kvbench.record",
-    "kvbench.statistics",
-    "kvbench.tables",
-    "kvbench.report",
-    "kvbench.sources",
-    "kvbench.syntax",
-    "kvbench.measurements",
-    "kvbench.comparison",
-    "kvbench.papers",
-    "kvbench.frames",
-    "kvbench.audit",
-    "kvbench.sweep",
-    "kvbench.dashboard",
-    "kvbench.budget_curve",
-    "kvbench.curves",
-    "kvbench.figures",
-    "kvbench.means",
-    "kvbench.metrics",
-    "kvbench.rendering",
-    "kvbench.repeats",
-    "kvbench.stored",
-    "kvbench.swept",
-    "kvbench.text_table",
-    "kvbench.heatmap",
-    "kvbench.card",
-    "kvbench.catalogue",
-    "kvbench.protocol",
-    "kvbench.scores",
-    "kvbench.contradictions",
-    "kvbench.specification",
-    "kvbench.beyond",
-    "kvbench.wandb_log",
-    "kvbench.wandb_run",
+# A module may import from its own package and from those above it; who has rules of its own, see RULES.
+ORDER = (
+    "validation atomic",
+    "kernels",
+    "config",
+    "interfaces",
+    "cache",
+    "models",
+    "engine",
+    "store",
+    "analysis",
+    "runs",
+    "papers",
+    "integrations",
+    "sweeps",
+    "efficiency",
+    "report",
+    "training",
+    "cli __main__",
 )
-CONTRACTS = tuple(
-    f"kvbench.{own}" for own in ("rows", "observation", "hooks", "method", "allocator", "apportion", "codec")
-)
-# Who may import what of kvbench (names and all below them); who is not here may import all but methods and tasks.
-KNOWS = {
+RANK = {f"kvbench.{name}": rank for rank, names in enumerate(ORDER) for name in names.split()}
+RULES = {  # the only modules of kvbench that these know
     "kvbench.kernels": ("kvbench.kernels",),
-    "kvbench.methods": (*CONTRACTS, "kvbench.kernels", "kvbench.settings"),
-    "kvbench.tasks": ("kvbench.task", "kvbench.settings", "kvbench.atomic", "kvbench.tasks"),
-    **dict.fromkeys(CONTRACTS, (*CONTRACTS, "kvbench.kernels", "kvbench.settings")),
-    **dict.fromkeys(RECORDS, (*RECORDS, "kvbench.settings")),
+    "kvbench.methods": ("kvbench.interfaces", "kvbench.kernels", "kvbench.validation"),
+    "kvbench.tasks": ("kvbench.interfaces.task", "kvbench.validation", "kvbench.atomic", "kvbench.tasks"),
 }
+BY_NAME = ("kvbench.training", "kvbench.cli")  # these may import a method or a task; all others build them from conf/
+WITH_TRANSFORMERS = ("kvbench.models", "kvbench.training")
+WITHOUT_TORCH = (
+    *("kvbench.validation", "kvbench.atomic", "kvbench.config", "kvbench.store", "kvbench.analysis", "kvbench.papers"),
+    *("kvbench.report", "kvbench.integrations.loggers", "kvbench.integrations.math_verify"),
+    *("kvbench.integrations.wandb_logger", "kvbench.integrations.wandb_process", "kvbench.sweeps.status"),
+)
+
+
+def package_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
 
 
 def allowed(module: str, imported: str) -> bool:
     """Whether the arrow may be."""
     if within(imported, "transformers"):
-        return within(module, "kvbench.model", "kvbench.gguf_model", "kvbench.reference")
+        return within(module, *WITH_TRANSFORMERS)
     if within(imported, "torch", "triton"):
-        return not within(module, *RECORDS)
+        return not within(module, *WITHOUT_TORCH)
     if imported == "kvbench" or not within(imported, "kvbench"):
         return True
     if module.endswith(".triton") and imported.endswith(".reference"):
         return False
-    for root, known in KNOWS.items():
+    for root, known in RULES.items():
         if within(module, root):
-            return within(imported, *known)
-    if within(module, "kvbench.reference", "kvbench.calibrate"):  # they make files, nothing imports them
+            return within(imported, *known) or any(within(name, imported) for name in known)  # the latter: a package
+    if within(imported, "kvbench.methods", "kvbench.tasks"):
+        return within(module, *BY_NAME)
+    if module == "kvbench":
         return True
-    return not within(imported, "kvbench.methods", "kvbench.tasks")
+    return RANK[package_of(imported)] <= RANK[package_of(module)]
 
 
-@pytest.mark.parametrize("module", [name_of(path) for path in MODULE_FILES])
+MODULES = [name_of(path) for path in MODULE_FILES]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_no_arrow_turns_back(module):
     assert not {imported for imported in imports(module) if not allowed(module, imported)}
 
 
+def test_nothing_stands_at_the_top_but_what_all_use():
+    """A few base modules, and at most 15 packages, all of them in the order."""
+    top = [path for path in (ROOT / "kvbench").iterdir() if path.name != "__pycache__"]
+    assert {path.name for path in top if path.is_file()} <= {"__init__.py", "__main__.py", "validation.py", "atomic.py"}
+    folders = {path.name for path in top if path.is_dir()}
+    assert len(folders) <= 15 and {f"kvbench.{name}" for name in folders} <= RANK.keys()
+
+
+def test_there_is_no_circle_between_modules():
+    arrows = {
+        module: {
+            name
+            for name in imports(module)
+            if name in MODULES and "kvbench" not in (module, name) and not within(name, module)
+            if not within(module, name)
+        }
+        for module in MODULES
+    }
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, " → ".join((*above[above.index(module) :], module))
+        if module not in done:
+            for name in sorted(arrows[module]):
+                visit(name, (*above, module))
+            done.add(module)
+
+    for module in MODULES:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("path", MODULE_FILES, ids=[str(path.relative_to(ROOT)) for path in MODULE_FILES])
+def test_no_import_hides_from_python(path):
+    names = {node.id for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, ast.Name)}
+    assert "TYPE_CHECKING" not in names
+
+
 def test_the_rules_forbid_what_they_should():
     forbidden = [
-        ("kvbench.engine", "kvbench.methods.snapkv"),
-        ("kvbench.runner", "kvbench.tasks.ruler.task"),
-        ("kvbench.engine", "transformers"),
+        ("kvbench.engine.context", "kvbench.methods.snapkv"),
+        ("kvbench.runs.runner", "kvbench.tasks.ruler.task"),
+        ("kvbench.engine.context", "transformers"),
         ("kvbench.methods.snapkv", "kvbench.methods.sink"),
-        ("kvbench.methods.codecs.kivi", "kvbench.engine"),
+        ("kvbench.methods.codecs.kivi", "kvbench.engine.context"),
         ("kvbench.methods.snapkv", "transformers.cache_utils"),
-        ("kvbench.tasks.ruler.task", "kvbench.rows"),
+        ("kvbench.tasks.ruler.task", "kvbench.interfaces.rows"),
         ("kvbench.tasks.ruler.task", "kvbench.methods.full"),
-        ("kvbench.kernels.attention", "kvbench.rows"),
+        ("kvbench.kernels.attention", "kvbench.interfaces.rows"),
         ("kvbench.kernels.attention.triton", "kvbench.kernels.attention.reference"),
-        ("kvbench.rows", "kvbench.model"),
-        ("kvbench.method", "kvbench.engine"),
-        ("kvbench.tables", "torch.nn"),
-        ("kvbench.store", "kvbench.engine"),
+        ("kvbench.interfaces.rows", "kvbench.models.checkpoint"),
+        ("kvbench.interfaces.method", "kvbench.engine.context"),
+        ("kvbench.analysis.closing_table", "torch.nn"),
+        ("kvbench.store.run_folder", "kvbench.runs.runner"),
+        ("kvbench.report.page", "kvbench.cli.report"),
     ]
     assert [arrow for arrow in forbidden if allowed(*arrow)] == []
     for arrow in (
-        ("kvbench.model", "transformers"),
+        ("kvbench.models.checkpoint", "transformers"),
         ("kvbench.methods.snapkv", "kvbench.kernels.window_attention.pooling"),
-        ("kvbench.engine", "kvbench.model"),
-        ("kvbench.tables", "kvbench.statistics"),
-        ("kvbench.modelling", "torch"),
+        ("kvbench.tasks.ruler.task", "kvbench.interfaces"),
+        ("kvbench.engine.context", "kvbench.models.checkpoint"),
+        ("kvbench.analysis.closing_table", "kvbench.analysis.paired"),
+        ("kvbench.training.train", "kvbench.tasks.ruler.task"),
+        ("kvbench.engine.modelling", "torch"),
     ):
         assert allowed(*arrow)
-    assert not allowed("kvbench.modelling", "transformers")
+    assert not allowed("kvbench.engine.modelling", "transformers")
 
 
 def test_records_are_read_without_torch():
-    present = [name for name in RECORDS if name in set(map(name_of, MODULE_FILES))]
-    assert len(present) >= 4
+    present = [name for name in MODULES if within(name, *WITHOUT_TORCH)]
+    assert len(present) > 40
     for name in closure(present):
         assert not {imported for imported in imports(name) if within(imported, "torch", "transformers")}
     code = f"import sys, {', '.join(present)}; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"

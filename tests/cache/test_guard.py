@@ -11,21 +11,23 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor
 
 import kvbench
-from kvbench import catalogue, rehearsal, together
-from kvbench.allocator import Allocator
-from kvbench.budget import Budget
-from kvbench.codec import Codec, Plain
-from kvbench.generation import Context
-from kvbench.guard import Handed, same_bits, without_gradients
-from kvbench.held import choose_cache
-from kvbench.method import Method
-from kvbench.observation import Reading, ReadRequest, Seen
-from kvbench.policy import Choice
-from kvbench.run import Run
-from kvbench.runner import Bench, execute, execute_all
-from kvbench.sampling import Sampling
-from kvbench.settings import ContractError
-from kvbench.task import Graded
+from kvbench.cache.guard import Handed, same_bits, without_gradients
+from kvbench.cache.policy import Choice
+from kvbench.config import catalogue
+from kvbench.engine import rehearsal, shared_prefill
+from kvbench.engine.compressed_cache import choose_cache
+from kvbench.engine.generation import Context
+from kvbench.engine.sampling import Sampling
+from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.codec import Codec, Plain
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import Reading, ReadRequest, Seen
+from kvbench.interfaces.task import Graded
+from kvbench.runs.resources import Bench
+from kvbench.runs.runner import execute, execute_all
+from kvbench.runs.spec import Run
+from kvbench.validation import ContractError
 from tests.support.recorded_runs import strip_own
 from tests.support.tiny_models import distinct, ids, tiny
 
@@ -696,5 +698,5 @@ def test_a_rehearsal_leaves_nothing_behind():
 def test_storage_that_runs_share_is_not_kept_alive_by_watching_it():
     choice = Choice(Honest("honest"), Allocator("uniform"), Codec("raw"))
     contexts = [Context(tiny("llama"), choice, Budget(0.5), None, (0,)) for _ in range(2)]
-    together.prefill(contexts, ids(50))
+    shared_prefill.prefill(contexts, ids(50))
     assert all(reference() is None for context in contexts for _, reference in context.lent)

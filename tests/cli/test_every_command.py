@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.settings import UNREAD, answered
+from kvbench.cli.command import UNREAD, answered
 from tests.support.command_line import answer
 from tests.support.report_store import records, write
 from tests.support.repository import ROOT
 
-ANSWER = {"kvbench/verify.py", "kvbench/wandb_run.py"}  # to the process that started them, on a pipe of their own
+ANSWER = {
+    "kvbench/integrations/math_verify_process.py",
+    "kvbench/integrations/wandb_process.py",
+}  # to the process that started them, on a pipe of their own
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +41,23 @@ def unread(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("command", ["curves", "audit", "heatmap", "papers", "report", "frames"])
+@pytest.mark.parametrize("command", ["curves", "audit", "grid", "papers", "report", "export"])
 def test_a_command_ends_in_silence(command, store, tmp_path):
-    more = [str(tmp_path)] if command == "frames" else []
-    assert unread("-m", f"kvbench.{command}", str(store), *more) == (UNREAD, "")
+    more = [str(tmp_path)] if command == "export" else []
+    assert unread("-m", "kvbench", command, str(store), *more) == (UNREAD, "")
 
 
 def test_so_do_help_and_the_command_line():
-    assert unread("-m", "kvbench.grade", "--help") == (UNREAD, "")
+    assert unread("-m", "kvbench", "grade", "--help") == (UNREAD, "")
     assert unread("run.py", "--cfg", "job") == (UNREAD, "")
 
 
 def test_every_command_is_answered():
     found = [*ROOT.glob("kvbench/**/*.py"), ROOT / "run.py"]
     texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in found}
-    commands = {name: text for name, text in texts.items() if '__name__ == "__main__"' in text}
-    assert len(commands) > 15
-    assert {name for name, text in commands.items() if "answered(" not in text} == ANSWER
+    scripts = {name for name, text in texts.items() if '__name__ == "__main__"' in text}
+    assert scripts == {*ANSWER, "kvbench/__main__.py", "run.py"}
+    assert all("answered(" in texts[name] for name in scripts - ANSWER)
 
 
 def test_another_pipe_that_breaks_is_an_error():
@@ -67,31 +70,31 @@ def test_another_pipe_that_breaks_is_an_error():
 
 @pytest.mark.parametrize(
     "command",
-    ["audit", "curves", "dashboard", "figures", "frames", "grade", "heatmap", "papers", "report.page", "sweep"],
+    ["audit", "curves", "dashboard", "figures", "export", "grade", "grid", "papers", "report", "sweep_status"],
 )
 def test_arguments_that_are_none_are_one_line(command, tmp_path, capsys):
-    assert import_module(f"kvbench.{command}").main([str(tmp_path), *["no", "such", "argument"], "--nor=this"]) == 2
+    assert import_module(f"kvbench.cli.{command}").main([str(tmp_path), *["no", "such", "argument"], "--nor=this"]) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith("kvbench: unrecognized arguments: ") and err.count("\n") == 1
-    assert f"; usage: python -m kvbench.{command.partition('.')[0]} [-h] " in err and not list(tmp_path.iterdir())
+    assert f"; usage: python -m kvbench {command.replace('_', '-')} [-h] " in err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("command", "given", "line"),
     [
-        ("frames", ["{}", "{}/file/out"], "out={}/file/out: a folder that can be written"),
+        ("export", ["{}", "{}/file/out"], "out={}/file/out: a folder that can be written"),
         ("papers", ["{}/nowhere"], "results={}/nowhere: no such folder"),
         ("papers", ["{}/file", "dropkv", "1"], "results={}/file: no such folder"),
-        ("saving", ["results={}/file"], "results={}/file: a folder that can be written"),
-        ("saving", ["nosuch=1"], "nosuch: no such setting"),
-        ("saving", ["method=nosuch"], "method=nosuch: choose one of andpro, "),
-        ("saving", ["task=efficiency"], "task=efficiency: one whose prompts"),
-        ("wandb_log", ["{}", "more"], "more: one folder of results"),
+        ("bench_share", ["results={}/file"], "results={}/file: a folder that can be written"),
+        ("bench_share", ["nosuch=1"], "nosuch: no such setting"),
+        ("bench_share", ["method=nosuch"], "method=nosuch: choose one of andpro, "),
+        ("bench_share", ["task=efficiency"], "task=efficiency: one whose prompts"),
+        ("wandb_sync", ["{}", "more"], "more: one folder of results"),
     ],
 )
 def test_what_cannot_be_used_is_one_line(command, given, line, tmp_path, capsys):
     (tmp_path / "file").touch()
-    assert import_module(f"kvbench.{command}").main([own.format(tmp_path) for own in given]) == 2
+    assert import_module(f"kvbench.cli.{command}").main([own.format(tmp_path) for own in given]) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith("kvbench: " + line.format(tmp_path)) and err.count("\n") == 1
     assert [own.name for own in tmp_path.iterdir()] == ["file"]

@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 
 import kvbench as package
-from kvbench import audit, curves, explain, figures, frames, papers, sources, stored
-from kvbench.report.page import main as report
-from kvbench.settings import SettingError
+from kvbench.cli import curves as curves_command
+from kvbench.cli import explain, export, papers
+from kvbench.cli import figures as figures_command
+from kvbench.cli.command import answered
+from kvbench.cli.report import main as report
+from kvbench.config import provenance
+from kvbench.store import audit
+from kvbench.store import runs as stored
+from kvbench.validation import SettingError
 from tests.support.made_up_runs import VALUE, write
 from tests.support.recorded_runs import read_runs
 from tests.support.repository import ROOT
@@ -26,7 +32,7 @@ def old(tmp_path) -> Path:
 
 
 def explained(capsys, *arguments: str) -> tuple[int, list[str], str]:
-    code = explain.answered(lambda: explain.main(arguments))
+    code = answered(lambda: explain.main(arguments))
     out, err = capsys.readouterr()
     return code, out.splitlines(), err
 
@@ -41,26 +47,26 @@ def test_a_run_is_explained(kvbench, tmp_path, monkeypatch, capsys):
     assert '"name": "knorm"' in text and "├─ budget " in text and "├─ identity " in text and "└─ sources " in text
     modules = {line.split()[1] for line in lines if line.startswith("   ")}
     assert {
-        "kvbench.engine",
+        "kvbench.engine.context",
         "kvbench.methods.knorm",
         "kvbench.tasks.ruler.task",
         "kvbench.kernels.attention",
     } <= modules
-    assert not modules & sources.UNCOUNTED.keys() and "kvbench.methods.snapkv" not in modules
+    assert not modules & provenance.UNCOUNTED.keys() and "kvbench.methods.snapkv" not in modules
     assert "today" not in text
-    now = sources.source_hashes
+    now = provenance.source_hashes
 
     def changed(asked):
-        found = now(asked) | {"kvbench.engine": "0" * 16, "kvbench.newer": "1" * 16}
-        found.pop("kvbench.prompt")
+        found = now(asked) | {"kvbench.engine.context": "0" * 16, "kvbench.newer": "1" * 16}
+        found.pop("kvbench.runs.prompt")
         return found
 
     monkeypatch.setattr(explain, "source_hashes", changed)
     _, lines, _ = explained(capsys, name, str(tmp_path / "r"))
     notes = [line.split(maxsplit=1)[1] for line in lines if "today" in line]
     assert notes == [
-        "kvbench.engine  (does something else today)",
-        "kvbench.prompt  (gone today)",
+        "kvbench.engine.context  (does something else today)",
+        "kvbench.runs.prompt  (gone today)",
         "kvbench.newer  (new today)",
     ]
 
@@ -86,9 +92,9 @@ def test_a_store_of_0_1_is_read_by_everything(old, tmp_path, capsys):
     assert dict(loaded.runs["method"]) == HASHES and not loaded.damaged
     assert len(loaded.records(["uid", "score"])) == 8
     assert {state for _, state, _ in audit.audit(old)} == {"4 records, finished"}
-    assert frames.main([str(old), str(tmp_path / "export")]) == 0
-    assert curves.main([str(old)]) == 0 and "snapkv" in capsys.readouterr().out
-    assert figures.main([str(old), "--kind", "tasks", "--out", str(tmp_path / "figures")]) == 0
+    assert export.main([str(old), str(tmp_path / "export")]) == 0
+    assert curves_command.main([str(old)]) == 0 and "snapkv" in capsys.readouterr().out
+    assert figures_command.main([str(old), "--kind", "tasks", "--out", str(tmp_path / "figures")]) == 0
     assert list((tmp_path / "figures").glob("*.csv"))
     assert papers.main([str(old), "dropkv", "1"]) == 0
     assert report([str(old)]) == 0 and (old / "report.html").stat().st_size > 10_000
@@ -112,7 +118,7 @@ def test_runs_say_how_they_are_named(kvbench, tmp_path):
     assert stored.every(tmp_path / "r")[0].value["identity"] == 2
     machine = json.loads(next(folder.glob("machine*.json")).read_text())
     assert (
-        sources._short("".join(f"{name} {own}\n" for name, own in machine["sources"].items()))
+        provenance._short("".join(f"{name} {own}\n" for name, own in machine["sources"].items()))
         == (stored.every(tmp_path / "r")[0].value["sources"])
     )
     assert "identity" not in VALUE

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from kvbench import catalogue
-from kvbench.settings import SettingError
+from kvbench.config import catalogue
+from kvbench.validation import SettingError
 from tests.support.command_line import answer, assert_refused
 from tests.support.repository import ROOT
 

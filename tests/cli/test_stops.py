@@ -16,13 +16,14 @@ from threading import Timer
 
 import pytest
 
-import run as command
-from kvbench.runner import Reader
-from kvbench.settings import Terminated, answered, terminable, unwritten, writing
-from kvbench.store import RunFolder
-from kvbench.stored import every
-from kvbench.sweep import state_of
-from kvbench.wandb_log import Log, configured
+from kvbench.cli import run as command
+from kvbench.cli.command import answered
+from kvbench.integrations.wandb_logger import Log, configured
+from kvbench.runs.responder import Reader
+from kvbench.store.run_folder import RunFolder
+from kvbench.store.runs import every
+from kvbench.sweeps.status import state_of
+from kvbench.validation import Terminated, terminable, unwritten, writing
 from tests.support.command_line import answer
 from tests.support.report_store import records, write
 from tests.support.repository import ROOT
@@ -146,7 +147,7 @@ def test_a_logger_that_hangs_does_not_hold_what_is_stopped(tmp_path, monkeypatch
     slow = tmp_path / "slow"
     slow.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 100\n")
     slow.chmod(0o755)
-    monkeypatch.setattr("kvbench.wandb_log.sys.executable", str(slow))
+    monkeypatch.setattr("kvbench.integrations.wandb_logger.sys.executable", str(slow))
     begin, timer = time.monotonic(), Timer(1, os.kill, (os.getpid(), signal.SIGTERM))
     with terminable(), pytest.raises(Terminated):
         timer.start()
@@ -178,8 +179,8 @@ def full_beyond(size: int) -> Iterator[None]:
 )
 def test_a_full_disk_ends_a_run_in_one_line(many, size, where, tmp_path, monkeypatch, capsys):
     """A sweep too: the next cell would find no more room."""
-    monkeypatch.setattr("kvbench.sweep.write", lambda folder, cells: None)  # what cells.json holds is longer
-    monkeypatch.setattr("kvbench.cells.Sweep.end", lambda own: None)
+    monkeypatch.setattr("kvbench.sweeps.status.write", lambda folder, cells: None)  # what cells.json holds is longer
+    monkeypatch.setattr("kvbench.sweeps.compose.Sweep.end", lambda own: None)
     samples = 14 if "workers=2" in many else 9  # more than two workers and the process that waits for them can write
     given = [*many, "budget=0.3", f"results={tmp_path}", *QUICK, f"task.samples={samples}"]
     assert answer(["method=full", *given[-len(QUICK) - 2 :]], monkeypatch, capsys)[0] == 0
@@ -218,9 +219,9 @@ def test_a_full_disk_names_the_records(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("module", "more", "name"),
     [
-        ("report.page", [], "report"),
+        ("report", [], "report"),
         ("figures", ["--kind", "curve"], "figures/"),
-        ("frames", ["{}/export"], "export/runs.parquet.draft"),
+        ("export", ["{}/export"], "export/runs.parquet.draft"),
         ("papers", [], "papers/"),
     ],
 )
@@ -229,6 +230,6 @@ def test_a_full_disk_names_the_file(module, more, name, tmp_path, capsys):
         method = {"name": "full" if budget == 1 else "snapkv"}
         write(tmp_path, records(budget, 90), method=method, budget=budget, sampling={"temperature": 0.0, "top_p": 1.0})
     with full_beyond(200):
-        code = import_module(f"kvbench.{module}").main([str(tmp_path), *(own.format(tmp_path) for own in more)])
+        code = import_module(f"kvbench.cli.{module}").main([str(tmp_path), *(own.format(tmp_path) for own in more)])
     out, err = capsys.readouterr()
     assert code == 1 and re.fullmatch(rf"kvbench: {tmp_path}/{name}.*File too large.*\n", err), err

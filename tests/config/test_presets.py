@@ -9,7 +9,7 @@ import torch
 import yaml
 
 import kvbench
-from kvbench.catalogue import CONF, build, names, settings
+from kvbench.config.catalogue import CONF, build, names, settings
 from tests.support.method_files import needed
 from tests.support.tiny_models import BUILD, MADE, ids, make, tiny
 

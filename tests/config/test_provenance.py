@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import kvbench
-from kvbench import sources
-from kvbench.sources import (
+from kvbench.config import provenance
+from kvbench.config.provenance import (
     UNCOUNTED,
     closure,
     imports,
@@ -112,12 +112,12 @@ def test_the_hash_follows_what_can_change_a_result(checkout):
 
 def test_modules_that_do_not_count_compute_nothing():
     """They are there, runs import them, and none of them can compute: only a conversion of weights knows torch."""
-    run = ["kvbench.runner", "kvbench.methods.snapkv", "kvbench.tasks.ruler.task"]
+    run = ["kvbench.runs.runner", "kvbench.methods.snapkv", "kvbench.tasks.ruler.task"]
     counted = closure(run)
     assert not counted & UNCOUNTED.keys()
     for module in UNCOUNTED:
         assert any(module in imports(other) for other in counted | UNCOUNTED.keys()), f"{module} is not imported"
-        if module != "kvbench.gguf_model":
+        if module != "kvbench.models.gguf":
             assert not {name for name in imports(module) if within(name, "torch", "transformers", "kvbench.motor")}
     assert [name for name, own in source_hashes(run).items() if own] == sorted(counted)
 
@@ -224,7 +224,7 @@ def test_an_installed_package_counts_by_name_and_version(checkout, tmp_path_fact
     ],
 )
 def test_what_cannot_be_followed_is_said_once(line, said, checkout, capsys, monkeypatch):
-    monkeypatch.setattr(sources, "_said", set())
+    monkeypatch.setattr(provenance, "_said", set())
     (checkout / "methods/mine.py").write_text(line)
     (checkout / "methods/other.py").write_text("import kvbench.methods.mine")
     for _ in range(2):
@@ -241,7 +241,7 @@ def test_the_methods_and_tasks_of_kvbench_can_be_followed():
 
 def test_the_hash_is_asked_for_again_at_no_cost(outside, monkeypatch):
     before = source_hash(["kvbench.methods.mine"])
-    monkeypatch.setattr(sources, "walk", None)
+    monkeypatch.setattr(provenance, "walk", None)
     assert source_hash(["kvbench.methods.mine"]) == before
 
 

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from kvbench.syntax import canonical
+from kvbench.config.syntax import canonical
 from tests.support.repository import ROOT
 
 SOURCE = '''"""A module."""

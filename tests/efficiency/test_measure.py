@@ -8,23 +8,24 @@ import torch
 import yaml
 from hydra import compose, initialize_config_dir
 
-from kvbench import plan
-from kvbench.budget import Budget
-from kvbench.catalogue import CONF, build, methods_available, settings
-from kvbench.floors import Machine, Weights, decode_ms, needs, prefill_ms
-from kvbench.generation import Context
-from kvbench.held import choose_cache
-from kvbench.measurements import COLUMNS, ENDED, append, ended, read
-from kvbench.model import random_model
-from kvbench.replica import replicate
-from kvbench.run import Run
-from kvbench.sampling import Sampling
-from kvbench.scoring import scoring
-from kvbench.settings import SettingError
-from kvbench.shape import Shape, shapes
-from kvbench.subject import Composed, Growing, Static
-from kvbench.throughput import bisect
-from kvbench.timing import fits, spread
+from kvbench.cli import efficiency
+from kvbench.config.catalogue import CONF, build, methods_available, settings
+from kvbench.efficiency import plan
+from kvbench.efficiency.caches import Composed, Growing, Static
+from kvbench.efficiency.roofline import Machine, Weights, decode_ms, needs, prefill_ms
+from kvbench.efficiency.scoring_time import scoring
+from kvbench.efficiency.throughput import bisect
+from kvbench.engine.compressed_cache import choose_cache
+from kvbench.engine.generation import Context
+from kvbench.engine.replicate import replicate
+from kvbench.engine.sampling import Sampling
+from kvbench.engine.timing import fits, spread
+from kvbench.interfaces.budget import Budget
+from kvbench.models.checkpoint import random_model
+from kvbench.models.random_weights import Shape, shapes
+from kvbench.runs.spec import Run
+from kvbench.store.efficiency_csv import COLUMNS, ENDED, append, ended, read
+from kvbench.validation import SettingError
 from tests.support.command_line import answer, assert_refused
 
 QUICK = ("task.length=60", "task.new_tokens=[3,6]", "task.repeats=2", "budget=0.25")
@@ -65,7 +66,7 @@ def test_a_sweep_gives_lines_and_measures_no_cell_twice(kvbench, monkeypatch):
         assert float(found["e2e_3_ms"]["value"]) < float(found["e2e_6_ms"]["value"])
         for column in ("gpu", "model", "weights", "length", "batch", "device", "dtype", "torch", "sources", "date"):
             assert found["ttft_ms"][column]
-    monkeypatch.setattr("kvbench.shape.Shape.weights", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("kvbench.models.random_weights.Shape.weights", lambda *_: pytest.fail("weights were loaded"))
     code, out, _ = kvbench("method=snapkv", *QUICK[:3], "budget=2.5e-1")
     assert code == 0 and "measured already" in out and path.read_bytes() == before
 
@@ -153,7 +154,7 @@ BAD = {
 
 @pytest.mark.parametrize("setting", BAD)
 def test_a_bad_setting_is_one_line_and_leaves_nothing(kvbench, tmp_path, monkeypatch, setting):
-    monkeypatch.setattr("kvbench.shape.Shape.weights", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("kvbench.models.random_weights.Shape.weights", lambda *_: pytest.fail("weights were loaded"))
     assert_refused(kvbench(setting), BAD[setting], tmp_path)
 
 
@@ -291,15 +292,15 @@ def test_a_list_goes_on_after_refusals_and_failures(tmp_path, monkeypatch, capsy
 
     monkeypatch.setattr(Context, "generate", failing)
     arguments = ["few", "--plan", str(own), "--results", str(tmp_path / "results")]
-    assert plan.main(arguments) == 0
+    assert efficiency.main(arguments) == 0
     out = capsys.readouterr().out
     assert "refused: task.measure=scoring: full" in out and "[4/4]" in out
     rows = read(tmp_path / "results" / "efficiency" / "cpu.csv")
     failed = [row for row in rows if row["status"] == "failed"]
     assert [row["method"] for row in failed] == ["knorm"] and failed[0]["note"] == "RuntimeError: a kernel is wrong"
-    assert plan.main(arguments) == 0 and capsys.readouterr().out.count("measured already") == 3
-    assert plan.main([*arguments, "--minutes", "0"]) == 1
-    assert plan.main(["many", "--plan", str(own)]) == 2
+    assert efficiency.main(arguments) == 0 and capsys.readouterr().out.count("measured already") == 3
+    assert efficiency.main([*arguments, "--minutes", "0"]) == 1
+    assert efficiency.main(["many", "--plan", str(own)]) == 2
 
 
 def test_the_plan_s_lines_are_settings_that_exist():

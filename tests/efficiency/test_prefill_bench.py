@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvbench import prefills
-from kvbench.budget import Budget
-from kvbench.catalogue import methods_available, names
-from kvbench.generation import Context
-from kvbench.policy import Choice
-from kvbench.prefills import Cost, Setup, limit, measure, setups, table
+from kvbench.cache.policy import Choice
+from kvbench.cli import bench_methods
+from kvbench.config.catalogue import methods_available, names
+from kvbench.efficiency import prefill_bench
+from kvbench.efficiency.prefill_bench import Cost, Setup, limit, measure, setups, table
+from kvbench.engine.generation import Context
+from kvbench.interfaces.budget import Budget
 from tests.support.method_files import chosen
 from tests.support.tiny_models import ids, tiny
 
@@ -50,7 +51,7 @@ def test_each_set_up_is_timed_between_two_full_caches(monkeypatch):
         ran.append(choice.method.name)
         return float(len(ran))
 
-    monkeypatch.setattr(prefills, "seconds", seconds)
+    monkeypatch.setattr(prefill_bench, "seconds", seconds)
     costs = measure(None, ids(9), Budget(0.5), 2, setups(["knorm", "qfilters", "random"], None), {})
     assert ran == ["full", "knorm", "random"] + 2 * ["full", "knorm", "full", "random", "full"]
     assert [cost.setup.method for cost in costs] == ["knorm", "qfilters", "random"]
@@ -61,7 +62,7 @@ def test_each_set_up_is_timed_between_two_full_caches(monkeypatch):
 def test_the_command_prints_and_writes_every_set_up(tmp_path, capsys):
     out = tmp_path / "new" / "prefill.csv"
     command = ["--tokens=60", "--rounds=1", "--out", str(out), "--methods", "knorm", "h2o", "tova", "qfilters"]
-    assert prefills.main([*command, "--cross", "tova", "--set", "h2o.preset=kvpress"]) == 0
+    assert bench_methods.main([*command, "--cross", "tova", "--set", "h2o.preset=kvpress"]) == 0
     printed = capsys.readouterr().out
     with out.open() as file:
         lines = list(csv.DictReader(file))
@@ -75,7 +76,7 @@ def test_the_command_prints_and_writes_every_set_up(tmp_path, capsys):
         assert f"{line['method']} " in printed and line["not_run"] in printed
         assert line["not_run"] or float(line["ratio"]) == pytest.approx(float(line["ms"]) / float(line["full_ms"]))
         assert line["tokens"] == "60" and line["torch"] == torch.__version__
-        assert line["command"].startswith("python -m kvbench.prefills --tokens=60 --rounds=1")
+        assert line["command"].startswith("python -m kvbench bench-methods --tokens=60 --rounds=1")
 
 
 @pytest.mark.parametrize(
@@ -97,13 +98,13 @@ def test_the_command_prints_and_writes_every_set_up(tmp_path, capsys):
     ],
 )
 def test_a_setting_that_cannot_be_used_is_said_in_one_line(wrong, tmp_path, capsys):
-    assert prefills.main(["--out", str(tmp_path / "x.csv"), *wrong]) == 2
+    assert bench_methods.main(["--out", str(tmp_path / "x.csv"), *wrong]) == 2
     error = capsys.readouterr().err
     assert error.startswith("kvbench: ") and error.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 def test_what_is_no_yaml_is_text():
-    assert prefills.method_args(["snapkv.window=[", "snapkv.kernel=7"]) == {"snapkv": {"window": "[", "kernel": 7}}
+    assert prefill_bench.method_args(["snapkv.window=[", "snapkv.kernel=7"]) == {"snapkv": {"window": "[", "kernel": 7}}
 
 
 class Largest(TorchDispatchMode):

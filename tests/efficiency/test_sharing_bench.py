@@ -4,9 +4,9 @@ import csv
 
 import pytest
 
-from kvbench.saving import Saving, report
-from kvbench.settings import SettingError
-from kvbench.shape import Shape
+from kvbench.efficiency.sharing_bench import Saving, report
+from kvbench.models.random_weights import Shape
+from kvbench.validation import SettingError
 from tests.support.command_line import answer
 
 QUICK = ["task.length=512", "task.subtasks=[niah_single_1]", "limit=1", "device=cpu"]
@@ -47,7 +47,7 @@ def test_what_cannot_be_compared_is_one_line(own, line, tmp_path):
 
 
 def test_a_file_of_other_columns_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvbench.saving.measure", None)
+    monkeypatch.setattr("kvbench.efficiency.sharing_bench.measure", None)
     (tmp_path / "efficiency").mkdir()
     (tmp_path / "efficiency" / "share-cpu.csv").write_text("machine,ratio\n")
     with pytest.raises(SettingError, match="share-cpu.csv: has other columns than this version writes"):

@@ -10,16 +10,16 @@ import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 import kvbench
-from kvbench.allocator import Allocator
-from kvbench.budget import Budget
-from kvbench.catalogue import build, names, settings
-from kvbench.generation import Context
-from kvbench.held import Held, choose_cache
-from kvbench.method import Method
+from kvbench.config.catalogue import build, names, settings
+from kvbench.engine.compressed_cache import Held, choose_cache
+from kvbench.engine.generation import Context
+from kvbench.engine.sampling import Sampling
+from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.method import Method
 from kvbench.methods.codecs.raw import Raw
 from kvbench.methods.knorm import Knorm
-from kvbench.sampling import Sampling
-from kvbench.settings import ContractError, SettingError, typed
+from kvbench.validation import ContractError, SettingError, typed
 from tests.support.dense_engine import Dense
 from tests.support.method_files import chosen, needed
 from tests.support.tiny_models import distinct, ids, make, tiny

@@ -7,14 +7,14 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from kvbench.budget import Budget
-from kvbench.decoding import CHUNK, Decoder, GrowingRows, appends
-from kvbench.generation import Context
-from kvbench.held import choose_cache
-from kvbench.model import weights_of
-from kvbench.sampling import Sampling
-from kvbench.settings import ContractError
-from kvbench.steady import SteadyRows
+from kvbench.engine.compressed_cache import choose_cache
+from kvbench.engine.fixed_quota_rows import SteadyRows
+from kvbench.engine.generation import Context
+from kvbench.engine.graph_decoding import CHUNK, Decoder, GrowingRows, appends
+from kvbench.engine.sampling import Sampling
+from kvbench.interfaces.budget import Budget
+from kvbench.models.decoder_weights import weights_of
+from kvbench.validation import ContractError
 from tests.support.method_files import chosen
 from tests.support.tiny_models import ids, tiny
 

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from kvbench.budget import Budget
-from kvbench.catalogue import build, methods_available, settings
-from kvbench.generation import Context
-from kvbench.held import choose_cache
-from kvbench.method import Method
-from kvbench.model import weights_of
-from kvbench.sampling import Sampling
-from kvbench.settings import ContractError
-from kvbench.steady import repeats
+from kvbench.config.catalogue import build, methods_available, settings
+from kvbench.engine.compressed_cache import choose_cache
+from kvbench.engine.fixed_quota_rows import repeats
+from kvbench.engine.generation import Context
+from kvbench.engine.sampling import Sampling
+from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.method import Method
+from kvbench.models.decoder_weights import weights_of
+from kvbench.validation import ContractError
 from tests.support.method_files import chosen
 from tests.support.tiny_models import ids, tiny
 
@@ -55,7 +55,7 @@ def test_blocks_leave_what_the_modules_leave(method, size, budget, tokens, model
 
 def test_blocks_that_fit_the_quota_are_read_together_and_not_too_many(monkeypatch):
     """A block's size bounds the memory that reading takes."""
-    monkeypatch.setattr("kvbench.engine.MOST", 25)
+    monkeypatch.setattr("kvbench.engine.context.MOST", 25)
     read_, sizes = Context._read, []
     monkeypatch.setattr(
         Context, "_read", lambda own, ids, *a, **k: sizes.append(ids.shape[1]) or read_(own, ids, *a, **k)

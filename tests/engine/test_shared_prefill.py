@@ -9,19 +9,24 @@ import torch
 import yaml
 from hydra import compose, initialize_config_dir
 
-from kvbench import catalogue, company, sweep, together
-from kvbench.budget import Budget
-from kvbench.catalogue import names
-from kvbench.cells import checked
-from kvbench.generation import Context
-from kvbench.model import Checkpoint
-from kvbench.policy import Choice
-from kvbench.run import Run
-from kvbench.runner import Bench, Reader, execute, execute_all
-from kvbench.sampling import Sampling
-from kvbench.settings import ContractError, SettingError
-from kvbench.store import run_hash
-from kvbench.workers import share
+from kvbench.cache.policy import Choice
+from kvbench.config import catalogue
+from kvbench.config.catalogue import names
+from kvbench.engine import shared_prefill
+from kvbench.engine.generation import Context
+from kvbench.engine.sampling import Sampling
+from kvbench.interfaces.budget import Budget
+from kvbench.models.checkpoint import Checkpoint
+from kvbench.runs import shared_runs
+from kvbench.runs.resources import Bench
+from kvbench.runs.responder import Reader
+from kvbench.runs.runner import execute, execute_all
+from kvbench.runs.spec import Run
+from kvbench.runs.workers import share
+from kvbench.store.run_folder import run_hash
+from kvbench.sweeps import status
+from kvbench.sweeps.compose import checked
+from kvbench.validation import ContractError, SettingError
 from tests.support.command_line import answer
 from tests.support.method_files import chosen
 from tests.support.recorded_runs import strip_own
@@ -67,7 +72,7 @@ def test_every_context_holds_and_answers_as_if_it_were_alone(lse):
     own = [(choice, BUDGETS[i % 3] if choice.method.name != "full" else 1.0) for i, choice in enumerate(choices(lse))]
     some, prompt = lambda: [Context(tiny("llama"), c, Budget(b), None, (7,), 2, answer=9) for c, b in own], ids(150)
     shared = some()
-    milliseconds = together.prefill(shared, prompt)
+    milliseconds = shared_prefill.prefill(shared, prompt)
     assert len(milliseconds) == len(own) > 5 and min(milliseconds) > 0
     for alone, context in zip(some(), shared, strict=True):
         alone.prefill(prompt)
@@ -82,7 +87,7 @@ def equal(one: object, other: object) -> bool:
 
 def test_rows_before_the_cut_are_written_once():
     plain = [Context(tiny("llama"), c, Budget(1.0), None, (7,), answer=4) for c in choices(False)[:4]]
-    together.prefill(plain, ids(50))
+    shared_prefill.prefill(plain, ids(50))
     for layers in zip(*(context.own_layers for context in plain), strict=True):
         assert len({layer.rows.tail_keys.data_ptr() for layer in layers}) == 1
 
@@ -155,7 +160,7 @@ def test_a_killed_process_loses_the_sample_in_flight_at_most(runs, bench, alone,
 def test_what_does_not_fit_beside_each_other_goes_in_smaller_companies(
     when, runs, bench, alone, tmp_path, monkeypatch, capsys
 ):
-    real, attempt = company.prefill, Reader.attempt
+    real, attempt = shared_runs.prefill, Reader.attempt
 
     def prefill(contexts, ids):
         if len(contexts) > 2:
@@ -166,7 +171,7 @@ def test_what_does_not_fit_beside_each_other_goes_in_smaller_companies(
         return None if self.shared > 2 and self.run.groups["method"]["name"] == "quest" else attempt(self, batch)
 
     if when == "reading":
-        monkeypatch.setattr(company, "prefill", prefill)
+        monkeypatch.setattr(shared_runs, "prefill", prefill)
     else:
         monkeypatch.setattr(Reader, "attempt", full)
     folders = execute_all(runs, tmp_path, bench)
@@ -257,10 +262,10 @@ def test_a_sweep_reads_every_prompt_once_for_all_cells(tmp_path, monkeypatch, ca
 def test_the_plan_counts_a_shared_prefill_once(tmp_path, runs, bench, monkeypatch):
     value = run_of("method=snapkv", "budget=0.2").value
     execute(run_of("method=snapkv", "budget=0.2"), tmp_path, bench)
-    monkeypatch.setattr(sweep, "records", lambda path: iter([{"seconds": 60.0, "prefill_ms": 48000.0}] * 2))
+    monkeypatch.setattr(status, "records", lambda path: iter([{"seconds": 60.0, "prefill_ms": 48000.0}] * 2))
     more = [value | {"budget": budget} for budget in (0.3, 0.4, 0.5)]
     for readings, minutes in (((), ["2.0"] * 3), (("one", "one"), ["2.0", "0.4", "0.4"])):
-        lines = sweep.plan(tmp_path, [sweep.Cell(str(own["budget"]), own, readings=readings) for own in more])
+        lines = status.plan(tmp_path, [status.Cell(str(own["budget"]), own, readings=readings) for own in more])
         assert [line.partition("about ")[2] for line in lines.splitlines()[1:]] == [f"{own} min" for own in minutes]
 
 

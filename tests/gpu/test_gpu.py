@@ -13,17 +13,19 @@ from hydra import compose, initialize_config_dir
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
-from kvbench import catalogue, together
-from kvbench.blocks import Blocks
-from kvbench.budget import Budget
-from kvbench.catalogue import build, settings
-from kvbench.fidelity import predict
-from kvbench.generation import Context
-from kvbench.held import choose_cache
-from kvbench.model import Checkpoint
-from kvbench.run import Run
-from kvbench.runner import Bench, execute, execute_all
-from kvbench.sampling import Sampling
+from kvbench.config import catalogue
+from kvbench.config.catalogue import build, settings
+from kvbench.engine import shared_prefill
+from kvbench.engine.compressed_cache import choose_cache
+from kvbench.engine.generation import Context
+from kvbench.engine.graph_prefill import Blocks
+from kvbench.engine.sampling import Sampling
+from kvbench.interfaces.budget import Budget
+from kvbench.models.checkpoint import Checkpoint
+from kvbench.runs.fidelity import predict
+from kvbench.runs.resources import Bench
+from kvbench.runs.runner import execute, execute_all
+from kvbench.runs.spec import Run
 from tests.support.method_files import MAKE, chosen, made
 from tests.support.recorded_runs import TIMES
 
@@ -224,7 +226,7 @@ def test_batches_generate_what_their_samples_do(model):
 
 
 def test_out_of_memory_is_a_record(tmp_path, monkeypatch, capsys):
-    import run as command
+    from kvbench.cli import run as command
 
     monkeypatch.chdir(tmp_path)
     settings = ["method=full", "task.subtasks=[niah_single_1]", "task.length=4096", "limit=2", "device=cuda"]
@@ -251,7 +253,7 @@ def test_contexts_of_one_prefill_hold_and_answer_what_each_does_alone(model, lse
         return [Context(model, own, Budget(0.2), None, (0,), answer=24) for own in choices]
 
     shared, ids, wrong = some(), prompts(1, 3000), []
-    together.prefill(shared, ids)
+    shared_prefill.prefill(shared, ids)
     for alone, context in zip(some(), shared, strict=True):
         alone.prefill(ids)
         answers = [torch.stack(list(own.generate(24, GREEDY, frozenset()))) for own in (alone, context)]

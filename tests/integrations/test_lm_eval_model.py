@@ -11,9 +11,10 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows
 
 import kvbench
-from kvbench.adapter import KVBenchLM
-from kvbench.model import REFERENCE, Checkpoint
-from kvbench.settings import SettingError
+from kvbench.integrations.lm_eval_model import KVBenchLM
+from kvbench.models.checkpoint import Checkpoint
+from kvbench.models.embedded import REFERENCE
+from kvbench.validation import SettingError
 
 CONTEXT = "The grass is green. VAR ABCDE = 12345. The sky is blue. VAR FGHIJ = VAR ABCDE. " * 3
 ASKED = CONTEXT + "Question: Find all variables."

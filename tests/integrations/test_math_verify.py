@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from kvbench import grade
-from kvbench.grade import FILE, Verifier, notes, verdicts
-from kvbench.store import RunFolder
+from kvbench.cli import grade
+from kvbench.integrations import math_verify
+from kvbench.integrations.math_verify import FILE, Verifier, notes, verdicts
+from kvbench.store.run_folder import RunFolder
 from tests.support.command_line import answer
 from tests.support.made_up_runs import VALUE as RUN_VALUE
 from tests.support.math_pairs import EQUAL, UNEQUAL, pairs
@@ -46,7 +47,7 @@ class Told:
 
     def __init__(self, monkeypatch, verdict):
         self.verdict_, self.asked = verdict, []
-        monkeypatch.setattr(grade, "Verifier", lambda seconds: self)
+        monkeypatch.setattr(math_verify, "Verifier", lambda seconds: self)
 
     def __enter__(self):
         return self
@@ -107,9 +108,9 @@ def test_what_does_not_end_is_killed_in_time_and_the_next_is_graded():
 def test_verdicts_stand_beside_untouched_records(run, verifier, monkeypatch):
     folder = run(("p/r0", r"\boxed{x+1}", "1+x", 0.0), ("p/r1", r"\boxed{2}", "1+x", 0.0), ("q/r0", "3", "3", 100.0))
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr(grade, "Verifier", lambda seconds: verifier)
+    monkeypatch.setattr(math_verify, "Verifier", lambda seconds: verifier)
     monkeypatch.setattr(Verifier, "__exit__", lambda *_: None)  # the module's goes on
-    grade.grade(folder)
+    math_verify.grade(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != FILE} == before
     assert {uid: own["verdict"] for uid, own in verdicts(folder).items()} == {"p/r0": True, "p/r1": False, "q/r0": True}
     line = json.loads((folder / FILE).read_text().splitlines()[0])
@@ -121,19 +122,19 @@ def test_verdicts_stand_beside_untouched_records(run, verifier, monkeypatch):
 def test_grading_goes_on_where_it_was_killed(run, monkeypatch):
     folder = run(*((f"p{n}/r0", f"{n}", "1", 0.0) for n in range(4)))
     told = Told(monkeypatch, False)
-    grade.grade(folder)
+    math_verify.grade(folder)
     lines = (folder / FILE).read_text().splitlines(keepends=True)
     assert len(told.asked) == len(lines) == 4
     (folder / FILE).write_text("".join(lines[:2]) + lines[2][:20])  # killed in the middle of a line
-    grade.grade(folder)
+    math_verify.grade(folder)
     assert told.asked[4:] == [("2", "1"), ("3", "1")] and len(verdicts(folder)) == 4
     assert (folder / FILE).read_text().splitlines(keepends=True) == lines
-    grade.grade(folder)
+    math_verify.grade(folder)
     assert len(told.asked) == 6
     with pytest.raises(KeyboardInterrupt):
         (folder / FILE).write_text("")
         told.verdict_ = KeyboardInterrupt()
-        grade.grade(folder)
+        math_verify.grade(folder)
     assert verdicts(folder) == {}
 
 
@@ -141,10 +142,10 @@ def test_only_a_longer_time_or_another_version_asks_again(run, monkeypatch):
     folder = run(("p/r0", "1", "1", 100.0))
     told = Told(monkeypatch, "timeout")
     for seconds in (5.0, 5.0, 3.0, 9.0):
-        grade.grade(folder, seconds)
+        math_verify.grade(folder, seconds)
     assert len(told.asked) == 2 and verdicts(folder)["p/r0"]["seconds"] == 9.0
-    monkeypatch.setattr(grade, "version", lambda name: "1.0")
-    grade.grade(folder, 1.0)
+    monkeypatch.setattr(math_verify, "version", lambda name: "1.0")
+    math_verify.grade(folder, 1.0)
     assert len(told.asked) == 3 and verdicts(folder)["p/r0"]["version"] == "1.0"
     assert "1 timeouts" in notes("full", folder)[0]
 
@@ -183,12 +184,12 @@ def test_a_run_is_graded_at_its_end_and_no_other_task_is(tmp_path, monkeypatch, 
 
 def test_without_math_verify_a_run_says_so_and_keeps_its_answers(tmp_path, monkeypatch, capsys):
     def missing(name):
-        raise grade.PackageNotFoundError(name)
+        raise math_verify.PackageNotFoundError(name)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(grade, "version", missing)
+    monkeypatch.setattr(math_verify, "version", missing)
     asked = ["task=aime25", "method=full", "limit=1", "task.max_new_tokens=2", "device=cpu"]
     code, out, err = answer(asked, monkeypatch, capsys)
     assert code == 0 and "average" in out
-    assert "kvbench: grade: math-verify is not installed; make setup, then python -m kvbench.grade results\n" in err
+    assert "kvbench: grade: math-verify is not installed; make setup, then python -m kvbench grade results\n" in err
     assert grade.main(["results"]) == 2

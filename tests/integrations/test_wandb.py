@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.settings import SettingError
-from kvbench.stored import Stored
-from kvbench.tables import closing_table
-from kvbench.wandb_log import Log, configured, main
+from kvbench.analysis.closing_table import closing_table
+from kvbench.cli.wandb_sync import main
+from kvbench.integrations.wandb_logger import Log, configured
+from kvbench.store.runs import Stored
+from kvbench.validation import SettingError
 from tests.support import made_up_runs
 from tests.support.command_line import answer, assert_refused
 
@@ -231,7 +232,7 @@ def test_a_run_is_logged_when_it_fails_and_again_when_it_is_done(tmp_path, monke
         raise OSError("no space\nleft")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvbench.runner.Reader.answer", broken)
+        patch.setattr("kvbench.runs.responder.Reader.answer", broken)
         with pytest.raises(OSError, match="no space"):
             answer([*QUICK, "logger=wandb"], monkeypatch, capsys)
     (failed,) = fake()
@@ -249,10 +250,13 @@ def test_a_run_is_logged_when_it_fails_and_again_when_it_is_done(tmp_path, monke
     assert before == sorted([full["id"], method["id"]])
 
     monkeypatch.setitem(sys.modules, "wandb", None)  # an import would raise
-    for name in ("kvbench.wandb_log", "kvbench.wandb_run"):
+    for name in ("kvbench.integrations.wandb_logger", "kvbench.integrations.wandb_process"):
         monkeypatch.delitem(sys.modules, name)
     assert answer(QUICK, monkeypatch, capsys)[0] == 0
-    assert "kvbench.wandb_log" not in sys.modules and "kvbench.wandb_run" not in sys.modules
+    assert (
+        "kvbench.integrations.wandb_logger" not in sys.modules
+        and "kvbench.integrations.wandb_process" not in sys.modules
+    )
     assert before == sorted(path.name for path in Path("results/runs").iterdir()) and len(fake()) == 4
 
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.budget import Budget
-from kvbench.method import shrink
-from kvbench.rows import Rows
-from kvbench.settings import SettingError, part
+from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.method import shrink
+from kvbench.interfaces.rows import Rows
+from kvbench.validation import SettingError, part
 
 FRACTIONS = st.floats(0, 1, exclude_min=True)
 

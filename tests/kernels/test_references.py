@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
+from kvbench.cache.storage import StoredRows
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels.accumulated_attention import accumulated_attention
 from kvbench.kernels.attention import attend
 from kvbench.kernels.attention import reference as attend_reference
@@ -15,8 +17,6 @@ from kvbench.kernels.soft_matching import even_rows, match
 from kvbench.kernels.soft_matching import reference as match_reference
 from kvbench.kernels.window_attention import window_probabilities
 from kvbench.kernels.window_attention.pooling import pool
-from kvbench.rows import Rows
-from kvbench.storage import StoredRows
 
 # batch, KV heads, query heads of a group, tokens, rows, dimension
 SHAPES = [(1, 1, 1, 1, 1, 8), (2, 2, 3, 5, 5, 16), (1, 3, 1, 1, 37, 8), (2, 2, 4, 7, 33, 24), (1, 1, 3, 13, 130, 32)]

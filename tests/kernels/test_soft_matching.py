@@ -7,9 +7,9 @@ import torch
 
 import kvbench.kernels.row_selection
 import kvbench.kernels.soft_matching
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels.soft_matching import edge_count, even_rows, join, match
 from kvbench.methods.centroidkv import CentroidKV
-from kvbench.rows import Rows
 from tests.support.compile_kernels import compile_all, typed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

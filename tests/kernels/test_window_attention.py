@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels import window_attention as window_package
 from kvbench.kernels.removal_scores import andpro, dropkv
 from kvbench.kernels.removal_scores.reference import dropkv_reference
@@ -22,8 +24,6 @@ from kvbench.methods.cake import Cake
 from kvbench.methods.dropkv import DropKV
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.tova import TOVA
-from kvbench.observation import Seen, State
-from kvbench.rows import Rows
 from tests.support.compile_kernels import compile_all
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,15 +17,15 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.allocator import Allocator
-from kvbench.budget import Budget
-from kvbench.catalogue import names
-from kvbench.generation import Context
-from kvbench.held import choose_cache
-from kvbench.method import Method
-from kvbench.policy import Choice
-from kvbench.sampling import Sampling
-from kvbench.settings import SettingError
+from kvbench.cache.policy import Choice
+from kvbench.config.catalogue import names
+from kvbench.engine.compressed_cache import choose_cache
+from kvbench.engine.generation import Context
+from kvbench.engine.sampling import Sampling
+from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.method import Method
+from kvbench.validation import SettingError
 from tests.support.dense_engine import Dense, Glance, Head
 from tests.support.method_files import chosen, needed
 from tests.support.tiny_models import distinct, ids, tiny
@@ -239,7 +239,7 @@ def test_law_1_a_full_budget_changes_nothing(case):
     assert held.evicted(case_layer(held), 0) == 0
 
 
-def case_layer(held: "kvbench.held.Held") -> int:
+def case_layer(held: "kvbench.engine.compressed_cache.Held") -> int:
     return next(layer for layer in range(len(held.contexts[0].layers)) if layer not in held.sliding_layers)
 
 
@@ -405,7 +405,7 @@ def test_law_7_a_batch_gives_what_its_samples_give_alone(case):
     both, more = text.split([case.tokens, 3], dim=1)
     assert torch.equal(both[:1], case.prompt)
 
-    def read(prompts: torch.Tensor, more: torch.Tensor) -> tuple[kvbench.held.Held, torch.Tensor]:
+    def read(prompts: torch.Tensor, more: torch.Tensor) -> tuple[kvbench.engine.compressed_cache.Held, torch.Tensor]:
         held = kvbench.prefill(
             model, prompts, case.method, case.budget, case.block, case.allocator, method_args=case.args
         )
@@ -416,7 +416,7 @@ def test_law_7_a_batch_gives_what_its_samples_give_alone(case):
     assert together.prefill(both).shape == batch.logits.shape
     at_once = together.extend(more)
     with first.branch():
-        alone = [(kvbench.held.Held([first]), first.extend(more[:1])), read(both[1:], more[1:])]
+        alone = [(kvbench.engine.compressed_cache.Held([first]), first.extend(more[:1])), read(both[1:], more[1:])]
         for sample, (held, its) in enumerate(alone):
             assert torch.equal(extended[sample], its[0]) and torch.equal(batch.logits[sample], held.logits[0])
             torch.testing.assert_close(at_once[sample], its[0], **CLOSE)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.catalogue import build, settings
+from kvbench.config.catalogue import build, settings
 from tests.support.dense_engine import Dense
 from tests.support.oracle_scores import centroids
 from tests.support.oracles import CLOSE, agree, same_rows

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.catalogue import build, methods_available, settings
+from kvbench.config.catalogue import build, methods_available, settings
+from kvbench.interfaces.method import Method
 from kvbench.kernels.projected_norms import projected_norms
 from kvbench.kernels.projected_norms import reference as critical
-from kvbench.method import Method
-from kvbench.settings import SettingError
+from kvbench.validation import SettingError
 from tests.support.dense_engine import Dense, Glance
 from tests.support.method_files import chosen, needed
 from tests.support.oracle_scores import SNAPKV, attention, mean_votes, two_stages

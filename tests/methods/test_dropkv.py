@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvbench.catalogue import build, settings
-from kvbench.observation import Seen, State
-from kvbench.rows import Rows
+from kvbench.config.catalogue import build, settings
+from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.rows import Rows
 from tests.support.dense_engine import Dense, Glance, Head
 from tests.support.oracle_scores import residual
 from tests.support.oracles import agree, keeps, newest

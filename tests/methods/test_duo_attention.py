@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import kvbench
-from kvbench import calibrate
-from kvbench.catalogue import build, settings
-from kvbench.settings import SettingError
+from kvbench.cli import calibrate
+from kvbench.config.catalogue import build, settings
+from kvbench.validation import SettingError
 from tests.support.dense_engine import Dense, Glance, Head
 from tests.support.method_files import needed
 from tests.support.tiny_models import distinct, ids, tiny

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.catalogue import build, settings
+from kvbench.config.catalogue import build, settings
+from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels.expected_attention import expected_logits, merge, moments
 from kvbench.kernels.expected_attention.reference import unturned
 from kvbench.methods import expected_attention
 from kvbench.methods.expected_attention import mean_rotation, rotations
-from kvbench.model import rotation
-from kvbench.observation import Seen, State
-from kvbench.rows import Rows
-from kvbench.settings import SettingError
+from kvbench.models.transformers_port import rotation
+from kvbench.validation import SettingError
 from tests.support.dense_engine import Dense, Glance, Head
 from tests.support.tiny_models import distinct, double, ids, tiny
 

@@ -9,7 +9,7 @@ from kvbench.kernels.accumulated_attention import accumulated_attention
 from kvbench.kernels.accumulated_attention import reference as votes_reference
 from kvbench.kernels.attention import attend
 from kvbench.kernels.window_attention import window_probabilities
-from kvbench.settings import SettingError
+from kvbench.validation import SettingError
 from tests.support.oracle_scores import Heavy
 from tests.support.oracle_shares import interpolate
 from tests.support.oracles import agree, newest, nothing

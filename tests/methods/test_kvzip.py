@@ -5,11 +5,11 @@ import pytest
 import torch
 
 import kvbench
-from kvbench import calibrate
-from kvbench.catalogue import build, settings
+from kvbench.config.catalogue import build, settings
+from kvbench.interfaces.observation import Words
 from kvbench.kernels.max_attention import max_attention
-from kvbench.observation import Words
-from kvbench.settings import SettingError
+from kvbench.training import head_patterns
+from kvbench.validation import SettingError
 from tests.support.dense_engine import Dense
 from tests.support.oracles import CLOSE, same_rows, top
 from tests.support.tiny_models import distinct, ids, tiny
@@ -112,10 +112,10 @@ def rows(held) -> list[list[int]]:
 
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 def test_head_scores_are_the_largest_of_their_rows(model):
-    """The pattern that `kvbench.calibrate duo_attention` writes: per text the largest, the mean over texts."""
+    """The pattern that `kvbench.cli.calibrate duo_attention` writes: per text the largest, the mean over texts."""
     texts = [distinct(50, seed) for seed in (1, 2)]
     asked = {"first": FIRST, "later": LATER, "postfix": 4, "chunk": 23}
-    found = calibrate.head_scores(tiny(model), [text[0] for text in texts], Words(), 2, **asked)
+    found = head_patterns.head_scores(tiny(model), [text[0] for text in texts], Words(), 2, **asked)
     every = [scored(model, text, 2, 2, 23)[1] for text in texts]
     for layer, head in np.ndindex(*found.shape):
         if (layer, head) not in every[0]:

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.budget import Budget
-from kvbench.catalogue import build, settings
-from kvbench.generation import Context
-from kvbench.held import choose_cache
-from kvbench.settings import SettingError
+from kvbench.config.catalogue import build, settings
+from kvbench.engine.compressed_cache import choose_cache
+from kvbench.engine.generation import Context
+from kvbench.interfaces.budget import Budget
+from kvbench.validation import SettingError
 from tests.support.dense_engine import Dense
 from tests.support.tiny_models import double, ids, tiny
 

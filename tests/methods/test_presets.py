@@ -7,7 +7,7 @@ import yaml
 from hydra.utils import get_class
 
 import kvbench
-from kvbench.catalogue import CONF, names, settings
+from kvbench.config.catalogue import CONF, names, settings
 from tests.support.method_files import needed
 from tests.support.tiny_models import ids, tiny
 

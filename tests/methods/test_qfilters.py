@@ -6,11 +6,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvbench
-from kvbench import calibrate
-from kvbench.catalogue import plainly
-from kvbench.model import REFERENCE
-from kvbench.settings import SettingError
+from kvbench.cli import calibrate
+from kvbench.config.catalogue import plainly
+from kvbench.models.embedded import REFERENCE
 from kvbench.tasks.common.synthetic_prose import words
+from kvbench.training import query_filters
+from kvbench.validation import SettingError
 from tests.support.dense_engine import Dense, Glance, Head
 from tests.support.method_files import needed
 from tests.support.tiny_models import distinct, ids, tiny
@@ -84,7 +85,7 @@ def test_presets_differ():
 def test_calibration(name):
     """Against numpy's eigenvectors of the queries' Gram matrix, all queries taken; groups of 1 to 4."""
     tokens = ids(61, seed=8)
-    found = calibrate.query_filters(tiny(name), [tokens[0]], count=61)
+    found = query_filters.query_filters(tiny(name), [tokens[0]], count=61)
     heads = found.shape[1]
     for layer, queries in rotated_queries(name, tokens).items():
         if layer in sliding(name):
@@ -111,9 +112,11 @@ def test_the_sign():
     """
     checkpoint = calibrate.Checkpoint("reference", str(REFERENCE))
     model, tokenizer = checkpoint.weights(torch.float32, "cpu"), checkpoint.tokenizer()
-    own = calibrate.query_filters(model, calibrate.texts(tokenizer, " ".join(words()[:2000]), 4, 256), count=400)
-    unseen = calibrate.texts(tokenizer, " ".join(words()[-1000:]), 1, 400)
-    for layer, queries in enumerate(calibrate.queries(model, unseen, 400, seed=0)):
+    own = query_filters.query_filters(
+        model, query_filters.texts(tokenizer, " ".join(words()[:2000]), 4, 256), count=400
+    )
+    unseen = query_filters.texts(tokenizer, " ".join(words()[-1000:]), 1, 400)
+    for layer, queries in enumerate(query_filters.queries(model, unseen, 400, seed=0)):
         grouped = queries.unflatten(0, (2, -1))
         assert ((grouped @ -own[layer][:, None, :, None]).mean((1, 2, 3)) > 0).all()
 
@@ -124,12 +127,12 @@ def test_the_sign_follows_the_majority_not_the_mean():
     long, short = np.tile([-9.0, 0.1], (3, 1)), np.tile([1.0, 0.0], (20, 1))
     queries = torch.from_numpy((np.concatenate([long, short]) + 0.01 * rng.normal(size=(23, 2)))[None]).float()
     assert (queries.mean(1)[0, 0] < 0) and (queries[0, :, 0] > 0).float().mean() > 0.5
-    assert calibrate.directions(queries)[0, 0] > 0.9
+    assert query_filters.directions(queries)[0, 0] > 0.9
 
 
 def test_the_sample_is_seeded_and_spread():
     one, again, other = (
-        calibrate.queries(tiny("llama"), [ids(50, 1)[0], ids(50, 2)[0]], 21, seed) for seed in (0, 0, 1)
+        query_filters.queries(tiny("llama"), [ids(50, 1)[0], ids(50, 2)[0]], 21, seed) for seed in (0, 0, 1)
     )
     assert all(own.shape == (6, 22, 32) for own in one)
     assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
@@ -146,7 +149,7 @@ def refused(path: str, reason: str) -> None:
 
 
 def test_files_that_are_refused(tmp_path):
-    with pytest.raises(SettingError, match=r"^method\.path=null: .*kvbench.calibrate qfilters"):
+    with pytest.raises(SettingError, match=r"^method\.path=null: .*kvbench.cli.calibrate qfilters"):
         kvbench.prefill(tiny("llama"), ids(20), "qfilters", 0.5)
     refused(str(tmp_path / "missing"), "no readable file")
     broken = tmp_path / "broken"

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import kvbench
+from kvbench.engine.sampling import Sampling
 from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds
-from kvbench.sampling import Sampling
-from kvbench.settings import SettingError
+from kvbench.validation import SettingError
 from tests.support.dense_engine import Dense
 from tests.support.tiny_models import double, ids, tiny
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.budget import Budget
-from kvbench.catalogue import build, settings
-from kvbench.generation import Context
-from kvbench.held import choose_cache
+from kvbench.config.catalogue import build, settings
+from kvbench.engine.compressed_cache import choose_cache
+from kvbench.engine.generation import Context
+from kvbench.interfaces.budget import Budget
 from tests.support.oracle_scores import votes
 from tests.support.oracles import agree, keeps, newest
 from tests.support.tiny_models import distinct, ids, tiny

@@ -8,9 +8,9 @@ import torch
 from transformers import AttentionInterface
 
 import kvbench
+from kvbench.cache.rerotation import by_slot
+from kvbench.interfaces.rows import Rows
 from kvbench.kernels.rerotation import rerotate
-from kvbench.rows import Rows
-from kvbench.slots import by_slot
 from tests.support.dense_engine import Dense, Glance, Head
 from tests.support.tiny_models import double, ids, tiny
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvbench
-from kvbench.settings import SettingError
+from kvbench.validation import SettingError
 from tests.support.dense_engine import Glance, Head
 from tests.support.oracle_scores import attention
 from tests.support.oracle_shares import safeguard

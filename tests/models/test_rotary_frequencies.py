@@ -7,15 +7,15 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.allocator import Allocator
-from kvbench.budget import Budget
-from kvbench.catalogue import build, settings
-from kvbench.codec import Codec
-from kvbench.generation import Context
-from kvbench.model import plain_cache, rotation
-from kvbench.policy import Choice
-from kvbench.replica import replicate
-from kvbench.together import prefill
+from kvbench.cache.policy import Choice
+from kvbench.config.catalogue import build, settings
+from kvbench.engine.generation import Context
+from kvbench.engine.replicate import replicate
+from kvbench.engine.shared_prefill import prefill
+from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.codec import Codec
+from kvbench.models.transformers_port import plain_cache, rotation
 from tests.support.tiny_models import heads, ids, rope, tiny
 
 ORIGINAL = 64  # places from which on dynamic scaling and LongRoPE have other frequencies

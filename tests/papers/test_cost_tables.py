@@ -6,12 +6,12 @@ import re
 import pytest
 from hydra import compose, initialize_config_dir
 
-from kvbench import papers
-from kvbench.catalogue import CONF
-from kvbench.measurements import COLUMNS, ENDED, append
-from kvbench.papers import emit, table
-from kvbench.plan import cells
-from kvbench.specification import TABLES, load, published_values
+from kvbench.cli import papers
+from kvbench.config.catalogue import CONF
+from kvbench.efficiency.plan import cells
+from kvbench.papers.build import emit, table
+from kvbench.papers.table_spec import TABLES, load, published_values
+from kvbench.store.efficiency_csv import COLUMNS, ENDED, append
 
 SPECS = load(TABLES)
 WANTED = {

@@ -16,16 +16,16 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
-from kvbench import frames, papers
-from kvbench.catalogue import CONF, names
-from kvbench.cells import Asked
-from kvbench.comparison import commands
-from kvbench.contradictions import leaves, recomputed
-from kvbench.papers import table
-from kvbench.plan import cells
-from kvbench.protocol import Protocol, needed, value_of
-from kvbench.scores import Runs
-from kvbench.specification import (
+from kvbench.cli import papers
+from kvbench.config.catalogue import CONF, names
+from kvbench.efficiency.plan import cells
+from kvbench.papers import build
+from kvbench.papers.build import table
+from kvbench.papers.cell_values import Runs
+from kvbench.papers.experiment_key import Protocol, needed, value_of
+from kvbench.papers.paper_table import commands
+from kvbench.papers.printed_averages import leaves, recomputed
+from kvbench.papers.table_spec import (
     PAPERS,
     ROOT,
     Printed,
@@ -38,7 +38,9 @@ from kvbench.specification import (
     specs,
     timed_only,
 )
-from kvbench.store import RunFolder
+from kvbench.store import dataframes
+from kvbench.store.run_folder import RunFolder
+from kvbench.sweeps.compose import Asked
 from tests.support.command_line import answer
 
 TABLES = {name: spec for name, spec in specs().items() if not timed_only(spec)}
@@ -67,12 +69,12 @@ def put(results: Path, settings: dict, records: list[dict], finish: bool = True,
     return folder.hash
 
 
-def made(name: str, results: Path, **more: object) -> papers.Table:
+def made(name: str, results: Path, **more: object) -> build.Table:
     spec = TABLES[name] | more
     return table(spec, (), published_values(results, spec.get("file")), Runs.read(results))
 
 
-def row_of(made: papers.Table, label: str) -> tuple:
+def row_of(made: build.Table, label: str) -> tuple:
     return dict(made.rows)[label]
 
 
@@ -172,7 +174,7 @@ def test_an_average_is_that_of_the_paper_and_of_the_records(tmp_path):
     ]
     found += [record(index, 12.0 * index, name) for name in names[14:] for index in range(5)]
     put(tmp_path, settings, found)
-    frame = frames.load(tmp_path).records(["subtask", "score"]).groupby("subtask").score.mean()
+    frame = dataframes.load(tmp_path).records(["subtask", "score"]).groupby("subtask").score.mean()
     categories = TABLES["deltakv_table01"]["columns"][-1]["of"]["subtasks"]
     of_six = sum(sum(frame[own] for own in category) / len(category) for category in categories) / 6
     cell = row_of(made("deltakv_table01", tmp_path), "Llama-3.1-8B-Instruct, full cache")[-1]
@@ -369,8 +371,9 @@ def offline(monkeypatch):
     """Data sets and models are not fetched: data is the miniature's, a model's configuration that of its shape. What a
     run is known by of both is no part of a protocol.
     """
-    from kvbench import run
-    from kvbench.model import Checkpoint, configuration
+    from kvbench.models.checkpoint import Checkpoint
+    from kvbench.models.configuration import configuration
+    from kvbench.runs import spec
     from kvbench.tasks.longbench import task
     from kvbench.tasks.mathematics import task as math_problems
     from kvbench.tasks.niah import task as needle
@@ -396,12 +399,12 @@ def offline(monkeypatch):
         Checkpoint, "config", lambda self: configuration(str(CONF / "model" / "shapes" / f"{self.name}.json"))
     )
     monkeypatch.setattr(Checkpoint, "identity", lambda self: "weights")
-    monkeypatch.setattr(run, "source_hash", lambda names: "sources")
+    monkeypatch.setattr(spec, "source_hash", lambda names: "sources")
 
 
 def composed(line: str) -> list[Protocol]:
     """The runs that a command makes."""
-    from kvbench.run import Run
+    from kvbench.runs.spec import Run
 
     words = shlex.split(line)
     assert words[:2] == ["python", "run.py"]
@@ -459,7 +462,7 @@ def runnable(name: str) -> set[Protocol]:
 
 
 def protocols(preset: str, found: Iterable[Sequence[str]]) -> set[Protocol]:
-    from kvbench.run import Run
+    from kvbench.runs.spec import Run
 
     with initialize_config_dir(str(CONF), version_base="1.3"):
         configs = [compose("config", overrides=[f"preset={preset}", *own]) for own in found]
@@ -538,7 +541,7 @@ def test_a_cell_of_a_preset_runs_on_made_data(ran, tmp_path, monkeypatch, capsys
     task = json.loads(next(iter(own)).task)["name"]
     key = same_with(preset, task)
     if key not in ran:
-        monkeypatch.setattr("kvbench.grade.grade", lambda folder: None)
+        monkeypatch.setattr("kvbench.integrations.math_verify.grade", lambda folder: None)
         asked = ["-m", f"preset={preset}", "model=reference", *first_cut(preset, task), *SMALL[task], "limit=1"]
         where = [f"results={tmp_path}", f"hydra.sweep.dir={tmp_path}/sweep", "device=cpu"]
         code, out, err = answer([*asked, *where], monkeypatch, capsys)

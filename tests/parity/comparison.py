@@ -26,14 +26,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from kvbench import together
-from kvbench.budget import Budget
-from kvbench.catalogue import build, settings
-from kvbench.generation import Context
-from kvbench.held import Held, choose_cache
-from kvbench.model import REFERENCE
-from kvbench.policy import Choice
-from kvbench.prompt import template, words
+from kvbench.cache.policy import Choice
+from kvbench.config.catalogue import build, settings
+from kvbench.engine import shared_prefill
+from kvbench.engine.compressed_cache import Held, choose_cache
+from kvbench.engine.generation import Context
+from kvbench.interfaces.budget import Budget
+from kvbench.models.chat_template import template, words
+from kvbench.models.embedded import REFERENCE
 from kvbench.tasks.common import synthetic_prose
 from tests.support.method_files import made
 from tests.support.repository import ROOT
@@ -417,7 +417,7 @@ def run_kvbench(subject: Subject, cases: Sequence[Case]) -> dict[str, Found]:
         if some[0].definition.alone:
             contexts[0].prefill(ids)
         else:
-            together.prefill(contexts, ids)
+            shared_prefill.prefill(contexts, ids)
         for case, context in zip(some, contexts, strict=True):
             found[case.name] = describe(Held([context]), case)
     return found

@@ -22,16 +22,16 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import kvbench
-import run as command
-from kvbench import together
-from kvbench.budget import Budget
-from kvbench.catalogue import build, names, settings
-from kvbench.generation import Context
-from kvbench.held import Held, choose_cache
-from kvbench.model import REFERENCE
-from kvbench.run import DTYPES
-from kvbench.sampling import Sampling
-from kvbench.settings import answered
+from kvbench.cli import run as command
+from kvbench.cli.command import answered
+from kvbench.config.catalogue import build, names, settings
+from kvbench.engine import shared_prefill
+from kvbench.engine.compressed_cache import Held, choose_cache
+from kvbench.engine.generation import Context
+from kvbench.engine.sampling import Sampling
+from kvbench.interfaces.budget import Budget
+from kvbench.models.embedded import REFERENCE
+from kvbench.runs.spec import DTYPES
 from tests.support.tiny_models import BUILD, COMMON, distinct, heads, rope
 
 GROUPS = ("method", "allocator", "codec")
@@ -160,7 +160,7 @@ def read(model: torch.nn.Module, prompts: torch.Tensor, cell: Mapping[str, Any])
         budget = Budget(1.0 if other["method"] == "full" else other["budget"], other["budget_of"])
         contexts.append(Context(model, choose_cache(*parts), budget, cell["block_size"], seeds, cell["prefix"]))
     if cell["with"]:
-        together.prefill(contexts, prompts)
+        shared_prefill.prefill(contexts, prompts)
     else:
         contexts[-1].prefill(prompts)
     return Held(contexts[-1:])

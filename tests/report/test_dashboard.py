@@ -14,9 +14,10 @@ from threading import Thread
 
 import pytest
 
-from kvbench import sweep
-from kvbench.dashboard import Server, main
+from kvbench.cli.dashboard import main
+from kvbench.report.dashboard import Server
 from kvbench.report.page import policy
+from kvbench.sweeps import status
 from tests.support.browser import CHROMIUM, SIZES, draw_charts
 from tests.support.command_line import answer
 from tests.support.report_store import VALUE, records, small, write
@@ -28,9 +29,9 @@ DEADLINE = 120  # seconds; a process that makes the page imports much, and other
 @pytest.fixture
 def served(tmp_path, monkeypatch):
     """A dashboard of an empty folder, in a thread."""
-    monkeypatch.setattr("kvbench.dashboard.SECONDS", 0.05)
-    monkeypatch.setattr("kvbench.dashboard.PATIENCE", 0)
-    monkeypatch.setattr("kvbench.dashboard.SLOWLY", 0)
+    monkeypatch.setattr("kvbench.report.dashboard.SECONDS", 0.05)
+    monkeypatch.setattr("kvbench.report.dashboard.PATIENCE", 0)
+    monkeypatch.setattr("kvbench.report.dashboard.SLOWLY", 0)
     with Server(tmp_path, 0) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
@@ -83,8 +84,8 @@ def some(results: Path) -> Path:
     write(results, records(0.05, 50, seconds=30.0), budget=0.05)
     values = {f"budget={own}": VALUE | {"budget": own} for own in (0.05, 0.1, 0.2, 0.3, 0.4)}
     folder = results / "sweeps" / "2026-01-02_03-04-05"
-    cells = [sweep.Cell(label, value, full) for label, value in values.items()]
-    sweep.write(folder, [*cells, sweep.Cell("method=kvzip", refused="block_size=8: \x1b[31mnot with kvzip")])
+    cells = [status.Cell(label, value, full) for label, value in values.items()]
+    status.write(folder, [*cells, status.Cell("method=kvzip", refused="block_size=8: \x1b[31mnot with kvzip")])
     running, _ = (begun(results, {"budget": budget}, 10) for budget in (0.1, 0.2))
     (folder / "3").mkdir()
     (folder / "3" / "failed").write_text("RuntimeError: the disk is <b>full</b>\n")
@@ -107,10 +108,10 @@ def running(tmp_path):
 def test_every_cell_with_its_state(served, running):
     [own] = until(served, lambda said: True)["sweeps"]
     assert own["name"] == "2026-01-02_03-04-05"
-    assert own["counts"] == dict.fromkeys(sweep.STATES, 1)
+    assert own["counts"] == dict.fromkeys(status.STATES, 1)
     told = {cell["name"]: cell for cell in own["cells"]}
     assert (told["running"]["records"], told["running"]["total"]) == (10, 24)
-    assert [told[name]["left"] for name in sweep.STATES] == [0, 14 * 30, 14 * 30, 0, 0, 24 * 30]
+    assert [told[name]["left"] for name in status.STATES] == [0, 14 * 30, 14 * 30, 0, 0, 24 * 30]
     assert told["failed"]["reason"] == "RuntimeError: the disk is <b>full</b>"
     assert told["refused"]["reason"] == "block_size=8: \\x1b[31mnot with kvzip"
     file = next(running.glob("records*.jsonl"))
@@ -230,7 +231,7 @@ def test_ctrl_c_ends_it(tmp_path):
     small(tmp_path)
     code = (  # as in a terminal: what a shell starts in the background ignores Ctrl-C, and so do its children
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from kvbench.dashboard import main\nsys.exit(main(sys.argv[1:]))"
+        "from kvbench.cli.dashboard import main\nsys.exit(main(sys.argv[1:]))"
     )
     arguments = [sys.executable, "-c", code, str(tmp_path), "--port", "0"]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:

@@ -9,14 +9,15 @@ from xml.etree import ElementTree
 import pytest
 
 import kvbench
-from kvbench.curves import show
-from kvbench.figures import INCHES, draw, slug
-from kvbench.report import charts, printed
-from kvbench.report.gather import panels_of
-from kvbench.settings import SettingError
-from kvbench.stored import baseline, find_finished, read
-from kvbench.swept import Choice, sweep
-from kvbench.tables import closing_table
+from kvbench.analysis.budget_series import Choice, sweep
+from kvbench.analysis.closing_table import closing_table
+from kvbench.cli.curves import show
+from kvbench.cli.figures import draw
+from kvbench.report import charts, print_charts
+from kvbench.report.figures import INCHES, slug
+from kvbench.report.panels import panels_of
+from kvbench.store.runs import baseline, find_finished, read
+from kvbench.validation import SettingError
 from tests.support.report_store import BUDGETS, TASKS, records, small, write
 
 TAGS = {"svg", "g", "rect", "path", "line", "text", "tspan", "defs", "linearGradient", "stop"}
@@ -142,13 +143,13 @@ def test_page_and_figures_draw_one_specification(store):
     found = find_finished(store)
     panel = panels_of(found, found.runs, Choice())[1].shown
     drawings = {
-        "curve": printed.curve(panel, "bytes", 500),
-        "tasks": printed.tasks(panel, 500),
-        "grid": printed.grid(panel, 500),
-        **dict.fromkeys(charts.COSTS, printed.cost(panel, 900)),
+        "curve": print_charts.curve(panel, "bytes", 500),
+        "tasks": print_charts.tasks(panel, 500),
+        "grid": print_charts.grid(panel, 500),
+        **dict.fromkeys(charts.COSTS, print_charts.cost(panel, 900)),
     }
     for name, page in charts.charts().items():
-        spec = printed.specification(drawings[name], panel, 200, 500)
+        spec = print_charts.specification(drawings[name], panel, 200, 500)
         assert bare(page["layer"]) in [bare(own) for own in layered(spec)], name
         for data, rows in spec["datasets"].items():
             if data in panel and data != "series":

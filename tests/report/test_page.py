@@ -13,14 +13,16 @@ from statistics import NormalDist
 
 import pytest
 
-from kvbench.means import mean
-from kvbench.report.gather import gather, short
-from kvbench.report.looks import COLOURS, ORDER, look
-from kvbench.report.page import MOST, NUMBERS, html, lay, main, packed, report
+from kvbench.analysis.closing_table import TOGETHER
+from kvbench.analysis.intervals import mean
+from kvbench.analysis.paired import Interval, Scores, average
+from kvbench.cli.report import main
+from kvbench.report.labels import short
+from kvbench.report.page import MOST, NUMBERS, html, lay, packed, report
+from kvbench.report.panels import gather
 from kvbench.report.samples import LONGEST, QUESTION, embedded, strip, visible
-from kvbench.settings import SettingError
-from kvbench.statistics import Interval, Scores, average
-from kvbench.tables import TOGETHER
+from kvbench.report.style import COLOURS, ORDER, look
+from kvbench.validation import SettingError
 from tests.support import report_store
 from tests.support.report_store import BUDGETS, HOSTILE, TASKS, records, small, write
 from tests.support.repository import ROOT

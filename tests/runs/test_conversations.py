@@ -15,14 +15,16 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import kvbench
-from kvbench import catalogue
-from kvbench.model import REFERENCE
-from kvbench.prompt import encode_all
-from kvbench.run import Run
-from kvbench.runner import Bench, Reader, execute, seed_of
-from kvbench.settings import SettingError
-from kvbench.survival import survived
-from kvbench.task import Graded, Sample
+from kvbench.config import catalogue
+from kvbench.interfaces.task import Graded, Sample
+from kvbench.models.embedded import REFERENCE
+from kvbench.runs.prompt import encode_all
+from kvbench.runs.resources import Bench
+from kvbench.runs.responder import Reader, seed_of
+from kvbench.runs.runner import execute
+from kvbench.runs.spec import Run
+from kvbench.runs.survival import survived
+from kvbench.validation import SettingError
 from tests.support.conversations import ASKED, CONTEXT, SAID, turns
 from tests.support.recorded_runs import TIMES
 
@@ -128,7 +130,7 @@ def test_with_the_full_cache_every_turn_is_transformers_own(reader, template, qu
 def test_with_a_method_every_turn_is_what_the_same_steps_give(reader, monkeypatch, method, question, said):
     """Prefill, extend, generate; what is not to stay, in a branch. `graph`: the step of a CUDA graph, without one."""
     if method == "graph":
-        monkeypatch.setattr("kvbench.engine.capturable", lambda model: True)
+        monkeypatch.setattr("kvbench.engine.context.capturable", lambda model: True)
     samples, tokens, name = turns(said, tokens=12), 12, "snapkv" if method == "graph" else method
     own = reader(samples, f"question={question}", f"method={name}", "budget=0.5")
     found, prompts = records(own, samples), [prompt for _, prompt in encode_all(own.tokenizer, samples).values()]

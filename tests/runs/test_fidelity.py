@@ -9,16 +9,20 @@ import pytest
 import torch
 
 import kvbench as package
-from kvbench import curves, fidelity, model_cache, runner
-from kvbench.budget import Budget
-from kvbench.catalogue import build, names, settings
-from kvbench.fidelity import divergence, likelihood, pack, predict, unpack
-from kvbench.generation import Context
-from kvbench.gguf_model import find_converted
-from kvbench.held import choose_cache
-from kvbench.model import REFERENCE, Checkpoint
-from kvbench.sampling import Sampling
-from kvbench.stored import every
+from kvbench.cli import curves as curves_command
+from kvbench.config.catalogue import build, names, settings
+from kvbench.engine.compressed_cache import choose_cache
+from kvbench.engine.generation import Context
+from kvbench.engine.sampling import Sampling
+from kvbench.interfaces.budget import Budget
+from kvbench.models import local_models
+from kvbench.models.checkpoint import Checkpoint
+from kvbench.models.embedded import REFERENCE
+from kvbench.models.gguf import find_converted
+from kvbench.runs import fidelity, responder
+from kvbench.runs.fidelity import divergence, likelihood, pack, predict, unpack
+from kvbench.store.runs import every
+from kvbench.validation import SettingError
 from tests.support.gguf_files import write_gguf
 from tests.support.method_files import chosen
 from tests.support.recorded_runs import TIMES, read_runs
@@ -56,7 +60,7 @@ def test_the_full_cache_predicts_what_the_model_does():
 def test_an_answer_that_is_read_predicts_as_one_that_is_decoded(method, codec):
     try:
         context = read(method, codec=codec)
-    except package.settings.SettingError:  # what a codec cannot hold is refused
+    except SettingError:  # what a codec cannot hold is refused
         assert codec == "kivi"
         return
     context.reserve(9)
@@ -153,8 +157,8 @@ def test_records_compare_and_stay_what_they_are(kvbench, tmp_path, question):
 
 
 def test_a_sweep_makes_the_full_caches_predictions_once(kvbench, tmp_path, monkeypatch):
-    made, readers = [], runner.Reader
-    monkeypatch.setattr(runner, "Reader", lambda run, bench: made.append(run) or readers(run, bench))
+    made, readers = [], responder.Reader
+    monkeypatch.setattr(responder, "Reader", lambda run, bench: made.append(run) or readers(run, bench))
     code, _, err = kvbench("-m", *SETTINGS, "method=knorm,snapkv", "budget=0.3", "fidelity=true", "results=results")
     assert code == 0, err
     assert len(made) == 3  # the full cache's, and one for each method
@@ -166,7 +170,7 @@ def test_a_sweep_makes_the_full_caches_predictions_once(kvbench, tmp_path, monke
 def test_predictions_that_another_process_has_not_written_are_made(kvbench, tmp_path, monkeypatch):
     own = (*SETTINGS, "method=knorm", "budget=0.3", "fidelity=true")
     assert kvbench(*own, f"results={tmp_path / 'one'}")[0] == 0
-    monkeypatch.setattr("kvbench.store.RunFolder.record", lambda *_: None)
+    monkeypatch.setattr("kvbench.store.run_folder.RunFolder.record", lambda *_: None)
     assert kvbench(*own, f"results={tmp_path / 'other'}")[0] == 0
     one, other = (by_uid(read_runs(tmp_path / name)["knorm"][1]) for name in ("one", "other"))
     for uid in one:
@@ -177,7 +181,7 @@ def test_turns_of_a_conversation_are_made_after_those_before_them(kvbench, tmp_p
     own = ("task=scbench", "task.subtasks=[scbench_kv]", "limit=1", "task.length=2000", "question=hidden")
     own += ("method=knorm", "budget=0.5", "fidelity=true")
     assert kvbench(*own, f"results={tmp_path / 'one'}")[0] == 0
-    monkeypatch.setattr("kvbench.store.RunFolder.record", lambda *_: None)
+    monkeypatch.setattr("kvbench.store.run_folder.RunFolder.record", lambda *_: None)
     assert kvbench(*own, f"results={tmp_path / 'other'}")[0] == 0
     one, other = (by_uid(read_runs(tmp_path / name)["knorm"][1]) for name in ("one", "other"))
     assert len(one) > 1 and len({record["fidelity"]["kl"] for record in one.values()}) == len(one)
@@ -200,16 +204,16 @@ def test_runs_with_and_without_fidelity_stand_side_by_side(kvbench, tmp_path, ca
     assert sorted((run.value["budget"], "fidelity" in run.value) for run in found) == [
         (0.3, True), (0.5, False), (1.0, True),
     ]  # fmt: skip
-    assert curves.main([str(tmp_path / "r")]) == 0 and "knorm" in capsys.readouterr().out
+    assert curves_command.main([str(tmp_path / "r")]) == 0 and "knorm" in capsys.readouterr().out
 
 
 def test_an_answer_is_encoded_as_it_follows_the_prompt(tmp_path, monkeypatch):
     """A SentencePiece tokenizer begins every text with a blank, which does not follow a prompt."""
-    monkeypatch.setattr(model_cache, "MODELS", tmp_path / "models")
+    monkeypatch.setattr(local_models, "MODELS", tmp_path / "models")
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tokenizer="llama")
     tokenizer = Checkpoint("tiny", str(find_converted(path))).tokenizer()
-    reader = object.__new__(runner.Reader)
+    reader = object.__new__(responder.Reader)
     reader.tokenizer, reader.run = tokenizer, SimpleNamespace(task_settings={"name": "mine"})
     reader.task = SimpleNamespace(reference=lambda sample: "abc")
     for prefix, question in (("the word is", ""), ("", "and the word")):

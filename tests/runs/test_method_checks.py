@@ -1,17 +1,19 @@
-"""`python -m kvbench.check_method`: one method of one's own against the laws; and what its import may do wrong."""
+"""`python -m kvbench check-method`: one method of one's own against the laws; and what its import may do wrong."""
 
 import pytest
 
-from kvbench import catalogue, check_method
-from kvbench.check_method import CHECKS, main
-from kvbench.settings import SettingError
+from kvbench.cli.check_method import main
+from kvbench.config import catalogue
+from kvbench.runs import method_checks
+from kvbench.runs.method_checks import CHECKS
+from kvbench.validation import SettingError
 
 
 @pytest.fixture(autouse=True)
 def few_set_ups(monkeypatch):
-    monkeypatch.setattr(check_method, "TOKENS", 40)
-    monkeypatch.setattr(check_method, "BUDGETS", (0.5, 9))
-    monkeypatch.setattr(check_method, "BLOCKS", (None, 15))
+    monkeypatch.setattr(method_checks, "TOKENS", 40)
+    monkeypatch.setattr(method_checks, "BUDGETS", (0.5, 9))
+    monkeypatch.setattr(method_checks, "BLOCKS", (None, 15))
 
 
 def verdicts(out: str) -> list[str]:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvbench import audit, replay
-from kvbench.catalogue import names
+from kvbench.cli import audit as audit_command
+from kvbench.cli import replay as replay_command
+from kvbench.config.catalogue import names
+from kvbench.store import audit
 from tests.support.command_line import answer
 from tests.support.recorded_runs import read_records
 
@@ -42,7 +44,7 @@ def call(monkeypatch, capsys, tmp_path) -> Callable[..., tuple[int, list[str]]]:
     monkeypatch.chdir(tmp_path)
 
     def replayed(results: Path, count: int, seed: int = 0) -> tuple[int, list[str]]:
-        code = replay.show([str(results), "--records", str(count), "--seed", str(seed)])
+        code = replay_command.main([str(results), "--records", str(count), "--seed", str(seed)])
         out, err = capsys.readouterr()
         assert f"{count}/{count}" in err  # the bar
         return code, out.splitlines()
@@ -118,7 +120,7 @@ def test_another_version_turns_damage_into_a_share(copied, call):
 
 def test_other_sources_turn_damage_into_a_share(copied, call, monkeypatch):
     change(copied, "snapkv", "score", lambda score: score + 0.5)
-    monkeypatch.setattr("kvbench.run.source_hash", lambda names: "other")
+    monkeypatch.setattr("kvbench.runs.spec.source_hash", lambda names: "other")
     code, said = call(copied, count(copied))
     assert code == 0 and said[0].endswith(f"where this differs: sources ({count(copied)})")
 
@@ -159,7 +161,7 @@ def test_what_cannot_be_had_any_more_is_named(copied, call, gone):
 
 
 def test_the_weights_are_loaded_once(store, call, monkeypatch):
-    from kvbench.model import Checkpoint
+    from kvbench.models.checkpoint import Checkpoint
 
     loads, weights = [], Checkpoint.weights
     monkeypatch.setattr(Checkpoint, "weights", lambda *given: loads.append(given) or weights(*given))
@@ -178,7 +180,7 @@ def test_a_conversation_is_executed_as_a_whole(tmp_path, call, monkeypatch, caps
 def test_the_command_checks_and_then_executes(copied, tmp_path, capfd):
     change(copied, "snapkv", "score", lambda score: score + 0.5)
     whole = count(copied)
-    assert audit.main([str(copied), "--replay", str(whole), "--seed", "7"]) == 1
+    assert audit_command.main([str(copied), "--replay", str(whole), "--seed", "7"]) == 1
     out, err = capfd.readouterr()
     assert f"\n0 damaged\nreplay: {whole} of {whole} records, drawn with SEED=7\n" in out
     assert f"replay: {whole - 1} agree, 1 damaged" in out and "replay: 100%" in err
@@ -203,7 +205,7 @@ def test_a_seed_draws_the_same_records(store):
     ],
 )
 def test_bad_input_is_one_line(given, line, store, capsys):
-    assert audit.main([str(store), *given]) == 2
+    assert audit_command.main([str(store), *given]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith(f"kvbench: {line.format(count(store))}")
 
@@ -211,7 +213,7 @@ def test_bad_input_is_one_line(given, line, store, capsys):
 def test_a_folder_without_runs_is_one_line(tmp_path, capsys):
     (tmp_path / "runs").mkdir()
     for folder in (tmp_path, tmp_path / "nowhere"):
-        assert audit.main([str(folder), "--replay", "1"]) == 2
+        assert audit_command.main([str(folder), "--replay", "1"]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err == f"kvbench: {folder / 'runs'}: no run there\n"
 
@@ -221,9 +223,9 @@ def test_settings_of_every_choice_make_the_same_run_again(group):
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
-    from kvbench import catalogue
-    from kvbench.run import composed
-    from kvbench.store import finite
+    from kvbench.config import catalogue
+    from kvbench.runs.spec import composed
+    from kvbench.store.run_folder import finite
 
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
         for name in names(group):

@@ -16,11 +16,11 @@ import pytest
 import torch
 import yaml
 
-from kvbench.generation import Context
-from kvbench.model import Checkpoint
-from kvbench.run import called
-from kvbench.runner import Reader
-from kvbench.task import Sample
+from kvbench.engine.generation import Context
+from kvbench.interfaces.task import Sample
+from kvbench.models.checkpoint import Checkpoint
+from kvbench.runs.responder import Reader
+from kvbench.runs.spec import called
 from tests.support.command_line import assert_refused
 from tests.support.recorded_runs import TIMES, read_runs
 from tests.support.repository import ROOT
@@ -70,7 +70,7 @@ BAD = {
 
 @pytest.mark.parametrize("setting", BAD)
 def test_a_bad_setting_is_one_line_and_leaves_nothing(kvbench, tmp_path, monkeypatch, setting):
-    monkeypatch.setattr("kvbench.model.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("kvbench.models.checkpoint.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
     assert_refused(kvbench(setting), BAD[setting], tmp_path)
 
 
@@ -150,7 +150,7 @@ def test_one_baseline_serves_all_and_a_finished_run_is_not_run_again(kvbench, tm
     first = {path: path.read_bytes() for path in (tmp_path / "results" / "runs").rglob("records*")}
     assert kvbench("method=knorm", "budget=64", "block_size=100", "allocator=ada", *QUICK)[0] == 0
     assert len(list((tmp_path / "results" / "runs").iterdir())) == 3  # one full, two knorm
-    monkeypatch.setattr("kvbench.model.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("kvbench.models.checkpoint.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
     code, out, _ = kvbench("method=knorm", "budget=2.5e-1", *QUICK)
     assert code == 0 and "average" in out
     assert all(path.read_bytes() == text for path, text in first.items())

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-import run as command
+from kvbench.cli import run as command
 from tests.support.recorded_runs import read_runs
 
 CHECKPOINT = dict(layers=4, stops=False)

@@ -10,17 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvbench
-from kvbench import catalogue, runner, survival
-from kvbench.budget import Budget
-from kvbench.catalogue import names
-from kvbench.generation import Context
-from kvbench.policy import Choice
-from kvbench.prompt import encode_all
-from kvbench.run import Run
-from kvbench.runner import Bench, Reader, execute, shortened
-from kvbench.storage import StoredRows
-from kvbench.survival import BINS, evidence, survived
-from kvbench.task import Sample
+from kvbench.cache.policy import Choice
+from kvbench.cache.storage import StoredRows
+from kvbench.config import catalogue
+from kvbench.config.catalogue import names
+from kvbench.engine import timing
+from kvbench.engine.generation import Context
+from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.task import Sample
+from kvbench.runs import responder, survival
+from kvbench.runs import survival as kvbench_survival
+from kvbench.runs.prompt import encode_all
+from kvbench.runs.resources import Bench
+from kvbench.runs.responder import Reader, shortened
+from kvbench.runs.runner import execute
+from kvbench.runs.spec import Run
+from kvbench.runs.survival import BINS, evidence, survived
 from tests.support.conversations import turns
 from tests.support.method_files import chosen
 from tests.support.tiny_models import ids, tiny
@@ -153,7 +158,7 @@ def test_records_say_what_the_python_interface_shows(bench, settings, question, 
         record, chosen_ = records[sample.uid], run.groups
         first = prompt.context + (prompt.rest if question == "visible" else ())
         own = {
-            "seed": runner.seed_of(0, sample.group or sample.uid),
+            "seed": responder.seed_of(0, sample.group or sample.uid),
             "tokenizer": bench.tokenizer,
             "prefix": prompt.prefix,
         }
@@ -220,10 +225,10 @@ def test_what_looking_takes_is_no_part_of_the_peak(bench, monkeypatch):
     counter = [0]
     run = run_of("method=snapkv", "budget=0.2", *SMALL)
     reader = Reader(run, bench)
-    look, prefill = runner.survived, Context.prefill
-    monkeypatch.setattr(runner, "peak", lambda device: counter[0])
-    monkeypatch.setattr(runner, "forget_peak", lambda device: counter.__setitem__(0, 10))
-    monkeypatch.setattr(runner, "survived", lambda *own: (counter.__setitem__(0, 1000), look(*own))[1])
+    look, prefill = kvbench_survival.survived, Context.prefill
+    monkeypatch.setattr(timing, "peak", lambda device: counter[0])
+    monkeypatch.setattr(timing, "forget_peak", lambda device: counter.__setitem__(0, 10))
+    monkeypatch.setattr(kvbench_survival, "survived", lambda *own: (counter.__setitem__(0, 1000), look(*own))[1])
     monkeypatch.setattr(Context, "prefill", lambda self, own: (counter.__setitem__(0, 50), prefill(self, own))[1])
     batch = [next(iter(bench.prompts.values()))]
     reader.answer(batch)

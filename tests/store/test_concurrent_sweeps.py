@@ -9,9 +9,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from kvbench.audit import audit
-from kvbench.store import RunFolder
-from kvbench.store import parse_record as whole
+from kvbench.store.audit import audit
+from kvbench.store.run_folder import RunFolder
+from kvbench.store.run_folder import parse_record as whole
 from tests.support.made_up_runs import VALUE
 from tests.support.repository import ROOT
 
@@ -19,7 +19,7 @@ RUNS, SAMPLES, SWEEPS, KILLS = 6, 30, 8, 16
 SWEEP = """
 import os, random, sys, time
 from pathlib import Path
-from kvbench.store import RunFolder, claims
+from kvbench.store.run_folder import RunFolder, claims
 results, seed, log = Path(sys.argv[1]), int(sys.argv[2]), os.open(sys.argv[3], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 cells = random.Random(seed).sample(range({runs}), {runs} - 2)
 print(flush=True)

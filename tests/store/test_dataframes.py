@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvbench
-from kvbench import audit, frames
-from kvbench.settings import SettingError
-from kvbench.store import FORMAT, RunFolder, run_hash
+from kvbench.cli import audit as audit_command
+from kvbench.store import audit, dataframes
+from kvbench.store.run_folder import FORMAT, RunFolder, run_hash
+from kvbench.validation import SettingError
 from tests.support.repository import ROOT
 
 
@@ -61,7 +62,7 @@ def test_a_lone_surrogate_is_written_out(tmp_path):
     write(tmp_path, found=[record(0, output="a \ud800", target=["\ud800"]), record(1, output="é \\", target=["b"])])
     found = kvbench.load(tmp_path).records()
     assert list(found.output) == ["a \\ud800", "é \\"] and list(found.target) == ['["\\ud800"]', '["b"]']
-    frames.export(tmp_path, tmp_path / "export")
+    dataframes.export(tmp_path, tmp_path / "export")
 
 
 def test_filters_take_values_and_lists_and_refuse_what_is_not_there(tmp_path):
@@ -97,9 +98,10 @@ def test_filters_take_values_and_lists_and_refuse_what_is_not_there(tmp_path):
 )
 def test_values_of_any_kinds_make_one_column(parts):
     chunks = [
-        frames.chunked([record(i, answer=answer) for i, answer in enumerate(own)], {"run": "a"}, None) for own in parts
+        dataframes.chunked([record(i, answer=answer) for i, answer in enumerate(own)], {"run": "a"}, None)
+        for own in parts
     ]
-    found = frames.together(chunks)["answer"].to_pylist()
+    found = dataframes.together(chunks)["answer"].to_pylist()
     for answer, own in zip([answer for part in parts for answer in part], found, strict=True):
         same = own == answer or own == json.dumps(answer)
         assert same or (isinstance(own, str) and json.loads(own) == answer)
@@ -139,7 +141,7 @@ def test_the_audit_passes_whole_runs(tmp_path):
         first.name: ("3 records, finished", []),
         second.name: ("3 records, unfinished", []),
     }
-    assert audit.main([str(tmp_path)]) == 0 and audit.main([str(tmp_path / "nowhere")]) == 2
+    assert audit_command.main([str(tmp_path)]) == 0 and audit_command.main([str(tmp_path / "nowhere")]) == 2
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_the_audit_names_what_is_damaged(tmp_path, harm, said):
     assert found[good.name] == ("3 records, finished", [])
     state, wrong = found[bad.name]
     assert state == "damaged" and any(said in line for line in wrong), wrong
-    assert audit.main([str(tmp_path)]) == 1
+    assert audit_command.main([str(tmp_path)]) == 1
 
 
 def test_the_audit_finds_runs_that_cannot_be_paired(tmp_path):
@@ -179,7 +181,7 @@ def test_the_audit_finds_runs_that_cannot_be_paired(tmp_path):
 def test_export_writes_what_load_shows(tmp_path):
     write(tmp_path)
     write(tmp_path, value("full", budget=1.0))
-    paths = frames.export(tmp_path, tmp_path / "export")
+    paths = dataframes.export(tmp_path, tmp_path / "export")
     assert [path.name for path in paths] == ["runs.parquet", "records.parquet"]
     loaded = kvbench.load(tmp_path)
     found = pandas.read_parquet(paths[1])

@@ -16,15 +16,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvbench import store
-from kvbench.store import RunFolder, run_hash
+from kvbench.store import run_folder
+from kvbench.store.run_folder import RunFolder, run_hash
 from tests.support.repository import ROOT
 
 VALUE = {"method": "snapkv", "budget": 0.05}
 WORKER = """
 import os, sys, time
 from pathlib import Path
-from kvbench.store import RunFolder, claims
+from kvbench.store.run_folder import RunFolder, claims
 root, count, size, pause, log = Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5]
 uids = [f"niah/{index}" for index in range(count)]
 log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -241,7 +241,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
     with folder.open({}):
         write(folder, "a")
         assert folder.claim("b")
-        monkeypatch.setattr(store.os, "write", lambda descriptor, line: whole_write(descriptor, line[:5]))
+        monkeypatch.setattr(run_folder.os, "write", lambda descriptor, line: whole_write(descriptor, line[:5]))
         with pytest.raises(OSError, match="5 of 13 bytes"):
             folder.append({"uid": "b"})
         monkeypatch.undo()
@@ -286,7 +286,7 @@ def test_run_and_machine_are_described(tmp_path):
         folder = RunFolder(tmp_path, value)
         with folder.open(machine):
             write(folder, *({"a", "b"} - folder.records().keys()))
-    described = store.yaml.safe_load((folder.path / "run.yaml").read_text())
+    described = run_folder.yaml.safe_load((folder.path / "run.yaml").read_text())
     assert described == {"format": 1, "hash": folder.path.name, "value": value | {"model": folder.value["model"]}}
     assert json.loads((folder.path / "machine.json").read_text()) == {"gpu": "H200"}
     (other,) = folder.path.glob("machine-*.json")
@@ -331,7 +331,7 @@ def test_the_spelling_of_a_number_does_not_change_the_hash(number):
 @EXAMPLES
 @given(st.dictionaries(st.text(), JSON), st.text(), JSON, JSON)
 def test_any_changed_setting_changes_the_hash(value, key, one, other):
-    assume(json.dumps(store.plain(one), sort_keys=True) != json.dumps(store.plain(other), sort_keys=True))
+    assume(json.dumps(run_folder.plain(one), sort_keys=True) != json.dumps(run_folder.plain(other), sort_keys=True))
     assert run_hash(value | {key: one}) != run_hash(value | {key: other})
 
 

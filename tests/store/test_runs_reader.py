@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 import kvbench
-from kvbench import audit
 from kvbench.atomic import replace_file
-from kvbench.scores import Runs
-from kvbench.stored import Found, RunRecords, every, find_finished, find_runs, flatten
-from kvbench.sweep import Times
+from kvbench.papers.cell_values import Runs
+from kvbench.store import audit
+from kvbench.store.runs import Found, RunRecords, every, find_finished, find_runs, flatten
+from kvbench.sweeps.status import Times
 from tests.support.made_up_runs import write
 
 

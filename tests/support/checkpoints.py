@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from kvbench.model import REFERENCE
+from kvbench.models.embedded import REFERENCE
 
 
 def write_checkpoint(folder: Path, layers: int = 2, stops: bool = True) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import run as command
-from kvbench.settings import answered
+from kvbench.cli import run as command
+from kvbench.cli.command import answered
 
 
 def answer(

@@ -1,6 +1,6 @@
 """A conversation of three turns about one text."""
 
-from kvbench.task import Sample
+from kvbench.interfaces.task import Sample
 
 CONTEXT = "The river runs by the mill. Nobody knows who built the mill, but the miller does."
 ASKED = ("\n\nWho built it? Answer:", "\n\nAnd when? Answer:", "\n\nWhy, then? Answer:")

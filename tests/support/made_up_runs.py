@@ -5,8 +5,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from kvbench.store import RunFolder
-from kvbench.stored import Stored
+from kvbench.store.run_folder import RunFolder
+from kvbench.store.runs import Stored
 
 VALUE = {
     "model": {"name": "tiny", "identity": "0a1b"},

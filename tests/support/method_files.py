@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from kvbench.calibrate import query_filters
-from kvbench.catalogue import build, settings
-from kvbench.model import layout
+from kvbench.config.catalogue import build, settings
+from kvbench.models.transformers_port import layout
+from kvbench.training.query_filters import query_filters
 from tests.support.tiny_models import ids, tiny
 
 FOLDER = tempfile.TemporaryDirectory()

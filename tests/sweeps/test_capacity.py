@@ -2,11 +2,12 @@
 
 import pytest
 
-from kvbench import capacity
-from kvbench.catalogue import CONF
-from kvbench.cells import Asked
-from kvbench.model import Checkpoint, configuration, parameters
-from kvbench.settings import SettingError
+from kvbench.config.catalogue import CONF
+from kvbench.models.checkpoint import Checkpoint, parameters
+from kvbench.models.configuration import configuration
+from kvbench.sweeps import capacity
+from kvbench.sweeps.compose import Asked
+from kvbench.validation import SettingError
 from tests.support.command_line import answer, assert_refused
 
 
@@ -60,7 +61,7 @@ def test_a_hub_out_of_reach_is_asked_once_for_a_model(monkeypatch):
         asked.append(path)
         raise OSError("no network\nmore")
 
-    monkeypatch.setattr("kvbench.model.AutoConfig.from_pretrained", unreachable)
+    monkeypatch.setattr("kvbench.models.transformers_port.AutoConfig.from_pretrained", unreachable)
     for name in ("some/one", "some/one", "some/other"):
         with pytest.raises(SettingError, match=rf"^model.path={name}: no readable model there \(no network\)$"):
             configuration(name)

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-import run
-from kvbench import sweep
-from kvbench.settings import SettingError
-from kvbench.store import RunFolder, value_of
+from kvbench.cli import run, sweep_status
+from kvbench.store.run_folder import RunFolder, value_of
+from kvbench.sweeps import status
+from kvbench.validation import SettingError
 from tests.support.command_line import answer
 from tests.support.repository import ROOT
 
@@ -35,13 +35,13 @@ def begun(results, own, records, total=4, finish=False, **more):
 
 
 def test_states(tmp_path):
-    assert sweep.state_of(tmp_path, "nothing") == sweep.State("missing")
+    assert status.state_of(tmp_path, "nothing") == status.State("missing")
     done = begun(tmp_path, value(), 4, finish=True)
-    assert sweep.state_of(tmp_path, done) == sweep.State("done", 4, 4)
+    assert status.state_of(tmp_path, done) == status.State("done", 4, 4)
     stopped = begun(tmp_path, value(budget=0.2), 3)
-    assert str(sweep.state_of(tmp_path, stopped)) == "stopped 3 of 4 samples"
+    assert str(status.state_of(tmp_path, stopped)) == "stopped 3 of 4 samples"
     failed = begun(tmp_path, value(budget=0.3), 2, total=2, finish=True, error="out_of_memory")
-    assert str(sweep.state_of(tmp_path, failed)) == "done: 2 samples failed"
+    assert str(status.state_of(tmp_path, failed)) == "done: 2 samples failed"
 
 
 def test_running_is_seen_without_taking_part(tmp_path):
@@ -55,31 +55,31 @@ def test_running_is_seen_without_taking_part(tmp_path):
     arguments = [sys.executable, "-c", code, str(locks)]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         other.stdout.readline()
-        assert str(sweep.state_of(tmp_path, name)) == "running 1 of 4 samples"
+        assert str(status.state_of(tmp_path, name)) == "running 1 of 4 samples"
         with open(locks, "r+") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 78)
             with pytest.raises(OSError):
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 77)
         other.communicate("\n")
-    assert sweep.state_of(tmp_path, name).name == "stopped"
+    assert status.state_of(tmp_path, name).name == "stopped"
 
 
 def test_a_run_that_is_open_is_running_between_two_samples_too(tmp_path):
     """As where a prompt is read for many runs, and each writes its record in its turn."""
     name = begun(tmp_path, value(), 1)
     code = (
-        "import json, sys\nfrom pathlib import Path\nfrom kvbench.store import RunFolder\n"
+        "import json, sys\nfrom pathlib import Path\nfrom kvbench.store.run_folder import RunFolder\n"
         "with RunFolder(Path(sys.argv[1]), json.loads(sys.argv[2])).open({}):\n"
         "    print(flush=True)\n    sys.stdin.readline()"
     )
     arguments = [sys.executable, "-c", code, str(tmp_path / "runs"), json.dumps(value())]
     with subprocess.Popen(arguments, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         other.stdout.readline()
-        assert str(sweep.state_of(tmp_path, name)) == "running 1 of 4 samples"
+        assert str(status.state_of(tmp_path, name)) == "running 1 of 4 samples"
         with RunFolder(tmp_path / "runs", value()).open({}) as second:
             assert second.claim("niah/9")
         other.communicate("\n")
-    assert sweep.state_of(tmp_path, name).name == "stopped"
+    assert status.state_of(tmp_path, name).name == "stopped"
 
 
 def test_the_plan_counts_and_estimates(tmp_path):
@@ -88,14 +88,14 @@ def test_the_plan_counts_and_estimates(tmp_path):
     begun(tmp_path, full, 4, finish=True)
     begun(tmp_path, value(), 2, seconds=60.0)
     cells = [
-        sweep.Cell("method=snapkv budget=0.1", value(), full),
-        sweep.Cell("method=snapkv budget=0.2", value(budget=0.2), full),
-        sweep.Cell("method=keydiff", value("keydiff"), full),
-        sweep.Cell("method=full", full, full),
-        sweep.Cell("method=kvzip", refused="block_size=8: not with kvzip"),
-        sweep.Cell("length", value(task={"name": "ruler", "length": 9}), full),
+        status.Cell("method=snapkv budget=0.1", value(), full),
+        status.Cell("method=snapkv budget=0.2", value(budget=0.2), full),
+        status.Cell("method=keydiff", value("keydiff"), full),
+        status.Cell("method=full", full, full),
+        status.Cell("method=kvzip", refused="block_size=8: not with kvzip"),
+        status.Cell("length", value(task={"name": "ruler", "length": 9}), full),
     ]
-    text = sweep.plan(tmp_path, cells).splitlines()
+    text = status.plan(tmp_path, cells).splitlines()
     assert text[0] == (
         "6 cells: 1 done, 1 stopped, 1 refused, 3 missing; about 0.13 hours are left on one worker; 1 cells have no "
         "measured time to go by"
@@ -107,21 +107,21 @@ def test_the_plan_counts_and_estimates(tmp_path):
 
 def test_damaged_runs_say_nothing_of_times(tmp_path):
     begun(tmp_path, value(), 2)
-    known = sweep.Times(tmp_path)
+    known = status.Times(tmp_path)
     begun(tmp_path, {"method": {"name": "snapkv"}}, 2)
     begun(tmp_path, value(budget=0.2), 2, total="many", seconds="long")
     begun(tmp_path, value(budget=0.3), 2, seconds=30.0, prefill_ms="short")
-    assert vars(sweep.Times(tmp_path)) == vars(known) and known.seconds
+    assert vars(status.Times(tmp_path)) == vars(known) and known.seconds
 
 
 def test_a_cell_waits_for_its_full_cache(tmp_path, monkeypatch):
     full, folder = value("full", budget=1.0), tmp_path / "sweeps" / "one"
-    cells = [sweep.Cell("answered", value(), full), sweep.Cell("not begun", value(budget=0.2), full)]
-    sweep.write(folder, cells)
+    cells = [status.Cell("answered", value(), full), status.Cell("not begun", value(budget=0.2), full)]
+    status.write(folder, cells)
 
     def states() -> list[str]:
-        found = [str(state) for _, state in sweep.status(tmp_path, folder)]
-        told = sweep.plan(tmp_path, cells).splitlines()[1:]
+        found = [str(state) for _, state in status.status(tmp_path, folder)]
+        told = status.plan(tmp_path, cells).splitlines()[1:]
         assert all(own in line for own, line in zip(found, told, strict=True))
         return found
 
@@ -130,7 +130,7 @@ def test_a_cell_waits_for_its_full_cache(tmp_path, monkeypatch):
     name = begun(tmp_path, full, 3)
     assert states() == ["stopped 3 of 4 samples", "missing"]
     with monkeypatch.context() as patched:
-        patched.setattr(sweep, "busy", lambda locks: True)
+        patched.setattr(status, "busy", lambda locks: True)
         assert states() == 2 * ["running 3 of 4 samples"]
     (tmp_path / "runs" / name / "done").touch()
     assert states() == ["done", "missing"]
@@ -139,25 +139,25 @@ def test_a_cell_waits_for_its_full_cache(tmp_path, monkeypatch):
 def test_status_says_why(tmp_path):
     full, folder = value("full", budget=1.0), tmp_path / "sweeps" / "one"
     cells = [
-        sweep.Cell("done", value(), full), sweep.Cell("failed", value(budget=0.2), full),
-        sweep.Cell("stopped", value(budget=0.3), full), sweep.Cell("missing", value(budget=0.4), full),
-        sweep.Cell("refused", refused="why not"),
+        status.Cell("done", value(), full), status.Cell("failed", value(budget=0.2), full),
+        status.Cell("stopped", value(budget=0.3), full), status.Cell("missing", value(budget=0.4), full),
+        status.Cell("refused", refused="why not"),
     ]  # fmt: skip
-    sweep.write(folder, cells)
+    status.write(folder, cells)
     begun(tmp_path, value(), 4, finish=True)
     begun(tmp_path, full, 4, finish=True)
     begun(tmp_path, value(budget=0.3), 1)
     (folder / "1").mkdir()
     (folder / "1" / "failed").write_text("RuntimeError: the disk is full\n")
-    assert {label: str(state) for label, state in sweep.status(tmp_path, folder)} == {
+    assert {label: str(state) for label, state in status.status(tmp_path, folder)} == {
         "done": "done", "failed": "failed: RuntimeError: the disk is full", "stopped": "stopped 1 of 4 samples",
         "missing": "missing", "refused": "refused: why not",
     }  # fmt: skip
-    assert sweep.newest(tmp_path) == folder
+    assert status.newest(tmp_path) == folder
     with pytest.raises(SettingError, match="^results=.*: no sweep was begun there$"):
-        sweep.newest(tmp_path / "other")
+        status.newest(tmp_path / "other")
     with pytest.raises(SettingError, match="^sweep=.*: no cells.json there$"):
-        list(sweep.status(tmp_path, tmp_path))
+        list(status.status(tmp_path, tmp_path))
 
 
 def test_a_sweep_from_the_command_line(tmp_path, monkeypatch, capsys):
@@ -172,8 +172,8 @@ def test_a_sweep_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert again[0] == "2 cells: 1 done, 1 refused"
     code, out, err = answer(["-m", "method=sink,kvzip", "budgets=0.1,0.2"], monkeypatch, capsys)
     assert (code, out) == (2, "") and err.startswith("kvbench: budgets: no such setting")
-    assert sweep.main([str(tmp_path)]) == 0 and sweep.main([str(tmp_path / "nowhere")]) == 2
-    assert len(json.loads((sweep.newest(tmp_path) / "cells.json").read_text())) == 2
+    assert sweep_status.main([str(tmp_path)]) == 0 and sweep_status.main([str(tmp_path / "nowhere")]) == 2
+    assert len(json.loads((status.newest(tmp_path) / "cells.json").read_text())) == 2
 
 
 def test_what_is_refused_is_named_before_anything_is_read(tmp_path, monkeypatch, capsys):
@@ -224,7 +224,7 @@ def test_launchers(monkeypatch, capsys, tmp_path):
         code, out, _ = answer([f"hydra/launcher={launcher}", "--cfg", "all"], monkeypatch, capsys)
         assert code == 0 and said in out
     asked = []
-    monkeypatch.setattr("kvbench.workers.check", lambda workers, device: asked.append(workers) or 1)
+    monkeypatch.setattr("kvbench.runs.workers.check", lambda workers, device: asked.append(workers) or 1)
     for own in ([], ["workers=1"]):
         answer(["-m", "hydra/launcher=local", "method=full", f"results={tmp_path}", *QUICK, *own], monkeypatch, capsys)
     answer(["method=full", f"results={tmp_path}", *QUICK], monkeypatch, capsys)

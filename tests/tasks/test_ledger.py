@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from kvbench import catalogue
-from kvbench.model import REFERENCE
-from kvbench.prompt import encode, template_tokens
-from kvbench.settings import SettingError
-from kvbench.task import Sample
+from kvbench.config import catalogue
+from kvbench.interfaces.task import Sample
+from kvbench.models.chat_template import template_tokens
+from kvbench.models.embedded import REFERENCE
+from kvbench.runs.prompt import encode
 from kvbench.tasks.ledger.answer_parser import Written, read
 from kvbench.tasks.ledger.task import PREFIX, STARTS, Ledger, LedgerTask, Step, draw
+from kvbench.validation import SettingError
 from tests.support.command_line import answer, assert_refused
 from tests.support.recorded_runs import read_runs
 

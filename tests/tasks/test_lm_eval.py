@@ -11,9 +11,9 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
-from kvbench.settings import SettingError
 from kvbench.tasks.lm_eval.loader import PACKAGE, REFUSED, find, load, seeded
 from kvbench.tasks.lm_eval.task import LmEval
+from kvbench.validation import SettingError
 from tests.support.command_line import answer, assert_refused
 
 ROWS = [
@@ -179,7 +179,7 @@ REFUSALS = {
     "repeats": "it asks for 3 answers a document, one is graded",
     "sampling": "temperature=0.0: task.tasks=facts samples at temperature=0.7 top_p=1",
     "beams": "task.tasks=facts: generation setting=num_beams: choose one of until, max_gen_toks",
-    "choice": "its output type is multiple_choice, samples are generated; kvbench.adapter.KVBenchLM",
+    "choice": "its output type is multiple_choice, samples are generated; lm-eval runs it with KVBenchLM",
     "code": "it runs the code that a model writes",
     "column": "task.tasks=facts: lm-eval cannot load it (UndefinedError: 'passage' is undefined)",
     "function": "task.tasks=facts: lm-eval cannot load it (ModuleNotFoundError: No module named 'nowhere'",
@@ -279,7 +279,7 @@ BAD = {
 @pytest.mark.parametrize("setting", BAD)
 def test_a_bad_setting_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, setting):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvbench.model.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("kvbench.models.checkpoint.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
     given = ["task=lm_eval", "question=hidden", "device=cpu", setting]
     assert_refused(answer(given, monkeypatch, capsys), BAD[setting], tmp_path)
 

@@ -20,13 +20,12 @@ from hypothesis import strategies as st
 from lm_eval.utils import apply_template
 from transformers import AutoTokenizer
 
-from kvbench import catalogue
-from kvbench.data import examine
-from kvbench.model import REFERENCE
-from kvbench.prompt import encode
-from kvbench.run import Run
-from kvbench.settings import SettingError
-from kvbench.task import Sample
+from kvbench.cli.check_data import examine
+from kvbench.config import catalogue
+from kvbench.interfaces.task import Sample
+from kvbench.models.embedded import REFERENCE
+from kvbench.runs.prompt import encode
+from kvbench.runs.spec import Run
 from kvbench.tasks.lm_eval.loader import PACKAGE
 from kvbench.tasks.longbench import task
 from kvbench.tasks.longbench.miniature import rows
@@ -34,6 +33,7 @@ from kvbench.tasks.longbench.prompts import prompt
 from kvbench.tasks.longbench.subtasks import CATEGORIES, NAMES, SUBTASKS
 from kvbench.tasks.longbench.task import LongBench
 from kvbench.tasks.longbench.truncation import CONTEXT, NOTHING, QUESTION, middle
+from kvbench.validation import SettingError
 from tests.support.command_line import answer, assert_refused
 
 NO_TEMPLATE = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
@@ -410,7 +410,7 @@ def test_a_row_that_cannot_be_used_is_named(case, folder):
 
 
 def test_a_file_that_cannot_be_used_is_one_line_and_nothing_is_written(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("kvbench.model.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("kvbench.models.checkpoint.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)

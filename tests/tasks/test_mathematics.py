@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from lm_eval.tasks.aime.utils import is_equiv
 from transformers import AutoTokenizer
 
-from kvbench import data as check
-from kvbench.model import REFERENCE
-from kvbench.settings import SettingError
-from kvbench.task import Graded
+from kvbench.cli import check_data as check
+from kvbench.interfaces.task import Graded
+from kvbench.models.embedded import REFERENCE
 from kvbench.tasks.common import dataset_rows
 from kvbench.tasks.mathematics.equivalence import LONGEST, normal, same
 from kvbench.tasks.mathematics.extraction import boxed, first_box, flexible
 from kvbench.tasks.mathematics.miniature import miniature
 from kvbench.tasks.mathematics.rows import SOURCES, read
 from kvbench.tasks.mathematics.task import MathProblems
+from kvbench.validation import SettingError
 from tests.support.command_line import answer, assert_refused
 from tests.support.math_pairs import EQUAL, UNEQUAL, pairs
 
@@ -291,7 +291,7 @@ def test_a_broken_line_has_its_number_and_nothing_is_written(tmp_path, monkeypat
     (tmp_path / "bad.jsonl").write_text(json.dumps(ROWS[0]) + '\n{"problem": \n')
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr("kvbench.model.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("kvbench.models.checkpoint.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
     found = answer(["task=math500", "task.path=../bad.jsonl"], monkeypatch, capsys)
     assert_refused(found, "task.path: bad.jsonl line 2 is not JSON", tmp_path / "here")
 
@@ -375,7 +375,7 @@ WRONG = {
 @pytest.mark.parametrize("setting", WRONG)
 def test_a_wrong_setting_is_one_line(tmp_path, monkeypatch, capsys, setting):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvbench.model.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("kvbench.models.checkpoint.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
     assert_refused(answer(["task=aime24", setting], monkeypatch, capsys), WRONG[setting], tmp_path)
 
 
@@ -396,7 +396,7 @@ def records(results) -> dict[str, dict[str, dict]]:
 def kvbench(tmp_path, monkeypatch, capsys):
     """The command line, in tmp_path; no second opinions, which tests/integrations/test_math_verify.py is about."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvbench.grade.grade", lambda folder: None)
+    monkeypatch.setattr("kvbench.integrations.math_verify.grade", lambda folder: None)
     return lambda *settings: answer([*settings, "device=cpu"], monkeypatch, capsys)
 
 

@@ -14,13 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from kvbench import catalogue, heatmap
-from kvbench.model import REFERENCE
-from kvbench.prompt import encode, template_tokens
-from kvbench.settings import SettingError
+from kvbench.analysis import needle_grid
+from kvbench.cli import grid
+from kvbench.config import catalogue
+from kvbench.models.chat_template import template_tokens
+from kvbench.models.embedded import REFERENCE
+from kvbench.runs.prompt import encode
 from kvbench.tasks.common.axes import axis
 from kvbench.tasks.niah.haystack import ARCHIVE, COMMIT, Haystack, Passage, load
 from kvbench.tasks.niah.task import Niah
+from kvbench.validation import SettingError
 from tests.support.command_line import answer, assert_refused
 
 CHAT = (
@@ -394,7 +397,7 @@ def test_two_methods_and_both_questions_make_a_grid(kvbench, tmp_path, capsys):
             code, out, err = kvbench(f"method={method}", f"question={question}", *grid)
             assert code == 0, err
             assert "niah_200" in out and "Generated text (haystack)" in out
-    assert heatmap.main(["results"]) == 0
+    assert grid.main(["results"]) == 0
     lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert len(lines) == 6 * 2 and {line["finished"] for line in lines} == {"True"}
     assert {(line["length"], line["depth"]) for line in lines} == {("200", "0"), ("200", "50")}
@@ -412,7 +415,7 @@ def test_two_methods_and_both_questions_make_a_grid(kvbench, tmp_path, capsys):
 
 def test_the_grid_of_records_is_their_mean(tmp_path, capsys):
     """Records by hand: means per cell, failures apart, runs without a grid left out."""
-    from kvbench.store import RunFolder
+    from kvbench.store.run_folder import RunFolder
 
     def run(name: str, records: list[dict]) -> None:
         value = {key: {"name": name} for key in ("method", "allocator", "codec", "task", "model")}
@@ -432,7 +435,7 @@ def test_the_grid_of_records_is_their_mean(tmp_path, capsys):
         {"score": 10.0, "also": {}, "meta": meta | {"depth": None}},
     ])  # fmt: skip
     run("b", [{"score": 1.0, "also": {}, "meta": {}}])
-    drawn, cell = csv.DictReader(io.StringIO(heatmap.grid(tmp_path)))
+    drawn, cell = csv.DictReader(io.StringIO(needle_grid.grid(tmp_path)))
     assert drawn["depth"] == "" and drawn["score"] == "10.0" and drawn["also_rouge1"] == ""
     shown = {key: cell[key] for key in ("model", "data", "length", "depth", "n", "failed", "score", "kept", "place")}
     assert shown == {
@@ -440,6 +443,6 @@ def test_the_grid_of_records_is_their_mean(tmp_path, capsys):
         "kept": "0.5", "place": "23.0",
     }  # fmt: skip
     assert (cell["also_rouge1"], cell["also_all"], cell["finished"]) == ("6.0", "0.5", "False")
-    assert heatmap.main([str(tmp_path / "runs")]) == heatmap.main([]) == 2
+    assert grid.main([str(tmp_path / "runs")]) == grid.main([]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert "no run there" in first and "required: results" in second

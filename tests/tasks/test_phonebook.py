@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from kvbench import catalogue
-from kvbench.model import REFERENCE
-from kvbench.settings import SettingError
-from kvbench.task import Graded, Sample
+from kvbench.config import catalogue
+from kvbench.interfaces.task import Graded, Sample
+from kvbench.models.embedded import REFERENCE
 from kvbench.tasks.phonebook import PHONES, Phonebook, _book, needles
 from kvbench.tasks.ruler.niah import NIAH
+from kvbench.validation import SettingError
 from tests.support.command_line import answer, assert_refused
 from tests.support.recorded_runs import read_runs
 

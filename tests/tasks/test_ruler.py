@@ -25,10 +25,10 @@ from scipy.special import zeta
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvbench import catalogue
-from kvbench.prompt import encode, template_tokens
-from kvbench.settings import SettingError
-from kvbench.task import Graded, Sample
+from kvbench.config import catalogue
+from kvbench.interfaces.task import Graded, Sample
+from kvbench.models.chat_template import template_tokens
+from kvbench.runs.prompt import encode
 from kvbench.tasks.common import synthetic_prose
 from kvbench.tasks.common.sample_cache import tokenizer_hash
 from kvbench.tasks.ruler.fit import TRIES, fit, settle
@@ -37,6 +37,7 @@ from kvbench.tasks.ruler.sentences import punkt
 from kvbench.tasks.ruler.task import FAMILIES, FITS, SUBTASKS, Ruler, draw, least_units, load_texts, render
 from kvbench.tasks.ruler.templates import wordings
 from kvbench.tasks.ruler.variable_tracking import chain, example_units
+from kvbench.validation import SettingError
 from tests.support.repository import ROOT
 
 LIMITS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}

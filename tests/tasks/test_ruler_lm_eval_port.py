@@ -9,10 +9,11 @@ import pytest
 import wonderwords
 from lm_eval.tasks import TaskManager
 
-from kvbench.model import REFERENCE, Checkpoint
-from kvbench.settings import SettingError
+from kvbench.models.checkpoint import Checkpoint
+from kvbench.models.embedded import REFERENCE
 from kvbench.tasks.lm_eval.loader import PACKAGE, quiet, seeded
 from kvbench.tasks.ruler.lm_eval_port import OFFLINE, RulerLmEval, context_of
+from kvbench.validation import SettingError
 from tests.support.command_line import answer, assert_refused
 
 LENGTH = 1024

@@ -8,15 +8,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvbench.data import examine
-from kvbench.model import REFERENCE
-from kvbench.prompt import encode_all
-from kvbench.settings import SettingError
+from kvbench.cli.check_data import examine
+from kvbench.models.embedded import REFERENCE
+from kvbench.runs.prompt import encode_all
 from kvbench.tasks.scbench import metrics
 from kvbench.tasks.scbench.miniature import miniature
 from kvbench.tasks.scbench.prompts import fingerprint, forms
 from kvbench.tasks.scbench.rows import DATASET, REVISION
 from kvbench.tasks.scbench.task import TASKS, SCBench
+from kvbench.validation import SettingError
 from tests.support.command_line import answer, assert_refused
 from tests.support.recorded_runs import read_runs
 

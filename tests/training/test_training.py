@@ -14,15 +14,20 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvbench import catalogue
-from kvbench.model import EMBEDDED_MODELS, REFERENCE, Checkpoint
-from kvbench.reference import data, evaluate, train
-from kvbench.reference.model import Llama
-from kvbench.reference.recipe import Recipe, load
-from kvbench.run import Run
-from kvbench.runner import Bench, execute_all
-from kvbench.settings import EMBEDDED_MODELS as MARKED
-from kvbench.settings import SettingError
+from kvbench.cli import command
+from kvbench.cli import evaluate as evaluate_command
+from kvbench.cli import train as train_command
+from kvbench.config import catalogue
+from kvbench.models.checkpoint import Checkpoint
+from kvbench.models.embedded import EMBEDDED_MODELS, REFERENCE
+from kvbench.runs.resources import Bench
+from kvbench.runs.runner import execute_all
+from kvbench.runs.spec import Run
+from kvbench.training import evaluate, train, training_data
+from kvbench.training.architecture import Llama
+from kvbench.training.recipe import Recipe, load
+from kvbench.validation import EMBEDDED_MODELS as MARKED
+from kvbench.validation import SettingError
 
 STAGES = "stages=[[0, 128], [0.5, 256]]"
 TINY = [STAGES, "hidden=64", "layers=1", "heads=1", "kv_heads=1", "inner=64", "context=256", "tokens=512",
@@ -33,7 +38,7 @@ ASKED = ("task.subtasks=[niah_multikey_2,niah_multivalue,ruler_qa_squad]", "task
 
 @pytest.fixture(scope="module")
 def maker():
-    return data.Maker("test", data.load(REFERENCE), Recipe(confusable=1.0))
+    return training_data.Maker("test", training_data.load(REFERENCE), Recipe(confusable=1.0))
 
 
 def test_every_embedded_model_is_whole_and_small():
@@ -58,15 +63,15 @@ def test_settings_of_a_recipe(tmp_path):
     for wrong in (*kinds, *values):
         with pytest.raises(SettingError, match=wrong.partition("=")[0]):
             Recipe().changed([wrong])
-    for mix in ({"ledgers": 5}, {"ledger": "x"}, {"ledger": -1}, dict.fromkeys(data.NAMES, 0)):
+    for mix in ({"ledgers": 5}, {"ledger": "x"}, {"ledger": -1}, dict.fromkeys(training_data.NAMES, 0)):
         with pytest.raises(SettingError, match="mix"):
-            data.shares(Recipe(mix=mix))
+            training_data.shares(Recipe(mix=mix))
 
 
 def test_no_sample_is_waited_for_that_cannot_be():
     own = Recipe().changed(["ledgers=1", "turns=0", "needles=0"])
     with pytest.raises(ValueError, match="no sample of 128 tokens"):
-        data.Maker("test", data.load(REFERENCE), own).sample(128)
+        training_data.Maker("test", training_data.load(REFERENCE), own).sample(128)
     full = queue.Queue()
     full.put("what a worker died of")
     with pytest.raises(train.Starved, match="0 of 1 workers"):
@@ -124,37 +129,37 @@ def test_confusable_values_are_all_different_and_alike(maker):
 
 
 def test_the_look_ahead_asks_questions_for_tokens_of_their_answers(maker):
-    made = data.batch(maker, 512, 0.0)
+    made = training_data.batch(maker, 512, 0.0)
     length, offsets = 512, maker.recipe.offsets
     assert made.ids.shape == (maker.recipe.tokens // length, length + 1)
     assert [*offsets] == [*range(2, 41)] and made.pairs.shape == (39, maker.recipe.places)
-    answers = made.weights > 1.5 * data.CONTEXT
+    answers = made.weights > 1.5 * training_data.CONTEXT
     for offset, places, targets in zip(offsets, made.pairs, made.targets, strict=True):
         rows, inside = places // length, places % length
         assert (inside + offset <= length).all()
         assert (made.ids[rows, inside + offset] == targets).all() and answers[rows, inside + offset].all()
-        assert (made.ids[rows, inside] != data.PAD).all()
+        assert (made.ids[rows, inside] != training_data.PAD).all()
 
 
 def test_where_the_look_ahead_looks_from(maker):
     """Two answers, each with a question of 60 tokens: never from the context or the other one, and as often as said."""
     ids = np.arange(301)[None]
     spans = [(0, 100, 160, 190), (0, 190, 250, 280)]  # row, question, answer, end
-    pairs, targets = data.look(maker, ids, spans)
+    pairs, targets = training_data.look(maker, ids, spans)
     counts = dict.fromkeys(("end", "rest", "answer"), 0)
     for offset, places, tokens in zip(maker.recipe.offsets, pairs, targets, strict=True):
         assert (places + offset == tokens).all()
         for place, token in zip(places, tokens, strict=True):
             _, asked, answer, end = next(span for span in spans if span[2] <= token < span[3])
             assert asked <= place < end
-            counts["answer" if place >= answer else "end" if place >= answer - data.WINDOW else "rest"] += 1
+            counts["answer" if place >= answer else "end" if place >= answer - training_data.WINDOW else "rest"] += 1
     weight = dict.fromkeys(counts, 0.0)  # what the three kinds of places should have, all offsets alike
     for offset in maker.recipe.offsets:
         own = {"answer": 0.0, "end": 0.0, "rest": 0.0}
         for place in range(-offset, 30 - offset):
-            own["answer"] += data.IN_ANSWER * (place >= 0)
-            own["end"] += -data.WINDOW <= place < 0
-            own["rest"] += data.BEFORE * (place < -data.WINDOW)
+            own["answer"] += training_data.IN_ANSWER * (place >= 0)
+            own["end"] += -training_data.WINDOW <= place < 0
+            own["rest"] += training_data.BEFORE * (place < -training_data.WINDOW)
         for kind, share in own.items():
             weight[kind] += share / sum(own.values())
     for kind, share in weight.items():
@@ -196,7 +201,7 @@ def trained(tmp_path, monkeypatch):
 
     def command(*given, out=tmp_path / "own"):
         monkeypatch.setattr("sys.argv", ["train", "--out", str(out), "--workers", "1", "--device", "cpu", *given])
-        return train.answered(train.main)
+        return command.answered(train_command.main)
 
     monkeypatch.setattr(train.Log, "EVERY", 1)
     assert command("--minutes", "60", "--steps", "2", "--set", *TINY[:4], "--set", *TINY[4:]) == 0
@@ -254,7 +259,7 @@ def test_an_evaluation_adds_to_its_file(trained, monkeypatch, capsys):
 
     def evaluated(*given):
         monkeypatch.setattr("sys.argv", ["evaluate", "--model", str(folder), "--samples", "1", "--steps", "0", *given])
-        return train.answered(evaluate.main)
+        return command.answered(evaluate_command.main)
 
     monkeypatch.setattr(evaluate, "SUBTASKS", ("niah_single_1",))
     threads = SimpleNamespace(Pool=ThreadPool)  # no processes to start

@@ -10,19 +10,19 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvbench.allocator import Allocator
-from kvbench.apportion import settle
-from kvbench.budget import Budget
-from kvbench.catalogue import build, names, settings
-from kvbench.generation import Context
-from kvbench.held import choose_cache
-from kvbench.method import Method, shrink
+from kvbench.config.catalogue import build, names, settings
+from kvbench.engine.compressed_cache import choose_cache
+from kvbench.engine.generation import Context
+from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.apportion import settle
+from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.method import Method, shrink
+from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.rows import Rows
 from kvbench.methods.allocators.ada import Ada
 from kvbench.methods.codecs.raw import Raw
 from kvbench.methods.knorm import Knorm
-from kvbench.observation import Seen, State
-from kvbench.rows import Rows
-from kvbench.settings import ContractError, SettingError, part
+from kvbench.validation import ContractError, SettingError, part
 from tests.support.dense_engine import Dense
 from tests.support.oracles import CLOSE
 from tests.support.tiny_models import ids, tiny

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.budget import Budget
-from kvbench.catalogue import build, settings
-from kvbench.generation import Context
-from kvbench.held import choose_cache
-from kvbench.observation import Seen
-from kvbench.settings import SettingError
+from kvbench.config.catalogue import build, settings
+from kvbench.engine.compressed_cache import choose_cache
+from kvbench.engine.generation import Context
+from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.observation import Seen
+from kvbench.validation import SettingError
 from tests.support.dense_engine import Dense, Glance, Head
 from tests.support.oracle_scores import votes
 from tests.support.oracle_shares import CakeRule, cake, exact, side_by_side

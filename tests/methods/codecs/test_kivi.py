@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.budget import Budget
-from kvbench.catalogue import build, methods_available, names, settings
-from kvbench.codec import join, split
-from kvbench.generation import Context
-from kvbench.held import choose_cache
+from kvbench.config.catalogue import build, methods_available, names, settings
+from kvbench.engine.compressed_cache import choose_cache
+from kvbench.engine.generation import Context
+from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.codec import join, split
 from kvbench.kernels.quantize import dequantize, quantize
-from kvbench.settings import SettingError
+from kvbench.validation import SettingError
 from tests.support.dense_engine import Dense, Head
 from tests.support.method_files import chosen, needed
 from tests.support.tiny_models import double, ids, tiny

@@ -1,0 +1,1 @@
+"""What records say: means with intervals, pairs, curves, the closing table."""

@@ -1,0 +1,248 @@
+"""The closing table: for each subtask and on average what a method loses against the full cache, and what it costs.
+
+Everything is computed here from two runs' records; a record never stores an average. Per subtask, over the samples that
+both runs answered: mean scores and the paired interval (kvbench.analysis.paired), how many samples score less, more and
+alike, the mean share of bytes held (resident_bytes / full_bytes), the mean share of rows attended in decoding
+(rows_attended / rows_seen_decoding), and the medians of the time to the first token and of the time per output token
+after it, in ms. Rows below the rule are means of rows above it, weighted as the task says, else one average with each
+subtask weighing the same; the last one may be the average over the subtasks that the model can do
+(kvbench.analysis.solvable_subtasks). A second block has what else is known of the answers: the task's further metrics
+(kvbench.analysis.answer_metrics). Failed samples (`error`) leave both sides of their pair and are counted. Without a
+method the table is the full cache's own. Records say for how many runs their prompt was read at once
+(`shared_prefill`): a note says it too where that is more than one.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from scipy.special import bdtr, ndtri
+
+from kvbench.analysis import solvable_subtasks
+from kvbench.analysis.answer_metrics import FIDELITY, answered, data_kinds, failure, metrics, repeated, scores_of
+from kvbench.analysis.closing_table_format import COSTED, TIMES, Row, Table
+from kvbench.analysis.intervals import TAIL, mean
+from kvbench.analysis.paired import Scores, average, pair
+from kvbench.analysis.text_table import NONE
+from kvbench.validation import EMBEDDED_MODELS, escape, typed
+
+EMBEDDED = "The embedded reference model tests the harness; it is no evidence about large models."
+WEIGHTED = "Below the rule: means of subtasks, weighted as the benchmark does it, or papers that use it."
+COMPARED = (
+    "NLL of the answer: negative log-likelihood of the right answer's first tokens, which the model reads whatever it "
+    "answered itself; KL from the full cache: how far its predictions of them are from the full cache's. Both are "
+    "means in nats a token; smaller is better, and a sample counts as gained where it has more."
+)
+SOLVABLE = (
+    "{}: over the subtasks on which the full cache of this model scores 50 or more, chosen on other samples than these "
+    "(conf/model/{}.yaml)."
+)
+TOGETHER = (
+    "Time to first token of the {}: prompts were read for several cells at once, it is what all have in common plus "
+    "the cell's own part; sweep.share_prefill=false reads them alone."
+)
+MINIATURE = "Miniature data made by kvbench in the benchmark's format: no comparison with published scores."
+
+
+def table_of(
+    value: Mapping[str, Any], full_records: Mapping[str, dict], method_records: Mapping[str, dict] | None
+) -> Table:
+    """Return the closing table of a run, with its heading.
+
+    Args:
+        value: What the run is known by (`run.yaml`).
+        full_records: The full cache's records, by uid.
+        method_records: The run's, None where it is the full cache's itself.
+    """
+    heading = {
+        "model": value["model"]["name"],
+        "revision": value["model"].get("identity"),
+        **{group: value[group]["name"] for group in ("method", "allocator", "codec")},
+        **{name: value.get(name) for name in ("budget", "block_size", "question")},
+        "task": value["task"]["name"],
+        "device": value.get("device", {}).get("type"),
+        "embedded": is_embedded(value),
+    }
+    averages = dict(value.get("averages") or []) or None
+    return closing_table(full_records, method_records, heading, averages, solvable_subtasks.listed(value))
+
+
+def is_embedded(value: Mapping[str, Any]) -> bool:
+    """Whether a run's model is one that the project has the weights of."""
+    return value["model"]["name"] in EMBEDDED_MODELS
+
+
+def closing_table(
+    full_records: Mapping[str, dict],
+    method_records: Mapping[str, dict] | None,
+    heading: Mapping[str, object],
+    averages: Mapping[str, Mapping[str, float]] | None = None,
+    listed: Sequence[str] = (),
+) -> Table:
+    """The table of two runs' records (uid -> record), or of the full cache's alone.
+
+    `heading` is printed as it is, `task` with the data's kind; `model` and `revision` go into the notes, and `embedded:
+    True` marks the embedded reference model. `averages`: weights of subtasks by name of the average. `listed`: the
+    subtasks that the model can do, of which an average of their own is shown. SettingError if a pair's prompts or
+    targets differ.
+    """
+    other = full_records if method_records is None else method_records
+    pairs = pair(full_records, other)
+    subtasks: dict[str, list[tuple[dict, dict]]] = {}
+    for full, method in sorted(pairs, key=lambda both: (both[1]["index"], both[1]["subtask"])):
+        subtasks.setdefault(method["subtask"], []).append((full, method))
+    rows = {name: _row(name, both) for name, both in subtasks.items()}
+    scored = {name: scores_of(both) for name, own in subtasks.items() if (both := answered(own))}
+    solvable = solvable_subtasks.average(listed, rows)
+    weights = (averages or {"average": dict.fromkeys(scored, 1.0)}) | solvable
+    over = weights if averages else weights | {"average": rows}  # also those without an answer
+    means = []
+    for name, own in weights.items():
+        failed = sum(row.failed for subtask, row in rows.items() if subtask in over[name])
+        kind = "solvable" if name in solvable else "average"
+        means.append(_average(name, kind, own, rows, scored, failed))
+    also = [
+        _mean(name, "also", list(own.values()), None, 0, digits=4 if name in FIDELITY else 1)
+        for name, own in metrics(subtasks)
+    ]
+    notes = _notes(full_records, other, pairs, heading, method_records is not None)
+    if averages:
+        notes.append(WEIGHTED)
+    notes += [SOLVABLE.format(name, heading.get("model", NONE)) for name in solvable]
+    if any(row.subtask in FIDELITY for row in also):
+        notes.append(COMPARED)
+    for name, own in weights.items():
+        if missing := [subtask for subtask in over[name] if subtask not in scored]:
+            notes.append(_missing(name, missing, left_out=over[name] is not own))
+    if any(row.interval and row.interval.low is None for row in (*rows.values(), *means)):
+        notes.append("No interval where a subtask has one context only: one says nothing about others.")
+    if (fewest := repeated(subtasks)) > 1:
+        notes.append(f"avg@{fewest}: prompts were answered {fewest} times; the answers to one are one group.")
+    shown = {escape(str(key)): escape(typed(value)) for key, value in heading.items() if key != "embedded"}
+    if "task" in shown and (kinds := data_kinds(other)):
+        shown["task"] += escape(f" ({', '.join(kinds)})")
+    rows = (*rows.values(), *means)
+    return Table(shown, rows, tuple(also), tuple(map(escape, notes)), method_records is not None)
+
+
+def _row(subtask: str, pairs: Sequence[tuple[dict, dict]]) -> Row:
+    kept = answered(pairs)
+    full, method = [both[0] for both in kept], [both[1] for both in kept]
+    times = {}
+    for name, own in (("_full", full), ("", method)):
+        times[f"ttft{name}"] = [record["ttft_ms"] for record in own]
+        times[f"tpot{name}"] = [_share(record["decode_ms"], record["tokens_out"] - 1) for record in own]
+    return _mean(
+        subtask,
+        "subtask",
+        [scores_of(kept)] if kept else [],
+        None,
+        failed=len(pairs) - len(kept),
+        held=_over(np.mean, [_share(record["resident_bytes"], record["full_bytes"]) for record in method]),
+        attended=_over(np.mean, [_share(record["rows_attended"], record["rows_seen_decoding"]) for record in method]),
+        **{name: _over(np.median, own) for name, own in times.items()},
+        **{f"{name}_error": _over(median_error, own) for name, own in times.items()},
+    )
+
+
+def _average(
+    name: str,
+    kind: str,
+    weights: Mapping[str, float],
+    rows: Mapping[str, Row],
+    scored: Mapping[str, Scores],
+    failed: int,
+) -> Row:
+    """The weighted mean of rows; without numbers where a subtask has none."""
+    if not weights or any(subtask not in scored for subtask in weights):
+        return _mean(name, kind, [], None, failed)
+    shares = list(weights.values())
+    costs = {of: _weighted([getattr(rows[subtask], of) for subtask in weights], shares) for of in COSTED}
+    for of in TIMES:
+        costs[f"{of}_error"] = _combined([getattr(rows[subtask], f"{of}_error") for subtask in weights], shares)
+    return _mean(name, kind, [scored[subtask] for subtask in weights], shares, failed, **costs)
+
+
+def _mean(
+    name: str, kind: str, scores: Sequence[Scores], weights: Sequence[float] | None, failed: int, **costs: float | None
+) -> Row:
+    if not scores:
+        return Row(name, kind, None, None, None, failed, **costs)
+    sides = [mean([getattr(own, side) for own in scores], weights) for side in ("full_values", "method_values")]
+    return Row(name, kind, average(scores, weights), *sides, failed, **costs)
+
+
+def _missing(name: str, missing: Sequence[str], left_out: bool) -> str:
+    if left_out:
+        return f"The average leaves out {', '.join(missing)}: no sample was answered."
+    return f"No {name}: no answered sample of {', '.join(missing)}."
+
+
+def _weighted(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    known = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
+    return sum(value * weight for value, weight in known) / sum(weight for _, weight in known) if known else None
+
+
+def _combined(errors: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """The standard error of a weighted mean of independent values; None if one of them is not known."""
+    if any(error is None for error in errors):
+        return None
+    return math.sqrt(sum((weight * error) ** 2 for error, weight in zip(errors, weights, strict=True))) / sum(weights)
+
+
+def median_error(values: Sequence[float]) -> float | None:
+    """The standard error of the median of independent values, whatever their distribution; None of a single value.
+
+    Half the distance between two order statistics that hold the median with a chance near 95 %, over the normal
+    quantile of the chance they really have (Price & Bonett 2001, "Estimating the Variance of the Sample Median").
+    """
+    count = len(values)
+    if count < 2:
+        return None
+    place = max(1, round((count + 1) / 2 - ndtri(TAIL) * math.sqrt(count / 4)))
+    ordered = sorted(values)
+    return (ordered[count - place] - ordered[place - 1]) / (2 * float(ndtri(1 - bdtr(place - 1, count, 0.5))))
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None
+
+
+def _over(of: Callable[[list[float]], float | None], values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    found = of(known) if known else None
+    return None if found is None else float(found)
+
+
+def _notes(
+    full: Mapping[str, dict],
+    method: Mapping[str, dict],
+    pairs: Sequence[tuple[dict, dict]],
+    heading: Mapping[str, object],
+    with_method: bool,
+) -> list[str]:
+    notes = [f"Model {heading.get('model', NONE)}, revision {heading.get('revision') or 'not recorded'}."]
+    if heading.get("embedded"):
+        notes.append(EMBEDDED)
+    if "miniature" in data_kinds(full) + data_kinds(method):
+        notes.append(MINIATURE)
+    for key, what in (("haystack", "haystack"), ("qa", "questions and answers")):
+        if any(record["meta"].get(key) == "generated" for record in method.values()):
+            notes.append(f"Generated text ({what}), not the benchmark's own: no comparison with published scores.")
+    notes += sorted({record["meta"]["note"] for record in method.values() if "note" in record["meta"]})
+    for side, name in ((0, "full cache's"), (1, "method's"))[: 1 + with_method]:
+        failures = Counter(found for both in pairs if (found := failure(both[side])))
+        if failures:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(failures.items()))
+            count = f"{failures.total()} of {len(pairs)} samples"
+            notes.append(f"{count} failed in the {name} run ({kinds}); left out on both sides.")
+    sides = ("full cache", "method")[: 1 + with_method]
+    shared = [name for side, name in enumerate(sides) if any(both[side].get("shared_prefill", 1) > 1 for both in pairs)]
+    if shared:
+        notes.append(TOGETHER.format(" and the ".join(shared)))
+    for records, name in ((full, "full cache's"), (method, "method's")):
+        if alone := len(records) - len(pairs):
+            notes.append(f"{alone} samples of the {name} run have no partner in the other; left out.")
+    return notes

@@ -1,0 +1,59 @@
+"""The grid of a needle or phone book run: one line of CSV for each run, length and depth, from the records alone.
+
+`score` and the task's further metrics (`also_...`: points, or the share of samples where it is so) are means over the
+cell's `n` answered samples; `kept` is the mean of resident_bytes / full_bytes, `place` where the needle really stood;
+`failed` samples have no score. Runs whose samples have no `length` and `depth` are left out.
+"""
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from kvbench.store.runs import Stored, every
+from kvbench.validation import SettingError
+
+RUN = ("run", "finished", "model", "method", "allocator", "codec", "budget", "block_size", "question", "seed", "task")
+CELL = ("data", "length", "depth", "n", "failed", "score", "kept", "place")
+
+
+def grid(results: Path) -> str:
+    """The CSV of all runs under `results`; SettingError where there is none with a grid."""
+    lines = [line for run in every(results) for line in _lines(run)]
+    if not lines:
+        raise SettingError(f"{results}: no run there whose samples have a length and a depth")
+    also = sorted({key for line in lines for key in line} - {*RUN, *CELL})
+    text = io.StringIO()
+    writer = csv.DictWriter(text, (*RUN, *CELL, *also), restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def _lines(run: Stored) -> Iterator[dict[str, Any]]:
+    cells: dict[tuple[Any, ...], list[dict]] = {}
+    for record in run.records.values():
+        meta = record["meta"]
+        if {"length", "depth"} <= meta.keys():
+            depth = -1 if meta["depth"] is None else meta["depth"]  # drawn for each sample: one cell
+            cells.setdefault((meta["length"], depth, meta.get("data", "")), []).append(record)
+    about = {name: run.settings.get(f"{name}.name", run.settings.get(name)) for name in RUN[2:]}
+    for (length, depth, data), records in sorted(cells.items()):
+        cell = {"data": data, "length": length, "depth": "" if depth == -1 else depth}
+        yield {"run": run.hash, "finished": run.finished, **about, **cell, **_means(records)}
+
+
+def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    answered = [record for record in records if record["error"] is None and record["score"] is not None]
+    means: dict[str, Any] = {"n": len(answered), "failed": len(records) - len(answered)}
+    if not answered:
+        return means
+    values = {"score": [record["score"] for record in answered]}
+    values["kept"] = [record["resident_bytes"] / record["full_bytes"] for record in answered]
+    values["place"] = [record["meta"]["place"] for record in answered if "place" in record["meta"]]
+    for record in answered:
+        for key, own in record["also"].items():
+            values.setdefault(f"also_{key}", []).extend([] if own is None else [float(own)])
+    return means | {key: fmean(own) for key, own in values.items() if own}

@@ -1,0 +1,67 @@
+"""Several answers to one prompt: avg@n and pass@k.
+
+A prompt is answered n times, c of them right. avg@n is the mean over prompts of the mean score of the n answers, and
+
+    pass@k = mean over prompts of 1 − C(n − c, k) / C(n, k)
+
+is the unbiased estimate of how often at least one of k answers is right (Chen et al. 2021, "Evaluating Large Language
+Models Trained on Code", arXiv 2107.03374, eq. 1); pass@1 is avg@n of right-or-wrong scores. Answers to one prompt share
+its group, so intervals (kvbench.analysis.intervals) count prompts, or contexts where several prompts share one.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import comb
+
+from kvbench.analysis.intervals import BOUND, Mean, Values, mean
+
+Prompt = tuple[str, str, str, str]  # subtask, group, prompt_hash, target_hash
+
+
+def pass_at(k: int, answers: int, right: int) -> float:
+    """The chance that at least one of `k` of the `answers` is right; ValueError unless 1 <= k <= answers."""
+    if not (1 <= k <= answers and 0 <= right <= answers):
+        raise ValueError(f"pass@{k} of {answers} answers, {right} of them right")
+    return 1 - comb(answers - right, k) / comb(answers, k)
+
+
+def prompts(records: Iterable[Mapping]) -> dict[Prompt, list[float]]:
+    """The scores of the answers to each prompt, in no order; ValueError for a record without a score."""
+    found: dict[Prompt, list[float]] = {}
+    for record in records:
+        if record["score"] is None:
+            raise ValueError(f"{record['uid']}: no score")
+        key = (record["subtask"], record["group"] or record["uid"], record["prompt_hash"], record["target_hash"])
+        found.setdefault(key, []).append(record["score"])
+    return {key: sorted(found[key]) for key in sorted(found)}
+
+
+def repeats(records: Iterable[Mapping]) -> int:
+    """The fewest answers that any prompt has; 0 without records."""
+    return min(map(len, prompts(records).values()), default=0)
+
+
+def passes(records: Iterable[Mapping], k: int) -> dict[Prompt, float]:
+    """pass@k of each prompt in points; ValueError where scores are not 0 or 100 or a prompt has fewer answers."""
+    found = {}
+    for key, scores in prompts(records).items():
+        if any(score not in (0.0, BOUND) for score in scores):
+            raise ValueError(f"pass@{k}: {key[0]} has scores between right and wrong")
+        found[key] = BOUND * pass_at(k, len(scores), scores.count(BOUND))
+    return found
+
+
+def pass_at_k(records: Iterable[Mapping], k: int) -> Mean:
+    """pass@k in points, the mean over the prompts of all records."""
+    return _mean(passes(records, k))
+
+
+def average_at_n(records: Sequence[Mapping]) -> Mean:
+    """avg@n in points; ValueError where prompts have different numbers of answers."""
+    found = prompts(records)
+    if len(counts := {len(scores) for scores in found.values()}) > 1:
+        raise ValueError(f"avg@n: prompts with {min(counts)} and with {max(counts)} answers")
+    return _mean({key: sum(scores) / len(scores) for key, scores in found.items()})
+
+
+def _mean(values: Mapping[Prompt, float]) -> Mean:
+    return mean([Values(list(values.values()), [group for _, group, _, _ in values])])

@@ -1,0 +1,128 @@
+"""The subtasks that a model can do, which its card lists: the key `solvable` of conf/model/<name>.yaml.
+
+A weak model scores near 0 on many subtasks whatever its cache holds, and an average over all of them hides what a
+method loses. Tables therefore show a second average, over the listed subtasks. `python -m kvbench choose-solvable`
+makes the list:
+
+    solvable:
+      weights: "1f9d6ba0c3e84d27"   # identity of the model that was asked; other weights have no list
+      seed: 50000                   # of the samples that were asked; runs on the same samples show no second average
+      ruler:                        # a task with task.length: a list for each length
+        2048: [niah_single_1, niah_single_2]
+      longbench: [trec, triviaqa]   # a task without: one list
+
+A subtask is listed if the full cache scores at least 50 on average. The samples that decide this are made with another
+seed than those that are evaluated. A list chosen on the evaluated samples would prefer subtasks that did well by
+chance, and the full cache's average would be too high (tests/test_statistics.py shows it, and how often the intervals
+of the second average hold the truth).
+
+The list changes no record. It is therefore no part of what a run is known by, and it also serves older runs.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import yaml
+
+from kvbench.analysis.intervals import SAME
+from kvbench.config import catalogue
+from kvbench.validation import SettingError, choose, typed, whole
+
+KEY = "solvable"
+LEAST = 50.0  # points
+ABOUT = ("weights", "seed")  # keys of the list that are no task
+
+
+def solves(scores: Sequence[float]) -> bool:
+    """Whether a subtask with these scores of the full cache, in points, is listed: their mean is at least LEAST."""
+    return math.fsum(scores) / len(scores) >= LEAST - SAME
+
+
+def listed(value: Mapping[str, Any]) -> tuple[str, ...]:
+    """The subtasks that the card lists for the model, task and length of a run.
+
+    Args:
+        value: What the run is known by (`kvbench.runs.spec.Run.value`).
+
+    Returns:
+        The names. Empty if the card has no list for this task and length, if the run's weights are not the card's, and
+        if the run's samples have the seed of those that the list was chosen on.
+
+    Raises:
+        SettingError: The card is damaged.
+    """
+    model, task = value["model"], value["task"]
+    if model["name"] not in catalogue.names("model"):  # of a folder or hub id
+        return ()
+    card = read(model["name"])
+    if not card or card["weights"] != model.get("identity") or card["seed"] == task.get("seed"):
+        return ()
+    own = card.get(task["name"], ())
+    return tuple(own.get(task.get("length"), ()) if isinstance(own, Mapping) else own)
+
+
+def average(names: Sequence[str], subtasks: Iterable[str]) -> dict[str, dict[str, float]]:
+    """The average over those of a run's `subtasks` that are among the listed `names`: its name and their weights.
+
+    Empty if none of them is listed. Also empty if all are: the average of all is the same.
+    """
+    there = list(subtasks)
+    own = [name for name in there if name in names]
+    return {f"average of {len(own)} solvable": dict.fromkeys(own, 1.0)} if 0 < len(own) < len(there) else {}
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Raise a SettingError unless the card of a composed `model` can be used and nothing overrides its list."""
+    card = read(config["name"])
+    if KEY in config and (config[KEY] or {}) != card:
+        raise SettingError(
+            f"model.{KEY}={typed(config[KEY])}: cannot be overridden; conf/model/{config['name']}.yaml has it"
+        )
+
+
+def read(name: str) -> Mapping[str, Any]:
+    """What conf/model/<name>.yaml says under `solvable`, {} for nothing; SettingError if it cannot be used."""
+    return _read(name, (catalogue.CONF / "model" / f"{name}.yaml").read_text())
+
+
+@cache
+def _read(name: str, text: str) -> Mapping[str, Any]:
+    try:
+        settings = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SettingError(catalogue.damage(error, catalogue.CONF / "model" / f"{name}.yaml")) from None
+    card = settings.get(KEY) if isinstance(settings, Mapping) else None
+    if card is None:
+        return {}
+    where = f"conf/model/{name}.yaml: {KEY}"
+    if not isinstance(card, Mapping) or not set(ABOUT) <= card.keys() or not isinstance(card["weights"], str):
+        raise SettingError(
+            f"{where}: weights (a text in quotes), seed and tasks, as python -m kvbench choose-solvable says"
+        )
+    whole(f"{where}.seed", card["seed"], 0)
+    for task in card.keys() - set(ABOUT):
+        names, by_length = subtasks_of(where, task)
+        own = card[task]
+        if by_length != isinstance(own, Mapping):
+            raise SettingError(f"{where}.{task}: {'a list for each length' if by_length else 'one list'} of subtasks")
+        for length, some in own.items() if by_length else [(None, own)]:
+            if by_length:
+                whole(f"{where}.{task} length", length, 1)
+            place = f"{where}.{task}" + (f".{length}" if by_length else "")
+            if not isinstance(some, list) or len(set(map(str, some))) < len(some):
+                raise SettingError(f"{place}={typed(some)}: a list of different subtasks")
+            for one in some:
+                choose(place, one, names)
+    return card
+
+
+def subtasks_of(where: str, task: object) -> tuple[tuple[str, ...], bool]:
+    """All subtasks of a task, and whether it has a length; SettingError if a card cannot list them."""
+    choose(where, task, catalogue.names("task"))
+    settings = yaml.safe_load((catalogue.CONF / "task" / f"{task}.yaml").read_text())
+    kind = catalogue.load_class(f"task={task}", settings["_target_"]) if "_target_" in settings else None
+    if not (names := getattr(kind, "subtask_names", ())):
+        raise SettingError(f"{where}: the subtasks of {task} have no fixed names, so they cannot be listed")
+    return names, "length" in settings

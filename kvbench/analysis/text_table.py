@@ -1,0 +1,85 @@
+"""Columns of text, aligned for a terminal or as Markdown; nothing in a cell can steer the terminal or break a line."""
+
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.validation import escape
+
+NONE = "n/a"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: two lines of title, and what it says of a row."""
+
+    top: str
+    bottom: str
+    cell: Callable[[Any], str]
+    leads: bool = False  # it and those after it stay together: in a further block where they do not fit
+
+    @property
+    def title(self) -> str:
+        return f"{self.top} {self.bottom}".strip()
+
+
+def aligned(columns: Sequence[Column], rows: Sequence[Any], last: int, width: int) -> list[str]:
+    """Lines of plain text, the `last` rows under a rule of their own. The first column labels the rows, and columns
+    that do not fit `width` go into a further block under the same labels.
+    """
+    label = max(24, width - 70)
+    texts = []
+    for column in columns:
+        cells = [column.top, column.bottom, *(escape(column.cell(row)) for row in rows)]
+        if column is columns[0]:
+            cells = [cell if len(cell) <= label else cell[: label - 3] + "..." for cell in cells]
+        size = max(map(len, cells))
+        texts.append([cell.ljust(size) if column is columns[0] else cell.rjust(size) for cell in cells])
+    first, *rest = texts
+    blocks = [[first]]
+    for place, cells in enumerate(rest):
+        together = rest[place:] if columns[place + 1].leads else [cells]
+        if sum(len(own[0]) + 2 for own in [*blocks[-1], *together]) - 2 > width and len(blocks[-1]) > 1:
+            blocks.append([first])
+        blocks[-1].append(cells)
+    lines = []
+    for block in blocks:
+        above, titles, *body = ["  ".join(cells).rstrip() for cells in zip(*block, strict=True)]
+        rule = "-" * (sum(len(cells[0]) + 2 for cells in block) - 2)
+        lines += ["", above, titles, rule, *body]
+        if last:
+            lines[-last:-last] = [rule]
+    return lines
+
+
+def markdown(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
+    """Lines of a GitHub table."""
+
+    def cells(texts: Iterable[str]) -> str:
+        return "| " + " | ".join(map(literal, texts)) + " |"
+
+    head = [cells(column.title for column in columns), "|---" + "|--:" * (len(columns) - 1) + "|"]
+    return head + [cells(escape(column.cell(row)) for column in columns) for row in rows]
+
+
+def wrapped(texts: Iterable[str], width: int) -> list[str]:
+    """Lines of at most `width`, a text's further ones indented."""
+    return [line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+
+
+def literal(text: str) -> str:
+    """`text` for a Markdown cell: no character of it is markup."""
+    return "".join(f"\\{char}" if char in "\\|`*_[]<>#" else char for char in text)
+
+
+def number(value: float | None, digits: int = 1, sign: str = "") -> str:
+    return NONE if value is None else f"{round(value, digits) + 0.0:{sign}.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    return NONE if share is None else f"{100 * share:.1f}%"
+
+
+def between(low: float | None, high: float | None, sign: str = "", digits: int = 1) -> str:
+    return NONE if low is None or high is None else f"[{number(low, digits, sign)}, {number(high, digits, sign)}]"

@@ -1,0 +1,1 @@
+"""The rows of one layer: stored, attended to, given up, and counted."""

@@ -1,0 +1,300 @@
+"""Guard the engine against a method, an allocator or a codec that breaks its contract.
+
+The engine calls every hook through a guard. A hook that raises, that returns something it must not, or that writes
+into a tensor it was handed ends in a `ContractError`: one line that names who, the hook, the layer and the tensor.
+Without it a method that normalises keys in place would change the full cache and every other cell that reads the same
+prompt.
+
+How a write is found: PyTorch counts the in-place writes to a tensor (`Tensor._version`), whichever view or detached
+alias they go through. Reading that number costs the host a tenth of a microsecond and never waits for a GPU. There is
+no such count under `torch.inference_mode`, therefore the engine runs `without_gradients`. A write that goes around
+PyTorch (`.data`, NumPy, DLPack, a kernel of one's own) is not counted. Guards that are `exact` find it too: they copy
+each tensor before a hook and compare afterwards. The runner does so once for every cell, before its first sample, and
+`kvbench.runs.method_checks` does so in all its checks; a method that does it later, at some prompts only, is not found.
+
+A fault that only the device can see (NaN, a wrong count) raises at once on a CPU. On a GPU it is noted and raised when
+the block went through all layers, when the engine looks at the device anyway.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.codec import Codec
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import Reading, Seen, Words
+from kvbench.interfaces.rows import Rows
+from kvbench.validation import ContractError, SettingError
+
+T = TypeVar("T")
+Work = TypeVar("Work", bound=Callable[..., Any])
+PASSED_ON = (ContractError, SettingError, torch.cuda.OutOfMemoryError)  # these say themselves what is wrong
+ROWS = ("keys", "values", "places", "mass")
+SHOWN = ("queries", "outputs", "lse", "output_weight")
+
+
+def without_gradients(work: Work) -> Work:
+    """Decorate a function or generator function so that it runs without gradients but with version counters."""
+    return torch.inference_mode(False)(torch.no_grad()(work))
+
+
+def version(tensor: Tensor) -> int:
+    """How often the tensor was written to; 0 for a tensor made under inference_mode, which has no count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def ask(owner: str, hook: str, work: Callable[[], T], where: str = "") -> T:
+    """Call a hook. ContractError if it raises; the message has the last line that is no installed package's."""
+    try:
+        return work()
+    except PASSED_ON:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = next((own for own in reversed(frames) if "-packages" not in own.filename), frames[-1])
+        reason = " ".join(str(error).split()) or "no message"
+        place = f"{Path(frame.filename).name}:{frame.lineno}"
+        raise ContractError(f"{owner}: {hook}{where} raised {type(error).__name__}: {reason} ({place})") from error
+
+
+def check_shape(method: Method, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+    """Ask a method whether it serves a model of this shape; SettingError if it does not (see `Method.check`)."""
+    ask(f"method={method.name}", "check", lambda: method.check(layers, heads, dim, sliding))
+
+
+def reason_against(method: Method, allocator: Allocator, codec: Codec) -> str | None:
+    """Why the three cannot work together, None where they can (see `Method.refuses`)."""
+    owner = f"method={method.name}"
+    found = ask(owner, "refuses", lambda: method.refuses(allocator, codec))
+    if found is not None and not isinstance(found, str):
+        raise ContractError(f"{owner}: refuses returned {type(found).__name__}, expected a text or None")
+    return found
+
+
+def is_spared(method: Method, layer: int, layers: int) -> bool:
+    """Whether a layer is never cut (see `Method.spares`)."""
+    owner = f"method={method.name}"
+    found = ask(owner, "spares", lambda: method.spares(layer, layers), f" of layer {layer}")
+    if not isinstance(found, bool):
+        raise ContractError(f"{owner}: spares of layer {layer} returned {type(found).__name__}, expected a bool")
+    return found
+
+
+def count_steps(method: Method, tokens: int, quota: int | None) -> int:
+    """Steps towards the next cut that reading `tokens` counts (see `Method.steps`)."""
+    owner = f"method={method.name}"
+    found = ask(owner, "steps", lambda: method.steps(tokens, quota))
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        raise ContractError(f"{owner}: steps returned {found!r}, expected a whole number from 0 on")
+    return found
+
+
+class Handed:
+    """Tensors that a hook is handed, by name, with their versions and, of an exact guard, copies."""
+
+    def __init__(self, exact: bool = False) -> None:
+        self.exact = exact
+        self.names: list[str] = []
+        self.tensors: list[Tensor] = []
+        self.versions: list[int] = []
+        self.copies: list[Tensor] = []
+
+    def add(self, name: str, tensor: Tensor | None) -> None:
+        if tensor is not None and (self.exact or not tensor.is_inference()):  # the latter have no versions
+            self.names.append(name)
+            self.tensors.append(tensor)
+            self.versions.append(version(tensor))
+            if self.exact:
+                self.copies.append(tensor.clone())
+
+    def add_seen(self, seen: Seen) -> "Handed":
+        for name in SHOWN:
+            self.add(f"seen.{name}", getattr(seen, name))
+        return self
+
+    def add_rows(self, rows: Rows) -> "Handed":
+        for name in ROWS:
+            self.add(f"rows.{name}", getattr(rows, name))
+        for name, column in rows.columns.items():
+            self.add(f"rows.columns[{name!r}]", column)
+        return self
+
+    def written(self) -> list[str]:
+        """Names of those that were written to, each once."""
+        if not self.exact and [tensor._version for tensor in self.tensors] == self.versions:
+            return []  # the usual case, and often asked: no loop of Python's own
+        changed = [version(tensor) != before for tensor, before in zip(self.tensors, self.versions, strict=True)]
+        if self.exact:
+            pairs = zip(changed, self.tensors, self.copies, strict=True)
+            changed = [counted or not same_bits(tensor, copy) for counted, tensor, copy in pairs]
+        return list(dict.fromkeys(name for name, own in zip(self.names, changed, strict=True) if own))
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one dtype hold the same bits (NaN equals itself)."""
+    if one.shape != other.shape:
+        return False
+    return torch.equal(one, other) or torch.equal(as_bytes(one), as_bytes(other))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+class Guard:
+    """Calls the hooks of one layer and notes what only the device can see."""
+
+    def __init__(self, layer: int, exact: bool = False) -> None:
+        self.layer, self.exact = layer, exact
+        self.faults: dict[str, Tensor] = {}  # message -> flag on the device
+        self.noting = True
+        self.watched: tuple[Seen | None, Rows | None, Handed] = (None, None, Handed())
+
+    def handed(self, **tensors: Tensor) -> Handed:
+        """Watch these tensors."""
+        found = Handed(self.exact)
+        for name, tensor in tensors.items():
+            found.add(name, tensor)
+        return found
+
+    def handed_rows(self, seen: Seen | None, rows: Rows | None) -> Handed:
+        """Watch what is seen and rows. Hooks that are handed the same, one after the other, share one list."""
+        if self.watched[0] is not seen or self.watched[1] is not rows:
+            found = Handed(self.exact)
+            if seen is not None:
+                found.add_seen(seen)
+            if rows is not None:
+                found.add_rows(rows)
+            self.watched = seen, rows, found
+        return self.watched[2]
+
+    def release(self) -> None:
+        """Keep nothing alive that a hook was handed."""
+        self.watched = (None, None, Handed())
+
+    def call(self, owner: str, hook: str, handed: Handed, work: Callable[[], T]) -> T:
+        """What the hook returns; ContractError if it raised or wrote into what it was handed."""
+        try:
+            found = ask(owner, hook, work, f" of layer {self.layer}")
+        except ContractError:
+            if written := handed.written():
+                self.report(owner, hook, written)
+            raise
+        if written := handed.written():
+            self.report(owner, hook, written)
+        return found
+
+    def handing(self, handed: Handed, rows: Callable[[], Rows]) -> Callable[[], Rows]:
+        """`rows`, which a hook may ask for, watched from then on."""
+        given: list[Rows] = []
+
+        def hand_over() -> Rows:
+            found = rows()
+            if not given:
+                given.append(found)
+                handed.add_rows(found)
+            return found
+
+        return hand_over
+
+    def report(self, owner: str, hook: str, names: Sequence[str]) -> NoReturn:
+        """Raise for tensors of these names, which were written to."""
+        weights = "seen.output_weight" in names
+        lost = "; the model's weights are spoiled, load it again" if weights else ""
+        line = f"{owner}: {hook} of layer {self.layer} wrote into {', '.join(names)}; it must return new tensors{lost}"
+        raise ContractError(line, spoils_model=weights)
+
+    def note(self, make: Callable[[], Tensor], line: str) -> None:
+        """A fault where the flag that `make` gives, a bool of no dimension, is true."""
+        if not self.noting:
+            return
+        flag = make()
+        if flag.device.type == "cpu":
+            if flag:
+                raise ContractError(line)
+        else:
+            self.faults[line] = flag if line not in self.faults else self.faults[line] | flag
+
+    @contextmanager
+    def unnoted(self) -> Iterator[None]:
+        """What only the device can tell is somebody else's affair inside."""
+        self.noting = False
+        try:
+            yield
+        finally:
+            self.noting = True
+
+    def expect(self, owner: str, hook: str, found: object, shape: tuple[int, ...], kind: str, device: Any) -> None:
+        """ContractError unless `found` is a tensor of this shape, kind of dtype and device."""
+        if not isinstance(found, Tensor):
+            wrong = type(found).__name__
+        elif found.shape != shape:
+            wrong = f"a tensor of shape {tuple(found.shape)}"
+        elif not KINDS[kind](found.dtype):
+            wrong = f"a tensor of {str(found.dtype).removeprefix('torch.')}"
+        elif device is not None and found.device != device:
+            wrong = f"a tensor on {found.device}"
+        else:
+            return
+        wanted = f"expected a {kind} tensor of shape {tuple(shape)}{f' on {device}' if device is not None else ''}"
+        raise ContractError(f"{owner}: {hook} of layer {self.layer} returned {wrong}, {wanted}")
+
+
+KINDS: Mapping[str, Callable[[torch.dtype], bool]] = {
+    "float": lambda dtype: dtype.is_floating_point,
+    "bool": lambda dtype: dtype == torch.bool,
+    "int": lambda dtype: not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool,
+    "number": lambda dtype: not dtype.is_complex,
+}
+
+
+def readings(method: Method, ids: Tensor, prefix: int, words: Words, exact: bool = False) -> list[Reading]:
+    """What a method that rereads lets the model read about the prompt `ids` (B, n), checked."""
+    guard, owner = Guard(0, exact), f"method={method.name}"
+    handed = guard.handed(ids=ids)
+    found = ask(owner, "readings", lambda: list(method.readings(ids, prefix, words)))
+    if handed.written():
+        raise ContractError(f"{owner}: readings wrote into ids; it must return new tensors")
+    for number, reading in enumerate(found):
+        own = reading.ids if isinstance(reading, Reading) else None
+        if not isinstance(own, Tensor) or own.dim() != 2 or len(own) != len(ids) or own.is_floating_point():
+            raise ContractError(f"{owner}: readings gave no Reading of token ids ({len(ids)}, t) as number {number}")
+    return found
+
+
+def state_of(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in a method's state, however deep in containers and dataclasses, with the way to it."""
+    for name, value in values.items():
+        yield from _tensors(str(name), value)
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, own in value.items():
+            yield from _tensors(f"{name}[{key!r}]", own)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for number, own in enumerate(value):
+            yield from _tensors(f"{name}[{number}]", own)
+    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+        for own in fields(value):
+            yield from _tensors(f"{name}.{own.name}", getattr(value, own.name, None))
+
+
+def copy_containers(value: Any) -> Any:
+    """The same value with its lists, dicts and sets copied, so that a later change in place leaves this one alone.
+    Tensors are not copied.
+    """
+    if isinstance(value, Mapping):
+        return {key: copy_containers(own) for key, own in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(copy_containers(own) for own in value)
+    return value

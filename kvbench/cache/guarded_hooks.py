@@ -1,0 +1,265 @@
+"""Methods, allocators and codecs whose hooks are checked at every call (kvbench.cache.guard)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.guard import ROWS, Guard
+from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.codec import Codec, Packed
+from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import ReadRequest, Seen, State
+from kvbench.interfaces.rows import Rows
+from kvbench.validation import ContractError
+
+HOOKS = ("update", "protect_sinks", "protect", "score", "select", "merge", "cut", "read", "forget")
+
+
+class GuardedMethod:
+    """A method's hooks, checked. Arguments and results are those of `kvbench.interfaces.method.Method`. Hooks that the
+    method leaves as they are in `Method` are called without a check: they are kvbench's own.
+    """
+
+    def __init__(self, method: Method, guard: Guard) -> None:
+        self.method, self.guard, self.owner = method, guard, f"method={method.name}"
+        self.own = {hook for hook in HOOKS if method.overrides(hook)}
+
+    def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
+        handed = self.guard.handed_rows(seen, rows)
+        found = self.guard.call(self.owner, "update", handed, lambda: self.method.update(seen, rows, state))
+        if not isinstance(found, Mapping):
+            raise ContractError(self._said("update", f"{type(found).__name__}, expected a mapping of names to tensors"))
+        for name, column in found.items():
+            if name not in rows.columns or column is not rows.columns[name]:
+                hook = f"update, column {name!r},"
+                self.guard.expect(self.owner, hook, column, rows.mass.shape, "number", rows.mass.device)
+                self._not_nan(hook, column, rows.present)
+        return found
+
+    def protect_sinks(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
+        return self._mask("protect_sinks", self.method.protect_sinks, seen, rows, quota)
+
+    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
+        return self._mask("protect", self.method.protect, seen, rows, quota)
+
+    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+        handed = self.guard.handed_rows(seen, rows)
+        found = self.guard.call(self.owner, "score", handed, lambda: self.method.score(seen, rows, state))
+        self.guard.expect(self.owner, "score", found, rows.mass.shape, "float", rows.mass.device)
+        self._not_nan("score", found, rows.present)
+        return found
+
+    def allot(self, quota: int, seen: Seen, state: State, heads: int) -> Tensor:
+        handed = self.guard.handed_rows(seen, None)
+        found = self.guard.call(self.owner, "allot", handed, lambda: self.method.allot(quota, seen, state))
+        per_sample = isinstance(found, Tensor) and found.dim() == 2
+        shape = (seen.queries.shape[0], heads) if per_sample else (heads,)
+        self.guard.expect(self.owner, "allot", found, shape, "int", None)
+        self.guard.note(lambda: (found < 1).any(), self._said("allot", "less than one row for a head"))
+        return found
+
+    def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor, each: int | None) -> Rows:
+        """Rows that stay: what `cut` of the method returns, or its `merge` of what it selects."""
+        if not self.own & {"select", "merge", "cut"}:
+            return self.method.cut(rows, scores, quotas, protected, each)
+        handed = self.guard.handed(scores=scores, quotas=quotas, protected=protected).add_rows(rows)
+        if "cut" not in self.own:
+            hook = "merge" if "merge" in self.own else "select"
+            kept = self.guard.call(self.owner, "select", handed, lambda: self.method.select(scores, quotas))
+            self.guard.expect(self.owner, "select", kept, scores.shape, "bool", scores.device)
+            handed.add("kept", kept)
+            found = self.guard.call(self.owner, "merge", handed, lambda: self.method.merge(rows, kept))
+        else:
+            hook = "cut"
+            found = self.guard.call(
+                self.owner, "cut", handed, lambda: self.method.cut(rows, scores, quotas, protected, each)
+            )
+        self._check_rows(hook, found, rows, quotas)
+        return found
+
+    def select(self, scores: Tensor, quotas: Tensor) -> Tensor:
+        if "select" not in self.own:
+            return self.method.select(scores, quotas)
+        handed = self.guard.handed(scores=scores, quotas=quotas)
+        found = self.guard.call(self.owner, "select", handed, lambda: self.method.select(scores, quotas))
+        self.guard.expect(self.owner, "select", found, scores.shape, "bool", scores.device)
+        return found
+
+    def read(self, request: ReadRequest, rows: Callable[[], Rows], state: State, held: int) -> Tensor | None:
+        """`held`: rows of the layer, padded."""
+        if "read" not in self.own:
+            return None
+        handed = self.guard.handed(queries=request.queries)
+        watched = self.guard.handing(handed, rows)
+        found = self.guard.call(self.owner, "read", handed, lambda: self.method.read(request, watched, state))
+        if found is not None:
+            shape = (*request.queries.shape[:2], held)
+            self.guard.expect(self.owner, "read", found, shape, "bool", request.queries.device)
+        return found
+
+    def forget(self, state: State) -> None:
+        if "forget" in self.own:
+            self.guard.call(self.owner, "forget", self.guard.handed(), lambda: self.method.forget(state))
+
+    def _mask(self, name: str, hook: Callable[..., Tensor | None], seen: Seen, rows: Rows, quota: int) -> Tensor | None:
+        """Rows (B, H, n) that are protected, as a bool tensor."""
+        if name not in self.own:
+            return None
+        handed = self.guard.handed_rows(seen, rows)
+        found = self.guard.call(self.owner, name, handed, lambda: hook(seen, rows, quota))
+        if found is not None:
+            self.guard.expect(self.owner, name, found, rows.mass.shape, "bool", rows.mass.device)
+        return found
+
+    def _said(self, hook: str, what: str) -> str:
+        return f"{self.owner}: {hook} of layer {self.guard.layer} returned {what}"
+
+    def _not_nan(self, hook: str, found: Tensor, present: Tensor) -> None:
+        if found.dtype.is_floating_point:
+            self.guard.note(lambda: (found.isnan() & present).any(), self._said(hook, "NaN"))
+
+    def _check_rows(self, hook: str, found: object, before: Rows, quotas: Tensor) -> None:
+        if not isinstance(found, Rows):
+            raise ContractError(self._said(hook, f"{type(found).__name__}, expected Rows"))
+        count = found.mass.shape[-1] if isinstance(found.mass, Tensor) and found.mass.dim() else 0
+        for name in ROWS:
+            old = getattr(before, name)
+            own, shape = getattr(found, name), (*old.shape[:2], count, *old.shape[3:])
+            kind = "float" if old.dtype.is_floating_point else "int"
+            self.guard.expect(self.owner, f"{hook}, {name},", own, shape, kind, old.device)
+            if own.dtype != old.dtype:
+                raise ContractError(self._said(f"{hook}, {name},", f"{own.dtype}, expected {old.dtype}"))
+            if own is not old and kind == "float":
+                line = self._said(f"{hook}, {name},", "numbers that are not finite")
+                self.guard.note(lambda own=own: ~own.isfinite().all(), line)
+        for name, column in found.columns.items():
+            shape = (*before.mass.shape[:2], count)
+            self.guard.expect(self.owner, f"{hook}, column {name!r},", column, shape, "number", before.mass.device)
+        asked = quotas.to(found.mass.device)
+        line = self._said(hook, "more or fewer rows than the quota of a head")
+        self.guard.note(lambda: (found.present.sum(-1) != asked).any(), line)
+        if self.method.merges:
+            line = self._said(hook, "masses of more tokens than there were")
+            self.guard.note(
+                lambda: ((found.mass.sum(-1) > before.mass.sum(-1) + 0.5) | (found.mass < 0).any(-1)).any(), line
+            )
+
+
+class GuardedAllocator:
+    """An allocator's hooks, checked. Arguments and results are those of `kvbench.interfaces.allocator.Allocator`, whose
+    own hooks are called without a check.
+    """
+
+    def __init__(self, allocator: Allocator, guard: Guard) -> None:
+        self.allocator, self.guard, self.owner = allocator, guard, f"allocator={allocator.name}"
+        self.own = {hook for hook in ("layer", "heads", "safe") if allocator.overrides(hook)}
+
+    def layer(self, quota: int, seen: Seen, rows: Callable[[], Rows], shared: dict[str, Any]) -> tuple[int, ...]:
+        """Rows per head, one number per sample."""
+        batch = seen.queries.shape[0]
+        if "layer" not in self.own:
+            return (quota,) * batch
+        handed = self.guard.handed().add_seen(seen)
+        watched = self.guard.handing(handed, rows)
+        found = self.guard.call(self.owner, "layer", handed, lambda: self.allocator.layer(quota, seen, watched, shared))
+        return self._quotas("layer", (found,) * batch if is_whole(found) else found, batch)
+
+    def heads(self, scores: Tensor, protected: Tensor, quota: int) -> Tensor:
+        if "heads" not in self.own:
+            return self.allocator.heads(scores, protected, quota)
+        handed = self.guard.handed(scores=scores, protected=protected)
+        found = self.guard.call(self.owner, "heads", handed, lambda: self.allocator.heads(scores, protected, quota))
+        self.guard.expect(self.owner, "heads", found, scores.shape[:2], "int", scores.device)
+
+        def is_wrong() -> Tensor:
+            held, total = (scores > -torch.inf).sum(-1), found.sum(-1, keepdim=True)
+            return ((found < 1) | (found > held) | (total > found.shape[1] * quota)).any()
+
+        line = f"counts that are not from 1 to the rows of a head and at most {quota} on average"
+        self.guard.note(is_wrong, self._said("heads", line))
+        return found
+
+    def safe(self, scores: Tensor, protected: Tensor, quota: int) -> Tensor:
+        if "safe" not in self.own:
+            return self.allocator.safe(scores, protected, quota)
+        handed = self.guard.handed(scores=scores, protected=protected)
+        found = self.guard.call(self.owner, "safe", handed, lambda: self.allocator.safe(scores, protected, quota))
+        self.guard.expect(self.owner, "safe", found, scores.shape, "bool", scores.device)
+        return found
+
+    def earlier(self, quota: int, seen: Seen, shared: dict[str, Any]) -> dict[int, tuple[int, ...]]:
+        handed = self.guard.handed_rows(seen, None)
+        found = self.guard.call(self.owner, "earlier", handed, lambda: self.allocator.earlier(quota, seen, shared))
+        if not isinstance(found, Mapping) or not set(found) <= set(seen.cut_layers):
+            raise ContractError(self._said("earlier", "no mapping of layers that share the budget to rows"))
+        return {layer: self._quotas("earlier", own, seen.queries.shape[0]) for layer, own in found.items()}
+
+    def _quotas(self, hook: str, found: object, batch: int) -> tuple[int, ...]:
+        if not isinstance(found, tuple | list) or len(found) != batch or not all(is_whole(own) for own in found):
+            raise ContractError(self._said(hook, f"{found!r}, expected a whole number of rows from 1 on per sample"))
+        return tuple(found)
+
+    def _said(self, hook: str, what: str) -> str:
+        return f"{self.owner}: {hook} of layer {self.guard.layer} returned {what}"
+
+
+def is_whole(found: object) -> bool:
+    return isinstance(found, int) and not isinstance(found, bool) and found >= 1
+
+
+class GuardedCodec:
+    """A codec, checked. What it packs comes as `GuardedRows`."""
+
+    def __init__(self, codec: Codec, guard: Guard) -> None:
+        self.codec, self.guard = codec, guard
+
+    @property
+    def packs(self) -> bool:
+        return self.codec.packs
+
+    def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "GuardedRows":
+        owner, guard = f"codec={self.codec.name}", self.guard
+        handed = guard.handed(keys=keys, values=values, lengths=lengths)
+        found = guard.call(owner, "pack", handed, lambda: self.codec.pack(keys, values, lengths))
+        packed = GuardedRows(found, owner, guard, tuple(keys.shape), keys.dtype, keys.device)
+        for name, part in zip(("keys", "values"), packed.read(), strict=True):
+            line = f"{owner}: pack of layer {guard.layer} gives back {name} that are not finite"
+            guard.note(lambda part=part: ~part.isfinite().all(), line)
+        return packed
+
+
+@dataclass(frozen=True)
+class GuardedRows:
+    """Packed rows (R, d) of one layer, checked whenever they are read or extended."""
+
+    packed: Packed
+    owner: str
+    guard: Guard
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        found = self.guard.call(self.owner, "read", self.guard.handed(), lambda: tuple(self.packed.read()))
+        if len(found) != 2:
+            raise ContractError(f"{self.owner}: read of layer {self.guard.layer} returned no keys and values")
+        for name, part in zip(("keys", "values"), found, strict=True):
+            self.guard.expect(self.owner, f"read, {name},", part, self.shape, "float", self.device)
+            if part.dtype != self.dtype:
+                where = f"{self.owner}: read, {name}, of layer {self.guard.layer} returned"
+                raise ContractError(f"{where} {part.dtype}, expected {self.dtype}")
+        return found
+
+    def tensors(self) -> list[Tensor]:
+        return self.guard.call(self.owner, "tensors", self.guard.handed(), lambda: list(self.packed.tensors()))
+
+    def extend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "GuardedRows":
+        handed = self.guard.handed(keys=keys, values=values, lengths=lengths)
+        for number, tensor in enumerate(self.tensors()):
+            handed.add(f"tensors()[{number}]", tensor)  # rows that are packed stay what they were: marks refer to them
+        found = self.guard.call(self.owner, "extend", handed, lambda: self.packed.extend(keys, values, lengths))
+        shape = (self.shape[0] + len(keys), self.shape[1])
+        return GuardedRows(found, self.owner, self.guard, shape, self.dtype, self.device)

@@ -1,0 +1,1 @@
+"""The commands: `python -m kvbench <command>`, one file each."""

@@ -1,0 +1,65 @@
+"""Say whether every run of a store is whole; execute some of its records again.
+
+python -m kvbench audit [results] [--replay n] [--seed s]
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from secrets import randbelow
+
+from kvbench.cli.command import Arguments, answered
+from kvbench.store.audit import ROOT, audit, draw
+from kvbench.validation import SettingError
+
+
+def number(name: str, text: str, least: int) -> int:
+    """A whole number that the command line gives; SettingError for another text."""
+    if not (text.isascii() and text.isdecimal() and int(text) >= least):
+        raise SettingError(f"{name}={text}: a whole number of at least {least}")
+    return int(text)
+
+
+def show(arguments: Sequence[str]) -> int:
+    """Print what `audit` finds, and what executing records again gives; 1 if a run or a record is damaged."""
+    parser = Arguments("kvbench audit", __doc__)
+    parser.add_argument("results", nargs="?", default="results", type=Path)
+    parser.add_argument("--replay")
+    parser.add_argument("--seed")
+    own = parser.parse_args(arguments)
+    again = []
+    if own.replay is None and own.seed is not None:
+        raise SettingError(f"SEED={own.seed}: draws the records of REPLAY=n, which is missing")
+    if own.replay is not None:
+        count = number("REPLAY", own.replay, 1)
+        seed = randbelow(1 << 31) if own.seed is None else number("SEED", own.seed, 0)
+        if not any((own.results / "runs").glob("*/run.yaml")):
+            raise SettingError(f"{own.results / 'runs'}: no run there")
+        there = draw(own.results, count, seed)[1]
+        again = [str(own.results.absolute()), "--records", str(count), "--seed", str(seed)]
+    damaged = 0
+    for name, state, wrong in audit(own.results):
+        print(f"{name}  {state}")
+        for line in wrong:
+            print(f"    {line}")
+        damaged += bool(wrong)
+    print(f"{damaged} damaged")
+    code = 1 if damaged else 0
+    if again:
+        print(f"replay: {count} of {there} records, drawn with SEED={seed}", flush=True)
+        # in a process of its own, so that this module and all that read the store do without torch
+        code = (
+            subprocess.run([sys.executable, "-m", "kvbench", "replay", *again], env=with_kvbench()).returncode or code
+        )
+    return code
+
+
+def with_kvbench() -> dict[str, str]:
+    """The environment, in which a new process finds this kvbench wherever it is started."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+
+
+def main(arguments: Sequence[str]) -> int:
+    return answered(lambda: show(arguments))

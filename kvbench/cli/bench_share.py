@@ -1,0 +1,14 @@
+"""Measure what reading a prompt once for many runs saves.
+
+python -m kvbench bench-share task.length=4096 limit=1      # `make bench-share`; settings are those of
+run.py -m
+"""
+
+from collections.abc import Sequence
+
+from kvbench.cli.command import answered
+from kvbench.efficiency.sharing_bench import report
+
+
+def main(arguments: Sequence[str]) -> int:
+    return answered(lambda: report(arguments))

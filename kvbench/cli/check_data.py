@@ -1,0 +1,41 @@
+"""Say whether a local copy of a benchmark's data can be used: its rows and its fingerprint.
+
+    python -m kvbench check-data longbench /data/LongBench/data.zip
+
+A copy that cannot be used is one line that names the file, the line and the column, and exit code 2.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # a hub out of reach is said once, by `main`
+
+from hydra import compose, initialize_config_dir
+
+from kvbench.cli.command import answered
+from kvbench.config import catalogue
+from kvbench.validation import SettingError, choose
+
+
+def examine(name: str, path: str) -> str:
+    """Rows of each subtask and the fingerprint; SettingError."""
+    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
+        choose("TASK", name, catalogue.names("task"))
+        composed = {task: compose("config", [f"task={task}"]).task for task in catalogue.names("task")}
+    settings = catalogue.resolve("task", composed[name])
+    if "path" not in settings:
+        own = [task for task, its in composed.items() if "path" in its]
+        raise SettingError(f"TASK={name}: its data is not read from one place; choose one of {', '.join(own)}")
+    task = catalogue.build("task", settings | {"path": str(Path(path).expanduser())})
+    task.check()
+    lines = [f"{subtask:<28}{count:>8} rows" for subtask, count in task.inventory().items()]
+    return "\n".join([*lines, f"fingerprint {task.fingerprint()}"])
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) != 2:
+        print("kvbench: make data TASK=<task> DATA=<file or folder in the official format>", file=sys.stderr)
+        return 2
+    return answered(lambda: print(examine(*arguments)))

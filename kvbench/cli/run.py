@@ -1,0 +1,178 @@
+"""Run one cell or a sweep: `python run.py method=dropkv budget=0.05 task=ruler` (conf/config.yaml has the settings)."""
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach `main`, which says them in one line
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # a hub out of reach is said once, by `refuse`
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from kvbench.config import catalogue
+from kvbench.integrations.loggers import logger_of
+from kvbench.runs import checks
+from kvbench.validation import ContractError, SettingError, unwritten, writing
+
+MANY = {"-m", "--multirun"}
+
+
+@hydra.main(version_base="1.3", config_path=str(catalogue.CONF), config_name="config")
+def cell(config: DictConfig) -> None:
+    """One run and its baseline, from the store or made now, and the table of both."""
+    runs, log, swept = [], None, HydraConfig.get().mode == RunMode.MULTIRUN
+    choices = HydraConfig.get().runtime.choices
+    try:
+        if swept:
+            leave("failed", None)
+            leave("refused", None)
+        elif preset := choices.get("preset"):
+            raise SettingError(f"preset={preset}: is a sweep; python run.py -m preset={preset}")
+        elif choices["hydra/launcher"] == "slurm":
+            raise SettingError("hydra/launcher=slurm: needs -m, which makes each cell a job; or hydra/launcher=local")
+        catalogue.check_choices(config, choices)
+        checked = checks.check(config)
+        log = logger_of(config)
+        if log is not None and getattr(checked.task, "measures", False):
+            raise SettingError(f"logger={config.logger.name}: task={config.task.name} keeps no records; logger=none")
+        from kvbench.analysis.closing_table import table_of
+        from kvbench.efficiency import measure
+        from kvbench.integrations import math_verify
+        from kvbench.runs.resources import Bench
+        from kvbench.runs.runner import execute, execute_all
+        from kvbench.runs.spec import Run
+        from kvbench.runs.workers import check, share
+        from kvbench.store.run_folder import run_hash
+        from kvbench.sweeps.compose import companies
+
+        run = Run.from_config(config, checked)
+        if run.measures:
+            print(measure.summary(*measure.execute(run, Path(config.results))))
+            return
+        results, bench, workers = Path(config.results), Bench(run), check(workers_of(config), run.device)
+        base = run.baseline()
+        runs = [base] if run.value == base.value else [base, run]
+        together = companies(Path(HydraConfig.get().sweep.dir), runs, results) if swept else []
+        if workers > 1:
+            share([*together, *([own] for own in runs)], results, workers)
+        else:
+            for company in together:
+                execute_all(company, results, bench)
+        full, *more = found = [execute(own, results, bench) for own in runs]
+        method = more[0] if more else None
+        width = shutil.get_terminal_size(fallback=(120, 24)).columns
+        print(table_of(run.value, full, method).to_text(max(width, 80)))
+        for own, records in zip(runs, found, strict=True):
+            if not any(record["meta"].get("verify") for record in records.values()):
+                continue
+            folder = results / "runs" / run_hash(own.value)
+            try:
+                math_verify.grade(folder)
+            except SettingError as error:  # the answers are there, and can be graded later
+                refuse(f"{error}, then python -m kvbench grade {results}")
+            for note in math_verify.notes(own.groups["method"]["name"], folder):
+                print("\n".join(textwrap.wrap(note, max(width, 80), subsequent_indent="  ")))
+        if log is not None:
+            log.finished(runs)
+    except (SettingError, ContractError) as error:
+        broken = isinstance(error, ContractError)
+        if broken and log is not None:
+            log.failed(runs, error)
+        if not swept:
+            code = refuse(str(error))
+            sys.exit(1 if broken else code)
+        refuse(f"{' '.join(HydraConfig.get().overrides.task)}: {error}")
+        # Hydra would announce an error itself; `Sweep.code` reads these files
+        leave("failed" if broken else "refused", str(error))
+    except KeyboardInterrupt as stop:
+        if not swept:
+            stop.args = (stopped([own.value for own in runs], Path(str(config.results))),)
+        raise
+    except Exception as error:
+        if log is not None:
+            log.failed(runs, error)
+        line = unwritten(error) if isinstance(error, OSError) else None
+        if line is not None and choices["hydra/launcher"] != "slurm":  # the next cell would not find a better disk
+            refuse(line)
+            sys.exit(1)
+        if swept:  # for whoever asks for the sweep's state
+            leave("failed", f"{type(error).__name__}: {error}")
+        raise
+
+
+def leave(name: str, reason: str | None) -> None:
+    """Write why a cell of a sweep has no records into its folder, where the disk takes it; None: take it away."""
+    path = Path(HydraConfig.get().runtime.output_dir, name)
+    with suppress(OSError):
+        if reason is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.write_text(f"{reason}\n", encoding="utf-8", errors="backslashreplace")
+
+
+def stopped(values: Sequence[Mapping[str, Any]], results: Path) -> str:
+    """Say how many samples of these runs are done and that the others can follow."""
+    from kvbench.store.run_folder import run_hash
+    from kvbench.sweeps.status import state_of
+
+    states = [state_of(results, run_hash(value)) for value in values]
+    total = next((state.total for state in states if state.total), None)
+    where = f" at {sum(state.records for state in states)} of {total * len(states)}" if total else ""
+    return f"{where}; the same command goes on"
+
+
+def workers_of(config: DictConfig) -> object:
+    """What `workers` says, or what the launcher makes of it where it says nothing."""
+    local = HydraConfig.get().runtime.choices.get("hydra/launcher") == "local"
+    return config.workers if config.workers is not None else "auto" if local else 1
+
+
+def refuse(line: str) -> int:
+    """Say in one line what cannot be used; returns the exit code for it."""
+    print(f"kvbench: {line}", file=sys.stderr)
+    return 2
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Exit code 2 and one line for a setting that cannot be used."""
+    if given is not None:
+        sys.argv[1:] = given  # Hydra reads them there
+    if "--cfg" in sys.argv or "-c" in sys.argv:
+        sys.argv.append("--resolve")
+    swept = None
+    try:
+        if MANY & set(sys.argv) and not {"--cfg", "-c", "--info", "-i", "--help", "-h"} & set(sys.argv):
+            from kvbench.sweeps import capacity
+            from kvbench.sweeps.compose import Asked, Sweep
+
+            asked = Asked.of([argument for argument in sys.argv[1:] if not argument.startswith("-")])
+            capacity.check(asked)
+            swept = Sweep.begin(asked)
+            if (code := swept.over) is not None:
+                return code
+            options = [argument for argument in sys.argv[1:] if argument.startswith("-") and argument not in MANY]
+            sys.argv[1:] = ["-m", *asked.overrides, f"hydra.sweep.dir={swept.folder}", *options]
+        with writing(swept.folder) if swept is not None else nullcontext():  # Hydra writes there too
+            cell()
+    except KeyboardInterrupt as stop:
+        if swept is not None:
+            stop.args, swept = (swept.stopped,), None
+        raise
+    except Exception as error:
+        line = catalogue.one_line(error)
+        if line is None:
+            raise
+        return refuse(line)
+    finally:
+        if swept is not None:
+            swept.end()
+    return swept.code if swept is not None else 0

@@ -1,0 +1,76 @@
+"""Train the embedded model.
+
+python -m kvbench train --out FOLDER --minutes 16 --seed 0 [--set look_ahead=0 …]
+python -m kvbench train --out FOLDER --resume
+python -m kvbench train --out FOLDER --weights FOLDER …      # begins with other weights, not from scratch
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from shutil import copyfile
+
+import torch
+
+from kvbench.cli.command import Arguments
+from kvbench.models.checkpoint import Checkpoint
+from kvbench.models.embedded import EMBEDDED_MODELS
+from kvbench.training import recipe, tokenizer, training_data
+from kvbench.training.recipe import Recipe
+from kvbench.training.train import STATE, Training, check, train
+from kvbench.validation import SettingError, choose, whole, writable
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = Arguments("kvbench train", __doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, help="of all sessions together; default: 16")
+    parser.add_argument("--seed", type=int, help="default: 0")
+    parser.add_argument("--set", nargs="*", action="extend", default=[], help="settings of the recipe, name=value")
+    parser.add_argument("--weights", type=Path, help="begin with this folder's")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
+    parser.add_argument("--tokenizer", action="store_true", help="learn one anew, instead of taking version 2's")
+    parser.add_argument("--resume", action="store_true", help="go on with what is in --out")
+    parser.add_argument("--pause", type=float, default=math.inf, help="minutes after which to stop, for --resume")
+    parser.add_argument("--steps", type=int, help="stop after so many steps, for a trial")
+    parser.add_argument("--device", default="cuda", help="cpu: for a trial, a thousand times slower")
+    options = parser.parse_args(given)
+    whole("--workers", options.workers, 1)
+    choose("--device", options.device, ("cuda", "cpu"))
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SettingError("--device=cuda: there is no GPU here; --device cpu is for a trial")
+    for name in ("minutes", "pause"):
+        if (value := getattr(options, name)) is not None and not value > 0:
+            raise SettingError(f"--{name}={value}: a number above 0")
+    if options.steps is not None:
+        whole("--steps", options.steps, 1)
+    writable("--out", options.out)
+    held = (options.out / STATE).exists()
+    if options.resume and not held:
+        raise SettingError(f"--resume: {options.out} holds no training")
+    if held and not options.resume:
+        raise SettingError(f"--out: {options.out} holds a training; --resume goes on with it")
+    if options.resume:
+        for name in ("minutes", "seed", "set", "weights", "tokenizer"):
+            if getattr(options, name) != parser.get_default(name):
+                raise SettingError(f"--{name}: not with --resume, which goes on as it was begun")
+        counts = torch.load(options.out / STATE, map_location="cpu")["counts"]
+        training = Training(options.out, recipe.load(options.out), **counts)
+    else:
+        own, begun_with = Recipe().changed(options.set), None
+        training_data.shares(own)  # refuses what it cannot use
+        if options.weights is not None:
+            check(options.weights, own)
+            begun_with = Checkpoint("", str(options.weights)).identity()
+        minutes = 16.0 if options.minutes is None else options.minutes
+        training = Training(options.out, own, options.seed or 0, 60 * minutes, begun_with=begun_with)
+        options.out.mkdir(parents=True, exist_ok=True)
+        training.recipe.save(options.out)
+        if options.tokenizer:
+            tokenizer.learn(training_data.corpus(), recipe.VOCABULARY, options.out)
+        else:
+            for path in EMBEDDED_MODELS["reference_v2"].glob("tokenizer*.json"):
+                copyfile(path, options.out / path.name)
+    steps = math.inf if options.steps is None else options.steps
+    return train(training, options.device, options.workers, 60 * options.pause, steps, options.weights)

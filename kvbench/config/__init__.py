@@ -1,0 +1,1 @@
+"""The registry that is conf/, and the hash of the sources that a run is made with."""

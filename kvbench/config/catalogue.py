@@ -1,0 +1,239 @@
+"""What conf/ offers, by name: methods, allocators, codecs, with their presets. A file there is all it takes. What it
+does not offer is said in one line.
+"""
+
+import io
+import re
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from kvbench.config.provenance import content_hash
+from kvbench.validation import SettingError, choose
+
+IMPORT_SECONDS = 60  # that the file of a method, an allocator, a codec or a task may take to import
+CONF = Path(__file__).resolve().parents[2] / "conf"
+SHAPES = CONF / "model" / "shapes"
+NAMED = ("model", "method", "allocator", "codec", "task", "logger")  # groups of which each file says its name
+BUILT = ("method", "allocator", "codec", "task")  # groups of which each file says its class
+
+
+def names(group: str) -> list[str]:
+    """Names that `group=` takes: every file of conf/<group>/."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def shapes() -> list[str]:
+    """Names that `model.like=` takes."""
+    return sorted(path.stem for path in SHAPES.glob("*.json"))
+
+
+def methods_available() -> list[str]:
+    """Names that `method=` takes."""
+    return names("method")
+
+
+@cache
+def _text(group: str, name: str) -> str:
+    choose(group, name, names(group))
+    return (CONF / group / f"{name}.yaml").read_text()
+
+
+def settings(group: str, name: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The resolved settings of conf/<group>/<name>.yaml with `overrides`; SettingError for an unknown one."""
+    try:
+        config = OmegaConf.create(yaml.safe_load(_text(group, name)))
+    except yaml.YAMLError as error:
+        raise SettingError(damage(error, CONF / group / f"{name}.yaml")) from None
+    check_choice(group, name, config)
+    own = [key for key in config if key not in ("_target_", "name", "presets")]
+    for key, value in (overrides or {}).items():
+        if not own:
+            raise SettingError(f"{group} setting={key}: {name} has no settings")
+        choose(f"{group} setting", key, own)
+        try:
+            config[key] = value
+        except OmegaConfBaseException:
+            raise SettingError(f"{group}.{key}={value}: not a value that a setting can have") from None
+    return resolve(group, config)
+
+
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """What Hydra composes of the overrides, inside `initialize_config_dir`; SettingError for a group's file that cannot
+    be used.
+    """
+    config = compose("config", list(overrides), return_hydra_config=True)
+    check_choices(config, config.hydra.runtime.choices)
+    with open_dict(config):
+        del config["hydra"]
+    return config
+
+
+def check_choices(config: DictConfig, choices: Mapping[str, str | None]) -> None:
+    """Raise a SettingError unless the group files that Hydra composed `config` of (group -> name) can be used."""
+    for group in NAMED:
+        if (name := choices.get(group)) is not None:  # Hydra refuses null
+            check_choice(group, name, config[group])
+
+
+def check_choice(group: str, name: str, config: object) -> None:
+    """Raise a SettingError unless conf/<group>/<name>.yaml, read as `config`, has a class and the name of its file."""
+    file = f"conf/{group}/{name}.yaml"
+    if not isinstance(config, DictConfig) or not config or "name" not in config:
+        raise SettingError(f"{group}={name}: {file} has no settings; name: {name} is one that it needs")
+    if group in BUILT and not isinstance(config.get("_target_"), str):
+        raise SettingError(f"{group}={name}: {file} has no _target_, a class such as kvbench.methods.sink.Sink")
+    if config.name != name:  # tables and records would show another one's results under this name
+        raise SettingError(f"{group}.name={config.name}: must be {name}, as its file {file}")
+
+
+def resolve(group: str, config: DictConfig) -> dict[str, Any]:
+    """A group's config with its preset applied; SettingError for an unknown preset."""
+    if "presets" in config:
+        choose(f"{group}.preset", config.preset, list(config.presets))
+    try:
+        resolved = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise SettingError(f"{group}: {str(error).splitlines()[0]}") from None
+    resolved.pop("presets", None)
+    if "base" in resolved:  # a composite's own method, by name
+        args = resolved.pop("base_args", None)
+        choose(f"{group}.base", resolved["base"], names(group))
+        if not isinstance(args, Mapping | None):
+            raise SettingError(f"{group}.base_args={args}: settings of {resolved['base']}, such as {{preset: paper}}")
+        resolved["base"] = settings(group, resolved["base"], args)
+    return resolved
+
+
+def plainly(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's settings as they enter the hash: a file by what is in it, not by where it lies."""
+    plain = {key: value for key, value in settings.items() if key not in ("_target_", "preset")}
+    if plain.get("path") is not None:
+        plain["path"] = content_hash(Path(plain["path"]).expanduser())
+    if "base" in plain:
+        plain["base"] = plainly(plain["base"])
+    return plain
+
+
+def told(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A task's settings as they enter the hash: what a path holds is in the data's, the temperature in the sampling."""
+    skipped = [key for key in settings if key in ("cache", "path") or key.endswith("_path")]
+    skipped += ["_target_", "preset", "temperature"]
+    return {key: value for key, value in settings.items() if key not in skipped}
+
+
+def build(group: str, resolved: Mapping[str, Any]) -> Any:
+    """The method, allocator or codec that resolved settings describe; SettingError for values it refuses."""
+    own = {key: value for key, value in resolved.items() if key not in ("preset", "presets")}
+    if "base" in own:
+        own["base"] = build(group, own["base"])
+    kind = load_class(f"{group}={resolved.get('name')}", own.pop("_target_"))
+    try:
+        return kind(**own)
+    except SettingError:
+        raise
+    except Exception as error:
+        raise SettingError(f"{group}={resolved.get('name')}: {error.__cause__ or error}".splitlines()[0]) from error
+
+
+class TooLong(BaseException):
+    """An import did not end in time. No `except Exception` of the module that is imported holds it up."""
+
+
+def load_class(owner: str, target: str) -> Any:
+    """The class `target` (module.Name). A SettingError that begins with `owner` says that its module cannot be
+    imported, lacks the class, or takes longer than IMPORT_SECONDS. Standard output is for tables: what the module
+    prints while it is imported is said in one line on standard error.
+    """
+    module, _, name = target.rpartition(".")
+    printed, reason = io.StringIO(), None
+    try:
+        with limit_seconds(IMPORT_SECONDS), redirect_stdout(printed):
+            return getattr(import_module(module), name)
+    except TooLong:
+        reason = f"takes longer than {IMPORT_SECONDS} s to import"
+    except SystemExit:
+        reason = "ends the program when it is imported"
+    except Exception as error:
+        reason = f"cannot be imported ({type(error).__name__}: {' '.join(str(error).split())})"
+    finally:
+        if first := printed.getvalue().strip().partition("\n")[0]:
+            print(f"kvbench: {owner}: {module} prints when it is imported: {first}", file=sys.stderr)
+    raise SettingError(f"{owner}: {module} {reason}")
+
+
+@contextmanager
+def limit_seconds(seconds: float) -> Iterator[None]:
+    """Raise TooLong inside after so many seconds, where signals can be received: in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def one_line(error: BaseException | None) -> str | None:
+    """What is wrong with the settings, or None if the error is about something else."""
+    while error is not None:
+        if isinstance(error, SettingError):
+            return str(error)
+        if isinstance(error, yaml.YAMLError) and (line := damage(error)) is not None:
+            return line
+        if isinstance(error, OverrideParseException):
+            return unquoted(str(error.override))
+        if isinstance(error, MissingConfigException) and error.missing_cfg_file and "/" in error.missing_cfg_file:
+            group, _, name = error.missing_cfg_file.rpartition("/")
+            return f"{group}={name}: choose one of {', '.join(names(group))}"
+        if isinstance(error, OmegaConfBaseException) and error.full_key:
+            return f"{error.full_key}: no such setting, or not of this kind; `python run.py --cfg job` lists them"
+        if isinstance(error, ValueError) and "Config group override" in str(error):  # Hydra names no group
+            return "a group (model, method, allocator, codec, task, logger) cannot be null: choose one of its names"
+        if isinstance(error, HydraException) and not isinstance(
+            error.__cause__, HydraException | OmegaConfBaseException
+        ):
+            return " ".join(str(error).split())
+        error = error.__cause__
+    return None
+
+
+def damage(error: yaml.YAMLError, path: Path | None = None) -> str | None:
+    """Say which file of conf/ is no YAML, where and why; None if the error is about another file."""
+    mark = getattr(error, "problem_mark", None)
+    path = path or Path(mark.name if mark else getattr(error, "name", ""))
+    if not path.is_relative_to(CONF):
+        return None
+    where = f" line {mark.line + 1}" if mark else ""
+    reason = getattr(error, "problem", None) or getattr(error, "reason", None) or type(error).__name__
+    return f"{path.parent.name}={path.stem}: conf/{path.relative_to(CONF)}{where} is no YAML ({reason})"
+
+
+def unquoted(override: str) -> str:
+    """Say how to write an override that Hydra cannot read: quoted for Hydra, and again for the shell."""
+    name, _, value = override.partition("=")
+    line = f"{override}: cannot be read; a value with = [ ] {{ }} ( ) ' \" , or letters beyond ASCII is quoted twice"
+    if not value or value[0] in "'\"":  # there is nothing to quote, or the user did
+        return f"{line}, for Hydra and for the shell: 'task.path=\"/data/a=b\"'"
+    quoted = re.sub(r'(\\*)("|$)', lambda end: 2 * end[1] + ('\\"' if end[2] else ""), value)
+    return line + ", for Hydra and for the shell: " + shlex.quote(f'{name}="{quoted}"')

@@ -1,0 +1,101 @@
+"""task.measure=latency: time to the first token, per token and to the end, and bytes, of one batch.
+
+Time to first token over `repeats` prefills; `answers` of them are followed by the answer. Time per output token: the
+median over steps; WARMED steps leave out what a first step prepares. End-to-end: from the prompt to a token.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvbench.efficiency.caches import WARMED, Subject, loaded, prompt, subject
+from kvbench.efficiency.roofline import Machine, Weights, decode_ms, prefill_ms
+from kvbench.engine import timing
+from kvbench.engine.timing import fits, spread
+from kvbench.runs.spec import DTYPES, Run
+from kvbench.store.efficiency_csv import Line, exhausted, line
+
+
+def latency(run: Run) -> Iterator[Line]:
+    """Time to first token, per token, to the end; bytes."""
+    task, device, model = run.task, run.device, loaded(run)
+    answer, own, ids = max(task.ends), subject(model, run), prompt(run, model)
+    for _ in range(task.warmup):
+        own.drop()
+        timing.clear(device)
+        fit, _ = fits(lambda: tried(own, ids, answer if task.answers else 1), device)
+        if not fit:
+            yield exhausted("latency")
+            return
+    first, steps, means, captures, ends, found = [], [], [], [], {end: [] for end in task.ends}, {}
+    for number in range(task.repeats):
+        own.drop()
+        timing.clear(device)
+        timing.forget_peak(device)
+        begin = timing.now(device)
+        fit, _ = fits(lambda: own.read(ids), device)
+        if not fit:
+            yield exhausted("latency")
+            return
+        first.append(1000 * (timing.now(device) - begin))
+        found |= memory(own, model, device)
+        if run.task.baseline != "static_compiled":
+            found["peak_prefill_bytes"] = timing.peak(device)
+        if number >= task.answers:
+            continue
+        timing.forget_peak(device)
+        fit, between = fits(lambda: own.answer(answer), device)
+        if not fit:
+            yield exhausted("answer")
+            break
+        steps += between[min(WARMED, len(between) // 2) :]
+        means.append(sum(between) / len(between))
+        for end, times in ends.items():
+            times.append(sum(between[: end - 1]))
+        captures.append(own.capture_ms)
+        found["peak_decode_bytes"] = timing.peak(device)
+    if run.task.baseline != "static_compiled":  # what it holds was read by another cache
+        yield line("ttft_ms", "ms", spread(first))
+    if steps:
+        yield line("tpot_ms", "ms", spread(steps), own.path)
+        yield line("tpot_mean_ms", "ms", spread(means))
+        yield line("decode_tokens_s", "tokens/s", spread([1000 * len(ids) / mean for mean in means]))
+        yield line("capture_ms", "ms", spread(captures))  # of graphs, once an answer; part of the end-to-end time
+        for end, times in ends.items():
+            yield line(f"answer_{end}_ms", "ms", spread(times))  # from the first token on
+            if run.task.baseline != "static_compiled":
+                whole = [sum(parts) for parts in zip(first, captures, times, strict=False)]
+                yield line(f"e2e_{end}_ms", "ms", spread(whole))
+    for part in ("prefill", "decode"):
+        if found.get(f"peak_{part}_bytes"):
+            found[f"peak_{part}_over_weights_bytes"] = found[f"peak_{part}_bytes"] - found["weights_bytes"]
+    yield from (line(name, "bytes", value) for name, value in found.items() if value is not None)
+    if device != "cpu":
+        yield from latency_floors(run, model, found["resident_bytes"], len(ids))
+
+
+def latency_floors(run: Run, model: torch.nn.Module, held: int, batch: int) -> Iterator[Line]:
+    """What the machine's bandwidth and rate would allow."""
+    here, sizes = Machine(run.task.bandwidth, run.task.flops), Weights.of(model)
+    element = DTYPES[run.dtype].itemsize
+    method, length = run.choice().method, run.task.length
+    if not method.reads:
+        yield line("tpot_floor_ms", "ms", decode_ms(here, sizes, held, batch, element))
+    if run.task.baseline != "static_compiled":
+        quota = None if method.reads or method.rereads else run.budget.rows(length, length)
+        yield line("ttft_floor_ms", "ms", prefill_ms(here, model, length, batch, run.block_size, quota))
+
+
+def tried(own: Subject, ids: Tensor, count: int) -> None:
+    """All of a trial but the times: a short answer, or long enough to have compiled what will run."""
+    own.read(ids)
+    own.answer(count, WARMED)
+
+
+def memory(own: Subject, model: torch.nn.Module, device: str) -> dict[str, int | None]:
+    """Bytes when the prompt is read: held, and allocated on the GPU with and without the weights."""
+    held, total, here = own.bytes(), Weights.of(model).total, timing.allocated(device)
+    found = {"resident_bytes": held.rows, "metadata_bytes": held.metadata, "state_bytes": held.state}
+    found |= {"headroom_bytes": held.headroom, "weights_bytes": total, "allocated_bytes": here}
+    return found | {"allocated_over_weights_bytes": None if here is None else here - total}

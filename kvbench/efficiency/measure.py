@@ -1,0 +1,160 @@
+"""What a cache costs in time, memory and throughput: task=efficiency.
+
+    python run.py task=efficiency model=random model.like=llama31_8b method=dropkv budget=0.05 task.length=32768
+
+A run is measured on random tokens, which cost what any others cost, and gives lines of results/efficiency/<gpu>.csv,
+one a quantity (kvbench.store.efficiency_csv). `task.measure` says what: latency, throughput or scoring, each a module
+here.
+
+Out of memory is a result. What was measured already with the same settings and sources is not measured again.
+"""
+
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from hashlib import sha256
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvbench.config import catalogue
+from kvbench.config.provenance import source_hash
+from kvbench.efficiency.latency import latency
+from kvbench.efficiency.scoring_time import score
+from kvbench.efficiency.throughput import throughput
+from kvbench.engine import timing
+from kvbench.runs.spec import Run
+from kvbench.store.efficiency_csv import ENDED, Line, append, check, ended
+from kvbench.validation import SettingError
+
+
+def execute(run: Run, results: Path) -> tuple[Path, list[Line]]:
+    """Measure a run and append its lines, unless that was done; returns the file, and the lines that are new."""
+    run = plainly(run)
+    path = file_of(run, results)
+    if cell_of(run) in ended(path):
+        return path, []
+    begin = time.perf_counter()
+    lines = measure(run)
+    return path, keep(run, path, lines, time.perf_counter() - begin)
+
+
+def measure(run: Run) -> list[Line]:
+    """All lines of a run."""
+    kind = {"latency": latency, "throughput": throughput, "scoring": score}[run.task.measure]
+    lines = list(kind(run))
+    if run.task.baseline == "static_compiled":
+        torch.compiler.reset()  # its graphs hold memory
+    timing.clear(run.device)
+    return lines
+
+
+def keep(run: Run, path: Path, lines: list[Line], seconds: float) -> list[Line]:
+    """Append the lines of a cell, with its settings and versions; returns them."""
+    about = settings(run) | versions(run) | {"cell": cell_of(run), "status": "ok"}
+    whole = [about | line for line in [*lines, {"quantity": ENDED, "unit": "s", "value": seconds}]]
+    append(path, whole)
+    return whole
+
+
+def keep_failure(run: Run, results: Path, error: Exception) -> None:
+    """A run that failed is not tried again before the sources change."""
+    run = plainly(run)
+    note = f"{type(error).__name__}: {error}"[:300]
+    keep(run, file_of(run, results), [{"quantity": run.task.measure, "status": "failed", "note": note}], 0.0)
+
+
+def file_of(run: Run, results: Path) -> Path:
+    """Where the lines of a run's machine are; SettingError if they are of another format."""
+    path = results / "efficiency" / f"{machine_name(run.device)}.csv"
+    if path.exists():
+        check(path)
+    return path
+
+
+def summary(path: Path, lines: list[Line]) -> str:
+    """For people: what was measured, and where it is kept."""
+    if not lines:
+        return f"measured already with these settings and sources: {path}"
+    first = lines[0]
+    subject = first["method"] if first["baseline"] == "none" else first["baseline"]
+    head = f"{subject}, {first['model']}, {first['length']} tokens, budget {first['budget']}, on {first['gpu']}"
+    rows = [head]
+    for line in lines:
+        value = line["status"] if line.get("value") is None else f"{line['value']:,.4g}"
+        if isinstance(line.get("value"), int):
+            value = f"{line['value']:,}"
+        between = (
+            f"  [{line['quartile_1']:,.4g}, {line['quartile_3']:,.4g}]"
+            if line.get("count", 0) > 1 and "least" in line
+            else ""
+        )
+        rows.append(
+            f"  {line['quantity']:<28} {value:>16} {line.get('unit', '')}{between} {line.get('note', '')}".rstrip()
+        )
+    return "\n".join([*rows, f"  appended to {path}"])
+
+
+def plainly(run: Run) -> Run:
+    """A run without what does not matter to what it measures: transformers' caches have no method and no budget."""
+    if run.task.baseline == "none":
+        return run
+    if run.task.baseline == "static_compiled" and run.device == "cpu":
+        raise SettingError("task.baseline=static_compiled: needs a GPU")
+    return run.baseline()
+
+
+def machine_name(device: str) -> str:
+    """The GPU's name for a file: nvidia-h200; cpu."""
+    name = torch.cuda.get_device_name() if device != "cpu" else "cpu"
+    return "-".join("".join(char if char.isalnum() else " " for char in name.lower()).split())
+
+
+def settings(run: Run) -> Line:
+    """The settings' columns of a run."""
+    task, method = run.task, run.groups["method"]
+    default = catalogue.settings("method", method["name"], {"preset": method["preset"]} if "preset" in method else None)
+    changed = {key: value for key, value in method.items() if value != default.get(key)}
+    return {
+        "gpu": machine_name(run.device), "measure": task.measure, "model": run.checkpoint.name,
+        "weights": run.checkpoint.identity(), "method": method["name"], "preset": method.get("preset", ""),
+        "changed": json.dumps(changed, sort_keys=True) if changed else "",
+        "allocator": run.groups["allocator"]["name"], "codec": run.groups["codec"]["name"],
+        "budget": run.budget.value, "budget_of": run.budget.of, "block_size": run.block_size or "",
+        "baseline": task.baseline, "compile": "" if run.compile else "off",
+        "implementation": task.implementation or "", "length": task.length,
+        "batch": "" if task.measure == "throughput" else task.batch, "rows": task.rows or "",
+        "fill": task.fill if task.measure == "throughput" else "", "new_tokens": " ".join(map(str, task.ends)),
+        "repeats": task.repeats, "device": run.device, "dtype": run.dtype,
+    }  # fmt: skip
+
+
+def cell_of(run: Run) -> str:
+    """What names a cell: its settings, the machine, the versions, and the sources that can change what is measured."""
+    value = run.value | {"sources": sources(run)}
+    return sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def sources(run: Run) -> str:
+    return source_hash(["kvbench.efficiency.measure", *run.modules()])
+
+
+def versions(run: Run) -> Mapping[str, Any]:
+    own = {name: version(name) if find_spec(name) else "" for name in ("torch", "transformers", "triton")}
+    own |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version()}
+    own |= {"cuda": torch.version.cuda or "", "sources": sources(run), "commit": "", "driver": ""}
+    asked = {"commit": ["git", "rev-parse", "--short=12", "HEAD"]}
+    if run.device != "cpu":
+        asked["driver"] = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    for name, command in asked.items():
+        with suppress(OSError, subprocess.SubprocessError):
+            found = subprocess.run(command, capture_output=True, text=True, timeout=10, cwd=Path(__file__).parent)
+            own[name] = found.stdout.strip() if found.returncode == 0 else ""
+    return own

@@ -1,0 +1,81 @@
+"""All measurements of a list, one process for all of them: `make efficiency`.
+
+A list is a key of conf/efficiency/plan.yaml; its lines are arguments of `run.py -m`, comma lists included. The model
+stays loaded from cell to cell; what was measured before with the same settings and sources is passed over, so a list
+that was stopped goes on. What is refused is said and passed over; what fails is kept as a failure, and the rest goes
+on, unless the GPU itself cannot be used any more.
+"""
+
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+
+import torch
+import yaml
+from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from kvbench.config.catalogue import CONF, composed
+from kvbench.efficiency import caches
+from kvbench.efficiency import measure as efficiency
+from kvbench.engine import timing
+from kvbench.runs.spec import Run
+from kvbench.validation import SettingError, choose
+
+PLAN = CONF / "efficiency" / "plan.yaml"
+EVERY = ("task=efficiency", "model=random")
+
+
+def cells(lines: Sequence[str]) -> Iterator[list[str]]:
+    """The settings of every cell, lists multiplied out as `run.py -m` does: the last one turns fastest."""
+    parser = OverridesParser.create()
+    for line in lines:
+        several = []
+        for override in parser.parse_overrides(line.split()):
+            name = override.input_line.split("=")[0]
+            values = list(override.sweep_string_iterator()) if override.is_sweep_override() else None
+            several.append([f"{name}={value}" for value in values] if values else [override.input_line])
+        yield from (list(own) for own in product(*several))
+
+
+def measure(settings: list[str], results: Path, loaded: tuple | None) -> tuple:
+    """Measure one cell; returns what is loaded now: the model before, if another one, is dropped first."""
+    run = Run.from_config(composed([*EVERY, *settings, f"results={results}"]))
+    key = (run.checkpoint, run.dtype, run.device)
+    if loaded not in (None, key):
+        caches.weights.cache_clear()
+        timing.clear(run.device)
+    try:
+        print(efficiency.summary(*efficiency.execute(run, results)), flush=True)
+    except SettingError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        print(f"failed: {' '.join(settings)}", flush=True)
+        efficiency.keep_failure(run, results, error)
+        if run.device != "cpu":
+            torch.cuda.synchronize()  # raises again if nothing can run any more
+    timing.clear(run.device)
+    return key
+
+
+def measure_all(options: Namespace) -> int:
+    """Measure the cells of a list; 1 if the time was over first."""
+    begin, loaded = time.monotonic(), None
+    plan = yaml.safe_load(options.plan.read_text())
+    choose("list", options.list, plan)
+    todo = list(cells(plan[options.list]))
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for number, settings in enumerate(todo, 1):
+            if time.monotonic() - begin > 60 * options.minutes:
+                print(f"{options.minutes:g} minutes are over: {len(todo) - number + 1} of {len(todo)} cells are left")
+                return 1
+            print(f"[{number}/{len(todo)}] {' '.join(settings)}", flush=True)
+            try:
+                loaded = measure(settings, options.results, loaded)
+            except SettingError as error:
+                print(f"refused: {error}", flush=True)
+    return 0

@@ -1,0 +1,111 @@
+"""The least time that a step, a prefill or a score can take on a machine: what it must read, what it must compute.
+
+    floor = max(bytes / bandwidth, operations / rate)
+
+Decoding reads every weight but the embedding table (unless it is the output layer too) and the keys and values held.
+A prefill multiplies every token with the weights (the output layer: the last token only) and its queries with the rows
+that they see: 4·Hq·d operations a pair; a block at a time where the cache is cut after each. What a score must do is
+data: conf/efficiency/floors.yaml, passes over keys and values and products of queries with rows.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import yaml
+
+from kvbench.config.catalogue import CONF
+from kvbench.models.transformers_port import Layout, layout
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`bandwidth` in bytes/s, `flops` in operations/s."""
+
+    bandwidth: float
+    flops: float
+
+    def ms(self, read: float, operations: float) -> float:
+        return 1000 * max(read / self.bandwidth, operations / self.flops)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of a model: bytes of all, bytes that a step reads, and weights that every token is multiplied with."""
+
+    total: int
+    read: int
+    layers: int
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> "Weights":
+        sizes = {id(own): own.nbytes for own in model.parameters()}
+        table, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        total = sum(sizes.values())
+        read = total if table is output else total - table.nbytes
+        return cls(total, read, (read - output.nbytes) // table.element_size())
+
+
+def decode_ms(machine: Machine, weights: Weights, held: int, batch: int, element: int) -> float:
+    """One token of every sample; `held`: bytes of keys and values of the batch."""
+    operations = 2 * batch * weights.read / element
+    return machine.ms(weights.read + held, operations)
+
+
+def prefill_ms(
+    machine: Machine, model: torch.nn.Module, tokens: int, batch: int, block: int | None, quota: int | None
+) -> float:
+    """A prompt of `tokens` in blocks of `block`, cut to `quota` rows after each; None: one block, no cut."""
+    shape, weights = layout(model), Weights.of(model)
+    config = model.config.get_text_config(decoder=True)
+    pair = 4 * config.num_attention_heads * shape.dim * batch
+    window = getattr(config, "sliding_window", None) or tokens
+    full = shape.layers - len(shape.sliding)
+    element = model.get_input_embeddings().weight.element_size()
+    total, seen = 0.0, 0
+    while seen < tokens:
+        new = min(block or tokens, tokens - seen)
+        held = seen if quota is None else min(seen, quota)
+        pairs = full * new * (held + (new + 1) / 2)
+        pairs += len(shape.sliding) * new * min(window, seen + (new + 1) / 2)
+        rows = full * held + len(shape.sliding) * min(window, seen)
+        read = weights.layers * element + rows * row_bytes(shape, element) * batch
+        total += machine.ms(read, 2 * weights.layers * new * batch + pair * pairs)
+        seen += new
+    return total
+
+
+def row_bytes(shape: Layout, element: int) -> int:
+    """Of a key and a value of every KV head of a layer."""
+    return 2 * shape.heads * shape.dim * element
+
+
+@cache
+def needs() -> dict[str, dict]:
+    """By method, what a score needs."""
+    return yaml.safe_load((CONF / "efficiency" / "floors.yaml").read_text())
+
+
+def score_needs(method: str, settings: dict, sizes: dict[str, int]) -> tuple[int, int] | None:
+    """Bytes and operations of a score; None for a method of which conf/efficiency/floors.yaml says nothing.
+
+    `sizes`: batch, heads, group, rows, tokens (of the block), dim, hidden, element (bytes).
+    """
+    if method not in needs():
+        return None
+    own, size = needs()[method], sizes
+    per_head = size["batch"] * size["heads"] * size["rows"]
+    read = per_head * size["dim"] * size["element"] * (own.get("keys", 0) + own.get("values", 0)) + 4 * per_head
+    pairs = per_head * size["group"]
+    queries = settings.get("window", 1) if own.get("queries") == "window" else own.get("queries", 0)
+    if queries == "block":  # causal: the last query sees all rows
+        queries = size["tokens"] * (1 - (size["tokens"] - 1) / (2 * size["rows"]))
+        read += size["batch"] * size["heads"] * size["group"] * size["tokens"] * size["dim"] * size["element"]
+    operations = 2 * pairs * queries * size["dim"] * own.get("products", 1)
+    if own.get("moments"):
+        asked = size["batch"] * size["heads"] * size["group"] * size["tokens"] * size["dim"]
+        read, operations = read + asked * size["element"], operations + 2 * asked * size["dim"]
+    operations += 2 * pairs * size["dim"] ** 2 * own.get("quadratic", 0)
+    operations += 2 * pairs * size["dim"] * size["hidden"] * own.get("projections", 0)
+    operations += 2 * per_head * size["dim"] * own.get("matches", 0) * ((settings.get("chunk") or size["rows"]) / 4)
+    return int(read), int(operations)

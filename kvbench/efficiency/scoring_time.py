@@ -1,0 +1,134 @@
+"""task.measure=scoring: a method's score alone, on made-up rows and queries in the shape of one layer of a model. No
+weights are needed.
+
+What is timed is what the engine asks a method when a block was read: `update` where it has one, then `score`; of a
+method without scores its `cut` (CentroidKV's matching and merging).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.efficiency.roofline import Machine, score_needs
+from kvbench.engine import timing
+from kvbench.engine.timing import fits, spread
+from kvbench.interfaces.method import Method, shrink
+from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.rows import Rows, mass_dtype
+from kvbench.kernels.dispatch import only
+from kvbench.models.transformers_port import layout_of
+from kvbench.runs.spec import DTYPES, Run
+from kvbench.store.efficiency_csv import Line, exhausted, line
+from kvbench.validation import SettingError
+
+
+@dataclass(frozen=True)
+class Score:
+    """One call, ready to be timed, and the sizes of what it reads (floors.score_needs)."""
+
+    call: Callable[[], Any]
+    sizes: dict[str, int]
+
+
+def score(run: Run) -> Iterator[Line]:
+    """The method's score: time, scratch, what it moves and computes, kernels."""
+    task, device = run.task, run.device
+    timing.clear(device)
+    fit, made = fits(lambda: scoring(run), device)
+    if fit:
+        fit, times = fits(lambda: timing.calls(made.call, device, 10 * task.repeats, max(2, task.warmup)), device)
+    if not fit:
+        yield exhausted("scoring")
+        return
+    yield line("scoring_ms", "ms", spread(times))
+    needs = score_needs(run.groups["method"]["name"], run.groups["method"], made.sizes)
+    if needs is not None:
+        yield line("scoring_bytes", "bytes", needs[0])
+        yield line("scoring_operations", "operations", needs[1])
+    if device == "cpu":
+        return
+    if needs is not None:
+        yield line("scoring_floor_ms", "ms", Machine(task.bandwidth, task.flops).ms(*needs))
+    yield line("scoring_scratch_bytes", "bytes", timing.scratch(made.call, device))
+    kernels = timing.launches(made.call, device)
+    yield line("scoring_launches", "kernels", sum(count for count, _ in kernels.values()))
+    for name, (count, us) in sorted(kernels.items(), key=lambda item: -item[1][1]):
+        yield line("kernel_us", "us", us, name[:120]) | {"count": count}
+
+
+def scoring(run: Run) -> Score:
+    """The score of a run's method on `task.length` rows, of which the last block's are `block_size` or all.
+
+    SettingError for a method that does not score when a block was read.
+    """
+    method, task = run.choice().method, run.task
+    if method.reads or method.rereads or method.name == "full":
+        raise SettingError(f"task.measure=scoring: {method.name} scores nothing when a block was read")
+    config = run.checkpoint.config().get_text_config(decoder=True)
+    shape, dtype = layout_of(config), DTYPES[run.dtype]
+    query_heads, tokens = config.num_attention_heads, min(run.block_size or task.length, task.length)
+    generator = torch.Generator(run.device).manual_seed(run.seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device=run.device, dtype=dtype)
+
+    batch, rows = task.batch, made_rows(normal, task.batch, shape.heads, task.length, shape.dim)
+    lse = None
+    if method.wants_lse:  # of logits that are normal: log of the rows seen, and half their variance
+        seen_rows = torch.arange(task.length - tokens + 1, task.length + 1, device=run.device)
+        lse = (seen_rows.to(rows.mass.dtype).log() + 0.5).expand(batch, query_heads, tokens).contiguous()
+    layers = tuple(layer for layer in range(shape.layers) if layer not in shape.sliding)
+    seen = Seen(
+        normal(batch, query_heads, tokens, shape.dim), normal(batch, query_heads, tokens, shape.dim), lse,
+        shape.dim**-0.5, normal(config.hidden_size, query_heads * shape.dim), Rotation(shape.dim),
+        layers[len(layers) // 2], shape.layers, task.length - tokens, task.length, True, False, layers,
+    )  # fmt: skip
+    quota = run.budget.rows(task.length, task.length) or task.length
+    sizes = {"batch": batch, "heads": shape.heads, "group": query_heads // shape.heads, "rows": task.length}
+    sizes |= {"tokens": tokens, "dim": shape.dim, "hidden": config.hidden_size, "element": dtype.itemsize}
+    seeds = (run.seed,) * batch
+    shared: dict[str, Any] = {}  # a layer between others finds what the first of them made for all
+
+    @torch.inference_mode()
+    def call() -> Any:
+        with only(task.implementation):
+            return ask(method, seen, rows, State(seeds, {}, shared), quota)
+
+    return Score(call, sizes)
+
+
+def ask(method: Method, seen: Seen, rows: Rows, state: State, quota: int) -> Any:
+    """What the engine asks after a block (kvbench.cache.layer)."""
+    if method.overrides("update"):
+        columns = {**rows.columns, **method.update(seen, rows, state)}
+        rows = Rows(rows.keys, rows.values, rows.places, rows.mass, columns)
+    if method.scores:
+        return method.score(seen, rows, state)
+    sinks, recents = method.protect_sinks(seen, rows, quota), method.protect(seen, rows, quota)
+    protected = shrink(sinks, recents, rows, quota)
+    quotas = torch.full(rows.mass.shape[:2], quota, device=rows.mass.device)
+    after = method.cut(rows, rows.mass, quotas, protected, quota)
+    return [after.keys, after.values, after.mass]
+
+
+def made_rows(normal: Callable[..., Tensor], batch: int, heads: int, count: int, dim: int) -> Rows:
+    """`count` rows a head, all present, each of one token."""
+    keys, values = normal(batch, heads, count, dim), normal(batch, heads, count, dim)
+    places = torch.arange(count, device=keys.device).expand(batch, heads, -1)
+    return Rows(keys, values, places, torch.ones(places.shape, device=keys.device, dtype=mass_dtype(keys)))
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A plain rotary embedding, places (B, n) -> cos, sin (B, n, d): which one does not change what a score costs."""
+
+    dim: int
+    theta: float = 10000.0
+
+    def __call__(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        steps = torch.arange(0, self.dim, 2, device=places.device, dtype=torch.float32) / self.dim
+        angles = (places[..., None].float() * self.theta**-steps).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()

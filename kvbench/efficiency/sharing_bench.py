@@ -1,0 +1,127 @@
+"""What reading a prompt once for many cells saves: the seconds of a sweep's runs, together and each alone.
+
+Without methods and budgets it takes METHODS at BUDGETS. The full cache's run, which a sweep makes too, is among them.
+In a round all runs are made twice into new folders, first together, then one after the other, from the same prompts
+with the same loaded weights; before that everything was run on short prompts once. ratio = seconds alone / seconds
+together, of several rounds the medians. A line is appended to <results>/efficiency/share-<machine>.csv. Weights may be
+random, prompts need a tokenizer: model=random model.like=llama31_8b model.tokenizer=reference.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+from hydra import initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from kvbench.config import catalogue
+from kvbench.efficiency.measure import machine_name, versions
+from kvbench.runs.resources import Bench
+from kvbench.runs.runner import execute_all
+from kvbench.runs.spec import Run
+from kvbench.store.efficiency_csv import append, check
+from kvbench.sweeps.compose import Asked
+from kvbench.validation import SettingError, whole, writable
+
+METHODS = ("snapkv", "keydiff", "dropkv", "knorm", "tova", "expected_attention")
+BUDGETS = (0.1, 0.3)
+SHORT = 1024  # tokens of what is run before anything is timed
+ROUNDS = "rounds="
+COLUMNS = (
+    "machine", "model", "weights", "task", "length", "samples", "methods", "budgets", "runs", "rounds", "together_s",
+    "alone_s", "ratio", "dtype", "threads", "torch", "transformers", "triton", "date", "python", "cuda", "sources",
+    "commit", "driver",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Seconds of each round."""
+
+    together: tuple[float, ...]
+    alone: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        return median(self.alone) / median(self.together)
+
+
+def measure(runs: Sequence[Run], short: Sequence[Run], rounds: int, bench: Bench) -> Saving:
+    """Of runs that read their prompts together; `short`: the same on short prompts."""
+    spent(short, Bench(short[0], {"model": bench.model, "tokenizer": bench.tokenizer}), True)
+    bench.prompts  # noqa: B018 - drawn before anything is timed
+    found = [(spent(runs, bench, True), spent(runs, bench, False)) for _ in range(rounds)]
+    return Saving(*map(tuple, zip(*found, strict=True)))
+
+
+def spent(runs: Sequence[Run], bench: Bench, together: bool) -> float:
+    """Seconds to make the records of the runs in a new folder."""
+    with TemporaryDirectory() as folder:
+        begin = time.perf_counter()
+        for some in [runs] if together else [[run] for run in runs]:
+            with redirect_stderr(StringIO()) as said:
+                folders = execute_all(some, Path(folder), bench)
+            shared = {record.get("shared_prefill") for own in folders for record in own.records().values()}
+            if not all(own.finished for own in folders) or shared != {len(some)}:
+                raise SettingError(f"limit: {len(some)} runs could not be made at once: {said.getvalue()[-300:]}")
+        return time.perf_counter() - begin
+
+
+def cells(asked: Asked, *more: str) -> tuple[DictConfig, list[Run]]:
+    """The full cache's run and those of all cells; SettingError unless all read their prompts together."""
+    given = [axis.key_or_group for axis in asked.axes] + [line.partition("=")[0] for line in asked.fixed]
+    usual = {"method": METHODS, "budget": BUDGETS}
+    lines = [f"{name}={','.join(map(str, own))}" for name, own in usual.items() if name not in given]
+    axes = [*asked.axes, *Asked.of(lines).axes]
+    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
+        [chosen] = BasicSweeper.split_arguments(axes, None)
+        configs = [catalogue.composed([*asked.fixed, *own, *more]) for own in chosen]
+        runs = [Run.from_config(config) for config in configs]
+    runs = list({str(run.value): run for run in [runs[0].baseline(), *runs]}.values())
+    if len({run.reading for run in runs}) > 1 or runs[0].reading is None or len(runs) < 3:
+        raise SettingError("method: cells that read their prompts together, two at least; not all of these do")
+    return configs[0], runs
+
+
+def report(arguments: Sequence[str]) -> None:
+    rounds = next((own.removeprefix(ROUNDS) for own in arguments if own.startswith(ROUNDS)), "1")
+    rounds = int(rounds) if rounds.isdecimal() else rounds
+    whole("rounds", rounds, 1)
+    try:
+        asked = Asked.of([own for own in arguments if not own.startswith(ROUNDS)])
+        config, runs = cells(asked)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise SettingError(catalogue.one_line(error) or " ".join(str(error).split())) from None
+    writable("results", Path(config.results))
+    length = runs[0].task.length
+    if length is None or runs[0].measures:
+        raise SettingError(f"task={runs[0].task_settings['name']}: one whose prompts have a task.length")
+    _, short = cells(asked, f"task.length={min(SHORT, length)}", "limit=1")
+    first, name = runs[0], machine_name(runs[0].device)
+    path = Path(config.results) / "efficiency" / f"share-{name}.csv"
+    if path.exists():
+        check(path, COLUMNS)
+    bench = Bench(first)
+    saving = measure(runs, short, rounds, bench)
+    line = {
+        "machine": name, "model": first.checkpoint.name, "weights": first.checkpoint.identity(),
+        "task": first.task_settings["name"], "length": length, "samples": len(bench.prompts),
+        "methods": " ".join(dict.fromkeys(run.groups["method"]["name"] for run in runs)),
+        "budgets": " ".join(dict.fromkeys(str(run.budget.value) for run in runs)), "runs": len(runs), "rounds": rounds,
+        "together_s": median(saving.together), "alone_s": median(saving.alone), "ratio": saving.ratio,
+        "dtype": first.dtype, "threads": torch.get_num_threads(), **versions(first),
+    }  # fmt: skip
+    append(path, [line], COLUMNS)
+    print(
+        f"{len(runs)} runs of {line['samples']} samples, {length} tokens: {line['together_s']:.1f} s together, "
+        f"{line['alone_s']:.1f} s alone, {saving.ratio:.2f} times: {path}"
+    )

@@ -1,0 +1,75 @@
+"""task.measure=throughput: the largest batch that fits, found by bisection, and what it decodes in a second."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from kvbench.efficiency.caches import WARMED, Subject, loaded, prompt, subject
+from kvbench.engine import timing
+from kvbench.engine.timing import fits, spread
+from kvbench.runs.spec import Run
+from kvbench.store.efficiency_csv import Line, exhausted, line
+
+PROBE = 3  # tokens that a batch must decode to count as fitting
+CPU_BATCH = 8  # largest batch tried on a CPU, where memory does not run out in time
+
+
+def throughput(run: Run) -> Iterator[Line]:
+    """The largest batch that fits, and tokens that it decodes in a second."""
+    task, device, model = run.task, run.device, loaded(run)
+    own, ids = subject(model, run), prompt(run, model, 1)
+    copied = task.fill == "replicated"
+
+    def answer(batch: int, most: int | None = None) -> list[float] | None:
+        """Milliseconds a step of a batch, None if there is no memory for it; `most`: only as many tokens."""
+        own.drop()
+        timing.clear(device)
+        timing.forget_peak(device)
+        return fits(lambda: filled(batch) or own.answer(count, most), device)[1]
+
+    def filled(batch: int) -> None:
+        own.read(ids if copied else ids.repeat(batch, 1))
+        if copied and batch > 1:
+            own.replicate(batch)
+
+    count, most = max(task.ends), task.most_batch or (CPU_BATCH if device == "cpu" else None)
+    largest, between = 0, None
+    if answer(1, PROBE) is not None:
+        largest = bisect(lambda batch: answer(batch, PROBE) is not None, guess(own, device), most)
+    while between is None and largest:  # the last tokens of a long answer may need more than the probe
+        between = answer(largest)
+        largest = largest if between else min(largest - 1, int(largest * 0.98))
+    if not largest:
+        yield exhausted("throughput")
+        return
+    warm = between[min(WARMED, len(between) // 2) :]
+    yield line("largest_batch", "prompts", largest)
+    yield line("tpot_ms", "ms", spread(warm), own.path)
+    yield line("decode_tokens_s", "tokens/s", spread([1000 * largest / step for step in warm]))
+    yield line("resident_bytes", "bytes", own.bytes().rows)
+    if device != "cpu":
+        yield line("peak_decode_bytes", "bytes", timing.peak(device))
+
+
+def guess(own: Subject, device: str) -> int:
+    """A batch that should just fit, from what one sample holds and what is free."""
+    if device == "cpu":
+        return CPU_BATCH
+    one = max(1, own.bytes().total)
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return max(2, 1 + int(0.9 * free / one))
+
+
+def bisect(fit: Callable[[int], bool], first: int, most: int | None) -> int:
+    """The largest batch that fits, to 2 % (exactly below 50), at most `most`; 1 does."""
+    fitting, beyond = 1, None if most is None else most + 1
+    at, step = first, max(1, first // 8)
+    while beyond is None or beyond - fitting > max(1, fitting // 50):
+        at = at if beyond is None else min(max(at, fitting + 1), beyond - 1)
+        if not fit(at):
+            beyond, at = at, (fitting + at) // 2
+        elif beyond is None:
+            fitting, at, step = at, at + step, 2 * step
+        else:
+            fitting, at = at, (at + beyond) // 2
+    return fitting

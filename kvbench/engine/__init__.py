@@ -1,0 +1,1 @@
+"""Reading prompts into caches and generating from them, step by step, in graphs, and for many runs at once."""

@@ -1,0 +1,1 @@
+"""Other programs: lm-eval, Weights & Biases, math-verify."""

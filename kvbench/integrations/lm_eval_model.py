@@ -1,0 +1,314 @@
+"""kvbench as a model of lm-evaluation-harness: any method at any budget under any of its tasks.
+
+    from lm_eval import simple_evaluate
+    simple_evaluate(model=KVBenchLM("/models/my-llama", method="snapkv", budget=0.1), tasks=["hellaswag"])
+
+What is cut when, for a context x_1…x_n and a continuation y_1…y_m:
+
+* `generate_until` is what a run does: x is read and cut (`question="hidden"`: up to the end of `doc[context_field]` in
+  it, the rest is read over what is held), then the answer is generated.
+* `loglikelihood`: x_1…x_{n−1} is read and cut (hidden: up to the end of the document's context, if that comes earlier),
+  the rest of x and y_1…y_{m−1} are read over what is held (`Context.extend`), so that every log p(y_i | …) is computed
+  over the cut cache: were x_n read with the context, y_1 would be predicted before anything is cut, and so would every
+  one-token choice. With the full cache these are the model's own log-probabilities. Continuations of one context
+  share what is held of it.
+* `loglikelihood_rolling`: the text in windows as lm-eval makes them (`max_length` tokens, each predicted once; the
+  first token is predicted from the begin token), each window read in blocks of `block_size`, cut after each block: a
+  block's tokens are predicted over the rows held before it and the block itself. Needs a block size, but for `full`.
+
+lm-eval's `use_cache` is refused: it knows answers by prompt alone and gives one method another's. Do not use
+`cache_requests` either: it knows a task's requests by its name alone.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
+from tqdm import tqdm
+
+from kvbench.cache.guard import check_shape
+from kvbench.config.catalogue import settings
+from kvbench.engine.generation import Context
+from kvbench.engine.sampling import Sampling
+from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.task import Sample
+from kvbench.models.chat_template import TODAY, words
+from kvbench.models.checkpoint import Checkpoint, find_model
+from kvbench.models.configuration import positions
+from kvbench.models.transformers_port import layout
+from kvbench.runs.prompt import Prompt, divide
+from kvbench.runs.resources import Bench
+from kvbench.runs.responder import Reader, seed_of
+from kvbench.runs.spec import DTYPES, Run
+from kvbench.validation import SettingError, choose, whole
+
+FOLLOWED = ("until", "max_gen_toks", "do_sample", "temperature", "top_p")
+
+
+class KVBenchLM(TemplateLM):
+    """`model`: a Hugging Face model with its `tokenizer`, or a local folder, a hub id, "reference" or "reference_v1",
+    which bring theirs. The settings are those of `kvbench.prefill`; `question` and `context_field`: see the module;
+    `max_length`: tokens of prompt and answer, null for what the model takes; `truncate`: what is longer loses its
+    first tokens, as lm-eval's own models do it, else it is refused. One prompt is read at a time. SettingError
+    (a ValueError) names what cannot be used. `records`: what each request's cache held and cost.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        method: str = "full",
+        budget: float | int = 1.0,
+        block_size: int | None = None,
+        allocator: str = "uniform",
+        codec: str = "raw",
+        *,
+        method_args: Mapping[str, Any] | None = None,
+        allocator_args: Mapping[str, Any] | None = None,
+        codec_args: Mapping[str, Any] | None = None,
+        budget_of: str = "prompt",
+        question: str = "visible",
+        context_field: str = "context",
+        seed: int = 0,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        truncate: bool = False,
+        revision: str | None = None,
+        device: str = "cpu",
+        dtype: str = "float32",
+    ) -> None:
+        super().__init__()
+        choose("question", question, ("visible", "hidden"))
+        choose("dtype", dtype, DTYPES)
+        choose("device", device, ("cpu", "cuda"))
+        whole("seed", seed, 0)
+        whole("max_gen_toks", max_gen_toks, 1)
+        if block_size is not None:
+            whole("block_size", block_size, 1)
+        groups = {
+            "method": settings("method", method, method_args),
+            "allocator": settings("allocator", allocator, allocator_args),
+            "codec": settings("codec", codec, codec_args),
+        }
+        if isinstance(model, str):
+            checkpoint = Checkpoint(model, find_model(model), revision)
+            checkpoint.config()
+        elif tokenizer is None:
+            raise SettingError("tokenizer=None: a model that is loaded needs its tokenizer too")
+        else:
+            checkpoint = Checkpoint(type(model).__name__, getattr(model, "name_or_path", ""))
+            device = next(model.parameters()).device.type
+        self.run = Run(
+            checkpoint=checkpoint, groups=groups, budget=Budget(1.0 if method == "full" else budget, budget_of),
+            block_size=block_size, question=question, seed=seed, sampling=Sampling(), task=None, task_settings={},
+            device=device, dtype=dtype, max_batch=1,
+        )  # fmt: skip
+        self.choice = self.run.choice()  # refuses what does not go together before weights are loaded
+        config = checkpoint.config() if isinstance(model, str) else model.config
+        self.max_length = positions(config) if max_length is None else max_length
+        whole("max_length", self.max_length, 1)
+        self.tokenizer = tokenizer or checkpoint.tokenizer()
+        self.model = checkpoint.weights(DTYPES[dtype], device) if isinstance(model, str) else model
+        shape = layout(self.model)
+        check_shape(self.choice.method, shape.layers, shape.heads, shape.dim, shape.sliding)
+        self.context_field, self.max_gen_toks, self.truncate = context_field, max_gen_toks, truncate
+        self.records: list[dict] = []
+        self._device = next(self.model.parameters()).device
+        self.reader = Reader(
+            self.run, Bench(self.run, {"tokenizer": self.tokenizer, "model": self.model, "prompts": {}})
+        )
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What an empty context and a rolling text begin with."""
+        begin = self.tokenizer.bos_token_id
+        return self.eot_token_id if begin is None else begin
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids; special ones in front unless the text (of a chat template) begins with them."""
+        special = self._special(string) if add_special_tokens is None else add_special_tokens
+        return self.tokenizer.encode(string, add_special_tokens=special)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The messages as the model's template writes them; an assistant's message at the end is continued."""
+        return self.tokenizer.apply_chat_template(
+            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt, **TODAY,
+        )  # fmt: skip
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        raise SettingError("use_cache: it knows answers by the prompt alone and gives one method another's; null")
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes beside its results."""
+        run = self.run
+        return {
+            "kvbench": {name: dict(own) for name, own in run.groups.items()}
+            | {"budget": run.budget.value, "budget_of": run.budget.of, "block_size": run.block_size}
+            | {"question": run.question, "seed": run.seed, "model": run.checkpoint.name, "dtype": run.dtype}
+        }
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The answers; a request that is repeated is sampled with a seed for each."""
+        asked: Counter[str] = Counter()
+        outputs = []
+        for request in tqdm(requests, disable=disable_tqdm):
+            text, given = request.args[:2]
+            own = normalize_gen_kwargs(given, self.max_gen_toks)
+            for name in own:
+                choose(f"{request.task_name}: generation setting", name, FOLLOWED)
+            uid = _uid(request)
+            asked[uid] += 1
+            prompt = self._shortened(uid, self._divided(request, text), own["max_gen_toks"])
+            sample = Sample(
+                f"{uid}/{asked[uid]}", request.task_name or "", text, "", "", (), own["max_gen_toks"],
+                group=_hash(prompt.context if self.run.question == "hidden" else prompt.ids),
+                until=tuple(end for end in own["until"] if end),
+            )  # fmt: skip
+            sampled = own["do_sample"] and own.get("temperature", 0.0) > 0
+            sampling = Sampling(own["temperature"], own.get("top_p", 1.0)) if sampled else Sampling()
+            self.reader.run = replace(self.run, sampling=sampling)
+            found = self.reader.measure(sample, prompt)
+            self.records.append({"uid": sample.uid, **found})
+            outputs.append(found["output"])
+        return outputs
+
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log p(continuation | context), whether greedy decoding would give it) for each."""
+        last: tuple[Prompt, Context] | None = None
+        found = []
+        for request in tqdm(requests, disable=disable_tqdm):
+            prompt, target = self._pair(request)
+            if last is None or last[0].context != prompt.context:
+                last = None  # the old context is freed before the new one grows
+                last = prompt, self._held(prompt)
+                self.records.append({"uid": _uid(request), **_held_bytes(last[1])})
+            held = last[1]
+            with held.branch():
+                before = held.logits[:, None]
+                more = (*prompt.rest, *target[:-1])
+                logits = torch.cat([before, held.extend(self._tensor(more))], dim=1) if more else before
+                found.append(_worth(logits[0, -len(target) :], self._tensor(target)[0]))
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """log p(text) for each, from its windows."""
+        if self.run.block_size is None and not self.run.full:
+            raise SettingError("block_size=None: in one block a text is read before anything is cut; give a block size")
+        found = []
+        for request in tqdm(requests, disable=disable_tqdm):
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            found.append(sum(self._window(*make_disjoint_window(window)) for window in windows))
+        return found
+
+    def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("`loglikelihood` reads contexts itself")
+
+    def _window(self, context: list[int], target: list[int]) -> float:
+        """log p(target | context) with the window read in blocks."""
+        ids, worth, place = [*context, *target[:-1]], 0.0, 1 - len(context)
+
+        def each(logits: Tensor) -> None:
+            nonlocal worth, place
+            own = target[max(place, 0) : max(place + logits.shape[1], 0)]
+            if own:
+                worth += _worth(logits[0, -len(own) :], self._tensor(own)[0])[0]
+            place += logits.shape[1]
+
+        self._context(_hash(ids)).prefill(self._tensor(ids), each)
+        return worth
+
+    def _divided(self, request: Instance, text: str) -> Prompt:
+        """The prompt's tokens, split after the document's context where the question is hidden."""
+        end = len(text)
+        if self.run.question == "hidden":
+            value = request.doc.get(self.context_field) if isinstance(request.doc, Mapping) else None
+            place = text.rfind(value) if isinstance(value, str) and value.strip() else -1
+            if place < 0:
+                raise SettingError(
+                    f"question=hidden: {_uid(request)} has no field {self.context_field} that stands in its prompt; "
+                    "question=visible, or another context_field"
+                )
+            end = place + len(value)
+        special = self._special(text)
+        return divide(self.tokenizer, text, 0 if special else len(self.tokenizer.bos_token or ""), end, special)
+
+    def _pair(self, request: Instance) -> tuple[Prompt, list[int]]:
+        """The prompt, split before its last token or where its document's context ends, and the continuation's ids."""
+        context, continuation = request.args[:2]
+        if context == "":
+            ids, target = [self.prefix_token_id], self.tok_encode(continuation, add_special_tokens=False)
+            divided = Prompt(tuple(ids), ())
+            if target and target[0] == self.prefix_token_id:
+                target = target[1:]
+        else:
+            ids, target = self._encode_pair(context, continuation)
+            divided = self._divided(request, context)
+        if not target:
+            raise SettingError(f"{_uid(request)}: its continuation {continuation!r} has no tokens")
+        split = max(min(len(divided.context), len(ids) - 1), 1)
+        prompt = Prompt(tuple(ids[:split]), tuple(ids[split:]), min(divided.prefix, split))
+        return self._shortened(_uid(request), prompt, len(target) - 1), target
+
+    def _shortened(self, uid: str, prompt: Prompt, more: int) -> Prompt:
+        """The prompt if it fits with `more` tokens, else without its first tokens or a SettingError."""
+        over = len(prompt.ids) + more - self.max_length
+        if over <= 0:
+            return prompt
+        if not self.truncate or over >= len(prompt.ids):
+            need = f"{uid} needs {len(prompt.ids) + more} tokens with its answer"
+            raise SettingError(f"max_length={self.max_length}: {need}; truncate=True drops the first")
+        context = prompt.context[over:]
+        rest = prompt.rest[max(over - len(prompt.context), 0) :]
+        return Prompt(context, rest) if context else Prompt(rest[:1], rest[1:])
+
+    def _held(self, prompt: Prompt) -> Context:
+        context = self._context(_hash(prompt.context), prompt.prefix)
+        context.prefill(self._tensor(prompt.context))
+        return context
+
+    def _context(self, group: str, prefix: int = 0) -> Context:
+        run, own = self.run, words(self.tokenizer)
+        return Context(self.model, self.choice, run.budget, run.block_size, (seed_of(run.seed, group),), prefix, own)
+
+    def _special(self, text: str) -> bool:
+        return not (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
+
+    def _tensor(self, ids: Sequence[int]) -> Tensor:
+        return torch.tensor([list(ids)], device=self._device)
+
+
+def _worth(logits: Tensor, target: Tensor) -> tuple[float, bool]:
+    """(log p, whether each is the likeliest) of tokens (T,) under logits (T, vocab)."""
+    chosen = logits.float().log_softmax(-1).gather(-1, target[:, None])
+    return float(chosen.sum()), bool((logits.argmax(-1) == target).all())
+
+
+def _held_bytes(context: Context) -> dict[str, int]:
+    """What a context holds after its cut."""
+    return {"resident_bytes": context.bytes().rows, "full_bytes": context.full_bytes(), "rows_seen": context.seen}
+
+
+def _uid(request: Instance) -> str:
+    return f"{request.task_name}/{request.doc_id}/{request.idx}"
+
+
+def _hash(ids: Sequence[int]) -> str:
+    return sha256(repr(tuple(ids)).encode()).hexdigest()[:16]

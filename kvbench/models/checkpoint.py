@@ -1,0 +1,147 @@
+"""A model on the disk or the hub: its configuration, tokenizer, weights, identity."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from kvbench.models.configuration import SWITCHING, configuration, positions, rope_settings
+from kvbench.models.embedded import EMBEDDED_MODELS
+from kvbench.models.gguf import find_converted, read_samples
+from kvbench.models.local_models import FETCHED_MODELS, MODELS, check_fetched, identify
+from kvbench.validation import SettingError, check_model_path, is_gguf
+
+IDENTITY = (
+    "model",
+    "pytorch",
+    "config.",
+    "generation_config",
+    "tokenizer",
+    "special",
+    "added",
+    "chat_",
+    "vocab",
+    "merges",
+)
+SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
+KNOWN_MODELS = EMBEDDED_MODELS | {name: MODELS / name for name in FETCHED_MODELS}
+
+
+def stop_tokens(model: torch.nn.Module) -> frozenset[int]:
+    """Token ids that end an answer."""
+    found = model.generation_config.eos_token_id
+    if found is None:
+        found = model.config.get_text_config(decoder=True).eos_token_id
+    return frozenset([] if found is None else [found] if isinstance(found, int) else found)
+
+
+def random_model(config: Any, dtype: torch.dtype, device: str, seed: int) -> torch.nn.Module:
+    """A model of this configuration, initialised on the device in `dtype`; the global random state stays as it was."""
+    gpus = [torch.cuda.current_device()] if device == "cuda" else []
+    with torch.random.fork_rng(devices=gpus), torch.device(device):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def parameters(config: Any) -> int:
+    """How many a model of this configuration has; tied ones count once. No memory is taken."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(own.numel() for own in model.parameters())
+
+
+def find_model(model: str) -> str:
+    """Return where a model lies: the folder of one that kvbench knows by name, or `model` itself, a folder or an id of
+    the hub. A GGUF file is converted once, and its converted folder is returned.
+
+    Raises:
+        SettingError: There is no such file or folder, or the GGUF file cannot be converted.
+    """
+    if model in FETCHED_MODELS:
+        check_fetched(model)
+    path = str(KNOWN_MODELS.get(model, model))
+    check_model_path(path)
+    return str(find_converted(Path(path).expanduser())) if is_gguf(path) else path
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that is not loaded yet. `path`: a local folder or a hub id; `revision`: of the hub; `device_map`: "auto"
+    spreads its layers over all GPUs (accelerate).
+    """
+
+    name: str
+    path: str
+    revision: str | None = None
+    device_map: str | None = None
+
+    reads_text = True  # it has a tokenizer
+
+    def config(self) -> Any:
+        """Its configuration; SettingError if there is none or the architecture is not supported."""
+        check_model_path(self.path)
+        return configuration(self.path, self.revision)
+
+    def longest(self) -> int:
+        """Tokens that the model can take."""
+        return positions(self.config())
+
+    def switches(self) -> int | None:
+        """Tokens beyond which RoPE changes its frequencies (LongRoPE, dynamic scaling), None if it never does."""
+        text = self.config().get_text_config(decoder=True)
+        rope = rope_settings(text)
+        if rope.get("rope_type") not in SWITCHING:
+            return None
+        original = rope.get("original_max_position_embeddings")
+        return original or getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
+
+    def check(self) -> None:
+        """SettingError unless a local folder has weights in safetensors; nothing is loaded."""
+        folder = Path(self.path)
+        if folder.is_dir() and not any(folder.glob("*.safetensors")):
+            raise SettingError(f"model.path={self.path}: no *.safetensors there")
+
+    def tokenizer(self) -> Any:
+        try:
+            found = AutoTokenizer.from_pretrained(self.path, revision=self.revision, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise SettingError(
+                f"model.path={self.path}: no readable tokenizer ({str(error).splitlines()[0]})"
+            ) from None
+        if not found.is_fast:
+            raise SettingError(
+                f"model.path={self.path}: its tokenizer gives no offsets; a fast one (tokenizer.json) is needed"
+            )
+        return found
+
+    def weights(self, dtype: torch.dtype, device: str) -> torch.nn.Module:
+        """The model, ready to run. Weights come from safetensors only."""
+        logging.disable_progress_bar()
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                self.path, revision=self.revision, dtype=dtype, trust_remote_code=False, use_safetensors=True,
+                device_map=self.device_map,
+            )  # fmt: skip
+        except (OSError, ValueError) as error:
+            raise SettingError(f"model.path={self.path}: no readable weights ({str(error).splitlines()[0]})") from None
+        return (model if self.device_map else model.to(device)).eval()
+
+    def identity(self) -> str:
+        """What the weights are: the hub's commit, or a hash over a local folder's weights, settings and tokenizer
+        (files over 64 MiB by 64 samples of 1 MiB).
+        """
+        folder = Path(self.path)
+        if (converted := identify(folder)) is not None:
+            return converted
+        if not folder.is_dir():
+            return f"{self.path}@{getattr(self.config(), '_commit_hash', None) or self.revision}"
+        digest = hashlib.sha256()
+        for file in sorted(p for p in folder.iterdir() if p.name.startswith(IDENTITY) and p.suffix in SUFFIXES):
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+            for sample in read_samples(file):
+                digest.update(sample)
+        return digest.hexdigest()[:16]

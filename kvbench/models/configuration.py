@@ -1,0 +1,63 @@
+"""What a model's configuration says, and which models can be used."""
+
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+from transformers.cache_utils import DynamicCache
+
+from kvbench.validation import SettingError
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
+SWITCHING = ("longrope", "dynamic")  # RoPE whose frequencies follow the longest place
+
+
+def rope_settings(config: Any) -> dict[str, Any]:
+    """The rotary embedding's settings, {} for the plain one; `rope_scaling` before transformers 5."""
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
+def check_architecture(config: Any) -> None:
+    """SettingError unless the architecture was tested with this attention function."""
+    if config.model_type not in ARCHITECTURES:
+        raise SettingError(
+            f"model: architecture {config.model_type} is not supported; use one of {', '.join(ARCHITECTURES)}"
+        )
+
+
+def configuration(path: str, revision: str | None = None) -> Any:
+    """The configuration in a folder, a config.json or on the hub; SettingError if it is none that is supported."""
+    config = found_at(path, revision) if Path(path).exists() else deepcopy(on_hub(path, revision))
+    if isinstance(config, str):
+        raise SettingError(f"model.path={path}: no readable model there ({config})")
+    check_architecture(config)
+    return config
+
+
+def found_at(path: str, revision: str | None) -> Any:
+    """A configuration, or why there is none."""
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+@cache
+def on_hub(path: str, revision: str | None) -> Any:
+    """The same, asked for once: where no hub can be reached, each time costs half a minute."""
+    return found_at(path, revision)
+
+
+def positions(config: Any) -> int:
+    """Tokens that a model can take: its positions (YaRN's factor counted), or its window if all layers slide."""
+    text = config.get_text_config(decoder=True)
+    longest, rope = text.max_position_embeddings, rope_settings(text)
+    if rope.get("rope_type") == "yarn":
+        original = rope.get("original_max_position_embeddings") or longest
+        longest = max(longest, int(original * rope.get("factor", 1)))
+    layers = DynamicCache(config=text).layers
+    if layers and all(layer.is_sliding for layer in layers):
+        longest = min(longest, layers[0].sliding_window)
+    return longest

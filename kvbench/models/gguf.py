@@ -1,0 +1,323 @@
+"""Convert GGUF files into folders that kvbench loads like any other checkpoint.
+
+transformers can read a GGUF file, but it needs tens of seconds for a small one, and a model that was read from a GGUF
+file cannot be saved as it is. kvbench therefore converts a file once, into bfloat16 safetensors in the folder
+`.models`, and every later run loads the converted folder, which appears under its name only when it is complete.
+
+transformers' GGUF reader (5.5 to 5.17) leaves out some things, which this module adds or refuses:
+
+* It takes the end token from the field of the first token. The module sets all special tokens from the file's header.
+* It splits the text of every byte-level tokenizer as GPT-2 does. The module sets the pre-tokenizer that the header
+  names where it knows it (`PRE_TOKENIZERS`) and refuses the others, because the model would read other tokens than it
+  was trained on.
+* It does not read the size of a head for every architecture. The module takes it from the header.
+* It ignores RoPE scaling (`rope.scaling.type`, `rope_freqs.weight`). The module refuses such files.
+* It fills tensors that a file lacks with random numbers, drops those that it does not know, and adds no first token.
+  The module refuses the former and follows the header in the latter.
+"""
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from tokenizers import Regex, decoders, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from kvbench.models import local_models
+from kvbench.models.local_models import NOTE, VERSION, is_converted, locked
+from kvbench.validation import SettingError, summarize, writing
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # in GGUF's words; Mistral's files say llama
+SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # ours -> the header's
+LLAMA3_WORDS = (  # meta-llama/Meta-Llama-3-8B, tokenizer.json
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# keys of the JSON files that transformers writes about itself and the machine, not about the model
+VOLATILE = ("transformers_version", "_model_name_or_path", "is_local", "local_files_only")
+# pre-tokenizers whose texts begin with the first token where the header says nothing, as in llama.cpp
+BEGINNING = (None, "llama-bpe")
+PLAIN = {None, 1.0}  # factors of a RoPE that is not scaled
+PROBE = "It's 2048 tokens,\n\n  and a few more: über."  # what a tokenizer must read alike when it is loaded again
+ROOM = 64 << 20  # bytes beside the weights that a conversion needs on the disk
+
+
+def split_digits() -> pre_tokenizers.PreTokenizer:
+    """The pre-tokenizer of SmolLM2 (HuggingFaceTB/SmolLM2-135M-Instruct, tokenizer.json): every digit is a token."""
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+
+
+def split_like_llama3() -> pre_tokenizers.PreTokenizer:
+    """The pre-tokenizer of Llama 3."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+# what a header's `tokenizer.ggml.pre` names; None: transformers' own conversion splits so already
+PRE_TOKENIZERS = {"smollm": split_digits, "llama-bpe": split_like_llama3, "qwen2": None, "gpt-2": None}
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a GGUF file says of itself."""
+
+    architecture: str
+    pre_tokenizer: str | None  # None: a tokenizer that is not byte-level
+    special_tokens: dict[str, int]  # "eos" -> id
+    adds_bos: bool  # whether a text begins with the first token
+    head_dim: int | None  # None: hidden size / heads
+    tensors: int  # how many there are
+    weights: int  # numbers in all of them
+
+
+def read_header(path: Path) -> Header:
+    """Read what a GGUF file says of itself.
+
+    Raises:
+        SettingError: The file is no GGUF file, is damaged or truncated, or holds a model that cannot be converted.
+    """
+    from gguf import GGUFReader  # here, because only GGUF files need it
+
+    try:
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise SettingError(f"model.path={path}: is no GGUF file, although its name ends with .gguf")
+        reader = GGUFReader(path)
+        fields = {name: field.contents() for name, field in reader.fields.items() if len(field.data) <= 1}
+        tensors = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+    except OSError as error:
+        raise SettingError(f"model.path={path}: cannot be read ({error.strerror})") from None
+    except SettingError:
+        raise
+    except Exception as error:  # a damaged file makes the reader fail in any way
+        raise SettingError(f"model.path={path}: is damaged or truncated ({summarize(error)})") from None
+    architecture = str(fields.get("general.architecture"))
+    if architecture not in ARCHITECTURES:
+        raise SettingError(
+            f"model.path={path}: its architecture {architecture} cannot be read from GGUF; use one of "
+            f"{', '.join(ARCHITECTURES)}, or the model's safetensors"
+        )
+    rope = {name.removeprefix(f"{architecture}.rope."): value for name, value in fields.items()}
+    scaled = (
+        rope.get("scaling.type", "none") != "none" or {rope.get("scaling.factor"), rope.get("scale_linear")} - PLAIN
+    )
+    if scaled or any(name.startswith(("rope_freqs", "rope_factors")) for name in tensors):
+        raise SettingError(f"model.path={path}: its RoPE scaling cannot be read from GGUF; use the model's safetensors")
+    kind, pre = fields.get("tokenizer.ggml.model"), None
+    if kind == "gpt2":
+        pre = str(fields.get("tokenizer.ggml.pre"))
+        if pre not in PRE_TOKENIZERS:
+            raise SettingError(
+                f"model.path={path}: its pre-tokenizer {pre} cannot be read from GGUF; use one of "
+                f"{', '.join(PRE_TOKENIZERS)}, or the model's safetensors"
+            )
+    elif kind != "llama":  # SentencePiece
+        raise SettingError(f"model.path={path}: its tokenizer {kind} cannot be read; use gpt2 or llama")
+    names = {own: f"tokenizer.ggml.{theirs}_token_id" for own, theirs in SPECIAL_TOKENS.items()}
+    special = {own: int(fields[name]) for own, name in names.items() if name in fields}
+    known = len(reader.fields["tokenizer.ggml.tokens"].data) if "tokenizer.ggml.tokens" in reader.fields else 0
+    if wrong := {own: number for own, number in special.items() if not 0 <= number < known}:
+        raise SettingError(f"model.path={path}: is damaged: {wrong} are none of its {known} tokens")
+    adds_bos = bool(fields.get("tokenizer.ggml.add_bos_token", pre in BEGINNING)) and "bos" in special
+    head_dim = fields.get(f"{architecture}.attention.key_length")
+    return Header(architecture, pre, special, adds_bos, head_dim, len(tensors), sum(tensors.values()))
+
+
+def convert(source: Path, header: Header, target: Path) -> None:
+    """Write the model and the tokenizer of a GGUF file into the folder `target`, as bfloat16 safetensors.
+
+    The same file gives the same bytes. Other versions of transformers give the same weights and may write the
+    tokenizer's files in another way.
+
+    Raises:
+        SettingError: transformers cannot read the file, or not all of its tensors, or loads another tokenizer.
+        OSError: The folder cannot be written.
+    """
+    where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(**where)
+            config.head_dim = header.head_dim or config.hidden_size // config.num_attention_heads
+            loaded = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=torch.bfloat16)
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+        config = loaded.config
+        vars(config).pop("quantization_config", None)  # the weights are plain now; with it save_pretrained refuses
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.load_state_dict(loaded.state_dict(), assign=True)
+        model.tie_weights()
+    except Exception as error:  # whatever transformers meets in a file that it cannot map
+        raise SettingError(f"model.path={source}: transformers cannot read it ({summarize(error)})") from None
+    own = list(model.parameters())  # tied ones count once
+    numbers = sum(tensor.numel() for tensor in own)
+    if (len(own), numbers) != (header.tensors, header.weights):
+        raise SettingError(
+            f"model.path={source}: has {header.tensors} tensors with {header.weights} numbers; a {config.model_type}"
+            f" of its shape has {len(own)} with {numbers}"
+        )
+    set_tokens(tokenizer, header)
+    with writing(target), quiet():
+        try:
+            model.save_pretrained(target)
+            tokenizer.save_pretrained(target)
+        except SafetensorError as error:  # its way to say OSError
+            number = re.search(r"os error (\d+)", str(error))
+            code = int(number[1]) if number else 0
+            raise OSError(code, os.strerror(code) if number else str(error), str(target)) from None
+        for path in target.glob("*config.json"):
+            said = json.loads(path.read_text())
+            for key in VOLATILE:
+                said.pop(key, None)
+            path.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+    with quiet():
+        again = AutoTokenizer.from_pretrained(target)
+    written, read = (own.backend_tokenizer.encode(PROBE).ids for own in (tokenizer, again))
+    if written != read:
+        raise SettingError(
+            f"model.path={source}: transformers {transformers.__version__} changes its tokenizer when it loads it; use "
+            "5.17 or newer"
+        )
+
+
+def set_tokens(tokenizer: Any, header: Header) -> None:
+    """Give a tokenizer that transformers converted the special tokens and the pre-tokenizer of the header."""
+    for own, number in header.special_tokens.items():
+        setattr(tokenizer, f"{own}_token", tokenizer.convert_ids_to_tokens(number))
+    if header.adds_bos:
+        first, number = tokenizer.bos_token, header.special_tokens["bos"]
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[(first, number)]
+        )
+    if header.pre_tokenizer is None:
+        return
+    if make := PRE_TOKENIZERS[header.pre_tokenizer]:
+        tokenizer.backend_tokenizer.pre_tokenizer = make()
+        tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.clean_up_tokenization_spaces = False  # made for WordPiece; transformers ignores it with a warning
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers prints no progress bar and no warning inside."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with redirect_stderr(io.StringIO()):  # its bar over a GGUF file's tensors cannot be switched off
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def hash_weights(folder: Path) -> str:
+    """Return a SHA-256 over names, shapes, dtypes and bytes of all tensors in a folder's safetensors files."""
+    tensors: dict[str, Path] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            tensors |= dict.fromkeys(file.keys(), path)
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        with safe_open(tensors[name], "pt") as file:
+            tensor = file.get_tensor(name)
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def make_converted(
+    source: Path, header: Header, source_hash: str, target: Path, weights_hash: str | None = None
+) -> None:
+    """Convert `source` into the folder `target`, which appears when it is complete. The caller holds its lock.
+
+    Args:
+        source: A GGUF file.
+        header: What `read_header` says of it.
+        source_hash: What the file is, written into the folder's `conversion.json`.
+        target: The folder.
+        weights_hash: What `hash_weights` of the folder must be, None: anything.
+
+    Raises:
+        SettingError: The file cannot be converted, the disk has no room, or the weights have another hash.
+        OSError: The folder cannot be written.
+    """
+    need, free = 2 * header.weights + ROOM, shutil.disk_usage(target.parent).free
+    if free < need:
+        raise SettingError(f"{target.parent}: has {free / 1e6:.0f} MB free; the converted model needs {need / 1e6:.0f}")
+    print(f"kvbench: converting {source.name} into {target}, once", file=sys.stderr)
+    part = target.with_name(f".{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of one that was interrupted
+    try:
+        part.mkdir()
+        convert(source, header, part)
+        found = hash_weights(part)
+        if weights_hash not in (None, found):
+            raise SettingError(
+                f"{source.name}: converts to other weights ({found}) than the known ones ({weights_hash})"
+            )
+        sizes = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
+        said = {"source": source_hash, "version": VERSION, "weights": found, "files": sizes}
+        with writing(part):
+            (part / NOTE).write_text(json.dumps(said, indent=2) + "\n")
+        shutil.rmtree(target, ignore_errors=True)  # of another version
+        part.rename(target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def find_converted(source: Path) -> Path:
+    """Return the converted folder of a GGUF file, and make it first where it is missing.
+
+    Raises:
+        SettingError: The file cannot be converted, or there is no room for what it makes.
+    """
+    if not source.is_file():
+        raise SettingError(f"model.path={source}: no such file")
+    known = hash_file(source)
+    target = local_models.MODELS / f"{source.stem}-{known[:8]}"
+    if not is_converted(target, known):
+        header = read_header(source)
+        try:
+            with locked(target.name):
+                if not is_converted(target, known):
+                    make_converted(source, header, known, target)
+        except OSError as error:
+            raise SettingError(f"model.path={source}: cannot be converted into {target} ({error.strerror})") from None
+    return target
+
+
+def hash_file(path: Path) -> str:
+    """16 hex digits over a file's size and 64 samples of 1 MiB."""
+    digest = hashlib.sha256(f"{path.stat().st_size}\n".encode())
+    for sample in read_samples(path):
+        digest.update(sample)
+    return digest.hexdigest()[:16]
+
+
+def read_samples(path: Path) -> Iterator[bytes]:
+    """Yield a file in pieces of 1 MiB: all of one up to 64 MiB, 64 pieces at equal distances of a larger one."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        for start in range(0, size, max(1 << 20, size // 64)):
+            stream.seek(start)
+            yield stream.read(1 << 20)

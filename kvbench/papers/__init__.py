@@ -1,0 +1,1 @@
+"""The papers' tables: as data, as runs, and beside what was measured."""

@@ -1,0 +1,153 @@
+"""A table of a paper with what was measured beside what was published, as Markdown, as CSV and as LaTeX.
+
+Where a measured cell is empty it has the number of a note with the command that fills it.
+"""
+
+import csv
+import io
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from kvbench.analysis.text_table import literal
+from kvbench.validation import escape, typed
+
+Settings = Mapping[str, Any]  # of run.py: {"method": "dropkv", "method.window": 8, …}
+
+SIDES = ("published", "measured", "low", "high", "difference")  # of a column in the CSV
+LATEX = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--", "×": r"$\times$",
+    "−": "$-$", "≤": r"$\leq$", "<": r"$<$", ">": r"$>$", "|": r"$|$", **{char: f"\\{char}" for char in "&%$#_{}"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Texts. `filling`: settings of the run that would fill it; None where there is one or none is wanted.
+
+    `low` and `high` are the 95 % interval, `difference` is measured − published; empty where there is none.
+    """
+
+    published: str
+    measured: str
+    filling: Settings | None = None
+    low: str = ""
+    high: str = ""
+    difference: str = ""
+
+    @property
+    def text(self) -> str:
+        """The measured value with its interval and, in brackets, how far it is from the published one."""
+        between = f" [{self.low}, {self.high}]" if self.low else ""
+        return f"{self.measured}{between}{f' ({self.difference})' if self.difference else ''}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Labels and cells, and what must be said with them."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
+    notes: tuple[str, ...]
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """What each column is split into: only what any cell has."""
+        printed = any(cell.published for _, cells in self.rows for cell in cells)
+        return ("published", "measured") if printed else ("measured",)
+
+    @cached_property
+    def filling(self) -> list[tuple[str, ...]]:
+        """What fills the missing cells of each row: commands."""
+        return [commands([cell.filling for cell in cells if cell.filling]) for _, cells in self.rows]
+
+    @property
+    def fillings(self) -> list[tuple[str, ...]]:
+        """The same, once each."""
+        return list(dict.fromkeys(filter(None, self.filling)))
+
+    def cells(self) -> list[list[str]]:
+        """Texts of the rows; missing cells have the number of the note that fills them."""
+        texts, numbers = [], {filling: number for number, filling in enumerate(self.fillings, 1)}
+        for (label, cells), filling in zip(self.rows, self.filling, strict=True):
+            texts.append([label])
+            for cell in cells:
+                filled = cell.text or (f"[{numbers[filling]}]" if cell.filling else "–")
+                texts[-1] += [cell.published or "–", filled] if len(self.sides) == 2 else [filled]
+        return texts
+
+    def to_markdown(self) -> str:
+        titles = [f"{name} {side}" if len(self.sides) == 2 else name for name in self.columns for side in self.sides]
+        lines = [f"# {marked(self.title)}", "", line("", map(marked, titles)), "|---" + "|--:" * len(titles) + "|"]
+        lines += [line(label, texts) for label, *texts in self.cells()]
+        lines += ["", *(f"* {marked(note)}" for note in self.notes)]
+        for number, filling in enumerate(self.fillings, 1):
+            lines.append(f"* [{number}] " + ", ".join(f"`{own}`" for own in filling))
+        return "\n".join(lines) + "\n"
+
+    def to_csv(self) -> str:
+        """The same rows and columns, each part of a cell in a column of its own; `command` fills what a row misses."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["", *(f"{name} {side}" for name in self.columns for side in SIDES), "command"])
+        for (label, cells), filling in zip(self.rows, self.filling, strict=True):
+            parts = [getattr(cell, side) for cell in cells for side in SIDES]
+            writer.writerow([escape(label), *parts, "; ".join(filling)])
+        return text.getvalue()
+
+    def to_latex(self) -> str:
+        """A tabular; captions and notes as comments, for whoever includes it."""
+        width = len(self.sides)
+        heads = [f"\\multicolumn{{{width}}}{{c}}{{{latex(name)}}}" for name in self.columns]
+        fillings = [f"[{number}] {'; '.join(filling)}" for number, filling in enumerate(self.fillings, 1)]
+        lines = [f"% {escape(text)}" for text in (self.title, *self.notes, *fillings)]
+        lines += [f"\\begin{{tabular}}{{l{'r' * width * len(self.columns)}}}", "\\hline"]
+        lines.append(" & ".join(["", *heads]) + r" \\")
+        if width == 2:
+            lines.append(" & ".join(["", *self.sides * len(self.columns)]) + r" \\")
+        body = [" & ".join(map(latex, texts)) + r" \\" for texts in self.cells()]
+        return "\n".join([*lines, "\\hline", *body, "\\hline", "\\end{tabular}"]) + "\n"
+
+
+def commands(wanted: Sequence[Settings]) -> tuple[str, ...]:
+    """run.py with settings that measure all of these and nothing else; one command for those that name the same
+    settings, where all combinations of their values are wanted.
+    """
+    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for settings in wanted:
+        own = {name: typed(value) for name, value in settings.items()}
+        found = groups.setdefault(tuple(sorted(own)), [])
+        if own not in found:
+            found.append(own)
+    made = []
+    for found in groups.values():
+        axes = {name: list(dict.fromkeys(own[name] for own in found)) for name in found[0]}
+        crossed = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+        exact = len(crossed) == len(found)
+        made += [command(axes)] if exact else [command({name: [own[name]] for name in own}) for own in found]
+    return tuple(made)
+
+
+def command(axes: Mapping[str, Sequence[str]]) -> str:
+    """One line for a shell."""
+    swept = any(len(values) > 1 for values in axes.values())
+    words = [shlex.quote(f"{name}={','.join(values)}") for name, values in axes.items()]
+    return " ".join(["python run.py", *(["-m"] if swept else []), *words])
+
+
+def line(label: str, texts: Iterable[str]) -> str:
+    return "| " + " | ".join([marked(label), *texts]) + " |"
+
+
+def marked(text: str) -> str:
+    """`text` for Markdown."""
+    return literal(escape(text)).replace("&", "&amp;")
+
+
+def latex(text: str) -> str:
+    """`text` for LaTeX."""
+    return "".join(LATEX.get(char, char) for char in escape(text))

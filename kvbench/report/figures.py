@@ -1,0 +1,126 @@
+"""The report page's charts as figures for print: PDF, SVG and PNG, and a CSV with exactly the numbers that are drawn.
+
+    curve   score against measured share, 95 % bands, the full cache dashed; `subtask=ruler_vt`: of these alone
+    tasks   difference from the full cache by subtask
+    grid    score by length and depth, one run beside the other
+    change  difference from the full cache by length and depth
+    cost    difference against bytes held, time to first token, time per output token, with 95 % intervals of times;
+            filled: no other run and not the full cache costs as little and scores as much
+
+Any setting of a run chooses, as with kvbench.analysis.curves. Runs of different protocols
+(kvbench.store.audit.protocol) never share a figure: it is <model>-<task>-<question>-<hash of the protocol>-<kind>. The
+same store gives the same SVG.
+"""
+
+import csv
+import io
+import re
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import vl_convert
+
+from kvbench.analysis import solvable_subtasks
+from kvbench.analysis.budget_series import SOLVABLE, Choice
+from kvbench.report import print_charts
+from kvbench.report.panels import Panel, panels_of
+from kvbench.report.print_charts import POINTS, SIZE, Drawing
+from kvbench.store.runs import Found, Stored
+from kvbench.validation import SettingError, writing
+
+INCHES = {"curve": 3.25, "tasks": 6.75, "grid": 6.75, "change": 6.75, "cost": 6.75}  # a column of a paper, or both
+LEAST, MOST = 2, 20
+PPI = 300  # of the PNG
+HIDDEN = ("s", "order", "column", "row")  # of a table: what joins it to others
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What is drawn, and the name of its files."""
+
+    name: str
+    panel: Mapping[str, Any]
+    drawing: Drawing
+    pixels: float  # wide at most
+
+    def write(self, folder: Path) -> str:
+        """Write its four files; a line that says so."""
+        text, *size = print_charts.svg(self.drawing, self.panel, self.pixels)
+        sized = [f' width="{{0:.6g}}{unit}" height="{{1:.6g}}{unit}"'.format(*size) for unit in ("pt", "")]
+        svg, plain = (SIZE.sub(own, text, count=1) for own in sized)  # the converters take a pixel for a point
+        named = folder / self.name
+        forms: dict[str, Callable[[], bytes]] = {
+            "svg": svg.encode, "pdf": lambda: vl_convert.svg_to_pdf(plain),
+            "png": lambda: vl_convert.svg_to_png(plain, ppi=PPI), "csv": table(self.drawing.rows).encode,
+        }  # fmt: skip
+        for suffix, form in forms.items():
+            path = Path(f"{named}.{suffix}")
+            with writing(path):
+                path.write_bytes(form())
+        inches = " x ".join(f"{own / 72:.2f}" for own in size)
+        return f"{named}  .pdf .svg .png .csv  {inches} in"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """CSV."""
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in HIDDEN]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, restval="", extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def figures(options: Namespace, found: Found, wanted: Sequence[Stored], refused: dict[str, str]) -> Iterator[Figure]:
+    """What there is to draw of the wanted runs; what cannot be compared comes into `refused`, with the reason."""
+    for subtask in options.subtasks or [None]:
+        choice = Choice(options.against, options.average, subtask)
+        parts = ["" if options.against == "bytes" else options.against, options.average or "", subtask or ""]
+        curve = "-".join(["curve", *map(slug, filter(None, parts))])
+        for panel in panels_of(found, wanted, choice):
+            refused |= {f"run {name}": why for name, why in panel.refused.items()}
+            for own in panel.shown["series"]:
+                if "curve" in options.kinds and "refused" in own:
+                    refused[f"{titled(panel)}-{curve}, {own['label']}"] = own["refused"]
+            for kind in options.kinds:
+                pixels = 72 * (options.width or INCHES[kind]) / POINTS
+                drawing = drawn(kind, panel.shown, options.against, pixels)
+                if drawing:
+                    name = f"{titled(panel)}-{curve if kind == 'curve' else kind}"
+                    yield Figure(name, panel.shown, drawing, pixels)
+
+
+def drawn(kind: str, panel: Mapping[str, Any], against: str, pixels: float) -> Drawing | None:
+    if kind == "curve":
+        return print_charts.curve(panel, against, pixels)
+    if kind == "change":
+        return print_charts.grid(panel, pixels, change=True)
+    return {"tasks": print_charts.tasks, "grid": print_charts.grid, "cost": print_charts.cost}[kind](panel, pixels)
+
+
+def titled(panel: Panel) -> str:
+    return "-".join([*(slug(panel.shown[name]) for name in ("model", "task", "question")), panel.key[:8]])
+
+
+def slug(text: str) -> str:
+    """`text` for the name of a file, with a hash where something of it is lost."""
+    own = re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")[:40]
+    return own if own == text else f"{own}-{sha256(text.encode()).hexdigest()[:6]}".lstrip("-")
+
+
+def averages(run: Stored) -> list[str]:
+    """What `--average` can choose, apart from EACH."""
+    return [*dict(run.value.get("averages") or []), *([SOLVABLE] if solvable_subtasks.listed(run.value) else [])]
+
+
+def inches(text: str) -> float:
+    try:
+        if LEAST <= float(text) <= MOST:
+            return float(text)
+    except ValueError:
+        pass
+    raise SettingError(f"--width {text}: inches, from {LEAST} to {MOST}")

@@ -1,0 +1,327 @@
+"""What page and figures show of a store: panels of runs that can be compared, numbers from the modules of the tables.
+
+A panel is one protocol (kvbench.store.audit.protocol): the same model, task, data, question, sampling, seed and kind of
+machine. In it a series is the runs that differ in their budget alone, and its numbers are those of
+kvbench.analysis.budget_series; what subtasks lose and runs cost are those of kvbench.analysis.closing_table. Damaged
+runs are named and left out.
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from scipy.special import ndtri
+
+from kvbench.analysis.answer_metrics import failure
+from kvbench.analysis.budget_curve import KEEP
+from kvbench.analysis.budget_series import Choice, Swept, sweeps
+from kvbench.analysis.closing_table import table_of
+from kvbench.analysis.closing_table_format import Row
+from kvbench.analysis.curves import smallest
+from kvbench.analysis.intervals import TAIL, Values, mean
+from kvbench.analysis.paired import paired
+from kvbench.analysis.text_table import NONE
+from kvbench.report.labels import budget, changed, lines, named, said, short, size, stated, titled, told
+from kvbench.report.style import DASHES, look
+from kvbench.store.audit import protocol
+from kvbench.store.runs import Found, Stored, baseline, check_folder, find_finished
+from kvbench.validation import SettingError
+
+WRONG = (
+    SettingError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+)  # what records that are none can raise
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """A run, the full cache's beside it, and what the page calls it."""
+
+    run: Stored
+    full: Stored
+    panel: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What the page takes, and the pairs whose answers stand beside it."""
+
+    page: dict[str, Any]
+    pairings: list[Pairing]
+
+
+def panels_of(found: Found, wanted: Collection[Stored], choice: Choice) -> list["Panel"]:
+    """The panels of the wanted runs, with the full cache's of their protocols."""
+    groups: dict[str, list[Stored]] = {}
+    for run in found.runs:
+        groups.setdefault(protocol(run.value), []).append(run)
+    names = {key: titled(own[0]) for key, own in groups.items()}
+    hashes = {run.hash for run in wanted}
+    panels = []
+    for key, every in sorted(groups.items(), key=lambda item: (names[item[0]], item[0])):
+        if hashes.isdisjoint(run.hash for run in every):
+            continue
+        beside = [groups[other][0] for other in groups if names[other] == names[key]]
+        runs = [run for run in every if run.full or run.hash in hashes]
+        panels.append(Panel(len(panels), key, runs, told(every[0], beside), choice))
+    return panels
+
+
+def gather(results: Path, now: datetime) -> Gathered:
+    """Everything but the answers; SettingError for a folder without runs."""
+    check_folder(results)
+    return shown(find_finished(results), now)
+
+
+def shown(found: Found, now: datetime) -> Gathered:
+    """The same of runs that were found."""
+    panels = panels_of(found, found.runs, Choice())
+    first = [run.value for run in found.runs]
+    left_out = found.damaged | {name: why for panel in panels for name, why in panel.refused.items()}
+    left_out |= {name: f"used without its damage: {why}" for name, why in found.passed_over.items()}
+    series = [(panel.shown, own) for panel in panels for own in panel.shown["series"]]
+    page = {
+        "made": now.strftime("%Y-%m-%d %H:%M UTC"),
+        "keep": KEEP,
+        "panels": [panel.shown for panel in panels],
+        "methods": {own["method"]: look(own["method"]) for _, own in series},
+        "blocks": list({own["block"]: None for _, own in series}),
+        "refused": [
+            f"{panel['task']} · question {panel['question']}, {own['label']}: no curve: {own['refused']}"
+            for panel, own in series
+            if "refused" in own
+        ],
+        "runs": [own for panel in panels for own in panel.listed],
+        "unfinished": len(found.unfinished),
+        "damaged": [[short(name), short(reason, 300)] for name, reason in sorted(left_out.items())],
+        "models": sorted({f"{named(value, 'model')} {short(value['model'].get('identity') or '')}" for value in first}),
+        "machines": sorted({hardware for run in found.runs for hardware, _ in machines(run)}),
+    }
+    return Gathered(page, [own for panel in panels for own in panel.pairings])
+
+
+class Panel:
+    """The runs of one protocol: `shown` is what is drawn, tables of rows with names, of kvbench.report.charts."""
+
+    def __init__(self, index: int, key: str, runs: Sequence[Stored], also: Sequence[str], choice: Choice) -> None:
+        self.index, self.key, self.runs, self.choice = index, key, runs, choice
+        self.pairings: list[Pairing] = []
+        self.refused: dict[str, str] = {}
+        self.listed: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.tables: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
+        self.solvable: dict[str, Any] = {"average": None, "points": [], "full": []}  # of what the model can do
+        self.grids: list[dict[str, Any]] = []
+        series = self._series()
+        candidates = [*self.tables["costs"], *self.tables["free"]]
+        for name in ("held", "ttft", "tpot"):
+            for row in candidates:
+                row[f"front_{name}"] = on_front(row, candidates, name)
+                if row[f"front_{name}"]:
+                    self.tables["front"].append({"cost": name, "at": row[name], "diff": row["diff"]})
+        self.shown = {
+            "model": named(runs[0].value, "model"),
+            "task": named(runs[0].value, "task"),
+            "question": short(str(runs[0].value["question"])),
+            "also": list(also),
+            "series": series,
+            **self.tables,
+            "solvable": self.solvable,
+            "grids": self.grids,
+            "notes": list(dict.fromkeys(self.notes)),
+        }
+
+    def _series(self) -> list[dict[str, Any]]:
+        series: list[dict[str, Any]] = []
+        for own in self.runs:
+            if own.full:
+                self._list(own, "full cache")
+                self._grid(own, own, None, "full cache")
+        for label, dash, runs in lines(self.runs):
+            place = len(series)
+            ordered = [own for own in sorted(runs, key=size) if self._run(own, place, label)]
+            if ordered:
+                method = named(runs[0].value, "method")
+                shown = {"s": place, "label": label, "method": method, "dash": DASHES[dash % len(DASHES)]}
+                shown |= look(method) | {"block": runs[0].value.get("block_size")}
+                series.append(shown | self._swept(ordered, place))
+        return series
+
+    def _run(self, run: Stored, series: int, label: str) -> bool:
+        """Take in one run; False, and named, where it cannot be compared."""
+        name = f"{label} · {budget(run)}"
+        self._list(run, label)
+        try:
+            full = baseline(run, self.runs)
+            table = table_of(run.value, full.records, run.records)
+            self._table(table.rows, run, series, name)
+            self._grid(run, full, series, name)
+        except WRONG as error:
+            self.refused[f"{run.hash} ({name})"] = said(error)
+            return False
+        notes = table.notes[1:]  # the first says the model
+        self.notes += [note for note in notes if not note[0].isdigit()]
+        self.listed[-1]["notes"] = [note for note in notes if note[0].isdigit()]
+        self.pairings.append(Pairing(run, full, self.index, name))
+        return True
+
+    def _table(self, rows: Sequence[Row], run: Stored, series: int, name: str) -> None:
+        averages = [row for row in rows if row.kind == "average"][:1]
+        means = averages + [row for row in rows if row.kind == "solvable"]
+        order = means + [row for row in rows if row.kind == "subtask"]
+        cells, tasks = [], [own["task"] for own in self.tables["tasks"]]
+        for row in order if len(order) > 2 else order[1:]:
+            if row.interval:
+                task = short(f"Ø {row.subtask}" if row in means else row.subtask)
+                tasks += [] if task in tasks else [task]
+                at = {"order": len(self.tables["rows"]), "column": tasks.index(task)}
+                cells.append(at | changed(row.interval))
+        costs, full = [], []
+        for row in averages:
+            if row.interval:
+                held = fmean(one["resident_bytes"] for one in run.records.values() if failure(one) is None)
+                own = {"s": series, "row": name, "held": row.held, "megabytes": held / 1e6}
+                costs.append(own | timed(row, "") | changed(row.interval))
+                full = [{"held": 1.0, "diff": 0.0} | timed(row, "_full")]
+        self.tables["rows"].append({"s": series, "order": len(self.tables["rows"]), "row": name})
+        self.tables["tasks"] = [{"column": column, "task": task} for column, task in enumerate(tasks)]
+        self.tables["cells"] += cells
+        self.tables["costs"] += costs
+        self.tables["free"] = full or self.tables["free"]
+
+    def _swept(self, runs: Sequence[Stored], series: int) -> dict[str, Any]:
+        """Take in the points of a curve; the smallest budget, or why there are none."""
+        try:
+            swept, *solvable = sweeps(runs, self.runs, self.choice)
+        except WRONG as error:
+            return {"refused": said(error)}
+        self._points(swept, runs, series, self.tables)
+        for own in solvable:
+            self.solvable["average"] = short(own.average)
+            self._points(own, runs, series, self.solvable)
+        shown = {"average": short(swept.average), "left_out": swept.left_out, "samples": len(swept.uids)}
+        return shown | {"smallest": least_budget(swept)}
+
+    def _points(self, swept: Swept, runs: Sequence[Stored], series: int, tables: Mapping[str, list]) -> None:
+        named_budget = {str(run.value["budget"]): budget(run) for run in runs}
+        *points, full = swept.points
+        for point in points:
+            own = {"s": series, "budget": named_budget[point.budget], "share": point.share}
+            tables["points"].append(own | changed(point.interval) | stated(point.score))
+        tables["full"].append({"s": series} | stated(full.score))
+
+    def _list(self, run: Stored, label: str) -> None:
+        path = run.folder.path
+        self.listed.append(
+            {
+                "panel": self.index,
+                "hash": run.hash,
+                "series": label,
+                "method": named(run.value, "method"),
+                "budget": "" if run.full else budget(run),
+                "samples": len(run.records),
+                "sources": short(str(run.value.get("sources") or "")),
+                "code": ", ".join(sorted({code for _, code in machines(run) if code})),
+                "date": datetime.fromtimestamp((path / "done").stat().st_mtime, UTC).strftime("%Y-%m-%d"),
+            }
+        )
+
+    def _grid(self, run: Stored, full: Stored, series: int | None, name: str) -> None:
+        """Score and difference by length and depth, where records have them."""
+        cells: dict[tuple, list[dict]] = {}
+        try:
+            for record in run.records.values():
+                meta = record["meta"]
+                if {"length", "depth"} <= meta.keys() and failure(record) is None:
+                    cells.setdefault((float(meta["length"]), meta["depth"]), []).append(record)
+            shown = []
+            for (length, depth), records in sorted(cells.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
+                own = mean([Values([record["score"] for record in records], groups_of(records))])
+                cell = {"length": length, "depth": "drawn" if depth is None else depth} | stated(own)
+                shown.append(cell | differed(full.records, records))
+        except WRONG:
+            return
+        if shown:
+            self.grids.append({"s": series, "row": name, "cells": shown})
+
+
+TABLES = ("points", "full", "tasks", "rows", "cells", "costs", "free", "front")
+
+
+def on_front(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    """Whether no other row, the full cache among them, costs as little and loses as little, one of them truly less."""
+    own = (row[name], -row["diff"])
+    if own[0] is None:
+        return False
+    others = [(other[name], -other["diff"]) for other in rows if other[name] is not None]
+    return not any(other[0] <= own[0] and other[1] <= own[1] and other != own for other in others)
+
+
+def machines(run: Stored) -> list[tuple[str, str]]:
+    """What ran it: (hardware and versions, revision of the code, "" of an older record), of each machine that did."""
+    found = []
+    for path in sorted(run.folder.path.glob("machine*.json")):
+        try:
+            own = json.loads(path.read_text())
+            parts = [own.get("gpu") or f"CPU {own.get('processor')}, {own.get('threads')} threads"]
+            parts += [f"Python {own.get('python')}"]
+            parts += [f"{key} {own['versions'][key]}" for key in ("torch", "transformers") if key in own["versions"]]
+            kind, _, code = str(own.get("code", "")).partition(" ")
+            code = f"{kind} {code[:10]}{' dirty' * code.endswith(' dirty')}" if kind else ""
+            found.append((short(", ".join(parts).replace(" 1 threads", " 1 thread")), short(code)))
+        except (OSError, *WRONG):
+            found.append((f"{path.name} of {run.hash} cannot be read", ""))
+    return found
+
+
+def least_budget(swept: Swept) -> dict[str, Any]:
+    """What the leaderboard says; `order`: its place, smallest first; +inf: not kept."""
+    low, high = swept.measured
+    shares, scores, full = swept.curve.points
+    most = float(scores[shares.argmax()])
+    shown = {"measured": [low, high], "most": most / full if full else None}
+    try:
+        own = swept.curve.smallest(KEEP)
+    except ValueError as error:
+        return shown | {"text": NONE, "interval": "", "order": None, "why": said(error)}
+    said_so = smallest(own, low, high).replace("<=", "≤").replace("%", "\u202f%")
+    text, _, rest = said_so.partition(" [")
+    ends = [] if own.low is None else rest.partition("]")[0].split(", ")
+    interval = " to ".join(dict.fromkeys(ends))
+    order = low / 2 if own.value < 0 else own.value
+    ends = [max(low, min(high, one)) if one is not None else None for one in (own.low, own.value, own.high)]
+    return shown | {"text": text, "interval": interval, "order": order if order < 2 else None, "ends": ends}
+
+
+def timed(row: Row, side: str) -> dict[str, float | None]:
+    """Both times of a row in ms, with their 95 % intervals: of the method, or with side "_full" of the full cache."""
+    found = {}
+    for name in ("ttft", "tpot"):
+        value, error = (getattr(row, f"{name}{side}{end}") for end in ("", "_error"))
+        reach = None if error is None else float(ndtri(TAIL)) * error
+        ends = (None, None) if reach is None else (max(value - reach, 0.0), value + reach)
+        found |= {name: value, f"{name}_low": ends[0], f"{name}_high": ends[1]}
+    return found
+
+
+def differed(full: Mapping[str, dict], records: Sequence[dict]) -> dict[str, Any]:
+    """The difference of those records that the full cache has a score for too; None where none has."""
+    both = [own for own in records if own["uid"] in full and failure(full[own["uid"]]) is None]
+    if not both:
+        return dict.fromkeys(("diff", "diff_low", "diff_high"))
+    scores = [[own["score"] for own in side] for side in ([full[own["uid"]] for own in both], both)]
+    own = paired(*scores, groups_of(both))
+    return {"diff": own.difference, "diff_low": own.low, "diff_high": own.high}
+
+
+def groups_of(records: Sequence[dict]) -> list[str]:
+    return [record["group"] or record["uid"] for record in records]

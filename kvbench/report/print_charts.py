@@ -1,0 +1,208 @@
+"""A panel's charts as the page has them (kvbench.report.charts), with a title, a key and a width for print, as SVG.
+
+Lengths are pixels of the page until the end: POINTS makes them typographic points, so that a figure has the page's
+proportions of letters, lines and marks. How wide plots are follows from what the drawn figure measured around them.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from textwrap import wrap
+from typing import Any
+
+import altair as alt
+import vl_convert
+
+from kvbench.analysis.closing_table import EMBEDDED, MINIATURE
+from kvbench.report import charts
+from kvbench.report.style import FULL
+
+POINTS = 0.7  # typographic points of a pixel: letters of 11 pixels have 7.7 points
+FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # vl-convert brings the first
+LETTER = 5.9  # pixels that a letter takes at most, in the mean
+SUBTITLE = {"subtitleFontSize": 11, "subtitleColor": charts.MUTED, "subtitlePadding": 4}
+CONFIG = charts.CONFIG | {
+    "font": FONT,
+    "background": "white",
+    "aria": False,
+    "axis": charts.CONFIG["axis"] | {"labelColor": charts.INK, "titleColor": charts.INK},
+    "title": {"anchor": "start", "fontSize": 12, "offset": 12, **SUBTITLE},
+    "header": {"labelFontSize": 11, "labelColor": charts.INK, "labelPadding": 4},
+    "legend": {"labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": "normal", "gradientThickness": 10},
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chart, not yet drawn: `rows` are its numbers."""
+
+    rows: list[dict[str, Any]]
+    tables: Mapping[str, Sequence[Mapping[str, Any]]]  # the data sets
+    chart: Callable[[float], alt.TopLevelMixin]  # of the width of one plot
+    plots: int  # beside each other
+    reach: tuple[float, float]  # of the width of one plot: least, most
+    key: Sequence[Mapping[str, Any]] = ()  # what looks how
+    about: Sequence[str] = ()  # for the title
+
+
+def curve(panel: Mapping[str, Any], against: str, total: float) -> Drawing | None:
+    series = [own for own in panel["series"] if "smallest" in own]
+    if not series:
+        return None
+    names = [own["label"] for own in panel["series"]]
+    rows = [{"method": names[own["s"]], **own} for own in panel["points"]]
+    rows += [{"method": f"full cache, beside {names[own['s']]}", **own} for own in panel["full"]]
+    samples, left = ({own[name] for own in series} for name in ("samples", "left_out"))
+    more = f" ({between(left)} not answered everywhere)" if any(left) else ""
+    about = [series[0]["average"], f"{between(samples)} samples{more}"]
+    share = charts.BYTES if against == "bytes" else charts.ROWS
+
+    def chart(width: float) -> alt.LayerChart:
+        return charts.curve(share).properties(width=width, height=200)
+
+    full = {"label": "full cache", "colour": FULL, "shape": "", "dash": charts.FULL_DASH}
+    return Drawing(rows, panel, chart, 1, (80, total), [*series, full], about)
+
+
+def between(counts: Collection[int]) -> str:
+    """What several have: one number, or the least and the most."""
+    return " to ".join(map(str, sorted({min(counts), max(counts)})))
+
+
+def tasks(panel: Mapping[str, Any], total: float) -> Drawing | None:
+    if not panel["cells"]:
+        return None
+    runs = {own["order"]: own["row"] for own in panel["rows"]}
+    names = {own["column"]: own["task"] for own in panel["tasks"]}
+    rows = [{"run": runs[own["order"]], "subtask": names[own["column"]], **own} for own in panel["cells"]]
+    height = 24 * len(runs)
+
+    def chart(width: float) -> alt.LayerChart:
+        return charts.tasks(legend(height)).properties(width=width, height=height)
+
+    return Drawing(rows, panel, chart, 1, (30 * len(names), 72 * len(names)))
+
+
+def grid(panel: Mapping[str, Any], total: float, change: bool = False) -> Drawing | None:
+    cells, seen = [], []
+    for own in panel["grids"]:
+        if change and own["s"] is None:
+            continue  # the full cache's own
+        if (own["row"], own["cells"]) not in seen:
+            seen.append((own["row"], own["cells"]))
+            alike = sum(row == own["row"] for row, _ in seen)
+            name = own["row"] if alike == 1 else f"{own['row']} ({alike})"
+            cells += [{"run": name, **cell} for cell in own["cells"]]
+    if not cells:
+        return None
+    runs = list(dict.fromkeys(own["run"] for own in cells))
+    lengths, depths = (len({own[name] for own in cells}) for name in ("length", "depth"))
+    least = max(76, 17 * lengths, min(LETTER * max(map(len, runs)), total - 130))
+    beside = max(1, min(len(runs), int((total - 130) // (least + 12))))
+    whole = (own for own in range(beside, beside // 2, -1) if len(runs) % own == 0)  # no row with a gap
+    beside = next(whole, ceil(len(runs) / ceil(len(runs) / beside)))
+    height = max(60, min(200, 20 * depths))
+
+    def chart(width: float) -> alt.FacetChart:
+        own = charts.grid(legend(height), change).properties(width=width, height=height)
+        header = alt.Header(title=None, labelLimit=width)
+        return own.facet(alt.Facet("run:N", sort=runs, header=header), columns=beside, spacing=12)
+
+    return Drawing(cells, {"cells": cells}, chart, beside, (least, max(least, 220)))
+
+
+def cost(panel: Mapping[str, Any], total: float) -> Drawing | None:
+    known = [name for name in charts.COSTS if any(own[name] is not None for own in panel["costs"])]
+    if not known:
+        return None
+    free = [{"run": "full cache", **own} for own in panel["free"]]
+    rows = [{"run": own["row"], **own} for own in panel["costs"]] + free
+    beside = max(1, min(len(known), int(total // 200)))
+
+    def chart(width: float) -> alt.ConcatChart:
+        own = [charts.cost(name).properties(width=width, height=190) for name in known]
+        return alt.concat(*own, columns=beside, spacing=18)
+
+    full = {"label": "full cache", "colour": FULL, "shape": "diamond", "dash": None}
+    used = {own["s"] for own in panel["costs"]}
+    return Drawing(rows, panel, chart, beside, (80, 320), [*(own for own in panel["series"] if own["s"] in used), full])
+
+
+def legend(height: float) -> alt.Legend:
+    """Of colours, beside plots of this height."""
+    return alt.Legend(orient="right", gradientLength=min(height, 150), titleLimit=90)
+
+
+def key(entries: Sequence[Mapping[str, Any]], width: float) -> alt.LayerChart:
+    """Lines, marks and names in as many columns as have room."""
+    column = min(width, 42 + LETTER * max(len(own["label"]) for own in entries))
+    columns = max(1, int(width // column))
+    places = [(at % columns * column, 8 + 17 * (at // columns)) for at in range(len(entries))]
+    values = [
+        {name: own[name] for name in ("label", "colour", "shape", "dash")}
+        | {"x": x, "end": x + 24, "mid": x + 12, "y": y}
+        for own, (x, y) in zip(entries, places, strict=True)
+    ]
+
+    def at(name: str) -> alt.X:
+        return alt.X(f"{name}:Q", scale=None, axis=None)
+
+    base = alt.Chart(alt.Data(values=values)).encode(y=alt.Y("y:Q", scale=None, axis=None), color=charts.COLOUR)
+    line = base.transform_filter("datum.dash").mark_rule(strokeWidth=2)
+    mark = base.transform_filter("datum.shape").mark_point(filled=True, size=60, opacity=1)
+    name = base.mark_text(align="left", dx=6, fontSize=11, limit=width - 30)
+    return alt.layer(
+        line.encode(x=at("x"), x2="end", strokeDash=charts.DASH),
+        mark.encode(x=at("mid"), shape=charts.SHAPE),
+        name.encode(x=at("end"), text="label:N", color=alt.value(charts.INK)),
+    ).properties(width=width, height=places[-1][1] + 8)
+
+
+def titled(panel: Mapping[str, Any], about: Sequence[str], total: float) -> alt.TitleParams:
+    """Model, task, question; below, what tells the protocol from others."""
+    first = f"{panel['model']} · {panel['task']} · question {panel['question']}"
+    below = " · ".join([*panel["also"], *about])
+    notes = [note for note in panel["notes"] if note in (EMBEDDED, MINIATURE)]
+    lines = [line for text in (below, *notes) for line in wrap(text, int(total / LETTER))]
+    return alt.TitleParams(wrap(first, int(total / LETTER / 1.15)), subtitle=lines, limit=total)
+
+
+def specification(drawing: Drawing, panel: Mapping[str, Any], plot: float, total: float) -> dict[str, Any]:
+    """All of a figure, its numbers too."""
+    chart = drawing.chart(plot)
+    parts = [chart, key(drawing.key, plot * drawing.plots)] if drawing.key else [chart]
+    figure = alt.vconcat(*parts, spacing=14, title=titled(panel, drawing.about, total)).configure(**CONFIG)
+    spec = figure.resolve_scale(color="independent", shape="independent", strokeDash="independent").to_dict()
+    tables = {name: drawing.tables[name] for name in sorted(named(spec) & drawing.tables.keys())}
+    return spec | {"datasets": spec.get("datasets", {}) | tables}
+
+
+def named(spec: Any) -> set[str]:
+    """The data sets that a specification asks for."""
+    if isinstance(spec, dict):
+        own = {spec["data"]["name"]} if set(spec.get("data") or ()) == {"name"} else set()
+        return own.union(*map(named, spec.values()))
+    return set().union(*map(named, spec)) if isinstance(spec, list) else set()
+
+
+def svg(drawing: Drawing, panel: Mapping[str, Any], total: float) -> tuple[str, float, float]:
+    """(text, width, height in points), at most `total` pixels wide or as narrow as its plots can be."""
+    least, most = drawing.reach
+    plot = min(most, total / drawing.plots)
+    while True:
+        text = vl_convert.vegalite_to_svg(specification(drawing, panel, plot, total))
+        width, height = (float(size) for size in SIZE.search(text).groups())
+        if width <= total + 0.5 or plot <= least:
+            return numbered(text), width * POINTS, height * POINTS
+        plot = max(least, plot - max(1, (width - total) / drawing.plots))
+
+
+def numbered(text: str) -> str:
+    """With names counted from 0 again: the converter counts on from figure to figure."""
+    names = {own: f"{index}" for index, own in enumerate(dict.fromkeys(own[2] for own in NAME.finditer(text)))}
+    return NAME.sub(lambda own: own[1] + names[own[2]], text)
+
+
+SIZE = re.compile(r' width="([0-9.]+)" height="([0-9.]+)"')
+NAME = re.compile(r'((?:id="|url\(#)(?:gradient_|clip))(\d+)')

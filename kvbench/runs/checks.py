@@ -1,0 +1,108 @@
+"""Check what a composed configuration says before torch is imported.
+
+To import torch and transformers takes seconds. `check` imports neither, so that kvbench refuses a wrong setting at
+once. `kvbench.runs.spec.Run` takes what `check` made and checks the rest: what needs a method's class, a GPU or a
+model's configuration.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from kvbench.analysis import solvable_subtasks
+from kvbench.config import catalogue
+from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.task import Task
+from kvbench.models.local_models import FETCHED_MODELS, check_fetched
+from kvbench.validation import (
+    EMBEDDED_MODELS,
+    SettingError,
+    check_model_path,
+    check_sampling,
+    choose,
+    is_gguf,
+    typed,
+    whole,
+)
+
+CACHE = ("method", "allocator", "codec")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The parts of a configuration that could be made without torch."""
+
+    groups: Mapping[str, Mapping[str, Any]]  # resolved settings of method, allocator and codec
+    budget: Budget
+    task: Task
+    task_settings: Mapping[str, Any]
+
+
+def check(config: DictConfig) -> Checked:
+    """Check the settings of a run; a SettingError names the first that cannot be used. No weights, no torch."""
+    groups = {group: catalogue.resolve(group, config[group]) for group in CACHE}
+    settings = catalogue.resolve("task", config.task)
+    check_results(config.results)
+    whole("seed", config.seed, 0)
+    if config.limit is not None:
+        whole("limit", config.limit, 1)
+    if config.block_size is not None:
+        whole("block_size", config.block_size, 1)
+    whole("max_batch", config.max_batch, 1)
+    choose("model.device_map", config.model.device_map, (None, "auto"))
+    choose("model.compile", config.model.compile, ("auto", "off"))
+    choose("sweep.share_prefill", OmegaConf.select(config, "sweep.share_prefill"), (True, False))
+    choose("question", config.question, ("visible", "hidden"))
+    choose("device", config.device, ("auto", "cpu", "cuda"))
+    choose("dtype", config.dtype, ("auto", *DTYPES))
+    check_workers(config.workers)
+    check_sampling(config.temperature, config.top_p)
+    budget = Budget(config.budget, config.budget_of)
+    check_model(config.model)
+    task = catalogue.build("task", settings)
+    if config.question == "hidden" and not getattr(task, "has_context", True):
+        name = settings["name"]
+        raise SettingError(f"question=hidden: {name} has no context apart from its question; question=visible")
+    choose("fidelity", fidelity := OmegaConf.select(config, "fidelity", default=False), (True, False))
+    if fidelity and not hasattr(task, "reference"):
+        raise SettingError(f"fidelity=true: task={settings['name']} has no texts of right answers; fidelity=false")
+    task.check()
+    return Checked(groups, budget, task, settings)
+
+
+def check_results(results: object) -> None:
+    """Raise a SettingError unless `results` names a folder."""
+    if not isinstance(results, str) or not results:
+        raise SettingError(f"results={typed(results)}: a folder that can be written")
+
+
+def check_workers(workers: object) -> None:
+    """Raise a SettingError unless `workers` is null, auto or a number of processes."""
+    if workers not in (None, "auto"):
+        whole("workers", workers, 1)
+
+
+def check_model(config: DictConfig) -> None:
+    """Raise a SettingError unless conf/model/<name>.yaml and its overrides point at a model."""
+    solvable_subtasks.check(config)
+    own = config.name in (*EMBEDDED_MODELS, *FETCHED_MODELS)
+    if config.device_map is not None and (own or config.name == "random"):
+        raise SettingError(f"model.device_map={config.device_map}: model={config.name} fits one GPU; null")
+    if config.name == "random":
+        choose("model.like", config.like, catalogue.shapes())
+        choose("model.tokenizer", config.tokenizer, (None, "reference"))
+    elif own:
+        if config.path is not None or config.revision is not None:
+            given = "path" if config.path is not None else "revision"
+            raise SettingError(f"model.{given}={config[given]}: model={config.name} has its own; add model=hf")
+        if config.name in FETCHED_MODELS:
+            check_fetched(config.name)
+    elif config.path is None:
+        raise SettingError(f"model.path=null: model={config.name} needs a local folder or a hub id")
+    else:
+        check_model_path(str(config.path))
+        if is_gguf(str(config.path)) and config.revision is not None:
+            raise SettingError(f"model.revision={config.revision}: is of the hub, a GGUF file has none; null")

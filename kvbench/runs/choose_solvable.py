@@ -1,0 +1,122 @@
+"""Find the subtasks that a model can do, for its card: what conf/model/<name>.yaml lists under `solvable`.
+
+runs the full cache on samples of a seed of their own and prints the YAML to paste into that file, with every score. A
+subtask is listed if its mean score is at least 50 (kvbench.analysis.solvable_subtasks); a sample that failed counts 0.
+The runs are kept in the store like all others, so that the same command goes on where it was stopped. Other settings
+are those of run.py.
+
+Only a task whose samples follow from `task.seed` can be asked: elsewhere the list would be chosen on the samples that
+are evaluated. RULER's sample i asks question i whatever the seed, so with ruler_qa_squad and ruler_qa_hotpot only the
+documents around the question are others.
+"""
+
+import textwrap
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from kvbench.analysis import solvable_subtasks
+from kvbench.config import catalogue
+from kvbench.runs import checks
+from kvbench.validation import SettingError, writable
+
+SEED = 50_000
+SAMPLES = 20
+OWN = ("method", "allocator", "codec", "seed", "limit", "task.seed", "task.limit", "task.length", "task.samples")
+WIDTH = 120
+
+
+def configs(options: Namespace) -> list[DictConfig]:
+    """One checked configuration for each length; SettingError for what cannot be used."""
+    for override in options.settings:
+        name, sign, value = override.partition("=")
+        if not sign or "," in value and value[0] not in "[{'\"":
+            raise SettingError(f"{override}: setting=value, one value each; --lengths takes several")
+        if name in OWN:
+            raise SettingError(f"{override}: is chosen here: the full cache, seed {SEED}, --lengths and --samples")
+    own = ["method=full", f"seed={SEED}"]
+    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
+        try:
+            task = catalogue.composed([*options.settings, *own]).task
+            solvable_subtasks.subtasks_of("task", task.name)
+            if lacking := [name for name in ("seed", "samples", "length") if name not in task]:
+                raise SettingError(
+                    f"task={task.name}: has no task.{lacking[0]}, so no list can be made with other samples"
+                )
+            own.append(f"task.samples={options.samples}")
+            found = [
+                catalogue.composed([*options.settings, *own, f"task.length={length}"])
+                for length in options.lengths or [task.length]
+            ]
+        except (HydraException, OmegaConfBaseException) as error:
+            raise SettingError(catalogue.one_line(error) or " ".join(str(error).split())) from None
+    for config in found:
+        checks.check(config)
+    writable("results", Path(found[0].results))
+    return found
+
+
+def ask(runs: Sequence[Any], results: Path, workers: object) -> Iterator[tuple[int, Mapping[str, list[float]]]]:
+    """Execute the runs; of each its length and, by subtask, the scores of its samples in points."""
+    from kvbench.runs.resources import Bench
+    from kvbench.runs.runner import execute
+    from kvbench.runs.workers import check, share
+
+    count, loaded = check(workers or 1, runs[0].device), {}
+    if count > 1:
+        share([[run] for run in runs], results, count)
+    for run in runs:
+        bench = Bench(run, dict(loaded))
+        scores: dict[str, list[float]] = {}
+        for record in sorted(execute(run, results, bench).values(), key=lambda record: record["index"]):
+            scores.setdefault(record["subtask"], []).append(record["score"] or 0.0)
+        loaded = {name: own for name, own in bench.loaded.items() if name in ("model", "tokenizer")}
+        yield run.task.length, scores
+
+
+def lines(run: Any, command: str, found: Mapping[int, Mapping[str, Sequence[float]]]) -> Iterator[str]:
+    """The YAML, with the command and the scores as comments."""
+    yield from wrapped(command, "# ")
+    count = max(len(own) for scores in found.values() for own in scores.values())
+    where = f"{run.dtype}, {run.value['device'].get('gpu', 'CPU')}"
+    yield from wrapped(f"The full cache's mean score of {count} samples a subtask, {where}:", "# ")
+    for length, scores in found.items():
+        said = ", ".join(f"{name} {sum(own) / len(own):.1f}" for name, own in scores.items())
+        yield from wrapped(f"{length}: {said}", "# ", "#   ")
+    yield f"# Listed: {solvable_subtasks.LEAST:g} or more. The samples have a seed of their own; see kvbench/analysis/solvable_subtasks.py."
+    yield f"{solvable_subtasks.KEY}:"
+    yield f'  weights: "{run.checkpoint.identity()}"'
+    yield f"  seed: {SEED}"
+    yield f"  {run.task_settings['name']}:"
+    for length, scores in found.items():
+        names = [name for name, own in scores.items() if solvable_subtasks.solves(own)]
+        yield from wrapped(f"{length}: [{', '.join(names)}]", "    ", "      ")
+
+
+def wrapped(text: str, begin: str, then: str | None = None) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=begin,
+        subsequent_indent=then or begin,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def numbers(name: str, text: str, most: int | None = None) -> list[int]:
+    """Different whole numbers of at least 1 between commas; SettingError."""
+    own = text.split(",")
+    if not all(one.isascii() and one.isdecimal() and int(one) for one in own) or len(set(map(int, own))) < len(own):
+        own = []
+    if not own or most is not None and len(own) > most:
+        raise SettingError(
+            f"{name}={text}: {'different whole numbers' if most is None else 'a whole number'} of at least 1"
+        )
+    return list(map(int, own))

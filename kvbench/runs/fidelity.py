@@ -1,0 +1,116 @@
+"""How close the predictions of a compressed cache are to those of the full cache, where scores cannot tell.
+
+A score says right or wrong; on a weak model, or at a generous budget, many methods score alike. `fidelity=true`
+therefore lets the model read the first `TOKENS` tokens of the right answer behind the compressed cache, whatever it
+would have answered itself (teacher forcing), and records for every sample
+
+    nll   −1/n Σ_t log q_t(y_t), the mean negative log-likelihood of the answer's tokens y_1 … y_n
+    kl    1/n Σ_t KL(p_t ‖ q_t), the mean divergence from the full cache's predictions
+
+in nats a token. q_t is the next-token distribution behind the prompt and y_1 … y_{t−1} under the method, p_t the same
+under the full cache. A record of the full cache keeps p_t for the `TOP` most likely tokens. The rest of the vocabulary
+counts as one outcome, so `kl` is a lower bound of the divergence over all tokens (data processing inequality; Cover &
+Thomas, Elements of Information Theory, 2.8), and close to it where the rest is unlikely.
+
+A method that cuts or chooses rows while decoding reads the answer token by token, as it would its own. Others read it
+at once, which gives the same predictions.
+"""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from kvbench.engine.generation import Context
+
+TOKENS = 16  # of an answer that are read: few, because some methods read them one by one
+TOP = 64  # tokens of a distribution that are kept
+STEP = 1 << 32  # above any token id
+ROUNDING = 1e-6  # of a sum of float32 probabilities
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Takes the place of `Sampling` in `Context.generate`: picks the tokens `ids` (B, n) whatever the logits are, and
+    puts each step's logits (B, vocab) into `logits` (B, n, vocab).
+
+    The step goes with the token in the number that `Context.generate` hands to `pick`, because in a CUDA graph `pick`
+    is recorded once and repeated for all steps.
+    """
+
+    ids: Tensor
+    logits: Tensor
+
+    def draws(self, seeds: tuple[int, ...], tokens: int, after: int = 0) -> Tensor:
+        """(B, tokens) steps and token ids; behind the last of `ids` come zeros, which are not used."""
+        found = torch.zeros(len(self.ids), tokens, dtype=torch.int64)
+        count = self.ids.shape[1]
+        found[:, :count] = self.ids.cpu() + STEP * torch.arange(count)
+        return found
+
+    def pick(self, logits: Tensor, draws: Tensor) -> Tensor:
+        """(B,) token ids."""
+        self.logits.index_copy_(1, draws[:1] // STEP, logits[:, None].to(self.logits.dtype))
+        return draws % STEP
+
+
+def predict(context: Context, answers: Sequence[Sequence[int]]) -> Tensor:
+    """Let the context read answers that are given, and forget them.
+
+    Args:
+        context: What was read so far, B samples.
+        answers: Token ids for each sample, at least one for some sample; shorter ones are filled up.
+
+    Returns:
+        Log-probabilities of the next token in front of each token of the answers, float32, shape (B, longest, vocab).
+    """
+    device = context.logits.device
+    ids = pad_sequence([torch.tensor(own, dtype=torch.int64) for own in answers], batch_first=True).to(device)
+    method = context.choice.method
+    with context.branch():
+        if ids.shape[1] == 1:
+            logits = context.logits[:, None]
+        elif method.decoding or method.reads:
+            logits = context.logits.new_empty(*ids.shape, context.logits.shape[1])
+            for _ in context.generate(ids.shape[1], Forced(ids, logits), frozenset()):
+                pass
+        else:
+            first = context.logits[:, None]
+            logits = torch.cat([first, context.extend(ids[:, :-1])], dim=1)
+    return logits.float().log_softmax(-1)
+
+
+def likelihood(predicted: Tensor, answer: Sequence[int]) -> float:
+    """The mean negative log-likelihood of an answer's n tokens, in nats, of log-probabilities (n, vocab)."""
+    ids = torch.tensor(answer, device=predicted.device)
+    return -float(predicted.gather(1, ids[:, None]).double().mean())
+
+
+def pack(predicted: Tensor) -> str:
+    """The `TOP` most likely tokens of each of n distributions (n, vocab) and their log-probabilities, as text: base64
+    of n rows of ids (uint32, little-endian), then of n rows of log-probabilities (float32).
+    """
+    values, ids = predicted.topk(min(TOP, predicted.shape[1]), dim=1)
+    parts = (ids.cpu().numpy().astype("<u4"), values.cpu().numpy().astype("<f4"))
+    return base64.b64encode(b"".join(part.tobytes() for part in parts)).decode()
+
+
+def unpack(text: str, count: int) -> tuple[Tensor, Tensor]:
+    """Ids (count, TOP) and log-probabilities (count, TOP) in float64."""
+    raw = np.frombuffer(base64.b64decode(text), "<u4").reshape(2, count, -1)
+    return torch.from_numpy(raw[0].astype(np.int64)), torch.from_numpy(raw[1].copy().view("<f4").astype(np.float64))
+
+
+def divergence(full: str, predicted: Tensor) -> float:
+    """The mean over n tokens of KL(p ‖ q) in nats, with p from `pack` of the full cache and q the log-probabilities
+    (n, vocab), over the tokens of `pack` and all others as one.
+    """
+    ids, p = unpack(full, len(predicted))
+    q = predicted.gather(1, ids.to(predicted.device)).double().cpu()
+    p_rest, q_rest = (1 - own.exp().sum(1) for own in (p, q))
+    rest = torch.where(p_rest > ROUNDING, p_rest * (p_rest / q_rest.clamp(min=ROUNDING)).clamp(min=ROUNDING).log(), 0.0)
+    return max(0.0, float(((p.exp() * (p - q)).sum(1) + rest).mean()))

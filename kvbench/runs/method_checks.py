@@ -1,0 +1,316 @@
+"""Check one method against the laws of kvbench: a method of one's own, before its results are believed.
+
+The checks read random tokens into a small model in float64 on the CPU, with exact guards (kvbench.cache.guard), and
+take less than a minute. Every check prints one line: `ok`, `FAIL` with what is wrong, or `-` with the reason where it
+does not apply to the method. Exit code 1 if a check fails, 2 if the method cannot be constructed. A pass does not show
+that the method computes what its paper says: that takes an oracle, as in tests/test_oracles.py.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.policy import Choice
+from kvbench.config import catalogue
+from kvbench.config.provenance import packages, unfollowed, walk
+from kvbench.engine import shared_prefill
+from kvbench.engine.compressed_cache import choose_cache
+from kvbench.engine.generation import Context
+from kvbench.engine.rehearsal import rehearse
+from kvbench.engine.sampling import Sampling
+from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.method import Method
+from kvbench.models.chat_template import words
+from kvbench.models.checkpoint import Checkpoint
+from kvbench.models.transformers_port import layout
+from kvbench.validation import ContractError, SettingError
+
+TOKENS = 96  # of a prompt
+BUDGETS = (0.5, 0.2, 13)
+BLOCKS = (None, 7, 40)
+CLOSE = 1e-6  # logits in float64, whose spread is about 1
+COMPARED = ("keys", "values", "places", "mass")
+
+
+class Failed(Exception):
+    """A check found something wrong; the message is one line."""
+
+
+class NotApplicable(Exception):
+    """A check has nothing to check for this method; the message says why."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The method under test, and the model it is tested on."""
+
+    name: str
+    overrides: dict[str, Any]
+    checkpoint: Checkpoint
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        return catalogue.settings("method", self.name, self.overrides)
+
+    @cached_property
+    def method(self) -> Method:
+        return catalogue.build("method", self.settings)
+
+    @cached_property
+    def model(self) -> torch.nn.Module:
+        return self.checkpoint.weights(torch.float64, "cpu")
+
+    @cached_property
+    def words(self) -> Any:
+        return words(self.checkpoint.tokenizer())
+
+    def prompt(self, seed: int = 0, tokens: int | None = None) -> Tensor:
+        """(1, tokens) random token ids, none twice: keys of equal norm would be ranked by rounding."""
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        generator = torch.Generator().manual_seed(seed)
+        return (torch.randperm(vocabulary - 3, generator=generator)[: tokens or TOKENS] + 3)[None]
+
+    def choice(self, allocator: str = "uniform") -> Choice:
+        """The method as it is, or SettingError if it does not go with the allocator."""
+        built = choose_cache(self.method, build("allocator", allocator), build("codec", "raw"))
+        return Choice(built.method, built.allocator, built.codec, exact=True)
+
+    def context(self, budget: float | int, block: int | None = None, batch: int = 1, allocator: str = "uniform"):
+        return Context(
+            self.model, self.choice(allocator), Budget(budget), block, (0,) * batch, 0, self.words, compile=False
+        )
+
+    def read(self, budget: float | int, block: int | None = None, prompt: Tensor | None = None) -> Context:
+        """A context that has read a prompt."""
+        prompt = self.prompt() if prompt is None else prompt
+        context = self.context(budget, block, len(prompt))
+        context.prefill(prompt)
+        return context
+
+    def cases(self) -> Iterator[tuple[float | int, int | None]]:
+        """Budgets and blocks that the method takes."""
+        for block in (None,) if self.method.one_block else BLOCKS:
+            for budget in BUDGETS:
+                yield budget, block
+
+
+def build(group: str, name: str) -> Any:
+    return catalogue.build(group, catalogue.settings(group, name))
+
+
+def check_guards(subject: Subject) -> str:
+    """Nothing that a hook is handed is written to, in prompt, blocks, questions and decoding."""
+    rehearse(subject.model, subject.choice(), subject.words, subject.prompt())
+    for budget, block in subject.cases():
+        context = subject.read(budget, block)
+        with context.branch():
+            context.extend(subject.prompt(5, 3))
+            list(context.generate(3, Sampling(), frozenset()))
+        list(context.generate(3, Sampling(), frozenset()))
+    return f"{len(list(subject.cases()))} set-ups with copies compared around every hook"
+
+
+def check_full_budget(subject: Subject) -> str:
+    """With a full budget the logits are the model's own, also of tokens that follow."""
+    more, most = subject.prompt(3, 9), 0.0
+    with torch.no_grad():
+        own = subject.model(input_ids=torch.cat([subject.prompt(), more], 1)).logits[0]
+    for block in (None,) if subject.method.one_block else BLOCKS:
+        context = subject.read(1.0, block)
+        with context.branch():
+            found = torch.cat([context.logits, context.extend(more)[0]])
+        most = max(most, (found - own[TOKENS - 1 :]).abs().max().item())
+        if most > CLOSE:
+            raise Failed(f"block_size={block or 'null'}: logits differ by {most:.2g} from the model's own")
+    return f"logits differ by {most:.0e} at most"
+
+
+def check_quota(subject: Subject) -> str:
+    """After every cut a layer holds exactly the quota's rows in every head."""
+    method = subject.method
+    if method.reads:
+        raise NotApplicable("it holds every row and looks at few")
+    if subject.name == "full":
+        raise NotApplicable("the full cache holds every row")
+    for budget, block in subject.cases():
+        quota = int(Fraction(str(budget)) * TOKENS) if isinstance(budget, float) else budget
+        context = subject.read(budget, block)
+        layers = len(context.layers)
+        held = {layer.index: layer.rows.counts()[0].tolist() for layer in context.own_layers}
+        where = f"budget={budget} block_size={block or 'null'}"
+        if method.allots:
+            total, limit = sum(map(sum, held.values())), quota * sum(map(len, held.values()))
+            if total > limit and not any(method.spares(layer, layers) for layer in held):
+                raise Failed(f"{where}: {total} rows held in all, the budget is {limit}")
+            continue
+        for layer, counts in held.items():
+            expected = TOKENS if method.spares(layer, layers) else quota
+            if set(counts) != {expected}:
+                raise Failed(f"{where}: the heads of layer {layer} hold {counts} rows, expected {expected}")
+    return "the total stays within the budget" if method.allots else "in every head, for every block size"
+
+
+def check_tokens(subject: Subject) -> str:
+    """Tokens held and tokens gone make up the tokens read; rows stand in the order of their places."""
+    for budget, block in subject.cases():
+        context = subject.read(budget, block)
+        context.extend(subject.prompt(5, 3))
+        for layer in context.own_layers:
+            for head in range(layer.rows.shape[1]):
+                places, masses = layer.rows.head_places(0, head), layer.rows.head_masses(0, head)
+                gone = 0 if layer.tally.evicted is None else int(layer.tally.evicted[0, head])
+                where = f"budget={budget} block_size={block or 'null'}, layer {layer.index}, head {head}"
+                if int(masses.sum()) + gone != context.seen:
+                    raise Failed(f"{where}: {int(masses.sum())} tokens held + {gone} gone, {context.seen} were read")
+                if not (places.diff() > 0).all():
+                    raise Failed(f"{where}: the rows' places do not ascend")
+    return "held + gone = read"
+
+
+def facts(context: Context) -> dict[str, Tensor]:
+    """What is held, and the answer."""
+    found = {f"{name} of layer {layer.index}": getattr(layer.rows.view(), name)
+             for layer in context.own_layers for name in COMPARED}  # fmt: skip
+    with context.branch():
+        found["answer"] = torch.stack(list(context.generate(4, Sampling(), frozenset())))
+    return found | {"logits": context.logits}
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
+    """The first thing that is not the same to the bit."""
+    return next((name for name, own in expected.items() if not torch.equal(found[name], own)), None)
+
+
+def check_state(subject: Subject) -> str:
+    """A prompt gives the same whatever was read before it, and when it is read again."""
+    for budget, block in list(subject.cases())[:: len(BUDGETS)]:
+        expected = facts(subject.read(budget, block))
+        subject.read(budget, block, subject.prompt(11))
+        wrong = difference(facts(subject.read(budget, block)), expected)
+        if wrong:
+            raise Failed(f"budget={budget} block_size={block or 'null'}: {wrong} differs when another was read before")
+    return "the same prompt gives the same to the bit"
+
+
+def check_blocks(subject: Subject) -> str:
+    """While nothing is cut, blocks give what one block gives."""
+    if subject.method.one_block:
+        raise NotApplicable("it needs the prompt as one block")
+    one = subject.read(TOKENS).logits
+    for block in BLOCKS[1:]:
+        most = (subject.read(TOKENS, block).logits - one).abs().max().item()
+        if most > CLOSE:
+            raise Failed(f"block_size={block}: logits differ by {most:.2g} from those of one block")
+    return "logits are those of one block"
+
+
+def check_batch(subject: Subject) -> str:
+    """A prompt keeps the same rows in a batch as alone."""
+    prompts = torch.cat([subject.prompt(seed) for seed in (0, 21)])
+    for budget, block in list(subject.cases())[:: len(BUDGETS)]:
+        batch = subject.read(budget, block, prompts)
+        for sample in range(len(prompts)):
+            alone = subject.read(budget, block, prompts[sample : sample + 1])
+            for own, other in zip(alone.own_layers, batch.own_layers, strict=True):
+                for head in range(own.rows.shape[1]):
+                    if not torch.equal(own.rows.head_places(0, head), other.rows.head_places(sample, head)):
+                        where = f"budget={budget} block_size={block or 'null'}, layer {own.index}, head {head}"
+                        raise Failed(f"{where}: sample {sample} keeps other rows in a batch than alone")
+    return "the rows kept in a batch are those kept alone"
+
+
+def check_sharing(subject: Subject) -> str:
+    """Beside other methods on one prefill it is what it is alone, and so are they."""
+    if subject.method.rereads:
+        raise NotApplicable("it reads prompts again, therefore alone")
+    if subject.method.wants_lse:
+        raise NotApplicable("it wants log-sum-exps and shares a prefill with its like only")
+    others = [Choice(build("method", name), build("allocator", "uniform"), build("codec", "raw"))
+              for name in ("full", "knorm")]  # fmt: skip
+
+    def contexts() -> list[Context]:
+        own = [(choice, 1.0 if choice.method.name == "full" else 0.2) for choice in (*others, subject.choice())]
+        return [Context(subject.model, choice, Budget(budget), None, (0,), compile=False) for choice, budget in own]
+
+    shared = contexts()
+    try:
+        shared_prefill.prefill(shared, subject.prompt())
+    except shared_prefill.Failed as failed:
+        raise failed.__cause__ from None
+    for alone, context in zip(contexts(), shared, strict=True):
+        alone.prefill(subject.prompt())
+        wrong = difference(facts(context), facts(alone))
+        if wrong:
+            raise Failed(f"{context.choice.method.name}: {wrong} is not what it is alone")
+    return "with full and knorm, to the bit"
+
+
+def check_allocators(subject: Subject) -> str:
+    """Every allocator works with it, or is refused with a reason."""
+    found = []
+    for name in catalogue.names("allocator"):
+        try:
+            context = subject.context(0.2, None, allocator=name)
+        except SettingError:
+            found.append(f"{name} refused")
+            continue
+        context.prefill(subject.prompt())
+        found.append(name)
+    return ", ".join(found)
+
+
+CHECKS: tuple[tuple[str, Callable[[Subject], str]], ...] = (
+    ("writes into nothing it is handed", check_guards),
+    ("a full budget changes nothing", check_full_budget),
+    ("every cut leaves the quota", check_quota),
+    ("tokens are conserved", check_tokens),
+    ("no state leaks between prompts", check_state),
+    ("blocks without eviction equal one block", check_blocks),
+    ("a batch equals its samples", check_batch),
+    ("a shared prefill equals a lone one", check_sharing),
+    ("allocators", check_allocators),
+)
+
+
+def run_checks(subject: Subject) -> int:
+    """Print a line for each check; how many failed."""
+    failed, last, begin = 0, "", time.perf_counter()
+    width = max(len(title) for title, _ in CHECKS)
+    for title, check in CHECKS:
+        try:
+            mark, remark = "ok", check(subject)
+        except NotApplicable as reason:
+            mark, remark = "-", str(reason)
+        except Exception as error:
+            known = isinstance(error, Failed | ContractError | SettingError)
+            line = str(error) if known else f"{type(error).__name__}: {' '.join(str(error).split())}"
+            mark, remark = "FAIL", "the same" if line == last else line
+            failed, last = failed + 1, line
+            if getattr(error, "spoils_model", False):
+                vars(subject).pop("model", None)  # loaded anew for the next check
+        print(f"{mark:<5} {title:<{width}}  {remark}", flush=True)
+    print(f"{len(CHECKS) - failed} of {len(CHECKS)} in {time.perf_counter() - begin:.0f} s")
+    return failed
+
+
+def describe(subject: Subject) -> None:
+    """Print what is checked: its file, its settings, its sources that are no installed package."""
+    target = subject.settings["_target_"]
+    module = target.rpartition(".")[0]
+    own = {key: value for key, value in subject.settings.items() if key not in ("_target_", "name", "preset")}
+    shape = layout(subject.model)
+    print(f"method={subject.name}: {target} {own or 'without settings'}")
+    print(f"model={subject.checkpoint.name}: {shape.layers} layers, {shape.heads} KV heads, float64, {TOKENS} tokens")
+    found = walk([module])
+    own = sorted(name for name in found if name.split(".")[0] != "kvbench")
+    installed = sorted(packages({name for names in found.values() for name in names}))
+    if own or installed:
+        print(f"hashed with it: {', '.join([*own, *installed])}")
+    for place in unfollowed(found):
+        print(f"not hashed, since it cannot be followed: what {place} executes")

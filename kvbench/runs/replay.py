@@ -1,0 +1,214 @@
+"""Execute records of a store again and compare them: `make check-results REPLAY=n`.
+
+Compared are the answer, its score, and which rows were held. Where machine, versions, sources and batch are those of
+then, any difference is damage. Elsewhere rounding may differ, so only the share that agrees is reported. A record of a
+run without settings (written before kvbench kept them), or whose data, model or method cannot be had any more, is named
+with the reason. Nothing is written into the store; generated samples are made again.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from tqdm import tqdm
+
+from kvbench.config import catalogue
+from kvbench.runs.resources import Bench
+from kvbench.runs.responder import Reader, conversation
+from kvbench.runs.runner import machine
+from kvbench.runs.shared_runs import spoils_model
+from kvbench.runs.spec import UNCUT, Run
+from kvbench.store.run_folder import RunFolder, finite, run_hash, value_of
+from kvbench.store.runs import flatten
+
+COMPARED = ("output", "score", "rows_held", "rows_held_end", "survived")
+MACHINE = ("python", "processor", "threads", "gpu", "versions")
+ELSEWHERE = ("sources", "device")  # parts of a run's value that today's machine and checkout decide
+SHOWN = 40  # characters of a value
+
+
+class Impossible(Exception):
+    """A record cannot be executed again; the message says why."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Records of a run that are to be executed again."""
+
+    run: Run
+    folder: RunFolder
+    uids: Sequence[str]
+
+
+@dataclass
+class Found:
+    """What executing records again gave."""
+
+    agree: int = 0  # with everything as it was then
+    damaged: int = 0
+    elsewhere: list[bool] = field(default_factory=list)  # whether they agree, of those that ran elsewhere
+    differences: Counter = field(default_factory=Counter)  # between then and now
+    impossible: int = 0
+
+    def lines(self) -> Iterator[str]:
+        if self.agree or self.damaged:
+            yield f"replay: {self.agree} agree, {self.damaged} damaged, executed as they were then"
+        if self.elsewhere:
+            what = "; ".join(f"{name} ({count})" for name, count in self.differences.most_common())
+            same, count = sum(self.elsewhere), len(self.elsewhere)
+            yield f"replay: {same} of {count} agree ({same / count:.0%}), where this differs: {what}"
+        if self.impossible:
+            yield f"replay: {self.impossible} cannot be replayed"
+
+
+def replay(results: Path, drawn: Sequence[tuple[str, str]]) -> Found:
+    """Execute these records (run, uid) again, and print what differs."""
+    found, plans = Found(), []
+    by_run = {name: [uid for _, uid in own] for name, own in groupby(sorted(drawn), key=lambda one: one[0])}
+    bar = tqdm(total=len(drawn), desc="replay", file=sys.stderr)
+
+    def say(line: str) -> None:
+        bar.write(line, file=sys.stdout)
+
+    def give_up(name: str, uids: Sequence[str], error: Exception) -> None:
+        reason = str(error) if isinstance(error, Impossible | ValueError) else f"{type(error).__name__}: {error}"
+        say(f"{name}  {', '.join(uids)}: cannot be replayed: {(reason.splitlines() or [''])[0]}")
+        found.impossible += len(uids)
+        bar.update(len(uids))
+
+    for name, uids in by_run.items():
+        value = value_of(results / "runs" / name)
+        folder = RunFolder(results / "runs", value)
+        try:
+            plans.append(Plan(rebuild(folder, uids[0]), folder, uids))
+        except Exception as error:
+            give_up(name, uids, error)
+    plans.sort(key=lambda plan: (*weights_key(plan), bench_key(plan), plan.folder.hash))
+    for _, some in groupby(plans, key=weights_key):
+        answer(list(some), found, give_up, say, bar.update)
+    bar.close()
+    return found
+
+
+def rebuild(folder: RunFolder, uid: str) -> Run:
+    """The run of a record, from the settings that its machine.json holds. Impossible, or SettingError of a setting that
+    cannot be used here.
+    """
+    settings = folder.machine(uid).get("settings")
+    if not isinstance(settings, Mapping):
+        raise Impossible("the run was written before kvbench kept its settings")
+    value = folder.value
+    own = {"device": value["device"]["type"], "dtype": value["device"]["dtype"], "workers": None}
+    own["results"] = str(folder.path.parents[1])
+    if (value["method"]["name"], value["codec"]["name"]) == ("full", "raw"):  # a baseline has the settings of its cell
+        own |= {group: catalogue.settings(group, name) for group, name in UNCUT.items()}
+    config = OmegaConf.create({**settings, **own})
+    if "cache" in config.task:
+        config.task.cache = None  # it lies in the store
+    run = Run.from_config(config)
+    chosen = ({key: part for key, part in one.items() if key not in ELSEWHERE} for one in (value, run.value))
+    then, now = map(flatten, chosen)
+    if other := sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name)):
+        raise Impossible(f"{', '.join(other[:3])}: not what it was then")
+    return run
+
+
+def weights_key(plan: Plan) -> tuple[str, str, str]:
+    """Runs of one key use one copy of the weights."""
+    return repr(plan.run.checkpoint), plan.run.dtype, plan.run.device
+
+
+def bench_key(plan: Plan) -> str:
+    """Runs of one key answer the same prompts."""
+    return run_hash(plan.run.baseline().value)
+
+
+def answer(plans: Sequence[Plan], found: Found, give_up: Callable, say: Callable, step: Callable) -> None:
+    """Execute the records of runs that use one model, and compare them. The model is gone when this returns."""
+    common: dict[str, Any] = {}  # tokenizer and weights
+    for _, some in groupby(plans, key=bench_key):
+        bench = None
+        for plan in some:
+            try:
+                if bench is None:
+                    bench = Bench(plan.run, dict(common))
+                    common |= {"tokenizer": bench.tokenizer, "model": bench.model}
+                reader, records, again = Reader(plan.run, bench), plan.folder.records(), {}
+            except Exception as error:
+                give_up(plan.folder.hash, plan.uids, error)
+                if spoils_model(error):  # the next run loads the weights anew
+                    common.clear()
+                    bench = None
+                continue
+            for number, uid in enumerate(plan.uids):
+                try:
+                    if uid not in again:
+                        again |= execute(reader, bench, uid, records[uid])
+                except Exception as error:
+                    if spoils_model(error):
+                        give_up(plan.folder.hash, plan.uids[number:], error)
+                        common.clear()
+                        bench = None
+                        break
+                    give_up(plan.folder.hash, [uid], error)
+                    continue
+                compare(found, plan, records[uid], finite(again[uid]), say)
+                step()
+
+
+def execute(reader: Reader, bench: Bench, uid: str, then: Mapping[str, Any]) -> dict[str, dict]:
+    """The record of a sample made again, and those of all turns of its conversation."""
+    if then.get("error"):
+        raise Impossible(f"it holds no answer ({then['error']})")
+    if uid not in bench.prompts:
+        raise Impossible("its task has no such sample")
+    batch = conversation(uid, bench.prompts) or [uid]
+    made = reader.answer([bench.prompts[own] for own in batch])
+    if made[0]["error"]:
+        raise Impossible(f"executing it again ends with {made[0]['error']}")
+    return {record["uid"]: record for record in made}
+
+
+def compare(found: Found, plan: Plan, then: Mapping[str, Any], now: Mapping[str, Any], say: Callable) -> None:
+    """Count a record, and name each field that is damaged."""
+    differ = [name for name in COMPARED if then.get(name) != now.get(name)]
+    here = list(differences(plan.run, plan.folder, then))
+    if here:
+        found.elsewhere.append(not differ)
+        found.differences.update(here)
+        return
+    found.damaged += bool(differ)
+    found.agree += not differ
+    for name in differ:
+        one, other = shortened(then.get(name), now.get(name))
+        say(f"{plan.folder.hash}  {then['uid']}: {name} is {one}, and {other} when it is executed again")
+
+
+def differences(run: Run, folder: RunFolder, then: Mapping[str, Any]) -> Iterator[str]:
+    """What may make a record differ from the one that is made now."""
+    before, now = folder.machine(then["uid"]), finite(machine(run.device))
+    before, now = (flatten({name: own.get(name) for name in MACHINE}) for own in (before, now))
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            yield f"{name.removeprefix('versions.')} {before.get(name)} then, {now.get(name)} now"
+    if run_hash(run.value) != folder.hash:
+        one, other = flatten(folder.value), flatten(run.value)
+        yield from (name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name))
+    if run.device != "cpu" and (then.get("batch") != 1 or then.get("shared_prefill") != 1):
+        yield "read with other samples or runs then, alone now"
+
+
+def shortened(one: object, other: object) -> tuple[str, str]:
+    """Both values around the first character in which they differ."""
+    texts = repr(one), repr(other)
+    first = next((place for place, pair in enumerate(zip(*texts, strict=False)) if len(set(pair)) > 1), 0)
+    start = max(0, first - SHOWN // 2)
+    return tuple(
+        f"{'…' if start else ''}{text[start : start + SHOWN]}{'…' if len(text) > start + SHOWN else ''}"
+        for text in texts
+    )

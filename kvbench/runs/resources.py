@@ -1,0 +1,60 @@
+"""What the runs of one process share: the model, its tokenizer, the encoded prompts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvbench.interfaces.task import Sample
+from kvbench.models.chat_template import template_tokens
+from kvbench.runs.prompt import Prompt, encode_all
+from kvbench.runs.spec import DTYPES, Run
+from kvbench.store.run_folder import RunFolder
+from kvbench.validation import SettingError
+
+
+@dataclass
+class Bench:
+    """Loads the tokenizer, the samples and the weights of a checkpoint when they are first needed, once."""
+
+    run: Run
+    loaded: dict[str, Any] = field(default_factory=dict)
+    full: RunFolder | None = None  # records of the full cache, for runs with fidelity=true
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self.loaded:
+            self.loaded[name] = make()
+        return self.loaded[name]
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._once("tokenizer", self.run.checkpoint.tokenizer)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        def load() -> torch.nn.Module:
+            try:
+                return self.run.checkpoint.weights(DTYPES[self.run.dtype], self.run.device)
+            except torch.cuda.OutOfMemoryError:
+                raise SettingError(
+                    f"model={self.run.checkpoint.name}: its weights do not fit into the GPU's memory; a smaller model, "
+                    "a smaller dtype, or model.device_map=auto"
+                ) from None
+
+        return self._once("model", load)
+
+    def reload_model(self) -> None:
+        """Load the weights anew when they are needed next: a method wrote into them."""
+        self.loaded.pop("model", None)
+
+    @property
+    def prompts(self) -> dict[str, tuple[Sample, Prompt]]:
+        """Sample and prompt by uid, in the task's order."""
+
+        def make() -> dict[str, tuple[Sample, Prompt]]:
+            longest = self.run.checkpoint.longest()
+            samples = self.run.task.samples(self.tokenizer, template_tokens(self.tokenizer), longest)
+            return encode_all(self.tokenizer, samples)
+
+        return self._once("prompts", make)

@@ -1,0 +1,388 @@
+"""One run's answers: prompts read into its cache, tokens generated, records made of them."""
+
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext, suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.guard import ask
+from kvbench.engine.compressed_cache import trim
+from kvbench.engine.generation import Context
+from kvbench.engine.rehearsal import rehearse
+from kvbench.engine.timing import forget_peak, now, peak
+from kvbench.interfaces.task import Graded, Sample
+from kvbench.models.chat_template import template, words
+from kvbench.models.checkpoint import stop_tokens
+from kvbench.runs.fidelity import TOKENS, divergence, likelihood, pack, predict
+from kvbench.runs.prompt import Prompt
+from kvbench.runs.resources import Bench
+from kvbench.runs.spec import Run
+from kvbench.runs.survival import evidence, survived
+from kvbench.store.record import Record
+from kvbench.validation import ContractError, number
+
+UNGRADED = {"score": None, "answer": None, "also": {}}
+ASKED = 1000  # characters of a question that are recorded
+TAIL = 32  # characters in front of a right answer with which it is encoded
+WARM_UP = tuple(range(64))  # token ids
+
+
+def conversation(uid: str, prompts: Mapping[str, tuple[Sample, Prompt]]) -> list[str]:
+    """All turns of the conversation that a sample is one of, in order; none where it is not."""
+    own = prompts[uid][0].conversation
+    return [other for other, (sample, _) in prompts.items() if sample.conversation == own] if own else []
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a batch begins with: token ids that are read and cut, of samples of these groups; `room`: tokens that may
+    follow (samples on one context may leave different room: it does not tell openings apart).
+    """
+
+    ids: tuple[tuple[int, ...], ...]
+    groups: tuple[str, ...]
+    prefix: int = 0
+    room: int = field(default=0, compare=False)
+
+
+class Reader:
+    """Answers samples with one model and one cache set-up; reuses a compressed context for the next question on it."""
+
+    def __init__(self, run: Run, bench: Bench) -> None:
+        self.run, self.model, self.tokenizer, self.choice = run, bench.model, bench.tokenizer, run.choice()
+        self.bench = bench
+        self.made: dict[str, dict] = {}  # records of the full cache that were made here, by uid
+        self.order = {uid: index for index, uid in enumerate(bench.prompts)}
+        self.task = bench.run.task  # only the task that made the samples may know how to grade them
+        self.stop = stop_tokens(self.model)
+        self.context: Context | None = None  # the last compressed context, of what was read
+        self.opening: Opening | None = None
+        self.prefill_ms, self.shared = 0.0, 1
+        self.peak = 0  # bytes on a GPU since the context was begun, but for what looking at it took
+        self.warm_up()
+
+    def warm_up(self) -> None:
+        """Read a short prompt, first with exact guards, so that a hook that writes into what it is handed is found
+        before it can spoil a sample, then once more to pay for what later prompts find ready. Where there is no memory
+        for it, the samples' records will say so.
+        """
+        with suppress(torch.cuda.OutOfMemoryError):
+            rehearse(self.model, self.choice, words(self.tokenizer), self._tensor([WARM_UP]))
+            self._read(Opening((WARM_UP,), ("warm-up",)))
+        self.drop()
+        if self.run.device != "cpu":
+            torch.cuda.empty_cache()
+
+    def answer(self, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
+        """One record for each sample of a batch of prompts of one length, or of all turns of a conversation."""
+        started, found = time.perf_counter(), self.attempt(batch)
+        if found is None:
+            self.drop()
+            torch.cuda.empty_cache()
+            if len(batch) > 1 and not batch[0][0].conversation:  # each may fit alone
+                return [record for one in batch for record in self.answer([one])]
+            measured = [{"output": "", "stop": "error", "error": "out_of_memory"} for _ in batch]
+            found = self._records(batch, measured, started)
+        return found
+
+    def attempt(self, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict] | None:
+        """The same, or None where there is not memory enough."""
+        started, measured = time.perf_counter(), None
+        with suppress(torch.cuda.OutOfMemoryError):
+            measured = self._converse(batch) if batch[0][0].conversation else self._measure(batch)
+        if measured is None:  # here, not where it is caught: an error that is handled holds what its frames made
+            return None
+        return self._records(batch, measured, started)
+
+    def _records(self, batch: Sequence[tuple[Sample, Prompt]], measured: list[dict], started: float) -> list[dict]:
+        """What was measured, scored."""
+        records = []
+        for (sample, prompt), found in zip(batch, measured, strict=True):
+            grade = None if found["error"] else self._grade(sample, found["output"])
+            graded = {"score": grade.score, "answer": grade.answer, "also": dict(grade.also)} if grade else UNGRADED
+            spent = time.perf_counter() - started
+            record = Record(**self._identity(sample, prompt), **found, **graded, seconds=spent)
+            records.append(record.to_json())
+        return records
+
+    def _grade(self, sample: Sample, output: str) -> Graded:
+        """What the task says the output is worth; ContractError for what is no score from 0 to 100."""
+        owner = f"task={self.run.task_settings.get('name')}"
+        grade = ask(owner, "score", lambda: self.task.score(sample, output), f" of {sample.uid}")
+        score = getattr(grade, "score", None)
+        if not number(score) or not 0 <= score <= 100:
+            shown = score if isinstance(grade, Graded) else type(grade).__name__
+            raise ContractError(f"{owner}: score of {sample.uid} returned {shown}, expected a number from 0 to 100")
+        return grade
+
+    def measure(self, sample: Sample, prompt: Prompt) -> dict:
+        """What the answer to one prompt is and what it cost, not scored."""
+        return self._measure([(sample, prompt)])[0]
+
+    def _identity(self, sample: Sample, prompt: Prompt) -> dict:
+        target = sha256("\0".join(sample.answers).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        return {
+            "uid": sample.uid, "index": self.order[sample.uid], "subtask": sample.subtask,
+            "group": sample.group or sample.uid,
+            "prompt_hash": prompt.hash(), "target_hash": target, "target": list(sample.answers),
+            "asked": shortened(sample.question + sample.answer_prefix),
+            "tokens_in": len(prompt.ids), "tokens_context": len(prompt.context),
+            "budget": 1.0 if self.run.full else self.run.budget.value, "meta": dict(sample.meta),
+            "conversation": sample.conversation or None, "turn": len(prompt.earlier),
+        }  # fmt: skip
+
+    def _measure(self, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
+        rest = [prompt.rest if self.run.question == "hidden" else () for _, prompt in batch]
+        context = self._open(batch)
+        with context.branch():
+            return self._speak(context, batch, self.prefill_ms + self._extend(context, rest))[0]
+
+    def _converse(self, turns: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
+        """The turns of one conversation: what was said stays in the cache, as the task says it or as it was."""
+        found = []
+        context = self._open(turns)
+        with context.branch():
+            for turn, (sample, prompt) in enumerate(turns):
+                asked = prompt.rest if turn or self.run.question == "hidden" else ()
+                spent = self._extend(context, [asked]) + (0.0 if turn else self.prefill_ms)
+                with nullcontext() if sample.said is None else context.branch():
+                    [own], answer = self._speak(context, [(sample, prompt)], spent)
+                found.append(own)
+                last = int(answer[0, -1])  # not read yet; one that ends answers is for the next turn to bring
+                if sample.said is None and last not in self.stop:
+                    self._extend(context, [(last,)])
+        return found
+
+    def holds(self, batch: Sequence[tuple[Sample, Prompt]]) -> bool:
+        """Whether what the batch begins with was read last."""
+        return self.opening == self.begins(batch)
+
+    def drop(self) -> None:
+        """Free what was read last."""
+        self.context = self.opening = None
+
+    def begins(self, batch: Sequence[tuple[Sample, Prompt]]) -> Opening:
+        """What is read first, and then cut."""
+        hidden, (sample, prompt) = self.run.question == "hidden", batch[0]
+        room = sample.max_new_tokens + (len(prompt.rest) if hidden else 0)
+        if sample.conversation:
+            room, batch = sum(len(own.rest) + turn.max_new_tokens for turn, own in batch), batch[:1]
+        ids = tuple(own.context if hidden else own.context + own.rest for _, own in batch)
+        return Opening(ids, tuple(own.group or own.uid for own, _ in batch), prompt.prefix, room)
+
+    def fresh(self, opening: Opening) -> Context:
+        """The context to read it into."""
+        seeds, own = tuple(seed_of(self.run.seed, group) for group in opening.groups), words(self.tokenizer)
+        run = self.run
+        return Context(
+            self.model, self.choice, run.budget, run.block_size, seeds, opening.prefix, own, run.compile, opening.room
+        )
+
+    def keep(self, opening: Opening, context: Context, milliseconds: float, shared: int = 1) -> None:
+        """The context was read; `shared`: how many were at once."""
+        self.opening, self.context, self.prefill_ms, self.shared = opening, context, milliseconds, shared
+        self.peak = peak(self.run.device) or 0
+
+    def _read(self, opening: Opening) -> None:
+        self.drop()  # freed before the new one grows
+        forget_peak(self.run.device)
+        begin = now(self.run.device)
+        context = self.fresh(opening)
+        context.prefill(self._tensor(opening.ids))
+        self.keep(opening, context, 1000 * (now(self.run.device) - begin))
+
+    def _open(self, batch: Sequence[tuple[Sample, Prompt]]) -> Context:
+        """The compressed context of a batch: the last one if it is the same."""
+        if not self.holds(batch):
+            self._read(self.begins(batch))
+        return self.context
+
+    def _extend(self, context: Context, rest: Sequence[tuple[int, ...]]) -> float:
+        """Read what follows the context, if anything: milliseconds."""
+        if not rest[0]:
+            return 0.0
+        begin = now(self.run.device)
+        context.extend(self._tensor(rest))
+        return 1000 * (now(self.run.device) - begin)
+
+    def _speak(
+        self, context: Context, batch: Sequence[tuple[Sample, Prompt]], spent: float
+    ) -> tuple[list[dict], Tensor]:
+        """What the answers are and cost, and their tokens (B, n); `spent`: milliseconds that reading took before."""
+        looked = self._look(context, batch)
+        context.reserve(batch[0][0].max_new_tokens)
+        counted = self._count(context) | {"batch": len(batch)}
+        answers = self._tokens(context, [sample for sample, _ in batch])
+        tokens, gpu = answers.shape[1], self.run.device != "cpu"
+        attended = list(chain.from_iterable(layer.attended for layer in context.own_layers))
+        cached = context.memory.peak + context.sliding_bytes()
+        counted |= {
+            "rows_attended": mean(attended) if attended else counted["rows_held"],
+            "rows_held_end": mean([layer.rows.mean_rows for layer in context.own_layers]),
+            "rows_seen_decoding": context.seen - (tokens - 2) / 2 if tokens > 1 else context.seen,
+            "decoding": context.decoding,
+            "capture_ms": context.capture_ms,
+            "peak_rows": max(layer.tally.peak_rows for layer in context.own_layers),
+            "peak_rows_attended": max(layer.tally.peak_attended for layer in context.own_layers),
+            "prefill_ms": spent,
+            "shared_prefill": self.shared,  # runs that the prompt was read for at once
+            "ttft_ms": spent + 1000 * context.stamps[0],
+            "peak_bytes": max(self.peak, peak(self.run.device)) if gpu else cached,
+            "peak_of": "cuda" if gpu else "cache",
+            "error": None,
+        }
+        outputs = [self._output(sample, row, context.stamps) for (sample, _), row in zip(batch, answers, strict=True)]
+        return [counted | own | other for own, other in zip(looked, outputs, strict=True)], answers
+
+    def _tokens(self, context: Context, samples: Sequence[Sample]) -> Tensor:
+        """(B, n) tokens, until each sample's answer is over."""
+        like, stop = samples[0], self.stop.union(samples[0].ends)
+        seeds = tuple(seed_of(self.run.seed, sample.uid) for sample in samples)
+        steps = context.generate(
+            like.max_new_tokens, self.run.sampling, stop, seeds=seeds, min_new_tokens=like.min_new_tokens
+        )
+        tokens: list[Tensor] = []
+        over = [False] * len(samples)
+        with closing(steps):
+            for token in steps:
+                tokens.append(token)
+                if like.until:
+                    ids = torch.stack(tokens[-4 * max(map(len, like.until)) :], dim=1).tolist()  # 4 bytes a character
+                    texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+                    found = [
+                        row[-1] in stop or any(end in text for end in like.until)
+                        for row, text in zip(ids, texts, strict=True)
+                    ]
+                    over = [one or other for one, other in zip(over, found, strict=True)]
+                    if all(over):
+                        break
+        return torch.stack(tokens, dim=1)
+
+    def _look(self, context: Context, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
+        """Which of the tokens read are held when the answers begin, and with fidelity=true what the model predicts.
+        What looking takes is no part of the peak.
+        """
+        self.peak = max(self.peak, peak(self.run.device) or 0)
+        shares = survived([layer.rows for layer in context.own_layers], context.seen)
+        found = [
+            {"survived": share, "evidence": evidence(*own, context.seen)}
+            for share, own in zip(shares, batch, strict=True)
+        ]
+        if self.run.fidelity:
+            found = [own | more for own, more in zip(found, self._compare(context, batch), strict=True)]
+        forget_peak(self.run.device)
+        return found
+
+    def _compare(self, context: Context, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
+        """How likely the right answers are and how far the predictions are from the full cache's
+        (kvbench.runs.fidelity).
+
+        Nothing is compared where a conversation holds answers of the model's own, since they differ between runs, and
+        where a sample has no right answer.
+        """
+        begin = now(self.run.device)
+        answers = [self._right_answer(sample, prompt) for sample, prompt in batch]
+        if not any(answers):
+            return [{"fidelity": {}} for _ in batch]
+        found = []
+        for (sample, _), answer, predicted in zip(batch, answers, predict(context, answers), strict=True):
+            if not answer:
+                found.append({"fidelity": {}})
+                continue
+            own, count = predicted[: len(answer)], len(answer)
+            if self.run.value == self.run.baseline().value:
+                kl, more = 0.0, {"predictions": pack(own)}
+            else:
+                full, more = self._full_predictions(sample.uid, batch), {}
+                kl = None if full is None else divergence(full, own)
+            found.append({"fidelity": {"nll": likelihood(own, answer), "kl": kl, "tokens": count}} | more)
+        spent = 1000 * (now(self.run.device) - begin) / len(batch)
+        return [own | {"fidelity_ms": spent} for own in found]
+
+    def _right_answer(self, sample: Sample, prompt: Prompt) -> list[int]:
+        """The first tokens of the right answer as they follow the prompt, none where there is nothing to compare."""
+        if prompt.unknown:
+            return []
+        owner = f"task={self.run.task_settings.get('name')}"
+        text = ask(owner, "reference", lambda: self.task.reference(sample), f" of {sample.uid}")
+        before = sample.answer_prefix or (template(self.tokenizer)[1] if sample.chat else "") or sample.question
+        tail = before[-TAIL:]  # some tokenizers begin a text with a token that never follows another
+        text = tail + ("" if tail[-1:].isspace() else " ") + text
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = [
+            token
+            for token, (_, end) in zip(found["input_ids"], found["offset_mapping"], strict=True)
+            if end > len(tail)
+        ]
+        return ids[:TOKENS]
+
+    def _full_predictions(self, uid: str, batch: Sequence[tuple[Sample, Prompt]]) -> str | None:
+        """What the full cache predicts for a sample: from its record, or made now where another process has not written
+        it yet; None where the full cache did not fit into memory.
+        """
+        record = (self.bench.full.record(uid) if self.bench.full else None) or self.made.get(uid)
+        if record is None:
+            prompts = self.bench.prompts
+            turns = [prompts[other] for other in conversation(uid, prompts)]
+            self.made = {own["uid"]: own for own in Reader(self.run.baseline(), self.bench).answer(turns or batch)}
+            record = self.made[uid]
+        return record.get("predictions")
+
+    def _count(self, context: Context) -> dict:
+        """What one sample of the batch holds when the answer begins."""
+        held, layers, batch = context.bytes(), context.own_layers, len(context.seeds)
+        return {
+            "quota": context.budget.rows(context.progress.prompt, context.progress.prompt),
+            "protected": max(int(layer.tally.protected) for layer in layers),
+            # protected rows that the quota had no room for, in the head and at the cut with most of them
+            "given_up": {kind: max(int(own.tally.given_up[kind]) for own in layers) for kind in ("sinks", "recents")},
+            "allocation": layers[0].state.shared.get("allocation"),  # which rule the allocator says it followed
+            "resident_bytes": held.rows // batch, "full_bytes": context.full_bytes() // batch,
+            "metadata_bytes": held.metadata // batch, "state_bytes": held.state // batch,
+            "headroom_bytes": held.headroom // batch, "sliding_bytes": context.sliding_bytes() // batch,
+            "rows_held": mean([layer.rows.mean_rows for layer in layers]), "rows_seen": context.seen,
+            "while_decoding": "cuts" if self.choice.method.decoding else "appends",
+            "reread_tokens": context.reread_tokens, "reread_ms": context.reread_ms,
+        }  # fmt: skip
+
+    def _output(self, sample: Sample, tokens: Tensor, stamps: list[float]) -> dict:
+        stop = self.stop.union(sample.ends)
+        kept = trim(tokens, stop)
+        text, ended = self._text(kept), "eos" if int(kept[-1]) in stop else "length"
+        if any(end in text for end in sample.until):
+            fewest = bisect_left(range(len(kept)), True, key=lambda last: self._over(sample, kept[: last + 1]))
+            kept, ended = kept[: fewest + 1], "until"
+            text = text[: min(text.find(end) for end in sample.until if end in text)]
+        decode_ms = 1000 * (stamps[len(kept) - 1] - stamps[0])
+        return {"output": text, "tokens_out": len(kept), "stop": ended, "decode_ms": decode_ms}
+
+    def _over(self, sample: Sample, tokens: Tensor) -> bool:
+        return any(end in self._text(tokens) for end in sample.until)
+
+    def _text(self, tokens: Tensor) -> str:
+        return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+
+    def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(rows, device=next(self.model.parameters()).device)
+
+
+def shortened(text: str, most: int = ASKED) -> str:
+    """`text` without its middle where that is long, and how much is not there."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} […{len(text) - most // 2 * 2} characters…] {text[-(most // 2) :]}"
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def seed_of(seed: int, group: str) -> int:
+    """The own seed of the samples of one context, the same whatever runs beside them."""
+    return int.from_bytes(sha256(f"{seed} {group}".encode()).digest()[:7], "big")

@@ -1,0 +1,107 @@
+"""Several processes that share the samples of runs, on GPUs one each. The store's claims see to it that every sample is
+answered once; what one leaves undone when it dies, the others do.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from threading import Thread
+
+import torch
+
+from kvbench.runs.checks import check_workers
+from kvbench.runs.resources import Bench
+from kvbench.runs.runner import execute_all
+from kvbench.runs.spec import Run
+from kvbench.validation import ContractError, SettingError, Terminated, terminable, unwritten
+
+PATIENCE = 10  # seconds that a process which is told to end may take to close what it has open
+
+
+def check(workers: object, device: str) -> int:
+    """The number of processes, auto: one a GPU; SettingError where there are fewer GPUs."""
+    if workers == "auto":
+        return max(1, torch.cuda.device_count()) if device == "cuda" else 1
+    check_workers(workers)
+    if device == "cuda" and workers > torch.cuda.device_count():
+        raise SettingError(f"workers={workers}: a GPU each, and there are {torch.cuda.device_count()}")
+    return workers
+
+
+def share(companies: Sequence[Sequence[Run]], results: Path, workers: int) -> None:
+    """Execute the runs, those of one company together and one company after the other, in `workers` processes at once.
+    Whoever asks for a run's records next finds them on disk; a process that died is reported and what it did is kept.
+    """
+    context, gpus = get_context("spawn"), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    gpus = gpus if gpus != [""] else [str(index) for index in range(workers)]
+    processes = []
+    try:
+        for index in range(workers):
+            own = {"CUDA_VISIBLE_DEVICES": gpus[index]} if companies[0][0].device == "cuda" else {}
+            own |= {"TQDM_DISABLE": "1"} if index else {}
+            process = context.Process(target=work, args=(companies, results), daemon=True)
+            with environment(own), deaf():  # of the new process, from its first import on: tqdm looks then
+                process.start()
+            processes.append(process)
+        for index, process in enumerate(processes):
+            process.join()
+            if process.exitcode:
+                print(f"kvbench: worker {index} ended with code {process.exitcode}", file=sys.stderr)
+    finally:
+        for process in processes:  # still at work where this one was stopped
+            process.terminate()
+        for process in processes:
+            process.join(PATIENCE)
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def deaf() -> Iterator[None]:
+    """Inside, Ctrl-C does nothing, and never does to processes that start here: the one that started them ends them."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def environment(own: dict[str, str]) -> Iterator[None]:
+    """Inside, these variables are set."""
+    before = dict(os.environ)
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            os.environ.pop(name)
+        os.environ.update({name: value for name, value in before.items() if name in own})
+
+
+def work(companies: Sequence[Sequence[Run]], results: Path) -> None:
+    """What a process does. A setting that cannot be used and a contract that is broken are said by whoever asks for the
+    records; so is a disk that cannot be written, which that process finds as this one did.
+    """
+    Thread(target=follow, daemon=True).start()
+    bench = Bench(companies[0][0])
+    try:
+        with terminable():
+            for runs in companies:
+                with suppress(ContractError):
+                    execute_all(runs, results, bench)
+    except (SettingError, Terminated):
+        pass
+    except OSError as error:
+        if unwritten(error) is None:
+            raise
+
+
+def follow() -> None:
+    """End this process when its parent has ended, killed or not: nobody waits for it any more."""
+    parent_process().join()
+    os._exit(1)

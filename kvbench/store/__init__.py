@@ -1,0 +1,1 @@
+"""Runs and their records on the disk: written, read, exported, audited."""

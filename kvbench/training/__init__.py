@@ -1,0 +1,1 @@
+"""The embedded model's recipe, and the files that methods need of a model."""

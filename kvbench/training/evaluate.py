@@ -1,0 +1,117 @@
+"""The reference model's full-cache scores: the tasks' own prompts and metrics, greedy generation by transformers.
+
+A list of {task, length or steps, samples, score} under `scores`, beside whose scores they are and how they were made; a
+file that holds such of the same weights is added to: what it has of as many samples is not made again. The seed is not
+the harness's default, so the draws are not the main table's; the QA questions are, since RULER's sample i always asks
+question i. None of either was ever trained on.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from argparse import Namespace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from kvbench.config.catalogue import CONF, build
+from kvbench.interfaces.task import Sample
+from kvbench.models.checkpoint import Checkpoint
+from kvbench.tasks.ledger.task import LedgerTask
+from kvbench.tasks.ruler.task import SUBTASKS, Ruler
+from kvbench.training.train import put
+from kvbench.validation import SettingError
+
+SEED = 20_000
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+LEAST = 512  # tokens in which every task has a place
+LEDGER = "ledger"
+STEPS = 60  # lines of a ledger
+BATCHED = 131_072  # prompt tokens of a batch; its mask has (rows, length, length)
+Asked = tuple[str, int, int, str, str | None]  # subtask, length or lines, samples, folder, cache
+
+
+@cache
+def ledger() -> dict[str, Any]:
+    """The task's settings."""
+    return yaml.safe_load((CONF / "task/ledger.yaml").read_text())
+
+
+def task(subtask: str, length: int, samples: int, cache: str | None = None) -> Ruler | LedgerTask:
+    if subtask == LEDGER:
+        return build("task", ledger() | {"steps": length, "samples": samples, "seed": SEED, "limit": None})
+    return Ruler(length=length, subtasks=subtask, samples=samples, seed=SEED, cache=cache)
+
+
+def place(score: dict[str, Any]) -> tuple[str, int]:
+    """What a score in the file is of: subtask, and length or lines."""
+    return score["task"], score["steps" if score["task"] == LEDGER else "length"]
+
+
+def drawn(asked: Asked) -> list[Sample]:
+    """Samples of one subtask and length; fitting needs the tokenizer and one added token, <bos>."""
+    subtask, length, samples, folder, cache = asked
+    model = Checkpoint("", folder)
+    longest = length if subtask != LEDGER else model.longest()
+    return list(task(subtask, length, samples, cache).samples(model.tokenizer(), 1, longest))
+
+
+@torch.inference_mode()
+def outputs(model, tokenizer, samples: list[Sample]) -> list[str]:
+    """Greedy answers to the prompts, left-padded to one batch."""
+    prompts = [s.context + s.question + s.answer_prefix for s in samples]
+    batch = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
+    new = max(sample.max_new_tokens for sample in samples)
+    ids = model.generate(**batch, do_sample=False, max_new_tokens=new)
+    return tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def begin(out: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """What the file holds, or an empty one; SettingError where it is about something else."""
+    if not out.exists():
+        return about | {"scores": []}
+    try:
+        held = json.loads(out.read_text())
+        differ = [f"{name} {held.get(name)}, now {value}" for name, value in about.items() if held.get(name) != value]
+    except (OSError, ValueError, AttributeError):
+        differ = ["something else"]
+    if differ:
+        raise SettingError(f"--out={out}: holds scores of {'; '.join(differ)}")
+    return held
+
+
+def evaluate(given: Namespace, held: dict[str, Any]) -> int:
+    """Mean scores of ledgers and of every length and subtask that the file has not, each written at once; none is begun
+    when `--seconds` are over, and then 1 is returned.
+    """
+    until, folder = time.monotonic() + given.seconds, str(given.model)
+    model = Checkpoint("", folder)
+    tokenizer, model = model.tokenizer(), model.weights(torch.float32, "cuda" if torch.cuda.is_available() else "cpu")
+    asked = [(LEDGER, given.steps)] if given.steps else []
+    asked += [(subtask, length) for length in given.lengths for subtask in SUBTASKS]
+    made = {place(score) for score in held["scores"] if score["samples"] == given.samples}
+    asked = [one for one in asked if one not in made]
+    every = [(subtask, length, given.samples, folder, given.cache) for subtask, length in asked]
+    with multiprocessing.get_context("spawn").Pool(min(4, os.cpu_count() or 1)) as pool:
+        for (subtask, length), samples in zip(asked, pool.imap(drawn, every), strict=True):
+            if time.monotonic() > until:
+                print(f"kvbench: --seconds are over before {subtask} {length}", file=sys.stderr)
+                return 1
+            most = max(1, BATCHED // (length if subtask != LEDGER else 4096))
+            texts = [t for i in range(0, len(samples), most) for t in outputs(model, tokenizer, samples[i : i + most])]
+            own = task(subtask, length, given.samples)
+            marks = [own.score(s, t).score for s, t in zip(samples, texts, strict=True)]
+            score = {"task": subtask, "steps" if subtask == LEDGER else "length": length, "samples": len(marks)}
+            score |= {"score": round(sum(marks) / len(marks), 1)}
+            held["scores"] = [*(one for one in held["scores"] if place(one) != (subtask, length)), score]
+            put(given.out, lambda part: part.write_text(json.dumps(held, indent=1) + "\n"))
+            print(*score.values(), flush=True)
+    for length in given.lengths:
+        scores = [one["score"] for one in held["scores"] if one.get("length") == length]
+        print(f"average of {len(scores)} at {length}: {sum(scores) / len(scores):.1f}")
+    return 0

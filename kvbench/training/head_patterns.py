@@ -1,0 +1,54 @@
+"""DuoAttention's pattern of heads, from KVzip's head scores."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.policy import Choice
+from kvbench.config.catalogue import build, settings
+from kvbench.engine.generation import Context
+from kvbench.interfaces.allocator import Allocator
+from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.observation import State, Words
+from kvbench.methods.kvzip import KVzip
+from kvbench.models.transformers_port import layout
+
+
+@dataclass(frozen=True)
+class Noting(KVzip):
+    """KVzip, whose scores stay in every layer's state."""
+
+    def forget(self, state: State) -> None:
+        pass
+
+
+def head_scores(
+    model: torch.nn.Module, sequences: Sequence[Tensor], own: Words, prefix: int = 0, **args: Any
+) -> Tensor:
+    """(layers, KV heads) float32 KVzip's head scores of texts (tokens,), of which `prefix` in front are no text; nan
+    for layers with a sliding window. `args`: settings of conf/method/kvzip.yaml.
+    """
+    chosen = {k: v for k, v in settings("method", "kvzip", args).items() if k not in ("_target_", "preset")}
+    choice = Choice(Noting(**chosen), Allocator("uniform"), build("codec", settings("codec", "raw")))
+    found = []
+    for ids in sequences:
+        context = Context(model, choice, Budget(0.5), None, (0,), prefix, own)
+        context.prefill(ids[None].to(next(model.parameters()).device))
+        scores = [None if layer is None else layer.state.layer["scores"][0] for layer in context.layers]
+        nothing = torch.full((layout(model).heads,), torch.nan)
+        found.append(torch.stack([nothing if own is None else own.amax(-1).float().cpu() for own in scores]))
+    return torch.stack(found).mean(0)
+
+
+def write_pattern(alpha: Tensor, folder: Path, sinks: int, recent: int, source: str) -> None:
+    """A folder as published: full_attention_heads.tsv with α (layers, KV heads), config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ["\t".join(f"{value:.6f}" for value in layer) for layer in alpha.tolist()]
+    (folder / "full_attention_heads.tsv").write_text("\n".join(lines) + "\n")
+    config = {"sink_size": sinks, "recent_size": recent, "source": source}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

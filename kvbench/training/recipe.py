@@ -1,0 +1,147 @@
+"""A training of the reference model as one value with a file: shape, schedule, losses and kinds of samples. How samples
+of each kind are drawn and what their tokens weigh is in data.py.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from kvbench.training.tokenizer import BOS, EOS, PAD
+from kvbench.validation import SettingError, number, whole
+
+VOCABULARY, DIM, EPSILON = 4096, 64, 1e-5
+KINDS = {int: int, float: int | float, tuple: list, dict: dict}  # of a setting -> of its JSON
+SHARES = ("shorter", "copies", "copying", "warmup", "steady", "look_ramp", "confusable", "turns", "ledgers", "needles")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Shares and schedule are of the training's time, from 0 to 1."""
+
+    hidden: int = 320
+    layers: int = 6
+    heads: int = 4
+    kv_heads: int = 2
+    inner: int = 960
+    theta: float = 5e5
+    context: int = 16384
+    stages: tuple[tuple[float, int], ...] = (
+        (0.0, 256), (0.03, 512), (0.07, 1024), (0.2, 2048), (0.42, 4096), (0.68, 8192), (0.86, 16384),
+    )  # fmt: skip
+    shorter: float = 0.35  # share of steps of an earlier length, from 1024 on
+    copies: float = 0.2  # share of rows that are pure copying ...
+    copying: float = 0.05  # ... up to here
+    tokens: int = 65536  # a step
+    rate: float = 1.5e-3  # peak of the learning rate ...
+    warmup: float = 0.01  # ... reached here ...
+    steady: float = 0.5  # ... and kept up to here; from there on a line to zero
+    decay: float = 0.05
+    clip: float = 1.0
+    look_ahead: int = 40  # answer tokens 2 to so far ahead are predicted too, 0: only the next token
+    places: int = 512  # at each of these distances, a step
+    look_weight: float = 0.5  # weight of that loss ...
+    look_ramp: float = 0.1  # ... reached here
+    confusable: float = 0.0  # share of needle samples with several facts whose values resemble one another
+    turns: float = 0.08  # shares of samples that are conversations on one context ...
+    ledgers: float = 0.1  # ... ledgers
+    needles: float = 0.03  # ... and needles as task=niah hides them
+    mix: dict[str, float] = field(default_factory=dict)  # other relative shares of these kinds of samples
+
+    @property
+    def offsets(self) -> range:
+        """How far ahead is looked."""
+        return range(2, self.look_ahead + 1)
+
+    def lengths(self, done: float) -> list[int]:
+        """The lengths of all stages begun at this share of the time."""
+        return [length for start, length in self.stages if start <= done]
+
+    def config(self) -> dict[str, Any]:
+        """What transformers loads."""
+        return dict(
+            architectures=["LlamaForCausalLM"],
+            model_type="llama",
+            vocab_size=VOCABULARY,
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=DIM,
+            intermediate_size=self.inner,
+            hidden_act="silu",
+            tie_word_embeddings=True,
+            rope_parameters=dict(rope_type="default", rope_theta=self.theta),
+            max_position_embeddings=self.context,
+            rms_norm_eps=EPSILON,
+            initializer_range=0.02,
+            attention_bias=False,
+            mlp_bias=False,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
+            dtype="bfloat16",
+        )
+
+    def changed(self, settings: list[str]) -> "Recipe":
+        """With `name=value` of each setting, the value as JSON; SettingError for what `check` refuses, an unknown name
+        or another type.
+        """
+        known, own = {one.name for one in fields(self)}, {}
+        for setting in settings:
+            name, _, text = setting.partition("=")
+            if name not in known:
+                raise SettingError(f"{setting}: one of {', '.join(sorted(known))}")
+            before = getattr(self, name)
+            try:
+                value = json.loads(text)
+            except json.JSONDecodeError:
+                value = None
+            if isinstance(value, bool) or not isinstance(value, KINDS[type(before)]):
+                raise SettingError(f"{setting}: a value like {json.dumps(before)}")
+            if name == "stages":
+                value = [tuple(one) if isinstance(one, list) else one for one in value]
+            own[name] = type(before)(value)
+        made = replace(self, **own)
+        made.check()
+        return made
+
+    def check(self) -> None:
+        """SettingError for what nothing can be trained with."""
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, int):
+                whole(one.name, value, 0 if one.name == "look_ahead" else 1)
+            elif isinstance(value, float) and not (number(value) and value >= 0):
+                raise SettingError(f"{one.name}={value}: a number of at least 0")
+        for name in SHARES:
+            if getattr(self, name) > 1:
+                raise SettingError(f"{name}={getattr(self, name)}: a share, at most 1")
+        for name in ("rate", "clip", "theta", "warmup", "look_ramp"):
+            if not getattr(self, name):
+                raise SettingError(f"{name}=0: more than 0")
+        if self.steady == 1:
+            raise SettingError("steady=1: less, the learning rate falls after it")
+        if self.look_ahead == 1:
+            raise SettingError("look_ahead=1: 0, or at least 2, since every model predicts the next token")
+        if self.heads % self.kv_heads:
+            raise SettingError(f"kv_heads={self.kv_heads}: a divisor of heads={self.heads}")
+        if (given := self.turns + self.ledgers + self.needles) > 1:
+            raise SettingError(f"turns, ledgers and needles are {given:g} of the samples together: at most 1")
+        starts = [one[0] for one in self.stages if isinstance(one, tuple) and len(one) == 2 and number(one[0])]
+        rising = starts[:1] == [0] and starts[-1] < 1 and all(a < b for a, b in pairwise(starts))
+        if len(starts) < len(self.stages) or not rising:
+            raise SettingError(f"stages={json.dumps(self.stages)}: [[0, length], [share, length], ...], shares rising")
+        for _, length in self.stages:
+            whole("stages: a length", length, 64)
+            if length > self.context:
+                raise SettingError(f"stages: a length of {length}: at most context={self.context}")
+
+    def save(self, folder: Path) -> None:
+        (folder / "recipe.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def load(folder: Path) -> Recipe:
+    own = json.loads((folder / "recipe.json").read_text())
+    return Recipe(**own | {"stages": tuple(map(tuple, own["stages"]))})

@@ -1,0 +1,304 @@
+"""Trains the embedded reference model from scratch; the model card is v2/README.md.
+
+Worker processes make samples all the while, the GPU takes one step after the other. Sequence length, learning rate and
+the share of copying follow the training's own clock, not the step. Every minute, and whatever happens, the weights and
+the state that `--resume` goes on from are written; every 100 steps a line of losses and scores goes to train.jsonl.
+`--pause` ends a session before the training is over. A resumed training draws new samples, seeded by how often it was
+resumed. The exit code is 1 if it ended before it should: interrupted, or without samples.
+"""
+
+import json
+import math
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask for a GPU does not touch it: workers are forked later
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvbench.atomic import replace_file
+from kvbench.runs.workers import follow
+from kvbench.training import tokenizer, training_data
+from kvbench.training.architecture import Llama, shapes
+from kvbench.training.recipe import Recipe
+from kvbench.validation import SettingError
+
+BETAS = (0.9, 0.95)
+STATE = "state.pt"
+SHARD = 15_000_000  # bytes of a weights file
+QUIET = 60  # seconds without a sample after which none is waited for
+SURE = math.log(2)  # nats: a token with less is more probable than all others together
+
+
+def feed(name: str, folder: Path, own: Recipe, progress, full) -> None:
+    """A worker: batches for where the training stands, until it is ended or its parent has."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+    Thread(target=follow, daemon=True).start()
+    try:
+        maker = training_data.Maker(name, training_data.load(folder), own)
+        while True:
+            done = progress.value
+            *earlier, length = own.lengths(done)
+            earlier = [x for x in earlier if x >= 1024]
+            if earlier and maker.rng.random() < own.shorter:
+                length = maker.rng.choice(earlier)
+            full.put(training_data.batch(maker, length, own.copies if done < own.copying else 0.0))
+    except Exception:
+        full.put(traceback.format_exc())
+
+
+class Starved(Exception):
+    """No samples come any more."""
+
+
+def batches(full, processes: list) -> Iterator[training_data.Batch]:
+    """What the workers make, in the order of arrival; a worker that fails is reported and missed. Starved where all
+    have, or where nothing came for QUIET seconds.
+    """
+    waited = 0
+    while True:
+        try:
+            made = full.get(timeout=1)
+        except queue.Empty:
+            waited, alive = waited + 1, sum(process.is_alive() for process in processes)
+            if not alive or waited > QUIET:
+                raise Starved(f"no samples any more; {alive} of {len(processes)} workers are left") from None
+            continue
+        waited = 0
+        if isinstance(made, str):
+            print(made, file=sys.stderr, flush=True)
+        else:
+            yield made
+
+
+def rate(own: Recipe, done: float) -> float:
+    """Learning rate after this share of the time: warm-up, constant, then a line to zero."""
+    return own.rate * min(1.0, done / own.warmup, max(0.0, 1 - done) / (1 - own.steady))
+
+
+def put(path: Path, write: Callable[[Path], object]) -> None:
+    """Has the file written beside its place first: a reader never sees half of it."""
+    with replace_file(path) as draft:
+        write(draft)
+
+
+def save(model: Llama, folder: Path) -> None:
+    """Writes the weights and configs that transformers loads."""
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, weight in model.export().items():
+        if sum(map(size, shards[-1].values())) + size(weight) > SHARD:
+            shards.append({})
+        shards[-1][name] = weight
+    names, texts = ["model.safetensors"], {}
+    if len(shards) > 1:
+        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+        where = {weight: name for name, shard in zip(names, shards, strict=True) for weight in shard}
+        total = sum(size(weight) for shard in shards for weight in shard.values())
+        texts = {"model.safetensors.index": {"metadata": {"total_size": total}, "weight_map": where}}
+    for name, shard in zip(names, shards, strict=True):
+        put(folder / name, lambda part, shard=shard: save_file(shard, part, metadata={"format": "pt"}))
+    special = {"bos_token_id": tokenizer.BOS, "eos_token_id": tokenizer.EOS, "pad_token_id": tokenizer.PAD}
+    texts |= {"config": model.recipe.config(), "generation_config": special | {"do_sample": False}}
+    for name, value in texts.items():
+        text = json.dumps(value, indent=2) + "\n"
+        put(folder / f"{name}.json", lambda part, text=text: part.write_text(text))
+
+
+def size(weight: Tensor) -> int:
+    return weight.numel() * weight.element_size()
+
+
+@dataclass
+class Training:
+    """A training and how far it is: `spent` of `limit` seconds."""
+
+    out: Path
+    recipe: Recipe
+    seed: int
+    limit: float
+    spent: float = 0.0
+    step: int = 0
+    tokens: int = 0
+    sessions: int = 0
+    begun_with: str | None = None  # identity of the weights that it began with, None: from scratch
+
+    def begin(self, device: str, weights: Path | None) -> None:
+        """The model, on the device: new, or with the weights in a folder, or as the last session left it."""
+        self.device, cuda = device, device == "cuda"
+        self.model = Llama(self.recipe, self.seed, compile=cuda).to(device)
+        matrices = [p for p in self.model.weights if p.dim() > 1]
+        rest = [p for p in self.model.weights if p.dim() == 1] + [self.model.maps]
+        groups = [{"params": matrices, "weight_decay": self.recipe.decay}, {"params": rest, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=self.recipe.rate, betas=BETAS, fused=cuda)
+        if self.sessions:
+            state = torch.load(self.out / STATE, map_location=device)
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        elif weights:
+            self.model.take(weights)
+        self.sessions += 1
+        self.warm()
+
+    def counts(self) -> dict[str, float | str | None]:
+        names = ("seed", "limit", "spent", "step", "tokens", "sessions", "begun_with")
+        return {name: getattr(self, name) for name in names}
+
+    def save(self) -> None:
+        save(self.model, self.out)
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "counts": self.counts()}
+        put(self.out / STATE, lambda part: torch.save(state, part))
+
+    def losses(self, made: training_data.Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Cross-entropy (rows, length) and its weights, and the look-ahead's mean."""
+        # A blocking copy would wait for the GPU to finish the step before.
+        ids = torch.from_numpy(made.ids).to(self.device, torch.int64, non_blocking=True)
+        weights = torch.from_numpy(made.weights[:, 1:]).to(self.device, torch.float32, non_blocking=True)
+        pairs, targets = (
+            torch.from_numpy(part).to(self.device, non_blocking=True) for part in (made.pairs, made.targets)
+        )
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            own, last = self.model(ids[:, :-1], ids[:, 1:])
+            if not self.recipe.look_ahead:
+                return own, weights, own.new_zeros(())
+            looked = self.model.look(last, pairs, targets)
+        return own, weights, looked.sum() / (targets >= 0).sum().clamp(min=1)
+
+    def take(self, made: training_data.Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """A step: its loss, that of the look-ahead, and (3, rows): of a row's answers their nats, their tokens, and 1
+        where every token is more probable than all others together, so that greedy answers are right.
+        """
+        own, done = self.recipe, self.spent / self.limit
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate(own, done)
+        losses, weights, looked = self.losses(made)
+        loss = (losses * weights).sum() / weights.sum()
+        (loss + own.look_weight * min(1.0, done / own.look_ramp) * looked).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), own.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        answers = (weights > 1.5 * training_data.CONTEXT).float()
+        self.step, self.tokens = self.step + 1, self.tokens + losses.numel()
+        nats = losses.detach() * answers
+        told = torch.stack((nats.sum(1), answers.sum(1), (nats.amax(1) < SURE).float()))
+        return loss.detach(), looked.detach(), told
+
+    def warm(self) -> None:
+        """Compiles, and leaves everything as it is."""
+        length = self.recipe.stages[0][1]
+        shape = max(1, self.recipe.tokens // length), length + 1
+        pairs = len(self.recipe.offsets), self.recipe.places
+        kinds, looked = np.zeros(shape[0], np.int8), np.zeros(pairs, np.int64)
+        made = training_data.Batch(np.zeros(shape, np.uint16), np.ones(shape, np.float16), kinds, looked, looked)
+        losses, _, ahead = self.losses(made)
+        (losses.sum() + ahead).backward()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class Log:
+    """Every so many steps, in train.jsonl: of each kind of samples the mean loss of the answers' tokens, and as scores
+    the percentage of rows whose answers are all right.
+    """
+
+    EVERY = 100
+
+    def __init__(self, path: Path, device: str) -> None:
+        self.path, self.names = path, (*training_data.NAMES, "copying")
+        self.told = torch.zeros(4, len(self.names), device=device)
+
+    def add(self, training: Training, made: training_data.Batch, loss: Tensor, looked: Tensor, rows: Tensor) -> None:
+        kinds = torch.from_numpy(made.kinds).to(self.told.device, torch.int64, non_blocking=True) % len(self.names)
+        self.told.index_add_(1, kinds, torch.cat((rows, torch.ones_like(rows[:1]))))
+        if training.step % self.EVERY:
+            return
+        told = [(name, *own) for name, *own in zip(self.names, *self.told.tolist(), strict=True) if own[1]]
+        line = {"step": training.step, "seconds": round(training.spent, 1), "tokens": training.tokens,
+                "length": made.ids.shape[1] - 1, "loss": round(loss.item(), 4), "ahead": round(looked.item(), 4),
+                "answers": {name: round(nats / tokens, 4) for name, nats, tokens, _, _ in told},
+                "scores": {name: round(100 * right / count, 1) for name, _, _, right, count in told}}  # fmt: skip
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self.told.zero_()
+        if training.step % (5 * self.EVERY) == 0:
+            print(json.dumps(line), flush=True)
+
+
+def train(training: Training, device: str, workers: int, pause: float, steps: float, weights: Path | None) -> int:
+    """Trains until the time is over, `pause` seconds of this session are, or `steps` are taken: 0; 1 if it ended
+    before. `weights`: a folder of those to begin with.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends in `finally` too
+    launched, context = time.monotonic(), multiprocessing.get_context("fork")  # before CUDA is touched
+    progress, full = context.Value("d", training.spent / training.limit), context.Queue(maxsize=4 * workers)
+    names = [f"{training.seed}/{i}" + f"/{training.sessions}" * (training.sessions > 0) for i in range(workers)]
+    processes = [
+        context.Process(target=feed, args=(name, training.out, training.recipe, progress, full), daemon=True)
+        for name in names
+    ]
+    for process in processes:
+        process.start()
+    training.begin(device, weights)
+    log = Log(training.out / "train.jsonl", device)
+    begun = saved = time.monotonic()
+    before, first, code = training.spent, training.step, 0
+    try:
+        for made in batches(full, processes):
+            training.spent = before + time.monotonic() - begun
+            paused = training.step > first and time.monotonic() - launched > pause  # not before it has done something
+            if training.spent > training.limit or paused or training.step >= first + steps:
+                break
+            progress.value = training.spent / training.limit
+            log.add(training, made, *training.take(made))
+            if time.monotonic() - saved > 60:
+                saved = time.monotonic()
+                training.save()
+        if not training.step:
+            raise Starved("the time was over before the first step")
+    except (KeyboardInterrupt, Starved) as error:
+        why, more = f": {error}" * bool(str(error)), "; --resume goes on" * bool(training.step)
+        print(f"kvbench: ended early{why}{more}", file=sys.stderr, flush=True)
+        code = 1
+    finally:
+        if training.step:
+            training.save()
+        for process in processes:
+            process.terminate()
+    facts = training.counts() | {"compiling": round(begun - launched, 1), "workers": workers,
+              "device": torch.cuda.get_device_name() if device == "cuda" else device,
+              "torch": torch.__version__, "parameters": sum(p.numel() for p in training.model.weights)}  # fmt: skip
+    (training.out / "train.json").write_text(json.dumps(facts, indent=1) + "\n")
+    print(json.dumps(facts), flush=True)
+    return code
+
+
+def check(weights: Path, own: Recipe) -> None:
+    """SettingError if the folder holds no weights of the recipe's shape."""
+    config = weights / "config.json"
+    if not config.is_file() or not any(weights.glob("model*.safetensors")):
+        raise SettingError(f"--weights={weights}: no folder with config.json and model*.safetensors")
+    held, wanted = json.loads(config.read_text()), own.config()
+    differ = [
+        f"{name} is {held.get(name)}, the recipe's {wanted[name]}" for name in wanted if held.get(name) != wanted[name]
+    ]
+    if differ:
+        raise SettingError(f"--weights={weights}: {'; '.join(differ)}")
+    names: set[str] = set()
+    for path in weights.glob("model*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names |= set(file.keys())
+    if missing := sorted(shapes(own).keys() - names):
+        raise SettingError(f"--weights={weights}: {len(missing)} weights are missing, {missing[0]} for one")

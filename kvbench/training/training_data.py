@@ -1,0 +1,445 @@
+"""What the reference model is trained on: RULER's subtasks, conversations as SCBench's, ledgers and the needles of
+task=niah, by the project's own generators.
+
+Three things differ from an evaluation. Every random choice comes from a generator seeded `kvbench reference/…`, which
+no evaluation uses. The essays, documents and questions are invented anew, so that none of an evaluation's is ever seen.
+And a context is followed by one to eight questions with their answers, each closed by `<eos>`, and the parameters of
+a subtask (keys, values, repetitions) vary around the official ones. Nothing here knows that a cache can be cut.
+
+`Recipe.confusable`, for ablations (0 by default): that share of the samples with several facts has values that are
+copies of one another with a few characters changed. Copying what followed the last few characters then goes wrong.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain, pairwise
+from pathlib import Path
+
+import numpy as np
+import yaml
+from tokenizers import Tokenizer
+
+from kvbench.config.catalogue import CONF
+from kvbench.tasks.ledger import task
+from kvbench.tasks.ruler.niah import Niah
+from kvbench.tasks.ruler.task import FAMILIES, SUBTASKS
+from kvbench.tasks.ruler.templates import wordings
+from kvbench.tasks.scbench.miniature import MAKERS, with_options
+from kvbench.tasks.scbench.prompts import forms
+from kvbench.tasks.scbench.rows import session
+from kvbench.training.recipe import VOCABULARY, Recipe
+from kvbench.training.tokenizer import BOS, EOS, PAD
+from kvbench.training.training_texts import Texts
+from kvbench.validation import SettingError, choose, number
+
+RULER = {  # relative share of the samples, and about how many tokens a unit of the haystack has
+    "niah_single_1": (2, 26), "niah_single_2": (3, 1.7), "niah_single_3": (4, 1.7), "niah_multikey_1": (4, 1.7),
+    "niah_multikey_2": (8, 26), "niah_multikey_3": (11, 85), "niah_multivalue": (5, 1.7), "niah_multiquery": (5, 1.7),
+    "ruler_vt": (8, 26), "ruler_cwe": (26, 5.5), "ruler_fwe": (12, 2.3), "ruler_qa_squad": (8, 130),
+    "ruler_qa_hotpot": (9, 75),
+}  # fmt: skip
+TURNS = {
+    "scbench_kv": (1, 38), "scbench_prefix_suffix": (1, 23), "scbench_vt": (1, 78), "scbench_qa_eng": (1, 95),
+    "scbench_choice_eng": (0.6, 95), "scbench_many_shot": (0.4, 26),
+}  # fmt: skip
+LEDGER = {"ledger": (1, 36)}
+NEEDLE = {"magic_number": (1, 1.7)}  # task=niah, its first preset
+LONGEST = 120  # lines of a ledger
+TRIES = 10_000  # for a sample; a ledger, say, has no place in 128 tokens
+BREAKS = 2, 2, 2, 3, 4  # after a solved example; lm-eval's port of RULER has four
+NAMES = (*SUBTASKS, *TURNS, *LEDGER, *NEEDLE)
+ANSWER, SHOWN, CONTEXT = 1.0, 0.9, 0.1  # loss weights: of an answer (and its <eos>), an example's answer, the rest
+STRONGER, LONG = 4.0, 0.3  # of fwe's answers, short, one to a context; of a ledger's, long
+WINDOW, IN_ANSWER, BEFORE = 16, 0.3, 0.15  # places: a question's last ones count once, others less
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A text and the loss weight of its tokens; an answer is preceded by its question."""
+
+    text: str
+    weight: float = CONTEXT
+    answer: bool = False
+    ends: bool = True  # an answer is closed by <eos>
+
+
+@dataclass(frozen=True)
+class Made:
+    """Token ids, as many weights, and where (question, answer, end) of each answer begin."""
+
+    name: str
+    ids: list[int]
+    weights: list[float]
+    spans: list[tuple[int, int, int]]
+
+
+@cache
+def wording() -> dict[str, str]:
+    """Of task=niah's preset."""
+    return yaml.safe_load((CONF / "task/niah.yaml").read_text())["presets"]["magic_number"]
+
+
+def runs(pieces: list[Piece]) -> Iterator[list[Piece]]:
+    """Pieces up to each <eos>."""
+    run: list[Piece] = []
+    for piece in pieces:
+        run.append(piece)
+        if piece.answer and piece.ends:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def shares(recipe: Recipe) -> dict[str, tuple[float, float]]:
+    """Share of every kind of sample, and the tokens of a unit; SettingError for a `mix` that cannot be used."""
+    found, own = {}, ((TURNS, recipe.turns), (LEDGER, recipe.ledgers), (NEEDLE, recipe.needles))
+    for kinds, part in ((RULER, 1 - sum(part for _, part in own)), *own):
+        whole = sum(share for share, _ in kinds.values())
+        found |= {name: (recipe.mix.get(name, part * share / whole), tokens) for name, (share, tokens) in kinds.items()}
+    for name, share in recipe.mix.items():
+        choose("mix", name, found)
+        if not (number(share) and share >= 0):
+            raise SettingError(f"mix: {name} is {share}: a number of at least 0")
+    if not any(share for share, _ in found.values()):
+        raise SettingError("mix: no kind of sample is left")
+    return found
+
+
+class Maker:
+    """Makes samples."""
+
+    def __init__(self, name: str, tokenizer: Tokenizer | None, recipe: Recipe):
+        self.rng = random.Random(f"kvbench reference/{name}")
+        self.texts = Texts(name, self.rng)
+        self.tokenizer, self.recipe, self.shares = tokenizer, recipe, shares(recipe)
+        self.families = {family.name: family for family in FAMILIES}
+        self.rest: dict[tuple[str, int], float] = {}  # tokens that are no units, as seen so far
+        self.served = 0
+
+    def sample(self, length: int) -> Made:
+        """A sample of at most length + 1 tokens, nearly as many; ValueError if none is found."""
+        for _ in range(TRIES):
+            name = self.rng.choices(list(self.shares), [share for share, _ in self.shares.values()])[0]
+            per_unit = self.shares[name][1]
+            target = (length + 1) * self.rng.uniform(0.4 if name in LEDGER else 0.85, 1.0)  # of any number of lines
+            units = int((target - self.rest.get((name, length), 150)) / per_unit)
+            state = self.rng.getstate()
+            for _ in range(3):
+                self.rng.setstate(state)  # the same sample with another number of units
+                pieces = self.pieces(name, units, length)
+                if pieces is None:
+                    self.rest[name, length] = 0.9 * self.rest.get((name, length), 150)
+                    break
+                made = self.encode(name, pieces, length)
+                rest = len(made.ids) - units * per_unit
+                self.rest[name, length] = 0.9 * self.rest.get((name, length), rest) + 0.1 * rest
+                if 0.85 * target <= len(made.ids) <= length + 1:
+                    return made
+                units += int((0.97 * target - len(made.ids)) / per_unit)
+        raise ValueError(f"no sample of {length} tokens in {TRIES} draws: none of the kinds has such")
+
+    def encode(self, name: str, pieces: list[Piece], length: int) -> Made:
+        """The rest of a long context weighs less, so that it does not outweigh its answers."""
+        rest = CONTEXT * min(1.0, 1024 / length)
+        ids, weights, spans, asked = [BOS], [0.0], [], 0
+        for run in runs(pieces):  # tokens as a prompt has them: its parts are no borders
+            text, ends = "", []
+            for piece in run:
+                text += piece.text
+                ends.append(len(text))
+            encoded = self.tokenizer.encode(text, add_special_tokens=False)
+            tokens, borders = encoded.ids, np.searchsorted([start for start, _ in encoded.offsets], ends)
+            for piece, (first, last) in zip(run, pairwise([0, *borders]), strict=True):
+                own = tokens[first:last] + [EOS] * (piece.answer and piece.ends)
+                if piece.answer:
+                    spans.append((asked, len(ids), len(ids) + len(own)))
+                asked = len(ids)
+                ids += own
+                weights += [rest if piece.weight == CONTEXT else piece.weight] * len(own)
+        return Made(name, ids, weights, spans)
+
+    def pieces(self, name: str, units: int, length: int) -> list[Piece] | None:
+        """A context and its questions, or None where `units` are too few."""
+        kind = name.removeprefix("ruler_").split("_")[0]
+        return getattr(self, f"_{kind}")(self.families.get(name, name), units, length)
+
+    def _asked(self, rendered, answer: str, weight: float = ANSWER) -> list[Piece]:
+        return [Piece(rendered.question + rendered.answer_prefix), Piece(" " + answer, weight, answer=True)]
+
+    def _niah(self, family: Niah, units: int, length: int) -> list[Piece] | None:
+        rng = self.rng
+        if rng.random() < 0.5:  # other numbers of keys and values than the official ones
+            keys = rng.randint(1, min(8, length // 64))
+            values = rng.choice([1, 1, 2, 3, 4]) if family.value == "numbers" and length > 256 else 1
+            family = replace(family, keys=keys, values=values, asked=rng.randint(1, min(keys, 4)))
+        if units < family.keys * family.values:
+            return None
+        draws = family.draw(units, rng, self.texts, length)
+        if rng.random() < self.recipe.confusable:
+            self._confuse(draws)
+        rendered = family.render(draws, self.texts)
+        facts = dict(zip(draws["keys"], draws["values"], strict=True))
+        facts = {key: sorted(values, key=rendered.context.find) for key, values in facts.items()}
+        answer = ", ".join(value for i in draws["asked"] for value in facts[draws["keys"][i]])
+        pieces = [Piece(rendered.context), *self._asked(rendered, answer)]
+        facts |= {key: [value] for key, value in draws.get("others", ()) if key not in facts}
+        blank = replace(family, haystack="noise")  # renders a question without a haystack
+        most = min(7, length // 128) // (1 if family.value == "numbers" else 2)
+        for _ in range(rng.randint(0, min(most, 2 * len(facts) - 2))):
+            keys = rng.sample(list(facts), min(len(facts), rng.choice([1, 1, 1, 2, 4])))
+            nothing = {"units": 0, "order": [], "places": [], "asked": range(len(keys))}
+            again = blank.render(nothing | {"keys": keys, "values": [facts[k] for k in keys]}, self.texts)
+            pieces += self._asked(again, ", ".join(value for key in keys for value in facts[key]))
+        return pieces
+
+    def _confuse(self, draws: dict) -> None:
+        """Gives all facts values that differ in few characters from one of a few."""
+        facts = [[values, i] for values in draws["values"] for i in range(len(values))]
+        facts += [[other, 1] for other in draws.get("others", ())]
+        sources = [own[i] for own, i in self.rng.sample(facts, 1 + len(facts) // 16)]
+        taken = set()
+        for own, i in facts:
+            value = self._alike(self.rng.choice(sources))
+            while value in taken:
+                value = self._alike(value)
+            taken.add(value)
+            own[i] = value
+
+    def _alike(self, value: str) -> str:
+        """With one to three characters drawn anew, the first apart."""
+        drawn = list(value)
+        digits = "0123456789abcdef" if "-" in value else "0123456789"
+        for place in self.rng.sample([i for i, c in enumerate(value) if i and c != "-"], self.rng.randint(1, 3)):
+            drawn[place] = self.rng.choice(digits)
+        return "".join(drawn)
+
+    def _vt(self, family, units: int, length: int) -> list[Piece] | None:
+        if units < 5:
+            return None
+        draws = family.draw(units, self.rng, self.texts, length, example=self.rng.randint(5, 15))
+        rendered = family.render(draws, self.texts)
+        shown = self._example(rendered.context, "they are: ", "Memorize", length > 512)
+        return [*shown, *self._asked(rendered, " ".join(draws["names"]))]
+
+    def _cwe(self, family, units: int, length: int) -> list[Piece] | None:
+        """Units are entries of the list; official repetitions half of the time."""
+        rng = self.rng
+        common, rare = rng.choice([(6, 1), (30, 3)] if length > 2048 else [(6, 1)])
+        example = family.draw(11, rng, self.texts, 4096 if common == 30 else 1)["example"]
+        if rng.random() < 0.5 or units < 10 * common + rare:
+            rare = rng.randint(1, 3 if units > 150 else 1)
+            most = min(10 * rare, (units - rare) // 10)
+            if most < 2 * rare:
+                return None
+            common = rng.randint(2 * rare, most)
+        different = 10 + (units - 10 * common) // rare
+        words = rng.sample(self.texts.pool, different)
+        listed = words[:10] * common + words[10:] * rare
+        rng.shuffle(listed)
+        rendered = family.render({"example": example, "words": listed, "common": words[:10]}, self.texts)
+        shown = self._example(rendered.context, "in the list are:", "Below is", length > 512)
+        return [*shown, *self._asked(rendered, " ".join(f"{i}. {w}" for i, w in enumerate(rendered.answers, 1)))]
+
+    def _example(self, context: str, prefix: str, start: str, keep: bool) -> list[Piece]:
+        """Splits the solved example that opens a context, whose answer counts as one; or leaves it out."""
+        second = context.rindex(start)
+        if not keep:
+            return [Piece(context[second:])]
+        answer = context.index(prefix) + len(prefix)
+        solved = context[answer:second].rstrip() + "\n" * self.rng.choice(BREAKS)
+        return [Piece(context[:answer]), Piece(solved, SHOWN), Piece(context[second:])]
+
+    def _fwe(self, family, units: int, length: int) -> list[Piece] | None:
+        draws = family.draw(units, self.rng, self.texts, max(300, int(length * self.rng.uniform(0.5, 1.5))))
+        if not 0 < draws["words"].count(draws["top"][2]):
+            return None
+        rendered = family.render(draws, self.texts)
+        pieces = self._asked(rendered, " ".join(draws["top"]), STRONGER)
+        return [Piece(rendered.context), *pieces]
+
+    def _qa(self, family, units: int, length: int) -> list[Piece] | None:
+        """Articles (squad) or chains (hotpot) that are asked about, among single documents of others."""
+        rng, texts = self.rng, self.texts
+        self._renew()
+        groups = rng.sample(*((texts.articles, 24) if family.source == "squad" else (texts.chains, 60)))
+        whole = rng.randint(1, 6)
+        documents = list(chain.from_iterable(group[0] for group in groups[:whole]))
+        loose = [document for group in groups[whole:] for document in group[0]]
+        if units < 1:
+            return None
+        documents += rng.sample(loose, min(len(loose), max(0, units - len(documents))))
+        questions = [q for group in groups[:whole] for q in group[1]]
+        if units < len(documents):
+            if family.source == "hotpot":
+                documents, questions = documents[: units // 2 * 2], questions[: units // 2 * 2]
+            documents = rng.sample(documents, min(units, len(documents)))
+        questions = [q for q in questions if any(q[1].split(", ")[-1] in d for d in documents)]
+        if not questions:
+            return None
+        rng.shuffle(documents)
+        numbered = [wordings().document.format(i=i, document=d) for i, d in enumerate(documents, 1)]
+        pieces: list[Piece] = []
+        for query, answer in rng.sample(questions, min(len(questions), rng.randint(1, 8))):
+            rendered = wordings().qa.render("" if pieces else "\n\n".join(numbered), [answer], query=query)
+            pieces += [] if pieces else [Piece(rendered.context)]
+            pieces += self._asked(rendered, answer)
+        return pieces
+
+    def _renew(self) -> None:
+        """New articles and chains every now and then."""
+        self.served += 1
+        if self.texts.renewals == 0 or self.served % 250 == 0:
+            self.texts.renew()
+
+    def _scbench(self, name: str, units: int, length: int) -> list[Piece] | None:
+        """A conversation: units are pairs, lines, lines of noise, shots or documents. Half of the time only the last
+        answer is closed by `<eos>`, as where the benchmark's own answers stand between the turns. Those of vt are lists
+        and of choice_eng texts of options: what is learned to be answered is names, and letters.
+        """
+        rng, turns = self.rng, self.rng.randint(2, 5)
+        if units < 2 * turns:
+            return None
+        form = next(form for form in forms() if form.name == name)
+        if form.name in ("scbench_qa_eng", "scbench_choice_eng"):
+            row = self._articles(units, turns)
+            row = with_options(rng, row) if form.choices else row
+        else:
+            row = MAKERS[name](rng, turns, units)
+        held, wording, given = session(name, row, form), form.wording, rng.random() < 0.5
+        pieces = [Piece(wording.before + held.context)]
+        for place, turn in enumerate(held.turns):
+            asked = (given and place and wording.later) or wording.asked
+            pieces += [Piece("\n\n" * (given or not place) + asked.format(**turn.slots))]
+            answer = turn.golden
+            if form.answer is list:
+                answer = " " + " ".join(turn.answers)
+            elif form.choices:
+                answer = " " + turn.answers[1]
+            if not given or place == len(held.turns) - 1:
+                pieces += [Piece(answer, ANSWER, answer=True)]
+            elif answer == turn.golden:
+                pieces += [Piece(answer, ANSWER, answer=True, ends=False)]
+            else:
+                pieces += [Piece(turn.golden)]
+        return pieces
+
+    def _articles(self, units: int, turns: int) -> dict:
+        """Documents of several articles, and questions about them."""
+        self._renew()
+        chosen, documents = self.rng.sample(self.texts.articles, len(self.texts.articles)), []
+        asked: list = []
+        while len(documents) < units and chosen:
+            own, questions = chosen.pop()
+            documents += own
+            asked += questions
+        texts = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(documents, 1))
+        drawn = self.rng.sample(asked, min(turns, len(asked)))
+        return {"context": texts, "multi_turns": [{"input": q, "answer": a} for q, a in drawn]}
+
+    def _magic(self, name: str, units: int, length: int) -> list[Piece] | None:
+        """Units are words; one to three cities, nouns in capital letters here, have numbers."""
+        if units < 20:
+            return None
+        words, ends = self.texts.essay(units)
+        cities = map(str.capitalize, self.rng.sample(self.texts.nouns, self.rng.choice([1, 1, 2, 3])))
+        numbers = {city: str(self.rng.randint(10**6, 10**7 - 1)) for city in cities}
+        places = sorted(self.rng.choice([0, *(end for end in ends if end < units), units]) for _ in numbers)
+        form, text = wording(), ""
+        for (first, last), (city, own) in zip(pairwise([0, *places]), numbers.items(), strict=True):
+            text += " " * bool(text) + " ".join(words[first:last]) + form["needle"].format(city=city, number=own)
+        text += " " + " ".join(words[places[-1] :])
+        pieces = [Piece(form["context"].format(haystack=text.strip()))]
+        for city in self.rng.sample(list(numbers), len(numbers)):
+            pieces.append(Piece((form["question"] + form["answer_prefix"]).format(city=city)))
+            pieces.append(Piece(" " + numbers[city], ANSWER, answer=True))
+        return pieces
+
+    def _ledger(self, name: str, units: int, length: int) -> list[Piece] | None:
+        """Units are lines."""
+        early = self.rng.choice([0.5, 0.75, 1.0])
+        most = int(units * early) - task.STARTS
+        if most < 2 or units > LONGEST:
+            return None
+        drawn = task.draw(units, self.rng.randint(2, min(6, most)), early, 50, self.rng)
+        answer = Piece(drawn.solved(), LONG, answer=True)
+        return [Piece(drawn.context()), Piece(drawn.question() + task.PREFIX), answer]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's rows, and the pairs of its look-ahead. Targets of -100 are none."""
+
+    ids: np.ndarray  # (rows, length + 1)
+    weights: np.ndarray  # (rows, length + 1)
+    kinds: np.ndarray  # (rows,) of NAMES, -1: copying
+    pairs: np.ndarray  # (offsets, places): the flat place among rows * length inputs that predicts ...
+    targets: np.ndarray  # ... this token
+
+
+def batch(maker: Maker, length: int, copies: float) -> Batch:
+    rows = max(1, maker.recipe.tokens // length)
+    ids = np.full((rows, length + 1), PAD, np.uint16)
+    weights = np.zeros((rows, length + 1), np.float16)
+    kinds = np.full(rows, -1, np.int8)
+    spans: list[tuple[int, int, int, int]] = []
+    for row in range(rows):
+        if maker.rng.random() < copies:  # random pieces, and the same again
+            half = np.random.default_rng(maker.rng.getrandbits(64)).integers(3, VOCABULARY, length // 2)
+            ids[row, 0], ids[row, 1 : 2 * len(half) + 1] = BOS, np.tile(half, 2)
+            weights[row, len(half) + 1 :] = ANSWER
+        else:
+            made = maker.sample(length)
+            kinds[row] = NAMES.index(made.name)
+            ids[row, : len(made.ids)], weights[row, : len(made.ids)] = made.ids, made.weights
+            spans += [(row, *span) for span in made.spans]
+    return Batch(ids, weights, kinds, *look(maker, ids, spans))
+
+
+def look(maker: Maker, ids: np.ndarray, spans: list[tuple[int, int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """At each offset, places in a question or its answer and the tokens of the answer so far ahead; of an answer the
+    first `look_ahead` tokens.
+    """
+    most, length = maker.recipe.look_ahead, ids.shape[1] - 1
+    offsets, draw = maker.recipe.offsets, np.random.default_rng(maker.rng.getrandbits(64))
+    shape = len(offsets), maker.recipe.places
+    pairs, targets = np.zeros(shape, np.int64), np.full(shape, -100, np.int64)
+    tokens = [
+        (row, place, asked, begin) for row, asked, begin, end in spans for place in range(begin, min(end, begin + most))
+    ]
+    if not tokens:
+        return pairs, targets
+    rows, places, asked, begin = np.array(tokens, np.int64).T
+    for i, offset in enumerate(offsets):
+        own = places - offset
+        share = np.where(own >= begin, IN_ANSWER, np.where(own >= begin - WINDOW, 1.0, BEFORE)) * (own >= asked)
+        if share.any():
+            drawn = draw.choice(len(share), shape[1], p=share / share.sum())
+            pairs[i] = rows[drawn] * length + own[drawn]
+            targets[i] = ids[rows[drawn], places[drawn]]
+    return pairs, targets
+
+
+def corpus(samples: int = 2600, length: int = 1500):
+    """Text for the tokenizer: every subtask equally often."""
+    maker = Maker("tokenizer", None, Recipe(confusable=0.0))
+    units = dict(
+        niah_single_1=8,
+        niah_multikey_2=20,
+        niah_multikey_3=5,
+        ruler_vt=8,
+        ruler_cwe=250,
+        ruler_fwe=120,
+        ruler_qa_squad=8,
+        ruler_qa_hotpot=10,
+    )
+    for i in range(samples):
+        name = SUBTASKS[i % len(SUBTASKS)]
+        for piece in maker.pieces(name, units.get(name, 600), length) or ():
+            yield piece.text
+
+
+def load(folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))

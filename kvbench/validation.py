@@ -1,0 +1,177 @@
+"""Settings that are wrong, said in one line that names the setting and what is allowed."""
+
+import errno
+import json
+import math
+import os
+import signal
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from threading import current_thread, main_thread
+from types import FrameType
+from typing import NoReturn
+
+EMBEDDED_MODELS = ("reference", "reference_v1", "reference_v2")  # of which the project has the weights
+STORAGE = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG,
+)  # fmt: skip  # what a disk answers when a file cannot be written there
+
+
+class SettingError(ValueError):
+    """A setting cannot be used. The message is one line: `setting=value: what is allowed`."""
+
+
+class ContractError(RuntimeError):
+    """A method, an allocator, a codec or a task broke its contract. The message is one line that names it and its hook.
+
+    `spoils_model` says that the weights of the model were changed: whoever holds the model must load it again.
+    """
+
+    def __init__(self, message: str, spoils_model: bool = False) -> None:
+        super().__init__(message)
+        self.spoils_model = spoils_model
+
+
+def summarize(error: Exception) -> str:
+    """What an error of somebody else's code says, in one line of at most 120 characters."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:120]
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived. It ends the work as Ctrl-C does."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Inside, SIGTERM raises Terminated, so that what is open is closed. Signals reach the main thread only."""
+    if current_thread() is not main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: FrameType | None) -> NoReturn:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Inside, a file is written: an OSError that does not name it (Python's `write` names none) names it outside."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def unwritten(error: OSError) -> str | None:
+    """The line about a file that could not be written, because the disk is full or read-only for example; None if the
+    error is about something else.
+    """
+    if error.errno not in STORAGE or error.filename is None:
+        return None
+    return f"{error.filename}: {error.strerror}"
+
+
+def typed(value: object) -> str:
+    """A value as it is typed behind `setting=`: `null`, `true`, `[a,b]`."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{typed(own)}" for name, own in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ",".join(map(typed, value)) + "]"
+    return str(value)
+
+
+def choose(name: str, value: object, allowed: Iterable[object]) -> None:
+    """Raise a SettingError unless `value` is one of `allowed`."""
+    allowed = list(allowed)
+    if value not in allowed:
+        raise SettingError(f"{name}={typed(value)}: choose one of {', '.join(map(typed, allowed))}")
+
+
+def several(
+    name: str, value: object, allowed: Sequence[str], sets: Mapping[str, Sequence[str]] | None = None
+) -> list[str]:
+    """The subtasks that `all`, the name of one of the `sets`, one of `allowed` or a list of different ones stands for;
+    SettingError for others.
+    """
+    sets = {**(sets or {}), "all": allowed}
+    names = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    for one in names:
+        choose(name, one, allowed if len(names) > 1 else (*sets, *allowed))
+    if not names or len(set(names)) < len(names):
+        raise SettingError(f"{name}={names}: {', '.join(sets)}, one subtask, or a list of different ones")
+    return list(sets.get(names[0], names)) if len(names) == 1 else names
+
+
+def writable(name: str, folder: Path) -> None:
+    """Raise a SettingError unless `folder` can be written, or made; nothing is."""
+    try:
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    except OSError as error:  # a name that is too long
+        raise SettingError(f"{name}={folder}: {error.strerror}") from None
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise SettingError(f"{name}={folder}: a folder that can be written")
+
+
+def whole(name: str, value: object, least: int) -> None:
+    """Raise a SettingError unless `value` is an int (no bool) of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SettingError(f"{name}={value}: a whole number of at least {least}")
+
+
+def odd(name: str, value: object) -> None:
+    """Raise a SettingError unless `value` is an odd int of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % 2 == 0:
+        raise SettingError(f"{name}={value}: an odd whole number of at least 1")
+
+
+def check_sampling(temperature: object, top_p: object) -> None:
+    """Raise a SettingError unless tokens can be drawn at this temperature from this share of the probability."""
+    if not number(temperature) or not temperature >= 0:
+        raise SettingError(f"temperature={temperature}: a number from 0 (greedy) on")
+    if not number(top_p) or not 0 < top_p <= 1:
+        raise SettingError(f"top_p={top_p}: a share in (0, 1]")
+
+
+def is_gguf(path: str) -> bool:
+    """Whether a path names a GGUF file."""
+    return path.lower().endswith(".gguf")
+
+
+def check_model_path(path: str) -> None:
+    """Raise a SettingError for a folder or a GGUF file that is not there; anything else may be an id of the hub."""
+    if is_gguf(path):
+        if not Path(path).expanduser().is_file():
+            raise SettingError(f"model.path={path}: no such file")
+    elif path[:1] in "/.~" and not Path(path).expanduser().is_dir():
+        raise SettingError(f"model.path={path}: no such folder")
+
+
+def number(value: object) -> bool:
+    """Whether `value` is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def part(share: float, count: int) -> int:
+    """⌊share · count⌋ in exact decimal arithmetic: int(0.29 * 100) would be 28."""
+    return int(Fraction(str(share)) * count)
+
+
+def escape(text: str) -> str:
+    """`text` with everything that could steer a terminal or break a line (control, format, surrogate) written out."""
+
+    def steers(char: str) -> bool:
+        return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+    return "".join(char.encode("unicode_escape").decode() if steers(char) else char for char in text)
