@@ -89,7 +89,8 @@ def lines(run: Any, command: str, found: Mapping[int, Mapping[str, Sequence[floa
     for length, scores in found.items():
         said = ", ".join(f"{name} {sum(own) / len(own):.1f}" for name, own in scores.items())
         yield from wrapped(f"{length}: {said}", "# ", "#   ")
-    yield f"# Listed: {solvable_subtasks.LEAST:g} or more. The samples have a seed of their own; see kvbench/analysis/solvable_subtasks.py."
+    where = "kvbench/analysis/solvable_subtasks.py"
+    yield f"# Listed: {solvable_subtasks.LEAST:g} or more. The samples have a seed of their own; see {where}."
     yield f"{solvable_subtasks.KEY}:"
     yield f'  weights: "{run.checkpoint.identity()}"'
     yield f"  seed: {SEED}"
