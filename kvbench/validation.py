@@ -99,7 +99,7 @@ def choose(name: str, value: object, allowed: Iterable[object]) -> None:
         raise SettingError(f"{name}={typed(value)}: choose one of {', '.join(map(typed, allowed))}")
 
 
-def several(
+def resolve_subtasks(
     name: str, value: object, allowed: Sequence[str], sets: Mapping[str, Sequence[str]] | None = None
 ) -> list[str]:
     """The subtasks that `all`, the name of one of the `sets`, one of `allowed` or a list of different ones stands for;
@@ -124,13 +124,13 @@ def writable(name: str, folder: Path) -> None:
         raise SettingError(f"{name}={folder}: a folder that can be written")
 
 
-def whole(name: str, value: object, least: int) -> None:
+def require_int(name: str, value: object, least: int) -> None:
     """Raise a SettingError unless `value` is an int (no bool) of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise SettingError(f"{name}={value}: a whole number of at least {least}")
 
 
-def odd(name: str, value: object) -> None:
+def require_odd(name: str, value: object) -> None:
     """Raise a SettingError unless `value` is an odd int of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % 2 == 0:
         raise SettingError(f"{name}={value}: an odd whole number of at least 1")
@@ -163,7 +163,7 @@ def number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def part(share: float, count: int) -> int:
+def exact_share(share: float, count: int) -> int:
     """⌊share · count⌋ in exact decimal arithmetic: int(0.29 * 100) would be 28."""
     return int(Fraction(str(share)) * count)
 

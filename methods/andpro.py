@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.removal_scores import andpro
 from kvbench.kernels.window_attention import window_probabilities
 from kvbench.kernels.window_attention.pooling import pool
-from kvbench.validation import choose, odd, whole
+from kvbench.validation import choose, require_int, require_odd
 
 
 @dataclass(frozen=True)
@@ -37,30 +37,32 @@ class AnDPro(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("method.window", self.window, 1)
-        odd("method.kernel", self.kernel)
-        whole("method.chunk", self.chunk, 1)
-        whole("method.first", self.first, 0)
+        require_int("method.window", self.window, 1)
+        require_odd("method.kernel", self.kernel)
+        require_int("method.chunk", self.chunk, 1)
+        require_int("method.first", self.first, 0)
         choose("method.anchor", self.anchor, ("output", "droppable"))
 
     def chunks(self, rows: Rows) -> Tensor:
         """(B, H, n) the chunk that a row is in, from the head's first row on; -1 where absent."""
         return (rows.present.cumsum(-1) - 1).masked_fill(~rows.present, -self.chunk) // self.chunk
 
-    def protect_sinks(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
+    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
         return rows.present & (self.chunks(rows) < self.first)
 
-    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
+    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
         chunks = self.chunks(rows)
         last = chunks[..., -1:] - self.window // self.chunk  # the last chunk that is not the window's
         return rows.present & (chunks > last)
 
-    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         batch, heads, n = rows.mass.shape
-        queries, outputs = seen.queries[:, :, -self.window :], seen.outputs[:, :, -self.window :]
+        queries, outputs = observation.queries[:, :, -self.window :], observation.outputs[:, :, -self.window :]
         if self.kernel == 1 and self.anchor == "output":
-            return self.by_chunks(andpro(queries, rows.keys, rows.values, outputs, rows.mass, seen.scaling), rows)
-        p = window_probabilities(queries, rows.keys, rows.mass, seen.scaling)  # (B, H, G, w, n)
+            return self.by_chunks(
+                andpro(queries, rows.keys, rows.values, outputs, rows.mass, observation.scaling), rows
+            )
+        p = window_probabilities(queries, rows.keys, rows.mass, observation.scaling)  # (B, H, G, w, n)
         groups = p.shape[2]
         p = pool(p, self.kernel, "max").flatten(2, 3)  # of non-negative numbers: absent rows are no one's maximum
         p = p * rows.present[:, :, None]
@@ -68,7 +70,7 @@ class AnDPro(Method):
         if self.anchor == "output":
             anchors = outputs.to(p.dtype).reshape(batch, heads, -1, values.shape[-1])
         else:
-            safe = self.protect_sinks(seen, rows, n) | self.protect(seen, rows, n)
+            safe = self.protect_sinks(observation, rows, n) | self.protect(observation, rows, n)
             anchors = p * ~safe[:, :, None] @ values
         return self.by_chunks((p * (anchors @ values.mT)).sum(2) / groups, rows)
 

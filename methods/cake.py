@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.window_attention import window_statistics
 from kvbench.kernels.window_attention.pooling import pool_group
-from kvbench.validation import SettingError, number, odd, whole
+from kvbench.validation import SettingError, number, require_int, require_odd
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,25 @@ class Cake(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("method.window", self.window, 1)
-        odd("method.kernel", self.kernel)
+        require_int("method.window", self.window, 1)
+        require_odd("method.kernel", self.kernel)
         if not number(self.gamma) or not self.gamma >= 0:
             raise SettingError(f"method.gamma={self.gamma}: a number from 0 on")
 
-    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
-        return rows.places >= seen.tokens - self.window
+    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+        return rows.places >= observation.tokens - self.window
 
-    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        count = 1 if seen.decoding else self.window
-        queries = seen.queries[:, :, -count:]
+    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
+        count = 1 if observation.decoding else self.window
+        queries = observation.queries[:, :, -count:]
         of = ("mean", "variance") if queries.shape[2] > 1 else ("mean",)
-        scores, *variance = window_statistics(queries, rows.keys, rows.mass, seen.scaling, of)  # (B, H, G, n) each
+        scores, *variance = window_statistics(
+            queries, rows.keys, rows.mass, observation.scaling, of
+        )  # (B, H, G, n) each
         for own in variance:
             scores = scores.add(own, alpha=self.gamma)
-        inside = rows.places >= seen.tokens - self.window
-        if seen.queries.shape[2] < self.window:
+        inside = rows.places >= observation.tokens - self.window
+        if observation.queries.shape[2] < self.window:
             covered = (inside | ~rows.present).all(-1, keepdim=True)
-            inside = torch.where(covered, rows.places >= seen.first, inside)
+            inside = torch.where(covered, rows.places >= observation.first, inside)
         return pool_group(scores, inside, self.kernel, "avg")

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Seen
+from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.row_selection import top_k_mask
 from kvbench.kernels.soft_matching import edge_count, join, match
-from kvbench.validation import SettingError, number, part, whole
+from kvbench.validation import SettingError, exact_share, number, require_int
 
 SCRATCH = 64_000_000  # bytes of keys and values, about, that a round may leave behind
 
@@ -39,19 +39,19 @@ class CentroidKV(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("method.sinks", self.sinks, 0)
-        whole("method.recents", self.recents, 0)
+        require_int("method.sinks", self.sinks, 0)
+        require_int("method.recents", self.recents, 0)
         if self.chunk is not None:
-            whole("method.chunk", self.chunk, 2)
+            require_int("method.chunk", self.chunk, 2)
         if not number(self.r) or not 0 < self.r <= 1:
             raise SettingError(f"method.r={self.r}: a share in (0, 1]")
 
-    def protect_sinks(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
+    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
         if quota == 1:  # the one row must be free to stand for all
             return None
         return (torch.arange(len(rows), device=rows.mass.device) < self.sinks).expand_as(rows.mass)
 
-    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
+    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
         if quota == 1:
             return None
         return (torch.arange(len(rows), device=rows.mass.device) >= len(rows) - self.recents).expand_as(rows.mass)
@@ -80,7 +80,7 @@ class CentroidKV(Method):
         keys, values, places, mass = columns
         while (count := places.shape[2]) > quota:
             similar, partner = match(keys, self.chunk)
-            fewer = min(count - quota, max(1, part(self.r, edge_count(count, self.chunk))))
+            fewer = min(count - quota, max(1, exact_share(self.r, edge_count(count, self.chunk))))
             joined = join(mass, top_k_mask(similar, fewer), partner, self.chunk, fewer)
             places = places.flatten()[joined.index].view(*places.shape[:2], -1)
             keys, mass = joined.centroids(keys)

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Reading, Seen, State, Words
+from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.projected_norms import projected_norms
 from kvbench.validation import SettingError, number
@@ -57,16 +57,16 @@ class CriticalKV(Method):
         return self.base.one_block
 
     @property
-    def rereads(self) -> bool:
-        return self.base.rereads
+    def needs_extra_reads(self) -> bool:
+        return self.base.needs_extra_reads
 
     @property
-    def allots(self) -> bool:
-        return self.base.allots
+    def sets_head_quotas(self) -> bool:
+        return self.base.sets_head_quotas
 
     @property
-    def rolls(self) -> bool:
-        return self.base.rolls
+    def uses_cache_positions(self) -> bool:
+        return self.base.uses_cache_positions
 
     def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
         self.base.check(layers, heads, dim, sliding)
@@ -74,24 +74,24 @@ class CriticalKV(Method):
     def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
         return super().refuses(allocator, codec) or self.base.refuses(allocator, codec)
 
-    def readings(self, ids: Tensor, prefix: int, words: Words) -> Iterable[Reading]:
-        return self.base.readings(ids, prefix, words)
+    def extra_reads(self, ids: Tensor, prefix: int, words: PromptEncoder) -> Iterable[ExtraRead]:
+        return self.base.extra_reads(ids, prefix, words)
 
-    def allot(self, quota: int, seen: Seen, state: State) -> Tensor:
-        return self.base.allot(quota, seen, state)
+    def head_quotas(self, quota: int, observation: Observation, state: State) -> Tensor:
+        return self.base.head_quotas(quota, observation, state)
 
-    def spares(self, layer: int, layers: int) -> bool:
-        return self.base.spares(layer, layers)
+    def skips_layer(self, layer: int, layers: int) -> bool:
+        return self.base.skips_layer(layer, layers)
 
-    def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
+    def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         """The base method's columns, and n_j of the rows that are new."""
-        if seen.decoding and not self.decoding:
+        if observation.decoding and not self.decoding:
             return rows.columns
-        new = seen.queries.shape[2]
-        norms = projected_norms(rows.values[:, :, -new:], seen.output_weight, seen.queries.shape[1])
+        new = observation.queries.shape[2]
+        norms = projected_norms(rows.values[:, :, -new:], observation.output_weight, observation.queries.shape[1])
         if NORM in rows.columns:
             norms = torch.cat([rows.columns[NORM][..., :-new], norms], -1)
-        return {**self.base.update(seen, rows, state), NORM: norms}
+        return {**self.base.update(observation, rows, state), NORM: norms}
 
     def steps(self, tokens: int, quota: int | None) -> int:
         return self.base.steps(tokens, quota)
@@ -99,14 +99,14 @@ class CriticalKV(Method):
     def forget(self, state: State) -> None:
         self.base.forget(state)
 
-    def protect_sinks(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
-        return self.base.protect_sinks(seen, rows, quota)
+    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
+        return self.base.protect_sinks(observation, rows, quota)
 
-    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
-        return self.base.protect(seen, rows, quota)
+    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
+        return self.base.protect(observation, rows, quota)
 
-    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        return self.base.score(seen, rows, state)
+    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
+        return self.base.score(observation, rows, state)
 
     def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor, each: int | None = None) -> Rows:
         share = Fraction(str(self.alpha))  # ⌊α·q⌋ exactly

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.removal_scores import dropkv
 from kvbench.kernels.window_attention.pooling import POOLINGS, pool_group
-from kvbench.validation import SettingError, choose, number, odd, whole
+from kvbench.validation import SettingError, choose, number, require_int, require_odd
 
 
 @dataclass(frozen=True)
@@ -29,24 +29,24 @@ class DropKV(Method):
     epsilon: float
     p_dtype: str
 
-    relative = True
+    position_free = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("method.window", self.window, 1)
-        odd("method.kernel", self.kernel)
+        require_int("method.window", self.window, 1)
+        require_odd("method.kernel", self.kernel)
         choose("method.pooling", self.pooling, POOLINGS)
         choose("method.p_dtype", self.p_dtype, ("bf16", "fp32"))
         if not number(self.epsilon) or not self.epsilon > 0:
             raise SettingError(f"method.epsilon={self.epsilon}: a number above 0")
 
-    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
-        return rows.places >= seen.tokens - self.window
+    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+        return rows.places >= observation.tokens - self.window
 
-    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        queries, outputs = seen.queries[:, :, -self.window :], seen.outputs[:, :, -self.window :]
+    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
+        queries, outputs = observation.queries[:, :, -self.window :], observation.outputs[:, :, -self.window :]
         rounded = self.p_dtype == "bf16"
         scores = dropkv(
-            queries, rows.keys, rows.values, outputs, rows.mass, seen.scaling, self.epsilon, rounded
+            queries, rows.keys, rows.values, outputs, rows.mass, observation.scaling, self.epsilon, rounded
         )  # fmt: skip
         return pool_group(scores[:, :, None], None, self.kernel, self.pooling)

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
-from kvbench.validation import SettingError, choose, number, whole
+from kvbench.validation import SettingError, choose, number, require_int
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class DuoAttention(Method):
     pattern: Pattern = field(init=False, repr=False, compare=False)
 
     scores = False
-    allots = True
+    sets_head_quotas = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,9 +68,9 @@ class DuoAttention(Method):
         if self.sparsity is not None and not (number(self.sparsity) and 0 <= self.sparsity <= 1):
             raise SettingError(f"method.sparsity={self.sparsity}: a share in [0, 1], or null to follow the budget")
         if self.sinks is not None:
-            whole("method.sinks", self.sinks, 0)
+            require_int("method.sinks", self.sinks, 0)
         if self.recent is not None:
-            whole("method.recent", self.recent, 1)
+            require_int("method.recent", self.recent, 1)
         own = read(self.path)
         sinks = own.sinks if self.sinks is None else self.sinks
         recent = own.recent if self.recent is None else self.recent
@@ -88,19 +88,19 @@ class DuoAttention(Method):
                 f"sliding window are {sliding}"
             )
 
-    def allot(self, quota: int, seen: Seen, state: State) -> Tensor:
+    def head_quotas(self, quota: int, observation: Observation, state: State) -> Tensor:
         """All rows for a full head, `window` for a streaming one. Chosen at the cuts of the prompt; a head that
         streams never stops to.
         """
         streaming, window = state.layer.get("streaming", 0), state.layer.get("window", 0)
-        if not seen.decoding:
-            now, window = self.streaming(quota, seen.tokens)
+        if not observation.decoding:
+            now, window = self.streaming(quota, observation.tokens)
             streaming = max(streaming, now)
             state.layer |= {"streaming": streaming, "window": window}
         order = self.pattern.order()
         stream = set(order[len(order) - streaming :])
-        heads = range(len(self.pattern.alpha[seen.layer]))
-        return torch.tensor([window if (seen.layer, head) in stream else seen.tokens for head in heads])
+        heads = range(len(self.pattern.alpha[observation.layer]))
+        return torch.tensor([window if (observation.layer, head) in stream else observation.tokens for head in heads])
 
     def streaming(self, quota: int, tokens: int) -> tuple[int, int]:
         """How many heads of all layers stream, and the rows that each of them may hold."""
@@ -144,6 +144,6 @@ def read(path: str | None) -> Pattern:
         raise SettingError(f"method.path={path}: no readable pattern ({reason})") from None
     if not alpha or len({len(own) for own in alpha}) > 1 or any(len(set(map(math.isnan, own))) > 1 for own in alpha):
         raise SettingError(f"method.path={path}: full_attention_heads.tsv is no table of one α per layer and KV head")
-    whole("method.path: sink_size", sinks, 0)
-    whole("method.path: recent_size", recent, 1)
+    require_int("method.path: sink_size", sinks, 0)
+    require_int("method.path: recent_size", recent, 1)
     return Pattern([[min(max(own, 0.0), 1.0) if own == own else own for own in line] for line in alpha], sinks, recent)

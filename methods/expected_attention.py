@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.expected_attention import Moments, expected_scores, merge, moments
-from kvbench.validation import SettingError, choose, number, whole
+from kvbench.validation import SettingError, choose, number, require_int
 
 PLACES = 8192  # rotations that are made at once
 
@@ -52,9 +52,9 @@ class ExpectedAttention(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("method.positions", self.positions, 1)
-        whole("method.sinks", self.sinks, 0)
-        whole("method.buffer", self.buffer, 2)
+        require_int("method.positions", self.positions, 1)
+        require_int("method.sinks", self.sinks, 0)
+        require_int("method.buffer", self.buffer, 2)
         choose("method.decode_queries", self.decode_queries, ("text", "buffer"))
         if not number(self.epsilon) or not self.epsilon >= 0:
             raise SettingError(f"method.epsilon={self.epsilon}: a number of at least 0")
@@ -63,12 +63,12 @@ class ExpectedAttention(Method):
     def weighs_values(self) -> bool:
         return self.use_vnorm
 
-    def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
+    def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         """Moments of the prompt's queries (`count`, `mean`, `scatter`), and `recent`, the last queries as they came."""
-        if self.decode_queries == "buffer" and seen.decoding:
-            self.fill(seen, state)
+        if self.decode_queries == "buffer" and observation.decoding:
+            self.fill(observation, state)
             return {}
-        new = seen.queries[:, :, max(0, self.sinks - seen.first) :]
+        new = observation.queries[:, :, max(0, self.sinks - observation.first) :]
         if new.shape[2] == 0:
             return {}
         if self.decoding and self.decode_queries == "text":
@@ -76,22 +76,22 @@ class ExpectedAttention(Method):
             kept = max(0, self.buffer - new.shape[2])
             before = before[:, :, max(0, before.shape[2] - kept) :]
             state.layer["recent"] = torch.cat([before, new[:, :, -self.buffer :]], 2)
-        if not seen.decoding:
-            found = moments(new, self.use_covariance, shared_rotations(seen, new.shape[2], state))
+        if not observation.decoding:
+            found = moments(new, self.use_covariance, shared_rotations(observation, new.shape[2], state))
             if "count" in state.layer:
                 found = merge(self.prompt_moments(state), found)
             state.layer |= {"count": found.count, "mean": found.mean, "scatter": found.scatter}
         return {}
 
-    def fill(self, seen: Seen, state: State) -> None:
+    def fill(self, observation: Observation, state: State) -> None:
         """Put the queries of this pass into the buffer `recent`, which is empty after a cut; `passes`: the tokens that
         each pass in it read.
         """
         passes = () if state.layer.get("emptied", True) else state.layer["passes"][-self.buffer :]
-        before = state.layer["recent"][:, :, -sum(passes) :] if passes else seen.queries[:, :, :0]
-        passes = (*passes, seen.queries.shape[2])
-        state.layer |= {"recent": torch.cat([before, seen.queries], 2), "passes": passes}
-        state.layer["emptied"] = seen.share is not None
+        before = state.layer["recent"][:, :, -sum(passes) :] if passes else observation.queries[:, :, :0]
+        passes = (*passes, observation.queries.shape[2])
+        state.layer |= {"recent": torch.cat([before, observation.queries], 2), "passes": passes}
+        state.layer["emptied"] = observation.share is not None
 
     def steps(self, tokens: int, quota: int | None) -> int:
         """One a token, or of kvpress's buffer one a pass, and all where a pass is as long as what a cut leaves."""
@@ -103,27 +103,29 @@ class ExpectedAttention(Method):
         for name in ("count", "mean", "scatter"):
             state.layer.pop(name, None)
 
-    def protect_sinks(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
+    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
         return rows.places < self.sinks
 
-    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        found, buffered = self.moments(seen, state), seen.decoding and self.decode_queries == "buffer"
+    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
+        found, buffered = self.moments(observation, state), observation.decoding and self.decode_queries == "buffer"
         if found is None or found.count < (1 if buffered else 2):
             return rows.places.to(rows.mass.dtype)
-        first = state.layer["recent"].shape[2] if buffered else seen.tokens
-        turn = shared("mean rotation", seen, state, lambda: mean_rotation(seen, first, self.positions, found.mean))
+        first = state.layer["recent"].shape[2] if buffered else observation.tokens
+        turn = shared(
+            "mean rotation", observation, state, lambda: mean_rotation(observation, first, self.positions, found.mean)
+        )
         covariance = found.covariance
         if covariance is not None:
             covariance = turn @ covariance @ turn.mT
         competing = rows.mass.masked_fill(rows.places < self.sinks, 0)  # a sink that finds no room goes first
         values = rows.values if self.use_vnorm else None
         return expected_scores(
-            found.mean @ turn.mT, covariance, rows.keys, competing, seen.scaling, values, self.epsilon
+            found.mean @ turn.mT, covariance, rows.keys, competing, observation.scaling, values, self.epsilon
         )
 
-    def moments(self, seen: Seen, state: State) -> Moments | None:
+    def moments(self, observation: Observation, state: State) -> Moments | None:
         """Of the prompt's queries, or of the last ones while decoding."""
-        if not seen.decoding:
+        if not observation.decoding:
             return self.prompt_moments(state) if "count" in state.layer else None
         if "recent" not in state.layer:
             return None
@@ -132,47 +134,47 @@ class ExpectedAttention(Method):
             recent = recent[:, :, self.sinks :]
         if recent.shape[2] == 0:
             return None
-        return moments(recent, self.use_covariance, shared_rotations(seen, recent.shape[2], state))
+        return moments(recent, self.use_covariance, shared_rotations(observation, recent.shape[2], state))
 
     @staticmethod
     def prompt_moments(state: State) -> Moments:
         return Moments(state.layer["count"], state.layer["mean"], state.layer["scatter"])
 
 
-def shared(name: str, seen: Seen, state: State, make: Callable[[], Any]) -> Any:
+def shared(name: str, observation: Observation, state: State, make: Callable[[], Any]) -> Any:
     """What depends on places alone, made by a block's first layer and dropped by its last."""
-    about = seen.tokens, seen.queries.shape[2], seen.queries.device
+    about = observation.tokens, observation.queries.shape[2], observation.queries.device
     before, found = state.shared.pop(name, (None, None))
     if before != about:
         found = make()
-    if seen.layer < max(seen.cut_layers, default=0):
+    if observation.layer < max(observation.cut_layers, default=0):
         state.shared[name] = about, found
     return found
 
 
-def shared_rotations(seen: Seen, tokens: int, state: State) -> tuple[Tensor, Tensor]:
-    return shared("rotations", seen, state, lambda: rotations(seen, tokens))
+def shared_rotations(observation: Observation, tokens: int, state: State) -> tuple[Tensor, Tensor]:
+    return shared("rotations", observation, state, lambda: rotations(observation, tokens))
 
 
-def rotations(seen: Seen, tokens: int) -> tuple[Tensor, Tensor]:
+def rotations(observation: Observation, tokens: int) -> tuple[Tensor, Tensor]:
     """cos and sin (tokens, r/2), one for each pair, that the last queries read were rotated with; in the dtype of the
     queries, as the model rotated them. Made in parts: the model's own are float32 and twice as wide.
     """
-    places = torch.arange(seen.tokens - tokens, seen.tokens, device=seen.queries.device)
+    places = torch.arange(observation.tokens - tokens, observation.tokens, device=observation.queries.device)
     made: list[Tensor] = []
     for start in range(0, tokens, PLACES):
         some = torch.cat([places[start : start + PLACES], places[-1:]])  # frequencies may depend on the last place
-        parts = [part[0, :-1, : part.shape[2] // 2] for part in seen.rotation(some[None])]
-        made = made or [seen.queries.new_empty(tokens, part.shape[1]) for part in parts]
+        parts = [part[0, :-1, : part.shape[2] // 2] for part in observation.rotation(some[None])]
+        made = made or [observation.queries.new_empty(tokens, part.shape[1]) for part in parts]
         for table, part in zip(made, parts, strict=True):
             table[start : start + PLACES] = part
     return made[0], made[1]
 
 
-def mean_rotation(seen: Seen, first: int, positions: int, like: Tensor) -> Tensor:
+def mean_rotation(observation: Observation, first: int, positions: int, like: Tensor) -> Tensor:
     """R̄ (d, d), averaged over `positions` places from `first` on; the dtype and dimension d of `like` (…, d)."""
     places = torch.arange(first, first + positions, device=like.device)
-    cos, sin = (part[0].mean(0) for part in seen.rotation(places[None]))
+    cos, sin = (part[0].mean(0) for part in observation.rotation(places[None]))
     return turned(torch.eye(like.shape[-1], dtype=like.dtype, device=like.device), cos, sin).mT  # column by column
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.accumulated_attention import accumulated_attention
-from kvbench.validation import SettingError, choose, number, part
+from kvbench.validation import SettingError, choose, exact_share, number
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,14 @@ class H2O(Method):
         if not number(self.recent) or self.recent < 0 or (isinstance(self.recent, float) and self.recent >= 1):
             raise SettingError(f"method.recent={self.recent}: a share in [0, 1) such as 0.5, or whole rows from 0 on")
 
-    def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
+    def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         """Votes so far, one column for the group, or one for each of its query heads where their maximum is asked."""
-        if seen.decoding and not self.decoding:
+        if observation.decoding and not self.decoding:
             return rows.columns
         group = "mean" if self.gqa == "mean" else None
-        found = accumulated_attention(seen.queries, rows.keys, rows.mass, seen.lse, seen.scaling, group=group)
+        found = accumulated_attention(
+            observation.queries, rows.keys, rows.mass, observation.lse, observation.scaling, group=group
+        )
         parts = found.unbind(2) if group is None else [found]
         before = [rows.columns.get(f"votes{g}") for g in range(len(parts))]
         return {
@@ -52,11 +54,11 @@ class H2O(Method):
             for g, (old, new) in enumerate(zip(before, parts, strict=True))
         }
 
-    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
-        recent = self.recent if isinstance(self.recent, int) else part(self.recent, quota)
-        return rows.places >= seen.tokens - recent
+    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+        recent = self.recent if isinstance(self.recent, int) else exact_share(self.recent, quota)
+        return rows.places >= observation.tokens - recent
 
-    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         columns = [column for name, column in rows.columns.items() if name.startswith("votes")]
         total = torch.stack(columns).amax(0)
-        return total if self.norm == "none" else total / (seen.tokens - rows.places)
+        return total if self.norm == "none" else total / (observation.tokens - rows.places)

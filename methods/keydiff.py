@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.key_similarity import anchor, similarity
-from kvbench.validation import SettingError, choose, number, part
+from kvbench.validation import SettingError, choose, exact_share, number
 
 CHUNK = 256  # rows compared with all others at once
 
@@ -29,7 +29,7 @@ class KeyDiff(Method):
     metric: str
     recent: float
 
-    relative = True
+    position_free = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,10 +38,10 @@ class KeyDiff(Method):
         if not number(self.recent) or not 0 <= self.recent < 1:
             raise SettingError(f"method.recent={self.recent}: a share in [0, 1)")
 
-    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
-        return None if self.recent == 0 else rows.places >= seen.tokens - part(self.recent, quota)
+    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
+        return None if self.recent == 0 else rows.places >= observation.tokens - exact_share(self.recent, quota)
 
-    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         if self.anchor == "pairwise":
             keys = rows.keys.to(rows.mass.dtype)
             parts = [self.pairs(some, keys, rows.mass) for some in keys.split(CHUNK, dim=2)]

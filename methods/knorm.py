@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.key_similarity import norms
-from kvbench.validation import SettingError, whole
+from kvbench.validation import SettingError, require_int
 
 
 @dataclass(frozen=True)
@@ -21,17 +21,17 @@ class Knorm(Method):
 
     skip_layers: tuple[int, ...]
 
-    relative = True
+    position_free = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.skip_layers, list | tuple):
             raise SettingError(f"method.skip_layers={self.skip_layers}: a list of layers, such as [0, 1]")
         for layer in self.skip_layers:
-            whole("method.skip_layers", layer, 0)
+            require_int("method.skip_layers", layer, 0)
 
-    def spares(self, layer: int, layers: int) -> bool:
+    def skips_layer(self, layer: int, layers: int) -> bool:
         return layer in self.skip_layers
 
-    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         return -norms(rows.keys)

@@ -26,11 +26,11 @@ from torch import Tensor
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Reading, Seen, State, Words
+from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.max_attention import max_attention
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.validation import SettingError, choose, whole
+from kvbench.validation import SettingError, choose, require_int
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class KVzip(Method):
     scope: str
 
     one_block = True
-    rereads = True
+    needs_extra_reads = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("method.chunk", self.chunk, 1)
-        whole("method.postfix", self.postfix, 0)
+        require_int("method.chunk", self.chunk, 1)
+        require_int("method.postfix", self.postfix, 0)
         if self.sinks is not None:
-            whole("method.sinks", self.sinks, 0)
+            require_int("method.sinks", self.sinks, 0)
         choose("method.scope", self.scope, ("model", "head"))
         for name in ("first", "later"):
             own = getattr(self, name)
@@ -63,66 +63,70 @@ class KVzip(Method):
                 raise SettingError(f"method.{name}={own}: a text, or a list of token ids")
 
     @property
-    def allots(self) -> bool:
+    def sets_head_quotas(self) -> bool:
         return self.scope == "model"
 
     def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
-        if self.allots and allocator.name != "uniform" and not allocator.cascades:
+        if self.sets_head_quotas and allocator.name != "uniform" and not allocator.cascades:
             shares = f"allocator={allocator.name}: {self.name} shares rows out itself"
             return f"{shares}; use method.scope=head or allocator=uniform"
         return super().refuses(allocator, codec)
 
-    def readings(self, ids: Tensor, prefix: int, words: Words) -> Iterator[Reading]:
+    def extra_reads(self, ids: Tensor, prefix: int, words: PromptEncoder) -> Iterator[ExtraRead]:
         turn, start = ids.new_tensor(words.turn), prefix
         for chunk in ids[:, prefix:].split(self.chunk, dim=1):
             name = "first" if start == prefix else "later"
             request = ids.new_tensor(words.ids(f"method.{name}", getattr(self, name)))
             before = ids[:, max(prefix, start - self.postfix) : start]
             spoken = [request.expand(len(ids), -1), before, turn.expand(len(ids), -1), chunk]
-            yield Reading(torch.cat(spoken, 1), start, start + chunk.shape[1])
+            yield ExtraRead(torch.cat(spoken, 1), start, start + chunk.shape[1])
             start += chunk.shape[1]
 
-    def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
+    def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         """Scores of the rows that the reading is about; nothing was cut yet, so a row's index is its place."""
-        if seen.about is None:
+        if observation.about is None:
             return {}
-        (start, stop), new = seen.about, seen.queries.shape[2]
-        safe = min(self.safe(seen), start)
+        (start, stop), new = observation.about, observation.queries.shape[2]
+        safe = min(self.safe(observation), start)
         parts = [rows.keys[:, :, :safe], rows.keys[:, :, start:stop], rows.keys[:, :, -new:]]
-        found = max_attention(seen.queries, torch.cat(parts, 2), seen.scaling)[..., safe : safe + stop - start]
-        scores = state.layer.get("scores", found.new_zeros(*found.shape[:2], seen.prompt)).clone()
+        found = max_attention(observation.queries, torch.cat(parts, 2), observation.scaling)[
+            ..., safe : safe + stop - start
+        ]
+        scores = state.layer.get("scores", found.new_zeros(*found.shape[:2], observation.prompt)).clone()
         scores[..., start:stop] = found
         state.layer["scores"] = scores
-        if self.allots:  # else no other layer asks for them, and nothing would free them
-            state.shared["scores"] = {**state.shared.get("scores", {}), seen.layer: scores}
+        if self.sets_head_quotas:  # else no other layer asks for them, and nothing would free them
+            state.shared["scores"] = {**state.shared.get("scores", {}), observation.layer: scores}
         return {}
 
-    def safe(self, seen: Seen) -> int:
+    def safe(self, observation: Observation) -> int:
         """First rows that stay."""
-        return seen.prefix if self.sinks is None else self.sinks
+        return observation.prefix if self.sinks is None else self.sinks
 
     def forget(self, state: State) -> None:
         state.layer.pop("scores", None)
 
-    def protect_sinks(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
-        return rows.places < self.safe(seen)
+    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+        return rows.places < self.safe(observation)
 
-    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         return state.layer["scores"]
 
-    def allot(self, quota: int, seen: Seen, state: State) -> Tensor:
+    def head_quotas(self, quota: int, observation: Observation, state: State) -> Tensor:
         """(B, H): how many of the largest scores of all layers and heads this layer's heads have. Every head has its
         safe rows and at least one, which do not compete.
         """
         if "allotted" not in state.shared:
             found = state.shared.pop("scores")
-            scores = torch.stack([found[layer].to(found[seen.layer].device) for layer in seen.cut_layers], 1)
+            scores = torch.stack(
+                [found[layer].to(found[observation.layer].device) for layer in observation.cut_layers], 1
+            )
             _, layers, heads, rows = scores.shape
-            own = max(1, min(self.safe(seen), quota - 1))
-            safe = torch.arange(rows, device=scores.device) < self.safe(seen)
+            own = max(1, min(self.safe(observation), quota - 1))
+            safe = torch.arange(rows, device=scores.device) < self.safe(observation)
             ranked = top_k_mask(scores.masked_fill(safe, torch.inf).flatten(1, 2), own).view_as(scores)
             open_ = scores.masked_fill(ranked, -torch.inf).flatten(1)
             won = top_k_mask(open_[:, None], layers * heads * (quota - own)).view_as(scores)
             counts = own + won.sum(-1)
-            state.shared["allotted"] = {layer: counts[:, i] for i, layer in enumerate(seen.cut_layers)}
-        return state.shared["allotted"][seen.layer]
+            state.shared["allotted"] = {layer: counts[:, i] for i, layer in enumerate(observation.cut_layers)}
+        return state.shared["allotted"][observation.layer]

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import ReadRequest, Seen, State
+from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.validation import SettingError, choose, whole
+from kvbench.validation import SettingError, choose, require_int
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class OmniKV(Method):
     window: int
 
     scores = False
-    reads = True
+    attends_subset = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,10 +48,10 @@ class OmniKV(Method):
         if not filters or sorted(set(filters)) != filters or not all(isinstance(i, int) and i >= 0 for i in filters):
             raise SettingError(f"method.filters={filters}: layers from 0 on, ascending")
         if self.depth is not None:
-            whole("method.depth", self.depth, filters[-1] + 1)
-        whole("method.wait", self.wait, 0)
+            require_int("method.depth", self.depth, filters[-1] + 1)
+        require_int("method.wait", self.wait, 0)
         choose("method.selector", self.selector, ("last", "softmax_last", "uniform", "exp"))
-        whole("method.window", self.window, 1)
+        require_int("method.window", self.window, 1)
 
     def filter_of(self, layer: int, layers: int) -> int | None:
         """The last filter at or before a layer, None before the first; SettingError for a filter that is not there."""
@@ -64,9 +64,9 @@ class OmniKV(Method):
     def windowed(self) -> bool:
         return self.selector in ("uniform", "exp")
 
-    def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
-        if self.filter_of(seen.layer, seen.layers) == seen.layer and self.windowed:
-            state.layer["queries"] = self.recent(seen.queries, state)
+    def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
+        if self.filter_of(observation.layer, observation.layers) == observation.layer and self.windowed:
+            state.layer["queries"] = self.recent(observation.queries, state)
         return {}
 
     def read(self, request: ReadRequest, rows: Callable[[], Rows], state: State) -> Tensor | None:

@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.key_similarity import similarity
-from kvbench.validation import SettingError, whole
+from kvbench.validation import SettingError, require_int
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class QFilters(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("method.recent", self.recent, 0)
+        require_int("method.recent", self.recent, 0)
         _ = self.filters  # a file that cannot be used is refused now
 
     @cached_property
@@ -48,11 +48,11 @@ class QFilters(Method):
                 f"the model has {(layers, heads, dim)}"
             )
 
-    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
-        return rows.places >= seen.tokens - self.recent
+    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+        return rows.places >= observation.tokens - self.recent
 
-    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        own = self.filters[seen.layer].to(rows.mass)  # (H, d)
+    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
+        own = self.filters[observation.layer].to(rows.mass)  # (H, d)
         return -similarity(rows.keys, own.expand(len(rows.keys), -1, -1), "dot")
 
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import ReadRequest, Seen, State
+from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.validation import choose, whole
+from kvbench.validation import choose, require_int
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Quest(Method):
     force_last: bool
 
     scores = False
-    reads = True
+    attends_subset = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("method.page", self.page, 1)
-        whole("method.least", self.least, 1)
-        whole("method.dense_layers", self.dense_layers, 0)
+        require_int("method.page", self.page, 1)
+        require_int("method.least", self.least, 1)
+        require_int("method.dense_layers", self.dense_layers, 0)
         choose("method.question", self.question, ("dense", "tokens"))
         choose("method.force_last", self.force_last, (True, False))
 
@@ -50,8 +50,8 @@ class Quest(Method):
     def token_by_token(self) -> bool:
         return self.question == "tokens"
 
-    def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
-        if seen.layer >= self.dense_layers:
+    def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
+        if observation.layer >= self.dense_layers:
             self.bounds(rows.keys, state)
         return {}
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 
 
@@ -14,11 +14,11 @@ from kvbench.interfaces.rows import Rows
 class Random(Method):
     """A row keeps its draw for as long as it is held, so the choice does not depend on blocks or batches."""
 
-    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         device = rows.places.device
         seeds = torch.tensor(state.seeds, device=device)[:, None, None]
         heads = torch.arange(rows.heads, device=device)[None, :, None]
-        stream = scramble(scramble(seeds) + seen.layer * 4096 + heads)
+        stream = scramble(scramble(seeds) + observation.layer * 4096 + heads)
         return (scramble(stream + rows.places) >> 11 & (1 << 52) - 1).double() / (1 << 52)
 
 

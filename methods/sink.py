@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
-from kvbench.validation import choose, whole
+from kvbench.validation import choose, require_int
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class Sink(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("method.sinks", self.sinks, 0)
+        require_int("method.sinks", self.sinks, 0)
         choose("method.positions", self.positions, ("rolling", "original"))
 
     @property
-    def rolls(self) -> bool:
+    def uses_cache_positions(self) -> bool:
         return self.positions == "rolling"
 
-    def protect_sinks(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
+    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
         return rows.places < self.sinks
 
-    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
+    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         return rows.places.double()

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.window_attention import window_statistics
 from kvbench.kernels.window_attention.pooling import POOLINGS, pool_group
-from kvbench.validation import choose, odd, whole
+from kvbench.validation import choose, require_int, require_odd
 
 
 @dataclass(frozen=True)
@@ -30,23 +30,25 @@ class SnapKV(Method):
     pooling: str
     group: str
 
-    relative = True
+    position_free = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("method.window", self.window, 1)
-        odd("method.kernel", self.kernel)
+        require_int("method.window", self.window, 1)
+        require_odd("method.kernel", self.kernel)
         choose("method.pooling", self.pooling, POOLINGS)
         choose("method.group", self.group, ("after", "before"))
 
-    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
-        return rows.places >= seen.tokens - self.window
+    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+        return rows.places >= observation.tokens - self.window
 
-    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        (votes,) = window_statistics(seen.queries[:, :, -self.window :], rows.keys, rows.mass, seen.scaling)
+    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
+        (votes,) = window_statistics(
+            observation.queries[:, :, -self.window :], rows.keys, rows.mass, observation.scaling
+        )
         # rows of the window have no votes; where the window covers all that a head holds, those of the block have none
-        inside = rows.places >= seen.tokens - self.window
-        if seen.queries.shape[2] < self.window:
+        inside = rows.places >= observation.tokens - self.window
+        if observation.queries.shape[2] < self.window:
             covered = (inside | ~rows.present).all(-1, keepdim=True)
-            inside = torch.where(covered, rows.places >= seen.first, inside)
+            inside = torch.where(covered, rows.places >= observation.first, inside)
         return pool_group(votes, inside, self.kernel, self.pooling, self.group)

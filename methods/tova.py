@@ -12,10 +12,10 @@ from torch import Tensor
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.window_attention import window_statistics
-from kvbench.validation import choose, whole
+from kvbench.validation import choose, require_int
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class TOVA(Method):
     scope: str
     recent: int
 
-    relative = True
+    position_free = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         choose("method.scope", self.scope, ("layer", "group"))
-        whole("method.recent", self.recent, 0)
+        require_int("method.recent", self.recent, 0)
 
     def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
         if self.scope == "layer" and not allocator.even:
@@ -40,11 +40,13 @@ class TOVA(Method):
             )
         return super().refuses(allocator, codec)
 
-    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor:
-        return rows.places >= seen.tokens - self.recent
+    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
+        return rows.places >= observation.tokens - self.recent
 
-    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        (p,) = window_statistics(seen.queries[:, :, -1:], rows.keys, rows.mass, seen.scaling)  # (B, H, G, n)
+    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
+        (p,) = window_statistics(
+            observation.queries[:, :, -1:], rows.keys, rows.mass, observation.scaling
+        )  # (B, H, G, n)
         if self.scope == "group":
             return p.mean(2)
         return p.flatten(1, 2).mean(1, keepdim=True).expand_as(rows.mass)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvbench.interfaces.task import Graded, Sample
-from kvbench.validation import SettingError, choose, number, whole
+from kvbench.validation import SettingError, choose, number, require_int
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Efficiency:
         choose("task.fill", self.fill, ("replicated", "prefilled"))
         choose("task.implementation", self.implementation, (None, "reference", "triton"))
         for name, least in {"length": 1, "batch": 1, "repeats": 1, "answers": 0, "warmup": 0}.items():
-            whole(f"task.{name}", getattr(self, name), least)
+            require_int(f"task.{name}", getattr(self, name), least)
         for name in ("rows", "most_batch"):
             if getattr(self, name) is not None:
-                whole(f"task.{name}", getattr(self, name), 1)
+                require_int(f"task.{name}", getattr(self, name), 1)
         for end in self._several or (None,):
-            whole("task.new_tokens", end, 2)
+            require_int("task.new_tokens", end, 2)
         for name in ("bandwidth", "flops"):
             if not number(getattr(self, name)) or not getattr(self, name) > 0:
                 raise SettingError(f"task.{name}={getattr(self, name)}: a number above 0")

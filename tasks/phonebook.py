@@ -22,7 +22,7 @@ from kvbench.tasks.common.dataset_rows import MINIATURE
 from kvbench.tasks.common.synthetic_prose import ENDS, STARTS, short_name
 from kvbench.tasks.ruler.fit import fit
 from kvbench.tasks.ruler.templates import Rendered, Wording, wordings
-from kvbench.validation import SettingError, choose, whole
+from kvbench.validation import SettingError, choose, require_int
 
 MOST = 100_000  # entries: few enough that drawing other names stays fast
 
@@ -83,10 +83,10 @@ class Phonebook:
         """Raises a SettingError; needs no tokenizer, so a size in tokens may still prove too small in `samples`."""
         choose("task.size_of", self.size_of, ("entries", "tokens"))
         choose("task.wording", self.wording, ("book", "needles"))
-        whole("task.trials", self.trials, 1)
-        whole("task.asked", self.asked, 1)
+        require_int("task.trials", self.trials, 1)
+        require_int("task.asked", self.asked, 1)
         if self.limit is not None:
-            whole("limit", self.limit, 1)
+            require_int("limit", self.limit, 1)
         if self.asked > 1 and self.positions is not None:
             raise SettingError(f"task.asked={self.asked}: 1 where task.positions says where the entry stands")
         self._positions()

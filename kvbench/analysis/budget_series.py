@@ -20,7 +20,7 @@ SOLVABLE = "solvable"  # that over the subtasks that the model's card lists
 
 
 @dataclass(frozen=True)
-class Choice:
+class CurveOptions:
     """What is drawn of the runs."""
 
     against: str = "bytes"  # a key of SHARES
@@ -103,7 +103,7 @@ def subtasks(runs: Sequence[Stored]) -> list[str]:
     return sorted({str(own.get("subtask")) for run in runs for own in run.records.values()})
 
 
-def sweep(runs: Sequence[Stored], stored: Sequence[Stored], choice: Choice) -> Swept:
+def sweep(runs: Sequence[Stored], stored: Sequence[Stored], choice: CurveOptions) -> Swept:
     """The curve of `runs`, with the full cache's run among `stored`; SettingError where they make none."""
     if found := differing(runs, ("budget", "averages")) or differing(runs, ("budget",)):  # averages follow from others
         said = "; ".join(f"{name} is {' and '.join(values)}" for name, values in found.items())
@@ -127,7 +127,7 @@ def sweep(runs: Sequence[Stored], stored: Sequence[Stored], choice: Choice) -> S
     return swept
 
 
-def sweeps(runs: Sequence[Stored], stored: Sequence[Stored], choice: Choice) -> list[Swept]:
+def sweeps(runs: Sequence[Stored], stored: Sequence[Stored], choice: CurveOptions) -> list[Swept]:
     """The curve of `runs` as `sweep` has it. Where `choice` names neither an average nor a subtask, a second one
     follows: over the subtasks that the model's card lists, if it lists some of them and not all.
     """
@@ -138,7 +138,7 @@ def sweeps(runs: Sequence[Stored], stored: Sequence[Stored], choice: Choice) -> 
     return found
 
 
-def weights_of(run: Stored, there: set[str], choice: Choice) -> tuple[str, Mapping[str, float]]:
+def weights_of(run: Stored, there: set[str], choice: CurveOptions) -> tuple[str, Mapping[str, float]]:
     """The average that is drawn, by name, and the weights of its subtasks; SettingError if one has no samples."""
     averages = dict(run.value.get("averages") or [])
     if choice.subtask is not None:

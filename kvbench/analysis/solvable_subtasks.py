@@ -28,7 +28,7 @@ import yaml
 
 from kvbench.analysis.intervals import SAME
 from kvbench.config import catalogue
-from kvbench.validation import SettingError, choose, typed, whole
+from kvbench.validation import SettingError, choose, require_int, typed
 
 KEY = "solvable"
 LEAST = 50.0  # points
@@ -44,7 +44,7 @@ def listed(value: Mapping[str, Any]) -> tuple[str, ...]:
     """The subtasks that the card lists for the model, task and length of a run.
 
     Args:
-        value: What the run is known by (`kvbench.runs.spec.Run.value`).
+        value: What the run is known by (`kvbench.runs.spec.RunSpec.value`).
 
     Returns:
         The names. Empty if the card has no list for this task and length, if the run's weights are not the card's, and
@@ -101,7 +101,7 @@ def _read(name: str, text: str) -> Mapping[str, Any]:
         raise SettingError(
             f"{where}: weights (a text in quotes), seed and tasks, as python -m kvbench choose-solvable says"
         )
-    whole(f"{where}.seed", card["seed"], 0)
+    require_int(f"{where}.seed", card["seed"], 0)
     for task in card.keys() - set(ABOUT):
         names, by_length = subtasks_of(where, task)
         own = card[task]
@@ -109,7 +109,7 @@ def _read(name: str, text: str) -> Mapping[str, Any]:
             raise SettingError(f"{where}.{task}: {'a list for each length' if by_length else 'one list'} of subtasks")
         for length, some in own.items() if by_length else [(None, own)]:
             if by_length:
-                whole(f"{where}.{task} length", length, 1)
+                require_int(f"{where}.{task} length", length, 1)
             place = f"{where}.{task}" + (f".{length}" if by_length else "")
             if not isinstance(some, list) or len(set(map(str, some))) < len(some):
                 raise SettingError(f"{place}={typed(some)}: a list of different subtasks")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.guarded_hooks import GuardedAllocator, GuardedMethod
-from kvbench.interfaces.apportion import settle
-from kvbench.interfaces.method import shrink
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.apportion import apportion
+from kvbench.interfaces.method import fit_protected
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 
 SCORE = "score"  # the column that holds a block's scores while the layer may be cut again
@@ -59,18 +59,18 @@ class Eviction:
     given_up: dict[str, Tensor]  # kind -> most rows that a head could not protect: its quota had no room for them
 
 
-def evict(seen: Seen, rows: Rows, policy: LayerPolicy, quota: Quota) -> Eviction:
+def evict(observation: Observation, rows: Rows, policy: LayerPolicy, quota: Quota) -> Eviction:
     """Choose the rows of a layer that stay within the quota. Pure: the same arguments give the same eviction.
 
     Args:
-        seen: What the layer saw of the block. Its tensors are empty where the layer is cut again for later layers.
+        observation: What the layer saw of the block. Its tensors are empty where later layers have the layer cut again.
         rows: All rows held. If they have the column `SCORE`, those are the scores; else the method is asked.
         policy: The layer's method and allocator, and the method's state.
         quota: Rows per head.
     """
     method = policy.method
-    scores = rows.columns[SCORE] if SCORE in rows.columns else score_rows(seen, rows, policy)
-    protected, given_up = protect_rows(seen, rows, policy, quota)
+    scores = rows.columns[SCORE] if SCORE in rows.columns else score_rows(observation, rows, policy)
+    protected, given_up = protect_rows(observation, rows, policy, quota)
     scores = scores.masked_fill(protected, torch.inf).masked_fill(~rows.present, -torch.inf)
     counts = share_among_heads(scores, protected, rows, policy, quota)
     kept = find_safe_rows(scores, protected, counts, policy, quota)
@@ -79,10 +79,10 @@ def evict(seen: Seen, rows: Rows, policy: LayerPolicy, quota: Quota) -> Eviction
     return Eviction(after, counts, evicted, protected.sum(-1).max(), given_up)
 
 
-def score_rows(seen: Seen, rows: Rows, policy: LayerPolicy) -> Tensor:
+def score_rows(observation: Observation, rows: Rows, policy: LayerPolicy) -> Tensor:
     """(B, H, n) finite scores of the rows."""
     guarded = policy.method
-    scores = guarded.score(seen, rows, policy.state).to(rows.mass.dtype) if guarded.method.scores else rows.mass
+    scores = guarded.score(observation, rows, policy.state).to(rows.mass.dtype) if guarded.method.scores else rows.mass
     return bound_scores(scores)
 
 
@@ -91,15 +91,20 @@ def bound_scores(scores: Tensor) -> Tensor:
     return scores.clamp(min=torch.finfo(scores.dtype).min, max=torch.finfo(scores.dtype).max)
 
 
-def protect_rows(seen: Seen, rows: Rows, policy: LayerPolicy, quota: Quota) -> tuple[Tensor, dict[str, Tensor]]:
+def protect_rows(
+    observation: Observation, rows: Rows, policy: LayerPolicy, quota: Quota
+) -> tuple[Tensor, dict[str, Tensor]]:
     """(B, H, n) bool rows that are protected within the quota, and how many of each kind could not be."""
     given_up: dict[str, Tensor] = {}
 
     def protect(samples: slice, size: int) -> Tensor:
-        sinks, recents = policy.method.protect_sinks(seen, rows, size), policy.method.protect(seen, rows, size)
+        sinks, recents = (
+            policy.method.protect_sinks(observation, rows, size),
+            policy.method.protect(observation, rows, size),
+        )
         if sinks is not None and recents is not None:
             recents = recents & ~sinks  # a row that is both counts once
-        kept = shrink(sinks, recents, rows, size)
+        kept = fit_protected(sinks, recents, rows, size)
         for kind, wanted in (("sinks", sinks), ("recents", recents)):
             if wanted is not None:
                 lost = ((wanted & rows.present) > kept)[samples].sum(-1).max()
@@ -127,7 +132,7 @@ def keep_proportions(rows: Rows, protected: Tensor, quota: Quota) -> Tensor:
     for sample, (before, size) in enumerate(zip(shares.quotas, quota.samples, strict=True)):
         targets = [count * size / before for count in shares.counts[sample].tolist()]
         least = [max(1, own) for own in safe[sample]]
-        counts.append(settle(targets, least, held[sample], size * len(targets)))
+        counts.append(apportion(targets, least, held[sample], size * len(targets)))
     return torch.tensor(counts, device=rows.mass.device)
 
 
@@ -147,7 +152,7 @@ def for_each_quota(quota: Quota, work: Callable[[slice, int], Tensor]) -> Tensor
     return torch.cat([work(slice(sample, sample + 1), size) for sample, size in enumerate(quota.samples)])
 
 
-def without_tensors(seen: Seen) -> Seen:
+def without_tensors(observation: Observation) -> Observation:
     """What was seen, but for what takes memory."""
-    empty = seen.queries.new_empty(*seen.queries.shape[:3], 0)
-    return replace(seen, queries=empty, outputs=empty, lse=None)
+    empty = observation.queries.new_empty(*observation.queries.shape[:3], 0)
+    return replace(observation, queries=empty, outputs=empty, lse=None)

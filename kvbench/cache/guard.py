@@ -29,7 +29,7 @@ from torch import Tensor
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Reading, Seen, Words
+from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder
 from kvbench.interfaces.rows import Rows
 from kvbench.validation import ContractError, SettingError
 
@@ -45,7 +45,7 @@ def without_gradients(work: Work) -> Work:
     return torch.inference_mode(False)(torch.no_grad()(work))
 
 
-def version(tensor: Tensor) -> int:
+def count_writes(tensor: Tensor) -> int:
     """How often the tensor was written to; 0 for a tensor made under inference_mode, which has no count."""
     return 0 if tensor.is_inference() else tensor._version
 
@@ -79,11 +79,11 @@ def reason_against(method: Method, allocator: Allocator, codec: Codec) -> str | 
 
 
 def is_spared(method: Method, layer: int, layers: int) -> bool:
-    """Whether a layer is never cut (see `Method.spares`)."""
+    """Whether a layer is never cut (see `Method.skips_layer`)."""
     owner = f"method={method.name}"
-    found = ask(owner, "spares", lambda: method.spares(layer, layers), f" of layer {layer}")
+    found = ask(owner, "skips_layer", lambda: method.skips_layer(layer, layers), f" of layer {layer}")
     if not isinstance(found, bool):
-        raise ContractError(f"{owner}: spares of layer {layer} returned {type(found).__name__}, expected a bool")
+        raise ContractError(f"{owner}: skips_layer of layer {layer} returned {type(found).__name__}, expected a bool")
     return found
 
 
@@ -110,13 +110,13 @@ class Handed:
         if tensor is not None and (self.exact or not tensor.is_inference()):  # the latter have no versions
             self.names.append(name)
             self.tensors.append(tensor)
-            self.versions.append(version(tensor))
+            self.versions.append(count_writes(tensor))
             if self.exact:
                 self.copies.append(tensor.clone())
 
-    def add_seen(self, seen: Seen) -> "Handed":
+    def add_seen(self, observation: Observation) -> "Handed":
         for name in SHOWN:
-            self.add(f"seen.{name}", getattr(seen, name))
+            self.add(f"observation.{name}", getattr(observation, name))
         return self
 
     def add_rows(self, rows: Rows) -> "Handed":
@@ -130,7 +130,7 @@ class Handed:
         """Names of those that were written to, each once."""
         if not self.exact and [tensor._version for tensor in self.tensors] == self.versions:
             return []  # the usual case, and often asked: no loop of Python's own
-        changed = [version(tensor) != before for tensor, before in zip(self.tensors, self.versions, strict=True)]
+        changed = [count_writes(tensor) != before for tensor, before in zip(self.tensors, self.versions, strict=True)]
         if self.exact:
             pairs = zip(changed, self.tensors, self.copies, strict=True)
             changed = [counted or not same_bits(tensor, copy) for counted, tensor, copy in pairs]
@@ -155,7 +155,7 @@ class Guard:
         self.layer, self.exact = layer, exact
         self.faults: dict[str, Tensor] = {}  # message -> flag on the device
         self.noting = True
-        self.watched: tuple[Seen | None, Rows | None, Handed] = (None, None, Handed())
+        self.watched: tuple[Observation | None, Rows | None, Handed] = (None, None, Handed())
 
     def handed(self, **tensors: Tensor) -> Handed:
         """Watch these tensors."""
@@ -164,15 +164,15 @@ class Guard:
             found.add(name, tensor)
         return found
 
-    def handed_rows(self, seen: Seen | None, rows: Rows | None) -> Handed:
+    def handed_rows(self, observation: Observation | None, rows: Rows | None) -> Handed:
         """Watch what is seen and rows. Hooks that are handed the same, one after the other, share one list."""
-        if self.watched[0] is not seen or self.watched[1] is not rows:
+        if self.watched[0] is not observation or self.watched[1] is not rows:
             found = Handed(self.exact)
-            if seen is not None:
-                found.add_seen(seen)
+            if observation is not None:
+                found.add_seen(observation)
             if rows is not None:
                 found.add_rows(rows)
-            self.watched = seen, rows, found
+            self.watched = observation, rows, found
         return self.watched[2]
 
     def release(self) -> None:
@@ -206,7 +206,7 @@ class Guard:
 
     def report(self, owner: str, hook: str, names: Sequence[str]) -> NoReturn:
         """Raise for tensors of these names, which were written to."""
-        weights = "seen.output_weight" in names
+        weights = "observation.output_weight" in names
         lost = "; the model's weights are spoiled, load it again" if weights else ""
         line = f"{owner}: {hook} of layer {self.layer} wrote into {', '.join(names)}; it must return new tensors{lost}"
         raise ContractError(line, spoils_model=weights)
@@ -255,21 +255,23 @@ KINDS: Mapping[str, Callable[[torch.dtype], bool]] = {
 }
 
 
-def readings(method: Method, ids: Tensor, prefix: int, words: Words, exact: bool = False) -> list[Reading]:
-    """What a method that rereads lets the model read about the prompt `ids` (B, n), checked."""
+def extra_reads(method: Method, ids: Tensor, prefix: int, words: PromptEncoder, exact: bool = False) -> list[ExtraRead]:
+    """What a method that `needs_extra_reads` lets the model read about the prompt `ids` (B, n), checked."""
     guard, owner = Guard(0, exact), f"method={method.name}"
     handed = guard.handed(ids=ids)
-    found = ask(owner, "readings", lambda: list(method.readings(ids, prefix, words)))
+    found = ask(owner, "extra_reads", lambda: list(method.extra_reads(ids, prefix, words)))
     if handed.written():
-        raise ContractError(f"{owner}: readings wrote into ids; it must return new tensors")
+        raise ContractError(f"{owner}: extra_reads wrote into ids; it must return new tensors")
     for number, reading in enumerate(found):
-        own = reading.ids if isinstance(reading, Reading) else None
+        own = reading.ids if isinstance(reading, ExtraRead) else None
         if not isinstance(own, Tensor) or own.dim() != 2 or len(own) != len(ids) or own.is_floating_point():
-            raise ContractError(f"{owner}: readings gave no Reading of token ids ({len(ids)}, t) as number {number}")
+            raise ContractError(
+                f"{owner}: extra_reads gave no ExtraRead of token ids ({len(ids)}, t) as number {number}"
+            )
     return found
 
 
-def state_of(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def find_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor in a method's state, however deep in containers and dataclasses, with the way to it."""
     for name, value in values.items():
         yield from _tensors(str(name), value)

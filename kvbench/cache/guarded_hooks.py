@@ -11,7 +11,7 @@ from kvbench.cache.guard import ROWS, Guard
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec, Packed
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import ReadRequest, Seen, State
+from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.rows import Rows
 from kvbench.validation import ContractError
 
@@ -27,9 +27,9 @@ class GuardedMethod:
         self.method, self.guard, self.owner = method, guard, f"method={method.name}"
         self.own = {hook for hook in HOOKS if method.overrides(hook)}
 
-    def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
-        handed = self.guard.handed_rows(seen, rows)
-        found = self.guard.call(self.owner, "update", handed, lambda: self.method.update(seen, rows, state))
+    def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
+        handed = self.guard.handed_rows(observation, rows)
+        found = self.guard.call(self.owner, "update", handed, lambda: self.method.update(observation, rows, state))
         if not isinstance(found, Mapping):
             raise ContractError(self._said("update", f"{type(found).__name__}, expected a mapping of names to tensors"))
         for name, column in found.items():
@@ -39,26 +39,28 @@ class GuardedMethod:
                 self._not_nan(hook, column, rows.present)
         return found
 
-    def protect_sinks(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
-        return self._mask("protect_sinks", self.method.protect_sinks, seen, rows, quota)
+    def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
+        return self._mask("protect_sinks", self.method.protect_sinks, observation, rows, quota)
 
-    def protect(self, seen: Seen, rows: Rows, quota: int) -> Tensor | None:
-        return self._mask("protect", self.method.protect, seen, rows, quota)
+    def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
+        return self._mask("protect", self.method.protect, observation, rows, quota)
 
-    def score(self, seen: Seen, rows: Rows, state: State) -> Tensor:
-        handed = self.guard.handed_rows(seen, rows)
-        found = self.guard.call(self.owner, "score", handed, lambda: self.method.score(seen, rows, state))
+    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
+        handed = self.guard.handed_rows(observation, rows)
+        found = self.guard.call(self.owner, "score", handed, lambda: self.method.score(observation, rows, state))
         self.guard.expect(self.owner, "score", found, rows.mass.shape, "float", rows.mass.device)
         self._not_nan("score", found, rows.present)
         return found
 
-    def allot(self, quota: int, seen: Seen, state: State, heads: int) -> Tensor:
-        handed = self.guard.handed_rows(seen, None)
-        found = self.guard.call(self.owner, "allot", handed, lambda: self.method.allot(quota, seen, state))
+    def head_quotas(self, quota: int, observation: Observation, state: State, heads: int) -> Tensor:
+        handed = self.guard.handed_rows(observation, None)
+        found = self.guard.call(
+            self.owner, "head_quotas", handed, lambda: self.method.head_quotas(quota, observation, state)
+        )
         per_sample = isinstance(found, Tensor) and found.dim() == 2
-        shape = (seen.queries.shape[0], heads) if per_sample else (heads,)
-        self.guard.expect(self.owner, "allot", found, shape, "int", None)
-        self.guard.note(lambda: (found < 1).any(), self._said("allot", "less than one row for a head"))
+        shape = (observation.queries.shape[0], heads) if per_sample else (heads,)
+        self.guard.expect(self.owner, "head_quotas", found, shape, "int", None)
+        self.guard.note(lambda: (found < 1).any(), self._said("head_quotas", "less than one row for a head"))
         return found
 
     def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor, each: int | None) -> Rows:
@@ -104,12 +106,14 @@ class GuardedMethod:
         if "forget" in self.own:
             self.guard.call(self.owner, "forget", self.guard.handed(), lambda: self.method.forget(state))
 
-    def _mask(self, name: str, hook: Callable[..., Tensor | None], seen: Seen, rows: Rows, quota: int) -> Tensor | None:
+    def _mask(
+        self, name: str, hook: Callable[..., Tensor | None], observation: Observation, rows: Rows, quota: int
+    ) -> Tensor | None:
         """Rows (B, H, n) that are protected, as a bool tensor."""
         if name not in self.own:
             return None
-        handed = self.guard.handed_rows(seen, rows)
-        found = self.guard.call(self.owner, name, handed, lambda: hook(seen, rows, quota))
+        handed = self.guard.handed_rows(observation, rows)
+        found = self.guard.call(self.owner, name, handed, lambda: hook(observation, rows, quota))
         if found is not None:
             self.guard.expect(self.owner, name, found, rows.mass.shape, "bool", rows.mass.device)
         return found
@@ -157,14 +161,18 @@ class GuardedAllocator:
         self.allocator, self.guard, self.owner = allocator, guard, f"allocator={allocator.name}"
         self.own = {hook for hook in ("layer", "heads", "safe") if allocator.overrides(hook)}
 
-    def layer(self, quota: int, seen: Seen, rows: Callable[[], Rows], shared: dict[str, Any]) -> tuple[int, ...]:
+    def layer(
+        self, quota: int, observation: Observation, rows: Callable[[], Rows], shared: dict[str, Any]
+    ) -> tuple[int, ...]:
         """Rows per head, one number per sample."""
-        batch = seen.queries.shape[0]
+        batch = observation.queries.shape[0]
         if "layer" not in self.own:
             return (quota,) * batch
-        handed = self.guard.handed().add_seen(seen)
+        handed = self.guard.handed().add_seen(observation)
         watched = self.guard.handing(handed, rows)
-        found = self.guard.call(self.owner, "layer", handed, lambda: self.allocator.layer(quota, seen, watched, shared))
+        found = self.guard.call(
+            self.owner, "layer", handed, lambda: self.allocator.layer(quota, observation, watched, shared)
+        )
         return self._quotas("layer", (found,) * batch if is_whole(found) else found, batch)
 
     def heads(self, scores: Tensor, protected: Tensor, quota: int) -> Tensor:
@@ -190,12 +198,14 @@ class GuardedAllocator:
         self.guard.expect(self.owner, "safe", found, scores.shape, "bool", scores.device)
         return found
 
-    def earlier(self, quota: int, seen: Seen, shared: dict[str, Any]) -> dict[int, tuple[int, ...]]:
-        handed = self.guard.handed_rows(seen, None)
-        found = self.guard.call(self.owner, "earlier", handed, lambda: self.allocator.earlier(quota, seen, shared))
-        if not isinstance(found, Mapping) or not set(found) <= set(seen.cut_layers):
+    def earlier(self, quota: int, observation: Observation, shared: dict[str, Any]) -> dict[int, tuple[int, ...]]:
+        handed = self.guard.handed_rows(observation, None)
+        found = self.guard.call(
+            self.owner, "earlier", handed, lambda: self.allocator.earlier(quota, observation, shared)
+        )
+        if not isinstance(found, Mapping) or not set(found) <= set(observation.cut_layers):
             raise ContractError(self._said("earlier", "no mapping of layers that share the budget to rows"))
-        return {layer: self._quotas("earlier", own, seen.queries.shape[0]) for layer, own in found.items()}
+        return {layer: self._quotas("earlier", own, observation.queries.shape[0]) for layer, own in found.items()}
 
     def _quotas(self, hook: str, found: object, batch: int) -> tuple[int, ...]:
         if not isinstance(found, tuple | list) or len(found) != batch or not all(is_whole(own) for own in found):

@@ -10,13 +10,13 @@ from torch import Tensor, zeros_like
 
 from kvbench.cache.accounting import LayerTally, MemoryMeter
 from kvbench.cache.eviction import SCORE, HeadShares, LayerPolicy, Quota, evict, score_rows, without_tensors
-from kvbench.cache.guard import Guard, Handed, copy_containers, is_spared, state_of
+from kvbench.cache.guard import Guard, Handed, copy_containers, find_tensors, is_spared
 from kvbench.cache.guarded_hooks import GuardedAllocator, GuardedCodec, GuardedMethod
-from kvbench.cache.policy import Choice, Progress
-from kvbench.cache.rerotation import by_slot
-from kvbench.cache.storage import Bytes, StoredRows, size
+from kvbench.cache.policy import CachePolicy, Progress
+from kvbench.cache.rerotation import rotate_by_slot
+from kvbench.cache.storage import Bytes, StoredRows, count_bytes
 from kvbench.interfaces.codec import Plain
-from kvbench.interfaces.observation import ReadRequest, Seen, State
+from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.attention import attend, attend_ragged
 from kvbench.kernels.dispatch import FAST
@@ -40,7 +40,7 @@ class LayerSnapshot:
     rows: StoredRows
     tally: LayerTally
     shares: HeadShares | None
-    shown: Seen | None
+    shown: Observation | None
     token_bytes: int
     stamped: Handed
     attended: list[float]
@@ -51,7 +51,7 @@ class LayerSnapshot:
 class Layer:
     """Rows of one layer and what happens to them when a block is read."""
 
-    def __init__(self, index: int, layers: int, choice: Choice, state: State, cache: Layers):
+    def __init__(self, index: int, layers: int, choice: CachePolicy, state: State, cache: Layers):
         self.index, self.layers, self.choice, self.cache = index, layers, choice, proxy(cache)
         self.state = State(state.seeds, {}, state.shared)
         self.guard = Guard(index, choice.exact)
@@ -61,7 +61,7 @@ class Layer:
         self.rows = StoredRows()
         self.tally = LayerTally()
         self.shares: HeadShares | None = None  # of the last uneven cut
-        self.shown: Seen | None = None  # of this block, while the layer may be cut (again) later
+        self.shown: Observation | None = None  # of this block, while the layer may be cut (again) later
         self.stamped = Handed(choice.exact)  # what a hook may have kept a reference to, as the engine left it
         self.output_weight: ref[Tensor] | None = None  # W_o of the model's layer, once a hook was handed it
         self.token_bytes = 0  # keys and values of one token, all samples and heads
@@ -85,7 +85,7 @@ class Layer:
     def even(self) -> bool:
         """Whether all heads hold the same number of rows after a cut."""
         method, allocator = self.choice.method, self.choice.allocator
-        return allocator.even and not method.allots and (len(self.state.seeds) == 1 or not allocator.cascades)
+        return allocator.even and not method.sets_head_quotas and (len(self.state.seeds) == 1 or not allocator.cascades)
 
     # a block is read: append, attend, ask the method, cut
 
@@ -121,8 +121,8 @@ class Layer:
             first = rows.seen - queries.shape[2]
             request = ReadRequest(queries, self.index, self.layers, first, progress.prompt, scaling, progress.look)
             look = self.method.read(request, view, self.state, rows.longest_head)
-        if self.choice.method.rolls and not (rows.even and rows.longest_head == rows.seen):
-            rolled = by_slot(queries, view(), rotation)
+        if self.choice.method.uses_cache_positions and not (rows.even and rows.longest_head == rows.seen):
+            rolled = rotate_by_slot(queries, view(), rotation)
         outputs, lse = self.run_attention(queries, scaling, look, rolled)
         self.after_attention(queries, outputs, lse, scaling, output_weight, rotation, view)
         return outputs
@@ -161,21 +161,21 @@ class Layer:
         first = self.rows.seen - queries.shape[2]
         if self.output_weight is None:
             self.output_weight = ref(output_weight)
-        seen = Seen(
+        observation = Observation(
             queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,
             first, progress.prompt, progress.last, progress.decoding, self.cut_layers, progress.prefix, progress.about,
             progress.share,
         )  # fmt: skip
-        self.stamped.add_seen(seen)  # until all hooks were asked: what is seen goes on through the model
+        self.stamped.add_seen(observation)  # until all hooks were asked: what is seen goes on through the model
         if method.overrides("update"):
-            found = self.method.update(seen, view(), self.state)
+            found = self.method.update(observation, view(), self.state)
             self.rows = self.rows.with_columns({**self.rows.columns, **found})
             view = Lazy(self.rows.view)
             self.update_memory()
         if progress.quota is not None:
-            self.cut(seen, view, progress.quota)
-        elif method.rereads and progress.last:
-            self.shown = without_tensors(seen)
+            self.cut(observation, view, progress.quota)
+        elif method.needs_extra_reads and progress.last:
+            self.shown = without_tensors(observation)
         if progress.last:
             self.method.forget(self.state)
             self.update_memory()
@@ -190,35 +190,35 @@ class Layer:
 
     # cuts
 
-    def cut(self, seen: Seen, view: Callable[[], Rows], nominal: int) -> None:
+    def cut(self, observation: Observation, view: Callable[[], Rows], nominal: int) -> None:
         """Cut every head to its quota, and earlier layers too where the allocator cascades. `nominal`: rows per head,
         mean over the layers.
         """
-        if self.index not in seen.cut_layers:
+        if self.index not in observation.cut_layers:
             return
-        quota = self.find_quota(seen, view, nominal)
-        cascades = self.choice.allocator.cascades and not seen.decoding
-        if cascades and seen.tokens > nominal:  # later layers may take more from this one: by the same scores
+        quota = self.find_quota(observation, view, nominal)
+        cascades = self.choice.allocator.cascades and not observation.decoding
+        if cascades and observation.tokens > nominal:  # later layers may take more from this one: by the same scores
             rows = view()
-            rows = replace(rows, columns={**rows.columns, SCORE: score_rows(seen, rows, self.policy)})
-            self.rows, self.shown = self.rows.with_columns(rows.columns), without_tensors(seen)
+            rows = replace(rows, columns={**rows.columns, SCORE: score_rows(observation, rows, self.policy)})
+            self.rows, self.shown = self.rows.with_columns(rows.columns), without_tensors(observation)
             view = Lazy(lambda: rows)
         if self.exceeds(quota):
-            self.evict(seen, view(), quota)
+            self.evict(observation, view(), quota)
         if cascades:
-            for index, less in self.allocator.earlier(nominal, seen, self.state.shared).items():
+            for index, less in self.allocator.earlier(nominal, observation, self.state.shared).items():
                 self.cache[index].cut_again(less)
-            if self.index == seen.cut_layers[-1]:
-                for index in seen.cut_layers:
+            if self.index == observation.cut_layers[-1]:
+                for index in observation.cut_layers:
                     self.cache[index].forget_scores()
 
-    def find_quota(self, seen: Seen, view: Callable[[], Rows], nominal: int) -> Quota:
+    def find_quota(self, observation: Observation, view: Callable[[], Rows], nominal: int) -> Quota:
         """Rows that the heads of this layer may keep."""
-        samples = self.allocator.layer(nominal, seen, view, self.state.shared)
-        if self.choice.method.allots:
-            heads = self.method.allot(nominal, seen, self.state, self.rows.shape[1]).cpu()
+        samples = self.allocator.layer(nominal, observation, view, self.state.shared)
+        if self.choice.method.sets_head_quotas:
+            heads = self.method.head_quotas(nominal, observation, self.state, self.rows.shape[1]).cpu()
             return Quota(samples, heads)
-        return Quota(samples, shares=self.shares if seen.decoding else None)
+        return Quota(samples, shares=self.shares if observation.decoding else None)
 
     def exceeds(self, quota: Quota) -> bool:
         """True if a head may hold more rows than it may keep."""
@@ -226,11 +226,11 @@ class Layer:
             return bool((self.rows.counts().cpu() > quota.heads).any())
         return not (self.rows.even and self.rows.longest_head <= min(quota.samples))
 
-    def evict(self, seen: Seen, rows: Rows, quota: Quota) -> None:
+    def evict(self, observation: Observation, rows: Rows, quota: Quota) -> None:
         """Cut every head, and free what goes."""
         if self.rows.even and self.even and len(set(quota.samples)) == 1:
             quota = replace(quota, each=min(self.rows.longest_head, quota.samples[0]))
-        found = evict(seen, rows, self.policy, quota)
+        found = evict(observation, rows, self.policy, quota)
         if quota.heads is None and quota.shares is None:
             self.shares = None if self.choice.allocator.even else HeadShares(quota.samples, found.counts)
         tally = self.tally
@@ -329,7 +329,9 @@ class Layer:
     def bytes(self) -> Bytes:
         """What the layer occupies now, counted on its storages."""
         held = self.rows.bytes()
-        return replace(held, state=held.state + size(v for v in self.state.layer.values() if isinstance(v, Tensor)))
+        return replace(
+            held, state=held.state + count_bytes(v for v in self.state.layer.values() if isinstance(v, Tensor))
+        )
 
     def full_bytes(self) -> int:
         """Bytes that keys and values of all tokens seen would take."""
@@ -346,7 +348,7 @@ class Layer:
         whether a method that kept a reference to what it was handed wrote to them.
         """
         self.stamped = self.guard.handed(**self.rows.named_tensors())
-        self.stamped.add("seen.output_weight", self.output_weight and self.output_weight())
+        self.stamped.add("observation.output_weight", self.output_weight and self.output_weight())
 
     def check_stamped(self) -> None:
         """ContractError if a tensor was written to since `stamp`. No tensor is kept alive any longer for that."""
@@ -365,7 +367,7 @@ class Layer:
     def snapshot(self) -> LayerSnapshot:
         """Everything that `restore` needs. Tensors are shared, not copied."""
         state, kept = copy_containers(self.state.layer), self.guard.handed()
-        for name, tensor in [*state_of({"state": state}), *state_of({"rows.columns": self.rows.columns})]:
+        for name, tensor in [*find_tensors({"state": state}), *find_tensors({"rows.columns": self.rows.columns})]:
             kept.add(name, tensor)
         return LayerSnapshot(
             self.rows, self.tally, self.shares, self.shown, self.token_bytes, self.stamped,

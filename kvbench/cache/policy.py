@@ -16,7 +16,7 @@ class Progress:
     last: bool = False  # the block being read is the prompt's last
     decoding: bool = False  # tokens after the prompt are being read
     prefix: int = 0  # tokens of the prompt in front of the user's text
-    about: tuple[int, int] | None = None  # places that the model reads about, of methods that reread
+    about: tuple[int, int] | None = None  # places that the model reads about, of methods that need extra reads
     quota: int | None = None  # rows per head to cut to after this block, None: no cut
     share: Fraction | None = None  # the same, not floored to whole rows
     look: int | None = None  # rows that a query head may look at, of methods that read few of many, None: all
@@ -24,7 +24,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Choice:
+class CachePolicy:
     """What a cache is made with. `exact`: guards compare copies of all that hooks are handed (kvbench.cache.guard)."""
 
     method: Method

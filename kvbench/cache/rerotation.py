@@ -13,7 +13,9 @@ from kvbench.interfaces.rows import Rows
 from kvbench.kernels.rerotation import rerotate
 
 
-def by_slot(queries: Tensor, rows: Rows, rotation: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def rotate_by_slot(
+    queries: Tensor, rows: Rows, rotation: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
     """Queries (B, H·G, T, d) of the block and keys (B, H, n, d) of all rows, the block's last, rotated by slot."""
     batch, heads, count, _ = rows.keys.shape
     tokens = queries.shape[2]

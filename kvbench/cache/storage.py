@@ -240,11 +240,11 @@ class StoredRows:
 
     def bytes(self) -> "Bytes":
         """What this layer occupies, counted on the storages it owns."""
-        packed = size(self.stored.tensors()) if self.stored is not None else 0
-        tail = size([self.tail_keys, self.tail_values])
+        packed = count_bytes(self.stored.tensors()) if self.stored is not None else 0
+        tail = count_bytes([self.tail_keys, self.tail_values])
         used = tail * self.tail // self.tail_keys.shape[2] if tail else 0
-        metadata = size([self.places, self.mass, self.lengths, self.starts])
-        return Bytes(packed + used, metadata, size(self.columns.values()), tail - used)
+        metadata = count_bytes([self.places, self.mass, self.lengths, self.starts])
+        return Bytes(packed + used, metadata, count_bytes(self.columns.values()), tail - used)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by a name for messages."""
@@ -308,7 +308,7 @@ class Bytes:
         return self.rows + self.metadata + self.state + self.headroom
 
 
-def size(tensors: Iterable[Tensor | None]) -> int:
+def count_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the storages behind these tensors, each storage once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
     return sum(storages.values())

@@ -21,12 +21,12 @@ import torch
 from safetensors.torch import save_file
 
 from kvbench.cli.command import Arguments, answered
-from kvbench.models.chat_template import words
+from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.tasks.common import synthetic_prose
 from kvbench.training.head_patterns import head_scores, write_pattern
 from kvbench.training.query_filters import query_filters, texts
-from kvbench.validation import SettingError, choose, whole
+from kvbench.validation import SettingError, choose, require_int
 
 ROOM = 32  # tokens for what is read about a text beside the text
 
@@ -57,9 +57,9 @@ def calibrate(options: Namespace) -> None:
     try:
         pattern = options.method == "duo_attention"
         sequences = options.sequences if options.sequences is not None else 1 if pattern else 20
-        whole("--sequences", sequences, 1)
+        require_int("--sequences", sequences, 1)
         for name, least in (("length", 2), ("queries", 1), ("sinks", 0), ("recent", 1)):
-            whole(f"--{name}", getattr(options, name), least)
+            require_int(f"--{name}", getattr(options, name), least)
         if pattern and options.out.is_file():
             raise SettingError(f"--out={options.out}: a folder, and there is a file")
         if any(own.is_file() for own in options.out.parents) or (not pattern and options.out.is_dir()):
@@ -77,7 +77,7 @@ def calibrate(options: Namespace) -> None:
         dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
         model = checkpoint.weights(dtype, options.device)
         if pattern:
-            made = head_scores(model, pieces, words(tokenizer), len(tokenizer("").input_ids))
+            made = head_scores(model, pieces, make_prompt_encoder(tokenizer), len(tokenizer("").input_ids))
             source = f"KVzip head scores of {checkpoint.identity()}, {len(pieces)} texts of {length} tokens"
             write_pattern(made, options.out, options.sinks, options.recent, source)
         else:

@@ -27,9 +27,9 @@ def show(given: Sequence[str]) -> None:
     """Print the YAML."""
     options = arguments(given)
     found = configs(options)
-    from kvbench.runs.spec import Run
+    from kvbench.runs.spec import RunSpec
 
-    runs = [Run.from_config(config) for config in found]
+    runs = [RunSpec.from_config(config) for config in found]
     command = shlex.join(["python", "-m", "kvbench", "choose-solvable", *given])
     scores = dict(ask(runs, Path(found[0].results), found[0].workers))
     print("\n".join(lines(runs[0], command, scores)))

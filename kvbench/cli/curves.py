@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from kvbench.analysis.budget_curve import KEEP
-from kvbench.analysis.budget_series import EACH, SHARES, SOLVABLE, Choice
+from kvbench.analysis.budget_series import EACH, SHARES, SOLVABLE, CurveOptions
 from kvbench.analysis.curves import report, shares
 from kvbench.cli.command import Arguments, answered
 from kvbench.store.runs import asked
@@ -32,7 +32,7 @@ def arguments(given: Sequence[str]) -> Namespace:
     options.results, options.filters = asked(options.chosen)
     subtask = options.filters.pop("subtask", None)
     choose("--against", options.against, SHARES)
-    options.choice = Choice(options.against, options.average, subtask, options.full)
+    options.choice = CurveOptions(options.against, options.average, subtask, options.full)
     options.keep = shares("--keep", options.keep, 1)[0]
     options.range = shares("--range", options.range, 2) if options.range else None
     return options

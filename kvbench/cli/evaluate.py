@@ -14,7 +14,7 @@ from kvbench.cli.command import Arguments
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.embedded import REFERENCE
 from kvbench.training.evaluate import LEAST, LEDGER, LENGTHS, SEED, STEPS, begin, evaluate, task
-from kvbench.validation import SettingError, whole, writable
+from kvbench.validation import SettingError, require_int, writable
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -37,7 +37,7 @@ def main(given: Sequence[str] | None = None) -> int:
     for length in options.lengths:
         if not LEAST <= length <= longest:
             raise SettingError(f"--lengths={length}: from {LEAST} to {longest}, which the model takes")
-    whole("--samples", options.samples, 1)
+    require_int("--samples", options.samples, 1)
     if options.steps:
         task(LEDGER, options.steps, options.samples).check()
     options.out = options.out or options.model / "scores.json"

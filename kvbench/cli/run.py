@@ -47,21 +47,21 @@ def cell(config: DictConfig) -> None:
         from kvbench.analysis.closing_table import table_of
         from kvbench.efficiency import measure
         from kvbench.integrations import math_verify
-        from kvbench.runs.resources import Bench
+        from kvbench.runs.resources import Resources
         from kvbench.runs.runner import execute, execute_all
-        from kvbench.runs.spec import Run
+        from kvbench.runs.spec import RunSpec
         from kvbench.runs.workers import check, share
         from kvbench.store.run_folder import run_hash
-        from kvbench.sweeps.compose import companies
+        from kvbench.sweeps.compose import sharing_groups
 
-        run = Run.from_config(config, checked)
+        run = RunSpec.from_config(config, checked)
         if run.measures:
             print(measure.summary(*measure.execute(run, Path(config.results))))
             return
-        results, bench, workers = Path(config.results), Bench(run), check(workers_of(config), run.device)
+        results, bench, workers = Path(config.results), Resources(run), check(workers_of(config), run.device)
         base = run.baseline()
         runs = [base] if run.value == base.value else [base, run]
-        together = companies(Path(HydraConfig.get().sweep.dir), runs, results) if swept else []
+        together = sharing_groups(Path(HydraConfig.get().sweep.dir), runs, results) if swept else []
         if workers > 1:
             share([*together, *([own] for own in runs)], results, workers)
         else:
@@ -152,9 +152,9 @@ def main(given: Sequence[str] | None = None) -> int:
     try:
         if MANY & set(sys.argv) and not {"--cfg", "-c", "--info", "-i", "--help", "-h"} & set(sys.argv):
             from kvbench.sweeps import capacity
-            from kvbench.sweeps.compose import Asked, Sweep
+            from kvbench.sweeps.compose import Sweep, SweepOverrides
 
-            asked = Asked.of([argument for argument in sys.argv[1:] if not argument.startswith("-")])
+            asked = SweepOverrides.of([argument for argument in sys.argv[1:] if not argument.startswith("-")])
             capacity.check(asked)
             swept = Sweep.begin(asked)
             if (code := swept.over) is not None:
@@ -168,7 +168,7 @@ def main(given: Sequence[str] | None = None) -> int:
             stop.args, swept = (swept.stopped,), None
         raise
     except Exception as error:
-        line = catalogue.one_line(error)
+        line = catalogue.error_message(error)
         if line is None:
             raise
         return refuse(line)

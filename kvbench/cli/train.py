@@ -19,7 +19,7 @@ from kvbench.models.embedded import EMBEDDED_MODELS
 from kvbench.training import recipe, tokenizer, training_data
 from kvbench.training.recipe import Recipe
 from kvbench.training.train import STATE, Training, check, train
-from kvbench.validation import SettingError, choose, whole, writable
+from kvbench.validation import SettingError, choose, require_int, writable
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="stop after so many steps, for a trial")
     parser.add_argument("--device", default="cuda", help="cpu: for a trial, a thousand times slower")
     options = parser.parse_args(given)
-    whole("--workers", options.workers, 1)
+    require_int("--workers", options.workers, 1)
     choose("--device", options.device, ("cuda", "cpu"))
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device=cuda: there is no GPU here; --device cpu is for a trial")
@@ -44,7 +44,7 @@ def main(given: Sequence[str] | None = None) -> int:
         if (value := getattr(options, name)) is not None and not value > 0:
             raise SettingError(f"--{name}={value}: a number above 0")
     if options.steps is not None:
-        whole("--steps", options.steps, 1)
+        require_int("--steps", options.steps, 1)
     writable("--out", options.out)
     held = (options.out / STATE).exists()
     if options.resume and not held:

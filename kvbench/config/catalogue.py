@@ -71,7 +71,7 @@ def settings(group: str, name: str, overrides: Mapping[str, Any] | None = None) 
     return resolve(group, config)
 
 
-def composed(overrides: Sequence[str]) -> DictConfig:
+def compose_overrides(overrides: Sequence[str]) -> DictConfig:
     """What Hydra composes of the overrides, inside `initialize_config_dir`; SettingError for a group's file that cannot
     be used.
     """
@@ -118,17 +118,17 @@ def resolve(group: str, config: DictConfig) -> dict[str, Any]:
     return resolved
 
 
-def plainly(settings: Mapping[str, Any]) -> dict[str, Any]:
+def identity_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A group's settings as they enter the hash: a file by what is in it, not by where it lies."""
     plain = {key: value for key, value in settings.items() if key not in ("_target_", "preset")}
     if plain.get("path") is not None:
         plain["path"] = content_hash(Path(plain["path"]).expanduser())
     if "base" in plain:
-        plain["base"] = plainly(plain["base"])
+        plain["base"] = identity_settings(plain["base"])
     return plain
 
 
-def told(settings: Mapping[str, Any]) -> dict[str, Any]:
+def task_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A task's settings as they enter the hash: what a path holds is in the data's, the temperature in the sampling."""
     skipped = [key for key in settings if key in ("cache", "path") or key.endswith("_path")]
     skipped += ["_target_", "preset", "temperature"]
@@ -194,7 +194,7 @@ def limit_seconds(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def one_line(error: BaseException | None) -> str | None:
+def error_message(error: BaseException | None) -> str | None:
     """What is wrong with the settings, or None if the error is about something else."""
     while error is not None:
         if isinstance(error, SettingError):

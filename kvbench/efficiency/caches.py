@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.storage import Bytes
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.engine.replicate import replicate
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.timing import Stamps
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.transformers_port import plain_cache
-from kvbench.runs.spec import DTYPES, Run
+from kvbench.runs.spec import DTYPES, RunSpec
 
 WARMED = 8  # steps of an answer before the median is taken, or half of a short answer
 
 
-class Subject(Protocol):
+class CacheUnderTest(Protocol):
     """One prompt, or a batch, and its answer."""
 
     def read(self, ids: Tensor) -> None: ...
@@ -41,16 +41,16 @@ class Subject(Protocol):
     def drop(self) -> None: ...
 
 
-class Composed:
+class KVBenchCache:
     """The method, allocator and codec of a run, in kvbench's own cache."""
 
-    def __init__(self, model: torch.nn.Module, run: Run, room: int) -> None:
+    def __init__(self, model: torch.nn.Module, run: RunSpec, room: int) -> None:
         self.model, self.run, self.room = model, run, room
         self.capture_ms, self.path = 0.0, ""  # of the last answer: capturing graphs, and what read its tokens
 
     def read(self, ids: Tensor) -> None:
         run, seeds = self.run, (self.run.seed,) * len(ids)
-        self.context = Context(
+        self.context = GenerationContext(
             self.model, run.choice(), run.budget, run.block_size, seeds, compile=run.compile, answer=self.room
         )
         self.context.prefill(ids)
@@ -85,7 +85,7 @@ class Stepping:
         return stamps.between()
 
 
-class Growing(Stepping):
+class TransformersDynamic(Stepping):
     """transformers' dynamic cache as users have it: model.forward, SDPA, a greedy loop."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -116,7 +116,7 @@ class Growing(Stepping):
         self.cache = None
 
 
-class Static(Stepping):
+class TransformersStatic(Stepping):
     """transformers' static cache of `rows` tokens and the answer; the step of one token compiled, in a CUDA graph. What
     it holds was read into a dynamic cache and copied: only its decoding is compared.
     """
@@ -131,7 +131,7 @@ class Static(Stepping):
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> None:
-        grown = Growing(self.model)
+        grown = TransformersDynamic(self.model)
         grown.read(ids)
         if self.cache is None:
             self.cache = plain_cache(self.model, self.rows + self.room)
@@ -164,14 +164,14 @@ class Static(Stepping):
         """Nothing: the graph needs its addresses, and the next prompt is written over this one."""
 
 
-def subject(model: torch.nn.Module, run: Run) -> Subject:
+def subject(model: torch.nn.Module, run: RunSpec) -> CacheUnderTest:
     """The one that a run names."""
     room = max(run.task.ends)
     if run.task.baseline == "dynamic":
-        return Growing(model)
+        return TransformersDynamic(model)
     if run.task.baseline == "static_compiled":
-        return Static(model, run.task.rows or run.task.length, room)
-    return Composed(model, run, room)
+        return TransformersStatic(model, run.task.rows or run.task.length, room)
+    return KVBenchCache(model, run, room)
 
 
 @lru_cache(maxsize=1)
@@ -180,11 +180,11 @@ def weights(checkpoint: Checkpoint, dtype: str, device: str) -> torch.nn.Module:
     return checkpoint.weights(DTYPES[dtype], device)
 
 
-def loaded(run: Run) -> torch.nn.Module:
+def load_model(run: RunSpec) -> torch.nn.Module:
     return weights(run.checkpoint, run.dtype, run.device)
 
 
-def prompt(run: Run, model: torch.nn.Module, batch: int | None = None) -> Tensor:
+def prompt(run: RunSpec, model: torch.nn.Module, batch: int | None = None) -> Tensor:
     """(B, n) random tokens: of a static cache as many as it holds."""
     size = (batch or run.task.batch, run.task.rows or run.task.length)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size

@@ -9,17 +9,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvbench.efficiency.caches import WARMED, Subject, loaded, prompt, subject
+from kvbench.efficiency.caches import WARMED, CacheUnderTest, load_model, prompt, subject
 from kvbench.efficiency.roofline import Machine, Weights, decode_ms, prefill_ms
 from kvbench.engine import timing
 from kvbench.engine.timing import fits, spread
-from kvbench.runs.spec import DTYPES, Run
+from kvbench.runs.spec import DTYPES, RunSpec
 from kvbench.store.efficiency_csv import Line, exhausted, line
 
 
-def latency(run: Run) -> Iterator[Line]:
+def latency(run: RunSpec) -> Iterator[Line]:
     """Time to first token, per token, to the end; bytes."""
-    task, device, model = run.task, run.device, loaded(run)
+    task, device, model = run.task, run.device, load_model(run)
     answer, own, ids = max(task.ends), subject(model, run), prompt(run, model)
     for _ in range(task.warmup):
         own.drop()
@@ -75,25 +75,25 @@ def latency(run: Run) -> Iterator[Line]:
         yield from latency_floors(run, model, found["resident_bytes"], len(ids))
 
 
-def latency_floors(run: Run, model: torch.nn.Module, held: int, batch: int) -> Iterator[Line]:
+def latency_floors(run: RunSpec, model: torch.nn.Module, held: int, batch: int) -> Iterator[Line]:
     """What the machine's bandwidth and rate would allow."""
     here, sizes = Machine(run.task.bandwidth, run.task.flops), Weights.of(model)
     element = DTYPES[run.dtype].itemsize
     method, length = run.choice().method, run.task.length
-    if not method.reads:
+    if not method.attends_subset:
         yield line("tpot_floor_ms", "ms", decode_ms(here, sizes, held, batch, element))
     if run.task.baseline != "static_compiled":
-        quota = None if method.reads or method.rereads else run.budget.rows(length, length)
+        quota = None if method.attends_subset or method.needs_extra_reads else run.budget.rows(length, length)
         yield line("ttft_floor_ms", "ms", prefill_ms(here, model, length, batch, run.block_size, quota))
 
 
-def tried(own: Subject, ids: Tensor, count: int) -> None:
+def tried(own: CacheUnderTest, ids: Tensor, count: int) -> None:
     """All of a trial but the times: a short answer, or long enough to have compiled what will run."""
     own.read(ids)
     own.answer(count, WARMED)
 
 
-def memory(own: Subject, model: torch.nn.Module, device: str) -> dict[str, int | None]:
+def memory(own: CacheUnderTest, model: torch.nn.Module, device: str) -> dict[str, int | None]:
     """Bytes when the prompt is read: held, and allocated on the GPU with and without the weights."""
     held, total, here = own.bytes(), Weights.of(model).total, timing.allocated(device)
     found = {"resident_bytes": held.rows, "metadata_bytes": held.metadata, "state_bytes": held.state}

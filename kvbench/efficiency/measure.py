@@ -30,12 +30,12 @@ from kvbench.efficiency.latency import latency
 from kvbench.efficiency.scoring_time import score
 from kvbench.efficiency.throughput import throughput
 from kvbench.engine import timing
-from kvbench.runs.spec import Run
+from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import ENDED, Line, append, check, ended
 from kvbench.validation import SettingError
 
 
-def execute(run: Run, results: Path) -> tuple[Path, list[Line]]:
+def execute(run: RunSpec, results: Path) -> tuple[Path, list[Line]]:
     """Measure a run and append its lines, unless that was done; returns the file, and the lines that are new."""
     run = plainly(run)
     path = file_of(run, results)
@@ -46,7 +46,7 @@ def execute(run: Run, results: Path) -> tuple[Path, list[Line]]:
     return path, keep(run, path, lines, time.perf_counter() - begin)
 
 
-def measure(run: Run) -> list[Line]:
+def measure(run: RunSpec) -> list[Line]:
     """All lines of a run."""
     kind = {"latency": latency, "throughput": throughput, "scoring": score}[run.task.measure]
     lines = list(kind(run))
@@ -56,7 +56,7 @@ def measure(run: Run) -> list[Line]:
     return lines
 
 
-def keep(run: Run, path: Path, lines: list[Line], seconds: float) -> list[Line]:
+def keep(run: RunSpec, path: Path, lines: list[Line], seconds: float) -> list[Line]:
     """Append the lines of a cell, with its settings and versions; returns them."""
     about = settings(run) | versions(run) | {"cell": cell_of(run), "status": "ok"}
     whole = [about | line for line in [*lines, {"quantity": ENDED, "unit": "s", "value": seconds}]]
@@ -64,14 +64,14 @@ def keep(run: Run, path: Path, lines: list[Line], seconds: float) -> list[Line]:
     return whole
 
 
-def keep_failure(run: Run, results: Path, error: Exception) -> None:
+def keep_failure(run: RunSpec, results: Path, error: Exception) -> None:
     """A run that failed is not tried again before the sources change."""
     run = plainly(run)
     note = f"{type(error).__name__}: {error}"[:300]
     keep(run, file_of(run, results), [{"quantity": run.task.measure, "status": "failed", "note": note}], 0.0)
 
 
-def file_of(run: Run, results: Path) -> Path:
+def file_of(run: RunSpec, results: Path) -> Path:
     """Where the lines of a run's machine are; SettingError if they are of another format."""
     path = results / "efficiency" / f"{machine_name(run.device)}.csv"
     if path.exists():
@@ -102,7 +102,7 @@ def summary(path: Path, lines: list[Line]) -> str:
     return "\n".join([*rows, f"  appended to {path}"])
 
 
-def plainly(run: Run) -> Run:
+def plainly(run: RunSpec) -> RunSpec:
     """A run without what does not matter to what it measures: transformers' caches have no method and no budget."""
     if run.task.baseline == "none":
         return run
@@ -117,7 +117,7 @@ def machine_name(device: str) -> str:
     return "-".join("".join(char if char.isalnum() else " " for char in name.lower()).split())
 
 
-def settings(run: Run) -> Line:
+def settings(run: RunSpec) -> Line:
     """The settings' columns of a run."""
     task, method = run.task, run.groups["method"]
     default = catalogue.settings("method", method["name"], {"preset": method["preset"]} if "preset" in method else None)
@@ -136,17 +136,17 @@ def settings(run: Run) -> Line:
     }  # fmt: skip
 
 
-def cell_of(run: Run) -> str:
+def cell_of(run: RunSpec) -> str:
     """What names a cell: its settings, the machine, the versions, and the sources that can change what is measured."""
     value = run.value | {"sources": sources(run)}
     return sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def sources(run: Run) -> str:
+def sources(run: RunSpec) -> str:
     return source_hash(["kvbench.efficiency.measure", *run.modules()])
 
 
-def versions(run: Run) -> Mapping[str, Any]:
+def versions(run: RunSpec) -> Mapping[str, Any]:
     own = {name: version(name) if find_spec(name) else "" for name in ("torch", "transformers", "triton")}
     own |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version()}
     own |= {"cuda": torch.version.cuda or "", "sources": sources(run), "commit": "", "driver": ""}

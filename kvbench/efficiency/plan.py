@@ -18,11 +18,11 @@ import yaml
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from kvbench.config.catalogue import CONF, composed
+from kvbench.config.catalogue import CONF, compose_overrides
 from kvbench.efficiency import caches
 from kvbench.efficiency import measure as efficiency
 from kvbench.engine import timing
-from kvbench.runs.spec import Run
+from kvbench.runs.spec import RunSpec
 from kvbench.validation import SettingError, choose
 
 PLAN = CONF / "efficiency" / "plan.yaml"
@@ -43,7 +43,7 @@ def cells(lines: Sequence[str]) -> Iterator[list[str]]:
 
 def measure(settings: list[str], results: Path, loaded: tuple | None) -> tuple:
     """Measure one cell; returns what is loaded now: the model before, if another one, is dropped first."""
-    run = Run.from_config(composed([*EVERY, *settings, f"results={results}"]))
+    run = RunSpec.from_config(compose_overrides([*EVERY, *settings, f"results={results}"]))
     key = (run.checkpoint, run.dtype, run.device)
     if loaded not in (None, key):
         caches.weights.cache_clear()

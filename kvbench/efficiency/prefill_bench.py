@@ -26,18 +26,18 @@ import yaml
 from torch import Tensor
 from tqdm import tqdm
 
-from kvbench.cache.policy import Choice
+from kvbench.cache.policy import CachePolicy
 from kvbench.config.catalogue import build, methods_available, names, settings
 from kvbench.engine.compressed_cache import choose_cache
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Words
-from kvbench.models.chat_template import words
+from kvbench.interfaces.observation import PromptEncoder
+from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.runs.runner import machine
 from kvbench.runs.spec import UNCUT
-from kvbench.validation import SettingError, choose, whole, writing
+from kvbench.validation import SettingError, choose, require_int, writing
 
 LIMIT = 1.3  # of the full cache's time
 LIMIT_LSE = 2.0
@@ -54,7 +54,7 @@ class Setup:
     def __str__(self) -> str:
         return " ".join([self.method, *(own for own in (self.allocator, self.codec) if own not in UNCUT.values())])
 
-    def choice(self, method_args: Mapping[str, Any]) -> Choice:
+    def choice(self, method_args: Mapping[str, Any]) -> CachePolicy:
         """The three, constructed; SettingError where they cannot work."""
         return choose_cache(
             build("method", settings("method", self.method, method_args)),
@@ -100,20 +100,22 @@ def setups(methods: Sequence[str], cross: str | None) -> list[Setup]:
 
 def limit(method: Method) -> float | None:
     """How many times the full cache's prefill a method may take, None for one that has no limit."""
-    return None if method.rereads else LIMIT_LSE if method.wants_lse else LIMIT
+    return None if method.needs_extra_reads else LIMIT_LSE if method.wants_lse else LIMIT
 
 
-def seconds(model: torch.nn.Module, choice: Choice, budget: Budget, ids: Tensor, own: Words | None) -> float:
+def seconds(
+    model: torch.nn.Module, choice: CachePolicy, budget: Budget, ids: Tensor, own: PromptEncoder | None
+) -> float:
     """Of one prefill of `ids` (1, tokens) as one block; `own`: for methods that have words for the model."""
     gc.collect()  # the cache before this one
     start = time.perf_counter()
-    Context(model, choice, budget, None, (0,), words=own).prefill(ids)
+    GenerationContext(model, choice, budget, None, (0,), words=own).prefill(ids)
     return time.perf_counter() - start
 
 
 def measure(
     model: torch.nn.Module, ids: Tensor, budget: Budget, rounds: int, chosen: Sequence[Setup],
-    method_args: Mapping[str, Mapping[str, Any]], own_words: Words | None = None,
+    method_args: Mapping[str, Mapping[str, Any]], own_words: PromptEncoder | None = None,
 ) -> list[Cost]:  # fmt: skip
     """The costs in the order of `chosen`; `method_args`: settings by method."""
     full = Setup().choice({})
@@ -198,7 +200,7 @@ def method_args(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
 def time_all(options: Namespace, command: str) -> None:
     """Measure, save and print."""
     for name in ("tokens", "rounds"):
-        whole(f"--{name}", getattr(options, name), 1)
+        require_int(f"--{name}", getattr(options, name), 1)
     for method in (*options.methods, options.cross or UNCUT["method"]):
         choose("--methods", method, methods_available())
     if options.out.is_dir() or any(own.is_file() for own in options.out.parents):
@@ -207,7 +209,7 @@ def time_all(options: Namespace, command: str) -> None:
     checkpoint = Checkpoint("timed", find_model(options.model))
     if options.tokens > checkpoint.longest():
         raise SettingError(f"--tokens={options.tokens}: the model takes {checkpoint.longest()}")
-    model, own_words = checkpoint.weights(torch.float32, "cpu"), words(checkpoint.tokenizer())
+    model, own_words = checkpoint.weights(torch.float32, "cpu"), make_prompt_encoder(checkpoint.tokenizer())
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(vocabulary, (1, options.tokens), generator=torch.Generator().manual_seed(0))
     costs = measure(model, ids, budget, options.rounds, setups(options.methods, options.cross), own, own_words)

@@ -15,12 +15,12 @@ from torch import Tensor
 from kvbench.efficiency.roofline import Machine, score_needs
 from kvbench.engine import timing
 from kvbench.engine.timing import fits, spread
-from kvbench.interfaces.method import Method, shrink
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.method import Method, fit_protected
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows, mass_dtype
 from kvbench.kernels.dispatch import only
 from kvbench.models.transformers_port import layout_of
-from kvbench.runs.spec import DTYPES, Run
+from kvbench.runs.spec import DTYPES, RunSpec
 from kvbench.store.efficiency_csv import Line, exhausted, line
 from kvbench.validation import SettingError
 
@@ -33,7 +33,7 @@ class Score:
     sizes: dict[str, int]
 
 
-def score(run: Run) -> Iterator[Line]:
+def score(run: RunSpec) -> Iterator[Line]:
     """The method's score: time, scratch, what it moves and computes, kernels."""
     task, device = run.task, run.device
     timing.clear(device)
@@ -59,13 +59,13 @@ def score(run: Run) -> Iterator[Line]:
         yield line("kernel_us", "us", us, name[:120]) | {"count": count}
 
 
-def scoring(run: Run) -> Score:
+def scoring(run: RunSpec) -> Score:
     """The score of a run's method on `task.length` rows, of which the last block's are `block_size` or all.
 
     SettingError for a method that does not score when a block was read.
     """
     method, task = run.choice().method, run.task
-    if method.reads or method.rereads or method.name == "full":
+    if method.attends_subset or method.needs_extra_reads or method.name == "full":
         raise SettingError(f"task.measure=scoring: {method.name} scores nothing when a block was read")
     config = run.checkpoint.config().get_text_config(decoder=True)
     shape, dtype = layout_of(config), DTYPES[run.dtype]
@@ -81,7 +81,7 @@ def scoring(run: Run) -> Score:
         seen_rows = torch.arange(task.length - tokens + 1, task.length + 1, device=run.device)
         lse = (seen_rows.to(rows.mass.dtype).log() + 0.5).expand(batch, query_heads, tokens).contiguous()
     layers = tuple(layer for layer in range(shape.layers) if layer not in shape.sliding)
-    seen = Seen(
+    observation = Observation(
         normal(batch, query_heads, tokens, shape.dim), normal(batch, query_heads, tokens, shape.dim), lse,
         shape.dim**-0.5, normal(config.hidden_size, query_heads * shape.dim), Rotation(shape.dim),
         layers[len(layers) // 2], shape.layers, task.length - tokens, task.length, True, False, layers,
@@ -95,20 +95,20 @@ def scoring(run: Run) -> Score:
     @torch.inference_mode()
     def call() -> Any:
         with only(task.implementation):
-            return ask(method, seen, rows, State(seeds, {}, shared), quota)
+            return ask(method, observation, rows, State(seeds, {}, shared), quota)
 
     return Score(call, sizes)
 
 
-def ask(method: Method, seen: Seen, rows: Rows, state: State, quota: int) -> Any:
+def ask(method: Method, observation: Observation, rows: Rows, state: State, quota: int) -> Any:
     """What the engine asks after a block (kvbench.cache.layer)."""
     if method.overrides("update"):
-        columns = {**rows.columns, **method.update(seen, rows, state)}
+        columns = {**rows.columns, **method.update(observation, rows, state)}
         rows = Rows(rows.keys, rows.values, rows.places, rows.mass, columns)
     if method.scores:
-        return method.score(seen, rows, state)
-    sinks, recents = method.protect_sinks(seen, rows, quota), method.protect(seen, rows, quota)
-    protected = shrink(sinks, recents, rows, quota)
+        return method.score(observation, rows, state)
+    sinks, recents = method.protect_sinks(observation, rows, quota), method.protect(observation, rows, quota)
+    protected = fit_protected(sinks, recents, rows, quota)
     quotas = torch.full(rows.mass.shape[:2], quota, device=rows.mass.device)
     after = method.cut(rows, rows.mass, quotas, protected, quota)
     return [after.keys, after.values, after.mass]

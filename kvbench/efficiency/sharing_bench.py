@@ -25,12 +25,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config import catalogue
 from kvbench.efficiency.measure import machine_name, versions
-from kvbench.runs.resources import Bench
+from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_all
-from kvbench.runs.spec import Run
+from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import append, check
-from kvbench.sweeps.compose import Asked
-from kvbench.validation import SettingError, whole, writable
+from kvbench.sweeps.compose import SweepOverrides
+from kvbench.validation import SettingError, require_int, writable
 
 METHODS = ("snapkv", "keydiff", "dropkv", "knorm", "tova", "expected_attention")
 BUDGETS = (0.1, 0.3)
@@ -55,15 +55,15 @@ class Saving:
         return median(self.alone) / median(self.together)
 
 
-def measure(runs: Sequence[Run], short: Sequence[Run], rounds: int, bench: Bench) -> Saving:
+def measure(runs: Sequence[RunSpec], short: Sequence[RunSpec], rounds: int, bench: Resources) -> Saving:
     """Of runs that read their prompts together; `short`: the same on short prompts."""
-    spent(short, Bench(short[0], {"model": bench.model, "tokenizer": bench.tokenizer}), True)
+    spent(short, Resources(short[0], {"model": bench.model, "tokenizer": bench.tokenizer}), True)
     bench.prompts  # noqa: B018 - drawn before anything is timed
     found = [(spent(runs, bench, True), spent(runs, bench, False)) for _ in range(rounds)]
     return Saving(*map(tuple, zip(*found, strict=True)))
 
 
-def spent(runs: Sequence[Run], bench: Bench, together: bool) -> float:
+def spent(runs: Sequence[RunSpec], bench: Resources, together: bool) -> float:
     """Seconds to make the records of the runs in a new folder."""
     with TemporaryDirectory() as folder:
         begin = time.perf_counter()
@@ -76,16 +76,16 @@ def spent(runs: Sequence[Run], bench: Bench, together: bool) -> float:
         return time.perf_counter() - begin
 
 
-def cells(asked: Asked, *more: str) -> tuple[DictConfig, list[Run]]:
+def cells(asked: SweepOverrides, *more: str) -> tuple[DictConfig, list[RunSpec]]:
     """The full cache's run and those of all cells; SettingError unless all read their prompts together."""
     given = [axis.key_or_group for axis in asked.axes] + [line.partition("=")[0] for line in asked.fixed]
     usual = {"method": METHODS, "budget": BUDGETS}
     lines = [f"{name}={','.join(map(str, own))}" for name, own in usual.items() if name not in given]
-    axes = [*asked.axes, *Asked.of(lines).axes]
+    axes = [*asked.axes, *SweepOverrides.of(lines).axes]
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
         [chosen] = BasicSweeper.split_arguments(axes, None)
-        configs = [catalogue.composed([*asked.fixed, *own, *more]) for own in chosen]
-        runs = [Run.from_config(config) for config in configs]
+        configs = [catalogue.compose_overrides([*asked.fixed, *own, *more]) for own in chosen]
+        runs = [RunSpec.from_config(config) for config in configs]
     runs = list({str(run.value): run for run in [runs[0].baseline(), *runs]}.values())
     if len({run.reading for run in runs}) > 1 or runs[0].reading is None or len(runs) < 3:
         raise SettingError("method: cells that read their prompts together, two at least; not all of these do")
@@ -95,12 +95,12 @@ def cells(asked: Asked, *more: str) -> tuple[DictConfig, list[Run]]:
 def report(arguments: Sequence[str]) -> None:
     rounds = next((own.removeprefix(ROUNDS) for own in arguments if own.startswith(ROUNDS)), "1")
     rounds = int(rounds) if rounds.isdecimal() else rounds
-    whole("rounds", rounds, 1)
+    require_int("rounds", rounds, 1)
     try:
-        asked = Asked.of([own for own in arguments if not own.startswith(ROUNDS)])
+        asked = SweepOverrides.of([own for own in arguments if not own.startswith(ROUNDS)])
         config, runs = cells(asked)
     except (HydraException, OmegaConfBaseException) as error:
-        raise SettingError(catalogue.one_line(error) or " ".join(str(error).split())) from None
+        raise SettingError(catalogue.error_message(error) or " ".join(str(error).split())) from None
     writable("results", Path(config.results))
     length = runs[0].task.length
     if length is None or runs[0].measures:
@@ -110,7 +110,7 @@ def report(arguments: Sequence[str]) -> None:
     path = Path(config.results) / "efficiency" / f"share-{name}.csv"
     if path.exists():
         check(path, COLUMNS)
-    bench = Bench(first)
+    bench = Resources(first)
     saving = measure(runs, short, rounds, bench)
     line = {
         "machine": name, "model": first.checkpoint.name, "weights": first.checkpoint.identity(),

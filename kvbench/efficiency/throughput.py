@@ -4,19 +4,19 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kvbench.efficiency.caches import WARMED, Subject, loaded, prompt, subject
+from kvbench.efficiency.caches import WARMED, CacheUnderTest, load_model, prompt, subject
 from kvbench.engine import timing
 from kvbench.engine.timing import fits, spread
-from kvbench.runs.spec import Run
+from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import Line, exhausted, line
 
 PROBE = 3  # tokens that a batch must decode to count as fitting
 CPU_BATCH = 8  # largest batch tried on a CPU, where memory does not run out in time
 
 
-def throughput(run: Run) -> Iterator[Line]:
+def throughput(run: RunSpec) -> Iterator[Line]:
     """The largest batch that fits, and tokens that it decodes in a second."""
-    task, device, model = run.task, run.device, loaded(run)
+    task, device, model = run.task, run.device, load_model(run)
     own, ids = subject(model, run), prompt(run, model, 1)
     copied = task.fill == "replicated"
 
@@ -51,7 +51,7 @@ def throughput(run: Run) -> Iterator[Line]:
         yield line("peak_decode_bytes", "bytes", timing.peak(device))
 
 
-def guess(own: Subject, device: str) -> int:
+def guess(own: CacheUnderTest, device: str) -> int:
     """A batch that should just fit, from what one sample holds and what is free."""
     if device == "cpu":
         return CPU_BATCH

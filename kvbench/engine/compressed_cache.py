@@ -9,26 +9,26 @@ from torch import Tensor
 
 from kvbench.cache.guard import reason_against
 from kvbench.cache.layer import Layer
-from kvbench.cache.policy import Choice
+from kvbench.cache.policy import CachePolicy
 from kvbench.cache.storage import Bytes
 from kvbench.config.catalogue import build, settings
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
-from kvbench.models.chat_template import words
+from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.checkpoint import stop_tokens
-from kvbench.validation import SettingError, whole
+from kvbench.validation import SettingError, require_int
 
 
-def choose_cache(method: Method, allocator: Allocator, codec: Codec) -> Choice:
+def choose_cache(method: Method, allocator: Allocator, codec: Codec) -> CachePolicy:
     """The three together; SettingError for a pair that cannot work, with the reason."""
     reason = reason_against(method, allocator, codec)
     if reason is not None:
         raise SettingError(reason)
-    return Choice(method, allocator, codec)
+    return CachePolicy(method, allocator, codec)
 
 
 def prefill(
@@ -47,7 +47,7 @@ def prefill(
     budget_of: str = "prompt",
     tokenizer: Any = None,
     prefix: int = 0,
-) -> "Held":
+) -> "CompressedCache":
     """Read `input_ids` (batch, tokens), prompts of one length, and cut the cache as `method` says.
 
     `budget`: float in (0, 1] or int >= 2 rows per layer and KV head, held, or looked at where a
@@ -67,12 +67,12 @@ def prefill(
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     if not 0 <= int(input_ids.min()) <= int(input_ids.max()) < vocabulary:
         raise SettingError(f"input_ids: token ids from 0 to {vocabulary - 1}")
-    whole("seed", seed, 0)
+    require_int("seed", seed, 0)
     if seed >= 1 << 63:
         raise SettingError(f"seed={seed}: a whole number below 2^63")
     if block_size is not None:
-        whole("block_size", block_size, 1)
-    whole("prefix", prefix, 0)
+        require_int("block_size", block_size, 1)
+    require_int("prefix", prefix, 0)
     choice = choose_cache(
         build("method", settings("method", method, method_args)),
         build("allocator", settings("allocator", allocator, allocator_args)),
@@ -85,17 +85,17 @@ def prefill(
     alone = input_ids.device.type == "cpu"
     contexts = []
     for ids in input_ids.split(1) if alone else [input_ids]:
-        own = words(tokenizer) if tokenizer is not None else None
-        context = Context(model, choice, amount, block_size, (seed,) * len(ids), prefix, own)
+        own = make_prompt_encoder(tokenizer) if tokenizer is not None else None
+        context = GenerationContext(model, choice, amount, block_size, (seed,) * len(ids), prefix, own)
         context.prefill(ids)
         contexts.append(context)
-    return Held(contexts)
+    return CompressedCache(contexts)
 
 
-class Held:
+class CompressedCache:
     """What is held of a batch of prompts. Layers count from 0, heads are KV heads."""
 
-    def __init__(self, contexts: list[Context]) -> None:
+    def __init__(self, contexts: list[GenerationContext]) -> None:
         self.contexts = contexts
 
     @property
@@ -163,7 +163,7 @@ class Held:
         """Continuation, greedy unless `temperature` > 0: token ids (batch, up to max_new_tokens), ended by the model's
         end token, which is repeated where other samples go on. `stop`: other ids to end at (empty: none).
         """
-        whole("max_new_tokens", max_new_tokens, 1)
+        require_int("max_new_tokens", max_new_tokens, 1)
         model = self.contexts[0].model
         stop = stop_tokens(model) if stop is None else stop
         sampling = Sampling(temperature, top_p)
@@ -176,7 +176,7 @@ class Held:
         return torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in answers])
 
     @contextmanager
-    def branch(self) -> Iterator["Held"]:
+    def branch(self) -> Iterator["CompressedCache"]:
         """What is read inside is forgotten afterwards: several questions over one compressed context."""
         with ExitStack() as stack:
             for context in self.contexts:

@@ -13,20 +13,28 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.accounting import MemoryMeter
-from kvbench.cache.guard import Handed, check_shape, copy_containers, count_steps, readings, state_of, without_gradients
+from kvbench.cache.guard import (
+    Handed,
+    check_shape,
+    copy_containers,
+    count_steps,
+    extra_reads,
+    find_tensors,
+    without_gradients,
+)
 from kvbench.cache.layer import Layer, Layers, LayerSnapshot
-from kvbench.cache.policy import Choice, Progress
-from kvbench.cache.storage import Bytes, size
+from kvbench.cache.policy import CachePolicy, Progress
+from kvbench.cache.storage import Bytes, count_bytes
 from kvbench.engine.decode_path import DecodePath
-from kvbench.engine.fixed_quota_rows import repeats, steady
-from kvbench.engine.graph_decoding import appends
-from kvbench.engine.graph_prefill import SHORT, Blocks
+from kvbench.engine.fixed_quota_rows import is_at_quota, is_shift_invariant
+from kvbench.engine.graph_decoding import only_appends
+from kvbench.engine.graph_prefill import SHORT, GraphPrefill
 from kvbench.engine.timing import now
 from kvbench.interfaces.budget import Budget
-from kvbench.interfaces.observation import Reading, State, Words
+from kvbench.interfaces.observation import ExtraRead, PromptEncoder, State
 from kvbench.kernels.dispatch import FAST
-from kvbench.models.decoder_weights import weights_of
-from kvbench.models.transformers_port import Frequencies, attached, forward, layout, make_cache
+from kvbench.models.decoder_weights import collect_weights
+from kvbench.models.transformers_port import Frequencies, forward, kvbench_attention, layout, make_cache
 from kvbench.validation import ContractError, SettingError
 
 MOST = 8192  # tokens of blocks that are read as one: what they take beside the cache stays small
@@ -59,18 +67,18 @@ class PromptContext:
     def __init__(
         self,
         model: torch.nn.Module,
-        choice: Choice,
+        choice: CachePolicy,
         budget: Budget,
         block_size: int | None,
         seeds: tuple[int, ...],
         prefix: int = 0,
-        words: Words | None = None,
+        words: PromptEncoder | None = None,
         compile: bool = True,
         answer: int = 0,
     ) -> None:
         self.model, self.choice, self.budget, self.block_size, self.seeds = model, choice, budget, block_size, seeds
         self.device = next(model.parameters()).device.type
-        self.prefix, self.words, self.answer = prefix, words or Words(), answer
+        self.prefix, self.words, self.answer = prefix, words or PromptEncoder(), answer
         shape = layout(model)
         check_shape(choice.method, shape.layers, shape.heads, shape.dim, shape.sliding)
         state = State(seeds)
@@ -90,8 +98,8 @@ class PromptContext:
         self.decoding = "modules"  # or "graph": what read the answer's tokens
         self.lent: list[tuple[int, ref[Tensor]]] = []  # layer, keys or values that other contexts may hold (together)
         self.path: DecodePath | None = None  # reads the answer that is under way
-        usable = compile and capturable(model) and appends(choice)
-        self.weights = weights_of(model) if usable else None  # of models that can be decoded in a graph
+        usable = compile and can_capture(model) and only_appends(choice)
+        self.weights = collect_weights(model) if usable else None  # of models that can be decoded in a graph
 
     @property
     def progress(self) -> Progress:
@@ -121,10 +129,10 @@ class PromptContext:
             raise SettingError(f"block_size={self.block_size}: {self.choice.method.name} needs the prompt as one block")
         self.begin(prompt)
         again, size = self._readings(ids), self.block_size or prompt
-        captured = self.weights is not None and repeats(self.choice) and size <= SHORT and not each
+        captured = self.weights is not None and is_shift_invariant(self.choice) and size <= SHORT and not each
         captured = captured and self.budget.of == "prompt"
         quota = self.budget.rows(prompt, prompt) if captured else None
-        with attached(self.model):
+        with kvbench_attention(self.model):
             while self.seen < prompt:
                 tokens = min(size, prompt - self.seen)
                 if quota is not None and self.seen < quota:  # blocks that fit the quota are cut by nothing: read as one
@@ -135,9 +143,9 @@ class PromptContext:
                 if each:
                     each(logits)
                 count = (prompt - self.seen - 1) // size  # whole blocks before the last
-                if quota is not None and count >= FEW and steady(self.own_layers, quota):
+                if quota is not None and count >= FEW and is_at_quota(self.own_layers, quota):
                     more = ids[:, self.seen : self.seen + count * size]
-                    Blocks(self.weights, self.own_layers, more, size, quota, self.seen).read()
+                    GraphPrefill(self.weights, self.own_layers, more, size, quota, self.seen).read()
                     self.count_tokens(more.shape[1])
             self.set_progress(last=False)
             if again:
@@ -154,12 +162,12 @@ class PromptContext:
         forgets. Returns rows per head that the cut behind them leaves, None for all.
         """
         method, prompt, seen = self.choice.method, self.progress.prompt, self.seen + tokens
-        rows = None if method.reads else self.budget.rows(prompt, seen)
+        rows = None if method.attends_subset else self.budget.rows(prompt, seen)
         keeps_all = rows is None or rows >= prompt
         self.set_progress(
             last=seen == prompt,
             share=self.budget.share(prompt, seen),
-            quota=None if method.rereads else rows,
+            quota=None if method.needs_extra_reads else rows,
             room=(prompt - seen + self.answer if keeps_all else 0) + read_again,
         )
         return rows
@@ -181,19 +189,19 @@ class PromptContext:
         self.logits = logits
         return logits
 
-    def _readings(self, ids: Tensor) -> list[Reading]:
+    def _readings(self, ids: Tensor) -> list[ExtraRead]:
         """What the model reads about the prompt before the cut; nothing where all of it is kept."""
         method, prompt = self.choice.method, ids.shape[1]
         quota = self.budget.rows(prompt, prompt)
-        if not method.rereads or quota is None or quota >= prompt:
+        if not method.needs_extra_reads or quota is None or quota >= prompt:
             return []
-        found = readings(method, ids, self.progress.prefix, self.words, self.choice.exact)
+        found = extra_reads(method, ids, self.progress.prefix, self.words, self.choice.exact)
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
         if any(int(reading.ids.max()) >= vocabulary for reading in found):
             raise SettingError(f"method: {method.name} lets the model read token ids above its last, {vocabulary - 1}")
         return found
 
-    def _reread(self, readings: list[Reading], quota: int) -> None:
+    def _reread(self, readings: list[ExtraRead], quota: int) -> None:
         """Let the model read about the prompt, forget what it read but not what the method noted, and cut."""
         begin, layers = now(self.device), self.own_layers
         for reading in readings:
@@ -224,7 +232,7 @@ class PromptContext:
         (B, t, vocab).
         """
         self.leave_path()
-        with attached(self.model):
+        with kvbench_attention(self.model):
             return self.read_tokens(ids)
 
     def read_tokens(self, ids: Tensor) -> Tensor:
@@ -239,7 +247,7 @@ class PromptContext:
             self.since_cut = 0
         self.set_progress(
             decoding=True,
-            look=self.budget.rows(self.progress.prompt, seen) if method.reads else self.progress.look,
+            look=self.budget.rows(self.progress.prompt, seen) if method.attends_subset else self.progress.look,
             share=None if rows is None else Fraction(rows),
         )
         logits = self._read(ids, rows, keep=0)
@@ -277,7 +285,7 @@ class PromptContext:
         for layer in self.own_layers:
             layer.check_stamped()
         quota, allocator = self.progress.quota, self.choice.allocator
-        if quota is not None and not self.choice.method.allots:
+        if quota is not None and not self.choice.method.sets_head_quotas:
             self._check_total(quota, f"allocator={allocator.name}")
         noted = [(line, flag) for layer in self.own_layers for line, flag in layer.guard.faults.items()]
         if not noted:
@@ -327,7 +335,7 @@ class PromptContext:
         self.leave_path()
         snapshot, lent = self.snapshot(), self._lent()
         kept = self.own_layers[0].guard.handed()
-        for name, tensor in state_of({"state.shared": snapshot.shared}):
+        for name, tensor in find_tensors({"state.shared": snapshot.shared}):
             kept.add(name, tensor)
         try:
             yield
@@ -390,7 +398,7 @@ class PromptContext:
     def bytes(self) -> Bytes:
         """What the cache occupies now; sliding-window layers count as rows."""
         total = sum((layer.bytes() for layer in self.own_layers), Bytes())
-        shared = size(v for v in self.own_layers[0].state.shared.values() if isinstance(v, Tensor))
+        shared = count_bytes(v for v in self.own_layers[0].state.shared.values() if isinstance(v, Tensor))
         return total + Bytes(rows=self.sliding_bytes(), state=shared)
 
     def sliding_bytes(self) -> int:
@@ -402,7 +410,7 @@ class PromptContext:
         return self.sliding_bytes() + sum(layer.full_bytes() for layer in self.own_layers)
 
 
-def capturable(model: torch.nn.Module) -> bool:
+def can_capture(model: torch.nn.Module) -> bool:
     """Whether the model is where graphs are recorded, in a dtype of the kernels: a reference waits for the host."""
     like = next(model.parameters())
     return like.is_cuda and like.device.index == torch.cuda.current_device() and like.dtype in FAST

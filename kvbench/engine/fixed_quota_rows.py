@@ -3,7 +3,7 @@ cut to its quota again. A prompt is read so in short blocks, and an answer by a 
 
 It serves a method that scores rows by what is shown and by their distance to it: then every interval between two cuts
 does the same, whatever its place, and can be recorded once in a CUDA graph. Places are kept as if each interval began
-at `BEGIN`. What stays at a cut is gathered into room for one layer, which all layers share, and copied back.
+at `INTERVAL_ORIGIN`. What stays at a cut is gathered into room for one layer, which all layers share, and copied back.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,27 +13,27 @@ from torch import Tensor
 
 from kvbench.cache.eviction import bound_scores
 from kvbench.cache.layer import Layer
-from kvbench.cache.policy import Choice
+from kvbench.cache.policy import CachePolicy
 from kvbench.engine.graph_decoding import Norms
 from kvbench.interfaces.codec import Plain
-from kvbench.interfaces.method import shrink
-from kvbench.interfaces.observation import Seen
+from kvbench.interfaces.method import fit_protected
+from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows, mass_dtype
 from kvbench.kernels.attention import attend_ragged
 from kvbench.kernels.rope_append import append
 from kvbench.kernels.row_selection import gather_rows, kept_indices
-from kvbench.models.decoder_weights import Weights
+from kvbench.models.decoder_weights import DecoderWeights
 from kvbench.validation import ContractError
 
-BEGIN = 1 << 40  # place of the first token of every interval, larger than any prompt
+INTERVAL_ORIGIN = 1 << 40  # place of the first token of every interval, larger than any prompt
 
 
-def repeats(choice: Choice) -> bool:
+def is_shift_invariant(choice: CachePolicy) -> bool:
     """Whether every interval between two cuts does the same to layers that hold their quota."""
-    return choice.method.relative and choice.allocator.is_uniform and not choice.codec.packs
+    return choice.method.position_free and choice.allocator.is_uniform and not choice.codec.packs
 
 
-def steady(layers: Sequence[Layer], quota: int) -> bool:
+def is_at_quota(layers: Sequence[Layer], quota: int) -> bool:
     """Whether all layers hold just their quota of single tokens, evenly."""
     return all(
         own.rows.even and own.rows.longest == quota and own.rows.tail == 0 and own.rows.mass is None and own.rows.is_raw
@@ -41,11 +41,11 @@ def steady(layers: Sequence[Layer], quota: int) -> bool:
     )
 
 
-class SteadyRows:
+class FixedQuotaRows:
     """Rows of L layers that hold `quota` a head, and room for the `size` tokens between two cuts."""
 
     def __init__(
-        self, weights: Weights, layers: Sequence[Layer], tokens: int, size: int, quota: int, seen: int,
+        self, weights: DecoderWeights, layers: Sequence[Layer], tokens: int, size: int, quota: int, seen: int,
         implementation: str | None = None,
     ) -> None:  # fmt: skip
         """`tokens` are to come behind `seen` others."""
@@ -56,8 +56,8 @@ class SteadyRows:
         self.rows = like.new_zeros(len(layers), 2, *shape, dim)  # keys and values, (L, 2, B, H, quota + size, d)
         self.spare = like.new_empty(2, *held, quota, dim)
         self.all = torch.arange(self.spare[0, ..., 0].numel(), device=device)  # its rows
-        self.places = torch.full((len(layers), *shape), BEGIN - 1, device=device)
-        self.places[..., quota:] = torch.arange(BEGIN, BEGIN + size, device=device)
+        self.places = torch.full((len(layers), *shape), INTERVAL_ORIGIN - 1, device=device)
+        self.places[..., quota:] = torch.arange(INTERVAL_ORIGIN, INTERVAL_ORIGIN + size, device=device)
         self.ones = torch.ones(shape, dtype=mass_dtype(like), device=device)
         self.quotas = torch.full(held, quota, device=device)
         intervals = -(-tokens // size)
@@ -72,7 +72,7 @@ class SteadyRows:
         return (number + 1) % self.size == 0
 
     def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
-        """What reads tokens in one layer after the other, for `decoding.through`: one token or, of a prompt, the
+        """What reads tokens in one layer after the other, for `forward_step`: one token or, of a prompt, the
         interval's. With `cuts` they are its last, and every layer is cut.
         """
         angles = [part.index_select(0, self.at)[0] for part in self.angles]
@@ -94,18 +94,18 @@ class SteadyRows:
         layer, quota = self.layers[index], self.quota
         progress, method, own = layer.progress, layer.method, {"implementation": self.implementation}
         (keys, values), places = self.rows[index].unbind(), self.places[index]
-        rows, first = Rows(keys, values, places, self.ones), BEGIN + self.size - queries.shape[2]
-        seen = Seen(
+        rows, first = Rows(keys, values, places, self.ones), INTERVAL_ORIGIN + self.size - queries.shape[2]
+        observation = Observation(
             queries, outputs, None, self.weights.scaling, self.weights.blocks[index].output, self.weights.rotation,
             index, len(self.layers), first, progress.prompt, False, progress.decoding, layer.cut_layers,
             progress.prefix,
         )  # fmt: skip
         with layer.guard.unnoted():  # `worst` has it: nothing is added to a graph that runs for every token
-            scores = method.score(seen, rows, layer.state).to(self.ones.dtype)
+            scores = method.score(observation, rows, layer.state).to(self.ones.dtype)
             self.worst.copy_(torch.maximum(self.worst, scores.max()))
-            sinks, recents = method.protect_sinks(seen, rows, quota), method.protect(seen, rows, quota)
+            sinks, recents = method.protect_sinks(observation, rows, quota), method.protect(observation, rows, quota)
             if sinks is not None or recents is not None:
-                scores = bound_scores(scores).masked_fill(shrink(sinks, recents, rows, quota), torch.inf)
+                scores = bound_scores(scores).masked_fill(fit_protected(sinks, recents, rows, quota), torch.inf)
             kept = method.select(scores, self.quotas)
         layer.guard.release()
         which = kept_indices(kept, self.quotas.numel() * quota, **own)
@@ -142,7 +142,9 @@ class SteadyRows:
                 into[:, :, :quota] = old.view(*self.quotas.shape, quota, -1)
                 if like.tail:
                     into[:, :, quota : quota + like.tail] = new[:, :, : like.tail]
-            self.places[index, ..., :quota] = layer.rows.places.view(*self.quotas.shape, quota).long() - begin + BEGIN
+            self.places[index, ..., :quota] = (
+                layer.rows.places.view(*self.quotas.shape, quota).long() - begin + INTERVAL_ORIGIN
+            )
         self.at.fill_((begin - self.seen) // self.size)
         self.since.fill_(like.tail)
         self.worst.zero_()
@@ -155,5 +157,5 @@ class SteadyRows:
         for index, layer in enumerate(self.layers if more else ()):
             held = [part[:, :, :quota].flatten(0, 2) for part in self.rows[index]]
             tail = [part[:, :, quota : quota + since].clone() for part in self.rows[index]] if since else None
-            places = (self.places[index, ..., :quota] + (begin - BEGIN)).int().flatten()
+            places = (self.places[index, ..., :quota] + (begin - INTERVAL_ORIGIN)).int().flatten()
             layer.replace_rows(Plain(*held), places, tail, more, self.size)

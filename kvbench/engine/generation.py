@@ -15,17 +15,17 @@ from torch import Tensor
 from kvbench.cache.guard import without_gradients
 from kvbench.engine.context import ROOM, PromptContext
 from kvbench.engine.decode_path import DecodePath
-from kvbench.engine.fixed_quota_rows import SteadyRows, repeats, steady
-from kvbench.engine.graph_decoding import Decoder, GrowingRows
+from kvbench.engine.fixed_quota_rows import FixedQuotaRows, is_at_quota, is_shift_invariant
+from kvbench.engine.graph_decoding import GraphDecoder, GrowingRows
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.timing import now
-from kvbench.models.transformers_port import attached
+from kvbench.models.transformers_port import kvbench_attention
 
 WORTH = 8  # tokens that must be left for a graph to be captured
 WORTH_BETWEEN_CUTS = 32  # the same where the next cut makes it useless
 
 
-class Context(PromptContext):
+class GenerationContext(PromptContext):
     """A batch of prompts of one length in one compressed cache, which answers."""
 
     @without_gradients
@@ -91,12 +91,12 @@ class Context(PromptContext):
                 layer.reserve(find_first_cut(self, tokens - 1) or tokens - 1)
 
 
-def open_path(context: Context, token: Tensor, left: int, sampling: Sampling, draws: Tensor) -> DecodePath:
+def open_path(context: GenerationContext, token: Tensor, left: int, sampling: Sampling, draws: Tensor) -> DecodePath:
     """The path that reads `token` (B,) and those behind it; `left` tokens are to be read, with draws (B, left + 1)."""
     if context.weights is not None:
         quota = find_constant_quota(context, left)
         if quota is not None:
-            rows = partial(SteadyRows, size=context.choice.method.decode_interval, quota=quota)
+            rows = partial(FixedQuotaRows, size=context.choice.method.decode_interval, quota=quota)
             return GraphPath(context, rows, token, left, sampling, draws)
         cut = find_first_cut(context, left)
         before_cut = left if cut is None else cut - 1
@@ -105,7 +105,7 @@ def open_path(context: Context, token: Tensor, left: int, sampling: Sampling, dr
     return ModulePath(context, token, left, sampling, draws)
 
 
-def find_first_cut(context: Context, left: int) -> int | None:
+def find_first_cut(context: GenerationContext, left: int) -> int | None:
     """Find after which of the next `left` tokens, counted from 1, the first cut follows that may take rows away.
     Returns None if there is none.
     """
@@ -114,14 +114,14 @@ def find_first_cut(context: Context, left: int) -> int | None:
     if quota is None:
         return None
     free = 0  # tokens that uniform heads have room for
-    if context.choice.allocator.is_uniform and not method.allots and all(own.rows.even for own in layers):
+    if context.choice.allocator.is_uniform and not method.sets_head_quotas and all(own.rows.even for own in layers):
         free = max(0, quota - max(own.rows.longest_head for own in layers))
     first = method.decode_interval - context.since_cut
     first += max(0, -((first - free - 1) // method.decode_interval)) * method.decode_interval
     return first if first <= left else None
 
 
-def find_constant_quota(context: Context, left: int) -> int | None:
+def find_constant_quota(context: GenerationContext, left: int) -> int | None:
     """Find the quota, if every layer is exactly at it and will be cut back to it for all of the next `left` tokens.
     Returns None if the quota changes, or if the answer is too short to pay for capturing a graph.
     """
@@ -130,13 +130,15 @@ def find_constant_quota(context: Context, left: int) -> int | None:
         return None
     quota = context.find_decode_quota(context.seen + 1)
     is_constant = quota is not None and quota == context.find_decode_quota(context.seen + left)
-    return quota if is_constant and repeats(context.choice) and steady(context.own_layers, quota) else None
+    return (
+        quota if is_constant and is_shift_invariant(context.choice) and is_at_quota(context.own_layers, quota) else None
+    )
 
 
 class ModulePath:
     """Reads one token through the model's modules. Behind it a graph may serve again, so it is over after one."""
 
-    def __init__(self, context: Context, token: Tensor, left: int, sampling: Sampling, draws: Tensor) -> None:
+    def __init__(self, context: GenerationContext, token: Tensor, left: int, sampling: Sampling, draws: Tensor) -> None:
         self.context, self.token, self.left = context, token, left
         self.sampling, self.draws = sampling, draws
         self.began = context.stamps[-1]
@@ -146,7 +148,7 @@ class ModulePath:
         context, self.is_over = self.context, True
         begin = now(context.device)
         context.set_progress(room=(find_first_cut(context, self.left) or self.left) - 1)
-        with attached(context.model):  # not across a yield: another context may use the model meanwhile
+        with kvbench_attention(context.model):  # not across a yield: another context may use the model meanwhile
             context.read_tokens(self.token[:, None].to(context.logits.device))
         token = self.sampling.pick(context.logits, self.draws[:, 0]).cpu()
         return token, self.began + now(context.device) - begin
@@ -159,7 +161,13 @@ class GraphPath:
     """Reads tokens by replaying a CUDA graph. What it has read is counted when it is closed."""
 
     def __init__(
-        self, context: Context, make_rows: partial | type, token: Tensor, left: int, sampling: Sampling, draws: Tensor
+        self,
+        context: GenerationContext,
+        make_rows: partial | type,
+        token: Tensor,
+        left: int,
+        sampling: Sampling,
+        draws: Tensor,
     ) -> None:
         """`make_rows`: makes the rows of all layers at fixed addresses, `kvbench.engine.graph_decoding.StepRows`."""
         begin = now(context.device)
@@ -168,7 +176,7 @@ class GraphPath:
         context.decoding = "graph"
         rows = make_rows(context.weights, context.own_layers, left, seen=context.seen)
         token = token.to(context.logits.device)
-        self.decoder = Decoder(context.weights, rows, token, left, sampling.pick, draws)
+        self.decoder = GraphDecoder(context.weights, rows, token, left, sampling.pick, draws)
         context.capture_ms += 1000 * (now(context.device) - begin)
 
     @property

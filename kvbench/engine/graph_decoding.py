@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from kvbench.cache.layer import Layer
-from kvbench.cache.policy import Choice
+from kvbench.cache.policy import CachePolicy
 from kvbench.engine.timing import Stamps
 from kvbench.kernels.attention import attend_ragged
 from kvbench.kernels.fused_linear import rms_norm_linear, rms_norm_swiglu
 from kvbench.kernels.rope_append import append
-from kvbench.models.decoder_weights import Weights
+from kvbench.models.decoder_weights import DecoderWeights
 
 CHUNK = 16  # tokens between two looks of the host at what was decoded
 
@@ -27,8 +27,11 @@ CHUNK = 16  # tokens between two looks of the host at what was decoded
 Norms = tuple[Tensor, Tensor, float] | None  # of queries and keys: weights (d,) and ε
 
 
-def through(
-    weights: Weights, ids: Tensor, attend: Callable[[int, Sequence[Tensor], Norms], Tensor], implementation: str | None
+def forward_step(
+    weights: DecoderWeights,
+    ids: Tensor,
+    attend: Callable[[int, Sequence[Tensor], Norms], Tensor],
+    implementation: str | None,
 ) -> Tensor:
     """Hidden states (B·T, hidden) of tokens (B, T) behind the last layer. `attend`: layer, projected queries, keys and
     values (B·T, heads·d), norms to outputs (B, Hq, T, d).
@@ -46,14 +49,14 @@ def through(
 
 
 @cache
-def aside(gpu: int) -> torch.cuda.Stream:
+def capture_stream(gpu: int) -> torch.cuda.Stream:
     """Where graphs are made: one stream a GPU, since cuBLAS keeps a workspace for each stream that it ever ran on."""
     return torch.cuda.Stream(gpu)
 
 
 def capture(work: Callable[[], None], pool: tuple[int, int] | None = None) -> torch.cuda.CUDAGraph:
     """A graph of `work`, which is done once before it is recorded. `pool`: memory of graphs that never run at once."""
-    side = aside(torch.cuda.current_device())
+    side = capture_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         work()
@@ -64,10 +67,10 @@ def capture(work: Callable[[], None], pool: tuple[int, int] | None = None) -> to
     return graph
 
 
-def appends(choice: Choice) -> bool:
+def only_appends(choice: CachePolicy) -> bool:
     """Whether between two cuts nothing happens to a layer while decoding but that rows are appended and looked at."""
     method = choice.method
-    return not (method.reads or method.rolls or method.watches or choice.codec.packs)
+    return not (method.attends_subset or method.uses_cache_positions or method.watches or choice.codec.packs)
 
 
 class StepRows(Protocol):
@@ -77,7 +80,7 @@ class StepRows(Protocol):
         """Whether the layers are cut behind this token: another graph then."""
 
     def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
-        """What reads a token in one layer after the other, see `through`."""
+        """What reads a token in one layer after the other, see `forward_step`."""
 
     def advance(self, cuts: bool) -> None:
         """The token is through all layers."""
@@ -100,7 +103,12 @@ class GrowingRows:
     """
 
     def __init__(
-        self, weights: Weights, layers: Sequence[Layer], tokens: int, seen: int, implementation: str | None = None
+        self,
+        weights: DecoderWeights,
+        layers: Sequence[Layer],
+        tokens: int,
+        seen: int,
+        implementation: str | None = None,
     ) -> None:
         self.weights, self.layers, self.implementation = weights, layers, implementation
         for layer in layers:
@@ -145,11 +153,11 @@ class GrowingRows:
         self.kept = read
 
 
-class Decoder:
+class GraphDecoder:
     """Up to `tokens` further tokens of B samples, the first of which is `first` (B,)."""
 
     def __init__(
-        self, weights: Weights, rows: StepRows, first: Tensor, tokens: int,
+        self, weights: DecoderWeights, rows: StepRows, first: Tensor, tokens: int,
         pick: Callable[[Tensor, Tensor], Tensor], draws: Tensor, implementation: str | None = None,
     ) -> None:  # fmt: skip
         """`pick`: logits (B, vocab) and draws (B,) to token ids; draws (B, tokens), a number in [0, 1) for each token
@@ -176,7 +184,7 @@ class Decoder:
     def one(self, cuts: bool) -> None:
         """Read the token and pick the next."""
         weights, own = self.weights, {"implementation": self.implementation}
-        x = through(weights, self.token[:, None], self.rows.reader(cuts), self.implementation)
+        x = forward_step(weights, self.token[:, None], self.rows.reader(cuts), self.implementation)
         (logits,) = rms_norm_linear(x, [weights.head], norm=(weights.norm, weights.epsilon), **own)
         self.logits.copy_(logits)  # of whichever graph ran last
         self.token.copy_(self.pick(logits, self.draws.index_select(1, self.at).squeeze(1)))

@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvbench.cache.layer import Layer
-from kvbench.engine.fixed_quota_rows import SteadyRows
-from kvbench.engine.graph_decoding import capture, through
-from kvbench.models.decoder_weights import Weights
+from kvbench.engine.fixed_quota_rows import FixedQuotaRows
+from kvbench.engine.graph_decoding import capture, forward_step
+from kvbench.models.decoder_weights import DecoderWeights
 
 SHORT = 511  # tokens of the longest block that is read so: a longer one keeps a GPU busy anyway
 
 
-class Blocks:
+class GraphPrefill:
     """Blocks of `size` tokens: ids (B, n·size), behind `seen` others, read by layers that hold `quota` rows a head."""
 
     def __init__(
-        self, weights: Weights, layers: Sequence[Layer], ids: Tensor, size: int, quota: int, seen: int,
+        self, weights: DecoderWeights, layers: Sequence[Layer], ids: Tensor, size: int, quota: int, seen: int,
         implementation: str | None = None,
     ) -> None:  # fmt: skip
         self.weights, self.implementation = weights, implementation
         self.ids = ids.view(len(ids), -1, size)
-        self.rows = SteadyRows(weights, layers, ids.shape[1], size, quota, seen, implementation)
+        self.rows = FixedQuotaRows(weights, layers, ids.shape[1], size, quota, seen, implementation)
 
     def read(self) -> None:
         """Read all blocks and leave the layers as if they had read and cut them."""
@@ -39,5 +39,5 @@ class Blocks:
     def one(self) -> None:
         """Read the next block."""
         ids = self.ids.index_select(1, self.rows.at)[:, 0]
-        through(self.weights, ids, self.rows.reader(cuts=True), self.implementation)
+        forward_step(self.weights, ids, self.rows.reader(cuts=True), self.implementation)
         self.rows.advance(cuts=True)

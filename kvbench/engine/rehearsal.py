@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.guarded_hooks import HOOKS
-from kvbench.cache.policy import Choice
-from kvbench.engine.generation import Context
+from kvbench.cache.policy import CachePolicy
+from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
-from kvbench.interfaces.observation import Words
+from kvbench.interfaces.observation import PromptEncoder
 
 
-def rehearse(model: torch.nn.Module, choice: Choice, words: Words, ids: Tensor) -> None:
+def rehearse(model: torch.nn.Module, choice: CachePolicy, words: PromptEncoder, ids: Tensor) -> None:
     """Read a short prompt `ids` (1, n), cut it to half, and decode a few tokens, with exact guards: ContractError for a
     hook that writes into what it is handed by whatever way. If that was a weight of the model (`spoils_model`), the
     caller must load the model again.
@@ -25,7 +25,7 @@ def rehearse(model: torch.nn.Module, choice: Choice, words: Words, ids: Tensor) 
         method = replace(method, decode_interval=1, decode_size=None)
     own = replace(choice, method=method, exact=True)
     for block in {None} if method.one_block else {None, ids.shape[1] // 2}:
-        context = Context(model, own, Budget(0.5), block, (0,) * len(ids), 0, words, compile=False)
+        context = GenerationContext(model, own, Budget(0.5), block, (0,) * len(ids), 0, words, compile=False)
         context.prefill(ids)
         with context.branch():
             context.extend(ids[:, :2])

@@ -15,15 +15,15 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from kvbench.cache.guard import version, without_gradients
+from kvbench.cache.guard import count_writes, without_gradients
 from kvbench.cache.layer import Layer, Lazy
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.engine.timing import Stamps, now
-from kvbench.models.transformers_port import attached, forward, make_cache
+from kvbench.models.transformers_port import forward, kvbench_attention, make_cache
 from kvbench.validation import ContractError
 
 
-class Failed(Exception):
+class ContextFailed(Exception):
     """The context of this `number` raised what is the cause of this; the others can go on without it."""
 
     def __init__(self, number: int) -> None:
@@ -31,12 +31,12 @@ class Failed(Exception):
         self.number = number
 
 
-class Together:
+class FanOutLayer:
     """Layers of the same place in several contexts, as one layer for the model. `stamps`: behind attention, and behind
-    each of the layers; `watched`: see `Watched`.
+    each of the layers; `watched`: see `SharedTensors`.
     """
 
-    def __init__(self, layers: Sequence[Layer], watched: "Watched") -> None:
+    def __init__(self, layers: Sequence[Layer], watched: "SharedTensors") -> None:
         self.layers, self.watched = layers, watched
         self.stamps: Stamps | None = None
 
@@ -65,14 +65,14 @@ class Together:
         self.stamps = Stamps(queries.device.type)
         self.stamps.put()
         for number, layer in enumerate(self.layers):
-            with blamed(number):
+            with attribute_errors_to(number):
                 layer.after_attention(queries, outputs, lse, scaling, output_weight, rotation, Lazy(layer.rows.view))
                 self.watched.check(f"method={layer.choice.method.name}")
             self.stamps.put()
         return outputs
 
 
-class Watched:
+class SharedTensors:
     """Keys and values of the layers so far that several contexts may hold, with their versions. They are not kept
     alive: once all contexts have cut a layer, nobody holds them any more.
     """
@@ -83,38 +83,39 @@ class Watched:
     def add(self, layer: Layer) -> None:
         """Watch what the layer has just read, as the engine left it."""
         rows = layer.rows
-        self.tensors += [(ref(own), version(own), layer.index) for own in (rows.tail_keys, rows.tail_values)]
+        self.tensors += [(ref(own), count_writes(own), layer.index) for own in (rows.tail_keys, rows.tail_values)]
 
     def check(self, owner: str) -> None:
         """ContractError if something was written to since it was added; `owner` was asked last."""
         for reference, before, index in self.tensors:
             tensor = reference()
-            if tensor is not None and version(tensor) != before:
+            if tensor is not None and count_writes(tensor) != before:
                 line = f"a hook wrote into the keys or values of layer {index}, which other runs share"
                 raise ContractError(f"{owner}: {line}")
 
 
 @without_gradients
-def prefill(contexts: Sequence[Context], ids: Tensor) -> list[float]:
+def prefill(contexts: Sequence[GenerationContext], ids: Tensor) -> list[float]:
     """Read the prompt `ids` (B, n) into all contexts, which have the same model and read it as one block. Returns the
-    milliseconds of each: what all have in common and what it took itself. `Failed` names a context that cannot go on.
+    milliseconds of each: what all have in common and what it took itself. `ContextFailed` names a context that cannot
+    go on.
     """
     model, device, tokens = contexts[0].model, contexts[0].device, ids.shape[1]
     begin = now(device)
     for context in contexts:
         context.begin(tokens)
         context.expect(tokens)
-    watched = Watched()
-    layers = [Together(own, watched) for own in zip(*(context.layers for context in contexts), strict=True)]
+    watched = SharedTensors()
+    layers = [FanOutLayer(own, watched) for own in zip(*(context.layers for context in contexts), strict=True)]
     cache = make_cache(model, layers)
-    with attached(model):
+    with kvbench_attention(model):
         logits = forward(model, ids, cache, keep=1)[:, -1]
     spent = 1000 * (now(device) - begin)
     own = [sum(times) for times in zip(*(layer.stamps.between() for layer in layers), strict=True)]
     common = spent - sum(own)
     for number, context in enumerate(contexts):
         begin = now(device)
-        with blamed(number):
+        with attribute_errors_to(number):
             context.passed(tokens, cache.frequencies)
             context.end(logits)
             context.lent = [(index, reference) for reference, _, index in watched.tensors]
@@ -123,11 +124,11 @@ def prefill(contexts: Sequence[Context], ids: Tensor) -> list[float]:
 
 
 @contextmanager
-def blamed(number: int) -> Iterator[None]:
+def attribute_errors_to(number: int) -> Iterator[None]:
     """What is raised inside is said to be of the context of this number; memory may have run out because of any."""
     try:
         yield
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:
-        raise Failed(number) from error
+        raise ContextFailed(number) from error

@@ -36,19 +36,19 @@ from tqdm import tqdm
 
 from kvbench.cache.guard import check_shape
 from kvbench.config.catalogue import settings
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.task import Sample
-from kvbench.models.chat_template import TODAY, words
+from kvbench.models.chat_template import TODAY, make_prompt_encoder
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.configuration import positions
 from kvbench.models.transformers_port import layout
 from kvbench.runs.prompt import Prompt, divide
-from kvbench.runs.resources import Bench
-from kvbench.runs.responder import Reader, seed_of
-from kvbench.runs.spec import DTYPES, Run
-from kvbench.validation import SettingError, choose, whole
+from kvbench.runs.resources import Resources
+from kvbench.runs.responder import Responder, seed_of
+from kvbench.runs.spec import DTYPES, RunSpec
+from kvbench.validation import SettingError, choose, require_int
 
 FOLLOWED = ("until", "max_gen_toks", "do_sample", "temperature", "top_p")
 
@@ -89,10 +89,10 @@ class KVBenchLM(TemplateLM):
         choose("question", question, ("visible", "hidden"))
         choose("dtype", dtype, DTYPES)
         choose("device", device, ("cpu", "cuda"))
-        whole("seed", seed, 0)
-        whole("max_gen_toks", max_gen_toks, 1)
+        require_int("seed", seed, 0)
+        require_int("max_gen_toks", max_gen_toks, 1)
         if block_size is not None:
-            whole("block_size", block_size, 1)
+            require_int("block_size", block_size, 1)
         groups = {
             "method": settings("method", method, method_args),
             "allocator": settings("allocator", allocator, allocator_args),
@@ -106,7 +106,7 @@ class KVBenchLM(TemplateLM):
         else:
             checkpoint = Checkpoint(type(model).__name__, getattr(model, "name_or_path", ""))
             device = next(model.parameters()).device.type
-        self.run = Run(
+        self.run = RunSpec(
             checkpoint=checkpoint, groups=groups, budget=Budget(1.0 if method == "full" else budget, budget_of),
             block_size=block_size, question=question, seed=seed, sampling=Sampling(), task=None, task_settings={},
             device=device, dtype=dtype, max_batch=1,
@@ -114,7 +114,7 @@ class KVBenchLM(TemplateLM):
         self.choice = self.run.choice()  # refuses what does not go together before weights are loaded
         config = checkpoint.config() if isinstance(model, str) else model.config
         self.max_length = positions(config) if max_length is None else max_length
-        whole("max_length", self.max_length, 1)
+        require_int("max_length", self.max_length, 1)
         self.tokenizer = tokenizer or checkpoint.tokenizer()
         self.model = checkpoint.weights(DTYPES[dtype], device) if isinstance(model, str) else model
         shape = layout(self.model)
@@ -122,8 +122,8 @@ class KVBenchLM(TemplateLM):
         self.context_field, self.max_gen_toks, self.truncate = context_field, max_gen_toks, truncate
         self.records: list[dict] = []
         self._device = next(self.model.parameters()).device
-        self.reader = Reader(
-            self.run, Bench(self.run, {"tokenizer": self.tokenizer, "model": self.model, "prompts": {}})
+        self.reader = Responder(
+            self.run, Resources(self.run, {"tokenizer": self.tokenizer, "model": self.model, "prompts": {}})
         )
 
     @property
@@ -191,7 +191,7 @@ class KVBenchLM(TemplateLM):
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log p(continuation | context), whether greedy decoding would give it) for each."""
-        last: tuple[Prompt, Context] | None = None
+        last: tuple[Prompt, GenerationContext] | None = None
         found = []
         for request in tqdm(requests, disable=disable_tqdm):
             prompt, target = self._pair(request)
@@ -279,14 +279,16 @@ class KVBenchLM(TemplateLM):
         rest = prompt.rest[max(over - len(prompt.context), 0) :]
         return Prompt(context, rest) if context else Prompt(rest[:1], rest[1:])
 
-    def _held(self, prompt: Prompt) -> Context:
+    def _held(self, prompt: Prompt) -> GenerationContext:
         context = self._context(_hash(prompt.context), prompt.prefix)
         context.prefill(self._tensor(prompt.context))
         return context
 
-    def _context(self, group: str, prefix: int = 0) -> Context:
-        run, own = self.run, words(self.tokenizer)
-        return Context(self.model, self.choice, run.budget, run.block_size, (seed_of(run.seed, group),), prefix, own)
+    def _context(self, group: str, prefix: int = 0) -> GenerationContext:
+        run, own = self.run, make_prompt_encoder(self.tokenizer)
+        return GenerationContext(
+            self.model, self.choice, run.budget, run.block_size, (seed_of(run.seed, group),), prefix, own
+        )
 
     def _special(self, text: str) -> bool:
         return not (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
@@ -301,7 +303,7 @@ def _worth(logits: Tensor, target: Tensor) -> tuple[float, bool]:
     return float(chosen.sum()), bool((logits.argmax(-1) == target).all())
 
 
-def _held_bytes(context: Context) -> dict[str, int]:
+def _held_bytes(context: GenerationContext) -> dict[str, int]:
     """What a context holds after its cut."""
     return {"resident_bytes": context.bytes().rows, "full_bytes": context.full_bytes(), "rows_seen": context.seen}
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.hooks import Hooks
-from kvbench.interfaces.observation import Seen
+from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows
 
 
@@ -29,10 +29,12 @@ class Allocator(Hooks):
         """Whether every layer and head keeps the quota: no hook is overridden."""
         return not self.overrides("layer", "heads", "safe", "earlier")
 
-    def layer(self, quota: int, seen: Seen, rows: Callable[[], Rows], shared: dict[str, Any]) -> int | tuple[int, ...]:
+    def layer(
+        self, quota: int, observation: Observation, rows: Callable[[], Rows], shared: dict[str, Any]
+    ) -> int | tuple[int, ...]:
         """Rows per head of the layer that is being cut, one number per sample where they differ; over all layers the
-        mean must be `quota`, which is `seen.share` floored to whole rows. `shared` is one dict for all layers of a
-        batch, to remember what a layer showed (nothing in it may be changed in place); the record quotes
+        mean must be `quota`, which is `observation.share` floored to whole rows. `shared` is one dict for all layers of
+        a batch, to remember what a layer showed (nothing in it may be changed in place); the record quotes
         `shared["allocation"]`, a word on which rule applied.
         """
         return quota
@@ -48,7 +50,7 @@ class Allocator(Hooks):
         """(B, H, n) bool: rows that a head keeps whatever others have, `protected` among them; asked as `heads` is."""
         return protected
 
-    def earlier(self, quota: int, seen: Seen, shared: dict[str, Any]) -> dict[int, tuple[int, ...]]:
+    def earlier(self, quota: int, observation: Observation, shared: dict[str, Any]) -> dict[int, tuple[int, ...]]:
         """Rows per head, one number per sample, that layers before this one are cut to, again or, where `layer` let
         them keep all, for the first time (never refilled). Asked after every layer of allocators that cascade, but
         not while decoding.

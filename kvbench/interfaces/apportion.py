@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 
-def frozen(quotas: Sequence[int], before: int, quota: int) -> list[int]:
+def scale_quotas(quotas: Sequence[int], before: int, quota: int) -> list[int]:
     """Quotas that layers were given when the mean was `before`, kept in proportion when it is `quota`."""
     targets = [own * quota / before for own in quotas]
-    return settle(targets, [1] * len(targets), [quota * len(targets)] * len(targets), quota * len(targets))
+    return apportion(targets, [1] * len(targets), [quota * len(targets)] * len(targets), quota * len(targets))
 
 
-def settle(targets: Sequence[float | Fraction], least: list[int], most: list[int], total: int) -> list[int]:
+def apportion(targets: Sequence[float | Fraction], least: list[int], most: list[int], total: int) -> list[int]:
     """Whole numbers near `targets` that sum to `total` (or as near as the bounds allow) within least…most.
 
     Largest remainder; what the bounds take from one goes to the others by their remaining distance to the target,

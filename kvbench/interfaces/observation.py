@@ -15,7 +15,7 @@ from kvbench.validation import SettingError
 
 
 @dataclass(frozen=True)
-class Words:
+class PromptEncoder:
     """How a method's own words to the model become tokens."""
 
     encode: Callable[[str], list[int]] | None = None  # None: no tokenizer was given
@@ -31,7 +31,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ExtraRead:
     """Tokens that the model reads after the prompt and forgets, about the prompt's places `start` to `stop`."""
 
     ids: Tensor  # (B, t)
@@ -40,7 +40,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """What a layer shows of the block that it just read. Read-only."""
 
     queries: Tensor  # (B, H*G, T, d), rotated
@@ -57,7 +57,7 @@ class Seen:
     decoding: bool  # tokens after the prompt
     cut_layers: tuple[int, ...] = ()  # layers that share the budget: all but sliding-window and spared ones
     prefix: int = 0  # tokens in front of the user's text (chat template, first token)
-    about: tuple[int, int] | None = None  # places that the block is a `Reading` about
+    about: tuple[int, int] | None = None  # places that the block is a `ExtraRead` about
     share: Fraction | None = None  # rows per layer and KV head of the cut that follows, not floored; None: no cut
 
     @property
@@ -87,4 +87,4 @@ class ReadRequest:
     first: int  # place of the first token
     prompt: int  # tokens of the prompt, or of the context where the question is hidden
     scaling: float  # of the logits
-    quota: int | None  # rows that a query head may look at, of a method that `reads`; None for all
+    quota: int | None  # rows that a query head may look at, of a method that `attends_subset`; None for all

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvbench.interfaces.observation import Words
+from kvbench.interfaces.observation import PromptEncoder
 from kvbench.validation import SettingError, summarize
 
 DAY = "26 Jul 2024"  # a prompt must not change with the date: Llama 3's own default day
@@ -62,10 +62,10 @@ def template_tokens(tokenizer: Any) -> int:
     return len(tokenizer.encode("", add_special_tokens=True))
 
 
-def words(tokenizer: Any) -> Words:
+def make_prompt_encoder(tokenizer: Any) -> PromptEncoder:
     """How a method's own words become tokens; where there is no chat template a line break opens the answer."""
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    return Words(encode, tuple(encode(template(tokenizer)[1] or "\n")))
+    return PromptEncoder(encode, tuple(encode(template(tokenizer)[1] or "\n")))

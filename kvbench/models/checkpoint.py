@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from kvbench.models.configuration import SWITCHING, configuration, positions, rope_settings
+from kvbench.models.configuration import LENGTH_DEPENDENT_ROPE, configuration, positions, rope_settings
 from kvbench.models.embedded import EMBEDDED_MODELS
 from kvbench.models.gguf import find_converted, read_samples
 from kvbench.models.local_models import FETCHED_MODELS, MODELS, check_fetched, identify
@@ -94,7 +94,7 @@ class Checkpoint:
         """Tokens beyond which RoPE changes its frequencies (LongRoPE, dynamic scaling), None if it never does."""
         text = self.config().get_text_config(decoder=True)
         rope = rope_settings(text)
-        if rope.get("rope_type") not in SWITCHING:
+        if rope.get("rope_type") not in LENGTH_DEPENDENT_ROPE:
             return None
         original = rope.get("original_max_position_embeddings")
         return original or getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 from kvbench.validation import SettingError
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
-SWITCHING = ("longrope", "dynamic")  # RoPE whose frequencies follow the longest place
+LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")  # RoPE whose frequencies follow the longest place
 
 
 def rope_settings(config: Any) -> dict[str, Any]:
@@ -29,14 +29,14 @@ def check_architecture(config: Any) -> None:
 
 def configuration(path: str, revision: str | None = None) -> Any:
     """The configuration in a folder, a config.json or on the hub; SettingError if it is none that is supported."""
-    config = found_at(path, revision) if Path(path).exists() else deepcopy(on_hub(path, revision))
+    config = find_files(path, revision) if Path(path).exists() else deepcopy(on_hub(path, revision))
     if isinstance(config, str):
         raise SettingError(f"model.path={path}: no readable model there ({config})")
     check_architecture(config)
     return config
 
 
-def found_at(path: str, revision: str | None) -> Any:
+def find_files(path: str, revision: str | None) -> Any:
     """A configuration, or why there is none."""
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
@@ -47,7 +47,7 @@ def found_at(path: str, revision: str | None) -> Any:
 @cache
 def on_hub(path: str, revision: str | None) -> Any:
     """The same, asked for once: where no hub can be reached, each time costs half a minute."""
-    return found_at(path, revision)
+    return find_files(path, revision)
 
 
 def positions(config: Any) -> int:

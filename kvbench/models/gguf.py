@@ -37,7 +37,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from kvbench.models import local_models
-from kvbench.models.local_models import NOTE, VERSION, is_converted, locked
+from kvbench.models.local_models import NOTE, VERSION, hold_lock, is_converted
 from kvbench.validation import SettingError, summarize, writing
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # in GGUF's words; Mistral's files say llama
@@ -298,7 +298,7 @@ def find_converted(source: Path) -> Path:
     if not is_converted(target, known):
         header = read_header(source)
         try:
-            with locked(target.name):
+            with hold_lock(target.name):
                 if not is_converted(target, known):
                     make_converted(source, header, known, target)
         except OSError as error:

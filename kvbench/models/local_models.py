@@ -54,7 +54,7 @@ def identify(folder: Path) -> str | None:
 
 
 @contextmanager
-def locked(name: str) -> Iterator[None]:
+def hold_lock(name: str) -> Iterator[None]:
     """One process at a time is inside for a folder `name` of MODELS; the others wait and say so.
 
     Raises:

@@ -16,12 +16,12 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer, StaticCache
 
 from kvbench.kernels.attention.sdpa import attend_windowed
-from kvbench.models.configuration import SWITCHING, check_architecture
+from kvbench.models.configuration import LENGTH_DEPENDENT_ROPE, check_architecture
 
 NAME = "kvbench"
 
 
-class Remembers(Protocol):
+class AttentionLayer(Protocol):
     """What a layer of kvbench's cache offers to a Port."""
 
     def append(self, keys: Tensor, values: Tensor) -> None: ...
@@ -35,12 +35,12 @@ class Remembers(Protocol):
     ) -> Tensor: ...
 
 
-class Port(CacheLayerMixin):
+class CacheLayerPort(CacheLayerMixin):
     """A transformers cache layer in front of a kvbench layer. Its length is tokens seen, so positions stay right."""
 
     is_sliding = False
 
-    def __init__(self, layer: Remembers, rotation: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, layer: AttentionLayer, rotation: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         self.layer, self.rotation, self.seen = layer, rotation, 0
 
@@ -48,7 +48,9 @@ class Port(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple["Port", "Port"]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple["CacheLayerPort", "CacheLayerPort"]:
         if not self.is_initialized:
             self.lazy_initialization(key_states)
         self.seen += key_states.shape[2]
@@ -78,13 +80,13 @@ class Sliding(DynamicSlidingWindowLayer):
 
 
 def attention(
-    module: torch.nn.Module, query: Tensor, key: Port | Tensor, value: Port | Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
+    module: torch.nn.Module, query: Tensor, key: CacheLayerPort | Tensor, value: CacheLayerPort | Tensor,
+    attention_mask: Tensor | None, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The attention function that transformers calls by name; queries (B, Hq, T, d), outputs (B, T, Hq, d)."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     with torch.cuda.device_of(query):  # a layer's kernels run where the layer is
-        if isinstance(key, Port):
+        if isinstance(key, CacheLayerPort):
             outputs = key.layer.attend(query, scaling, module.o_proj.weight, key.rotation)
         else:
             outputs = attend_windowed(query, key, value, scaling, sliding_window)
@@ -92,7 +94,7 @@ def attention(
 
 
 @contextmanager
-def attached(model: torch.nn.Module) -> Iterator[None]:
+def kvbench_attention(model: torch.nn.Module) -> Iterator[None]:
     """The model attends through kvbench inside, and as before afterwards."""
     AttentionInterface.register(NAME, attention)
     parts = {"": model.config} | {key: getattr(model.config, key) for key in model.config.sub_configs}
@@ -148,7 +150,7 @@ class Frequencies:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module, self.longest = module, 0  # tokens read with them
-        attributes, buffers = held_by(module)
+        attributes, buffers = module_state(module)
         for name in buffers.keys() | attributes.keys():
             if name.endswith("original_inv_freq"):
                 buffers[name.replace("original_", "")] = getattr(module, name)
@@ -156,18 +158,18 @@ class Frequencies:
             if name.endswith("_max_seq_len_cached"):  # of a kind of layer: made when its length first grows
                 del attributes[name]
         attributes["max_seq_len_cached"] = module.original_max_seq_len
-        self.state = cloned((attributes, buffers))
+        self.state = clone_state((attributes, buffers))
 
     @contextmanager
     def used(self, tokens: int) -> Iterator[None]:
         """The rotary module has this context's frequencies inside, for so many tokens, and its own again afterwards."""
-        before, self.longest = held_by(self.module), tokens
-        put(self.module, self.state)
+        before, self.longest = module_state(self.module), tokens
+        set_module_state(self.module, self.state)
         try:
             yield
         finally:
-            self.state = held_by(self.module)
-            put(self.module, before)
+            self.state = module_state(self.module)
+            set_module_state(self.module, before)
 
     def rotate(self, places: Tensor, own: tuple[str, ...], like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of `places` (B, n), as the model would turn them now; the frequencies stay as they are, although
@@ -187,19 +189,19 @@ class Frequencies:
 
     def take_over(self, other: "Frequencies") -> None:
         """Become what `other` is now."""
-        self.state, self.longest = cloned(other.state), other.longest
+        self.state, self.longest = clone_state(other.state), other.longest
 
 
 ModuleState = tuple[dict[str, Any], dict[str, Tensor | None]]  # plain attributes, buffers
 REGISTRIES = frozenset(vars(torch.nn.Module()))
 
 
-def held_by(module: torch.nn.Module) -> ModuleState:
+def module_state(module: torch.nn.Module) -> ModuleState:
     """The attributes and buffers that the module's forward may replace; the tensors are the module's own."""
     return {name: own for name, own in vars(module).items() if name not in REGISTRIES}, dict(module._buffers)
 
 
-def put(module: torch.nn.Module, state: ModuleState) -> None:
+def set_module_state(module: torch.nn.Module, state: ModuleState) -> None:
     """Give the module this state, by reference; what it holds beyond that is gone."""
     attributes, buffers = state
     for name in vars(module).keys() - REGISTRIES - attributes.keys():
@@ -209,7 +211,7 @@ def put(module: torch.nn.Module, state: ModuleState) -> None:
     module._buffers.update(buffers)
 
 
-def cloned(state: ModuleState) -> ModuleState:
+def clone_state(state: ModuleState) -> ModuleState:
     attributes, buffers = state
     return dict(attributes), {name: None if own is None else own.clone() for name, own in buffers.items()}
 
@@ -218,7 +220,7 @@ def frequencies_of(model: torch.nn.Module) -> Frequencies | None:
     """The original frequencies, for a new context; None for a model whose frequencies never change."""
     module = rotary_module(model)
     kinds = module.rope_type if isinstance(module.rope_type, Mapping) else {"": module.rope_type}
-    return Frequencies(module) if set(kinds.values()) & set(SWITCHING) else None
+    return Frequencies(module) if set(kinds.values()) & set(LENGTH_DEPENDENT_ROPE) else None
 
 
 class ContextCache(Cache):
@@ -229,14 +231,16 @@ class ContextCache(Cache):
         self.frequencies = frequencies
 
 
-def make_cache(model: torch.nn.Module, layers: list[Remembers | None]) -> ContextCache:
+def make_cache(model: torch.nn.Module, layers: list[AttentionLayer | None]) -> ContextCache:
     """A transformers cache with a Port in front of each of `layers`, and its own sliding layer where there is None."""
     config = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
     own = frequencies_of(model)
     return ContextCache(
         [
-            Sliding(sliding_window=config.sliding_window) if layer is None else Port(layer, rotation(model, kind, own))
+            Sliding(sliding_window=config.sliding_window)
+            if layer is None
+            else CacheLayerPort(layer, rotation(model, kind, own))
             for layer, kind in zip(layers, kinds, strict=True)
         ],
         own,

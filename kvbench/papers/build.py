@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.papers.cell_values import Found, Runs
-from kvbench.papers.experiment_key import Protocol, needed
+from kvbench.papers.experiment_key import ExperimentKey, needed
 from kvbench.papers.extra_rows import rows_beyond
-from kvbench.papers.paper_table import Cell, Table
+from kvbench.papers.paper_table import Cell, PaperTable
 from kvbench.papers.printed_averages import contradictions
 from kvbench.papers.table_spec import (
     Lines,
@@ -43,7 +43,7 @@ SETTING = {
 FAILURES = {"out_of_memory": "OOM", "failed": "failed"}
 
 
-def table(spec: Select, lines: Lines, printed: Lines, runs: Runs | None = None) -> Table:
+def table(spec: Select, lines: Lines, printed: Lines, runs: Runs | None = None) -> PaperTable:
     """A table over the published values, the measurements of one machine, and the runs of a store."""
     rows, failed, published = [], 0, Printed(printed)
     columns = list(expanded(spec["columns"]))
@@ -59,7 +59,7 @@ def table(spec: Select, lines: Lines, printed: Lines, runs: Runs | None = None) 
     if failed:
         notes.append(f"{failed} samples failed and are left out of their cells.")
     notes += [" ".join(note.split()) for note in spec.get("notes", ())]
-    return Table(spec["title"], tuple(column["label"] for column in columns), tuple(rows), tuple(notes))
+    return PaperTable(spec["title"], tuple(column["label"] for column in columns), tuple(rows), tuple(notes))
 
 
 def about(spec: Select, lines: Lines) -> Iterator[str]:
@@ -86,7 +86,7 @@ def cell(own: Select, lines: Lines, printed: Printed, runs: Runs | None) -> tupl
 def scored(own: Select, published: str, runs: Runs) -> tuple[Cell, int]:
     """Of a store's runs."""
     settings = needed(own["run"])
-    found = runs.found(Protocol.wanted(settings), own["of"])
+    found = runs.found(ExperimentKey.wanted(settings), own["of"])
     if found is None:
         return Cell(published, "", settings), 0
     return shown(found, published, *style(own)), found.failed
@@ -175,7 +175,7 @@ def emit_costs(results: Path, wanted: Mapping[str, Select], folder: Path) -> lis
     return written
 
 
-def write(path: Path, made: Table) -> list[Path]:
+def write(path: Path, made: PaperTable) -> list[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     forms: dict[str, Callable[[], str]] = {".md": made.to_markdown, ".csv": made.to_csv, ".tex": made.to_latex}
     for suffix, form in forms.items():

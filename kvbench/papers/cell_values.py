@@ -24,7 +24,7 @@ from typing import Any
 from kvbench.analysis.answer_metrics import answered, failure, scores_of
 from kvbench.analysis.intervals import BOUND, Mean, mean
 from kvbench.analysis.paired import average, pair
-from kvbench.papers.experiment_key import Protocol
+from kvbench.papers.experiment_key import ExperimentKey
 from kvbench.store.runs import Found as Store
 from kvbench.store.runs import Stored, baseline, find_runs
 from kvbench.validation import SettingError
@@ -53,18 +53,18 @@ class Found:
 class Runs:
     """The runs of a results folder by what they answer; `store`: those whose records were read, and what is damaged."""
 
-    by_protocol: Mapping[Protocol, Sequence[Stored]]
+    by_protocol: Mapping[ExperimentKey, Sequence[Stored]]
     store: Store
-    known: dict[Protocol, list[Stored]] = field(default_factory=dict)  # what `fitting` has found
+    known: dict[ExperimentKey, list[Stored]] = field(default_factory=dict)  # what `fitting` has found
 
     @classmethod
     def read(cls, results: Path) -> "Runs":
         """All that are there, finished or not: records are read when they are asked for."""
-        found: dict[Protocol, list[Stored]] = {}
+        found: dict[ExperimentKey, list[Stored]] = {}
         store = find_runs(results)
         for run in store.runs:
             try:
-                found.setdefault(Protocol.of(run.value), []).append(run)
+                found.setdefault(ExperimentKey.of(run.value), []).append(run)
             except (LookupError, TypeError) as error:
                 store.damaged[run.hash] = f"run.yaml lacks a setting ({error})"
         own = {protocol: sorted(runs, key=ended) for protocol, runs in found.items()}
@@ -82,14 +82,14 @@ class Runs:
             self.store.check(run)
         return [run for run in runs if run.finished]
 
-    def fitting(self, protocol: Protocol) -> list[Stored]:
+    def fitting(self, protocol: ExperimentKey) -> list[Stored]:
         """Finished runs of a protocol on the benchmark's own data, the newest first."""
         if protocol not in self.known:
             own = [run for run in self.finished(self.by_protocol.get(protocol, ())) if not made(run.records)]
             self.known[protocol] = own[::-1]
         return self.known[protocol]
 
-    def found(self, protocol: Protocol, of: Mapping[str, Any]) -> Found | None:
+    def found(self, protocol: ExperimentKey, of: Mapping[str, Any]) -> Found | None:
         """What the newest run says that has an answer; None if none has."""
         for run in self.fitting(protocol):
             try:

@@ -1,7 +1,7 @@
 """What a run would be known by, from settings of run.py alone: to find in a store the run that a cell of a table wants.
 
 `{"model": "llama31_8b", "task": "longbench", "method": "snapkv", "method.preset": "dropkv_paper", "budget": 0.05}` and
-the value of a stored run (kvbench.runs.spec.Run.value) have the same Protocol if the run answers the same question:
+the value of a stored run (kvbench.runs.spec.RunSpec.value) have the same Protocol if the run answers the same question:
 model, method, allocator and codec with all their settings, budget, block, question, seed, sampling and the task with
 all its settings. Which of its subtasks a task reads is left out, since they do not change one another: whoever takes a
 run looks for the subtasks. Also left out are machine, revisions and sources. No torch is needed.
@@ -27,7 +27,7 @@ FILE = "a file"  # in the place of what a file holds
 
 
 @dataclass(frozen=True)
-class Protocol:
+class ExperimentKey:
     """Parts as JSON, equal if they are the same experiment."""
 
     model: str
@@ -39,7 +39,7 @@ class Protocol:
     task: str
 
     @classmethod
-    def of(cls, value: Mapping[str, Any]) -> "Protocol":
+    def of(cls, value: Mapping[str, Any]) -> "ExperimentKey":
         """Of a run's value."""
         groups = {name: {**value[name]} for name in GROUPS}
         for own in groups.values():
@@ -56,18 +56,18 @@ class Protocol:
         )
 
     @classmethod
-    def wanted(cls, settings: Settings) -> "Protocol":
+    def wanted(cls, settings: Settings) -> "ExperimentKey":
         """Of the run that these settings make; SettingError for settings that no run can have."""
         return _wanted(tuple((name, text(own)) for name, own in settings.items()))
 
 
 @cache
-def _wanted(settings: tuple[tuple[str, str], ...]) -> Protocol:
-    return Protocol.of(value_of({name: json.loads(own) for name, own in settings}))
+def _wanted(settings: tuple[tuple[str, str], ...]) -> ExperimentKey:
+    return ExperimentKey.of(value_of({name: json.loads(own) for name, own in settings}))
 
 
 def value_of(settings: Settings) -> dict[str, Any]:
-    """What kvbench.runs.spec.Run.value has of the settings themselves."""
+    """What kvbench.runs.spec.RunSpec.value has of the settings themselves."""
     root = {**defaults(), **needed(settings)}
     full = root["method"] == "full"
     groups = {name: group(name, text(part(name, root))) for name in GROUPS}
@@ -109,7 +109,7 @@ def group(name: str, chosen: str) -> dict[str, Any]:
     own = json.loads(chosen)
     resolved = catalogue.settings(name, own.pop(name), {key.partition(".")[2]: value for key, value in own.items()})
     holds = {} if resolved.get("path") is None else {"path": FILE}  # what it holds is hashed, and need not be here
-    return catalogue.plainly(resolved | dict.fromkeys(holds)) | holds
+    return catalogue.identity_settings(resolved | dict.fromkeys(holds)) | holds
 
 
 def of_task(name: str) -> bool:
@@ -121,7 +121,7 @@ def of_task(name: str) -> bool:
 def task_settings(overrides: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
         composed = compose("config", [f"{name}={own}" for name, own in overrides])
-    return catalogue.told(catalogue.resolve("task", composed.task))
+    return catalogue.task_identity(catalogue.resolve("task", composed.task))
 
 
 @cache

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, replace
 
 from kvbench.papers.cell_values import Found, Runs
-from kvbench.papers.experiment_key import Protocol, group, text
+from kvbench.papers.experiment_key import ExperimentKey, group, text
 from kvbench.papers.table_spec import Select, expanded, joined
 from kvbench.store.runs import Stored
 from kvbench.validation import SettingError
@@ -46,13 +46,13 @@ def rows_beyond(spec: Select, runs: Runs) -> Iterator[tuple[str, Line]]:
         yield label, [(cells.get(place), column) for place, column in enumerate(columns)]
 
 
-def _wanted(spec: Select, column: Select) -> set[Protocol]:
+def _wanted(spec: Select, column: Select) -> set[ExperimentKey]:
     """What the cells of a column want."""
     cells = (joined(spec, row, column) for row in expanded(spec["rows"]))
-    return {Protocol.wanted(own["run"]) for own in cells if own.get("run") is not None}
+    return {ExperimentKey.wanted(own["run"]) for own in cells if own.get("run") is not None}
 
 
-def _frame(protocol: Protocol) -> Protocol:
+def _frame(protocol: ExperimentKey) -> ExperimentKey:
     """Without model and cache."""
     return replace(protocol, model="", cache="")
 

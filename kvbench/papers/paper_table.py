@@ -46,7 +46,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Table:
+class PaperTable:
     """Labels and cells, and what must be said with them."""
 
     title: str

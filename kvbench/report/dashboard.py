@@ -26,7 +26,7 @@ from typing import Any
 
 from kvbench.config.provenance import ROOT
 from kvbench.report.labels import said, short
-from kvbench.report.page import FOLDER, html, policy
+from kvbench.report.page import FOLDER, content_security_policy, html
 from kvbench.report.panels import WRONG, shown
 from kvbench.report.samples import embedded
 from kvbench.store.runs import Found, list_folders
@@ -227,7 +227,7 @@ class Answer(BaseHTTPRequestHandler):
         if status == 405:
             self.send_header("Allow", "GET, HEAD")
         if kind == "text/html":
-            self.send_header("Content-Security-Policy", policy())
+            self.send_header("Content-Security-Policy", content_security_policy())
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

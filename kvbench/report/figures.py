@@ -8,8 +8,8 @@
             filled: no other run and not the full cache costs as little and scores as much
 
 Any setting of a run chooses, as with kvbench.analysis.curves. Runs of different protocols
-(kvbench.store.audit.protocol) never share a figure: it is <model>-<task>-<question>-<hash of the protocol>-<kind>. The
-same store gives the same SVG.
+(kvbench.store.audit.comparison_key) never share a figure: it is <model>-<task>-<question>-<hash of the
+protocol>-<kind>. The same store gives the same SVG.
 """
 
 import csv
@@ -25,7 +25,7 @@ from typing import Any
 import vl_convert
 
 from kvbench.analysis import solvable_subtasks
-from kvbench.analysis.budget_series import SOLVABLE, Choice
+from kvbench.analysis.budget_series import SOLVABLE, CurveOptions
 from kvbench.report import print_charts
 from kvbench.report.panels import Panel, panels_of
 from kvbench.report.print_charts import POINTS, SIZE, Drawing
@@ -78,7 +78,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 def figures(options: Namespace, found: Found, wanted: Sequence[Stored], refused: dict[str, str]) -> Iterator[Figure]:
     """What there is to draw of the wanted runs; what cannot be compared comes into `refused`, with the reason."""
     for subtask in options.subtasks or [None]:
-        choice = Choice(options.against, options.average, subtask)
+        choice = CurveOptions(options.against, options.average, subtask)
         parts = ["" if options.against == "bytes" else options.against, options.average or "", subtask or ""]
         curve = "-".join(["curve", *map(slug, filter(None, parts))])
         for panel in panels_of(found, wanted, choice):

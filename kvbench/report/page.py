@@ -36,17 +36,17 @@ def report(results: Path, now: datetime) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:  # until it is closed: who else makes the page here, waits
         fcntl.lockf(lock, fcntl.LOCK_EX)
-        lay(gathered, path, folder)
+        write_page(gathered, path, folder)
     return path
 
 
-def lay(gathered: Gathered, path: Path, folder: Path) -> None:
+def write_page(gathered: Gathered, path: Path, folder: Path) -> None:
     """Write the page and what lies beside it, and take away what lay there for another."""
-    page = packed(gathered.page | {"files": answers(gathered, folder), "folder": FOLDER})
+    page = compact_json(gathered.page | {"files": answers(gathered, folder), "folder": FOLDER})
     wanted = {name for own in page["files"] for name in own["names"]}
     text = html(page)
     if len(text.encode()) > MOST:
-        page, parts = apart(page, folder)
+        page, parts = split_data(page, folder)
         text, wanted = html(page), wanted | parts
     save(path, text)
     for old in (*folder.glob("samples-*.js"), *folder.glob("part-*.js")):
@@ -54,7 +54,7 @@ def lay(gathered: Gathered, path: Path, folder: Path) -> None:
             old.unlink()
 
 
-def apart(page: dict[str, Any], folder: Path) -> tuple[dict[str, Any], set[str]]:
+def split_data(page: dict[str, Any], folder: Path) -> tuple[dict[str, Any], set[str]]:
     """The page that loads its data, and the names of the files in `folder` that now have them."""
     names = set()
 
@@ -97,7 +97,7 @@ def html(page: dict[str, Any]) -> str:
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy()}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{content_security_policy()}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<link rel="icon" href="data:,">',
             f"<title>kvbench report</title><style>{style}</style></head><body>",
@@ -121,7 +121,7 @@ def scripts() -> tuple[str, str]:
     return found
 
 
-def policy() -> str:
+def content_security_policy() -> str:
     """What the page may do. The library compiles expressions; files beside the page are loaded by its scripts and by
     nobody else.
     """
@@ -132,13 +132,13 @@ def policy() -> str:
     )
 
 
-def packed(value: Any, name: str = "") -> Any:
+def compact_json(value: Any, name: str = "") -> Any:
     """Floats with the digits that a page can show, and tables with their names once: {"names": […], "rows": [[…]]}."""
     if isinstance(value, float):
         return round(value, DIGITS)
     if name in PACKED:
         names = list(value[0]) if value else []
-        return {"names": names, "rows": [[packed(row[key]) for key in names] for row in value]}
+        return {"names": names, "rows": [[compact_json(row[key]) for key in names] for row in value]}
     if isinstance(value, dict):
-        return {key: packed(own, key) for key, own in value.items()}
-    return [packed(own) for own in value] if isinstance(value, list | tuple) else value
+        return {key: compact_json(own, key) for key, own in value.items()}
+    return [compact_json(own) for own in value] if isinstance(value, list | tuple) else value

@@ -1,7 +1,7 @@
 """What page and figures show of a store: panels of runs that can be compared, numbers from the modules of the tables.
 
-A panel is one protocol (kvbench.store.audit.protocol): the same model, task, data, question, sampling, seed and kind of
-machine. In it a series is the runs that differ in their budget alone, and its numbers are those of
+A panel is one protocol (kvbench.store.audit.comparison_key): the same model, task, data, question, sampling, seed and
+kind of machine. In it a series is the runs that differ in their budget alone, and its numbers are those of
 kvbench.analysis.budget_series; what subtasks lose and runs cost are those of kvbench.analysis.closing_table. Damaged
 runs are named and left out.
 """
@@ -18,7 +18,7 @@ from scipy.special import ndtri
 
 from kvbench.analysis.answer_metrics import failure
 from kvbench.analysis.budget_curve import KEEP
-from kvbench.analysis.budget_series import Choice, Swept, sweeps
+from kvbench.analysis.budget_series import CurveOptions, Swept, sweeps
 from kvbench.analysis.closing_table import table_of
 from kvbench.analysis.closing_table_format import Row
 from kvbench.analysis.curves import smallest
@@ -27,7 +27,7 @@ from kvbench.analysis.paired import paired
 from kvbench.analysis.text_table import NONE
 from kvbench.report.labels import budget, changed, lines, named, said, short, size, stated, titled, told
 from kvbench.report.style import DASHES, look
-from kvbench.store.audit import protocol
+from kvbench.store.audit import comparison_key
 from kvbench.store.runs import Found, Stored, baseline, check_folder, find_finished
 from kvbench.validation import SettingError
 
@@ -59,11 +59,11 @@ class Gathered:
     pairings: list[Pairing]
 
 
-def panels_of(found: Found, wanted: Collection[Stored], choice: Choice) -> list["Panel"]:
+def panels_of(found: Found, wanted: Collection[Stored], choice: CurveOptions) -> list["Panel"]:
     """The panels of the wanted runs, with the full cache's of their protocols."""
     groups: dict[str, list[Stored]] = {}
     for run in found.runs:
-        groups.setdefault(protocol(run.value), []).append(run)
+        groups.setdefault(comparison_key(run.value), []).append(run)
     names = {key: titled(own[0]) for key, own in groups.items()}
     hashes = {run.hash for run in wanted}
     panels = []
@@ -84,7 +84,7 @@ def gather(results: Path, now: datetime) -> Gathered:
 
 def shown(found: Found, now: datetime) -> Gathered:
     """The same of runs that were found."""
-    panels = panels_of(found, found.runs, Choice())
+    panels = panels_of(found, found.runs, CurveOptions())
     first = [run.value for run in found.runs]
     left_out = found.damaged | {name: why for panel in panels for name, why in panel.refused.items()}
     left_out |= {name: f"used without its damage: {why}" for name, why in found.passed_over.items()}
@@ -112,7 +112,7 @@ def shown(found: Found, now: datetime) -> Gathered:
 class Panel:
     """The runs of one protocol: `shown` is what is drawn, tables of rows with names, of kvbench.report.charts."""
 
-    def __init__(self, index: int, key: str, runs: Sequence[Stored], also: Sequence[str], choice: Choice) -> None:
+    def __init__(self, index: int, key: str, runs: Sequence[Stored], also: Sequence[str], choice: CurveOptions) -> None:
         self.index, self.key, self.runs, self.choice = index, key, runs, choice
         self.pairings: list[Pairing] = []
         self.refused: dict[str, str] = {}

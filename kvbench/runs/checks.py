@@ -1,7 +1,7 @@
 """Check what a composed configuration says before torch is imported.
 
 To import torch and transformers takes seconds. `check` imports neither, so that kvbench refuses a wrong setting at
-once. `kvbench.runs.spec.Run` takes what `check` made and checks the rest: what needs a method's class, a GPU or a
+once. `kvbench.runs.spec.RunSpec` takes what `check` made and checks the rest: what needs a method's class, a GPU or a
 model's configuration.
 """
 
@@ -23,8 +23,8 @@ from kvbench.validation import (
     check_sampling,
     choose,
     is_gguf,
+    require_int,
     typed,
-    whole,
 )
 
 CACHE = ("method", "allocator", "codec")
@@ -46,12 +46,12 @@ def check(config: DictConfig) -> Checked:
     groups = {group: catalogue.resolve(group, config[group]) for group in CACHE}
     settings = catalogue.resolve("task", config.task)
     check_results(config.results)
-    whole("seed", config.seed, 0)
+    require_int("seed", config.seed, 0)
     if config.limit is not None:
-        whole("limit", config.limit, 1)
+        require_int("limit", config.limit, 1)
     if config.block_size is not None:
-        whole("block_size", config.block_size, 1)
-    whole("max_batch", config.max_batch, 1)
+        require_int("block_size", config.block_size, 1)
+    require_int("max_batch", config.max_batch, 1)
     choose("model.device_map", config.model.device_map, (None, "auto"))
     choose("model.compile", config.model.compile, ("auto", "off"))
     choose("sweep.share_prefill", OmegaConf.select(config, "sweep.share_prefill"), (True, False))
@@ -82,7 +82,7 @@ def check_results(results: object) -> None:
 def check_workers(workers: object) -> None:
     """Raise a SettingError unless `workers` is null, auto or a number of processes."""
     if workers not in (None, "auto"):
-        whole("workers", workers, 1)
+        require_int("workers", workers, 1)
 
 
 def check_model(config: DictConfig) -> None:

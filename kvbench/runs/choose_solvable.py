@@ -43,7 +43,7 @@ def configs(options: Namespace) -> list[DictConfig]:
     own = ["method=full", f"seed={SEED}"]
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
         try:
-            task = catalogue.composed([*options.settings, *own]).task
+            task = catalogue.compose_overrides([*options.settings, *own]).task
             solvable_subtasks.subtasks_of("task", task.name)
             if lacking := [name for name in ("seed", "samples", "length") if name not in task]:
                 raise SettingError(
@@ -51,11 +51,11 @@ def configs(options: Namespace) -> list[DictConfig]:
                 )
             own.append(f"task.samples={options.samples}")
             found = [
-                catalogue.composed([*options.settings, *own, f"task.length={length}"])
+                catalogue.compose_overrides([*options.settings, *own, f"task.length={length}"])
                 for length in options.lengths or [task.length]
             ]
         except (HydraException, OmegaConfBaseException) as error:
-            raise SettingError(catalogue.one_line(error) or " ".join(str(error).split())) from None
+            raise SettingError(catalogue.error_message(error) or " ".join(str(error).split())) from None
     for config in found:
         checks.check(config)
     writable("results", Path(found[0].results))
@@ -64,7 +64,7 @@ def configs(options: Namespace) -> list[DictConfig]:
 
 def ask(runs: Sequence[Any], results: Path, workers: object) -> Iterator[tuple[int, Mapping[str, list[float]]]]:
     """Execute the runs; of each its length and, by subtask, the scores of its samples in points."""
-    from kvbench.runs.resources import Bench
+    from kvbench.runs.resources import Resources
     from kvbench.runs.runner import execute
     from kvbench.runs.workers import check, share
 
@@ -72,7 +72,7 @@ def ask(runs: Sequence[Any], results: Path, workers: object) -> Iterator[tuple[i
     if count > 1:
         share([[run] for run in runs], results, count)
     for run in runs:
-        bench = Bench(run, dict(loaded))
+        bench = Resources(run, dict(loaded))
         scores: dict[str, list[float]] = {}
         for record in sorted(execute(run, results, bench).values(), key=lambda record: record["index"]):
             scores.setdefault(record["subtask"], []).append(record["score"] or 0.0)

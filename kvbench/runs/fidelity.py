@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 
 TOKENS = 16  # of an answer that are read: few, because some methods read them one by one
 TOP = 64  # tokens of a distribution that are kept
@@ -58,7 +58,7 @@ class Forced:
         return draws % STEP
 
 
-def predict(context: Context, answers: Sequence[Sequence[int]]) -> Tensor:
+def predict(context: GenerationContext, answers: Sequence[Sequence[int]]) -> Tensor:
     """Let the context read answers that are given, and forget them.
 
     Args:
@@ -74,7 +74,7 @@ def predict(context: Context, answers: Sequence[Sequence[int]]) -> Tensor:
     with context.branch():
         if ids.shape[1] == 1:
             logits = context.logits[:, None]
-        elif method.decoding or method.reads:
+        elif method.decoding or method.attends_subset:
             logits = context.logits.new_empty(*ids.shape, context.logits.shape[1])
             for _ in context.generate(ids.shape[1], Forced(ids, logits), frozenset()):
                 pass

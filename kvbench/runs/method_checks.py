@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.policy import Choice
+from kvbench.cache.policy import CachePolicy
 from kvbench.config import catalogue
 from kvbench.config.provenance import packages, unfollowed, walk
 from kvbench.engine import shared_prefill
 from kvbench.engine.compressed_cache import choose_cache
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.engine.rehearsal import rehearse
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
-from kvbench.models.chat_template import words
+from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.transformers_port import layout
 from kvbench.validation import ContractError, SettingError
@@ -68,7 +68,7 @@ class Subject:
 
     @cached_property
     def words(self) -> Any:
-        return words(self.checkpoint.tokenizer())
+        return make_prompt_encoder(self.checkpoint.tokenizer())
 
     def prompt(self, seed: int = 0, tokens: int | None = None) -> Tensor:
         """(1, tokens) random token ids, none twice: keys of equal norm would be ranked by rounding."""
@@ -76,17 +76,17 @@ class Subject:
         generator = torch.Generator().manual_seed(seed)
         return (torch.randperm(vocabulary - 3, generator=generator)[: tokens or TOKENS] + 3)[None]
 
-    def choice(self, allocator: str = "uniform") -> Choice:
+    def choice(self, allocator: str = "uniform") -> CachePolicy:
         """The method as it is, or SettingError if it does not go with the allocator."""
         built = choose_cache(self.method, build("allocator", allocator), build("codec", "raw"))
-        return Choice(built.method, built.allocator, built.codec, exact=True)
+        return CachePolicy(built.method, built.allocator, built.codec, exact=True)
 
     def context(self, budget: float | int, block: int | None = None, batch: int = 1, allocator: str = "uniform"):
-        return Context(
+        return GenerationContext(
             self.model, self.choice(allocator), Budget(budget), block, (0,) * batch, 0, self.words, compile=False
         )
 
-    def read(self, budget: float | int, block: int | None = None, prompt: Tensor | None = None) -> Context:
+    def read(self, budget: float | int, block: int | None = None, prompt: Tensor | None = None) -> GenerationContext:
         """A context that has read a prompt."""
         prompt = self.prompt() if prompt is None else prompt
         context = self.context(budget, block, len(prompt))
@@ -134,7 +134,7 @@ def check_full_budget(subject: Subject) -> str:
 def check_quota(subject: Subject) -> str:
     """After every cut a layer holds exactly the quota's rows in every head."""
     method = subject.method
-    if method.reads:
+    if method.attends_subset:
         raise NotApplicable("it holds every row and looks at few")
     if subject.name == "full":
         raise NotApplicable("the full cache holds every row")
@@ -144,16 +144,16 @@ def check_quota(subject: Subject) -> str:
         layers = len(context.layers)
         held = {layer.index: layer.rows.counts()[0].tolist() for layer in context.own_layers}
         where = f"budget={budget} block_size={block or 'null'}"
-        if method.allots:
+        if method.sets_head_quotas:
             total, limit = sum(map(sum, held.values())), quota * sum(map(len, held.values()))
-            if total > limit and not any(method.spares(layer, layers) for layer in held):
+            if total > limit and not any(method.skips_layer(layer, layers) for layer in held):
                 raise Failed(f"{where}: {total} rows held in all, the budget is {limit}")
             continue
         for layer, counts in held.items():
-            expected = TOKENS if method.spares(layer, layers) else quota
+            expected = TOKENS if method.skips_layer(layer, layers) else quota
             if set(counts) != {expected}:
                 raise Failed(f"{where}: the heads of layer {layer} hold {counts} rows, expected {expected}")
-    return "the total stays within the budget" if method.allots else "in every head, for every block size"
+    return "the total stays within the budget" if method.sets_head_quotas else "in every head, for every block size"
 
 
 def check_tokens(subject: Subject) -> str:
@@ -173,7 +173,7 @@ def check_tokens(subject: Subject) -> str:
     return "held + gone = read"
 
 
-def facts(context: Context) -> dict[str, Tensor]:
+def facts(context: GenerationContext) -> dict[str, Tensor]:
     """What is held, and the answer."""
     found = {f"{name} of layer {layer.index}": getattr(layer.rows.view(), name)
              for layer in context.own_layers for name in COMPARED}  # fmt: skip
@@ -227,21 +227,24 @@ def check_batch(subject: Subject) -> str:
 
 def check_sharing(subject: Subject) -> str:
     """Beside other methods on one prefill it is what it is alone, and so are they."""
-    if subject.method.rereads:
+    if subject.method.needs_extra_reads:
         raise NotApplicable("it reads prompts again, therefore alone")
     if subject.method.wants_lse:
         raise NotApplicable("it wants log-sum-exps and shares a prefill with its like only")
-    others = [Choice(build("method", name), build("allocator", "uniform"), build("codec", "raw"))
+    others = [CachePolicy(build("method", name), build("allocator", "uniform"), build("codec", "raw"))
               for name in ("full", "knorm")]  # fmt: skip
 
-    def contexts() -> list[Context]:
+    def contexts() -> list[GenerationContext]:
         own = [(choice, 1.0 if choice.method.name == "full" else 0.2) for choice in (*others, subject.choice())]
-        return [Context(subject.model, choice, Budget(budget), None, (0,), compile=False) for choice, budget in own]
+        return [
+            GenerationContext(subject.model, choice, Budget(budget), None, (0,), compile=False)
+            for choice, budget in own
+        ]
 
     shared = contexts()
     try:
         shared_prefill.prefill(shared, subject.prompt())
-    except shared_prefill.Failed as failed:
+    except shared_prefill.ContextFailed as failed:
         raise failed.__cause__ from None
     for alone, context in zip(contexts(), shared, strict=True):
         alone.prefill(subject.prompt())

@@ -18,11 +18,11 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from kvbench.config import catalogue
-from kvbench.runs.resources import Bench
-from kvbench.runs.responder import Reader, conversation
+from kvbench.runs.resources import Resources
+from kvbench.runs.responder import Responder, conversation
 from kvbench.runs.runner import machine
 from kvbench.runs.shared_runs import spoils_model
-from kvbench.runs.spec import UNCUT, Run
+from kvbench.runs.spec import UNCUT, RunSpec
 from kvbench.store.run_folder import RunFolder, finite, run_hash, value_of
 from kvbench.store.runs import flatten
 
@@ -40,7 +40,7 @@ class Impossible(Exception):
 class Plan:
     """Records of a run that are to be executed again."""
 
-    run: Run
+    run: RunSpec
     folder: RunFolder
     uids: Sequence[str]
 
@@ -95,7 +95,7 @@ def replay(results: Path, drawn: Sequence[tuple[str, str]]) -> Found:
     return found
 
 
-def rebuild(folder: RunFolder, uid: str) -> Run:
+def rebuild(folder: RunFolder, uid: str) -> RunSpec:
     """The run of a record, from the settings that its machine.json holds. Impossible, or SettingError of a setting that
     cannot be used here.
     """
@@ -110,7 +110,7 @@ def rebuild(folder: RunFolder, uid: str) -> Run:
     config = OmegaConf.create({**settings, **own})
     if "cache" in config.task:
         config.task.cache = None  # it lies in the store
-    run = Run.from_config(config)
+    run = RunSpec.from_config(config)
     chosen = ({key: part for key, part in one.items() if key not in ELSEWHERE} for one in (value, run.value))
     then, now = map(flatten, chosen)
     if other := sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name)):
@@ -136,9 +136,9 @@ def answer(plans: Sequence[Plan], found: Found, give_up: Callable, say: Callable
         for plan in some:
             try:
                 if bench is None:
-                    bench = Bench(plan.run, dict(common))
+                    bench = Resources(plan.run, dict(common))
                     common |= {"tokenizer": bench.tokenizer, "model": bench.model}
-                reader, records, again = Reader(plan.run, bench), plan.folder.records(), {}
+                reader, records, again = Responder(plan.run, bench), plan.folder.records(), {}
             except Exception as error:
                 give_up(plan.folder.hash, plan.uids, error)
                 if spoils_model(error):  # the next run loads the weights anew
@@ -161,7 +161,7 @@ def answer(plans: Sequence[Plan], found: Found, give_up: Callable, say: Callable
                 step()
 
 
-def execute(reader: Reader, bench: Bench, uid: str, then: Mapping[str, Any]) -> dict[str, dict]:
+def execute(reader: Responder, bench: Resources, uid: str, then: Mapping[str, Any]) -> dict[str, dict]:
     """The record of a sample made again, and those of all turns of its conversation."""
     if then.get("error"):
         raise Impossible(f"it holds no answer ({then['error']})")
@@ -189,7 +189,7 @@ def compare(found: Found, plan: Plan, then: Mapping[str, Any], now: Mapping[str,
         say(f"{plan.folder.hash}  {then['uid']}: {name} is {one}, and {other} when it is executed again")
 
 
-def differences(run: Run, folder: RunFolder, then: Mapping[str, Any]) -> Iterator[str]:
+def differences(run: RunSpec, folder: RunFolder, then: Mapping[str, Any]) -> Iterator[str]:
     """What may make a record differ from the one that is made now."""
     before, now = folder.machine(then["uid"]), finite(machine(run.device))
     before, now = (flatten({name: own.get(name) for name in MACHINE}) for own in (before, now))

@@ -9,16 +9,16 @@ import torch
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import template_tokens
 from kvbench.runs.prompt import Prompt, encode_all
-from kvbench.runs.spec import DTYPES, Run
+from kvbench.runs.spec import DTYPES, RunSpec
 from kvbench.store.run_folder import RunFolder
 from kvbench.validation import SettingError
 
 
 @dataclass
-class Bench:
+class Resources:
     """Loads the tokenizer, the samples and the weights of a checkpoint when they are first needed, once."""
 
-    run: Run
+    run: RunSpec
     loaded: dict[str, Any] = field(default_factory=dict)
     full: RunFolder | None = None  # records of the full cache, for runs with fidelity=true
 

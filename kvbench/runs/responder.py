@@ -13,17 +13,17 @@ from torch import Tensor
 
 from kvbench.cache.guard import ask
 from kvbench.engine.compressed_cache import trim
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.engine.rehearsal import rehearse
 from kvbench.engine.timing import forget_peak, now, peak
 from kvbench.interfaces.task import Graded, Sample
-from kvbench.models.chat_template import template, words
+from kvbench.models.chat_template import make_prompt_encoder, template
 from kvbench.models.checkpoint import stop_tokens
 from kvbench.runs.fidelity import TOKENS, divergence, likelihood, pack, predict
 from kvbench.runs.prompt import Prompt
-from kvbench.runs.resources import Bench
-from kvbench.runs.spec import Run
-from kvbench.runs.survival import evidence, survived
+from kvbench.runs.resources import Resources
+from kvbench.runs.spec import RunSpec
+from kvbench.runs.survival import find_evidence, measure_survival
 from kvbench.store.record import Record
 from kvbench.validation import ContractError, number
 
@@ -40,7 +40,7 @@ def conversation(uid: str, prompts: Mapping[str, tuple[Sample, Prompt]]) -> list
 
 
 @dataclass(frozen=True)
-class Opening:
+class SharedPrefix:
     """What a batch begins with: token ids that are read and cut, of samples of these groups; `room`: tokens that may
     follow (samples on one context may leave different room: it does not tell openings apart).
     """
@@ -51,18 +51,18 @@ class Opening:
     room: int = field(default=0, compare=False)
 
 
-class Reader:
+class Responder:
     """Answers samples with one model and one cache set-up; reuses a compressed context for the next question on it."""
 
-    def __init__(self, run: Run, bench: Bench) -> None:
+    def __init__(self, run: RunSpec, bench: Resources) -> None:
         self.run, self.model, self.tokenizer, self.choice = run, bench.model, bench.tokenizer, run.choice()
         self.bench = bench
         self.made: dict[str, dict] = {}  # records of the full cache that were made here, by uid
         self.order = {uid: index for index, uid in enumerate(bench.prompts)}
         self.task = bench.run.task  # only the task that made the samples may know how to grade them
         self.stop = stop_tokens(self.model)
-        self.context: Context | None = None  # the last compressed context, of what was read
-        self.opening: Opening | None = None
+        self.context: GenerationContext | None = None  # the last compressed context, of what was read
+        self.opening: SharedPrefix | None = None
         self.prefill_ms, self.shared = 0.0, 1
         self.peak = 0  # bytes on a GPU since the context was begun, but for what looking at it took
         self.warm_up()
@@ -73,8 +73,8 @@ class Reader:
         for it, the samples' records will say so.
         """
         with suppress(torch.cuda.OutOfMemoryError):
-            rehearse(self.model, self.choice, words(self.tokenizer), self._tensor([WARM_UP]))
-            self._read(Opening((WARM_UP,), ("warm-up",)))
+            rehearse(self.model, self.choice, make_prompt_encoder(self.tokenizer), self._tensor([WARM_UP]))
+            self._read(SharedPrefix((WARM_UP,), ("warm-up",)))
         self.drop()
         if self.run.device != "cpu":
             torch.cuda.empty_cache()
@@ -167,29 +167,32 @@ class Reader:
         """Free what was read last."""
         self.context = self.opening = None
 
-    def begins(self, batch: Sequence[tuple[Sample, Prompt]]) -> Opening:
+    def begins(self, batch: Sequence[tuple[Sample, Prompt]]) -> SharedPrefix:
         """What is read first, and then cut."""
         hidden, (sample, prompt) = self.run.question == "hidden", batch[0]
         room = sample.max_new_tokens + (len(prompt.rest) if hidden else 0)
         if sample.conversation:
             room, batch = sum(len(own.rest) + turn.max_new_tokens for turn, own in batch), batch[:1]
         ids = tuple(own.context if hidden else own.context + own.rest for _, own in batch)
-        return Opening(ids, tuple(own.group or own.uid for own, _ in batch), prompt.prefix, room)
+        return SharedPrefix(ids, tuple(own.group or own.uid for own, _ in batch), prompt.prefix, room)
 
-    def fresh(self, opening: Opening) -> Context:
+    def fresh(self, opening: SharedPrefix) -> GenerationContext:
         """The context to read it into."""
-        seeds, own = tuple(seed_of(self.run.seed, group) for group in opening.groups), words(self.tokenizer)
+        seeds, own = (
+            tuple(seed_of(self.run.seed, group) for group in opening.groups),
+            make_prompt_encoder(self.tokenizer),
+        )
         run = self.run
-        return Context(
+        return GenerationContext(
             self.model, self.choice, run.budget, run.block_size, seeds, opening.prefix, own, run.compile, opening.room
         )
 
-    def keep(self, opening: Opening, context: Context, milliseconds: float, shared: int = 1) -> None:
+    def keep(self, opening: SharedPrefix, context: GenerationContext, milliseconds: float, shared: int = 1) -> None:
         """The context was read; `shared`: how many were at once."""
         self.opening, self.context, self.prefill_ms, self.shared = opening, context, milliseconds, shared
         self.peak = peak(self.run.device) or 0
 
-    def _read(self, opening: Opening) -> None:
+    def _read(self, opening: SharedPrefix) -> None:
         self.drop()  # freed before the new one grows
         forget_peak(self.run.device)
         begin = now(self.run.device)
@@ -197,13 +200,13 @@ class Reader:
         context.prefill(self._tensor(opening.ids))
         self.keep(opening, context, 1000 * (now(self.run.device) - begin))
 
-    def _open(self, batch: Sequence[tuple[Sample, Prompt]]) -> Context:
+    def _open(self, batch: Sequence[tuple[Sample, Prompt]]) -> GenerationContext:
         """The compressed context of a batch: the last one if it is the same."""
         if not self.holds(batch):
             self._read(self.begins(batch))
         return self.context
 
-    def _extend(self, context: Context, rest: Sequence[tuple[int, ...]]) -> float:
+    def _extend(self, context: GenerationContext, rest: Sequence[tuple[int, ...]]) -> float:
         """Read what follows the context, if anything: milliseconds."""
         if not rest[0]:
             return 0.0
@@ -212,7 +215,7 @@ class Reader:
         return 1000 * (now(self.run.device) - begin)
 
     def _speak(
-        self, context: Context, batch: Sequence[tuple[Sample, Prompt]], spent: float
+        self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]], spent: float
     ) -> tuple[list[dict], Tensor]:
         """What the answers are and cost, and their tokens (B, n); `spent`: milliseconds that reading took before."""
         looked = self._look(context, batch)
@@ -240,7 +243,7 @@ class Reader:
         outputs = [self._output(sample, row, context.stamps) for (sample, _), row in zip(batch, answers, strict=True)]
         return [counted | own | other for own, other in zip(looked, outputs, strict=True)], answers
 
-    def _tokens(self, context: Context, samples: Sequence[Sample]) -> Tensor:
+    def _tokens(self, context: GenerationContext, samples: Sequence[Sample]) -> Tensor:
         """(B, n) tokens, until each sample's answer is over."""
         like, stop = samples[0], self.stop.union(samples[0].ends)
         seeds = tuple(seed_of(self.run.seed, sample.uid) for sample in samples)
@@ -264,14 +267,14 @@ class Reader:
                         break
         return torch.stack(tokens, dim=1)
 
-    def _look(self, context: Context, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
+    def _look(self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
         """Which of the tokens read are held when the answers begin, and with fidelity=true what the model predicts.
         What looking takes is no part of the peak.
         """
         self.peak = max(self.peak, peak(self.run.device) or 0)
-        shares = survived([layer.rows for layer in context.own_layers], context.seen)
+        shares = measure_survival([layer.rows for layer in context.own_layers], context.seen)
         found = [
-            {"survived": share, "evidence": evidence(*own, context.seen)}
+            {"survived": share, "evidence": find_evidence(*own, context.seen)}
             for share, own in zip(shares, batch, strict=True)
         ]
         if self.run.fidelity:
@@ -279,7 +282,7 @@ class Reader:
         forget_peak(self.run.device)
         return found
 
-    def _compare(self, context: Context, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
+    def _compare(self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
         """How likely the right answers are and how far the predictions are from the full cache's
         (kvbench.runs.fidelity).
 
@@ -330,11 +333,11 @@ class Reader:
         if record is None:
             prompts = self.bench.prompts
             turns = [prompts[other] for other in conversation(uid, prompts)]
-            self.made = {own["uid"]: own for own in Reader(self.run.baseline(), self.bench).answer(turns or batch)}
+            self.made = {own["uid"]: own for own in Responder(self.run.baseline(), self.bench).answer(turns or batch)}
             record = self.made[uid]
         return record.get("predictions")
 
-    def _count(self, context: Context) -> dict:
+    def _count(self, context: GenerationContext) -> dict:
         """What one sample of the batch holds when the answer begins."""
         held, layers, batch = context.bytes(), context.own_layers, len(context.seeds)
         return {

@@ -13,26 +13,26 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kvbench.cache.guard import readings
+from kvbench.cache.guard import extra_reads
 from kvbench.config.provenance import revision, source_hashes
 from kvbench.interfaces.task import Sample
-from kvbench.models.chat_template import words
+from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.runs.prompt import Prompt
-from kvbench.runs.resources import Bench
-from kvbench.runs.responder import Reader, conversation
-from kvbench.runs.shared_runs import Company
-from kvbench.runs.spec import Run
+from kvbench.runs.resources import Resources
+from kvbench.runs.responder import Responder, conversation
+from kvbench.runs.shared_runs import RunGroup
+from kvbench.runs.spec import RunSpec
 from kvbench.store.run_folder import RunFolder, claim_all, claims
 from kvbench.validation import ContractError, SettingError
 
 
-def execute(run: Run, results: Path, bench: Bench) -> dict[str, dict]:
+def execute(run: RunSpec, results: Path, bench: Resources) -> dict[str, dict]:
     """All records of the run, by uid: those on disk, and the missing ones made now. A finished run returns at once."""
     [folder] = execute_all([run], results, bench)
     return folder.records()
 
 
-def execute_all(runs: Sequence[Run], results: Path, bench: Bench) -> list[RunFolder]:
+def execute_all(runs: Sequence[RunSpec], results: Path, bench: Resources) -> list[RunFolder]:
     """Make the missing records of runs that differ only in what they keep of a prompt, each sample's in all of them
     before the next. Of several, one that fails is left out: alone it says why.
     """
@@ -54,7 +54,7 @@ def execute_all(runs: Sequence[Run], results: Path, bench: Bench) -> list[RunFol
         full = [folder for folder, run in folders.items() if run.value == base.value]
         bench.full = full[0] if full else RunFolder(results / "runs", base.value)
         open_ = {folder: open_[folder] for folder in [*full, *open_] if folder in open_}  # others compare with it
-    company = Company(open_, partial(Reader, bench=bench), bench.reload_model)
+    company = RunGroup(open_, partial(Responder, bench=bench), bench.reload_model)
     name = runs[0].groups["method"]["name"] if len(runs) == 1 else f"{len(open_)} together"
     with ExitStack() as stack:
         for folder, run in open_.items():
@@ -103,16 +103,19 @@ def made(results: Path, folder: Path) -> Iterator[None]:
         raise
 
 
-def check_readings(run: Run, bench: Bench, longest: int) -> None:
+def check_readings(run: RunSpec, bench: Resources, longest: int) -> None:
     """SettingError if a method lets the model read so much about a prompt that it comes beyond what the model takes."""
     method = run.choice().method
-    if not method.rereads:
+    if not method.needs_extra_reads:
         return
     for uid, (_, prompt) in bench.prompts.items():
         if prompt.earlier:  # nothing is cut at a later turn
             continue
         ids = torch.tensor([prompt.context if run.question == "hidden" else prompt.ids])
-        most = max(reading.ids.shape[1] for reading in readings(method, ids, prompt.prefix, words(bench.tokenizer)))
+        most = max(
+            reading.ids.shape[1]
+            for reading in extra_reads(method, ids, prompt.prefix, make_prompt_encoder(bench.tokenizer))
+        )
         quota = run.budget.rows(ids.shape[1], ids.shape[1])
         if quota is not None and quota < ids.shape[1] and ids.shape[1] + most > longest:
             raise SettingError(
@@ -122,7 +125,7 @@ def check_readings(run: Run, bench: Bench, longest: int) -> None:
 
 
 def companions(
-    uid: str, prompts: dict[str, tuple[Sample, Prompt]], run: Run, folders: Sequence[RunFolder]
+    uid: str, prompts: dict[str, tuple[Sample, Prompt]], run: RunSpec, folders: Sequence[RunFolder]
 ) -> Iterator[str]:
     """Further samples, claimed in all `folders`, of the same lengths, up to `max_batch` with the first. On a CPU none:
     there a sample in a batch would not give exactly what it gives alone.
@@ -143,7 +146,7 @@ def shape(sample: Sample, prompt: Prompt) -> tuple[Any, ...]:
     return len(prompt.context), len(prompt.rest), prompt.prefix, *ends
 
 
-def about(run: Run) -> dict[str, Any]:
+def about(run: RunSpec) -> dict[str, Any]:
     """What a process writes beside its records: for people, and to make the run again."""
     return machine(run.device) | {"settings": run.settings, "sources": source_hashes(run.sources())}
 

@@ -10,30 +10,30 @@ from contextlib import contextmanager, suppress
 import torch
 from tqdm import tqdm
 
-from kvbench.engine.shared_prefill import Failed, prefill
+from kvbench.engine.shared_prefill import ContextFailed, prefill
 from kvbench.engine.timing import clear, forget_peak
 from kvbench.interfaces.task import Sample
 from kvbench.runs.prompt import Prompt
-from kvbench.runs.responder import Reader
-from kvbench.runs.spec import Run
+from kvbench.runs.responder import Responder
+from kvbench.runs.spec import RunSpec
 from kvbench.store.run_folder import RunFolder
 from kvbench.validation import ContractError
 
 Batch = Sequence[tuple[Sample, Prompt]]
 
 
-class Company:
+class RunGroup:
     """The readers of `runs`, which `make` gives, by the folders of their records. Of several, one that fails leaves;
     what one that was alone from the beginning raises is raised.
     """
 
     def __init__(
-        self, runs: Mapping[RunFolder, Run], make: Callable[[Run], Reader], reload: Callable[[], None]
+        self, runs: Mapping[RunFolder, RunSpec], make: Callable[[RunSpec], Responder], reload: Callable[[], None]
     ) -> None:
         """`make` gives the reader of a run; `reload`: the next that are made get a model that is loaded anew."""
         self.runs, self.make, self.reload = runs, make, reload
         self.most = len(runs)  # how many prompts are read for at once
-        self.readers: dict[RunFolder, Reader] = {}
+        self.readers: dict[RunFolder, Responder] = {}
         for folder in runs:
             with self._leaving(folder):
                 self.readers[folder] = make(runs[folder])
@@ -73,7 +73,7 @@ class Company:
             try:
                 with suppress(torch.cuda.OutOfMemoryError):
                     spent = read(list(lacking.values()), batch)
-            except Failed as failed:
+            except ContextFailed as failed:
                 self._leave(list(lacking)[failed.number], failed.__cause__)
                 continue
             return None if spent is None else dict(zip(lacking, spent, strict=True))
@@ -141,7 +141,7 @@ def spoils_model(error: BaseException | None) -> bool:
     return isinstance(error, ContractError) and error.spoils_model
 
 
-def read(readers: Sequence[Reader], batch: Batch) -> list[float]:
+def read(readers: Sequence[Responder], batch: Batch) -> list[float]:
     """Read what the batch begins with into new contexts of all readers: milliseconds of each."""
     for reader in readers:
         reader.drop()  # freed before the new ones grow

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.analysis import solvable_subtasks
 from kvbench.cache.guard import check_shape
-from kvbench.cache.policy import Choice
+from kvbench.cache.policy import CachePolicy
 from kvbench.config import catalogue
 from kvbench.config.provenance import source_hash
 from kvbench.engine.compressed_cache import choose_cache
@@ -37,7 +37,7 @@ READ += ("top_p", "device", "dtype", "max_batch", "fidelity", "sweep")
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSpec:
     """One cell: a model, a cache and a task, checked. Nothing is loaded or written yet."""
 
     checkpoint: Checkpoint
@@ -57,7 +57,7 @@ class Run:
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as composed: `from_config`
 
     @classmethod
-    def from_config(cls, config: DictConfig, checked: Checked | None = None) -> "Run":
+    def from_config(cls, config: DictConfig, checked: Checked | None = None) -> "RunSpec":
         """Check every setting; SettingError names the first that cannot be used. `checked`: what `check` made of it."""
         checked = checked or check(config)
         groups, budget = dict(checked.groups), checked.budget
@@ -84,7 +84,7 @@ class Run:
             max_batch=config.max_batch,
             fidelity=OmegaConf.select(config, "fidelity", default=False),  # older records have no such setting
             compile=config.model.compile == "auto",
-            settings=composed(config),
+            settings=compose(config),
         )
         run.check()
         return run
@@ -105,7 +105,7 @@ class Run:
             )
         longest, switch = self.checkpoint.longest(), self.checkpoint.switches()
         self.checkpoint.check()
-        in_parts = self.block_size is not None or self.question == "hidden" or choice.method.rereads
+        in_parts = self.block_size is not None or self.question == "hidden" or choice.method.needs_extra_reads
         if switch is not None and in_parts and (self.task.length or longest) > switch:
             raise SettingError(
                 f"task.length={self.task.length}: this model's RoPE changes its frequencies beyond {switch} tokens, so "
@@ -122,7 +122,7 @@ class Run:
         """True for a task that measures cost on random tokens and has no samples."""
         return getattr(self.task, "measures", False)
 
-    def choice(self) -> Choice:
+    def choice(self) -> CachePolicy:
         """Method, allocator and codec, constructed."""
         return choose_cache(*(catalogue.build(group, self.groups[group]) for group in UNCUT))
 
@@ -131,12 +131,12 @@ class Run:
         """True for the full cache, whatever its codec."""
         return self.groups["method"]["name"] == "full"
 
-    def baseline(self) -> "Run":
+    def baseline(self) -> "RunSpec":
         """The full cache on the same samples; one for all methods, budgets, block sizes and allocators."""
         return self._baseline
 
     @cached_property
-    def _baseline(self) -> "Run":
+    def _baseline(self) -> "RunSpec":
         groups = {group: catalogue.settings(group, name) for group, name in UNCUT.items()}
         own = replace(self, groups=groups, budget=Budget(1.0), block_size=None)
         return self if own == self else own  # and so its value, once it is known
@@ -145,14 +145,14 @@ class Run:
     def reading(self) -> str | None:
         """Runs in which this is the same read a prompt in the same way, and may do so once for all; None: alone."""
         method, shape = self.choice().method, layout_of(self.checkpoint.config())
-        if self.block_size is not None or method.rereads or shape.sliding or shape.window is not None:
+        if self.block_size is not None or method.needs_extra_reads or shape.sliding or shape.window is not None:
             return None
         return run_hash(self.baseline().value) + (" with log-sum-exps" if method.wants_lse else "")
 
     @cached_property
     def value(self) -> dict[str, Any]:
         """All that may change a number, for the hash and for run.yaml. On a GPU rounding depends on more settings."""
-        plain = {group: catalogue.plainly(own) for group, own in self.groups.items()}
+        plain = {group: catalogue.identity_settings(own) for group, own in self.groups.items()}
         where: dict[str, Any] = {"type": self.device, "dtype": self.dtype}
         where |= {name: version(name) for name in ("torch", "transformers")}
         if self.device != "cpu":
@@ -168,7 +168,7 @@ class Run:
             "question": self.question,
             "seed": self.seed,
             "sampling": {"temperature": float(self.sampling.temperature), "top_p": float(self.sampling.top_p)},
-            "task": catalogue.told(self.task_settings),
+            "task": catalogue.task_identity(self.task_settings),
             "averages": [[name, own] for name, own in (getattr(self.task, "averages", None) or {}).items()],  # in order
             "data": self.task.fingerprint(),
             "device": where,
@@ -187,7 +187,7 @@ class Run:
         return [own["_target_"].rpartition(".")[0] for own in chosen]
 
 
-def composed(config: DictConfig) -> dict[str, Any]:
+def compose(config: DictConfig) -> dict[str, Any]:
     """The resolved settings that `Run.from_config` reads, paths among them: enough to make the same run again."""
     found = {}
     for name in (key for key in config if key in READ):
@@ -207,11 +207,11 @@ def checkpoint(config: DictConfig, seed: int) -> Checkpoint:
         return Shape.like(config.like, seed, config.tokenizer)
     if config.name in KNOWN_MODELS:
         return Checkpoint(config.name, find_model(config.name))
-    name = config.name if config.name != "hf" else called(str(config.path))
+    name = config.name if config.name != "hf" else describe(str(config.path))
     return Checkpoint(name, find_model(str(config.path)), config.revision, config.device_map)
 
 
-def called(path: str) -> str:
+def describe(path: str) -> str:
     """The name of a checkpoint: that of its folder or GGUF file, or the last part of its hub id. A folder of the hub's
     cache, which is named by a commit (models--<owner>--<name>/snapshots/<commit>), has its repository's name.
     """

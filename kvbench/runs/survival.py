@@ -17,7 +17,7 @@ BINS = 64  # as many as a narrow screen can show; twice as many digits in a reco
 
 
 @torch.inference_mode()
-def survived(layers: Sequence[StoredRows], tokens: int) -> list[str]:
+def measure_survival(layers: Sequence[StoredRows], tokens: int) -> list[str]:
     """Of each sample the percentages of its bins, two hexadecimal digits each (`bytes.fromhex` reads them): how many of
     a bin's `tokens` read are held, mean over `layers` and KV heads. A merged row counts where its place is.
     """
@@ -30,7 +30,7 @@ def survived(layers: Sequence[StoredRows], tokens: int) -> list[str]:
     return [bytes((200 * own + of) // (2 * of) for own, of in zip(sample, most, strict=True)).hex() for sample in held]
 
 
-def evidence(sample: Sample, prompt: Prompt, tokens: int) -> list[int]:
+def find_evidence(sample: Sample, prompt: Prompt, tokens: int) -> list[int]:
     """The bins, of `tokens` read, in which a target stands in the sample's context, in words of its own."""
     bins, found = min(BINS, tokens), set()
     for target in filter(None, map(str.strip, sample.answers)):

@@ -14,9 +14,9 @@ from threading import Thread
 import torch
 
 from kvbench.runs.checks import check_workers
-from kvbench.runs.resources import Bench
+from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_all
-from kvbench.runs.spec import Run
+from kvbench.runs.spec import RunSpec
 from kvbench.validation import ContractError, SettingError, Terminated, terminable, unwritten
 
 PATIENCE = 10  # seconds that a process which is told to end may take to close what it has open
@@ -32,7 +32,7 @@ def check(workers: object, device: str) -> int:
     return workers
 
 
-def share(companies: Sequence[Sequence[Run]], results: Path, workers: int) -> None:
+def share(companies: Sequence[Sequence[RunSpec]], results: Path, workers: int) -> None:
     """Execute the runs, those of one company together and one company after the other, in `workers` processes at once.
     Whoever asks for a run's records next finds them on disk; a process that died is reported and what it did is kept.
     """
@@ -83,12 +83,12 @@ def environment(own: dict[str, str]) -> Iterator[None]:
         os.environ.update({name: value for name, value in before.items() if name in own})
 
 
-def work(companies: Sequence[Sequence[Run]], results: Path) -> None:
+def work(companies: Sequence[Sequence[RunSpec]], results: Path) -> None:
     """What a process does. A setting that cannot be used and a contract that is broken are said by whoever asks for the
     records; so is a disk that cannot be written, which that process finds as this one did.
     """
     Thread(target=follow, daemon=True).start()
-    bench = Bench(companies[0][0])
+    bench = Resources(companies[0][0])
     try:
         with terminable():
             for runs in companies:

@@ -23,7 +23,7 @@ HASHES = ("prompt_hash", "target_hash")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def protocol(value: Mapping[str, Any]) -> str:
+def comparison_key(value: Mapping[str, Any]) -> str:
     """What runs have in common that can be compared: model, task, data, question, sampling, seed, machine's kind."""
     return run_hash({key: item for key, item in value.items() if key not in OWN})
 
@@ -41,7 +41,7 @@ def audit(results: Path) -> Iterator[tuple[str, str, list[str]]]:
 
 def check(run: Stored, said: Mapping[tuple[str, str], Sequence[tuple[str, str]]]) -> tuple[str, list[str]]:
     """The state of a run and what is wrong with its records; `said`: what `agreed` says."""
-    records, key, count, differ = RunRecords(run.folder.path, fields=True), protocol(run.value), 0, 0
+    records, key, count, differ = RunRecords(run.folder.path, fields=True), comparison_key(run.value), 0, 0
     for record in records:
         count += 1
         own = hashes(record)
@@ -56,7 +56,7 @@ def agreed(runs: Sequence[Stored]) -> dict[tuple[str, str], list[tuple[str, str]
     """(protocol, uid) -> the hashes that most runs have; none where no hashes have more runs than others."""
     found: dict[tuple[str, str], Counter[tuple[str, str]]] = {}
     for run in runs:
-        key = protocol(run.value)
+        key = comparison_key(run.value)
         for record in RunRecords(run.folder.path):
             found.setdefault((key, record["uid"]), Counter())[hashes(record)] += 1
     most = {key: max(own.values()) for key, own in found.items()}

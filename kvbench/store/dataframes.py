@@ -51,24 +51,24 @@ class Loaded:
         wanted = None if columns is None else list(dict.fromkeys(columns))
         parts = [pyarrow.table({"run": pyarrow.nulls(0), "uid": pyarrow.nulls(0)})]
         damage = Found()
-        with uncollected():
+        with gc_paused():
             for run in self.runs.index:
                 about = {"run": run, **{key: self.runs[key][run] for key in KEYS}}
                 found = RunRecords(self.folder / "runs" / run)
                 lines = iter(found)
                 while chunk := list(islice(lines, CHUNK)):
-                    parts.append(chunked(chunk, about, wanted))
+                    parts.append(records_to_table(chunk, about, wanted))
                 if found.problems:
                     damage.passed_over[run] = "; ".join(found.problems)
         damage.tell()
-        table = together(parts)
+        table = concat_tables(parts)
         if wanted is not None and (missing := [name for name in wanted if name not in table.column_names]):
             raise SettingError(f"columns={missing[0]}: choose from {', '.join(sorted(self.table().column_names))}")
         return table if wanted is None else table.select(wanted)
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Nobody looks for cycles inside: lines have none, and looking at all of them again and again takes long."""
     collects = gc.isenabled()
     gc.disable()
@@ -87,7 +87,7 @@ def load(results: str | Path = "results", **filters: Any) -> Loaded:
     check_folder(Path(results))
     found = find_runs(Path(results))
     found.tell()
-    lines = {run.hash: described(run) for run in found.runs}
+    lines = {run.hash: describe(run) for run in found.runs}
     runs = pandas.DataFrame(list(lines.values()), index=pandas.Index(lines, name="run"), dtype=object)
     for name, value in filters.items():
         if len(runs):
@@ -113,14 +113,14 @@ def export(results: Path, out: Path) -> list[Path]:
     return written
 
 
-def described(run: Stored) -> dict[str, Any]:
+def describe(run: Stored) -> dict[str, Any]:
     """What run.yaml says, flat; `finished`: whether `done` is there."""
     own = {group: run.value[group]["name"] for group in NAMED}
     settings = {name: item for name, item in run.settings.items() if not name.endswith(".name")}
     return own | settings | {"finished": (run.folder.path / "done").is_file()}
 
 
-def chunked(chunk: list[dict[str, Any]], about: Mapping[str, str], wanted: list[str] | None) -> pyarrow.Table:
+def records_to_table(chunk: list[dict[str, Any]], about: Mapping[str, str], wanted: list[str] | None) -> pyarrow.Table:
     """Columns of some records of one run."""
     flat = [flatten(record, NESTED) for record in chunk]
     one = pyarrow.array([0] * len(flat), "int32")
@@ -143,7 +143,7 @@ def as_json(values: list[Any]) -> pyarrow.Array:
     return pyarrow.array([text and text.encode("utf-8", "backslashreplace").decode() for text in texts])
 
 
-def together(parts: list[pyarrow.Table]) -> pyarrow.Table:
+def concat_tables(parts: list[pyarrow.Table]) -> pyarrow.Table:
     """One table; a column that is of different kinds in its parts becomes JSON."""
     try:
         return pyarrow.concat_tables(parts, promote_options="permissive")
@@ -153,7 +153,7 @@ def together(parts: list[pyarrow.Table]) -> pyarrow.Table:
     for part in parts:
         for field in part.schema:
             kinds.setdefault(field.name, set()).add(field.type)
-    mixed = {name for name, own in kinds.items() if not alike(own)}
+    mixed = {name for name, own in kinds.items() if not unifiable(own)}
     texts = []
     for part in parts:
         for index, name in enumerate(part.column_names):
@@ -163,7 +163,7 @@ def together(parts: list[pyarrow.Table]) -> pyarrow.Table:
     return pyarrow.concat_tables(texts, promote_options="permissive")
 
 
-def alike(kinds: set[pyarrow.DataType]) -> bool:
+def unifiable(kinds: set[pyarrow.DataType]) -> bool:
     """Whether columns of these kinds make one column."""
     try:
         fields = [pyarrow.schema([("column", own)]) for own in kinds]

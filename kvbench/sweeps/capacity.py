@@ -15,7 +15,7 @@ from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
 from kvbench.config import catalogue
-from kvbench.sweeps.compose import Asked
+from kvbench.sweeps.compose import SweepOverrides
 from kvbench.validation import SettingError
 
 SIZES = ("model", "task")  # settings that decide how much a run needs
@@ -43,7 +43,7 @@ def room(run: Any) -> int:
     return sum(torch.cuda.get_device_properties(index).total_memory for index in range(count))
 
 
-def check(asked: Asked) -> None:
+def check(asked: SweepOverrides) -> None:
     """SettingError if a preset that a sweep is asked for has runs that the machine cannot hold.
 
     What cannot be composed is left to the sweep, which refuses it cell by cell.
@@ -51,7 +51,7 @@ def check(asked: Asked) -> None:
     preset = asked.config.hydra.runtime.choices.get("preset")
     if preset is None:
         return
-    from kvbench.runs.spec import Run  # imports torch, for presets only
+    from kvbench.runs.spec import RunSpec  # imports torch, for presets only
 
     named = any(line.startswith("model=") for line in [*asked.fixed, *(axis.input_line for axis in asked.axes)])
     deciding = SIZES if named else (*SIZES, "row")  # a row may bring its model
@@ -59,7 +59,7 @@ def check(asked: Asked) -> None:
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
         for chosen in chain(*BasicSweeper.split_arguments(axes, None)):
             try:
-                run = Run.from_config(catalogue.composed([*asked.fixed, *chosen]))
+                run = RunSpec.from_config(catalogue.compose_overrides([*asked.fixed, *chosen]))
             except SettingError:
                 continue
             if (wanted := needed(run)) > (there := room(run)):

@@ -21,7 +21,7 @@ from kvbench.validation import ContractError, SettingError, writable
 
 
 @dataclass(frozen=True)
-class Asked:
+class SweepOverrides:
     """What the overrides of a sweep say: what its cells share, and what they do not, the axes of a preset first."""
 
     config: DictConfig  # of what they share, with Hydra's own
@@ -29,7 +29,7 @@ class Asked:
     axes: list[Override]
 
     @classmethod
-    def of(cls, overrides: Sequence[str]) -> "Asked":
+    def of(cls, overrides: Sequence[str]) -> "SweepOverrides":
         """What is given takes the place of a preset's axis. What Hydra would refuse is raised as Hydra does."""
         parsed = OverridesParser.create().parse_overrides(list(overrides))
         fixed = [one.input_line for one in parsed if not one.is_sweep_override()]
@@ -56,7 +56,7 @@ class Sweep:
     queued: bool = False  # whether a job has to be asked for, and nothing else than its records is wanted of it
 
     @classmethod
-    def begin(cls, asked: Asked) -> "Sweep":
+    def begin(cls, asked: SweepOverrides) -> "Sweep":
         """Say what its cells are and how far, and keep it. A cell that is refused does not stop the others."""
         check_results(asked.config.results)
         results, folder = Path(asked.config.results), Path(asked.config.hydra.sweep.dir)
@@ -65,14 +65,14 @@ class Sweep:
         with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
             log = logger_of(asked.config)  # what it cannot use is said once
             [chosen] = BasicSweeper.split_arguments(asked.axes, None)
-            found = [checked(asked.fixed, some) for some in chosen]
+            found = [compose_cell(asked.fixed, some) for some in chosen]
         reasons = {cell.refused for cell, _ in found}
         if len(reasons) == 1 and None not in reasons:  # all for the same reason: there is nothing to launch
             raise SettingError(reasons.pop())
         launched = asked.config.hydra.runtime.choices["hydra/launcher"]
         queued = launched == "slurm" and log is None
         absent = [name for name in ("sbatch", "srun") if launched == "slurm" and which(name) is None]
-        if absent and not (queued and all(done(results, cell) for cell, _ in found)):
+        if absent and not (queued and all(finish(results, cell) for cell, _ in found)):
             raise SettingError(
                 f"hydra/launcher=slurm: no {' and no '.join(absent)} on PATH; a host that submits to SLURM, or "
                 "hydra/launcher=local"
@@ -88,7 +88,7 @@ class Sweep:
     def over(self) -> int | None:
         """The exit code where jobs would wait in a queue to find everything done: 2 if a cell is refused."""
         states = status.status(self.results, self.folder) if self.queued and self.counted else ()
-        return {("done",): 0, ("done", "refused"): 2}.get(tuple(sorted({state.name for _, state in states})))
+        return {("finish",): 0, ("finish", "refused"): 2}.get(tuple(sorted({state.name for _, state in states})))
 
     @property
     def code(self) -> int:
@@ -109,20 +109,20 @@ class Sweep:
             status.print_states(self.results, self.folder)
 
 
-def done(results: Path, cell: status.Cell) -> bool:
+def finish(results: Path, cell: status.Cell) -> bool:
     """Whether a cell wants nothing: it is refused, or all its records are there."""
-    return cell.refused is not None or status.state_of_cell(results, cell.names).name == "done"
+    return cell.refused is not None or status.state_of_cell(results, cell.names).name == "finish"
 
 
-def checked(fixed: list[str], own: list[str]) -> tuple[status.Cell, Any]:
+def compose_cell(fixed: list[str], own: list[str]) -> tuple[status.Cell, Any]:
     """A cell, of which `own` is what it does not share with the others, and its run, or why there is none."""
     label, overrides = " ".join(own) or "(one cell)", [*fixed, *own]
     try:
-        config = catalogue.composed(overrides)
+        config = catalogue.compose_overrides(overrides)
         known = check(config)
-        from kvbench.runs.spec import Run  # imports torch, which no refusal waits for
+        from kvbench.runs.spec import RunSpec  # imports torch, which no refusal waits for
 
-        run = Run.from_config(config, known)
+        run = RunSpec.from_config(config, known)
     except (SettingError, ContractError) as error:
         return status.Cell(label, refused=str(error), overrides=overrides), None
     both = run, run.baseline()
@@ -130,11 +130,11 @@ def checked(fixed: list[str], own: list[str]) -> tuple[status.Cell, Any]:
     return status.Cell(label, *(one.value for one in both), overrides=overrides, readings=readings), run
 
 
-def companies(folder: Path, runs: Sequence[Any], results: Path) -> list[list[Any]]:
+def sharing_groups(folder: Path, runs: Sequence[Any], results: Path) -> list[list[Any]]:
     """Runs of the sweep in `folder` that read prompts together, one list for each reading that any of `runs` which is
     not finished takes part in. Inside a job of Hydra, where its settings are at hand.
     """
-    from kvbench.runs.spec import Run
+    from kvbench.runs.spec import RunSpec
 
     left = [own for run in runs if not (own := RunFolder(results / "runs", run.value)).finished]
     if not left or not (folder / status.CELLS).is_file():
@@ -146,7 +146,7 @@ def companies(folder: Path, runs: Sequence[Any], results: Path) -> list[list[Any
         here = {name: found[readings[name]] for name in cell["runs"] if readings.get(name) in found}
         new = [name for name, some in here.items() if name not in some]
         if new:
-            run = Run.from_config(compose("config", cell["overrides"]))
+            run = RunSpec.from_config(compose("config", cell["overrides"]))
             for name, own in zip(cell["runs"], (run, run.baseline()), strict=True):
                 if name in new:
                     here[name][name] = own

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from kvbench.atomic import replace_file
-from kvbench.store.audit import protocol
+from kvbench.store.audit import comparison_key
 from kvbench.store.run_folder import run_hash
 from kvbench.store.runs import RunRecords, find_runs
 from kvbench.validation import SettingError
@@ -217,7 +217,7 @@ class Times:
         self.samples: dict[str, int] = {}  # protocol -> samples
         for run in find_runs(results).runs:  # what is damaged is told by those who show its numbers
             try:
-                alike, same = keys(run.value), protocol(run.value)
+                alike, same = keys(run.value), comparison_key(run.value)
                 known = [
                     (record["seconds"], max(0.0, record["seconds"] - record.get("prefill_ms", 0.0) / 1000))
                     for record in islice(RunRecords(run.folder.path), LOOKED_AT)
@@ -234,7 +234,7 @@ class Times:
         """Seconds that a run still takes, by runs of its method, else by others; None if nothing is known.
         `prefilled`: another run's prefill serves it.
         """
-        total = state.total or self.samples.get(protocol(value))
+        total = state.total or self.samples.get(comparison_key(value))
         known = next((self.seconds[key] for key in keys(value) if self.seconds.get(key)), None)
         if total is None or known is None:
             return None

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.policy import Choice
+from kvbench.cache.policy import CachePolicy
 from kvbench.config.catalogue import build, settings
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
-from kvbench.interfaces.observation import State, Words
+from kvbench.interfaces.observation import PromptEncoder, State
 from kvbench.methods.kvzip import KVzip
 from kvbench.models.transformers_port import layout
 
@@ -28,16 +28,16 @@ class Noting(KVzip):
 
 
 def head_scores(
-    model: torch.nn.Module, sequences: Sequence[Tensor], own: Words, prefix: int = 0, **args: Any
+    model: torch.nn.Module, sequences: Sequence[Tensor], own: PromptEncoder, prefix: int = 0, **args: Any
 ) -> Tensor:
     """(layers, KV heads) float32 KVzip's head scores of texts (tokens,), of which `prefix` in front are no text; nan
     for layers with a sliding window. `args`: settings of conf/method/kvzip.yaml.
     """
     chosen = {k: v for k, v in settings("method", "kvzip", args).items() if k not in ("_target_", "preset")}
-    choice = Choice(Noting(**chosen), Allocator("uniform"), build("codec", settings("codec", "raw")))
+    choice = CachePolicy(Noting(**chosen), Allocator("uniform"), build("codec", settings("codec", "raw")))
     found = []
     for ids in sequences:
-        context = Context(model, choice, Budget(0.5), None, (0,), prefix, own)
+        context = GenerationContext(model, choice, Budget(0.5), None, (0,), prefix, own)
         context.prefill(ids[None].to(next(model.parameters()).device))
         scores = [None if layer is None else layer.state.layer["scores"][0] for layer in context.layers]
         nothing = torch.full((layout(model).heads,), torch.nan)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.cache.policy import Choice
+from kvbench.cache.policy import CachePolicy
 from kvbench.config.catalogue import build, settings
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.models.transformers_port import layout
 from kvbench.validation import SettingError
@@ -24,8 +24,8 @@ class Recorder(Method):
 
     places: Tensor  # (n,)
 
-    def update(self, seen: Seen, rows: Rows, state: State) -> Mapping[str, Tensor]:
-        state.layer["queries"] = seen.queries[0, :, self.places].float().cpu()
+    def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
+        state.layer["queries"] = observation.queries[0, :, self.places].float().cpu()
         return {}
 
 
@@ -38,8 +38,8 @@ def queries(model: torch.nn.Module, sequences: Sequence[Tensor], count: int, see
     found = []
     for ids in sequences:
         places = torch.randperm(len(ids), generator=generator)[: -(-count // len(sequences))].sort().values
-        choice = Choice(Recorder("recorder", places), Allocator("uniform"), codec)
-        context = Context(model, choice, Budget(1.0), None, (seed,))
+        choice = CachePolicy(Recorder("recorder", places), Allocator("uniform"), codec)
+        context = GenerationContext(model, choice, Budget(1.0), None, (seed,))
         context.prefill(ids[None].to(next(model.parameters()).device))
         found.append([None if layer is None else layer.state.layer["queries"] for layer in context.layers])
     return [None if own[0] is None else torch.cat(own, 1) for own in zip(*found, strict=True)]

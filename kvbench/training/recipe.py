@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.training.tokenizer import BOS, EOS, PAD
-from kvbench.validation import SettingError, number, whole
+from kvbench.validation import SettingError, number, require_int
 
 VOCABULARY, DIM, EPSILON = 4096, 64, 1e-5
 KINDS = {int: int, float: int | float, tuple: list, dict: dict}  # of a setting -> of its JSON
@@ -112,7 +112,7 @@ class Recipe:
         for one in fields(self):
             value = getattr(self, one.name)
             if isinstance(value, int):
-                whole(one.name, value, 0 if one.name == "look_ahead" else 1)
+                require_int(one.name, value, 0 if one.name == "look_ahead" else 1)
             elif isinstance(value, float) and not (number(value) and value >= 0):
                 raise SettingError(f"{one.name}={value}: a number of at least 0")
         for name in SHARES:
@@ -134,7 +134,7 @@ class Recipe:
         if len(starts) < len(self.stages) or not rising:
             raise SettingError(f"stages={json.dumps(self.stages)}: [[0, length], [share, length], ...], shares rising")
         for _, length in self.stages:
-            whole("stages: a length", length, 64)
+            require_int("stages: a length", length, 64)
             if length > self.context:
                 raise SettingError(f"stages: a length of {length}: at most context={self.context}")
 

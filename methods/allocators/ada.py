@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.apportion import settle
+from kvbench.interfaces.apportion import apportion
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.validation import SettingError, choose, number, part
+from kvbench.validation import SettingError, choose, exact_share, number
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Ada(Allocator):
 
     def _safe(self, scores: Tensor, quota: int, protected: Tensor) -> Tensor:
         """(H, n): the ⌊α·quota⌋ largest of every head, protected ones first, at least one."""
-        least = protected.sum(-1).clamp(min=max(1, part(self.alpha, quota)))
+        least = protected.sum(-1).clamp(min=max(1, exact_share(self.alpha, quota)))
         return top_k_mask(scores[None], least[None])[0] & (scores > -torch.inf)
 
     def _sample(self, scores: Tensor, protected: Tensor, quota: int) -> list[int]:
@@ -64,7 +64,7 @@ class Ada(Allocator):
             least = safe.sum(-1).tolist()
             won = winners(scores.masked_fill(safe, -torch.inf), heads * quota - sum(least))
             targets = [float(c + low) for c, low in zip(won, least, strict=True)]
-        return settle(targets, least, available, heads * quota)
+        return apportion(targets, least, available, heads * quota)
 
 
 def winners(scores: Tensor, total: int) -> list[int]:

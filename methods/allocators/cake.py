@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.apportion import frozen, settle
-from kvbench.interfaces.observation import Seen
+from kvbench.interfaces.apportion import apportion, scale_quotas
+from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.window_attention import window_statistics
-from kvbench.validation import SettingError, choose, number, whole
+from kvbench.validation import SettingError, choose, number, require_int
 
 
 @dataclass(frozen=True)
@@ -51,23 +51,25 @@ class Cake(Allocator):
     cascades = True
 
     def __post_init__(self) -> None:
-        whole("allocator.window", self.window, 1)
+        require_int("allocator.window", self.window, 1)
         choose("allocator.cascade", self.cascade, (True, False))
         for name, value in (("tau1", self.tau1), ("tau2", self.tau2)):
             if not number(value) or not value > 0:
                 raise SettingError(f"allocator.{name}={value}: a number above 0")
 
-    def layer(self, quota: int, seen: Seen, rows: Callable[[], Rows], shared: dict[str, Any]) -> tuple[int, ...]:
-        number, layers = seen.cut_layers.index(seen.layer), len(seen.cut_layers)
-        if seen.decoding:
+    def layer(
+        self, quota: int, observation: Observation, rows: Callable[[], Rows], shared: dict[str, Any]
+    ) -> tuple[int, ...]:
+        number, layers = observation.cut_layers.index(observation.layer), len(observation.cut_layers)
+        if observation.decoding:
             before: Shown | None = shared.get("cake")
             if before is None:  # the prompt was not cut
-                return (quota,) * seen.queries.shape[0]
-            return tuple(frozen(shares, before.quota, quota)[number] for shares in before.shares)
+                return (quota,) * observation.queries.shape[0]
+            return tuple(scale_quotas(shares, before.quota, quota)[number] for shares in before.shares)
         now, before = rows(), shared["cake"] if number else Shown(quota)
         held = tuple(now.present[:, 0].sum(-1).tolist())
-        everything = seen.tokens <= quota
-        preferences = (0.0,) * len(held) if everything else tuple(self.preference(seen, now).tolist())
+        everything = observation.tokens <= quota
+        preferences = (0.0,) * len(held) if everything else tuple(self.preference(observation, now).tolist())
         preferences, held = (*before.preferences, preferences), (*before.held, held)
         samples = zip(zip(*preferences, strict=True), zip(*held, strict=True), strict=True)
         ready = self.cascade or number == layers - 1
@@ -76,18 +78,18 @@ class Cake(Allocator):
         shared["allocation"] = "all" if everything else "uniform" if quota <= self.window else "preferences"
         return tuple(own[-1] for own in shares) if ready else held[-1]
 
-    def earlier(self, quota: int, seen: Seen, shared: dict[str, Any]) -> dict[int, tuple[int, ...]]:
+    def earlier(self, quota: int, observation: Observation, shared: dict[str, Any]) -> dict[int, tuple[int, ...]]:
         shares = shared["cake"].shares
-        number = seen.cut_layers.index(seen.layer)
-        return {seen.cut_layers[i]: tuple(own[i] for own in shares) for i in range(number)} if shares else {}
+        number = observation.cut_layers.index(observation.layer)
+        return {observation.cut_layers[i]: tuple(own[i] for own in shares) for i in range(number)} if shares else {}
 
-    def preference(self, seen: Seen, rows: Rows) -> Tensor:
+    def preference(self, observation: Observation, rows: Rows) -> Tensor:
         """(B,) log P of the layer: 1/τ may be large."""
-        queries = seen.queries[:, :, -self.window :]
+        queries = observation.queries[:, :, -self.window :]
         both = window_statistics(
-            queries, rows.keys, rows.mass, seen.scaling, ("entropy", "variance")
+            queries, rows.keys, rows.mass, observation.scaling, ("entropy", "variance")
         )  # (B, H, G, n) each
-        inside = rows.places >= seen.tokens - self.window
+        inside = rows.places >= observation.tokens - self.window
         entropy, variance = (
             x.sum(2, dtype=torch.float64).masked_fill(inside, 0).flatten(1).sum(-1).clamp(min=0) for x in both
         )
@@ -100,4 +102,4 @@ class Cake(Allocator):
         weights = [1.0 if most == -math.inf else math.exp(own - most) for own in preferences]
         parts = [weight / sum(weights) for weight in weights]
         least = [min(base, rows) for rows in held]
-        return tuple(settle([base + part * free for part in parts], least, list(held), len(held) * base + free))
+        return tuple(apportion([base + part * free for part in parts], least, list(held), len(held) * base + free))

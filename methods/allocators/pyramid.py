@@ -22,10 +22,10 @@ from fractions import Fraction
 from typing import Any
 
 from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.apportion import frozen, settle
-from kvbench.interfaces.observation import Seen
+from kvbench.interfaces.apportion import apportion, scale_quotas
+from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows
-from kvbench.validation import choose, whole
+from kvbench.validation import choose, require_int
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,22 @@ class Pyramid(Allocator):
     arithmetic: str
 
     def __post_init__(self) -> None:
-        whole("allocator.beta", self.beta, 1)
-        whole("allocator.window", self.window, 0)
+        require_int("allocator.beta", self.beta, 1)
+        require_int("allocator.window", self.window, 0)
         choose("allocator.arithmetic", self.arithmetic, ("official", "kvpress"))
 
-    def layer(self, quota: int, seen: Seen, rows: Callable[[], Rows], shared: dict[str, Any]) -> int:
-        number, layers = seen.cut_layers.index(seen.layer), len(seen.cut_layers)
+    def layer(self, quota: int, observation: Observation, rows: Callable[[], Rows], shared: dict[str, Any]) -> int:
+        number, layers = observation.cut_layers.index(observation.layer), len(observation.cut_layers)
         before: Shares | None = shared.get("pyramid")
-        if seen.decoding:
-            return quota if before is None else frozen(before.rows, before.quota, quota)[number]
+        if observation.decoding:
+            return quota if before is None else scale_quotas(before.rows, before.quota, quota)[number]
         if number == 0:
             held = [0] * layers if before is None else before.rows
-            most = [own + seen.tokens - (before.tokens if before else 0) for own in held]
-            shared["allocation"], targets = self.targets(quota, seen.share, seen.tokens, layers)
+            most = [own + observation.tokens - (before.tokens if before else 0) for own in held]
+            shared["allocation"], targets = self.targets(quota, observation.share, observation.tokens, layers)
             least = [min(self.window, quota, rows) for rows in most]
-            shares = settle(targets, [max(1, rows) for rows in least], most, quota * layers)
-            shared["pyramid"] = Shares(seen.tokens, quota, tuple(shares))
+            shares = apportion(targets, [max(1, rows) for rows in least], most, quota * layers)
+            shared["pyramid"] = Shares(observation.tokens, quota, tuple(shares))
         return shared["pyramid"].rows[number]
 
     def targets(

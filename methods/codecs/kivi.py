@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvbench.interfaces.codec import Codec, join, split
 from kvbench.kernels.quantize import Groups, dequantize, quantize
-from kvbench.validation import SettingError, choose, whole
+from kvbench.validation import SettingError, choose, require_int
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Kivi(Codec):
 
     def __post_init__(self) -> None:
         choose("codec.bits", self.bits, (2, 4))
-        whole("codec.group", self.group, 1)
-        whole("codec.residual", self.residual, 1)
+        require_int("codec.group", self.group, 1)
+        require_int("codec.residual", self.residual, 1)
         if self.group * self.bits % 8:
             raise SettingError(f"codec.group={self.group}: groups of {self.bits} bits must fill whole bytes")
         if self.residual % self.group:

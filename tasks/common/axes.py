@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kvbench.validation import SettingError, number, whole
+from kvbench.validation import SettingError, number, require_int
 
 
 def axis(setting: str, given: object, least: float, most: float | None = None, fractions: bool = False) -> list[float]:
@@ -17,7 +17,7 @@ def axis(setting: str, given: object, least: float, most: float | None = None, f
     if isinstance(given, Mapping):
         if set(given) != {"start", "stop", "steps"} or not number(given["start"]) or not number(given["stop"]):
             raise SettingError(f"{setting}={dict(given)}: {{start, stop, steps}} with numbers")
-        whole(f"{setting}.steps", given["steps"], 2)
+        require_int(f"{setting}.steps", given["steps"], 2)
         spaced = np.linspace(given["start"], given["stop"], given["steps"])
         values: list[float] = np.round(spaced).astype(int).tolist()
     else:

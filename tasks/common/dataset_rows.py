@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.validation import SettingError, several
+from kvbench.validation import SettingError, resolve_subtasks
 
 MINIATURE, HUB = "miniature", "hub"
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of an escaped character beyond U+FFFF
@@ -39,8 +39,8 @@ def subtasks(given: object, path: str, names: Sequence[str]) -> list[str]:
     """What `task.subtasks` stands for; `all` with one file, of one subtask (not a .zip), is the subtask in its name."""
     file = Path(path).expanduser()
     if path in (MINIATURE, HUB) or not file.is_file() or file.suffix == ".zip":
-        return several("task.subtasks", given, names)
-    found = [file.stem] if given == "all" and file.stem in names else several("task.subtasks", given, names)
+        return resolve_subtasks("task.subtasks", given, names)
+    found = [file.stem] if given == "all" and file.stem in names else resolve_subtasks("task.subtasks", given, names)
     if len(found) > 1:
         raise SettingError(f"task.path={path}: one file is one subtask's, named by task.subtasks or by the file")
     return found

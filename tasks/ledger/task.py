@@ -22,7 +22,7 @@ from math import ceil
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.tasks.common.axes import axis
 from kvbench.tasks.ledger.answer_parser import Written, read
-from kvbench.validation import SettingError, number, part, whole
+from kvbench.validation import SettingError, exact_share, number, require_int
 
 STARTS = 4
 LEAST, MOST = 10, 99  # of a result
@@ -107,7 +107,7 @@ SHOWN = Ledger(
 
 def draw(steps: int, recalled: int, early: float, largest: int, rng: random.Random) -> Ledger:
     """A ledger of `steps` lines; ⌊early · steps⌋ is at least STARTS + recalled."""
-    last = part(early, steps)
+    last = exact_share(early, steps)
     asked = rng.sample(range(STARTS + 1, last + 1), recalled)
     made: dict[int, Step] = {}
     for line in range(1, steps + 1):
@@ -143,19 +143,19 @@ class LedgerTask:
 
     def check(self) -> None:
         """Raises a SettingError; needs no tokenizer, so a ledger may still prove too long in `samples`."""
-        whole("task.recalled", self.recalled, 2)
+        require_int("task.recalled", self.recalled, 2)
         if not number(self.early) or not 0 < self.early <= 1:
             raise SettingError(f"task.early={self.early}: a number in (0, 1]")
-        whole("task.largest", self.largest, 1)
+        require_int("task.largest", self.largest, 1)
         if self.largest > MOST - LEAST:
             raise SettingError(f"task.largest={self.largest}: at most {MOST - LEAST}")
-        whole("task.samples", self.per_subtask, 1)
+        require_int("task.samples", self.per_subtask, 1)
         if self.max_new_tokens is not None:
-            whole("task.max_new_tokens", self.max_new_tokens, 1)
+            require_int("task.max_new_tokens", self.max_new_tokens, 1)
         if self.limit is not None:
-            whole("limit", self.limit, 1)
+            require_int("limit", self.limit, 1)
         for steps in self._steps():
-            if part(self.early, steps) < STARTS + self.recalled:
+            if exact_share(self.early, steps) < STARTS + self.recalled:
                 least = ceil((STARTS + self.recalled) / Fraction(str(self.early)))
                 settings = f"task.recalled={self.recalled} and task.early={self.early}"
                 if least >= EXAMPLE:

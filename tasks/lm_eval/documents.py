@@ -14,7 +14,7 @@ from typing import Any
 
 from kvbench.interfaces.task import Graded, Sample
 from kvbench.tasks.lm_eval.loader import OTHER_SEED, check_output, quiet, reasons, seeded
-from kvbench.validation import SettingError, choose, whole
+from kvbench.validation import SettingError, choose, require_int
 
 MOST_TOKENS = 256  # lm-eval's default of max_gen_toks (lm_eval/defaults.py)
 FOLLOWED = ("until", "max_gen_toks", "do_sample", "temperature", "top_p")
@@ -155,7 +155,7 @@ def generation(setting: str, given: Mapping[str, Any], temperature: float, top_p
             f"temperature={temperature}: {setting} samples at temperature={wanted[0]:g} top_p={wanted[1]:g}; set both "
             "so, or task.gen_kwargs={do_sample: false}"
         )
-    whole(f"{setting}: max_gen_toks", own["max_gen_toks"], 1)
+    require_int(f"{setting}: max_gen_toks", own["max_gen_toks"], 1)
     return {"max_new_tokens": own["max_gen_toks"], "until": tuple(end for end in own["until"] if end)}
 
 

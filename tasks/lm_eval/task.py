@@ -16,7 +16,7 @@ from typing import Any
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.tasks.lm_eval.documents import Documents, Wishes, read
 from kvbench.tasks.lm_eval.loader import MINIATURES, PACKAGE, find, load
-from kvbench.validation import SettingError, choose, number, whole
+from kvbench.validation import SettingError, choose, number, require_int
 
 SOURCES = ("", ".yaml", ".yml", ".py")
 
@@ -51,9 +51,9 @@ class LmEval:
         if self.include_path is not None and not Path(str(self.include_path)).expanduser().is_dir():
             raise SettingError(f"task.include_path={self.include_path}: no such folder")
         if self.num_fewshot is not None:
-            whole("task.num_fewshot", self.num_fewshot, 0)
+            require_int("task.num_fewshot", self.num_fewshot, 0)
         if self.limit is not None:
-            whole("limit", self.limit, 1)
+            require_int("limit", self.limit, 1)
         for setting in ("gen_kwargs", "metadata"):
             if not isinstance(getattr(self, setting), Mapping | None):
                 raise SettingError(

@@ -36,7 +36,7 @@ from kvbench.tasks.longbench.prompts import Prompt, prompt, template
 from kvbench.tasks.longbench.rows import load
 from kvbench.tasks.longbench.subtasks import CATEGORIES, COMPLETION, NAMES, SHOTS, SUBTASKS, Subtask
 from kvbench.tasks.longbench.truncation import middle
-from kvbench.validation import SettingError, choose, whole
+from kvbench.validation import SettingError, choose, require_int
 
 OFFICIAL, LM_EVAL = "official", "lm_eval"
 
@@ -59,9 +59,9 @@ class LongBench:
         dataset_rows.check_path("task.path", self.path)
         choose("task.protocol", self.protocol, (OFFICIAL, LM_EVAL))
         if self.max_length is not None:
-            whole("task.max_length", self.max_length, 2)
+            require_int("task.max_length", self.max_length, 2)
         if self.limit is not None:
-            whole("limit", self.limit, 1)
+            require_int("limit", self.limit, 1)
         self.inventory()
 
     @property

@@ -16,7 +16,7 @@ from kvbench.tasks.common import dataset_rows
 from kvbench.tasks.mathematics.equivalence import same
 from kvbench.tasks.mathematics.extraction import CLOSED, boxed, first_box, flexible
 from kvbench.tasks.mathematics.rows import SOURCES, read
-from kvbench.validation import SettingError, choose, number, whole
+from kvbench.validation import SettingError, choose, number, require_int
 
 NEW_TOKENS = 32768  # DeepSeek-R1's evaluation (arXiv 2501.12948, section 3)
 PLACE = "{problem}"
@@ -51,12 +51,12 @@ class MathProblems:
         choose("task.chat", self.chat, (True, False))
         choose("task.extract", self.extract, (None, "boxed", "flexible"))
         if self.max_new_tokens is not None:
-            whole("task.max_new_tokens", self.max_new_tokens, 1)
-        whole("task.repeats", self.repeats, 1)
+            require_int("task.max_new_tokens", self.max_new_tokens, 1)
+        require_int("task.repeats", self.repeats, 1)
         if not number(self.temperature) or self.temperature == 0 and self.repeats > 1:
             raise SettingError(f"task.repeats={self.repeats}: all the same with temperature=0; temperature=0.6, or 1")
         if self.limit is not None:
-            whole("limit", self.limit, 1)
+            require_int("limit", self.limit, 1)
         _ = self._rows
 
     def fingerprint(self) -> str:

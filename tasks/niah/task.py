@@ -25,7 +25,7 @@ from kvbench.tasks.common.axes import axis
 from kvbench.tasks.common.dataset_rows import MINIATURE, kind
 from kvbench.tasks.niah.haystack import Passage, load
 from kvbench.tasks.ruler.fit import fit
-from kvbench.validation import SettingError, choose, whole
+from kvbench.validation import SettingError, choose, require_int
 
 CITIES = (
     "Accra", "Athens", "Berlin", "Bogota", "Cairo", "Dakar", "Dublin", "Geneva", "Hanoi", "Helsinki", "Jakarta",
@@ -72,14 +72,14 @@ class Niah:
         choose("task.chat", self.chat, (True, False))
         if not _texts(self.until):
             raise SettingError(f"task.until={self.until}: a list of texts, or []")
-        whole("task.new_tokens", self.new_tokens, 1)
-        whole("task.trials", self.trials, 1)
+        require_int("task.new_tokens", self.new_tokens, 1)
+        require_int("task.trials", self.trials, 1)
         choose("task.start", self.start, ("random", "beginning"))
         choose("task.align", self.align, ("sentence", "word"))
         if self.buffer is not None:
-            whole("task.buffer", self.buffer, 0)
+            require_int("task.buffer", self.buffer, 0)
         if self.limit is not None:
-            whole("limit", self.limit, 1)
+            require_int("limit", self.limit, 1)
         self._depths()
         prompt = self.context + self.needle + self.question + self.answer_prefix
         least = len(prompt.split()) + self.new_tokens  # no tokenizer makes fewer tokens than there are words

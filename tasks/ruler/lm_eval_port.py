@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.tasks.lm_eval.documents import Documents, Wishes, read
 from kvbench.tasks.lm_eval.loader import PACKAGE, quiet, reasons, seeded
-from kvbench.validation import SettingError, choose, several, whole
+from kvbench.validation import SettingError, choose, require_int, resolve_subtasks
 
 NOTE = "RULER in lm-eval's port, which differs from the official one (task=ruler): compare with lm-eval's numbers only."
 METRIC = "string_match"
@@ -147,10 +147,10 @@ class RulerLmEval:
 
     def check(self) -> None:
         """Fetches what the subtasks need."""
-        whole("task.length", self.length, 1)
-        whole("task.samples", self.per_subtask, 1)
+        require_int("task.length", self.length, 1)
+        require_int("task.samples", self.per_subtask, 1)
         if self.limit is not None:
-            whole("limit", self.limit, 1)
+            require_int("limit", self.limit, 1)
         choose("task.apply_chat_template", self.apply_chat_template, (True, False))
         self.fingerprint()
 
@@ -177,7 +177,7 @@ class RulerLmEval:
         return self._documents[sample.subtask].score(sample.uid, output)
 
     def _names(self) -> list[str]:
-        return several("task.subtasks", self.subtasks, tuple(PORTS), {"offline": OFFLINE})
+        return resolve_subtasks("task.subtasks", self.subtasks, tuple(PORTS), {"offline": OFFLINE})
 
     def _read(self, name: str, tokenizer: Any, count: int) -> Documents:
         """lm-eval's task of this subtask over documents that its module makes for the tokenizer."""

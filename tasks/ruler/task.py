@@ -38,7 +38,7 @@ from kvbench.tasks.ruler.templates import Rendered, wordings
 from kvbench.tasks.ruler.texts import Texts, load_texts
 from kvbench.tasks.ruler.variable_tracking import VT
 from kvbench.tasks.ruler.word_counts import WORDS
-from kvbench.validation import SettingError, choose, several, whole
+from kvbench.validation import SettingError, choose, require_int, resolve_subtasks
 
 FAMILIES: tuple[Family, ...] = (*NIAH, *VT, *WORDS, *QA)
 SUBTASKS = tuple(family.name for family in FAMILIES)
@@ -88,11 +88,11 @@ class Ruler:
 
     def check(self) -> None:
         """Raises a SettingError; needs no tokenizer, so a length may still prove too small in `samples`."""
-        whole("task.length", self.length, 1)
-        whole("task.samples", self.per_subtask, 1)
+        require_int("task.length", self.length, 1)
+        require_int("task.samples", self.per_subtask, 1)
         choose("task.fit", self.fit, FITS)
         if self.limit is not None:
-            whole("limit", self.limit, 1)
+            require_int("limit", self.limit, 1)
         chosen, texts = self._chosen(), self._texts()
         for family in map(_family, chosen):
             # No tokenizer makes fewer tokens than there are words.
@@ -130,7 +130,7 @@ class Ruler:
         return sample.answers[0] if _family(sample.subtask).any_answer else ", ".join(sample.answers)
 
     def _chosen(self) -> list[str]:
-        return several("task.subtasks", self.subtasks, SUBTASKS)
+        return resolve_subtasks("task.subtasks", self.subtasks, SUBTASKS)
 
     def _texts(self) -> Texts:
         return load_texts(self.haystack_path, self.qa_path)

@@ -26,7 +26,7 @@ from kvbench.tasks.common.sample_cache import joint_hash
 from kvbench.tasks.scbench import rows as data
 from kvbench.tasks.scbench.prompts import NEEDLE, SUMMARY, Form, forms
 from kvbench.tasks.scbench.prompts import fingerprint as forms_fingerprint
-from kvbench.validation import SettingError, choose, whole
+from kvbench.validation import SettingError, choose, require_int
 
 TASKS = tuple(form.name for form in forms())
 REFUSED = ("scbench_repoqa", "scbench_repoqa_and_kv")
@@ -57,7 +57,7 @@ class SCBench:
             raise SettingError(f"task.answers={self.answers}: shared_context has no answers before a query; golden")
         for setting, value in (("task.max_turns", self.max_turns), ("task.length", self.length), ("limit", self.limit)):
             if value is not None:
-                whole(setting, value, 1)
+                require_int(setting, value, 1)
         for name in [self.subtasks] if isinstance(self.subtasks, str) else self.subtasks or ():
             if name in REFUSED:
                 raise SettingError(f"task.subtasks={name}: its metric parses the code that the model wrote, refused")

@@ -12,7 +12,7 @@ import yaml
 from hydra import initialize_config_dir
 
 from kvbench.analysis import solvable_subtasks
-from kvbench.analysis.budget_series import SOLVABLE, Choice
+from kvbench.analysis.budget_series import SOLVABLE, CurveOptions
 from kvbench.analysis.closing_table import closing_table
 from kvbench.analysis.intervals import mean
 from kvbench.analysis.paired import Scores, average
@@ -25,7 +25,7 @@ from kvbench.interfaces.task import Graded
 from kvbench.report.page import NUMBERS
 from kvbench.report.panels import panels_of
 from kvbench.runs import checks
-from kvbench.runs.spec import Run, composed
+from kvbench.runs.spec import RunSpec, compose
 from kvbench.store.runs import find_finished
 from kvbench.tasks.ruler.task import Ruler
 from kvbench.validation import SettingError
@@ -142,7 +142,7 @@ BAD = {
 
 def config_of(*overrides: str) -> object:
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        return catalogue.composed(["device=cpu", *overrides])
+        return catalogue.compose_overrides(["device=cpu", *overrides])
 
 
 @pytest.mark.parametrize("text", BAD)
@@ -162,13 +162,13 @@ def test_a_card_that_is_no_yaml_is_named(write_card):
 
 
 def test_a_list_is_no_part_of_what_a_run_is_known_by(write_card):
-    before = Run.from_config(config_of())
+    before = RunSpec.from_config(config_of())
     write_card(SOLVES, "reference")
     config = config_of()
-    run = Run.from_config(config)
+    run = RunSpec.from_config(config)
     assert config.model.solvable.ruler[2048] == list(LIST)  # Hydra composes it
     assert run.value == before.value
-    assert json.dumps(composed(config)) == json.dumps(before.settings)  # what replays the run
+    assert json.dumps(compose(config)) == json.dumps(before.settings)  # what replays the run
     for override in ("model.solvable=null", "model.solvable.seed=8", "model.solvable.longbench=[qasper]"):
         with pytest.raises(SettingError, match=r"^model\.solvable=.*conf/model/reference.yaml has it$"):
             checks.check(config_of(override))
@@ -244,7 +244,7 @@ def test_curves_show_both_averages(store, write_card, capsys):
 def test_the_report_shows_both_averages(store, write_card):
     def panel() -> dict:
         found = find_finished(store)
-        [own] = panels_of(found, found.runs, Choice())
+        [own] = panels_of(found, found.runs, CurveOptions())
         assert not found.damaged
         return own.shown
 

@@ -12,26 +12,38 @@ from torch import Tensor
 
 import kvbench
 from kvbench.cache.guard import Handed, same_bits, without_gradients
-from kvbench.cache.policy import Choice
+from kvbench.cache.policy import CachePolicy
 from kvbench.config import catalogue
 from kvbench.engine import rehearsal, shared_prefill
 from kvbench.engine.compressed_cache import choose_cache
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.codec import Codec, Plain
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Reading, ReadRequest, Seen
+from kvbench.interfaces.observation import ExtraRead, Observation, ReadRequest
 from kvbench.interfaces.task import Graded
-from kvbench.runs.resources import Bench
+from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute, execute_all
-from kvbench.runs.spec import Run
+from kvbench.runs.spec import RunSpec
 from kvbench.validation import ContractError
 from tests.support.recorded_runs import strip_own
 from tests.support.tiny_models import distinct, ids, tiny
 
-OURS = ("update", "protect_sinks", "protect", "score", "select", "merge", "cut", "allot", "read", "readings", "forget")
+OURS = (
+    "update",
+    "protect_sinks",
+    "protect",
+    "score",
+    "select",
+    "merge",
+    "cut",
+    "head_quotas",
+    "read",
+    "extra_reads",
+    "forget",
+)
 PROMPT = 40
 
 
@@ -39,17 +51,17 @@ PROMPT = 40
 class Honest(Method):
     """A method that has every hook and does nothing wrong: rows with the largest keys stay."""
 
-    def update(self, seen, rows, state):
+    def update(self, observation, rows, state):
         return {"norm": rows.keys.norm(dim=-1)}
 
-    def protect_sinks(self, seen, rows, quota):
+    def protect_sinks(self, observation, rows, quota):
         return rows.places < 1
 
-    def protect(self, seen, rows, quota):
-        return rows.places >= seen.tokens - 2
+    def protect(self, observation, rows, quota):
+        return rows.places >= observation.tokens - 2
 
-    def score(self, seen, rows, state):
-        return rows.columns["norm"] + seen.outputs.sum() * 0
+    def score(self, observation, rows, state):
+        return rows.columns["norm"] + observation.outputs.sum() * 0
 
     def select(self, scores, quotas):
         return super().select(scores, quotas)
@@ -67,28 +79,28 @@ class Cuts(Honest):
 
 
 class Allots(Honest):
-    allots = True
+    sets_head_quotas = True
 
-    def allot(self, quota, seen, state):
+    def head_quotas(self, quota, observation, state):
         return torch.full((2,), quota)
 
 
 class Reads(Honest):
-    reads = True
+    attends_subset = True
 
     def read(self, request, rows, state):
         return torch.ones(*request.queries.shape[:2], len(rows()), dtype=torch.bool)
 
 
 class Rereads(Honest):
-    rereads = True
+    needs_extra_reads = True
     one_block = True
 
-    def readings(self, ids, prefix, words):
-        return [Reading(ids[:, :5].clone(), 0, 5)]
+    def extra_reads(self, ids, prefix, words):
+        return [ExtraRead(ids[:, :5].clone(), 0, 5)]
 
 
-BASES = {"cut": Cuts, "allot": Allots, "read": Reads, "readings": Rereads}
+BASES = {"cut": Cuts, "head_quotas": Allots, "read": Reads, "extra_reads": Rereads}
 
 
 @dataclass(frozen=True)
@@ -129,7 +141,7 @@ def tensors_in(thing: object) -> list[Tensor]:
         return [own for value in thing.values() for own in tensors_in(value)]
     if isinstance(thing, ReadRequest):
         return [thing.queries]
-    if isinstance(thing, Seen):
+    if isinstance(thing, Observation):
         return [thing.queries, thing.outputs, thing.output_weight]
     if hasattr(thing, "keys") and hasattr(thing, "mass"):
         return [thing.keys, thing.values, thing.places, thing.mass, *thing.columns.values()]
@@ -180,11 +192,13 @@ def saboteur(base: type, hook: str, deed: Callable[..., Any]) -> type:
     return dataclass(frozen=True)(type("Saboteur", (base,), {hook: sabotaged, "__doc__": "A saboteur."}))
 
 
-def run_alone(method: Method, allocator: Allocator | None = None, codec: Codec | None = None, **more: Any) -> Context:
+def run_alone(
+    method: Method, allocator: Allocator | None = None, codec: Codec | None = None, **more: Any
+) -> GenerationContext:
     """Read a prompt in two blocks, go on from it and decode a few tokens."""
-    choice = Choice(method, allocator or Allocator("uniform"), codec or Codec("raw"), **more)
-    block = None if method.rereads else 25
-    context = Context(tiny("llama"), choice, Budget(0.5), block, (0,))
+    choice = CachePolicy(method, allocator or Allocator("uniform"), codec or Codec("raw"), **more)
+    block = None if method.needs_extra_reads else 25
+    context = GenerationContext(tiny("llama"), choice, Budget(0.5), block, (0,))
     context.prefill(distinct(PROMPT, seed=1))
     with context.branch():
         context.extend(ids(3, seed=2))
@@ -228,7 +242,7 @@ def test_a_hook_that_writes_into_what_it_is_handed_is_named(hook, way):
             return honest()
 
         method = saboteur(BASES.get(hook, Honest), hook, deed)("saboteur")
-        if hook == "allot" and which == 0 or not last:
+        if hook == "head_quotas" and which == 0 or not last:
             try:
                 run_alone(method)
             except ContractError as error:
@@ -243,7 +257,7 @@ def test_a_hook_that_writes_into_what_it_is_handed_is_named(hook, way):
 
 @pytest.mark.parametrize("way", UNCOUNTED)
 @pytest.mark.parametrize(
-    "hook", ["update", "protect_sinks", "protect", "score", "select", "merge", "cut", "read", "allot"]
+    "hook", ["update", "protect_sinks", "protect", "score", "select", "merge", "cut", "read", "head_quotas"]
 )
 def test_exact_guards_find_writes_that_are_not_counted(hook, way):
     def deed(honest, *arguments):
@@ -260,16 +274,22 @@ def test_exact_guards_find_writes_that_are_not_counted(hook, way):
 def test_a_kept_reference_is_found_when_it_is_written_to(when, exact):
     kept: list[Tensor] = []
 
-    def deed(honest, seen, rows, state):
-        late = {"another layer": seen.layer == 2, "the next block": seen.first > 0, "decoding": seen.decoding}[when]
+    def deed(honest, observation, rows, state):
+        late = {
+            "another layer": observation.layer == 2,
+            "the next block": observation.first > 0,
+            "decoding": observation.decoding,
+        }[when]
         if kept and late:
             kept.pop().detach().mul_(2)
-        elif seen.layer == 0:
+        elif observation.layer == 0:
             kept[:] = [rows.keys]
         return honest()
 
-    choice = Choice(saboteur(Honest, "update", deed)("saboteur"), Allocator("uniform"), Codec("raw"), exact)
-    context = Context(tiny("llama"), choice, Budget(1.0), 25, (0,), answer=5)  # all rows stay: they are still held
+    choice = CachePolicy(saboteur(Honest, "update", deed)("saboteur"), Allocator("uniform"), Codec("raw"), exact)
+    context = GenerationContext(
+        tiny("llama"), choice, Budget(1.0), 25, (0,), answer=5
+    )  # all rows stay: they are still held
     with pytest.raises(ContractError, match="method=saboteur: .* of layer 0 wrote into .*(keys|values)"):
         context.prefill(distinct(PROMPT, seed=1))
         context.extend(ids(1, seed=2))
@@ -293,8 +313,8 @@ def test_a_kept_reference_is_found_when_read_writes_to_it():
 def test_a_row_of_the_same_layer_that_read_writes_to_is_found():
     kept: list[Tensor] = []
 
-    def update(self, seen, rows, state):
-        if seen.layer == 0 and not seen.decoding:
+    def update(self, observation, rows, state):
+        if observation.layer == 0 and not observation.decoding:
             kept[:] = [rows.keys]
         return {}
 
@@ -304,8 +324,10 @@ def test_a_row_of_the_same_layer_that_read_writes_to_is_found():
         return honest()
 
     base = type("Keeps", (Reads,), {"update": update})
-    choice = Choice(saboteur(base, "read", deed)("saboteur"), Allocator("uniform"), Codec("raw"))
-    context = Context(tiny("llama"), choice, Budget(0.5), None, (0,), answer=5)  # with room: the storage stays the same
+    choice = CachePolicy(saboteur(base, "read", deed)("saboteur"), Allocator("uniform"), Codec("raw"))
+    context = GenerationContext(
+        tiny("llama"), choice, Budget(0.5), None, (0,), answer=5
+    )  # with room: the storage stays the same
     context.prefill(distinct(PROMPT, seed=1))
     with pytest.raises(ContractError, match="method=saboteur: .* of layer 0 wrote into keys"):
         context.extend(ids(1, seed=2))
@@ -314,8 +336,8 @@ def test_a_row_of_the_same_layer_that_read_writes_to_is_found():
 def test_state_written_in_place_between_two_questions_is_found():
     """It would not be forgotten: the answer to the next question would be another one."""
 
-    def deed(honest, seen, rows, state):
-        if seen.decoding:
+    def deed(honest, observation, rows, state):
+        if observation.decoding:
             state.layer["count"].add_(1)
         else:
             state.layer["count"] = rows.mass.new_zeros(1)
@@ -326,8 +348,8 @@ def test_state_written_in_place_between_two_questions_is_found():
 
 
 def test_lists_in_a_state_are_forgotten_with_the_branch():
-    def deed(honest, seen, rows, state):
-        state.layer.setdefault("tokens", []).append(seen.tokens)
+    def deed(honest, observation, rows, state):
+        state.layer.setdefault("tokens", []).append(observation.tokens)
         return honest()
 
     context = run_alone(saboteur(Honest, "update", deed)("saboteur"))
@@ -345,13 +367,13 @@ WRONG = {
     "numpy": lambda found: found.numpy(),
     "text": lambda found: "rows",
 }
-ALLOWED = {("protect_sinks", "None"), ("protect", "None"), ("read", "None"), ("allot", "device")}
+ALLOWED = {("protect_sinks", "None"), ("protect", "None"), ("read", "None"), ("head_quotas", "device")}
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("hook", ["update", "protect_sinks", "protect", "score", "select", "allot", "read"])
+@pytest.mark.parametrize("hook", ["update", "protect_sinks", "protect", "score", "select", "head_quotas", "read"])
 def test_what_a_hook_returns_is_checked(hook, wrong):
-    if (hook, wrong) in ALLOWED or (hook == "allot" and "n" in wrong and wrong != "None"):  # it has no rows
+    if (hook, wrong) in ALLOWED or (hook == "head_quotas" and "n" in wrong and wrong != "None"):  # it has no rows
         return
 
     def deed(honest, *arguments):
@@ -365,7 +387,7 @@ def test_what_a_hook_returns_is_checked(hook, wrong):
     assert "\n" not in str(found.value)
 
 
-@pytest.mark.parametrize("hook", ["update", "readings"])
+@pytest.mark.parametrize("hook", ["update", "extra_reads"])
 def test_what_is_no_mapping_and_no_reading_is_refused(hook):
     for wrong in (None, 3, [1]):
         method = saboteur(BASES.get(hook, Honest), hook, lambda honest, *own, wrong=wrong: wrong)("saboteur")
@@ -407,12 +429,12 @@ def test_a_hook_that_raises_is_named_with_its_line(hook):
     with pytest.raises(ContractError) as found:
         run_alone(saboteur(BASES.get(hook, Honest), hook, deed)("saboteur"))
     line = str(found.value)
-    where = "" if hook == "readings" else r" of layer \d"
+    where = "" if hook == "extra_reads" else r" of layer \d"
     pattern = rf"method=saboteur: {hook}{where} raised ZeroDivisionError: division by zero \(test_guard.py:\d+\)"
     assert re.fullmatch(pattern, line), line
 
 
-ASKED = {"check": None, "refuses": 3, "spares": "no", "steps": 1.5}
+ASKED = {"check": None, "refuses": 3, "skips_layer": "no", "steps": 1.5}
 
 
 @pytest.mark.parametrize("hook", ASKED)
@@ -435,8 +457,8 @@ class Uneven(Allocator):
     even = False
     cascades = True
 
-    def earlier(self, quota, seen, shared):
-        return {layer: (quota,) for layer in seen.cut_layers if layer < seen.layer}
+    def earlier(self, quota, observation, shared):
+        return {layer: (quota,) for layer in observation.cut_layers if layer < observation.layer}
 
 
 ALLOCATED = {
@@ -475,7 +497,9 @@ def test_an_allocator_that_overspends_is_found_out():
     more = saboteur(Allocator, "layer", lambda honest, *own: honest() + 1)("mine")
     with pytest.raises(ContractError, match="allocator=mine: the layers hold more rows than the budget, 20 a head"):
         run_alone(Honest("honest"), more)
-    late = saboteur(Allocator, "layer", lambda honest, quota, seen, *own: honest() + seen.decoding)("mine")
+    late = saboteur(Allocator, "layer", lambda honest, quota, observation, *own: honest() + observation.decoding)(
+        "mine"
+    )
     with pytest.raises(ContractError, match="allocator=mine: the layers hold more rows than the budget, 20 a head"):
         run_alone(Honest("honest", decoding=True), late)
 
@@ -516,20 +540,20 @@ def test_a_codec_that_breaks_its_contract_is_named(hook, monkeypatch):
 SMALL = ("task.subtasks=niah_single_1", "task.length=256", "task.samples=1", "device=cpu", "model=reference_v1")
 
 
-def run_of(*settings: str) -> Run:
+def run_of(*settings: str) -> RunSpec:
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        return Run.from_config(compose("config", [*SMALL, *settings]))
+        return RunSpec.from_config(compose("config", [*SMALL, *settings]))
 
 
 @pytest.fixture(scope="module")
-def runs() -> list[Run]:
+def runs() -> list[RunSpec]:
     own = [run_of(f"method={name}", "budget=0.2") for name in ("tova", "snapkv", "keydiff")]
     return [own[0].baseline(), *own]
 
 
 @pytest.fixture(scope="module")
 def bench():
-    return Bench(run_of("method=full"))
+    return Resources(run_of("method=full"))
 
 
 @pytest.fixture(scope="module")
@@ -540,20 +564,20 @@ def expected(runs, bench, tmp_path_factory):
 
 
 def score_in_place(rows_of: Callable[[Any, Any], Tensor]) -> Callable:
-    def score(self, seen, rows, state):
-        if seen.prompt > 64:  # not in the warm-up
-            rows_of(seen, rows).mul_(2)
+    def score(self, observation, rows, state):
+        if observation.prompt > 64:  # not in the warm-up
+            rows_of(observation, rows).mul_(2)
         return rows.mass * 1.0
 
     return score
 
 
-def nan_at_a_prompt(self, seen, rows, state):
-    return rows.mass * (torch.nan if seen.prompt > 64 else 1.0)
+def nan_at_a_prompt(self, observation, rows, state):
+    return rows.mass * (torch.nan if observation.prompt > 64 else 1.0)
 
 
-def raise_at_a_prompt(self, seen, rows, state):
-    return rows.mass / ([][0] if seen.prompt > 64 and seen.layer == 3 else 1)
+def raise_at_a_prompt(self, observation, rows, state):
+    return rows.mass / ([][0] if observation.prompt > 64 and observation.layer == 3 else 1)
 
 
 class Keeps:
@@ -562,10 +586,10 @@ class Keeps:
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
 
-    def __call__(self, method, seen, rows, state):
-        if seen.prompt > 64 and not seen.decoding:
+    def __call__(self, method, observation, rows, state):
+        if observation.prompt > 64 and not observation.decoding:
             self.kept.append(rows.keys)
-        elif seen.decoding:
+        elif observation.decoding:
             for own in self.kept:
                 own.mul_(2)
         return rows.mass * 1.0
@@ -573,30 +597,38 @@ class Keeps:
 
 def keeps() -> Callable:
     own = Keeps()
-    return lambda self, seen, rows, state: own(self, seen, rows, state)
+    return lambda self, observation, rows, state: own(self, observation, rows, state)
 
 
-def in_numpy(self, seen, rows, state):
-    seen.outputs.numpy()[...] = 0
+def in_numpy(self, observation, rows, state):
+    observation.outputs.numpy()[...] = 0
     return rows.mass * 1.0
 
 
-def in_the_weights(self, seen, rows, state):
-    seen.output_weight.data.mul_(3)
+def in_the_weights(self, observation, rows, state):
+    observation.output_weight.data.mul_(3)
     return rows.mass * 1.0
 
 
 @pytest.mark.parametrize(
     "score, line, order",
     [
-        (score_in_place(lambda seen, rows: rows.keys), "score of layer 0 wrote into rows.keys", 1),
-        (score_in_place(lambda seen, rows: rows.keys), "score of layer 0 wrote into rows.keys", -1),
-        (score_in_place(lambda seen, rows: seen.outputs), "score of layer 0 wrote into seen.outputs", 1),
-        (score_in_place(lambda seen, rows: seen.output_weight), "score of layer 0 wrote into seen.output_weight", -1),
+        (score_in_place(lambda observation, rows: rows.keys), "score of layer 0 wrote into rows.keys", 1),
+        (score_in_place(lambda observation, rows: rows.keys), "score of layer 0 wrote into rows.keys", -1),
+        (
+            score_in_place(lambda observation, rows: observation.outputs),
+            "score of layer 0 wrote into observation.outputs",
+            1,
+        ),
+        (
+            score_in_place(lambda observation, rows: observation.output_weight),
+            "score of layer 0 wrote into observation.output_weight",
+            -1,
+        ),
         (keeps(), None, 1),
         (keeps(), None, -1),
-        (in_numpy, "score of layer 0 wrote into seen.outputs", 1),
-        (in_the_weights, "score of layer 0 wrote into seen.output_weight", -1),
+        (in_numpy, "score of layer 0 wrote into observation.outputs", 1),
+        (in_the_weights, "score of layer 0 wrote into observation.output_weight", -1),
         (nan_at_a_prompt, "score of layer 0 returned NaN", 1),
         (raise_at_a_prompt, "score of layer 3 raised IndexError", -1),
     ],
@@ -646,13 +678,13 @@ def test_a_task_that_raises_is_named(runs, bench, tmp_path, monkeypatch):
 
 def test_the_python_interface_finds_it_too(monkeypatch):
     knorm = type(catalogue.build("method", catalogue.settings("method", "knorm")))
-    monkeypatch.setattr(knorm, "score", lambda self, seen, rows, state: rows.keys.mul_(2).norm(dim=-1))
+    monkeypatch.setattr(knorm, "score", lambda self, observation, rows, state: rows.keys.mul_(2).norm(dim=-1))
     with pytest.raises(ContractError, match="method=knorm: score of layer 0 wrote into rows.keys"):
         kvbench.prefill(tiny("llama"), ids(30), "knorm", 0.5)
 
 
 def test_a_caller_inside_inference_mode_is_guarded_too():
-    def deed(honest, seen, rows, state):
+    def deed(honest, observation, rows, state):
         rows.keys.mul_(2)
         return honest()
 
@@ -685,18 +717,18 @@ def test_copies_are_compared_by_their_bits():
 
 def test_a_rehearsal_leaves_nothing_behind():
     """It is not part of a sample: the same prompt gives the same afterwards."""
-    choice = Choice(Honest("honest"), Allocator("uniform"), Codec("raw"))
+    choice = CachePolicy(Honest("honest"), Allocator("uniform"), Codec("raw"))
     logits = []
     for rehearse in (False, True):
         if rehearse:
             rehearsal.rehearse(tiny("llama"), choice, None, ids(64))
-        context = Context(tiny("llama"), choice, Budget(0.5), None, (0,))
+        context = GenerationContext(tiny("llama"), choice, Budget(0.5), None, (0,))
         logits.append(context.prefill(ids(50)))
     assert torch.equal(*logits)
 
 
 def test_storage_that_runs_share_is_not_kept_alive_by_watching_it():
-    choice = Choice(Honest("honest"), Allocator("uniform"), Codec("raw"))
-    contexts = [Context(tiny("llama"), choice, Budget(0.5), None, (0,)) for _ in range(2)]
+    choice = CachePolicy(Honest("honest"), Allocator("uniform"), Codec("raw"))
+    contexts = [GenerationContext(tiny("llama"), choice, Budget(0.5), None, (0,)) for _ in range(2)]
     shared_prefill.prefill(contexts, ids(50))
     assert all(reference() is None for context in contexts for _, reference in context.lent)

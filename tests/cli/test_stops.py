@@ -19,7 +19,7 @@ import pytest
 from kvbench.cli import run as command
 from kvbench.cli.command import answered
 from kvbench.integrations.wandb_logger import Log, configured
-from kvbench.runs.responder import Reader
+from kvbench.runs.responder import Responder
 from kvbench.store.run_folder import RunFolder
 from kvbench.store.runs import every
 from kvbench.sweeps.status import state_of
@@ -60,12 +60,12 @@ def stopping(monkeypatch) -> Callable[[int, int], None]:
     """Sends a signal in the place of the answer after so many."""
 
     def stop(number: int, after: int) -> None:
-        left, own = iter(range(after)), Reader.attempt
+        left, own = iter(range(after)), Responder.attempt
 
         def attempt(*given: object) -> object:
             return own(*given) if next(left, None) is not None else send(number)
 
-        monkeypatch.setattr(Reader, "attempt", attempt)
+        monkeypatch.setattr(Responder, "attempt", attempt)
 
     return stop
 

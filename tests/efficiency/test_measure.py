@@ -11,19 +11,19 @@ from hydra import compose, initialize_config_dir
 from kvbench.cli import efficiency
 from kvbench.config.catalogue import CONF, build, methods_available, settings
 from kvbench.efficiency import plan
-from kvbench.efficiency.caches import Composed, Growing, Static
+from kvbench.efficiency.caches import KVBenchCache, TransformersDynamic, TransformersStatic
 from kvbench.efficiency.roofline import Machine, Weights, decode_ms, needs, prefill_ms
 from kvbench.efficiency.scoring_time import scoring
 from kvbench.efficiency.throughput import bisect
 from kvbench.engine.compressed_cache import choose_cache
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.engine.replicate import replicate
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.timing import fits, spread
 from kvbench.interfaces.budget import Budget
 from kvbench.models.checkpoint import random_model
 from kvbench.models.random_weights import Shape, shapes
-from kvbench.runs.spec import Run
+from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import COLUMNS, ENDED, append, ended, read
 from kvbench.validation import SettingError
 from tests.support.command_line import answer, assert_refused
@@ -86,7 +86,7 @@ def test_no_memory_is_a_result(kvbench, monkeypatch):
     def exhausted(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Context, "prefill", exhausted)
+    monkeypatch.setattr(GenerationContext, "prefill", exhausted)
     assert kvbench("-m", "method=snapkv", "task.measure=latency,throughput", *QUICK)[0] == 0
     rows = read(Path("results/efficiency/cpu.csv"))
     assert [(row["quantity"], row["status"]) for row in rows if row["quantity"] != ENDED] == [
@@ -110,7 +110,7 @@ def test_every_method_is_scored_or_says_why_not():
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for name in SCORED:
             own = [*base, f"method={name}", "task.measure=scoring", "task.length=70"]
-            run = Run.from_config(compose("config", overrides=own))
+            run = RunSpec.from_config(compose("config", overrides=own))
             try:
                 made = scoring(run)
             except SettingError as error:
@@ -195,7 +195,7 @@ def test_a_replicated_prompt_decodes_as_it_does_alone(method):
                             (("method", method), ("allocator", "uniform"), ("codec", "raw"))))  # fmt: skip
 
     def answer(times: int) -> torch.Tensor:
-        context = Context(model, choice, Budget(1.0 if method == "full" else 0.3), None, (0,))
+        context = GenerationContext(model, choice, Budget(1.0 if method == "full" else 0.3), None, (0,))
         context.prefill(ids)
         before = context.bytes().rows
         if times > 1:
@@ -216,11 +216,11 @@ def test_a_packed_cache_is_not_replicated(kvbench):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_transformers_own_caches_answer_alike(batch):
     model, ids = Shape.like("tiny", 0).weights(torch.float32, "cpu"), torch.arange(3, 43).repeat(batch, 1)
-    one = Growing(model)
+    one = TransformersDynamic(model)
     one.read(ids[:1])
     one.replicate(batch)
     answers = [torch.cat([one.token.clone() for _ in one.tokens(6)], 1)]
-    for own in (Growing(model), Static(model, 40, 6, compiled=False)):
+    for own in (TransformersDynamic(model), TransformersStatic(model, 40, 6, compiled=False)):
         for _ in range(2):  # read again: nothing of the first prompt is left
             own.read(ids)
             answers.append(torch.cat([own.token.clone() for _ in own.tokens(6)], 1))
@@ -237,14 +237,14 @@ def test_bisection_finds_the_largest_batch(limit, first):
 
 
 def test_a_batch_that_fails_late_is_made_smaller(kvbench, monkeypatch):
-    answer = Composed.answer
+    answer = KVBenchCache.answer
 
     def late(own, count, most=None):
         if most is None and len(own.context.seeds) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return answer(own, count, most)
 
-    monkeypatch.setattr(Composed, "answer", late)
+    monkeypatch.setattr(KVBenchCache, "answer", late)
     assert kvbench("method=snapkv", "task.measure=throughput", "task.most_batch=4", *QUICK)[0] == 0
     assert by_quantity(Path("results/efficiency/cpu.csv"))["largest_batch"]["value"] == "2"
 
@@ -283,14 +283,14 @@ def test_a_list_goes_on_after_refusals_and_failures(tmp_path, monkeypatch, capsy
         "- model.like=tiny device=cpu method=full task.measure=scoring,latency task.length=50 task.new_tokens=3\n"
         "- model.like=tiny device=cpu method=knorm,sink budget=0.5 task.length=50 task.new_tokens=3\n"
     )
-    generate = Context.generate
+    generate = GenerationContext.generate
 
     def failing(self, *args, **kwargs):
         if self.choice.method.name == "knorm":
             raise RuntimeError("a kernel is wrong")
         return generate(self, *args, **kwargs)
 
-    monkeypatch.setattr(Context, "generate", failing)
+    monkeypatch.setattr(GenerationContext, "generate", failing)
     arguments = ["few", "--plan", str(own), "--results", str(tmp_path / "results")]
     assert efficiency.main(arguments) == 0
     out = capsys.readouterr().out

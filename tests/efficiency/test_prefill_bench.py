@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvbench.cache.policy import Choice
+from kvbench.cache.policy import CachePolicy
 from kvbench.cli import bench_methods
 from kvbench.config.catalogue import methods_available, names
 from kvbench.efficiency import prefill_bench
 from kvbench.efficiency.prefill_bench import Cost, Setup, limit, measure, setups, table
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from tests.support.method_files import chosen
 from tests.support.tiny_models import ids, tiny
@@ -31,7 +31,7 @@ def test_limits_follow_what_a_method_needs():
 
     @dataclass(frozen=True)
     class Rereading(type(votes)):
-        rereads = True
+        needs_extra_reads = True
 
     assert (limit(plain), limit(votes), limit(Rereading(**vars(votes)))) == (1.3, 2.0, None)
 
@@ -133,8 +133,8 @@ CASES += [("snapkv", allocator) for allocator in names("allocator") if allocator
 @pytest.mark.parametrize("method, allocator", CASES)
 def test_nothing_holds_queries_times_keys(method, allocator):
     """No tensor has as many elements as one of the six query heads has logits."""
-    tokens, choice = 2048, Choice(*chosen(method, allocator, "llama"))
-    context = Context(tiny("llama"), choice, Budget(0.1), None, (0,))
+    tokens, choice = 2048, CachePolicy(*chosen(method, allocator, "llama"))
+    context = GenerationContext(tiny("llama"), choice, Budget(0.1), None, (0,))
     with Largest() as largest:
         context.prefill(ids(tokens))
     assert 0 < largest.elements < tokens * tokens

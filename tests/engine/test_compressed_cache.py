@@ -11,8 +11,8 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 import kvbench
 from kvbench.config.catalogue import build, names, settings
-from kvbench.engine.compressed_cache import Held, choose_cache
-from kvbench.engine.generation import Context
+from kvbench.engine.compressed_cache import CompressedCache, choose_cache
+from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
@@ -31,22 +31,24 @@ each_method = pytest.mark.parametrize("method, allocator", COMBINATIONS)
 
 def holds_all(method: str) -> bool:
     """The full cache and readers; of methods with a law of their own for heads, the shares are tested elsewhere."""
-    return method == "full" or CHOICES[method, "uniform"][0].reads
+    return method == "full" or CHOICES[method, "uniform"][0].attends_subset
 
 
 def own_law(method: str) -> bool:
-    return CHOICES[method, "uniform"][0].allots
+    return CHOICES[method, "uniform"][0].sets_head_quotas
 
 
 def blocks_for(method: str, *blocks: int | None) -> list[int | None]:
     return [block for block in blocks if block is None or not CHOICES[method, "uniform"][0].one_block]
 
 
-def context_of(model, method, budget=1.0, block=None, seeds=(0,)) -> Context:
-    return Context(model, choose_cache(method, Allocator("uniform"), Raw("raw")), Budget(budget), block, seeds)
+def context_of(model, method, budget=1.0, block=None, seeds=(0,)) -> GenerationContext:
+    return GenerationContext(
+        model, choose_cache(method, Allocator("uniform"), Raw("raw")), Budget(budget), block, seeds
+    )
 
 
-def places(held: Held) -> dict[tuple[int, int, int], list[int]]:
+def places(held: CompressedCache) -> dict[tuple[int, int, int], list[int]]:
     layers = [i for i in range(len(held.contexts[0].layers)) if i not in held.sliding_layers]
     heads = held.contexts[0].layers[layers[0]].rows.shape[1]
     samples = range(sum(len(context.seeds) for context in held.contexts))
@@ -279,7 +281,7 @@ def test_attention_implementation_is_put_back():
 def test_attention_implementation_is_put_back_when_a_method_fails():
     @dataclass(frozen=True)
     class Broken(Method):
-        def score(self, seen, rows, state):
+        def score(self, observation, rows, state):
             raise RuntimeError("broken")
 
     model = make("llama")
@@ -463,7 +465,7 @@ def test_samples_of_one_context_end_alone():
     assert len(stop) > 1
     context = context_of(model, Knorm("knorm", (), decoding=True), 10, seeds=(0, 0, 0))
     context.prefill(prompts)
-    assert torch.equal(Held([context]).generate(12, stop=stop), alone.generate(12, stop=stop))
+    assert torch.equal(CompressedCache([context]).generate(12, stop=stop), alone.generate(12, stop=stop))
 
 
 def test_the_models_own_end_token_is_the_default():
@@ -669,8 +671,8 @@ class Spy(Method):
 
     wants_lse = True
 
-    def score(self, seen, rows, state):
-        self.notes.append((seen, rows))
+    def score(self, observation, rows, state):
+        self.notes.append((observation, rows))
         return rows.places.double()
 
 

@@ -8,12 +8,12 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvbench.engine.compressed_cache import choose_cache
-from kvbench.engine.fixed_quota_rows import SteadyRows
-from kvbench.engine.generation import Context
-from kvbench.engine.graph_decoding import CHUNK, Decoder, GrowingRows, appends
+from kvbench.engine.fixed_quota_rows import FixedQuotaRows
+from kvbench.engine.generation import GenerationContext
+from kvbench.engine.graph_decoding import CHUNK, GraphDecoder, GrowingRows, only_appends
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
-from kvbench.models.decoder_weights import weights_of
+from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError
 from tests.support.method_files import chosen
 from tests.support.tiny_models import ids, tiny
@@ -33,10 +33,10 @@ def contexts(model, choice, budget=0.3, batch=1, stepped=True):
     """Two contexts on one prompt: one read by the modules, one by the step."""
     made, device = [], next(model.parameters()).device
     for step in (False, stepped):
-        context = Context(model, choice, Budget(budget), None, tuple(range(batch)), answer=40)
+        context = GenerationContext(model, choice, Budget(budget), None, tuple(range(batch)), answer=40)
         context.prefill(torch.cat([ids(60, seed) for seed in range(batch)]).to(device))
         if step:
-            context.weights = weights_of(model)
+            context.weights = collect_weights(model)
             assert context.weights is not None
         made.append(context)
     return made
@@ -108,8 +108,8 @@ def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
 def test_rows_grow_to_the_size_that_an_answer_is_cut_to(interval, monkeypatch):
     """By a step that appends, one token of the modules' with the first cut, and by a step that cuts."""
     made = []
-    own = Decoder.__init__
-    monkeypatch.setattr(Decoder, "__init__", lambda *args: (made.append(type(args[2]).__name__), own(*args))[1])
+    own = GraphDecoder.__init__
+    monkeypatch.setattr(GraphDecoder, "__init__", lambda *args: (made.append(type(args[2]).__name__), own(*args))[1])
     choice = choice_of("keydiff", decoding=True, decode_interval=interval, decode_size=97)
     modules, step = contexts(tiny("llama"), choice, 1.0)
     answers = [list(context.generate(90, Sampling(), frozenset())) for context in (modules, step)]
@@ -259,20 +259,20 @@ def test_room_for_an_answer_is_counted_before_it_begins(chosen, rows):
 
 def test_what_more_than_appends_is_read_by_the_modules():
     for method, more in (("quest", {}), ("sink", {}), ("h2o", {"decoding": True})):
-        assert not appends(choice_of(method, **more))
-    assert not appends(choice_of("snapkv", codec="kivi"))
-    assert appends(choice_of("h2o", decoding=False)) and appends(choice_of("tova"))
+        assert not only_appends(choice_of(method, **more))
+    assert not only_appends(choice_of("snapkv", codec="kivi"))
+    assert only_appends(choice_of("h2o", decoding=False)) and only_appends(choice_of("tova"))
 
 
 def test_models_that_are_not_plain_have_no_weights_for_a_step():
-    assert weights_of(tiny("gemma3")) is None
+    assert collect_weights(tiny("gemma3")) is None
     model = qwen2()
     model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
-    assert weights_of(model) is None
+    assert collect_weights(model) is None
     model = qwen2()
     weight = model.model.layers[1].mlp.up_proj.weight
     model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(weight.data.mT.contiguous().mT)
-    assert weights_of(model) is None
+    assert collect_weights(model) is None
 
 
 def test_frequencies_that_follow_the_longest_place_are_left_to_the_modules():
@@ -282,8 +282,8 @@ def test_frequencies_that_follow_the_longest_place_are_left_to_the_modules():
         {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
     ):
         rope = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, **kind}
-        assert weights_of(qwen2(rope_parameters=rope)) is None
-    assert weights_of(qwen2()) is not None
+        assert collect_weights(qwen2(rope_parameters=rope)) is None
+    assert collect_weights(qwen2()) is not None
 
 
 @EVERY
@@ -299,9 +299,9 @@ def test_the_kernels_take_the_same_step(chosen):
             with torch.inference_mode(), context.branch():
                 first, size = context.logits.argmax(-1), min(2, choice.method.decode_interval)
                 args, more = (context.weights, context.own_layers, 2), (context.seen, name)
-                rows = SteadyRows(*args, size, 18, *more) if choice.method.decoding else GrowingRows(*args, *more)
+                rows = FixedQuotaRows(*args, size, 18, *more) if choice.method.decoding else GrowingRows(*args, *more)
                 draws = torch.zeros(1, 3, device=device)
-                decoder = Decoder(context.weights, rows, first, 2, Sampling().pick, draws, name)
+                decoder = GraphDecoder(context.weights, rows, first, 2, Sampling().pick, draws, name)
                 tokens = [int(decoder.next()[0]) for _ in range(2)]
                 places = [layer.rows.view().places for layer in context.own_layers]
                 found.append((tokens, decoder.close(), torch.stack(places)))

@@ -5,12 +5,12 @@ import torch
 
 from kvbench.config.catalogue import build, methods_available, settings
 from kvbench.engine.compressed_cache import choose_cache
-from kvbench.engine.fixed_quota_rows import repeats
-from kvbench.engine.generation import Context
+from kvbench.engine.fixed_quota_rows import is_shift_invariant
+from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
-from kvbench.models.decoder_weights import weights_of
+from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError
 from tests.support.method_files import chosen
 from tests.support.tiny_models import ids, tiny
@@ -23,8 +23,8 @@ def choice_of(method, allocator="uniform", codec="raw", **more):
 
 
 def read(model, choice, size, budget, prompt, stepped):
-    context = Context(model, choice, Budget(budget), size, tuple(range(len(prompt))), compile=False)
-    context.weights = weights_of(model) if stepped else None
+    context = GenerationContext(model, choice, Budget(budget), size, tuple(range(len(prompt))), compile=False)
+    context.weights = collect_weights(model) if stepped else None
     context.prefill(prompt.to(next(model.parameters()).device))
     return context
 
@@ -35,8 +35,10 @@ def read(model, choice, size, budget, prompt, stepped):
 def test_blocks_leave_what_the_modules_leave(method, size, budget, tokens, model, monkeypatch):
     prompt = torch.cat([ids(tokens, seed) for seed in range(2)])
     calls = []
-    own = Context.count_tokens
-    monkeypatch.setattr(Context, "count_tokens", lambda self, tokens: (calls.append(tokens), own(self, tokens)))
+    own = GenerationContext.count_tokens
+    monkeypatch.setattr(
+        GenerationContext, "count_tokens", lambda self, tokens: (calls.append(tokens), own(self, tokens))
+    )
     modules, step = (read(tiny(model), choice_of(method), size, budget, prompt, on) for on in (False, True))
     assert len(calls) == 1 and calls[0] % size == 0 and calls[0] > 4 * size
     assert torch.allclose(modules.logits, step.logits, atol=1e-4)
@@ -56,9 +58,9 @@ def test_blocks_leave_what_the_modules_leave(method, size, budget, tokens, model
 def test_blocks_that_fit_the_quota_are_read_together_and_not_too_many(monkeypatch):
     """A block's size bounds the memory that reading takes."""
     monkeypatch.setattr("kvbench.engine.context.MOST", 25)
-    read_, sizes = Context._read, []
+    read_, sizes = GenerationContext._read, []
     monkeypatch.setattr(
-        Context, "_read", lambda own, ids, *a, **k: sizes.append(ids.shape[1]) or read_(own, ids, *a, **k)
+        GenerationContext, "_read", lambda own, ids, *a, **k: sizes.append(ids.shape[1]) or read_(own, ids, *a, **k)
     )
     prompt = ids(150, 5)  # no two scores near each other where a cut falls
     step = read(tiny("llama"), choice_of("keydiff"), 8, 70, prompt, True)
@@ -78,17 +80,23 @@ def test_blocks_that_fit_the_quota_are_read_together_and_not_too_many(monkeypatc
 def test_only_what_is_relative_is_read_so():
     available = [build("method", settings("method", name)) for name in RELATIVE]
     for method in available:
-        assert type(method).update is Method.update and not (method.wants_lse or method.merges or method.rolls)
+        assert type(method).update is Method.update and not (
+            method.wants_lse or method.merges or method.uses_cache_positions
+        )
         assert type(method).cut is Method.cut and type(method).merge is Method.merge
-    assert repeats(choice_of("keydiff")) and not repeats(choice_of("keydiff", "ada"))
-    assert not repeats(choice_of("sink")) and not repeats(choice_of("snapkv", codec="kivi"))
+    assert is_shift_invariant(choice_of("keydiff")) and not is_shift_invariant(choice_of("keydiff", "ada"))
+    assert not is_shift_invariant(choice_of("sink")) and not is_shift_invariant(choice_of("snapkv", codec="kivi"))
     assert set(RELATIVE) <= set(methods_available())
 
 
 def test_scores_that_are_no_numbers_raise(monkeypatch):
     choice = choice_of("keydiff")
     own = type(choice.method).score
-    broken = lambda self, seen, rows, state: own(self, seen, rows, state) / (rows.places >= 0).logical_not()  # noqa: E731
-    monkeypatch.setattr(type(choice.method), "score", lambda *a: broken(*a) * 0 if a[1].first > 10**6 else own(*a))
+
+    def divide_by_zero(method, observation, rows, state):
+        scores = own(method, observation, rows, state)
+        return scores / (rows.places < 0) * 0 if observation.first > 10**6 else scores
+
+    monkeypatch.setattr(type(choice.method), "score", divide_by_zero)
     with pytest.raises(ContractError, match="method=keydiff: score returned NaN"):
         read(tiny("llama"), choice, 16, 32, ids(160), True)

@@ -9,23 +9,23 @@ import torch
 import yaml
 from hydra import compose, initialize_config_dir
 
-from kvbench.cache.policy import Choice
+from kvbench.cache.policy import CachePolicy
 from kvbench.config import catalogue
 from kvbench.config.catalogue import names
 from kvbench.engine import shared_prefill
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.runs import shared_runs
-from kvbench.runs.resources import Bench
-from kvbench.runs.responder import Reader
+from kvbench.runs.resources import Resources
+from kvbench.runs.responder import Responder
 from kvbench.runs.runner import execute, execute_all
-from kvbench.runs.spec import Run
+from kvbench.runs.spec import RunSpec
 from kvbench.runs.workers import share
 from kvbench.store.run_folder import run_hash
 from kvbench.sweeps import status
-from kvbench.sweeps.compose import checked
+from kvbench.sweeps.compose import compose_cell
 from kvbench.validation import ContractError, SettingError
 from tests.support.command_line import answer
 from tests.support.method_files import chosen
@@ -36,19 +36,22 @@ BUDGETS = (0.2, 40, 1.0)
 SMALL = ("task.subtasks=niah_single_1", "task.length=512", "task.samples=2", "device=cpu")
 
 
-def choices(lse: bool) -> list[Choice]:
+def choices(lse: bool) -> list[CachePolicy]:
     """Whatever can take part on a tiny model: every method with every allocator, and every codec with the plain one."""
     found = []
     for method in names("method"):
         pairs = [(name, "raw") for name in names("allocator")] + [("uniform", "kivi")]
         for allocator, codec in pairs:
-            own = Choice(*chosen(method, allocator, "llama", codec))
-            if not (own.method.refuses(own.allocator, own.codec) or own.method.rereads) and own.method.wants_lse == lse:
+            own = CachePolicy(*chosen(method, allocator, "llama", codec))
+            if (
+                not (own.method.refuses(own.allocator, own.codec) or own.method.needs_extra_reads)
+                and own.method.wants_lse == lse
+            ):
                 found.append(own)
     return found
 
 
-def facts(context: Context) -> dict:
+def facts(context: GenerationContext) -> dict:
     """All that is held after the prompt, and the answer."""
     found = {"bytes": str(context.bytes()), "peak": context.memory.peak}
     for layer in context.own_layers:
@@ -70,7 +73,10 @@ def facts(context: Context) -> dict:
 @pytest.mark.parametrize("lse", [False, True])
 def test_every_context_holds_and_answers_as_if_it_were_alone(lse):
     own = [(choice, BUDGETS[i % 3] if choice.method.name != "full" else 1.0) for i, choice in enumerate(choices(lse))]
-    some, prompt = lambda: [Context(tiny("llama"), c, Budget(b), None, (7,), 2, answer=9) for c, b in own], ids(150)
+    some, prompt = (
+        lambda: [GenerationContext(tiny("llama"), c, Budget(b), None, (7,), 2, answer=9) for c, b in own],
+        ids(150),
+    )
     shared = some()
     milliseconds = shared_prefill.prefill(shared, prompt)
     assert len(milliseconds) == len(own) > 5 and min(milliseconds) > 0
@@ -86,20 +92,20 @@ def equal(one: object, other: object) -> bool:
 
 
 def test_rows_before_the_cut_are_written_once():
-    plain = [Context(tiny("llama"), c, Budget(1.0), None, (7,), answer=4) for c in choices(False)[:4]]
+    plain = [GenerationContext(tiny("llama"), c, Budget(1.0), None, (7,), answer=4) for c in choices(False)[:4]]
     shared_prefill.prefill(plain, ids(50))
     for layers in zip(*(context.own_layers for context in plain), strict=True):
         assert len({layer.rows.tail_keys.data_ptr() for layer in layers}) == 1
 
 
 @cache
-def run_of(*settings: str) -> Run:
+def run_of(*settings: str) -> RunSpec:
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        return Run.from_config(compose("config", [*SMALL, *settings]))
+        return RunSpec.from_config(compose("config", [*SMALL, *settings]))
 
 
 @pytest.fixture
-def runs() -> list[Run]:
+def runs() -> list[RunSpec]:
     """A full cache and three cells that go together."""
     own = [run_of(f"method={name}", "budget=0.2") for name in ("snapkv", "quest", "sink")]
     return [own[0].baseline(), *own]
@@ -107,7 +113,7 @@ def runs() -> list[Run]:
 
 @pytest.fixture(scope="module")
 def bench():
-    return Bench(run_of("method=full"))
+    return Resources(run_of("method=full"))
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +146,7 @@ def test_runs_that_lack_a_sample_go_on_with_it_together(runs, bench, alone, tmp_
 
 
 def test_a_killed_process_loses_the_sample_in_flight_at_most(runs, bench, alone, tmp_path, monkeypatch):
-    attempt, calls = Reader.attempt, []
+    attempt, calls = Responder.attempt, []
 
     def killed(self, batch):
         calls.append(self)
@@ -148,7 +154,7 @@ def test_a_killed_process_loses_the_sample_in_flight_at_most(runs, bench, alone,
             raise KeyboardInterrupt
         return attempt(self, batch)
 
-    monkeypatch.setattr(Reader, "attempt", killed)
+    monkeypatch.setattr(Responder, "attempt", killed)
     with pytest.raises(KeyboardInterrupt):
         execute_all(runs, tmp_path, bench)
     written = [len(path.read_text().splitlines()) for path in tmp_path.rglob("records*")]
@@ -160,7 +166,7 @@ def test_a_killed_process_loses_the_sample_in_flight_at_most(runs, bench, alone,
 def test_what_does_not_fit_beside_each_other_goes_in_smaller_companies(
     when, runs, bench, alone, tmp_path, monkeypatch, capsys
 ):
-    real, attempt = shared_runs.prefill, Reader.attempt
+    real, attempt = shared_runs.prefill, Responder.attempt
 
     def prefill(contexts, ids):
         if len(contexts) > 2:
@@ -173,7 +179,7 @@ def test_what_does_not_fit_beside_each_other_goes_in_smaller_companies(
     if when == "reading":
         monkeypatch.setattr(shared_runs, "prefill", prefill)
     else:
-        monkeypatch.setattr(Reader, "attempt", full)
+        monkeypatch.setattr(Responder, "attempt", full)
     folders = execute_all(runs, tmp_path, bench)
     assert [strip_own(folder.records()) for folder in folders] == alone(runs)
     assert "kvbench: no memory for 4 runs at once: 2 from now on" in capsys.readouterr().err
@@ -187,9 +193,11 @@ def test_a_run_that_fails_is_left_to_its_own_cell(where, runs, bench, alone, tmp
     if where == "score":
         monkeypatch.setattr(broken, "score", lambda *_: [][0])
     else:
-        speak = Reader._speak
+        speak = Responder._speak
         name = lambda self: self.run.groups["method"]["name"]  # noqa: E731
-        monkeypatch.setattr(Reader, "_speak", lambda self, *own: [][0] if name(self) == "snapkv" else speak(self, *own))
+        monkeypatch.setattr(
+            Responder, "_speak", lambda self, *own: [][0] if name(self) == "snapkv" else speak(self, *own)
+        )
     folders = execute_all(runs, tmp_path, bench)
     others = [0, 2, 3]
     said = capsys.readouterr().err
@@ -223,7 +231,7 @@ def test_who_may_read_together(runs):
     assert sliding.reading is None
     timed = ["task=efficiency", "model=random", "model.like=tiny"]
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        timed, plain = (checked([], own)[0].readings for own in (timed, ["method=sink"]))
+        timed, plain = (compose_cell([], own)[0].readings for own in (timed, ["method=sink"]))
     assert timed == [] and len(plain) == 2 and None not in plain
 
 
@@ -262,7 +270,7 @@ def test_a_sweep_reads_every_prompt_once_for_all_cells(tmp_path, monkeypatch, ca
 def test_the_plan_counts_a_shared_prefill_once(tmp_path, runs, bench, monkeypatch):
     value = run_of("method=snapkv", "budget=0.2").value
     execute(run_of("method=snapkv", "budget=0.2"), tmp_path, bench)
-    monkeypatch.setattr(status, "records", lambda path: iter([{"seconds": 60.0, "prefill_ms": 48000.0}] * 2))
+    monkeypatch.setattr(status, "RunRecords", lambda path: iter([{"seconds": 60.0, "prefill_ms": 48000.0}] * 2))
     more = [value | {"budget": budget} for budget in (0.3, 0.4, 0.5)]
     for readings, minutes in (((), ["2.0"] * 3), (("one", "one"), ["2.0", "0.4", "0.4"])):
         lines = status.plan(tmp_path, [status.Cell(str(own["budget"]), own, readings=readings) for own in more])

@@ -17,15 +17,15 @@ from kvbench.config import catalogue
 from kvbench.config.catalogue import build, settings
 from kvbench.engine import shared_prefill
 from kvbench.engine.compressed_cache import choose_cache
-from kvbench.engine.generation import Context
-from kvbench.engine.graph_prefill import Blocks
+from kvbench.engine.generation import GenerationContext
+from kvbench.engine.graph_prefill import GraphPrefill
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.runs.fidelity import predict
-from kvbench.runs.resources import Bench
+from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute, execute_all
-from kvbench.runs.spec import Run
+from kvbench.runs.spec import RunSpec
 from tests.support.method_files import MAKE, chosen, made
 from tests.support.recorded_runs import TIMES
 
@@ -73,12 +73,14 @@ def exact() -> LlamaForCausalLM:
 
 def both_ways(
     model, method, ids, budget, block_size=None, allocator="uniform", sampling=GREEDY, **more
-) -> tuple[list[Context], list]:
+) -> tuple[list[GenerationContext], list]:
     """A context read and answered by the modules and one by graphs, and the answers."""
     contexts, answers = [], []
     choice = choose_cache(*chosen(method, allocator, "llama", **more))
     for graphs in (False, True):
-        context = Context(model, choice, Budget(budget), block_size, (0,) * len(ids), compile=graphs, answer=64)
+        context = GenerationContext(
+            model, choice, Budget(budget), block_size, (0,) * len(ids), compile=graphs, answer=64
+        )
         context.prefill(ids)
         answers.append(torch.stack(list(context.generate(40, sampling, frozenset())), 1))
         contexts.append(context)
@@ -110,7 +112,7 @@ def test_a_graph_that_cuts_takes_back_what_was_read_beyond_the_end(exact):
     """Exactly: what is done again gives what it gave before."""
     choice, found = choose_cache(*chosen("keydiff", "uniform", "llama")), []
     for planned in (21, 40):
-        context = Context(exact, choice, Budget(0.2), None, (0, 0))
+        context = GenerationContext(exact, choice, Budget(0.2), None, (0, 0))
         context.prefill(prompts(2, 700))
         answer = context.generate(planned, GREEDY, frozenset())
         tokens = torch.stack([next(answer) for _ in range(21)])
@@ -124,7 +126,7 @@ def test_a_graph_that_cuts_takes_back_what_was_read_beyond_the_end(exact):
 def test_graphs_read_blocks_as_the_modules_do(exact, method, monkeypatch):
     read = []
     monkeypatch.setattr(
-        Blocks, "read", lambda own, read_all=Blocks.read: (read.append(own.ids.shape[1]), read_all(own))
+        GraphPrefill, "read", lambda own, read_all=GraphPrefill.read: (read.append(own.ids.shape[1]), read_all(own))
     )
     contexts, _ = both_ways(exact, method, prompts(2, 1500), 200, block_size=64)
     assert len(read) == 1 and read[0] > 15
@@ -247,10 +249,10 @@ def test_out_of_memory_is_a_record(tmp_path, monkeypatch, capsys):
 def test_contexts_of_one_prefill_hold_and_answer_what_each_does_alone(model, lse):
     """Row by row and token by token: attention is the same call in both, and every method is asked as it is alone."""
     built = [choose_cache(*chosen(name, "uniform", "llama")) for name in METHODS if name not in MAKE]
-    choices = [own for own in built if own.method.wants_lse == lse and not own.method.rereads]
+    choices = [own for own in built if own.method.wants_lse == lse and not own.method.needs_extra_reads]
 
-    def some() -> list[Context]:
-        return [Context(model, own, Budget(0.2), None, (0,), answer=24) for own in choices]
+    def some() -> list[GenerationContext]:
+        return [GenerationContext(model, own, Budget(0.2), None, (0,), answer=24) for own in choices]
 
     shared, ids, wrong = some(), prompts(1, 3000), []
     shared_prefill.prefill(shared, ids)
@@ -270,9 +272,9 @@ def test_runs_of_one_prefill_write_the_records_of_lone_ones(tmp_path):
     small = ["task.subtasks=[niah_single_2]", "task.length=2048", "limit=2", "device=cuda", "budget=0.2"]
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
         runs = [
-            Run.from_config(compose("config", [*small, f"method={name}"])) for name in ("snapkv", "keydiff", "sink")
+            RunSpec.from_config(compose("config", [*small, f"method={name}"])) for name in ("snapkv", "keydiff", "sink")
         ]
-    bench = Bench(runs[0])
+    bench = Resources(runs[0])
     shared = [folder.records() for folder in execute_all(runs, tmp_path / "shared", bench)]
     alone = [execute(run, tmp_path / "alone", bench) for run in runs]
     own = {*TIMES, "shared_prefill", "reread_ms", "peak_bytes"}
@@ -311,7 +313,7 @@ def test_answers_that_are_read_predict_as_those_that_are_decoded(exact, method):
     budget, found = 1.0 if method == "full" else 0.2, []
     choice = choose_cache(*chosen(method, "uniform", "llama"))
     for graphs in (False, True):
-        context = Context(exact, choice, Budget(budget), None, (0, 0), compile=graphs, answer=64)
+        context = GenerationContext(exact, choice, Budget(budget), None, (0, 0), compile=graphs, answer=64)
         context.prefill(prompts(2, 700))
         with context.branch():
             answer = torch.stack(list(context.generate(12, GREEDY, frozenset())), 1)

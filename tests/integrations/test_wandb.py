@@ -232,7 +232,7 @@ def test_a_run_is_logged_when_it_fails_and_again_when_it_is_done(tmp_path, monke
         raise OSError("no space\nleft")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvbench.runs.responder.Reader.answer", broken)
+        patch.setattr("kvbench.runs.responder.Responder.answer", broken)
         with pytest.raises(OSError, match="no space"):
             answer([*QUICK, "logger=wandb"], monkeypatch, capsys)
     (failed,) = fake()

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.interfaces.budget import Budget
-from kvbench.interfaces.method import shrink
+from kvbench.interfaces.method import fit_protected
 from kvbench.interfaces.rows import Rows
-from kvbench.validation import SettingError, part
+from kvbench.validation import SettingError, exact_share
 
 FRACTIONS = st.floats(0, 1, exclude_min=True)
 
@@ -87,7 +87,7 @@ def test_recents_give_way_before_sinks_and_the_last_sinks_before_the_first(drawn
     room = quota - 1 if quota > 1 else 1
 
     def shrunk(*masks):
-        return {j for j, safe in enumerate(shrink(*masks, rows, quota)[0, 0].tolist()) if safe}
+        return {j for j, safe in enumerate(fit_protected(*masks, rows, quota)[0, 0].tolist()) if safe}
 
     both = first[:room] + [j for j in newest if j not in first[:room]]
     assert shrunk(sinks, recents) == set(both[:room])
@@ -98,4 +98,4 @@ def test_recents_give_way_before_sinks_and_the_last_sinks_before_the_first(drawn
 
 @given(st.integers(0, 100), st.integers(0, 10**6))
 def test_a_part_is_exact_decimal_arithmetic(percent, count):
-    assert part(percent / 100, count) == percent * count // 100
+    assert exact_share(percent / 100, count) == percent * count // 100

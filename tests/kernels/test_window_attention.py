@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels import window_attention as window_package
 from kvbench.kernels.removal_scores import andpro, dropkv
@@ -311,7 +311,7 @@ def test_pool_group(shape, kernel, pooling, group):
     assert pool_group(scores.to(DEVICE), None, kernel, pooling, group, **TRITON)[0, 0, 0].isnan()
 
 
-def shown(case, dtype, tokens: int) -> tuple[Seen, Rows]:
+def shown(case, dtype, tokens: int) -> tuple[Observation, Rows]:
     """A block of `tokens` that a layer read, and its rows."""
     inputs = made(case, dtype)
     rows = case[4]
@@ -325,7 +325,7 @@ def shown(case, dtype, tokens: int) -> tuple[Seen, Rows]:
     )
     queries, outputs = inputs.queries[:, :, -tokens:], inputs.outputs[:, :, -tokens:]
     weight = queries.new_zeros(1)
-    return Seen(queries, outputs, None, SCALING, weight, None, 0, 1, rows - tokens, rows, True, False), held
+    return Observation(queries, outputs, None, SCALING, weight, None, 0, 1, rows - tokens, rows, True, False), held
 
 
 METHODS = [

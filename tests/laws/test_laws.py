@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.cache.policy import Choice
+from kvbench.cache.policy import CachePolicy
 from kvbench.config.catalogue import names
 from kvbench.engine.compressed_cache import choose_cache
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
@@ -67,7 +67,7 @@ class Case:
         return [len(part) for part in torch.arange(self.tokens).split(self.block or self.tokens)]
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> CachePolicy:
         return choose_cache(*self.built)
 
     @property
@@ -89,7 +89,7 @@ class Case:
     @property
     def holds_all(self) -> bool:
         """The full cache, and the law of readers: all rows are held, few are attended while decoding."""
-        return self.method == "full" or self.built[0].reads
+        return self.method == "full" or self.built[0].attends_subset
 
     def quota(self, seen: int) -> int:
         """Rows per head that may stay, by fractions."""
@@ -157,12 +157,12 @@ def after_each_block(model: torch.nn.Module, note: Callable[[], None]) -> Iterat
 class Trace:
     """A cut prefill and what every head held after each block: rows by (layer, head)."""
 
-    context: Context
+    context: GenerationContext
     held: list[dict[tuple[int, int], Head]]
     counts: list[dict[int, list[int]]]
 
 
-def note_rows(context: Context) -> dict[tuple[int, int], Head]:
+def note_rows(context: GenerationContext) -> dict[tuple[int, int], Head]:
     found = {}
     for layer in context.own_layers:
         rows = layer.rows.view()
@@ -173,13 +173,13 @@ def note_rows(context: Context) -> dict[tuple[int, int], Head]:
     return found
 
 
-def note_counts(context: Context) -> dict[int, list[int]]:
+def note_counts(context: GenerationContext) -> dict[int, list[int]]:
     return {layer.index: layer.rows.counts()[0].tolist() for layer in context.own_layers}
 
 
-def context_of(case: Case, batch: int = 1, choice: Choice | None = None) -> Context:
+def context_of(case: Case, batch: int = 1, choice: CachePolicy | None = None) -> GenerationContext:
     value = 1.0 if case.method == "full" else case.budget
-    return Context(tiny(case.model), choice or case.choice, Budget(value), case.block, (0,) * batch)
+    return GenerationContext(tiny(case.model), choice or case.choice, Budget(value), case.block, (0,) * batch)
 
 
 @cache
@@ -193,7 +193,7 @@ def trace(case: Case) -> Trace:
 
     with after_each_block(context.model, note):
         context.prefill(case.prompt)
-    if context.choice.method.rereads:  # cut when all was read, after the last block
+    if context.choice.method.needs_extra_reads:  # cut when all was read, after the last block
         held.clear(), counts.clear(), note()
     return Trace(context, held, counts)
 
@@ -208,7 +208,7 @@ def own_logits(model: str, tokens: int, more: int = 9) -> torch.Tensor:
 
 def spared(case: Case, layer: int) -> bool:
     context = trace(case).context
-    return context.choice.method.spares(layer, len(context.layers))
+    return context.choice.method.skips_layer(layer, len(context.layers))
 
 
 def test_the_selection_covers_every_pair():
@@ -239,7 +239,7 @@ def test_law_1_a_full_budget_changes_nothing(case):
     assert held.evicted(case_layer(held), 0) == 0
 
 
-def case_layer(held: "kvbench.engine.compressed_cache.Held") -> int:
+def case_layer(held: "kvbench.engine.compressed_cache.CompressedCache") -> int:
     return next(layer for layer in range(len(held.contexts[0].layers)) if layer not in held.sliding_layers)
 
 
@@ -248,7 +248,7 @@ def test_law_2_every_cut_leaves_exactly_the_quota(case):
     run = trace(case)
     allocator = run.context.choice.allocator
     own_share = type(allocator).layer is not Allocator.layer
-    own_law = run.context.choice.method.allots  # its test file has the rest of it
+    own_law = run.context.choice.method.sets_head_quotas  # its test file has the rest of it
     seen, most, before = 0, 0, None
     for block, counts in zip(case.blocks, run.counts, strict=True):
         seen += block
@@ -269,7 +269,7 @@ def test_law_2_every_cut_leaves_exactly_the_quota(case):
         if not any(spared(case, layer) for layer in counts):
             limit = quota * sum(map(len, counts.values()))
             assert total <= limit if allocator.cascades or own_law else total == limit
-    if run.context.choice.method.rereads:  # its test file says what it holds meanwhile
+    if run.context.choice.method.needs_extra_reads:  # its test file says what it holds meanwhile
         return
     assert max(layer.tally.peak_attended for layer in run.context.own_layers) == most
     assert max(layer.tally.peak_rows for layer in run.context.own_layers) == max(
@@ -292,7 +292,7 @@ def test_law_2_while_decoding(case):
         if method.decoding and since >= method.decode_interval:
             expected, since = min(expected, case.quota(10**6)), 0
         for layer, rows in note_counts(context).items():
-            if method.allots:  # its own law, in its test file
+            if method.sets_head_quotas:  # its own law, in its test file
                 continue
             if spared(case, layer):
                 assert set(rows) == {context.seen}
@@ -332,7 +332,7 @@ def test_law_3_tokens_are_conserved(case):
 def test_law_4_no_state_leaks(case):
     """A sample read by a set-up that has read another before gives what it gives alone."""
 
-    def answer(context: Context) -> tuple:
+    def answer(context: GenerationContext) -> tuple:
         logits = context.logits.tolist()
         tokens = torch.stack(list(context.generate(4, Sampling(temperature=1.0), frozenset())))
         return logits, tokens.tolist(), {key: rows.places.tolist() for key, rows in note_rows(context).items()}
@@ -355,7 +355,9 @@ def test_law_5_ragged_equals_gathered(case):
     """
     run = trace(case)
     context, told = run.context, list(run.held)
-    if context.choice.method.rolls:  # the dense engine attends at original positions; its own test says at which slots
+    if (
+        context.choice.method.uses_cache_positions
+    ):  # the dense engine attends at original positions; its own test says at which slots
         return
 
     def cut(glances: list[Glance]) -> list[Head]:
@@ -374,7 +376,7 @@ def test_law_5_ragged_equals_gathered(case):
         logits = dense.prefill(part, None)
         number += 1
     assert_close(context.logits[0], logits)
-    if context.choice.method.reads:  # looks at few of them from here on; its own test says at which
+    if context.choice.method.attends_subset:  # looks at few of them from here on; its own test says at which
         return
     with context.branch(), after_each_block(context.model, lambda: told.append(note_rows(context))):
         for tokens in (4, 60, 1, 1):
@@ -405,7 +407,9 @@ def test_law_7_a_batch_gives_what_its_samples_give_alone(case):
     both, more = text.split([case.tokens, 3], dim=1)
     assert torch.equal(both[:1], case.prompt)
 
-    def read(prompts: torch.Tensor, more: torch.Tensor) -> tuple[kvbench.engine.compressed_cache.Held, torch.Tensor]:
+    def read(
+        prompts: torch.Tensor, more: torch.Tensor
+    ) -> tuple[kvbench.engine.compressed_cache.CompressedCache, torch.Tensor]:
         held = kvbench.prefill(
             model, prompts, case.method, case.budget, case.block, case.allocator, method_args=case.args
         )
@@ -416,7 +420,10 @@ def test_law_7_a_batch_gives_what_its_samples_give_alone(case):
     assert together.prefill(both).shape == batch.logits.shape
     at_once = together.extend(more)
     with first.branch():
-        alone = [(kvbench.engine.compressed_cache.Held([first]), first.extend(more[:1])), read(both[1:], more[1:])]
+        alone = [
+            (kvbench.engine.compressed_cache.CompressedCache([first]), first.extend(more[:1])),
+            read(both[1:], more[1:]),
+        ]
         for sample, (held, its) in enumerate(alone):
             assert torch.equal(extended[sample], its[0]) and torch.equal(batch.logits[sample], held.logits[0])
             torch.testing.assert_close(at_once[sample], its[0], **CLOSE)
@@ -496,7 +503,7 @@ def test_bytes_are_those_of_the_rows_held(method, allocator, block):
     exact, full = rows * 2 * 64 * 4, 300 * 2 * 2 * 2 * 64 * 4
     assert held.resident_bytes == exact and held.full_bytes == full
     limit = (300 if case.holds_all else 75) * 4
-    assert rows <= limit if case.built[0].allots else rows == limit
+    assert rows <= limit if case.built[0].sets_head_quotas else rows == limit
     owned = storages(reachable(layers, set()))
     floats = storages(t for t in reachable(layers, set()) if t.is_floating_point())
     assert sum(floats.values()) == exact + held.bytes.state

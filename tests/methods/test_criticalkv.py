@@ -130,7 +130,7 @@ def test_with_alpha_1_it_is_its_base(base, decoding):
     while decoding exactly if the composite cuts there, whatever its own preset says.
     """
     own = needed(base, "llama") | ({"use_vnorm": False} if base == "expected_attention" else {})
-    if decoding and chosen(base, "uniform", "llama")[0].rereads:
+    if decoding and chosen(base, "uniform", "llama")[0].needs_extra_reads:
         with pytest.raises(SettingError, match="^method.decoding=true: criticalkv has scores of the prompt only"):
             held_by("criticalkv", decoding, base=base, base_args=own)
         return

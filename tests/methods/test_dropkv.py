@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvbench.config.catalogue import build, settings
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from tests.support.dense_engine import Dense, Glance, Head
 from tests.support.oracle_scores import residual
@@ -52,11 +52,13 @@ def test_dropkv_is_the_change_of_the_output_when_a_row_is_removed():
             assert by_formula[j] == pytest.approx(moved / len(glance.queries), rel=1e-5)
 
 
-def shown(queries, keys, values, outputs) -> tuple[Seen, Rows]:
+def shown(queries, keys, values, outputs) -> tuple[Observation, Rows]:
     """One KV head of one layer: the last tokens' `queries` and `outputs` (G, T, d), keys and values (n, d)."""
     n, mass = len(keys), torch.ones(1, 1, len(keys), dtype=keys.dtype)
-    seen = Seen(queries[None], outputs[None], None, 1.0, None, None, 0, 1, n - queries.shape[1], n, True, False)
-    return seen, Rows(keys[None, None], values[None, None], torch.arange(n)[None, None], mass)
+    observation = Observation(
+        queries[None], outputs[None], None, 1.0, None, None, 0, 1, n - queries.shape[1], n, True, False
+    )
+    return observation, Rows(keys[None, None], values[None, None], torch.arange(n)[None, None], mass)
 
 
 def test_dropkv_rounding_decides_on_sinks():

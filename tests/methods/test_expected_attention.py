@@ -14,7 +14,7 @@ import torch
 
 import kvbench
 from kvbench.config.catalogue import build, settings
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.expected_attention import expected_logits, merge, moments
 from kvbench.kernels.expected_attention.reference import unturned
@@ -371,9 +371,9 @@ def test_settings_that_are_refused(setting):
 # The pieces.
 
 
-def seen_of(name: str, queries: torch.Tensor, first: int) -> Seen:
+def seen_of(name: str, queries: torch.Tensor, first: int) -> Observation:
     turn = rotation(tiny(name), "full_attention")
-    return Seen(queries, queries, None, 1.0, torch.zeros(1), turn, 0, 1, first, 10**6, False, False)
+    return Observation(queries, queries, None, 1.0, torch.zeros(1), turn, 0, 1, first, 10**6, False, False)
 
 
 @pytest.mark.parametrize("places", [2, 16384])

@@ -6,7 +6,7 @@ import torch
 
 import kvbench
 from kvbench.config.catalogue import build, settings
-from kvbench.interfaces.observation import Words
+from kvbench.interfaces.observation import PromptEncoder
 from kvbench.kernels.max_attention import max_attention
 from kvbench.training import head_patterns
 from kvbench.validation import SettingError
@@ -115,7 +115,7 @@ def test_head_scores_are_the_largest_of_their_rows(model):
     """The pattern that `kvbench.cli.calibrate duo_attention` writes: per text the largest, the mean over texts."""
     texts = [distinct(50, seed) for seed in (1, 2)]
     asked = {"first": FIRST, "later": LATER, "postfix": 4, "chunk": 23}
-    found = head_patterns.head_scores(tiny(model), [text[0] for text in texts], Words(), 2, **asked)
+    found = head_patterns.head_scores(tiny(model), [text[0] for text in texts], PromptEncoder(), 2, **asked)
     every = [scored(model, text, 2, 2, 23)[1] for text in texts]
     for layer, head in np.ndindex(*found.shape):
         if (layer, head) not in every[0]:
@@ -153,7 +153,7 @@ def test_a_tokenizer_reads_the_requests():
         return [len(text)]
 
     method = build("method", settings("method", "kvzip", {"chunk": 30}))
-    found = list(method.readings(ids(70, batch=2), 4, Words(encode, (11, 12))))
+    found = list(method.extra_reads(ids(70, batch=2), 4, PromptEncoder(encode, (11, 12))))
     assert [text.strip().split()[0] for text in said] == ["Repeat"] * 3
     assert [(own.start, own.stop) for own in found] == [(4, 34), (34, 64), (64, 70)]
     assert found[0].ids[:, 1:3].tolist() == [[11, 12]] * 2

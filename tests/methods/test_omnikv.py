@@ -9,7 +9,7 @@ import torch
 import kvbench
 from kvbench.config.catalogue import build, settings
 from kvbench.engine.compressed_cache import choose_cache
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from kvbench.validation import SettingError
 from tests.support.dense_engine import Dense
@@ -168,7 +168,7 @@ def test_a_batch_chooses_for_each_sample(selector):
 
     def read(samples: slice) -> torch.Tensor:
         prompts, more = ids(80, batch=2)[samples], ids(3, seed=1, batch=2)[samples]
-        context = Context(double("llama"), choice, Budget(12), None, (0,) * len(prompts))
+        context = GenerationContext(double("llama"), choice, Budget(12), None, (0,) * len(prompts))
         context.prefill(prompts)
         return torch.cat([context.extend(token) for token in more.split(1, dim=1)], 1)
 

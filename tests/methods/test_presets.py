@@ -31,7 +31,7 @@ def presets(name: str) -> list[str]:
     return list(yaml.safe_load((CONF / "method" / f"{name}.yaml").read_text()).get("presets", {}))
 
 
-CUTS = [name for name in names("method") if not get_class(settings("method", name)["_target_"]).reads]
+CUTS = [name for name in names("method") if not get_class(settings("method", name)["_target_"]).attends_subset]
 PAIRS = [(name, *pair) for name in CUTS for pair in combinations(presets(name), 2)]  # readers: their own tests
 
 

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 import kvbench
 from kvbench.cli import calibrate
-from kvbench.config.catalogue import plainly
+from kvbench.config.catalogue import identity_settings
 from kvbench.models.embedded import REFERENCE
 from kvbench.tasks.common.synthetic_prose import words
 from kvbench.training import query_filters
@@ -176,11 +176,13 @@ def test_a_run_is_known_by_what_the_file_holds(tmp_path):
     save_file({"q_filters": torch.zeros(3, 2, 32)}, str(one))
     moved.write_bytes(one.read_bytes())
     save_file({"q_filters": torch.ones(3, 2, 32)}, str(other))
-    values = [plainly({"_target_": "x", "name": "qfilters", "path": str(path)}) for path in (one, moved, other)]
+    values = [
+        identity_settings({"_target_": "x", "name": "qfilters", "path": str(path)}) for path in (one, moved, other)
+    ]
     assert values[0] == values[1] != values[2] and str(tmp_path) not in str(values)
-    nested = plainly({"name": "outer", "base": {"_target_": "x", "name": "qfilters", "path": str(one)}})
+    nested = identity_settings({"name": "outer", "base": {"_target_": "x", "name": "qfilters", "path": str(one)}})
     assert nested["base"] == values[0]
-    assert plainly({"name": "qfilters", "path": None})["path"] is None
+    assert identity_settings({"name": "qfilters", "path": None})["path"] is None
 
 
 def test_the_command(tmp_path, capsys):

@@ -6,7 +6,7 @@ import torch
 import kvbench
 from kvbench.config.catalogue import build, settings
 from kvbench.engine.compressed_cache import choose_cache
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from tests.support.oracle_scores import votes
 from tests.support.oracles import agree, keeps, newest
@@ -55,10 +55,10 @@ def test_snapkv_does_not_depend_on_the_longest_head_of_a_batch():
     choice = choose_cache(*(build(group, settings(group, names_of[group], settings_of[group])) for group in names_of))
     for seed in range(4):
         prompts = torch.cat([distinct(60, seed), distinct(60, seed + 50)])
-        both = Context(tiny("llama"), choice, Budget(10), 4, (0, 0))
+        both = GenerationContext(tiny("llama"), choice, Budget(10), 4, (0, 0))
         both.prefill(prompts)
         for sample, prompt in enumerate(prompts):
-            alone = Context(tiny("llama"), choice, Budget(10), 4, (0,))
+            alone = GenerationContext(tiny("llama"), choice, Budget(10), 4, (0,))
             alone.prefill(prompt[None])
             for own, its in zip(alone.layers, both.layers, strict=True):
                 for head in range(2):

@@ -8,7 +8,7 @@ import torch
 from transformers import AttentionInterface
 
 import kvbench
-from kvbench.cache.rerotation import by_slot
+from kvbench.cache.rerotation import rotate_by_slot
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.rerotation import rerotate
 from tests.support.dense_engine import Dense, Glance, Head
@@ -96,7 +96,7 @@ def test_positions_are_slots_and_the_query_stands_at_the_end(model):
     mass = (places >= 0).double()
     rows = Rows(torch.from_numpy(keys)[None], torch.zeros(1, 2, 7, dim), places, mass)
     rotation = double(model).model.rotary_emb
-    turned, found = by_slot(
+    turned, found = rotate_by_slot(
         torch.from_numpy(queries).reshape(1, 2 * groups, tokens, dim),
         rows,
         lambda where: rotation(torch.zeros(1, dtype=torch.float32), where),
@@ -122,7 +122,9 @@ def test_only_differences_of_slots_matter():
         zero = [torch.ones_like(turn_in[0]), torch.zeros_like(turn_in[0])]
         keys = rerotate(plain, zero, turn_in)
         rows = Rows(keys, keys, where[None], torch.ones(1, 1, 9, dtype=torch.float64))
-        queries, keys = by_slot(keys[:, :, -1:], rows, lambda x: rotation(torch.zeros(1, dtype=torch.float32), x))
+        queries, keys = rotate_by_slot(
+            keys[:, :, -1:], rows, lambda x: rotation(torch.zeros(1, dtype=torch.float32), x)
+        )
         return queries @ keys.mT
 
     torch.testing.assert_close(logits([0, 1, 2, 3, 104, 105, 106, 107, 108]), logits(list(range(9))), atol=1e-5, rtol=0)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.cache.policy import Choice
+from kvbench.cache.policy import CachePolicy
 from kvbench.config.catalogue import build, settings
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.engine.replicate import replicate
 from kvbench.engine.shared_prefill import prefill
 from kvbench.interfaces.allocator import Allocator
@@ -47,13 +47,17 @@ def llama(kind: str) -> torch.nn.Module:
     return model
 
 
-def context(model: torch.nn.Module, method: str, budget: float | int = 13, block: int | None = None) -> Context:
+def context(
+    model: torch.nn.Module, method: str, budget: float | int = 13, block: int | None = None
+) -> GenerationContext:
     own = build("method", settings("method", method, METHODS.get(method)))
     amount = Budget(1.0 if method == "full" else budget)
-    return Context(model, Choice(own, Allocator("uniform"), Codec("raw")), amount, block, (0,), compile=False)
+    return GenerationContext(
+        model, CachePolicy(own, Allocator("uniform"), Codec("raw")), amount, block, (0,), compile=False
+    )
 
 
-def facts(held: Context) -> list[torch.Tensor]:
+def facts(held: GenerationContext) -> list[torch.Tensor]:
     """Logits and the rows that are held."""
     views = [layer.rows.view() for layer in held.own_layers]
     return [held.logits, *(part for view in views for part in (view.keys, view.values, view.places))]

@@ -22,7 +22,7 @@ from kvbench.efficiency.plan import cells
 from kvbench.papers import build
 from kvbench.papers.build import table
 from kvbench.papers.cell_values import Runs
-from kvbench.papers.experiment_key import Protocol, needed, value_of
+from kvbench.papers.experiment_key import ExperimentKey, needed, value_of
 from kvbench.papers.paper_table import commands
 from kvbench.papers.printed_averages import leaves, recomputed
 from kvbench.papers.table_spec import (
@@ -40,7 +40,7 @@ from kvbench.papers.table_spec import (
 )
 from kvbench.store import dataframes
 from kvbench.store.run_folder import RunFolder
-from kvbench.sweeps.compose import Asked
+from kvbench.sweeps.compose import SweepOverrides
 from tests.support.command_line import answer
 
 TABLES = {name: spec for name, spec in specs().items() if not timed_only(spec)}
@@ -69,12 +69,12 @@ def put(results: Path, settings: dict, records: list[dict], finish: bool = True,
     return folder.hash
 
 
-def made(name: str, results: Path, **more: object) -> build.Table:
+def made(name: str, results: Path, **more: object) -> build.PaperTable:
     spec = TABLES[name] | more
     return table(spec, (), published_values(results, spec.get("file")), Runs.read(results))
 
 
-def row_of(made: build.Table, label: str) -> tuple:
+def row_of(made: build.PaperTable, label: str) -> tuple:
     return dict(made.rows)[label]
 
 
@@ -402,21 +402,21 @@ def offline(monkeypatch):
     monkeypatch.setattr(spec, "source_hash", lambda names: "sources")
 
 
-def composed(line: str) -> list[Protocol]:
+def composed(line: str) -> list[ExperimentKey]:
     """The runs that a command makes."""
-    from kvbench.runs.spec import Run
+    from kvbench.runs.spec import RunSpec
 
     words = shlex.split(line)
     assert words[:2] == ["python", "run.py"]
     own = list(cells([" ".join(word for word in words[2:] if word != "-m")]))
     assert (words[2] == "-m") == (len(own) > 1)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return [Protocol.of(Run.from_config(compose("config", overrides=one)).value) for one in own]
+        return [ExperimentKey.of(RunSpec.from_config(compose("config", overrides=one)).value) for one in own]
 
 
 def check(settings: list[dict]) -> None:
     found = {protocol for line in commands(settings) for protocol in composed(line)}
-    assert found == {Protocol.wanted(own) for own in settings}
+    assert found == {ExperimentKey.wanted(own) for own in settings}
 
 
 def test_a_command_makes_exactly_the_run_that_fills_its_cell(offline):
@@ -447,7 +447,8 @@ def test_commands_cross_only_what_is_wanted_crossed():
 def axes(preset: str) -> list[list[str]]:
     """The settings that each axis of a preset goes through."""
     return [
-        list(chain(*chain(*BasicSweeper.split_arguments([axis], None)))) for axis in Asked.of([f"preset={preset}"]).axes
+        list(chain(*chain(*BasicSweeper.split_arguments([axis], None))))
+        for axis in SweepOverrides.of([f"preset={preset}"]).axes
     ]
 
 
@@ -457,21 +458,21 @@ def diagonal(preset: str) -> list[tuple[str, ...]]:
     return [tuple(axis[place % len(axis)] for axis in own) for place in range(max(map(len, own)))]
 
 
-def runnable(name: str) -> set[Protocol]:
-    return {Protocol.wanted(run) for row in wanted(TABLES[name]) for run in row}
+def runnable(name: str) -> set[ExperimentKey]:
+    return {ExperimentKey.wanted(run) for row in wanted(TABLES[name]) for run in row}
 
 
-def protocols(preset: str, found: Iterable[Sequence[str]]) -> set[Protocol]:
-    from kvbench.runs.spec import Run
+def protocols(preset: str, found: Iterable[Sequence[str]]) -> set[ExperimentKey]:
+    from kvbench.runs.spec import RunSpec
 
     with initialize_config_dir(str(CONF), version_base="1.3"):
         configs = [compose("config", overrides=[f"preset={preset}", *own]) for own in found]
-        return {Protocol.of(Run.from_config(config).value) for config in configs}
+        return {ExperimentKey.of(RunSpec.from_config(config).value) for config in configs}
 
 
 def test_every_table_has_a_preset_or_says_why_not():
     """Tables of one preset want the same runs; a table without has none that could fill it."""
-    found: dict[str, set[frozenset[Protocol]]] = {}
+    found: dict[str, set[frozenset[ExperimentKey]]] = {}
     for name, spec in TABLES.items():
         preset, own = preset_of(name, spec), runnable(name)
         assert bool(own) == (preset is not None) and len(spec.get("no_preset", "because")) > 5, name
@@ -486,7 +487,7 @@ def test_a_preset_has_cells_of_its_table(offline, preset):
     own = runnable(next(name for name, spec in TABLES.items() if preset_of(name, spec) == preset))
     assert protocols(preset, diagonal(preset)) <= own
     cut = [cell for cell in product(*axes(preset)) if not re.search(r"row=\[?full\b", " ".join(cell))]
-    full = Protocol.wanted({"method": "full"}).cache
+    full = ExperimentKey.wanted({"method": "full"}).cache
     assert len(cut) == sum(protocol.cache != full for protocol in own)
 
 
@@ -509,7 +510,7 @@ SMALL = {  # task -> settings beside a preset's, with which one sample is made b
 }
 
 
-def without_sizes(protocol: Protocol) -> Protocol:
+def without_sizes(protocol: ExperimentKey) -> ExperimentKey:
     """What a preset's cell keeps when its model and the size of its task are others."""
     return replace(protocol, model="", task="")
 
@@ -549,7 +550,7 @@ def test_a_cell_of_a_preset_runs_on_made_data(ran, tmp_path, monkeypatch, capsys
         [planned] = json.loads((tmp_path / "sweep" / "cells.json").read_text())
         ran[key] = planned, [tmp_path / "runs" / name for name in planned["runs"]]
     planned, folders = ran[key]
-    assert without_sizes(Protocol.of(planned["value"])) in map(without_sizes, own)
+    assert without_sizes(ExperimentKey.of(planned["value"])) in map(without_sizes, own)
     for folder in folders:
         lines = [json.loads(line) for file in folder.glob("records*.jsonl") for line in file.read_text().splitlines()]
         assert lines and (folder / "done").exists()

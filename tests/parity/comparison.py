@@ -26,13 +26,13 @@ from transformers import (
     Qwen3Config,
 )
 
-from kvbench.cache.policy import Choice
+from kvbench.cache.policy import CachePolicy
 from kvbench.config.catalogue import build, settings
 from kvbench.engine import shared_prefill
-from kvbench.engine.compressed_cache import Held, choose_cache
-from kvbench.engine.generation import Context
+from kvbench.engine.compressed_cache import CompressedCache, choose_cache
+from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
-from kvbench.models.chat_template import template, words
+from kvbench.models.chat_template import make_prompt_encoder, template
 from kvbench.models.embedded import REFERENCE
 from kvbench.tasks.common import synthetic_prose
 from tests.support.method_files import made
@@ -404,7 +404,7 @@ def read_kvpress(process: subprocess.Popen, work: Path, cases: Iterable[Case]) -
 
 def run_kvbench(subject: Subject, cases: Sequence[Case]) -> dict[str, Found]:
     """The same cases in kvbench, by their name."""
-    found, choices, request = {}, {}, words(subject.tokenizer)
+    found, choices, request = {}, {}, make_prompt_encoder(subject.tokenizer)
     for some in grouped(cases):
         ids = torch.tensor([subject.prompts[some[0].tokens]])
         contexts = []
@@ -413,17 +413,17 @@ def run_kvbench(subject: Subject, cases: Sequence[Case]) -> dict[str, Found]:
             key = own.name, case.budget, case.quota if own.cuts_answer else None
             choices[key] = choices.get(key) or make_choice(subject, case)
             budget = Budget(1.0 if own.cuts_answer else case.budget)
-            contexts.append(Context(subject.model, choices[key], budget, None, (0,), subject.prefix, request))
+            contexts.append(GenerationContext(subject.model, choices[key], budget, None, (0,), subject.prefix, request))
         if some[0].definition.alone:
             contexts[0].prefill(ids)
         else:
             shared_prefill.prefill(contexts, ids)
         for case, context in zip(some, contexts, strict=True):
-            found[case.name] = describe(Held([context]), case)
+            found[case.name] = describe(CompressedCache([context]), case)
     return found
 
 
-def make_choice(subject: Subject, case: Case) -> Choice:
+def make_choice(subject: Subject, case: Case) -> CachePolicy:
     own = case.definition
     args = dict(own.settings)
     if own.method in subject.files:
@@ -439,7 +439,7 @@ def make_choice(subject: Subject, case: Case) -> Choice:
     )
 
 
-def describe(held: Held, case: Case) -> Found:
+def describe(held: CompressedCache, case: Case) -> Found:
     """What follows, and the rows held before it, or after it where the answer is cut."""
     if case.definition.cuts_answer:
         tokens = generate(held, case)
@@ -447,11 +447,11 @@ def describe(held: Held, case: Case) -> Found:
     return Found(find_held(held, case.tokens), generate(held, case))
 
 
-def generate(held: Held, case: Case) -> list[int]:
+def generate(held: CompressedCache, case: Case) -> list[int]:
     return held.generate(case.answer, stop=frozenset())[0].tolist()
 
 
-def find_held(held: Held, tokens: int) -> Tensor:
+def find_held(held: CompressedCache, tokens: int) -> Tensor:
     """(layers, KV heads, tokens) bool: the rows held."""
     layers = held.contexts[0].layers
     kept = torch.zeros(len(layers), layers[0].rows.shape[1], tokens, dtype=torch.bool)

@@ -26,8 +26,8 @@ from kvbench.cli import run as command
 from kvbench.cli.command import answered
 from kvbench.config.catalogue import build, names, settings
 from kvbench.engine import shared_prefill
-from kvbench.engine.compressed_cache import Held, choose_cache
-from kvbench.engine.generation import Context
+from kvbench.engine.compressed_cache import CompressedCache, choose_cache
+from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.models.embedded import REFERENCE
@@ -145,7 +145,7 @@ def arguments(cell: Mapping[str, Any], group: str) -> dict[str, Any]:
     return own
 
 
-def read(model: torch.nn.Module, prompts: torch.Tensor, cell: Mapping[str, Any]) -> Held:
+def read(model: torch.nn.Module, prompts: torch.Tensor, cell: Mapping[str, Any]) -> CompressedCache:
     """Prompts read into a cache: through the Python interface, or into a context where several are read at once."""
     if cell["batch"] == 1 and not cell["with"]:
         return kvbench.prefill(
@@ -158,15 +158,17 @@ def read(model: torch.nn.Module, prompts: torch.Tensor, cell: Mapping[str, Any])
     for other in [*({**DEFAULTS, "method": name, "budget": 0.5} for name in cell["with"]), cell]:
         parts = (build(group, settings(group, other[group], arguments(other, group))) for group in GROUPS)
         budget = Budget(1.0 if other["method"] == "full" else other["budget"], other["budget_of"])
-        contexts.append(Context(model, choose_cache(*parts), budget, cell["block_size"], seeds, cell["prefix"]))
+        contexts.append(
+            GenerationContext(model, choose_cache(*parts), budget, cell["block_size"], seeds, cell["prefix"])
+        )
     if cell["with"]:
         shared_prefill.prefill(contexts, prompts)
     else:
         contexts[-1].prefill(prompts)
-    return Held(contexts[-1:])
+    return CompressedCache(contexts[-1:])
 
 
-def answer(held: Held, question: torch.Tensor | None, cell: Mapping[str, Any]) -> dict[str, Any]:
+def answer(held: CompressedCache, question: torch.Tensor | None, cell: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to a question over the context, and what is held at its end; forgotten afterwards."""
     [context] = held.contexts
     sampling = Sampling(cell["temperature"], cell["top_p"])
@@ -188,7 +190,7 @@ def answer(held: Held, question: torch.Tensor | None, cell: Mapping[str, Any]) -
         }
 
 
-def hold(held: Held) -> list[str]:
+def hold(held: CompressedCache) -> list[str]:
     """Of each layer that keeps rows, and each sample: rows per head, and a digest of their positions and masses."""
     [context] = held.contexts
     found = []
@@ -206,7 +208,7 @@ def hold(held: Held) -> list[str]:
     return found
 
 
-def count(held: Held) -> dict[str, Any]:
+def count(held: CompressedCache) -> dict[str, Any]:
     """Bytes, and rows that were protected, given up, held and attended at most."""
     [context], bytes_ = held.contexts, held.bytes
     layers = context.own_layers

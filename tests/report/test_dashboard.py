@@ -16,7 +16,7 @@ import pytest
 
 from kvbench.cli.dashboard import main
 from kvbench.report.dashboard import Server
-from kvbench.report.page import policy
+from kvbench.report.page import content_security_policy
 from kvbench.sweeps import status
 from tests.support.browser import CHROMIUM, SIZES, draw_charts
 from tests.support.command_line import answer
@@ -163,7 +163,11 @@ def test_only_the_reports_files_are_served(served, tmp_path):
     (tmp_path / "report" / "samples-00-1.js").symlink_to(tmp_path / "secret.js")
     until(served, lambda said: said["page"])
     status, headers, text = ask(served, "/")
-    assert status == 200 and "<body data-live=" in text and headers["Content-Security-Policy"] == policy() in text
+    assert (
+        status == 200
+        and "<body data-live=" in text
+        and headers["Content-Security-Policy"] == content_security_policy() in text
+    )
     assert headers["X-Frame-Options"] == "DENY" and headers["Cross-Origin-Resource-Policy"] == "same-origin"
     own = called(served, "/data.js", "kvbenchData")["files"][0]["names"][0]
     status, headers, text = ask(served, f"/report/{own}")

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 import kvbench
-from kvbench.analysis.budget_series import Choice, sweep
+from kvbench.analysis.budget_series import CurveOptions, sweep
 from kvbench.analysis.closing_table import closing_table
 from kvbench.cli.curves import show
 from kvbench.cli.figures import draw
@@ -77,7 +77,7 @@ def test_curves_have_the_numbers_of_kvbench_curves(store, drawn):
     found = lines(drawn["curve"])
     assert {line["method"] for line in found if line["budget"]} == {"keydiff", "keydiff · block 128", "snapkv"}
     own = [run for run in runs if run.value["method"]["name"] == "snapkv" and run.value["question"] == "visible"]
-    *points, full = sweep(own, runs, Choice()).points
+    *points, full = sweep(own, runs, CurveOptions()).points
     shown = [line for line in found if line["method"] == "snapkv"]
     assert len(shown) == len(points) == len(BUDGETS)
     for line, point in zip(shown, points, strict=True):
@@ -141,7 +141,7 @@ def test_page_and_figures_draw_one_specification(store):
         return [part for value in own for part in layered(value)] if isinstance(own, list) else []
 
     found = find_finished(store)
-    panel = panels_of(found, found.runs, Choice())[1].shown
+    panel = panels_of(found, found.runs, CurveOptions())[1].shown
     drawings = {
         "curve": print_charts.curve(panel, "bytes", 500),
         "tasks": print_charts.tasks(panel, 500),
@@ -190,7 +190,7 @@ def test_subtasks_and_rows_make_curves_of_their_own(store, tmp_path):
     assert names == sorted(f"rows-{slug(task)}" for task in ("niah", TASKS[2]))
     runs, _ = read(store)
     own = [run for run in runs if run.value["method"]["name"] == "snapkv" and run.value["question"] == "visible"]
-    points = sweep(own, runs, Choice("rows", None, "niah")).points
+    points = sweep(own, runs, CurveOptions("rows", None, "niah")).points
     (path,) = tmp_path.glob("*-niah.csv")
     shown = [numbers(line, "share", "score") for line in lines(path) if line["method"] == "snapkv"]
     assert shown == [[point.share, point.score.value] for point in points[:-1]]

@@ -18,7 +18,7 @@ from kvbench.analysis.intervals import mean
 from kvbench.analysis.paired import Interval, Scores, average
 from kvbench.cli.report import main
 from kvbench.report.labels import short
-from kvbench.report.page import MOST, NUMBERS, html, lay, packed, report
+from kvbench.report.page import MOST, NUMBERS, compact_json, html, report, write_page
 from kvbench.report.panels import gather
 from kvbench.report.samples import LONGEST, QUESTION, embedded, strip, visible
 from kvbench.report.style import COLOURS, ORDER, look
@@ -265,9 +265,9 @@ def test_who_makes_the_page_is_alone(store, monkeypatch):
 
     def watched(*given: object) -> None:
         tried.append(subprocess.run(other, capture_output=True).returncode)
-        lay(*given)
+        write_page(*given)
 
-    monkeypatch.setattr("kvbench.report.page.lay", watched)
+    monkeypatch.setattr("kvbench.report.page.write_page", watched)
     assert report(store, NOW).is_file() and tried == [1]
     assert subprocess.run(other, capture_output=True).returncode == 0
 
@@ -324,7 +324,7 @@ def test_a_large_study_stays_small(tmp_path, monkeypatch):
             panel[name] = panel[name] * (17 if name != "series" else 5)
     page["runs"] *= 17
     files = [{"run": 16 * "0", "panel": 0, "row": 30 * " ", "names": [30 * " "], "method": "", "block": 1}] * 408
-    assert len(html(packed(page | {"files": files, "folder": "report"}))) < MOST
+    assert len(html(compact_json(page | {"files": files, "folder": "report"}))) < MOST
 
 
 def test_no_store_is_too_large(store, monkeypatch):
@@ -350,7 +350,7 @@ def test_no_store_is_too_large(store, monkeypatch):
     assert len(page["runs"]) == 1560 and len(page["files"]) == 24
     for panel, expected in zip(page["panels"], whole.page["panels"], strict=True):
         numbers = part(panel.pop("part"))
-        assert set(numbers) == set(NUMBERS) and panel | numbers == json.loads(embedded(packed(expected)))
+        assert set(numbers) == set(NUMBERS) and panel | numbers == json.loads(embedded(compact_json(expected)))
     monkeypatch.undo()
     report(store, NOW)
     assert len(data_of(path)["panels"]) == 2 and not list(folder.glob("part-*"))

@@ -19,11 +19,11 @@ from kvbench.config import catalogue
 from kvbench.interfaces.task import Graded, Sample
 from kvbench.models.embedded import REFERENCE
 from kvbench.runs.prompt import encode_all
-from kvbench.runs.resources import Bench
-from kvbench.runs.responder import Reader, seed_of
+from kvbench.runs.resources import Resources
+from kvbench.runs.responder import Responder, seed_of
 from kvbench.runs.runner import execute
-from kvbench.runs.spec import Run
-from kvbench.runs.survival import survived
+from kvbench.runs.spec import RunSpec
+from kvbench.runs.survival import measure_survival
 from kvbench.validation import SettingError
 from tests.support.conversations import ASKED, CONTEXT, SAID, turns
 from tests.support.recorded_runs import TIMES
@@ -78,23 +78,23 @@ def base(checkpoint):
 def reader(base, monkeypatch):
     """Makes readers of given samples."""
 
-    def make(samples, *settings, template=None) -> Reader:
+    def make(samples, *settings, template=None) -> Responder:
         checkpoint, tokenizer, model, composed = base
         if settings not in composed:
             with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
                 where = ["model=hf", f"model.path={checkpoint}", "device=cpu", "task.subtasks=niah_single_1"]
-                composed[settings] = Run.from_config(compose("config", [*where, *settings]))
+                composed[settings] = RunSpec.from_config(compose("config", [*where, *settings]))
         run = replace(composed[settings], task=Talk(tuple(samples)))
         monkeypatch.setattr(tokenizer, "chat_template", template)
-        made = Reader(run, Bench(run, {"model": model, "tokenizer": tokenizer}))
+        made = Responder(run, Resources(run, {"model": model, "tokenizer": tokenizer}))
         made.stop = frozenset()  # a random model ends its answers anywhere
         return made
 
     return make
 
 
-def records(reader: Reader, samples) -> list[dict]:
-    bench = Bench(reader.run, {"model": reader.model, "tokenizer": reader.tokenizer})
+def records(reader: Responder, samples) -> list[dict]:
+    bench = Resources(reader.run, {"model": reader.model, "tokenizer": reader.tokenizer})
     return reader.answer([bench.prompts[sample.uid] for sample in samples])
 
 
@@ -130,7 +130,7 @@ def test_with_the_full_cache_every_turn_is_transformers_own(reader, template, qu
 def test_with_a_method_every_turn_is_what_the_same_steps_give(reader, monkeypatch, method, question, said):
     """Prefill, extend, generate; what is not to stay, in a branch. `graph`: the step of a CUDA graph, without one."""
     if method == "graph":
-        monkeypatch.setattr("kvbench.engine.context.capturable", lambda model: True)
+        monkeypatch.setattr("kvbench.engine.context.can_capture", lambda model: True)
     samples, tokens, name = turns(said, tokens=12), 12, "snapkv" if method == "graph" else method
     own = reader(samples, f"question={question}", f"method={name}", "budget=0.5")
     found, prompts = records(own, samples), [prompt for _, prompt in encode_all(own.tokenizer, samples).values()]
@@ -144,7 +144,9 @@ def test_with_a_method_every_turn_is_what_the_same_steps_give(reader, monkeypatc
             held.extend(torch.tensor([prompt.rest]))
         assert record["rows_held"] == held.contexts[0].own_layers[0].rows.mean_rows < record["rows_seen"]
         [context] = held.contexts
-        assert [record["survived"]] == survived([layer.rows for layer in context.own_layers], record["rows_seen"])
+        assert [record["survived"]] == measure_survival(
+            [layer.rows for layer in context.own_layers], record["rows_seen"]
+        )
         assert record["asked"] == ASKED[turn]
         with nullcontext() if said[turn] is None else held.branch():
             answer = held.generate(tokens, stop=frozenset())
@@ -223,7 +225,7 @@ def test_a_template_that_shows_turns_otherwise_than_they_were_read_is_refused(re
 def test_turns_of_a_conversation_that_was_cut_off_are_made_again_and_are_the_same(reader, tmp_path):
     samples = (*turns((None,) * 3), *turns((None, "x", None), "other"))
     own = reader(samples, "method=tova", "budget=0.5", "temperature=1.0")
-    bench = Bench(own.run, {"model": own.model, "tokenizer": own.tokenizer})
+    bench = Resources(own.run, {"model": own.model, "tokenizer": own.tokenizer})
 
     def plain(found):
         return {uid: {k: v for k, v in own.items() if k not in TIMES} for uid, own in found.items()}
@@ -247,7 +249,7 @@ def test_own_answers_count_against_the_window(reader, tmp_path):
     for tokens, good in ((fits, True), (fits + 1, False)):
         samples = turns((None,) * 3, tokens=tokens)
         own = reader(samples, "method=full")
-        bench = Bench(own.run, {"model": own.model, "tokenizer": own.tokenizer})
+        bench = Resources(own.run, {"model": own.model, "tokenizer": own.tokenizer})
         prompt = bench.prompts["talk/2"][1]
         assert (prompt.unknown, len(prompt.ids)) == (2 * tokens, length)
         assert (length + 3 * tokens <= 4096) == good
@@ -262,7 +264,7 @@ def test_own_answers_count_against_the_window(reader, tmp_path):
 # Stop texts, ends and draws
 
 
-def scripted(reader: Reader, rows: list[list[int]], **more) -> tuple[list[dict], int]:
+def scripted(reader: Responder, rows: list[list[int]], **more) -> tuple[list[dict], int]:
     """What is recorded of samples whose tokens are given, and how many tokens were asked for."""
     sample = Sample("s", "s", "", "", "", ("x",), max(map(len, rows)), **more)
     asked, stop = [0], reader.stop | set(more.get("ends", ()))
@@ -285,7 +287,7 @@ def scripted(reader: Reader, rows: list[list[int]], **more) -> tuple[list[dict],
 @pytest.fixture(scope="module")
 def plain_reader():
     tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
-    own = Reader.__new__(Reader)
+    own = Responder.__new__(Responder)
     own.tokenizer, own.stop = tokenizer, frozenset([tokenizer.eos_token_id])
     own.run = SimpleNamespace(seed=0, sampling=None)
     return own

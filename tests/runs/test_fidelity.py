@@ -12,7 +12,7 @@ import kvbench as package
 from kvbench.cli import curves as curves_command
 from kvbench.config.catalogue import build, names, settings
 from kvbench.engine.compressed_cache import choose_cache
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.models import local_models
@@ -32,15 +32,15 @@ GREEDY = Sampling()
 ANSWER = [5, 17, 9, 30, 44, 8]
 
 
-def read(method: str, budget: float = 0.3, codec: str = "raw", tokens: int = 90, batch: int = 1) -> Context:
+def read(method: str, budget: float = 0.3, codec: str = "raw", tokens: int = 90, batch: int = 1) -> GenerationContext:
     """A prompt in the compressed cache of a tiny model."""
     choice = choose_cache(*chosen(method, "uniform", "llama", codec))
-    context = Context(tiny("llama"), choice, Budget(1.0 if method == "full" else budget), None, (0,) * batch)
+    context = GenerationContext(tiny("llama"), choice, Budget(1.0 if method == "full" else budget), None, (0,) * batch)
     context.prefill(torch.cat([distinct(tokens, seed) for seed in range(batch)]))
     return context
 
 
-def answer(context: Context, tokens: int) -> list[int]:
+def answer(context: GenerationContext, tokens: int) -> list[int]:
     return torch.stack(list(context.generate(tokens, GREEDY, frozenset())), 1)[0].tolist()
 
 
@@ -78,7 +78,7 @@ def test_answers_of_a_batch_are_predicted_as_alone(method):
     both = predict(read(method, batch=2), [ANSWER, ANSWER[:2]])
     for place, own in ((0, ANSWER), (1, ANSWER[:2])):
         choice = choose_cache(*chosen(method, "uniform", "llama"))
-        context = Context(tiny("llama"), choice, Budget(0.3), None, (0,))
+        context = GenerationContext(tiny("llama"), choice, Budget(0.3), None, (0,))
         context.prefill(distinct(90, place))
         alone = predict(context, [own])[0]
         assert torch.allclose(both[place, : len(own)], alone, atol=1e-4)
@@ -157,8 +157,8 @@ def test_records_compare_and_stay_what_they_are(kvbench, tmp_path, question):
 
 
 def test_a_sweep_makes_the_full_caches_predictions_once(kvbench, tmp_path, monkeypatch):
-    made, readers = [], responder.Reader
-    monkeypatch.setattr(responder, "Reader", lambda run, bench: made.append(run) or readers(run, bench))
+    made, readers = [], responder.Responder
+    monkeypatch.setattr(responder, "Responder", lambda run, bench: made.append(run) or readers(run, bench))
     code, _, err = kvbench("-m", *SETTINGS, "method=knorm,snapkv", "budget=0.3", "fidelity=true", "results=results")
     assert code == 0, err
     assert len(made) == 3  # the full cache's, and one for each method
@@ -213,7 +213,7 @@ def test_an_answer_is_encoded_as_it_follows_the_prompt(tmp_path, monkeypatch):
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tokenizer="llama")
     tokenizer = Checkpoint("tiny", str(find_converted(path))).tokenizer()
-    reader = object.__new__(responder.Reader)
+    reader = object.__new__(responder.Responder)
     reader.tokenizer, reader.run = tokenizer, SimpleNamespace(task_settings={"name": "mine"})
     reader.task = SimpleNamespace(reference=lambda sample: "abc")
     for prefix, question in (("the word is", ""), ("", "and the word")):

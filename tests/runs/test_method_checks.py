@@ -41,9 +41,12 @@ def test_what_does_not_apply_is_said(capsys):
 @pytest.mark.parametrize(
     "score, failed",
     [
-        (lambda self, seen, rows, state: rows.keys.numpy().__isub__(1)[..., 0] * 0 + rows.mass, "writes into nothing"),
-        (lambda self, seen, rows, state: rows.mass / [0][seen.layer + 1], "raised IndexError"),
-        (lambda self, seen, rows, state: rows.mass[:, :1], "expected a float tensor of shape (1, 2, "),
+        (
+            lambda self, observation, rows, state: rows.keys.numpy().__isub__(1)[..., 0] * 0 + rows.mass,
+            "writes into nothing",
+        ),
+        (lambda self, observation, rows, state: rows.mass / [0][observation.layer + 1], "raised IndexError"),
+        (lambda self, observation, rows, state: rows.mass[:, :1], "expected a float tensor of shape (1, 2, "),
     ],
 )
 def test_a_method_that_breaks_its_contract_fails(score, failed, capsys, monkeypatch):
@@ -57,7 +60,7 @@ def test_a_method_that_breaks_its_contract_fails(score, failed, capsys, monkeypa
 def test_state_that_leaks_between_prompts_fails(capsys, monkeypatch):
     calls = []
 
-    def score(self, seen, rows, state):
+    def score(self, observation, rows, state):
         calls.append(0)
         return (rows.places * len(calls)).double().cos()
 

@@ -224,7 +224,7 @@ def test_settings_of_every_choice_make_the_same_run_again(group):
     from omegaconf import OmegaConf
 
     from kvbench.config import catalogue
-    from kvbench.runs.spec import composed
+    from kvbench.runs.spec import compose as composed
     from kvbench.store.run_folder import finite
 
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):

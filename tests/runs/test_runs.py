@@ -16,11 +16,11 @@ import pytest
 import torch
 import yaml
 
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.task import Sample
 from kvbench.models.checkpoint import Checkpoint
-from kvbench.runs.responder import Reader
-from kvbench.runs.spec import called
+from kvbench.runs.responder import Responder
+from kvbench.runs.spec import describe
 from tests.support.command_line import assert_refused
 from tests.support.recorded_runs import TIMES, read_runs
 from tests.support.repository import ROOT
@@ -111,7 +111,7 @@ def test_a_checkpoint_is_called_by_its_name(checkpoint, kvbench, tmp_path, monke
     names = {"name": "my-llama", "identity": Checkpoint("x", str(checkpoint)).identity()}
     assert [own["model"] for own in values] == [names, names]
     monkeypatch.chdir(cached)
-    assert [called(path) for path in (".", f"{checkpoint}/", "owner/name", "owner/name/")] == [
+    assert [describe(path) for path in (".", f"{checkpoint}/", "owner/name", "owner/name/")] == [
         "my-llama", checkpoint.name, "name", "name"
     ]  # fmt: skip
 
@@ -184,7 +184,7 @@ def test_records_do_not_depend_on_order_or_company(kvbench, tmp_path):
 
 
 def test_out_of_memory_is_a_record_and_the_run_goes_on(kvbench, tmp_path, monkeypatch):
-    real, calls = Context.prefill, []
+    real, calls = GenerationContext.prefill, []
 
     def prefill(self, ids):
         calls.append(ids.shape[1])
@@ -192,7 +192,7 @@ def test_out_of_memory_is_a_record_and_the_run_goes_on(kvbench, tmp_path, monkey
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return real(self, ids)
 
-    monkeypatch.setattr(Context, "prefill", prefill)
+    monkeypatch.setattr(GenerationContext, "prefill", prefill)
     code, out, _ = kvbench("method=full", *QUICK)
     records = read_runs(tmp_path / "results")["full"][1]
     assert code == 0 and [r["error"] for r in records].count("out_of_memory") == 1 and len(records) == 4
@@ -213,10 +213,12 @@ def test_a_batch_that_does_not_fit_is_freed_before_its_samples_are_read_alone(mo
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return [{"error": "alone"}]
 
-    monkeypatch.setattr(Reader, "_measure", measure)
-    monkeypatch.setattr(Reader, "_records", lambda self, batch, found, started: [found[0] | {"uid": batch[0][0].uid}])
+    monkeypatch.setattr(Responder, "_measure", measure)
+    monkeypatch.setattr(
+        Responder, "_records", lambda self, batch, found, started: [found[0] | {"uid": batch[0][0].uid}]
+    )
     samples = [Sample(uid, "", "", "", "", (), 1) for uid in "ab"]
-    records = Reader.answer(Reader.__new__(Reader), [(sample, None) for sample in samples])
+    records = Responder.answer(Responder.__new__(Responder), [(sample, None) for sample in samples])
     assert [(record["uid"], record["error"]) for record in records] == [("a", "alone"), ("b", "alone")]
 
 

@@ -10,22 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvbench
-from kvbench.cache.policy import Choice
+from kvbench.cache.policy import CachePolicy
 from kvbench.cache.storage import StoredRows
 from kvbench.config import catalogue
 from kvbench.config.catalogue import names
 from kvbench.engine import timing
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.task import Sample
 from kvbench.runs import responder, survival
 from kvbench.runs import survival as kvbench_survival
 from kvbench.runs.prompt import encode_all
-from kvbench.runs.resources import Bench
-from kvbench.runs.responder import Reader, shortened
+from kvbench.runs.resources import Resources
+from kvbench.runs.responder import Responder, shortened
 from kvbench.runs.runner import execute
-from kvbench.runs.spec import Run
-from kvbench.runs.survival import BINS, evidence, survived
+from kvbench.runs.spec import RunSpec
+from kvbench.runs.survival import BINS, find_evidence, measure_survival
 from tests.support.conversations import turns
 from tests.support.method_files import chosen
 from tests.support.tiny_models import ids, tiny
@@ -70,11 +70,11 @@ def test_ragged_rows_by_hand(monkeypatch):
     monkeypatch.setattr(survival, "BINS", 4)
     rows = layer([[[0, 1, 2, 7], [8]]], read=10, tail=2)  # both heads hold 10 and 11
     assert rows.rank_of([0, 3, 8, 10, 12]).tolist() == [[[0, 3, 4, 4, 6], [0, 0, 0, 1, 3]]]
-    assert percents(survived([rows], 12)) == [[50, 0, 33, 67]]  # 3, 0, 2 and 4 of six rows
-    assert survived([rows, layer(None, read=12, tail=0)], 12) == ["4b324353"]  # 9, 6, 8 and 10 of twelve
-    assert survived([layer(None, read=3, tail=0)], 3) == ["646464"]  # fewer tokens than bins
+    assert percents(measure_survival([rows], 12)) == [[50, 0, 33, 67]]  # 3, 0, 2 and 4 of six rows
+    assert measure_survival([rows, layer(None, read=12, tail=0)], 12) == ["4b324353"]  # 9, 6, 8 and 10 of twelve
+    assert measure_survival([layer(None, read=3, tail=0)], 3) == ["646464"]  # fewer tokens than bins
     both = layer([[[0], [5]], [[1, 2], [6, 7]]], read=8, tail=0)
-    assert percents(survived([both], 8)) == [[25, 0, 25, 0], [25, 25, 0, 50]]
+    assert percents(measure_survival([both], 8)) == [[25, 0, 25, 0], [25, 25, 0, 50]]
 
 
 @given(st.data())
@@ -91,11 +91,11 @@ def test_bins_are_those_of_a_loop_over_places(data):
     )
     last = list(range(read, read + tail))
     places = [[[own + last for own in sample] for sample in one] for one in layers]
-    found = percents(survived([layer(own, read, tail) for own in layers], read + tail))
+    found = percents(measure_survival([layer(own, read, tail) for own in layers], read + tail))
     assert found == looped(places, read + tail, min(BINS, read + tail))
 
 
-def held_places(context: Context) -> list[list[list[list[int]]]]:
+def held_places(context: GenerationContext) -> list[list[list[list[int]]]]:
     """By layer, sample and head."""
     samples, heads = context.own_layers[0].rows.shape
     return [
@@ -110,16 +110,16 @@ def test_what_every_method_holds_of_a_batch(method, name, block_size):
     """With codecs and ragged allocators that it goes with, after the prompt and after more tokens."""
     prompts = torch.cat([ids(150, 1), ids(150, 2)])
     for allocator, codec in (("uniform", "raw"), ("ada", "raw"), ("cake", "raw"), ("uniform", "kivi")):
-        choice = Choice(*chosen(method, allocator, name, codec))
+        choice = CachePolicy(*chosen(method, allocator, name, codec))
         if choice.method.refuses(choice.allocator, choice.codec) or (choice.method.one_block and block_size):
             continue
         budget = Budget(1.0 if method == "full" else 0.3)
-        context = Context(tiny(name), choice, budget, block_size, (7, 8), 2)
+        context = GenerationContext(tiny(name), choice, budget, block_size, (7, 8), 2)
         context.prefill(prompts)
         for _ in range(2):
-            found = percents(survived([own.rows for own in context.own_layers], context.seen))
+            found = percents(measure_survival([own.rows for own in context.own_layers], context.seen))
             assert found == looped(held_places(context), context.seen, BINS)
-            resident = choice.method.reads or method == "full"
+            resident = choice.method.attends_subset or method == "full"
             assert ({own for sample in found for own in sample} == {100}) == resident
             context.extend(prompts[:, :9])
 
@@ -128,14 +128,14 @@ SMALL = ("task.subtasks=niah_single_1", "task.length=512", "task.samples=2")
 
 
 @cache
-def run_of(*settings: str) -> Run:
+def run_of(*settings: str) -> RunSpec:
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        return Run.from_config(compose("config", ["device=cpu", *settings]))
+        return RunSpec.from_config(compose("config", ["device=cpu", *settings]))
 
 
 @pytest.fixture(scope="module")
 def bench():
-    return Bench(run_of("method=full", *SMALL))
+    return Resources(run_of("method=full", *SMALL))
 
 
 @pytest.mark.parametrize("question", ["visible", "hidden"])
@@ -187,8 +187,8 @@ def test_records_say_what_the_python_interface_shows(bench, settings, question, 
 def test_the_place_of_the_evidence_is_that_of_the_tasks(bench):
     """Of `niah` records, which know the needle's depth."""
     run = run_of("task=niah", "task.lengths=[1024]", "task.depths=[0,50,100]", "task.trials=1", "method=full")
-    for sample, prompt in Bench(run, {"tokenizer": bench.tokenizer}).prompts.values():
-        found = evidence(sample, prompt, len(prompt.ids))
+    for sample, prompt in Resources(run, {"tokenizer": bench.tokenizer}).prompts.values():
+        found = find_evidence(sample, prompt, len(prompt.ids))
         assert len(found) in (1, 2) and abs(100 * found[0] / BINS - sample.meta["place"]) < 8
 
 
@@ -206,12 +206,12 @@ def test_targets_stand_where_their_words_do(bench, context, answers, places):
     sample = Sample("a", "a", context, " Who built the mill? mill", "", answers, 3)
     [(_, prompt)] = encode_all(bench.tokenizer, [sample]).values()
     assert len(prompt.ids) < BINS  # a bin is a token
-    assert evidence(sample, prompt, len(prompt.ids)) == places
+    assert find_evidence(sample, prompt, len(prompt.ids)) == places
 
 
 def test_a_conversations_turns_have_places_of_their_own(bench):
     samples = [replace(own, answers=(word,)) for own, word in zip(turns(), ("mill", "Nobody", "river"), strict=True)]
-    found = [evidence(*own, 60) for own in encode_all(bench.tokenizer, samples).values()]
+    found = [find_evidence(*own, 60) for own in encode_all(bench.tokenizer, samples).values()]
     assert found == [[6, 15], [8], [2]]
 
 
@@ -224,12 +224,16 @@ def test_what_looking_takes_is_no_part_of_the_peak(bench, monkeypatch):
     """Of a counter as a GPU has it: 50 while the prompt is read, 1000 while somebody looks, 70 in the question."""
     counter = [0]
     run = run_of("method=snapkv", "budget=0.2", *SMALL)
-    reader = Reader(run, bench)
-    look, prefill = kvbench_survival.survived, Context.prefill
+    reader = Responder(run, bench)
+    look, prefill = kvbench_survival.measure_survival, GenerationContext.prefill
     monkeypatch.setattr(timing, "peak", lambda device: counter[0])
     monkeypatch.setattr(timing, "forget_peak", lambda device: counter.__setitem__(0, 10))
-    monkeypatch.setattr(kvbench_survival, "survived", lambda *own: (counter.__setitem__(0, 1000), look(*own))[1])
-    monkeypatch.setattr(Context, "prefill", lambda self, own: (counter.__setitem__(0, 50), prefill(self, own))[1])
+    monkeypatch.setattr(
+        kvbench_survival, "measure_survival", lambda *own: (counter.__setitem__(0, 1000), look(*own))[1]
+    )
+    monkeypatch.setattr(
+        GenerationContext, "prefill", lambda self, own: (counter.__setitem__(0, 50), prefill(self, own))[1]
+    )
     batch = [next(iter(bench.prompts.values()))]
     reader.answer(batch)
     assert (reader.peak, counter[0]) == (50, 10)

@@ -98,10 +98,10 @@ def test_filters_take_values_and_lists_and_refuse_what_is_not_there(tmp_path):
 )
 def test_values_of_any_kinds_make_one_column(parts):
     chunks = [
-        dataframes.chunked([record(i, answer=answer) for i, answer in enumerate(own)], {"run": "a"}, None)
+        dataframes.records_to_table([record(i, answer=answer) for i, answer in enumerate(own)], {"run": "a"}, None)
         for own in parts
     ]
-    found = dataframes.together(chunks)["answer"].to_pylist()
+    found = dataframes.concat_tables(chunks)["answer"].to_pylist()
     for answer, own in zip([answer for part in parts for answer in part], found, strict=True):
         same = own == answer or own == json.dumps(answer)
         assert same or (isinstance(own, str) and json.loads(own) == answer)

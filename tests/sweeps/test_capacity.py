@@ -6,7 +6,7 @@ from kvbench.config.catalogue import CONF
 from kvbench.models.checkpoint import Checkpoint, parameters
 from kvbench.models.configuration import configuration
 from kvbench.sweeps import capacity
-from kvbench.sweeps.compose import Asked
+from kvbench.sweeps.compose import SweepOverrides
 from kvbench.validation import SettingError
 from tests.support.command_line import answer, assert_refused
 
@@ -23,7 +23,7 @@ def shapes(monkeypatch):
 
 
 def check(overrides: list[str]) -> None:
-    capacity.check(Asked.of(overrides))
+    capacity.check(SweepOverrides.of(overrides))
 
 
 def test_parameters_are_counted_without_memory():

@@ -25,7 +25,7 @@ from kvbench.config import catalogue
 from kvbench.interfaces.task import Sample
 from kvbench.models.embedded import REFERENCE
 from kvbench.runs.prompt import encode
-from kvbench.runs.spec import Run
+from kvbench.runs.spec import RunSpec
 from kvbench.tasks.lm_eval.loader import PACKAGE
 from kvbench.tasks.longbench import task
 from kvbench.tasks.longbench.miniature import rows
@@ -372,7 +372,7 @@ def test_make_data_counts_rows_and_the_fingerprint_follows_them(folder):
 def test_a_run_is_known_by_what_a_copy_holds(folder):
     def value(*settings: str) -> dict:
         with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-            return Run.from_config(compose("config", ["task=longbench", "task.subtasks=lcc", *settings])).value
+            return RunSpec.from_config(compose("config", ["task=longbench", "task.subtasks=lcc", *settings])).value
 
     first, same = value(f"task.path={folder}"), value(f"task.path={folder / 'data'}")
     assert first == same != value(f"task.path={folder}", "task.max_length=7950")

@@ -236,7 +236,7 @@ def test_upstreams_fit_leaves_the_room_that_was_measured(tokenizer):
 def test_the_fit_is_part_of_a_run_and_of_a_cached_sample(tmp_path, tokenizer):
     own = {"seed": 0, "limit": None, "cache": None}
     default, *hashed = (
-        catalogue.told(catalogue.settings("task", "ruler", own | more))
+        catalogue.task_identity(catalogue.settings("task", "ruler", own | more))
         for more in ({}, *({"fit": kind} for kind in FITS))
     )
     assert default == hashed[0] != hashed[1]

@@ -20,9 +20,9 @@ from kvbench.cli import train as train_command
 from kvbench.config import catalogue
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.embedded import EMBEDDED_MODELS, REFERENCE
-from kvbench.runs.resources import Bench
+from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_all
-from kvbench.runs.spec import Run
+from kvbench.runs.spec import RunSpec
 from kvbench.training import evaluate, train, training_data
 from kvbench.training.architecture import Llama
 from kvbench.training.recipe import Recipe, load
@@ -84,8 +84,8 @@ def test_the_shipped_weights_keep_what_informed_methods_keep(tmp_path):
     def scores(question: str, *methods: str) -> dict[str, float]:
         with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
             asked = [f"question={question}", *ASKED]
-            runs = [Run.from_config(compose("config", [*asked, f"method={method}"])) for method in methods]
-        folders = execute_all(runs, tmp_path, Bench(runs[0]))
+            runs = [RunSpec.from_config(compose("config", [*asked, f"method={method}"])) for method in methods]
+        folders = execute_all(runs, tmp_path, Resources(runs[0]))
         return {
             name: mean(r["score"] for r in own.records().values()) for name, own in zip(methods, folders, strict=True)
         }

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from kvbench.config.catalogue import build, names, settings
 from kvbench.engine.compressed_cache import choose_cache
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.apportion import settle
+from kvbench.interfaces.apportion import apportion
 from kvbench.interfaces.budget import Budget
-from kvbench.interfaces.method import Method, shrink
-from kvbench.interfaces.observation import Seen, State
+from kvbench.interfaces.method import Method, fit_protected
+from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.methods.allocators.ada import Ada
 from kvbench.methods.codecs.raw import Raw
 from kvbench.methods.knorm import Knorm
-from kvbench.validation import ContractError, SettingError, part
+from kvbench.validation import ContractError, SettingError, exact_share
 from tests.support.dense_engine import Dense
 from tests.support.oracles import CLOSE
 from tests.support.tiny_models import ids, tiny
@@ -42,17 +42,17 @@ def shares(draw, bound=True):
 @given(shares())
 def test_settle_gives_exactly_the_total_within_bounds(drawn):
     targets, least, most, total = drawn
-    counts = settle(*drawn)
+    counts = apportion(*drawn)
     assert sum(counts) == min(max(total, sum(least)), sum(most))
     assert all(low <= count <= high for low, count, high in zip(least, counts, most, strict=True))
-    assert counts == settle(*drawn)
+    assert counts == apportion(*drawn)
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), st.sampled_from([1, 2, 4, 8]))
 def test_settle_is_the_largest_remainder_where_no_bound_is_met(parts, divisor):
     assume(sum(parts) % divisor == 0)
     targets, count = [part / divisor for part in parts], len(parts)
-    counts = settle(targets, [0] * count, [2000] * count, sum(parts) // divisor)
+    counts = apportion(targets, [0] * count, [2000] * count, sum(parts) // divisor)
     floors = [part // divisor for part in parts]
     order = sorted(range(count), key=lambda i: (-(parts[i] % divisor), i))
     for i in order[: sum(parts) // divisor - sum(floors)]:
@@ -78,7 +78,7 @@ def layers(draw, ragged=True):
     mass = present.float()[None]
     held = Rows(torch.zeros(1, heads, rows, 1), torch.zeros(1, heads, rows, 1), mass.long(), mass)
     sinks = (torch.arange(rows) < draw(st.integers(0, 3))).expand(heads, rows)
-    protected = shrink(sinks[None], wanted[None], held, quota)[0]
+    protected = fit_protected(sinks[None], wanted[None], held, quota)[0]
     scores = scores.masked_fill(protected, math.inf).masked_fill(~present, -math.inf)
     return scores[None], protected[None], quota
 
@@ -137,7 +137,9 @@ def test_safeguard_is_that_of_kvpress(layer, alpha):
     raised = []
     for head in range(heads):
         own = scores[0, head].tolist()
-        safe = sorted(range(rows), key=lambda j: (-own[j], j))[: max(1, part(alpha, quota))]  # a head keeps one row
+        safe = sorted(range(rows), key=lambda j: (-own[j], j))[
+            : max(1, exact_share(alpha, quota))
+        ]  # a head keeps one row
         raised.extend((-math.inf if j in safe else -own[j], head, j) for j in range(rows))
     kept = sorted(raised)[: heads * quota]
     expected = [sum(head == h for _, h, _ in kept) for head in range(heads)]
@@ -170,12 +172,12 @@ def test_ada_presets(preset):
 # What the contracts say: toys, run end to end. None of them is known to the engine.
 
 
-def context_of(model, method, allocator=None, codec=None, budget=1.0, block=None, seeds=(0,)) -> Context:
+def context_of(model, method, allocator=None, codec=None, budget=1.0, block=None, seeds=(0,)) -> GenerationContext:
     choice = choose_cache(method, allocator or Allocator("uniform"), codec or Raw("raw"))
-    return Context(tiny(model), choice, Budget(budget), block, seeds)
+    return GenerationContext(tiny(model), choice, Budget(budget), block, seeds)
 
 
-def lengths(context: Context) -> list[int]:
+def lengths(context: GenerationContext) -> list[int]:
     return [int(layer.rows.counts()[0, 0]) for layer in context.own_layers]
 
 
@@ -245,11 +247,11 @@ def test_a_choice_that_breaks_an_even_share_is_not_mixed_up():
 class Remembering(Method):
     """What a method remembers per layer and over layers starts empty with every context and counts as bytes."""
 
-    def update(self, seen: Seen, rows: Rows, state: State) -> dict:
-        assert state.layer.get("tokens", 0) == seen.first
-        state.layer |= {"tokens": seen.tokens, "moments": torch.zeros(100)}
+    def update(self, observation: Observation, rows: Rows, state: State) -> dict:
+        assert state.layer.get("tokens", 0) == observation.first
+        state.layer |= {"tokens": observation.tokens, "moments": torch.zeros(100)}
         order = state.shared.setdefault("order", [])
-        state.shared["order"] = [*order, seen.layer]
+        state.shared["order"] = [*order, observation.layer]
         return {}
 
 

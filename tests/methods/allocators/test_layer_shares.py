@@ -6,9 +6,9 @@ import torch
 import kvbench
 from kvbench.config.catalogue import build, settings
 from kvbench.engine.compressed_cache import choose_cache
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
-from kvbench.interfaces.observation import Seen
+from kvbench.interfaces.observation import Observation
 from kvbench.validation import SettingError
 from tests.support.dense_engine import Dense, Glance, Head
 from tests.support.oracle_scores import votes
@@ -72,7 +72,7 @@ def test_layers_that_were_first_left_whole_are_cut_too(model, quota, block):
     choice = choose_cache(
         *(build(g, settings(g, n)) for g, n in dict(method="cake", allocator="cake", codec="raw").items())
     )
-    context, counts = Context(tiny(model), choice, Budget(quota), block, (0,)), []
+    context, counts = GenerationContext(tiny(model), choice, Budget(quota), block, (0,)), []
     own = context.own_layers
     handle = context.model.register_forward_hook(lambda *_: counts.append(sum(int(x.rows.counts()[0, 0]) for x in own)))
     try:
@@ -130,7 +130,7 @@ def test_samples_of_a_batch_have_their_own_shares(cascade, block):
         groups = dict(method="cake", allocator="cake", codec="raw")
         own = {"allocator": {"window": 6, "cascade": cascade, "tau2": 0.4}, "method": {"window": 6}}
         choice = choose_cache(*(build(g, settings(g, name, own.get(g))) for g, name in groups.items()))
-        context = Context(tiny("llama"), choice, Budget(20), block, (0,) * len(prompts[sample]))
+        context = GenerationContext(tiny("llama"), choice, Budget(20), block, (0,) * len(prompts[sample]))
         context.prefill(prompts[sample])
         before = [layer.rows.counts().tolist() for layer in context.own_layers]
         return context.extend(more[sample]), list(zip(*before, strict=True))
@@ -185,11 +185,11 @@ def asked(budget: float | int, tokens: int, layers: int, **args) -> tuple[list[i
     found = []
     for layer in range(layers):
         queries = torch.empty(1, 1, tokens, 0)
-        seen = Seen(
+        observation = Observation(
             queries, queries, None, 1.0, None, None, layer, layers, 0, tokens, True, False, tuple(range(layers)),
             share=share,
         )  # fmt: skip
-        found.append(allocator.layer(quota, seen, lambda: None, shared))
+        found.append(allocator.layer(quota, observation, lambda: None, shared))
     return found, shared["allocation"]
 
 
@@ -309,7 +309,7 @@ def test_the_share_is_exact_in_blocks_and_while_decoding(block, of):
         build("allocator", settings("allocator", "pyramid", dict(beta=20, window=4, arithmetic="kvpress"))),
         build("codec", settings("codec", "raw")),
     )
-    context = Context(tiny("llama"), choice, Budget(0.5, of), block, (0,))
+    context = GenerationContext(tiny("llama"), choice, Budget(0.5, of), block, (0,))
     context.prefill(distinct(31))
     rows = [int(layer.rows.counts()[0, 0]) for layer in context.own_layers]
     assert sum(rows) == 3 * 15

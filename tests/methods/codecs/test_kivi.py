@@ -9,7 +9,7 @@ import torch
 import kvbench
 from kvbench.config.catalogue import build, methods_available, names, settings
 from kvbench.engine.compressed_cache import choose_cache
-from kvbench.engine.generation import Context
+from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.codec import join, split
 from kvbench.kernels.quantize import dequantize, quantize
@@ -168,7 +168,7 @@ def test_a_batch_gives_what_its_samples_give_alone():
     prompts, more = torch.cat([ids(90, 1), ids(90, 2)]), ids(30, 3, batch=2)
 
     def read(prompts, more):
-        context = Context(double("llama"), choice, Budget(0.5), None, (0,) * len(prompts))
+        context = GenerationContext(double("llama"), choice, Budget(0.5), None, (0,) * len(prompts))
         context.prefill(prompts)
         return context, context.extend(more)
 
