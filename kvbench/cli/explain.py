@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.cli.command import Arguments
-from kvbench.config.provenance import source_hashes
+from kvbench.config.provenance import replay_hash, source_hashes
 from kvbench.store.run_folder import RunFolder, run_hash, value_of
 from kvbench.store.runs import list_folders
 from kvbench.validation import SettingError
@@ -62,6 +62,9 @@ def explain_sources(folder: RunFolder) -> list[str]:
     except ValueError:
         now = source_hashes([module for module in modules if is_there(module)])
     lines = []
+    if net := folder.machine(uid).get("replay"):
+        same = "as today" if net == replay_hash() else "another one today: kvbench computes something else"
+        lines.append(f"{net[:8]:8}  the replay net's data, {same}")
     for module, own in then.items():
         note = "" if now.get(module) == own else "  (does something else today)" if module in now else "  (gone today)"
         lines.append(f"{own[:8]:8}  {module}{note}")

@@ -94,6 +94,19 @@ def source_hashes(modules: Iterable[str]) -> dict[str, str]:
     return dict(found)
 
 
+def replay_hash() -> str:
+    """Return 16 hex digits over the data of the replay net (tests/replay), "" where kvbench is no checkout.
+
+    The data changes only with what kvbench computes. A published result carries this hash beside that of its sources:
+    while it stays, a later move or renaming of files has changed nothing that the result depends on.
+    """
+    folder = Path(__file__).resolve().parents[2] / "tests" / "replay"
+    files = [folder / name for name in ("cells.jsonl", "runs.jsonl")]
+    if not all(file.is_file() for file in files):
+        return ""
+    return _short("".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files))
+
+
 def _short(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from kvbench.config import catalogue
-from kvbench.config.provenance import source_hash
+from kvbench.config.provenance import replay_hash, source_hash
 from kvbench.efficiency.latency import latency
 from kvbench.efficiency.scoring_time import score
 from kvbench.efficiency.throughput import throughput
@@ -149,7 +149,8 @@ def sources(run: RunSpec) -> str:
 def versions(run: RunSpec) -> Mapping[str, Any]:
     own = {name: version(name) if find_spec(name) else "" for name in ("torch", "transformers", "triton")}
     own |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version()}
-    own |= {"cuda": torch.version.cuda or "", "sources": sources(run), "commit": "", "driver": ""}
+    own |= {"cuda": torch.version.cuda or "", "sources": sources(run), "replay": replay_hash()}
+    own |= {"commit": "", "driver": ""}
     asked = {"commit": ["git", "rev-parse", "--short=12", "HEAD"]}
     if run.device != "cpu":
         asked["driver"] = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]

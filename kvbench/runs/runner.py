@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from kvbench.cache.guard import extra_reads
-from kvbench.config.provenance import revision, source_hashes
+from kvbench.config.provenance import replay_hash, revision, source_hashes
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.runs.prompt import Prompt
@@ -156,6 +156,7 @@ def machine(device: str) -> dict[str, Any]:
     packages = ("torch", "transformers", "tokenizers", "triton", "numpy")
     return {
         "code": revision(),
+        "replay": replay_hash(),
         "python": platform.python_version(),
         "processor": platform.machine(),
         "threads": torch.get_num_threads(),

@@ -24,8 +24,21 @@ SETTINGS = (
 VALUES = (
     "quantity", "unit", "status", "value", "mean", "least", "quartile_1", "quartile_3", "most", "count", "note",
 )  # fmt: skip
-VERSIONS = ("date", "commit", "sources", "torch", "transformers", "triton", "cuda", "driver", "python", "cell")
+VERSIONS = (
+    "date",
+    "commit",
+    "sources",
+    "replay",
+    "torch",
+    "transformers",
+    "triton",
+    "cuda",
+    "driver",
+    "python",
+    "cell",
+)
 COLUMNS = (*SETTINGS, *VALUES, *VERSIONS)
+COLUMNS_0_1 = tuple(column for column in COLUMNS if column != "replay")  # of kvbench 0.1: read, and never written to
 
 
 Line = dict[str, Any]
@@ -74,10 +87,12 @@ def read(path: Path) -> list[dict[str, str]]:
     """All whole lines, in the order in which they were measured; none if there is no such file."""
     if not path.exists():
         return []
-    check(path)
     # line by line: a quote that a torn line leaves open must not take in the ones behind it
-    lines = [next(csv.reader([line]), []) for line in path.read_text(encoding="utf-8").split("\n")[1:]]
-    return [dict(zip(COLUMNS, line, strict=True)) for line in lines if len(line) == len(COLUMNS)]
+    first, *lines = (next(csv.reader([line]), []) for line in path.read_text(encoding="utf-8").split("\n"))
+    columns = COLUMNS_0_1 if tuple(first) == COLUMNS_0_1 else COLUMNS
+    check(path, columns)
+    absent = dict.fromkeys(set(COLUMNS) - set(columns), "")
+    return [dict(zip(columns, line, strict=True)) | absent for line in lines if len(line) == len(columns)]
 
 
 def ended(path: Path) -> set[str]:
@@ -89,5 +104,5 @@ def measured(folder: Path) -> Iterable[Path]:
     """The files of measurements among a folder's CSV files."""
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
-            if tuple(next(csv.reader(file), ())) == COLUMNS:
+            if tuple(next(csv.reader(file), ())) in (COLUMNS, COLUMNS_0_1):
                 yield path
