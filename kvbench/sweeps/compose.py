@@ -72,7 +72,7 @@ class Sweep:
         launched = asked.config.hydra.runtime.choices["hydra/launcher"]
         queued = launched == "slurm" and log is None
         absent = [name for name in ("sbatch", "srun") if launched == "slurm" and which(name) is None]
-        if absent and not (queued and all(finish(results, cell) for cell, _ in found)):
+        if absent and not (queued and all(is_done(results, cell) for cell, _ in found)):
             raise SettingError(
                 f"hydra/launcher=slurm: no {' and no '.join(absent)} on PATH; a host that submits to SLURM, or "
                 "hydra/launcher=local"
@@ -88,7 +88,7 @@ class Sweep:
     def over(self) -> int | None:
         """The exit code where jobs would wait in a queue to find everything done: 2 if a cell is refused."""
         states = status.status(self.results, self.folder) if self.queued and self.counted else ()
-        return {("finish",): 0, ("finish", "refused"): 2}.get(tuple(sorted({state.name for _, state in states})))
+        return {("done",): 0, ("done", "refused"): 2}.get(tuple(sorted({state.name for _, state in states})))
 
     @property
     def code(self) -> int:
@@ -109,9 +109,9 @@ class Sweep:
             status.print_states(self.results, self.folder)
 
 
-def finish(results: Path, cell: status.Cell) -> bool:
+def is_done(results: Path, cell: status.Cell) -> bool:
     """Whether a cell wants nothing: it is refused, or all its records are there."""
-    return cell.refused is not None or status.state_of_cell(results, cell.names).name == "finish"
+    return cell.refused is not None or status.state_of_cell(results, cell.names).name == "done"
 
 
 def compose_cell(fixed: list[str], own: list[str]) -> tuple[status.Cell, Any]:
