@@ -2,8 +2,8 @@
 
 import sys
 
-from kvbench.cli.command import answered
+from kvbench.cli.command import run_command
 from kvbench.cli.run import main
 
 if __name__ == "__main__":
-    sys.exit(answered(main))
+    sys.exit(run_command(main))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from kvbench.cli.command import answered
+from kvbench.cli.command import run_command
 
 FOLDER = Path(__file__).resolve().parent / "cli"
 
@@ -31,7 +31,7 @@ def main(given: Sequence[str] | None = None) -> int:
             print(f"  {name:{max(map(len, known))}}  {text}", file=sys.stderr)
         return 2
     name, *rest = given
-    return answered(lambda: import_module(f"kvbench.cli.{name.replace('-', '_')}").main(rest))
+    return run_command(lambda: import_module(f"kvbench.cli.{name.replace('-', '_')}").main(rest))
 
 
 if __name__ == "__main__":

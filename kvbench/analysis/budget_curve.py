@@ -32,9 +32,9 @@ from functools import cached_property
 import numpy as np
 from scipy.special import ndtr, stdtrit
 
-from kvbench.analysis.intervals import BOUND, SAME, TAIL, Values, few, mean
+from kvbench.analysis.intervals import BOUND, TAIL, TOLERANCE, Values, mean, needs_exact_bounds
 
-TIMES = 4000  # replicates
+REPLICATES = 4000  # replicates
 SEED = 0
 KEEP = 0.95  # of the full cache's score
 BEYOND = 0.005  # how far a range may reach beyond the measured shares: a budget of 0.3 keeps 0.2995
@@ -65,7 +65,7 @@ class Curve:
     subtasks: Sequence[str]
     groups: Sequence[str]
     weights: Mapping[str, float]
-    times: int = TIMES
+    times: int = REPLICATES
 
     def __post_init__(self) -> None:
         count, budgets = np.shape(self.scores) if np.ndim(self.scores) == 2 else (0, 0)
@@ -86,28 +86,28 @@ class Curve:
     @cached_property
     def points(self) -> tuple[np.ndarray, np.ndarray, float]:
         """Kept shares (B), scores (B), the full cache's score."""
-        shares, scores, full = self._means([np.ones((1, len(counts))) for _, counts in self._clusters])
+        shares, scores, full = self._average_draws([np.ones((1, len(counts))) for _, counts in self._clusters])
         return shares[0], scores[0], float(full[0])
 
     def area(self, low: float, high: float) -> Estimate:
         """The mean score over kept shares from `low` to `high`; ValueError where that was not measured."""
-        values = self._values(self._heights(low, high), 0.0)
-        return self._estimate(lambda x, y, full: area(x, y, low, high), self._exact([values]))
+        values = self._values(self._weigh_scores(low, high), 0.0)
+        return self._estimate(lambda x, y, full: compute_area(x, y, low, high), self._exact_bounds([values]))
 
     def area_change(self, low: float, high: float) -> Estimate:
         """The area less the full cache's score."""
-        values = self._values(self._heights(low, high) - self.full, -BOUND)
-        return self._estimate(lambda x, y, full: area(x, y, low, high) - full, self._exact([values]))
+        values = self._values(self._weigh_scores(low, high) - self.full, -BOUND)
+        return self._estimate(lambda x, y, full: compute_area(x, y, low, high) - full, self._exact_bounds([values]))
 
     def smallest(self, keep: float = KEEP) -> Estimate:
         """The smallest share that keeps `keep` of the full score; ValueError where the full cache scores nothing."""
         shares, _, full = self.points
-        if full <= SAME:
+        if full <= TOLERANCE:
             raise ValueError("the full cache scores 0: there is nothing to keep")
-        bounds = self._exact([self._values(scores - self.full, -BOUND) for scores in np.transpose(self.scores)])
+        bounds = self._exact_bounds([self._values(scores - self.full, -BOUND) for scores in np.transpose(self.scores)])
         if bounds is not None:  # the upper bounds keep it from smaller shares on
-            bounds = [smallest(shares, edge, (keep - 1) * full) for edge in (bounds[1], bounds[0])]
-        return self._estimate(lambda x, y, full: smallest(x, y, keep * full), bounds)
+            bounds = [find_smallest_share(shares, edge, (keep - 1) * full) for edge in (bounds[1], bounds[0])]
+        return self._estimate(lambda x, y, full: find_smallest_share(x, y, keep * full), bounds)
 
     @cached_property
     def _names(self) -> list[str]:
@@ -139,7 +139,7 @@ class Curve:
             left &= ~inside
         return found
 
-    def _means(self, drawn: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _average_draws(self, drawn: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Shares (R, B), scores (R, B) and the full score (R); `drawn` (R, G): how often each group counts."""
         total = 0.0
         for (sums, counts), often in zip(self._clusters, drawn, strict=True):
@@ -158,7 +158,7 @@ class Curve:
         parts = []
         for start in range(0, self.times, step):
             count = min(step, self.times - start)
-            parts.append(self._means([_drawn(draw, counts, count) for _, counts in self._clusters]))
+            parts.append(self._average_draws([_draw_groups(draw, counts, count) for _, counts in self._clusters]))
         return tuple(map(np.concatenate, zip(*parts, strict=True)))
 
     def _estimate(self, of: Callable[..., np.ndarray], bounds: Sequence[np.ndarray] | None) -> Estimate:
@@ -174,7 +174,7 @@ class Curve:
         low, high = min(low, value), max(high, value)
         return Estimate(value, float(low), float(high))
 
-    def _heights(self, low: float, high: float) -> np.ndarray:
+    def _weigh_scores(self, low: float, high: float) -> np.ndarray:
         """(N) Σ_b ω_b y_ib: each sample's part of the area, at fixed shares."""
         shares, _, _ = self.points
         if not (np.isfinite([low, high]).all() and low < high):
@@ -182,7 +182,7 @@ class Curve:
         if len(shares) < 2 or shares.min() > low + BEYOND or shares.max() < high - BEYOND:
             raise ValueError(f"measured from {shares.min():.4f} to {shares.max():.4f}, not from {low:g} to {high:g}")
         unit = np.eye(len(shares))
-        return np.asarray(self.scores) @ area(np.broadcast_to(shares, unit.shape), unit, low, high)
+        return np.asarray(self.scores) @ compute_area(np.broadcast_to(shares, unit.shape), unit, low, high)
 
     def _values(self, values: np.ndarray, least: float) -> list[Values]:
         """By subtask, in the order of their names."""
@@ -190,16 +190,16 @@ class Curve:
         own = [subtasks == name for name in self._names]
         return [Values(values[one].tolist(), groups[one].tolist(), least, BOUND) for one in own]
 
-    def _exact(self, columns: Sequence[Sequence[Values]]) -> list[np.ndarray] | None:
+    def _exact_bounds(self, columns: Sequence[Sequence[Values]]) -> list[np.ndarray] | None:
         """Lower and upper bounds (columns) of the columns' means where a bootstrap would say too much."""
         enough = sum(len(counts) for _, counts in self._clusters) >= ENOUGH
-        if self._replicates is None or enough and not any(map(few, columns)):
+        if self._replicates is None or enough and not any(map(needs_exact_bounds, columns)):
             return None
         means = [mean(column, self._weights.tolist()) for column in columns]
         return [np.array([own.low for own in means]), np.array([own.high for own in means])]
 
 
-def area(shares: np.ndarray, scores: np.ndarray, low: float, high: float) -> np.ndarray:
+def compute_area(shares: np.ndarray, scores: np.ndarray, low: float, high: float) -> np.ndarray:
     """Mean height (...) between `low` and `high` of the lines through points (..., B), level beyond the last ones."""
     order = np.argsort(shares, axis=-1, kind="stable")
     x, y = np.take_along_axis(shares, order, -1), np.take_along_axis(scores, order, -1)
@@ -212,13 +212,13 @@ def area(shares: np.ndarray, scores: np.ndarray, low: float, high: float) -> np.
     return (inside + before * y[..., 0] + after * y[..., -1]) / (high - low)
 
 
-def smallest(shares: np.ndarray, scores: np.ndarray, needed: np.ndarray | float) -> np.ndarray:
+def find_smallest_share(shares: np.ndarray, scores: np.ndarray, needed: np.ndarray | float) -> np.ndarray:
     """The share (...) from which on lines through points (..., B) stay at `needed` (...) or above; ∓∞: all do, not even
     the last does.
     """
     order = np.argsort(shares, axis=-1, kind="stable")
     x, y = np.take_along_axis(shares, order, -1), np.take_along_axis(scores, order, -1)
-    short = y < np.expand_dims(needed, -1) - SAME
+    short = y < np.expand_dims(needed, -1) - TOLERANCE
     count = short.shape[-1]
     last = count - 1 - np.argmax(short[..., ::-1], axis=-1)  # the last budget that falls short, if any does
     both = [np.minimum(last + step, count - 1)[..., None] for step in (0, 1)]
@@ -229,7 +229,7 @@ def smallest(shares: np.ndarray, scores: np.ndarray, needed: np.ndarray | float)
     return np.where(short.any(-1), found, -np.inf)
 
 
-def _drawn(draw: np.random.Generator, counts: np.ndarray, times: int) -> np.ndarray:
+def _draw_groups(draw: np.random.Generator, counts: np.ndarray, times: int) -> np.ndarray:
     """(times, G): how often each of G groups was drawn, G − 1 in all; drawn again where a subtask was left out."""
     groups = len(counts)
     often = draw.multinomial(groups - 1, np.full(groups, 1 / groups), size=times).astype(float)

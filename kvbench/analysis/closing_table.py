@@ -21,34 +21,42 @@ import numpy as np
 from scipy.special import bdtr, ndtri
 
 from kvbench.analysis import solvable_subtasks
-from kvbench.analysis.answer_metrics import FIDELITY, answered, data_kinds, failure, metrics, repeated, scores_of
-from kvbench.analysis.closing_table_format import COSTED, TIMES, Row, Table
+from kvbench.analysis.answer_metrics import (
+    FIDELITY,
+    collect_metrics,
+    collect_scores,
+    count_repeats,
+    find_data_kinds,
+    find_failure,
+    select_answered,
+)
+from kvbench.analysis.closing_table_format import COST_NAMES, TIME_NAMES, ClosingTable, TableRow
 from kvbench.analysis.intervals import TAIL, mean
-from kvbench.analysis.paired import Scores, average, pair
-from kvbench.analysis.text_table import NONE
+from kvbench.analysis.paired import PairedScores, compare_subtasks, pair_records
+from kvbench.analysis.text_table import NOT_AVAILABLE
 from kvbench.validation import EMBEDDED_MODELS, escape, typed
 
-EMBEDDED = "The embedded reference model tests the harness; it is no evidence about large models."
-WEIGHTED = "Below the rule: means of subtasks, weighted as the benchmark does it, or papers that use it."
-COMPARED = (
+EMBEDDED_NOTE = "The embedded reference model tests the harness; it is no evidence about large models."
+WEIGHTED_NOTE = "Below the rule: means of subtasks, weighted as the benchmark does it, or papers that use it."
+FIDELITY_NOTE = (
     "NLL of the answer: negative log-likelihood of the right answer's first tokens, which the model reads whatever it "
     "answered itself; KL from the full cache: how far its predictions of them are from the full cache's. Both are "
     "means in nats a token; smaller is better, and a sample counts as gained where it has more."
 )
-SOLVABLE = (
+SOLVABLE_NOTE = (
     "{}: over the subtasks on which the full cache of this model scores 50 or more, chosen on other samples than these "
     "(conf/model/{}.yaml)."
 )
-TOGETHER = (
+SHARED_PREFILL_NOTE = (
     "Time to first token of the {}: prompts were read for several cells at once, it is what all have in common plus "
     "the cell's own part; sweep.share_prefill=false reads them alone."
 )
-MINIATURE = "Miniature data made by kvbench in the benchmark's format: no comparison with published scores."
+MINIATURE_NOTE = "Miniature data made by kvbench in the benchmark's format: no comparison with published scores."
 
 
-def table_of(
+def build_run_table(
     value: Mapping[str, Any], full_records: Mapping[str, dict], method_records: Mapping[str, dict] | None
-) -> Table:
+) -> ClosingTable:
     """Return the closing table of a run, with its heading.
 
     Args:
@@ -66,7 +74,7 @@ def table_of(
         "embedded": is_embedded(value),
     }
     averages = dict(value.get("averages") or []) or None
-    return closing_table(full_records, method_records, heading, averages, solvable_subtasks.listed(value))
+    return build_closing_table(full_records, method_records, heading, averages, solvable_subtasks.list_solvable(value))
 
 
 def is_embedded(value: Mapping[str, Any]) -> bool:
@@ -74,13 +82,13 @@ def is_embedded(value: Mapping[str, Any]) -> bool:
     return value["model"]["name"] in EMBEDDED_MODELS
 
 
-def closing_table(
+def build_closing_table(
     full_records: Mapping[str, dict],
     method_records: Mapping[str, dict] | None,
     heading: Mapping[str, object],
     averages: Mapping[str, Mapping[str, float]] | None = None,
     listed: Sequence[str] = (),
-) -> Table:
+) -> ClosingTable:
     """The table of two runs' records (uid -> record), or of the full cache's alone.
 
     `heading` is printed as it is, `task` with the data's kind; `model` and `revision` go into the notes, and `embedded:
@@ -89,103 +97,110 @@ def closing_table(
     targets differ.
     """
     other = full_records if method_records is None else method_records
-    pairs = pair(full_records, other)
+    pairs = pair_records(full_records, other)
     subtasks: dict[str, list[tuple[dict, dict]]] = {}
     for full, method in sorted(pairs, key=lambda both: (both[1]["index"], both[1]["subtask"])):
         subtasks.setdefault(method["subtask"], []).append((full, method))
-    rows = {name: _row(name, both) for name, both in subtasks.items()}
-    scored = {name: scores_of(both) for name, own in subtasks.items() if (both := answered(own))}
-    solvable = solvable_subtasks.average(listed, rows)
+    rows = {name: _build_row(name, both) for name, both in subtasks.items()}
+    scored = {name: collect_scores(both) for name, own in subtasks.items() if (both := select_answered(own))}
+    solvable = solvable_subtasks.average_solvable(listed, rows)
     weights = (averages or {"average": dict.fromkeys(scored, 1.0)}) | solvable
     over = weights if averages else weights | {"average": rows}  # also those without an answer
     means = []
     for name, own in weights.items():
         failed = sum(row.failed for subtask, row in rows.items() if subtask in over[name])
         kind = "solvable" if name in solvable else "average"
-        means.append(_average(name, kind, own, rows, scored, failed))
+        means.append(_build_average_row(name, kind, own, rows, scored, failed))
     also = [
-        _mean(name, "also", list(own.values()), None, 0, digits=4 if name in FIDELITY else 1)
-        for name, own in metrics(subtasks)
+        _build_mean_row(name, "also", list(own.values()), None, 0, digits=4 if name in FIDELITY else 1)
+        for name, own in collect_metrics(subtasks)
     ]
-    notes = _notes(full_records, other, pairs, heading, method_records is not None)
+    notes = _collect_notes(full_records, other, pairs, heading, method_records is not None)
     if averages:
-        notes.append(WEIGHTED)
-    notes += [SOLVABLE.format(name, heading.get("model", NONE)) for name in solvable]
+        notes.append(WEIGHTED_NOTE)
+    notes += [SOLVABLE_NOTE.format(name, heading.get("model", NOT_AVAILABLE)) for name in solvable]
     if any(row.subtask in FIDELITY for row in also):
-        notes.append(COMPARED)
+        notes.append(FIDELITY_NOTE)
     for name, own in weights.items():
         if missing := [subtask for subtask in over[name] if subtask not in scored]:
-            notes.append(_missing(name, missing, left_out=over[name] is not own))
+            notes.append(_describe_missing(name, missing, left_out=over[name] is not own))
     if any(row.interval and row.interval.low is None for row in (*rows.values(), *means)):
         notes.append("No interval where a subtask has one context only: one says nothing about others.")
-    if (fewest := repeated(subtasks)) > 1:
+    if (fewest := count_repeats(subtasks)) > 1:
         notes.append(f"avg@{fewest}: prompts were answered {fewest} times; the answers to one are one group.")
     shown = {escape(str(key)): escape(typed(value)) for key, value in heading.items() if key != "embedded"}
-    if "task" in shown and (kinds := data_kinds(other)):
+    if "task" in shown and (kinds := find_data_kinds(other)):
         shown["task"] += escape(f" ({', '.join(kinds)})")
     rows = (*rows.values(), *means)
-    return Table(shown, rows, tuple(also), tuple(map(escape, notes)), method_records is not None)
+    return ClosingTable(shown, rows, tuple(also), tuple(map(escape, notes)), method_records is not None)
 
 
-def _row(subtask: str, pairs: Sequence[tuple[dict, dict]]) -> Row:
-    kept = answered(pairs)
+def _build_row(subtask: str, pairs: Sequence[tuple[dict, dict]]) -> TableRow:
+    kept = select_answered(pairs)
     full, method = [both[0] for both in kept], [both[1] for both in kept]
     times = {}
     for name, own in (("_full", full), ("", method)):
         times[f"ttft{name}"] = [record["ttft_ms"] for record in own]
-        times[f"tpot{name}"] = [_share(record["decode_ms"], record["tokens_out"] - 1) for record in own]
-    return _mean(
+        times[f"tpot{name}"] = [_divide(record["decode_ms"], record["tokens_out"] - 1) for record in own]
+    return _build_mean_row(
         subtask,
         "subtask",
-        [scores_of(kept)] if kept else [],
+        [collect_scores(kept)] if kept else [],
         None,
         failed=len(pairs) - len(kept),
-        held=_over(np.mean, [_share(record["resident_bytes"], record["full_bytes"]) for record in method]),
-        attended=_over(np.mean, [_share(record["rows_attended"], record["rows_seen_decoding"]) for record in method]),
-        **{name: _over(np.median, own) for name, own in times.items()},
-        **{f"{name}_error": _over(median_error, own) for name, own in times.items()},
+        held=_reduce_known(np.mean, [_divide(record["resident_bytes"], record["full_bytes"]) for record in method]),
+        attended=_reduce_known(
+            np.mean, [_divide(record["rows_attended"], record["rows_seen_decoding"]) for record in method]
+        ),
+        **{name: _reduce_known(np.median, own) for name, own in times.items()},
+        **{f"{name}_error": _reduce_known(median_error, own) for name, own in times.items()},
     )
 
 
-def _average(
+def _build_average_row(
     name: str,
     kind: str,
     weights: Mapping[str, float],
-    rows: Mapping[str, Row],
-    scored: Mapping[str, Scores],
+    rows: Mapping[str, TableRow],
+    scored: Mapping[str, PairedScores],
     failed: int,
-) -> Row:
+) -> TableRow:
     """The weighted mean of rows; without numbers where a subtask has none."""
     if not weights or any(subtask not in scored for subtask in weights):
-        return _mean(name, kind, [], None, failed)
+        return _build_mean_row(name, kind, [], None, failed)
     shares = list(weights.values())
-    costs = {of: _weighted([getattr(rows[subtask], of) for subtask in weights], shares) for of in COSTED}
-    for of in TIMES:
-        costs[f"{of}_error"] = _combined([getattr(rows[subtask], f"{of}_error") for subtask in weights], shares)
-    return _mean(name, kind, [scored[subtask] for subtask in weights], shares, failed, **costs)
+    costs = {of: _average_known([getattr(rows[subtask], of) for subtask in weights], shares) for of in COST_NAMES}
+    for of in TIME_NAMES:
+        costs[f"{of}_error"] = _combine_errors([getattr(rows[subtask], f"{of}_error") for subtask in weights], shares)
+    return _build_mean_row(name, kind, [scored[subtask] for subtask in weights], shares, failed, **costs)
 
 
-def _mean(
-    name: str, kind: str, scores: Sequence[Scores], weights: Sequence[float] | None, failed: int, **costs: float | None
-) -> Row:
+def _build_mean_row(
+    name: str,
+    kind: str,
+    scores: Sequence[PairedScores],
+    weights: Sequence[float] | None,
+    failed: int,
+    **costs: float | None,
+) -> TableRow:
     if not scores:
-        return Row(name, kind, None, None, None, failed, **costs)
+        return TableRow(name, kind, None, None, None, failed, **costs)
     sides = [mean([getattr(own, side) for own in scores], weights) for side in ("full_values", "method_values")]
-    return Row(name, kind, average(scores, weights), *sides, failed, **costs)
+    return TableRow(name, kind, compare_subtasks(scores, weights), *sides, failed, **costs)
 
 
-def _missing(name: str, missing: Sequence[str], left_out: bool) -> str:
+def _describe_missing(name: str, missing: Sequence[str], left_out: bool) -> str:
     if left_out:
         return f"The average leaves out {', '.join(missing)}: no sample was answered."
     return f"No {name}: no answered sample of {', '.join(missing)}."
 
 
-def _weighted(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+def _average_known(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
     known = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
     return sum(value * weight for value, weight in known) / sum(weight for _, weight in known) if known else None
 
 
-def _combined(errors: Sequence[float | None], weights: Sequence[float]) -> float | None:
+def _combine_errors(errors: Sequence[float | None], weights: Sequence[float]) -> float | None:
     """The standard error of a weighted mean of independent values; None if one of them is not known."""
     if any(error is None for error in errors):
         return None
@@ -206,34 +221,34 @@ def median_error(values: Sequence[float]) -> float | None:
     return (ordered[count - place] - ordered[place - 1]) / (2 * float(ndtri(1 - bdtr(place - 1, count, 0.5))))
 
 
-def _share(part: float | None, whole: float | None) -> float | None:
+def _divide(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
 
 
-def _over(of: Callable[[list[float]], float | None], values: Iterable[float | None]) -> float | None:
+def _reduce_known(of: Callable[[list[float]], float | None], values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     found = of(known) if known else None
     return None if found is None else float(found)
 
 
-def _notes(
+def _collect_notes(
     full: Mapping[str, dict],
     method: Mapping[str, dict],
     pairs: Sequence[tuple[dict, dict]],
     heading: Mapping[str, object],
     with_method: bool,
 ) -> list[str]:
-    notes = [f"Model {heading.get('model', NONE)}, revision {heading.get('revision') or 'not recorded'}."]
+    notes = [f"Model {heading.get('model', NOT_AVAILABLE)}, revision {heading.get('revision') or 'not recorded'}."]
     if heading.get("embedded"):
-        notes.append(EMBEDDED)
-    if "miniature" in data_kinds(full) + data_kinds(method):
-        notes.append(MINIATURE)
+        notes.append(EMBEDDED_NOTE)
+    if "miniature" in find_data_kinds(full) + find_data_kinds(method):
+        notes.append(MINIATURE_NOTE)
     for key, what in (("haystack", "haystack"), ("qa", "questions and answers")):
         if any(record["meta"].get(key) == "generated" for record in method.values()):
             notes.append(f"Generated text ({what}), not the benchmark's own: no comparison with published scores.")
     notes += sorted({record["meta"]["note"] for record in method.values() if "note" in record["meta"]})
     for side, name in ((0, "full cache's"), (1, "method's"))[: 1 + with_method]:
-        failures = Counter(found for both in pairs if (found := failure(both[side])))
+        failures = Counter(found for both in pairs if (found := find_failure(both[side])))
         if failures:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(failures.items()))
             count = f"{failures.total()} of {len(pairs)} samples"
@@ -241,7 +256,7 @@ def _notes(
     sides = ("full cache", "method")[: 1 + with_method]
     shared = [name for side, name in enumerate(sides) if any(both[side].get("shared_prefill", 1) > 1 for both in pairs)]
     if shared:
-        notes.append(TOGETHER.format(" and the ".join(shared)))
+        notes.append(SHARED_PREFILL_NOTE.format(" and the ".join(shared)))
     for records, name in ((full, "full cache's"), (method, "method's")):
         if alone := len(records) - len(pairs):
             notes.append(f"{alone} samples of the {name} run have no partner in the other; left out.")

@@ -6,36 +6,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvbench.analysis.intervals import Mean
-from kvbench.analysis.paired import Interval
+from kvbench.analysis.paired import PairedDifference
 from kvbench.analysis.text_table import (
-    NONE,
+    NOT_AVAILABLE,
     Column,
-    aligned,
-    between,
     escape,
-    literal,
-    markdown,
-    number,
-    percent,
-    wrapped,
+    escape_markdown,
+    format_interval,
+    format_markdown,
+    format_number,
+    format_percent,
+    format_table,
+    wrap_texts,
 )
 
-READING = (
+PAIRED_LEGEND = (
     "diff: method - full in points, with its 95 % interval, paired and clustered by context. Right-or-wrong scores: "
     "exact binomial bounds where fewer than 6 contexts differ. Partial scores: with room for one more context as far "
     "off as is possible. lost/gained/same: samples with less, more, as much with the method."
 )
-SINGLE = (
+SINGLE_LEGEND = (
     "95 % interval: of the mean score, clustered by context. Right-or-wrong scores: exact binomial bounds where fewer "
     "than 6 contexts differ. Partial scores: with room for one more context as far off as is possible."
 )
-COSTS = (
+COSTS_LEGEND = (
     "bytes held, rows attended: shares of the full cache's, the latter per token decoded; TTFT: time to first token; "
     "TPOT: time per output token after it; medians over samples."
 )
-ALSO = "answers: means over the subtasks that have it, each weighing the same."
-TIMES = ("ttft_full", "ttft", "tpot_full", "tpot")
-COSTED = ("held", "attended", *TIMES)
+ALSO_LEGEND = "answers: means over the subtasks that have it, each weighing the same."
+TIME_NAMES = ("ttft_full", "ttft", "tpot_full", "tpot")
+COST_NAMES = ("held", "attended", *TIME_NAMES)
 MEANS = (
     "mean_full",
     "mean_method",
@@ -52,12 +52,12 @@ MEANS = (
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A subtask, an average of subtasks, or a further metric. None where there is nothing to compute from."""
 
     subtask: str
     kind: str  # subtask, average, solvable (the average over those that a model's card lists) or also
-    interval: Interval | None  # points; None if no sample was answered by both runs
+    interval: PairedDifference | None  # points; None if no sample was answered by both runs
     full: Mean | None  # each run's mean by itself, over the same samples
     method: Mean | None
     failed: int  # pairs left out since one side failed
@@ -75,19 +75,19 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class ClosingTable:
     """Rows of subtasks, then of averages; further metrics; what they are about, and what must be said with them."""
 
     heading: Mapping[str, str]
-    rows: tuple[Row, ...]
-    also: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
+    also: tuple[TableRow, ...]
     notes: tuple[str, ...]
     paired: bool  # False: the full cache alone
 
     @property
     def legend(self) -> tuple[str, ...]:
         """How to read the columns."""
-        return (READING if self.paired else SINGLE, COSTS, *([ALSO] if self.also else []))
+        return (PAIRED_LEGEND if self.paired else SINGLE_LEGEND, COSTS_LEGEND, *([ALSO_LEGEND] if self.also else []))
 
     @property
     def columns(self) -> list[Column]:
@@ -102,20 +102,20 @@ class Table:
 
     def to_text(self, width: int = 100) -> str:
         """Plain aligned text without any terminal codes; columns that do not fit `width` go into a second block."""
-        lines = wrapped((f"{key}: {value}" for key, value in self.heading.items()), width)
-        lines += aligned(self.columns, self.rows, sum(row.kind != "subtask" for row in self.rows), width)
+        lines = wrap_texts((f"{key}: {value}" for key, value in self.heading.items()), width)
+        lines += format_table(self.columns, self.rows, sum(row.kind != "subtask" for row in self.rows), width)
         if self.also:
-            lines += aligned(self.also_columns, self.also, 0, width)
-        lines += ["", *wrapped((*self.notes, *self.legend), width)]
+            lines += format_table(self.also_columns, self.also, 0, width)
+        lines += ["", *wrap_texts((*self.notes, *self.legend), width)]
         return "\n".join(lines) + "\n"
 
     def to_markdown(self) -> str:
         """GitHub tables, the heading above and the notes below them as lists."""
-        lines = [f"* {literal(key)}: {literal(value)}" for key, value in self.heading.items()]
-        lines += ["", *markdown(self.columns, self.rows)]
+        lines = [f"* {escape_markdown(key)}: {escape_markdown(value)}" for key, value in self.heading.items()]
+        lines += ["", *format_markdown(self.columns, self.rows)]
         if self.also:
-            lines += ["", *markdown(self.also_columns, self.also)]
-        lines += ["", *(f"* {literal(note)}" for note in (*self.notes, *self.legend))]
+            lines += ["", *format_markdown(self.also_columns, self.also)]
+        lines += ["", *(f"* {escape_markdown(note)}" for note in (*self.notes, *self.legend))]
         return "\n".join(lines) + "\n"
 
     def to_csv(self) -> str:
@@ -124,52 +124,52 @@ class Table:
         writer = csv.writer(text, lineterminator="\n")
         alone = [(side, edge) for side in ("full", "method") for edge in ("low", "high", "error")]
         titles = [f"{side}_{edge}" for side, edge in alone]
-        writer.writerow(["subtask", "kind", *MEANS, *titles, "failed", *COSTED, *self.heading, "notes"])
+        writer.writerow(["subtask", "kind", *MEANS, *titles, "failed", *COST_NAMES, *self.heading, "notes"])
         for row in (*self.rows, *self.also):
             values = [escape(row.subtask), row.kind, *(getattr(row.interval, name, None) for name in MEANS)]
             values += [getattr(getattr(row, side), edge, None) for side, edge in alone]
-            values += [row.failed, *(getattr(row, name) for name in COSTED)]
+            values += [row.failed, *(getattr(row, name) for name in COST_NAMES)]
             writer.writerow([*values, *self.heading.values(), " ".join(self.notes)])
         return text.getvalue()
 
 
-def _of(row: Row, name: str) -> float | None:
+def _get_number(row: TableRow, name: str) -> float | None:
     return getattr(row.interval, name, None)
 
 
-def _span(row: Row, own: Interval | Mean | None, sign: str = "") -> str:
-    return between(getattr(own, "low", None), getattr(own, "high", None), sign, row.digits)
+def _format_bounds(row: TableRow, own: PairedDifference | Mean | None, sign: str = "") -> str:
+    return format_interval(getattr(own, "low", None), getattr(own, "high", None), sign, row.digits)
 
 
-def _moved(row: Row) -> str:
-    return NONE if row.interval is None else f"{row.interval.lost}/{row.interval.gained}/{row.interval.same}"
+def _format_counts(row: TableRow) -> str:
+    return NOT_AVAILABLE if row.interval is None else f"{row.interval.lost}/{row.interval.gained}/{row.interval.same}"
 
 
 SUBTASK = Column("", "subtask", lambda row: row.subtask)
 ANSWERS = Column("", "answers", lambda row: row.subtask)
-FULL = Column("score", "full", lambda row: number(_of(row, "mean_full"), row.digits))
+FULL = Column("score", "full", lambda row: format_number(_get_number(row, "mean_full"), row.digits))
 ALONE = (
     FULL,
-    Column("95 %", "interval", lambda row: _span(row, row.full)),
+    Column("95 %", "interval", lambda row: _format_bounds(row, row.full)),
 )
 PAIRED = (
     FULL,
-    Column("score", "method", lambda row: number(_of(row, "mean_method"), row.digits)),
-    Column("", "diff", lambda row: number(_of(row, "difference"), row.digits, "+")),
-    Column("95 %", "interval", lambda row: _span(row, row.interval, "+")),
-    Column("lost/gained", "/same", _moved),
+    Column("score", "method", lambda row: format_number(_get_number(row, "mean_method"), row.digits)),
+    Column("", "diff", lambda row: format_number(_get_number(row, "difference"), row.digits, "+")),
+    Column("95 %", "interval", lambda row: _format_bounds(row, row.interval, "+")),
+    Column("lost/gained", "/same", _format_counts),
 )
-COUNT = Column("", "n", lambda row: str(_of(row, "samples") or 0))
+COUNT = Column("", "n", lambda row: str(_get_number(row, "samples") or 0))
 FAILED = Column("", "failed", lambda row: str(row.failed))
 PAIRED_COSTS = (
-    Column("TTFT ms", "method", lambda row: number(row.ttft)),
-    Column("TPOT ms", "method", lambda row: number(row.tpot)),
+    Column("TTFT ms", "method", lambda row: format_number(row.ttft)),
+    Column("TPOT ms", "method", lambda row: format_number(row.tpot)),
 )
 COSTS_COLUMNS = (
-    Column("bytes", "held", lambda row: percent(row.held), leads=True),
-    Column("rows", "attended", lambda row: percent(row.attended)),
-    Column("TTFT ms", "full", lambda row: number(row.ttft_full)),
+    Column("bytes", "held", lambda row: format_percent(row.held), leads=True),
+    Column("rows", "attended", lambda row: format_percent(row.attended)),
+    Column("TTFT ms", "full", lambda row: format_number(row.ttft_full)),
     PAIRED_COSTS[0],
-    Column("TPOT ms", "full", lambda row: number(row.tpot_full)),
+    Column("TPOT ms", "full", lambda row: format_number(row.tpot_full)),
     PAIRED_COSTS[1],
 )

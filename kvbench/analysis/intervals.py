@@ -78,8 +78,8 @@ from scipy.special import betaincinv, stdtrit
 FEW = 6  # groups that differ, below which the exact bounds are used
 BOUND = 100.0  # scores are in [0, BOUND], differences in [-BOUND, BOUND]
 TAIL = 0.975  # a 95 % interval, two-sided
-SAME = 1e-9  # points: rounding of means
-NODES = 0.1 * np.arange(48)  # of the integral in _chance
+TOLERANCE = 1e-9  # points: rounding of means
+NODES = 0.1 * np.arange(48)  # of the integral in _chance_above_zero
 PLACES = np.array([0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])  # where its line may lie
 STEPS, CLOSE = 40, 1e-4  # points
 
@@ -119,8 +119,8 @@ class Mean:
 
 def mean(subtasks: Sequence[Values], weights: Sequence[float] | None = None) -> Mean:
     """The weighted mean over subtasks, whatever the order of samples, to the bit; None: each weighing the same."""
-    parts, shares = list(map(_spread, subtasks)), shares_of(weights, len(subtasks))
-    value = weighted(shares, [part.mean for part in parts])
+    parts, shares = list(map(_measure_spread, subtasks)), normalize_weights(weights, len(subtasks))
+    value = weighted_mean(shares, [part.mean for part in parts])
     leverage: dict[str, float] = {}
     for share, part in zip(shares, parts, strict=True):
         for name in part.pull:
@@ -128,29 +128,31 @@ def mean(subtasks: Sequence[Values], weights: Sequence[float] | None = None) -> 
     low = high = error = None
     fewest = min(len(part.pull) for part in parts)
     if fewest > 1:
-        pulls = [weighted(shares, [part.pull.get(name, 0.0) for part in parts]) for name in sorted(leverage)]
+        pulls = [weighted_mean(shares, [part.pull.get(name, 0.0) for part in parts]) for name in sorted(leverage)]
         error = math.sqrt(math.fsum(pull**2 for pull in pulls))
         partial = any(part.partial for part in parts) and all(math.isfinite(part.most) for part in parts)
-        if _few(parts) and not partial:
-            low, high = -_highest(parts, shares, leverage, -1), _highest(parts, shares, leverage, 1)
+        if _needs_exact_bounds(parts) and not partial:
+            low, high = -_exact_upper_bound(parts, shares, leverage, -1), _exact_upper_bound(parts, shares, leverage, 1)
         else:
             shared = sum(len(part.pull) for part in parts) > len(leverage)
-            reach = stdtrit(fewest - 1 if shared else _freedom(parts, shares), TAIL) * error if error else 0.0
+            reach = (
+                stdtrit(fewest - 1 if shared else _degrees_of_freedom(parts, shares), TAIL) * error if error else 0.0
+            )
             low, high = value - reach, value + reach
             if partial:
                 names = sorted(leverage)
-                low = min(low, value - _reach(parts, shares, dict(zip(names, pulls, strict=True)), -1))
-                high = max(high, value + _reach(parts, shares, dict(zip(names, pulls, strict=True)), 1))
-        low = max(min(low, value), weighted(shares, [own.least for own in subtasks]))
-        high = min(max(high, value), weighted(shares, [own.most for own in subtasks]))
+                low = min(low, value - _gaffke_reach(parts, shares, dict(zip(names, pulls, strict=True)), -1))
+                high = max(high, value + _gaffke_reach(parts, shares, dict(zip(names, pulls, strict=True)), 1))
+        low = max(min(low, value), weighted_mean(shares, [own.least for own in subtasks]))
+        high = min(max(high, value), weighted_mean(shares, [own.most for own in subtasks]))
         if not (math.isfinite(low) and math.isfinite(high)):
             low = high = None
     return Mean(value, low, high, error, sum(len(own.values) for own in subtasks), len(leverage))
 
 
-def few(subtasks: Sequence[Values]) -> bool:
+def needs_exact_bounds(subtasks: Sequence[Values]) -> bool:
     """Whether so few groups differ that the interval of `mean` comes from exact bounds."""
-    return _few(list(map(_spread, subtasks)))
+    return _needs_exact_bounds(list(map(_measure_spread, subtasks)))
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class _Spread:
     @property
     def others(self) -> set[str]:
         """The groups whose mean is not the common one."""
-        return {name for name, mean in self.means.items() if abs(mean - self.common) > SAME}
+        return {name for name, mean in self.means.items() if abs(mean - self.common) > TOLERANCE}
 
     @property
     def alike(self) -> bool:
@@ -177,7 +179,7 @@ class _Spread:
         return 2 * len(self.others) < len(self.means)
 
 
-def _spread(own: Values) -> _Spread:
+def _measure_spread(own: Values) -> _Spread:
     values, groups = np.asarray(own.values, float), np.asarray(own.groups, str)
     order = np.lexsort((values, groups))  # so that rounding does not follow the order of samples
     values = values[order]
@@ -197,7 +199,7 @@ def _spread(own: Values) -> _Spread:
     )
 
 
-def shares_of(weights: Sequence[float] | None, count: int) -> list[float]:
+def normalize_weights(weights: Sequence[float] | None, count: int) -> list[float]:
     """Weights that sum to 1; None: alike. ValueError for what is no weight."""
     weights = [1.0] * count if weights is None else list(weights)
     if len(weights) != count or count == 0:
@@ -208,38 +210,40 @@ def shares_of(weights: Sequence[float] | None, count: int) -> list[float]:
     return [weight / math.fsum(weights) for weight in weights]
 
 
-def weighted(shares: Sequence[float], values: Sequence[float]) -> float:
+def weighted_mean(shares: Sequence[float], values: Sequence[float]) -> float:
     """Σ share · value; `shares` sum to 1."""
     if len(values) > 1 and all(value == values[0] for value in values):
         return values[0]  # 13 · (100 / 13) is not 100
     return math.fsum(share * value for share, value in zip(shares, values, strict=True))
 
 
-def _few(parts: Sequence[_Spread]) -> bool:
+def _needs_exact_bounds(parts: Sequence[_Spread]) -> bool:
     return all(part.alike for part in parts) and len(set().union(*(part.others for part in parts))) < FEW
 
 
-def _highest(parts: Sequence[_Spread], shares: Sequence[float], leverage: Mapping[str, float], sign: int) -> float:
+def _exact_upper_bound(
+    parts: Sequence[_Spread], shares: Sequence[float], leverage: Mapping[str, float], sign: int
+) -> float:
     """The exact upper bound of the mean, or with sign -1 of its negative."""
     commons = [sign * part.common for part in parts]
     mosts = [part.most if sign > 0 else -part.least for part in parts]
-    above = {name for part in parts for name, mean in part.means.items() if sign * (mean - part.common) > SAME}
-    gained = {name for name in above if any(sign * part.means.get(name, 0) > SAME for part in parts)}
+    above = {name for part in parts for name, mean in part.means.items() if sign * (mean - part.common) > TOLERANCE}
+    gained = {name for name in above if any(sign * part.means.get(name, 0) > TOLERANCE for part in parts)}
     weight = len(leverage) * max(leverage.values())
 
     def moved(names: set[str]) -> float:
-        return min(weight * _most(len(names), len(leverage)), 1.0)
+        return min(weight * _clopper_pearson_bound(len(names), len(leverage)), 1.0)
 
-    high = weighted(shares, commons) + moved(above) * max(max(common, 0) - common for common in commons)
+    high = weighted_mean(shares, commons) + moved(above) * max(max(common, 0) - common for common in commons)
     return high + moved(gained) * max(most - max(common, 0) for most, common in zip(mosts, commons, strict=True))
 
 
-def _most(count: int, trials: int) -> float:
+def _clopper_pearson_bound(count: int, trials: int) -> float:
     """Upper Clopper–Pearson bound, 97.5 %, of a share of which `count` of `trials` were seen."""
     return 1.0 if count >= trials else float(betaincinv(count + 1, trials - count, TAIL))
 
 
-def _reach(parts: Sequence[_Spread], shares: Sequence[float], pulls: Mapping[str, float], sign: int) -> float:
+def _gaffke_reach(parts: Sequence[_Spread], shares: Sequence[float], pulls: Mapping[str, float], sign: int) -> float:
     """How far above the mean, or with sign -1 below it, Gaffke's bound lies; `pulls`: what groups add to the error."""
     place = {name: at for at, name in enumerate(pulls)}
     own, sizes, room = sign * np.array(list(pulls.values())), np.zeros(len(pulls)), np.zeros(len(pulls))
@@ -251,11 +255,11 @@ def _reach(parts: Sequence[_Spread], shares: Sequence[float], pulls: Mapping[str
     most = float((room / sizes).max())
     if most <= 0:
         return 0.0
-    reach = max(most * _most(0, len(pulls)), min(2 * math.sqrt((own**2).sum()), most / 2))
+    reach = max(most * _clopper_pearson_bound(0, len(pulls)), min(2 * math.sqrt((own**2).sum()), most / 2))
     last = moved = None
     for _ in range(STEPS):  # of the secant method, on the chance's logarithm; halfway to `most` instead of beyond it
         unseen = int((room - reach * sizes).argmax())
-        chance, slopes = _chance(np.append(own - reach * sizes, room[unseen] - reach * sizes[unseen]))
+        chance, slopes = _chance_above_zero(np.append(own - reach * sizes, room[unseen] - reach * sizes[unseen]))
         level = math.log(chance / (1 - TAIL))
         slope = -float(slopes @ np.append(sizes, sizes[unseen])) if last is None else (level - last) / moved
         moved = -level / slope if slope < 0 else math.inf
@@ -266,7 +270,7 @@ def _reach(parts: Sequence[_Spread], shares: Sequence[float], pulls: Mapping[str
     return reach
 
 
-def _chance(factors: np.ndarray) -> tuple[float, np.ndarray]:
+def _chance_above_zero(factors: np.ndarray) -> tuple[float, np.ndarray]:
     """The chance that Σ factor · E is above 0, the E being independent standard exponentials; how its logarithm grows
     with each factor, about.
 
@@ -287,7 +291,7 @@ def _chance(factors: np.ndarray) -> tuple[float, np.ndarray]:
     return chance, c / (1 - factors * c)
 
 
-def _freedom(parts: Sequence[_Spread], shares: Sequence[float]) -> float:
+def _degrees_of_freedom(parts: Sequence[_Spread], shares: Sequence[float]) -> float:
     """Welch–Satterthwaite's degrees of freedom."""
     variances = [
         (share**2 * math.fsum(pull**2 for pull in part.pull.values()), len(part.pull) - 1)

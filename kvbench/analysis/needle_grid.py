@@ -12,40 +12,52 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvbench.store.runs import Stored, every
+from kvbench.store.runs import StoredRun, load_runs
 from kvbench.validation import SettingError
 
-RUN = ("run", "finished", "model", "method", "allocator", "codec", "budget", "block_size", "question", "seed", "task")
-CELL = ("data", "length", "depth", "n", "failed", "score", "kept", "place")
+RUN_COLUMNS = (
+    "run",
+    "finished",
+    "model",
+    "method",
+    "allocator",
+    "codec",
+    "budget",
+    "block_size",
+    "question",
+    "seed",
+    "task",
+)
+CELL_COLUMNS = ("data", "length", "depth", "n", "failed", "score", "kept", "place")
 
 
-def grid(results: Path) -> str:
+def format_grid(results: Path) -> str:
     """The CSV of all runs under `results`; SettingError where there is none with a grid."""
-    lines = [line for run in every(results) for line in _lines(run)]
+    lines = [line for run in load_runs(results) for line in _list_cells(run)]
     if not lines:
         raise SettingError(f"{results}: no run there whose samples have a length and a depth")
-    also = sorted({key for line in lines for key in line} - {*RUN, *CELL})
+    also = sorted({key for line in lines for key in line} - {*RUN_COLUMNS, *CELL_COLUMNS})
     text = io.StringIO()
-    writer = csv.DictWriter(text, (*RUN, *CELL, *also), restval="", lineterminator="\n")
+    writer = csv.DictWriter(text, (*RUN_COLUMNS, *CELL_COLUMNS, *also), restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return text.getvalue()
 
 
-def _lines(run: Stored) -> Iterator[dict[str, Any]]:
+def _list_cells(run: StoredRun) -> Iterator[dict[str, Any]]:
     cells: dict[tuple[Any, ...], list[dict]] = {}
     for record in run.records.values():
         meta = record["meta"]
         if {"length", "depth"} <= meta.keys():
             depth = -1 if meta["depth"] is None else meta["depth"]  # drawn for each sample: one cell
             cells.setdefault((meta["length"], depth, meta.get("data", "")), []).append(record)
-    about = {name: run.settings.get(f"{name}.name", run.settings.get(name)) for name in RUN[2:]}
+    about = {name: run.settings.get(f"{name}.name", run.settings.get(name)) for name in RUN_COLUMNS[2:]}
     for (length, depth, data), records in sorted(cells.items()):
         cell = {"data": data, "length": length, "depth": "" if depth == -1 else depth}
-        yield {"run": run.hash, "finished": run.finished, **about, **cell, **_means(records)}
+        yield {"run": run.hash, "finished": run.finished, **about, **cell, **_average_records(records)}
 
 
-def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _average_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     answered = [record for record in records if record["error"] is None and record["score"] is not None]
     means: dict[str, Any] = {"n": len(answered), "failed": len(records) - len(answered)}
     if not answered:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbench.analysis.intervals import BOUND, SAME, Values, mean, shares_of, weighted
+from kvbench.analysis.intervals import BOUND, TOLERANCE, Values, mean, normalize_weights, weighted_mean
 from kvbench.validation import SettingError
 
 
 @dataclass(frozen=True)
-class Scores:
+class PairedScores:
     """One subtask: the scores of the same samples with the full cache and with the method, and their groups."""
 
     full: Sequence[float]
@@ -27,18 +27,18 @@ class Scores:
         if not len(self.full) == len(self.method) == len(self.groups) > 0:
             raise ValueError(f"{len(self.full)} full, {len(self.method)} method scores, {len(self.groups)} groups")
         for scores in (self.full, self.method):
-            self._values(scores)
+            self._make_values(scores)
 
-    def _values(self, scores: Sequence[float]) -> Values:
+    def _make_values(self, scores: Sequence[float]) -> Values:
         return Values(scores, self.groups, 0.0 if math.isfinite(self.most) else -self.most, self.most)
 
     @property
     def full_values(self) -> Values:
-        return self._values(self.full)
+        return self._make_values(self.full)
 
     @property
     def method_values(self) -> Values:
-        return self._values(self.method)
+        return self._make_values(self.method)
 
     @property
     def differences(self) -> Values:
@@ -47,7 +47,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Interval:
+class PairedDifference:
     """Means and their difference (method − full) in points, with the difference's error and interval as in Mean.
 
     `lost` and `gained` are the samples that score less and more with the method (right to wrong, wrong to right).
@@ -70,31 +70,31 @@ class Interval:
         return self.samples - self.lost - self.gained
 
 
-def paired(full: Sequence[float], method: Sequence[float], groups: Sequence[str]) -> Interval:
+def compare_scores(full: Sequence[float], method: Sequence[float], groups: Sequence[str]) -> PairedDifference:
     """The interval of one subtask; the three sequences are aligned, one entry a sample."""
-    return average([Scores(full, method, groups)])
+    return compare_subtasks([PairedScores(full, method, groups)])
 
 
-def average(subtasks: Sequence[Scores], weights: Sequence[float] | None = None) -> Interval:
+def compare_subtasks(subtasks: Sequence[PairedScores], weights: Sequence[float] | None = None) -> PairedDifference:
     """The interval of a weighted mean over subtasks; None: each weighing the same."""
     changes = [scores.differences for scores in subtasks]
     found = mean(changes, weights)
-    shares = shares_of(weights, len(subtasks))
-    return Interval(
-        mean_full=weighted(shares, [math.fsum(scores.full) / len(scores.full) for scores in subtasks]),
-        mean_method=weighted(shares, [math.fsum(scores.method) / len(scores.method) for scores in subtasks]),
+    shares = normalize_weights(weights, len(subtasks))
+    return PairedDifference(
+        mean_full=weighted_mean(shares, [math.fsum(scores.full) / len(scores.full) for scores in subtasks]),
+        mean_method=weighted_mean(shares, [math.fsum(scores.method) / len(scores.method) for scores in subtasks]),
         difference=found.value,
         low=found.low,
         high=found.high,
         samples=found.samples,
         groups=found.groups,
         error=found.error,
-        lost=sum(change < -SAME for own in changes for change in own.values),
-        gained=sum(change > SAME for own in changes for change in own.values),
+        lost=sum(change < -TOLERANCE for own in changes for change in own.values),
+        gained=sum(change > TOLERANCE for own in changes for change in own.values),
     )
 
 
-def pair(full: Mapping[str, dict], method: Mapping[str, dict]) -> list[tuple[dict, dict]]:
+def pair_records(full: Mapping[str, dict], method: Mapping[str, dict]) -> list[tuple[dict, dict]]:
     """(full, method) records of the samples that both runs have, by uid.
 
     SettingError where prompts or targets differ: then the two did not answer the same question.

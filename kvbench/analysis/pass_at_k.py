@@ -17,14 +17,14 @@ from kvbench.analysis.intervals import BOUND, Mean, Values, mean
 Prompt = tuple[str, str, str, str]  # subtask, group, prompt_hash, target_hash
 
 
-def pass_at(k: int, answers: int, right: int) -> float:
+def estimate_pass_at_k(k: int, answers: int, right: int) -> float:
     """The chance that at least one of `k` of the `answers` is right; ValueError unless 1 <= k <= answers."""
     if not (1 <= k <= answers and 0 <= right <= answers):
         raise ValueError(f"pass@{k} of {answers} answers, {right} of them right")
     return 1 - comb(answers - right, k) / comb(answers, k)
 
 
-def prompts(records: Iterable[Mapping]) -> dict[Prompt, list[float]]:
+def group_by_prompt(records: Iterable[Mapping]) -> dict[Prompt, list[float]]:
     """The scores of the answers to each prompt, in no order; ValueError for a record without a score."""
     found: dict[Prompt, list[float]] = {}
     for record in records:
@@ -35,33 +35,33 @@ def prompts(records: Iterable[Mapping]) -> dict[Prompt, list[float]]:
     return {key: sorted(found[key]) for key in sorted(found)}
 
 
-def repeats(records: Iterable[Mapping]) -> int:
+def count_fewest_answers(records: Iterable[Mapping]) -> int:
     """The fewest answers that any prompt has; 0 without records."""
-    return min(map(len, prompts(records).values()), default=0)
+    return min(map(len, group_by_prompt(records).values()), default=0)
 
 
-def passes(records: Iterable[Mapping], k: int) -> dict[Prompt, float]:
+def score_prompts(records: Iterable[Mapping], k: int) -> dict[Prompt, float]:
     """pass@k of each prompt in points; ValueError where scores are not 0 or 100 or a prompt has fewer answers."""
     found = {}
-    for key, scores in prompts(records).items():
+    for key, scores in group_by_prompt(records).items():
         if any(score not in (0.0, BOUND) for score in scores):
             raise ValueError(f"pass@{k}: {key[0]} has scores between right and wrong")
-        found[key] = BOUND * pass_at(k, len(scores), scores.count(BOUND))
+        found[key] = BOUND * estimate_pass_at_k(k, len(scores), scores.count(BOUND))
     return found
 
 
 def pass_at_k(records: Iterable[Mapping], k: int) -> Mean:
     """pass@k in points, the mean over the prompts of all records."""
-    return _mean(passes(records, k))
+    return _average_prompts(score_prompts(records, k))
 
 
 def average_at_n(records: Sequence[Mapping]) -> Mean:
     """avg@n in points; ValueError where prompts have different numbers of answers."""
-    found = prompts(records)
+    found = group_by_prompt(records)
     if len(counts := {len(scores) for scores in found.values()}) > 1:
         raise ValueError(f"avg@n: prompts with {min(counts)} and with {max(counts)} answers")
-    return _mean({key: sum(scores) / len(scores) for key, scores in found.items()})
+    return _average_prompts({key: sum(scores) / len(scores) for key, scores in found.items()})
 
 
-def _mean(values: Mapping[Prompt, float]) -> Mean:
+def _average_prompts(values: Mapping[Prompt, float]) -> Mean:
     return mean([Values(list(values.values()), [group for _, group, _, _ in values])])

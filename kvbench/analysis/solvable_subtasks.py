@@ -26,21 +26,21 @@ from typing import Any
 
 import yaml
 
-from kvbench.analysis.intervals import SAME
+from kvbench.analysis.intervals import TOLERANCE
 from kvbench.config import catalogue
 from kvbench.validation import SettingError, choose, require_int, typed
 
 KEY = "solvable"
-LEAST = 50.0  # points
-ABOUT = ("weights", "seed")  # keys of the list that are no task
+LEAST_SCORE = 50.0  # points
+NO_TASKS = ("weights", "seed")  # keys of the list that are no task
 
 
-def solves(scores: Sequence[float]) -> bool:
+def is_solvable(scores: Sequence[float]) -> bool:
     """Whether a subtask with these scores of the full cache, in points, is listed: their mean is at least LEAST."""
-    return math.fsum(scores) / len(scores) >= LEAST - SAME
+    return math.fsum(scores) / len(scores) >= LEAST_SCORE - TOLERANCE
 
 
-def listed(value: Mapping[str, Any]) -> tuple[str, ...]:
+def list_solvable(value: Mapping[str, Any]) -> tuple[str, ...]:
     """The subtasks that the card lists for the model, task and length of a run.
 
     Args:
@@ -56,14 +56,14 @@ def listed(value: Mapping[str, Any]) -> tuple[str, ...]:
     model, task = value["model"], value["task"]
     if model["name"] not in catalogue.names("model"):  # of a folder or hub id
         return ()
-    card = read(model["name"])
+    card = read_card(model["name"])
     if not card or card["weights"] != model.get("identity") or card["seed"] == task.get("seed"):
         return ()
     own = card.get(task["name"], ())
     return tuple(own.get(task.get("length"), ()) if isinstance(own, Mapping) else own)
 
 
-def average(names: Sequence[str], subtasks: Iterable[str]) -> dict[str, dict[str, float]]:
+def average_solvable(names: Sequence[str], subtasks: Iterable[str]) -> dict[str, dict[str, float]]:
     """The average over those of a run's `subtasks` that are among the listed `names`: its name and their weights.
 
     Empty if none of them is listed. Also empty if all are: the average of all is the same.
@@ -73,22 +73,22 @@ def average(names: Sequence[str], subtasks: Iterable[str]) -> dict[str, dict[str
     return {f"average of {len(own)} solvable": dict.fromkeys(own, 1.0)} if 0 < len(own) < len(there) else {}
 
 
-def check(config: Mapping[str, Any]) -> None:
+def check_card(config: Mapping[str, Any]) -> None:
     """Raise a SettingError unless the card of a composed `model` can be used and nothing overrides its list."""
-    card = read(config["name"])
+    card = read_card(config["name"])
     if KEY in config and (config[KEY] or {}) != card:
         raise SettingError(
             f"model.{KEY}={typed(config[KEY])}: cannot be overridden; conf/model/{config['name']}.yaml has it"
         )
 
 
-def read(name: str) -> Mapping[str, Any]:
+def read_card(name: str) -> Mapping[str, Any]:
     """What conf/model/<name>.yaml says under `solvable`, {} for nothing; SettingError if it cannot be used."""
-    return _read(name, (catalogue.CONF / "model" / f"{name}.yaml").read_text())
+    return _parse_card(name, (catalogue.CONF / "model" / f"{name}.yaml").read_text())
 
 
 @cache
-def _read(name: str, text: str) -> Mapping[str, Any]:
+def _parse_card(name: str, text: str) -> Mapping[str, Any]:
     try:
         settings = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -97,13 +97,13 @@ def _read(name: str, text: str) -> Mapping[str, Any]:
     if card is None:
         return {}
     where = f"conf/model/{name}.yaml: {KEY}"
-    if not isinstance(card, Mapping) or not set(ABOUT) <= card.keys() or not isinstance(card["weights"], str):
+    if not isinstance(card, Mapping) or not set(NO_TASKS) <= card.keys() or not isinstance(card["weights"], str):
         raise SettingError(
             f"{where}: weights (a text in quotes), seed and tasks, as python -m kvbench choose-solvable says"
         )
     require_int(f"{where}.seed", card["seed"], 0)
-    for task in card.keys() - set(ABOUT):
-        names, by_length = subtasks_of(where, task)
+    for task in card.keys() - set(NO_TASKS):
+        names, by_length = list_listable(where, task)
         own = card[task]
         if by_length != isinstance(own, Mapping):
             raise SettingError(f"{where}.{task}: {'a list for each length' if by_length else 'one list'} of subtasks")
@@ -118,7 +118,7 @@ def _read(name: str, text: str) -> Mapping[str, Any]:
     return card
 
 
-def subtasks_of(where: str, task: object) -> tuple[tuple[str, ...], bool]:
+def list_listable(where: str, task: object) -> tuple[tuple[str, ...], bool]:
     """All subtasks of a task, and whether it has a length; SettingError if a card cannot list them."""
     choose(where, task, catalogue.names("task"))
     settings = yaml.safe_load((catalogue.CONF / "task" / f"{task}.yaml").read_text())

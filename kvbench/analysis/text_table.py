@@ -7,7 +7,7 @@ from typing import Any
 
 from kvbench.validation import escape
 
-NONE = "n/a"
+NOT_AVAILABLE = "n/a"
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Column:
         return f"{self.top} {self.bottom}".strip()
 
 
-def aligned(columns: Sequence[Column], rows: Sequence[Any], last: int, width: int) -> list[str]:
+def format_table(columns: Sequence[Column], rows: Sequence[Any], last: int, width: int) -> list[str]:
     """Lines of plain text, the `last` rows under a rule of their own. The first column labels the rows, and columns
     that do not fit `width` go into a further block under the same labels.
     """
@@ -53,33 +53,37 @@ def aligned(columns: Sequence[Column], rows: Sequence[Any], last: int, width: in
     return lines
 
 
-def markdown(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
+def format_markdown(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
     """Lines of a GitHub table."""
 
     def cells(texts: Iterable[str]) -> str:
-        return "| " + " | ".join(map(literal, texts)) + " |"
+        return "| " + " | ".join(map(escape_markdown, texts)) + " |"
 
     head = [cells(column.title for column in columns), "|---" + "|--:" * (len(columns) - 1) + "|"]
     return head + [cells(escape(column.cell(row)) for column in columns) for row in rows]
 
 
-def wrapped(texts: Iterable[str], width: int) -> list[str]:
+def wrap_texts(texts: Iterable[str], width: int) -> list[str]:
     """Lines of at most `width`, a text's further ones indented."""
     return [line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="  ")]
 
 
-def literal(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """`text` for a Markdown cell: no character of it is markup."""
     return "".join(f"\\{char}" if char in "\\|`*_[]<>#" else char for char in text)
 
 
-def number(value: float | None, digits: int = 1, sign: str = "") -> str:
-    return NONE if value is None else f"{round(value, digits) + 0.0:{sign}.{digits}f}"
+def format_number(value: float | None, digits: int = 1, sign: str = "") -> str:
+    return NOT_AVAILABLE if value is None else f"{round(value, digits) + 0.0:{sign}.{digits}f}"
 
 
-def percent(share: float | None) -> str:
-    return NONE if share is None else f"{100 * share:.1f}%"
+def format_percent(share: float | None) -> str:
+    return NOT_AVAILABLE if share is None else f"{100 * share:.1f}%"
 
 
-def between(low: float | None, high: float | None, sign: str = "", digits: int = 1) -> str:
-    return NONE if low is None or high is None else f"[{number(low, digits, sign)}, {number(high, digits, sign)}]"
+def format_interval(low: float | None, high: float | None, sign: str = "", digits: int = 1) -> str:
+    return (
+        NOT_AVAILABLE
+        if low is None or high is None
+        else f"[{format_number(low, digits, sign)}, {format_number(high, digits, sign)}]"
+    )

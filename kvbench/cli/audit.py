@@ -10,21 +10,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from secrets import randbelow
 
-from kvbench.cli.command import Arguments, answered
-from kvbench.store.audit import ROOT, audit, draw
+from kvbench.cli.command import CommandParser, run_command
+from kvbench.store.audit import ROOT, audit_runs, draw_records
 from kvbench.validation import SettingError
 
 
-def number(name: str, text: str, least: int) -> int:
+def parse_int(name: str, text: str, least: int) -> int:
     """A whole number that the command line gives; SettingError for another text."""
     if not (text.isascii() and text.isdecimal() and int(text) >= least):
         raise SettingError(f"{name}={text}: a whole number of at least {least}")
     return int(text)
 
 
-def show(arguments: Sequence[str]) -> int:
+def run_audit(arguments: Sequence[str]) -> int:
     """Print what `audit` finds, and what executing records again gives; 1 if a run or a record is damaged."""
-    parser = Arguments("kvbench audit", __doc__)
+    parser = CommandParser("kvbench audit", __doc__)
     parser.add_argument("results", nargs="?", default="results", type=Path)
     parser.add_argument("--replay")
     parser.add_argument("--seed")
@@ -33,14 +33,14 @@ def show(arguments: Sequence[str]) -> int:
     if own.replay is None and own.seed is not None:
         raise SettingError(f"SEED={own.seed}: draws the records of REPLAY=n, which is missing")
     if own.replay is not None:
-        count = number("REPLAY", own.replay, 1)
-        seed = randbelow(1 << 31) if own.seed is None else number("SEED", own.seed, 0)
+        count = parse_int("REPLAY", own.replay, 1)
+        seed = randbelow(1 << 31) if own.seed is None else parse_int("SEED", own.seed, 0)
         if not any((own.results / "runs").glob("*/run.yaml")):
             raise SettingError(f"{own.results / 'runs'}: no run there")
-        there = draw(own.results, count, seed)[1]
+        there = draw_records(own.results, count, seed)[1]
         again = [str(own.results.absolute()), "--records", str(count), "--seed", str(seed)]
     damaged = 0
-    for name, state, wrong in audit(own.results):
+    for name, state, wrong in audit_runs(own.results):
         print(f"{name}  {state}")
         for line in wrong:
             print(f"    {line}")
@@ -51,15 +51,16 @@ def show(arguments: Sequence[str]) -> int:
         print(f"replay: {count} of {there} records, drawn with SEED={seed}", flush=True)
         # in a process of its own, so that this module and all that read the store do without torch
         code = (
-            subprocess.run([sys.executable, "-m", "kvbench", "replay", *again], env=with_kvbench()).returncode or code
+            subprocess.run([sys.executable, "-m", "kvbench", "replay", *again], env=make_environment()).returncode
+            or code
         )
     return code
 
 
-def with_kvbench() -> dict[str, str]:
+def make_environment() -> dict[str, str]:
     """The environment, in which a new process finds this kvbench wherever it is started."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 def main(arguments: Sequence[str]) -> int:
-    return answered(lambda: show(arguments))
+    return run_command(lambda: run_audit(arguments))

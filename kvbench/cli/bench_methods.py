@@ -9,13 +9,13 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.cli.command import Arguments, answered
+from kvbench.cli.command import CommandParser, run_command
 from kvbench.config.catalogue import methods_available
 from kvbench.efficiency.prefill_bench import time_all, value
 
 
-def arguments(argv: Sequence[str] | None) -> Namespace:
-    parser = Arguments("kvbench bench-methods", "Time every method's prefill.")
+def parse_arguments(argv: Sequence[str] | None) -> Namespace:
+    parser = CommandParser("kvbench bench-methods", "Time every method's prefill.")
     parser.add_argument("--model", default="reference", help="reference, reference_v1, a local folder or a hub id")
     parser.add_argument("--tokens", type=int, default=4096, help="of the prompt")
     parser.add_argument("--budget", type=value, default=0.1, help="as in run.py")
@@ -30,6 +30,6 @@ def arguments(argv: Sequence[str] | None) -> Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 2 and one line for a setting that cannot be used."""
     given = sys.argv[1:] if argv is None else argv
-    return answered(
-        lambda: time_all(arguments(given), shlex.join(["python", "-m", "kvbench", "bench-methods", *given]))
+    return run_command(
+        lambda: time_all(parse_arguments(given), shlex.join(["python", "-m", "kvbench", "bench-methods", *given]))
     )

@@ -6,9 +6,9 @@ run.py -m
 
 from collections.abc import Sequence
 
-from kvbench.cli.command import answered
+from kvbench.cli.command import run_command
 from kvbench.efficiency.sharing_bench import report
 
 
 def main(arguments: Sequence[str]) -> int:
-    return answered(lambda: report(arguments))
+    return run_command(lambda: report(arguments))

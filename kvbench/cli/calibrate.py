@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from kvbench.cli.command import Arguments, answered
+from kvbench.cli.command import CommandParser, run_command
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.tasks.common import synthetic_prose
@@ -31,8 +31,8 @@ from kvbench.validation import SettingError, choose, require_int
 ROOM = 32  # tokens for what is read about a text beside the text
 
 
-def arguments(argv: Sequence[str] | None) -> Namespace:
-    parser = Arguments("kvbench calibrate", "Make the file that a method needs.")
+def parse_arguments(argv: Sequence[str] | None) -> Namespace:
+    parser = CommandParser("kvbench calibrate", "Make the file that a method needs.")
     parser.add_argument("method", choices=["qfilters", "duo_attention"])
     parser.add_argument("--model", required=True, help="reference, reference_v1, a local folder or a hub id")
     parser.add_argument("--out", required=True, type=Path, help="what to write: a safetensors file, or a folder")
@@ -49,7 +49,7 @@ def arguments(argv: Sequence[str] | None) -> Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 2 and one line for a setting that cannot be used."""
-    return answered(lambda: calibrate(arguments(argv)))
+    return run_command(lambda: calibrate(parse_arguments(argv)))
 
 
 def calibrate(options: Namespace) -> None:

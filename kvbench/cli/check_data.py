@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # a hub out of reach is said
 
 from hydra import compose, initialize_config_dir
 
-from kvbench.cli.command import answered
+from kvbench.cli.command import run_command
 from kvbench.config import catalogue
 from kvbench.validation import SettingError, choose
 
@@ -38,4 +38,4 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 2:
         print("kvbench: make data TASK=<task> DATA=<file or folder in the official format>", file=sys.stderr)
         return 2
-    return answered(lambda: print(examine(*arguments)))
+    return run_command(lambda: print(examine(*arguments)))

@@ -9,15 +9,15 @@ import torch
 import yaml
 
 from kvbench.cache.guard import check_shape
-from kvbench.cli.command import Arguments, answered
+from kvbench.cli.command import CommandParser, run_command
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.transformers_port import layout
 from kvbench.runs.method_checks import Subject, describe, run_checks
 from kvbench.validation import SettingError
 
 
-def show(arguments: Sequence[str]) -> int:
-    parser = Arguments("kvbench check-method", __doc__)
+def check_method(arguments: Sequence[str]) -> int:
+    parser = CommandParser("kvbench check-method", __doc__)
     parser.add_argument("method", help="its name in conf/method")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the method")
     parser.add_argument("--model", default="reference", help="an embedded model, or the folder of a small one")
@@ -41,4 +41,4 @@ def show(arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return answered(lambda: show(arguments))
+    return run_command(lambda: check_method(arguments))

@@ -8,12 +8,12 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.cli.command import Arguments, answered
+from kvbench.cli.command import CommandParser, run_command
 from kvbench.runs.choose_solvable import SAMPLES, ask, configs, lines, numbers
 
 
-def arguments(given: Sequence[str]) -> Namespace:
-    parser = Arguments("kvbench choose-solvable", __doc__)
+def parse_arguments(given: Sequence[str]) -> Namespace:
+    parser = CommandParser("kvbench choose-solvable", __doc__)
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="of run.py: model, task, device, …")
     parser.add_argument("--lengths", help="task.length, several between commas; default: the task's own")
     parser.add_argument("--samples", default=str(SAMPLES), help=f"of each subtask; default: {SAMPLES}")
@@ -23,9 +23,9 @@ def arguments(given: Sequence[str]) -> Namespace:
     return options
 
 
-def show(given: Sequence[str]) -> None:
+def print_solvable(given: Sequence[str]) -> None:
     """Print the YAML."""
-    options = arguments(given)
+    options = parse_arguments(given)
     found = configs(options)
     from kvbench.runs.spec import RunSpec
 
@@ -36,4 +36,4 @@ def show(given: Sequence[str]) -> None:
 
 
 def main(given: Sequence[str]) -> int:
-    return answered(lambda: show(given))
+    return run_command(lambda: print_solvable(given))

@@ -10,10 +10,10 @@ from typing import NoReturn
 
 from kvbench.validation import ContractError, SettingError, Terminated, terminable, unwritten
 
-UNREAD = 141  # exit code: what a shell says of a program that SIGPIPE ended
+READER_GONE = 141  # exit code: what a shell says of a program that SIGPIPE ended
 
 
-class Arguments(ArgumentParser):
+class CommandParser(ArgumentParser):
     """What the command `python -m <module and command>` takes; SettingError, with its usage, for anything else."""
 
     def __init__(self, module: str, doc: str | None) -> None:
@@ -23,7 +23,7 @@ class Arguments(ArgumentParser):
         raise SettingError(f"{message}; {' '.join(self.format_usage().split())}")
 
 
-def answered(work: Callable[[], int | None]) -> int:
+def run_command(work: Callable[[], int | None]) -> int:
     """Run a command and return its exit code.
 
     Args:
@@ -52,13 +52,13 @@ def answered(work: Callable[[], int | None]) -> int:
         finally:
             print(end="", flush=True)  # now, not when Python ends
     except BrokenPipeError:
-        if not unread(sys.stdout.fileno()):
+        if not is_reader_gone(sys.stdout.fileno()):
             raise  # another pipe broke
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail when Python ends
-        return UNREAD
+        return READER_GONE
 
 
-def unread(descriptor: int) -> bool:
+def is_reader_gone(descriptor: int) -> bool:
     """Whether it is a pipe or socket whose reader is gone."""
     asked = select.poll()
     asked.register(descriptor, 0)

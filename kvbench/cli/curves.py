@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 from kvbench.analysis.budget_curve import KEEP
 from kvbench.analysis.budget_series import EACH, SHARES, SOLVABLE, CurveOptions
-from kvbench.analysis.curves import report, shares
-from kvbench.cli.command import Arguments, answered
-from kvbench.store.runs import asked
+from kvbench.analysis.curves import parse_shares, report_curves
+from kvbench.cli.command import CommandParser, run_command
+from kvbench.store.runs import parse_selection
 from kvbench.validation import choose, escape
 
 
-def arguments(given: Sequence[str]) -> Namespace:
+def parse_arguments(given: Sequence[str]) -> Namespace:
     """SettingError for what cannot be used."""
-    parser = Arguments("kvbench curves", __doc__)
+    parser = CommandParser("kvbench curves", __doc__)
     parser.add_argument(
         "chosen", nargs="*", metavar="RESULTS | SETTING=VALUE,VALUE", help="folder of the records; runs"
     )
@@ -29,22 +29,22 @@ def arguments(given: Sequence[str]) -> Namespace:
     )
     parser.add_argument("--full", metavar="HASH", help="run of the full cache, where there are several")
     options = parser.parse_intermixed_args(given)
-    options.results, options.filters = asked(options.chosen)
+    options.results, options.filters = parse_selection(options.chosen)
     subtask = options.filters.pop("subtask", None)
     choose("--against", options.against, SHARES)
     options.choice = CurveOptions(options.against, options.average, subtask, options.full)
-    options.keep = shares("--keep", options.keep, 1)[0]
-    options.range = shares("--range", options.range, 2) if options.range else None
+    options.keep = parse_shares("--keep", options.keep, 1)[0]
+    options.range = parse_shares("--range", options.range, 2) if options.range else None
     return options
 
 
 def main(given: Sequence[str]) -> int:
-    return answered(lambda: show(given))
+    return run_command(lambda: print_curves(given))
 
 
-def show(given: Sequence[str]) -> int:
+def print_curves(given: Sequence[str]) -> int:
     """Print curves, and what makes none; 2 if anything does."""
-    lines, refused = report(arguments(given), 120)
+    lines, refused = report_curves(parse_arguments(given), 120)
     if lines:
         print("\n".join(lines))
     for line in refused:

@@ -7,13 +7,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.cli.command import Arguments, answered
+from kvbench.cli.command import CommandParser, run_command
 from kvbench.report.dashboard import PORT, Server
 
 
 def serve(arguments: Sequence[str]) -> None:
     """Until Ctrl-C."""
-    parser = Arguments("kvbench dashboard", __doc__)
+    parser = CommandParser("kvbench dashboard", __doc__)
     parser.add_argument("results", nargs="?", default="results", type=Path)
     parser.add_argument("--port", type=int, default=PORT)
     given = parser.parse_args(arguments)
@@ -28,4 +28,4 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return answered(lambda: serve(arguments))
+    return run_command(lambda: serve(arguments))

@@ -7,12 +7,12 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.cli.command import Arguments, answered
+from kvbench.cli.command import CommandParser, run_command
 from kvbench.efficiency.plan import PLAN, measure_all
 
 
-def arguments(argv: Sequence[str] | None) -> Namespace:
-    parser = Arguments("kvbench efficiency", __doc__)
+def parse_arguments(argv: Sequence[str] | None) -> Namespace:
+    parser = CommandParser("kvbench efficiency", __doc__)
     parser.add_argument("list", help="a key of conf/efficiency/plan.yaml")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no cell is begun after as many")
     parser.add_argument("--results", type=Path, default=Path("results"))
@@ -22,4 +22,4 @@ def arguments(argv: Sequence[str] | None) -> Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 2 and one line for a list that does not exist; 1 if the time was over before the list was."""
-    return answered(lambda: measure_all(arguments(argv)))
+    return run_command(lambda: measure_all(parse_arguments(argv)))

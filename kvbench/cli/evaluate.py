@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from kvbench.cli.command import Arguments
+from kvbench.cli.command import CommandParser
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.embedded import REFERENCE
 from kvbench.training.evaluate import LEAST, LEDGER, LENGTHS, SEED, STEPS, begin, evaluate, task
@@ -18,7 +18,7 @@ from kvbench.validation import SettingError, require_int, writable
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = Arguments("kvbench evaluate", __doc__)
+    parser = CommandParser("kvbench evaluate", __doc__)
     parser.add_argument("--model", type=Path, default=REFERENCE, help="folder; default: version 2")
     parser.add_argument("--samples", type=int, default=100, help="of each task and length")
     parser.add_argument("--lengths", type=int, nargs="*", help=f"default: of {LENGTHS} those that the model takes")

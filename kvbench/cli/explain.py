@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.cli.command import Arguments
+from kvbench.cli.command import CommandParser
 from kvbench.config.provenance import replay_hash, source_hashes
-from kvbench.store.run_folder import RunFolder, run_hash, value_of
+from kvbench.store.run_folder import RunFolder, read_run_value, run_hash
 from kvbench.store.runs import list_folders
 from kvbench.validation import SettingError
 
-SHOWN = 80  # characters of a value
+MAX_CHARACTERS = 80  # characters of a value
 
 
 def explain(results: Path, name: str) -> Iterator[str]:
@@ -32,7 +32,7 @@ def explain(results: Path, name: str) -> Iterator[str]:
     yield folder.hash
     for key in sorted(folder.value.keys() - {"sources"}):
         value = folder.value[key]
-        yield f"├─ {key} {run_hash({key: value})[:8]}  {shortened(value)}"
+        yield f"├─ {key} {run_hash({key: value})[:8]}  {shorten(value)}"
     yield f"└─ sources {folder.value.get('sources')}"
     for line in explain_sources(folder):
         yield f"   {line}"
@@ -45,7 +45,7 @@ def find_run(results: Path, name: str) -> RunFolder:
         what = f"{len(found)} runs begin so: {', '.join(found)}" if found else f"no run of {results} begins so"
         raise SettingError(f"run={name}: {what}")
     try:
-        return RunFolder(results / "runs", value_of(results / "runs" / found[0]))
+        return RunFolder(results / "runs", read_run_value(results / "runs" / found[0]))
     except ValueError as error:
         raise SettingError(f"run={found[0]}: {error}") from None
 
@@ -60,7 +60,7 @@ def explain_sources(folder: RunFolder) -> list[str]:
     try:
         now = source_hashes(modules)
     except ValueError:
-        now = source_hashes([module for module in modules if is_there(module)])
+        now = source_hashes([module for module in modules if is_importable(module)])
     lines = []
     if net := folder.machine(uid).get("replay"):
         same = "as today" if net == replay_hash() else "another one today: kvbench computes something else"
@@ -72,7 +72,7 @@ def explain_sources(folder: RunFolder) -> list[str]:
     return lines
 
 
-def is_there(module: str) -> bool:
+def is_importable(module: str) -> bool:
     """Whether a module can be found today."""
     try:
         source_hashes([module])
@@ -81,13 +81,13 @@ def is_there(module: str) -> bool:
     return True
 
 
-def shortened(value: Any) -> str:
+def shorten(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…"
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = Arguments("kvbench explain", __doc__)
+    parser = CommandParser("kvbench explain", __doc__)
     parser.add_argument("run", help="the hash of a run, or its beginning")
     parser.add_argument("results", nargs="?", type=Path, default=Path("results"), help="the folder of results")
     options = parser.parse_args(given)

@@ -6,18 +6,18 @@ python -m kvbench export results results/export      # runs.parquet, records.par
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.cli.command import Arguments, answered
-from kvbench.store.dataframes import export
+from kvbench.cli.command import CommandParser, run_command
+from kvbench.store.dataframes import export_parquet
 
 
 def main(arguments: Sequence[str]) -> int:
-    return answered(lambda: show(arguments))
+    return run_command(lambda: export_store(arguments))
 
 
-def show(arguments: Sequence[str]) -> None:
+def export_store(arguments: Sequence[str]) -> None:
     """Export, and print the files."""
-    parser = Arguments("kvbench export", __doc__)
+    parser = CommandParser("kvbench export", __doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("out", type=Path, help="folder of the Parquet files")
     given = parser.parse_args(arguments)
-    print(*export(given.results, given.out), sep="\n")
+    print(*export_parquet(given.results, given.out), sep="\n")

@@ -9,26 +9,26 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.analysis.budget_series import EACH, SHARES, SOLVABLE, subtasks
-from kvbench.cli.command import Arguments, answered
-from kvbench.report.figures import INCHES, averages, figures, inches
-from kvbench.store.runs import asked, check_folder, chosen, find_finished
+from kvbench.analysis.budget_series import EACH, SHARES, SOLVABLE, list_subtasks
+from kvbench.cli.command import CommandParser, run_command
+from kvbench.report.figures import INCHES, list_averages, make_figures, parse_inches
+from kvbench.store.runs import check_folder, filter_runs, find_finished, parse_selection
 from kvbench.validation import SettingError, choose, escape, writable
 
 
-def draw(given: Sequence[str]) -> int:
+def draw_figures(given: Sequence[str]) -> int:
     """Write the figures; SettingError, and nothing is written, where there is nothing to draw."""
-    options = arguments(given)
+    options = parse_arguments(given)
     check_folder(options.results)
     found = find_finished(options.results)
-    wanted = chosen(found.runs, options.filters)
+    wanted = filter_runs(found.runs, options.filters)
     for subtask in options.subtasks:
-        choose("subtask", subtask, subtasks(wanted))
+        choose("subtask", subtask, list_subtasks(wanted))
     if options.average is not None:
-        choose("--average", options.average, sorted({EACH, *(name for run in wanted for name in averages(run))}))
+        choose("--average", options.average, sorted({EACH, *(name for run in wanted for name in list_averages(run))}))
     refused: dict[str, str] = {}
-    own = list(figures(options, found, wanted, refused))
-    found.tell()
+    own = list(make_figures(options, found, wanted, refused))
+    found.print_damage()
     for name, why in sorted(refused.items()):
         print(f"kvbench: {escape(name)} is left out: {escape(why)}", file=sys.stderr)
     if not own:
@@ -43,9 +43,9 @@ def draw(given: Sequence[str]) -> int:
     return 0
 
 
-def arguments(given: Sequence[str]) -> Namespace:
+def parse_arguments(given: Sequence[str]) -> Namespace:
     """SettingError for what cannot be used."""
-    parser = Arguments("kvbench figures", __doc__)
+    parser = CommandParser("kvbench figures", __doc__)
     parser.add_argument("chosen", nargs="*", metavar="RESULTS | SETTING=VALUE,VALUE", help="folder; runs")
     parser.add_argument("--kind", help=f"of {','.join(INCHES)}; default: all")
     parser.add_argument("--width", help="inches at most; default: 3.25 for curves, else 6.75")
@@ -53,7 +53,7 @@ def arguments(given: Sequence[str]) -> Namespace:
     parser.add_argument("--average", help=f"of curves: name of one of the task's averages, {EACH} or {SOLVABLE}")
     parser.add_argument("--out", type=Path, help="folder of the files; default: RESULTS/figures")
     options = parser.parse_intermixed_args(given)
-    options.results, options.filters = asked(options.chosen)
+    options.results, options.filters = parse_selection(options.chosen)
     subtasks = options.filters.pop("subtask", None)
     options.subtasks = list(dict.fromkeys(subtasks.split(","))) if subtasks is not None else []
     kinds = "curve" if options.subtasks else ",".join(INCHES)
@@ -61,9 +61,9 @@ def arguments(given: Sequence[str]) -> Namespace:
     for kind in options.kinds:
         choose("--kind", kind, ["curve"] if options.subtasks else list(INCHES))
     choose("--against", options.against, SHARES)
-    options.width = None if options.width is None else inches(options.width)
+    options.width = None if options.width is None else parse_inches(options.width)
     return options
 
 
 def main(given: Sequence[str]) -> int:
-    return answered(lambda: draw(given))
+    return run_command(lambda: draw_figures(given))

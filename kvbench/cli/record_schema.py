@@ -5,15 +5,15 @@ python -m kvbench record-schema > docs/records.md
 
 from collections.abc import Sequence
 
-from kvbench.cli.command import Arguments, answered
-from kvbench.store.record import write_schema
+from kvbench.cli.command import CommandParser, run_command
+from kvbench.store.record import format_schema
 
 
 def main(arguments: Sequence[str]) -> int:
-    return answered(lambda: show(arguments))
+    return run_command(lambda: print_schema(arguments))
 
 
-def show(arguments: Sequence[str]) -> None:
+def print_schema(arguments: Sequence[str]) -> None:
     """Print the page."""
-    Arguments("kvbench record-schema", __doc__).parse_args(arguments)
-    print(write_schema(), end="")
+    CommandParser("kvbench record-schema", __doc__).parse_args(arguments)
+    print(format_schema(), end="")

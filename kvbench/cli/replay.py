@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.runs.replay import replay
-from kvbench.store.audit import draw
+from kvbench.store.audit import draw_records
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, required=True)
     own = parser.parse_args(arguments)
     logging.getLogger("hydra").addHandler(logging.NullHandler())  # what it logs is in the reason
-    found = replay(own.results, draw(own.results, own.records, own.seed)[0])
+    found = replay(own.results, draw_records(own.results, own.records, own.seed)[0])
     for line in found.lines():
         print(line)
     return 1 if found.damaged else 0

@@ -11,7 +11,7 @@ from typing import Any
 
 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach `main`, which says them in one line
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # a hub out of reach is said once, by `refuse`
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # a hub out of reach is said once, by `print_refusal`
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -19,32 +19,32 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from kvbench.config import catalogue
-from kvbench.integrations.loggers import logger_of
+from kvbench.integrations.loggers import make_logger
 from kvbench.runs import checks
 from kvbench.validation import ContractError, SettingError, unwritten, writing
 
-MANY = {"-m", "--multirun"}
+MULTIRUN_OPTIONS = {"-m", "--multirun"}
 
 
 @hydra.main(version_base="1.3", config_path=str(catalogue.CONF), config_name="config")
-def cell(config: DictConfig) -> None:
+def run_cell(config: DictConfig) -> None:
     """One run and its baseline, from the store or made now, and the table of both."""
     runs, log, swept = [], None, HydraConfig.get().mode == RunMode.MULTIRUN
     choices = HydraConfig.get().runtime.choices
     try:
         if swept:
-            leave("failed", None)
-            leave("refused", None)
+            write_reason("failed", None)
+            write_reason("refused", None)
         elif preset := choices.get("preset"):
             raise SettingError(f"preset={preset}: is a sweep; python run.py -m preset={preset}")
         elif choices["hydra/launcher"] == "slurm":
             raise SettingError("hydra/launcher=slurm: needs -m, which makes each cell a job; or hydra/launcher=local")
         catalogue.check_choices(config, choices)
         checked = checks.check(config)
-        log = logger_of(config)
+        log = make_logger(config)
         if log is not None and getattr(checked.task, "measures", False):
             raise SettingError(f"logger={config.logger.name}: task={config.task.name} keeps no records; logger=none")
-        from kvbench.analysis.closing_table import table_of
+        from kvbench.analysis.closing_table import build_run_table
         from kvbench.efficiency import measure
         from kvbench.integrations import math_verify
         from kvbench.runs.resources import Resources
@@ -58,7 +58,7 @@ def cell(config: DictConfig) -> None:
         if run.measures:
             print(measure.summary(*measure.execute(run, Path(config.results))))
             return
-        results, bench, workers = Path(config.results), Resources(run), check(workers_of(config), run.device)
+        results, bench, workers = Path(config.results), Resources(run), check(choose_workers(config), run.device)
         base = run.baseline()
         runs = [base] if run.value == base.value else [base, run]
         together = sharing_groups(Path(HydraConfig.get().sweep.dir), runs, results) if swept else []
@@ -70,7 +70,7 @@ def cell(config: DictConfig) -> None:
         full, *more = found = [execute(own, results, bench) for own in runs]
         method = more[0] if more else None
         width = shutil.get_terminal_size(fallback=(120, 24)).columns
-        print(table_of(run.value, full, method).to_text(max(width, 80)))
+        print(build_run_table(run.value, full, method).to_text(max(width, 80)))
         for own, records in zip(runs, found, strict=True):
             if not any(record["meta"].get("verify") for record in records.values()):
                 continue
@@ -78,8 +78,8 @@ def cell(config: DictConfig) -> None:
             try:
                 math_verify.grade(folder)
             except SettingError as error:  # the answers are there, and can be graded later
-                refuse(f"{error}, then python -m kvbench grade {results}")
-            for note in math_verify.notes(own.groups["method"]["name"], folder):
+                print_refusal(f"{error}, then python -m kvbench grade {results}")
+            for note in math_verify.describe_verdicts(own.groups["method"]["name"], folder):
                 print("\n".join(textwrap.wrap(note, max(width, 80), subsequent_indent="  ")))
         if log is not None:
             log.finished(runs)
@@ -88,28 +88,28 @@ def cell(config: DictConfig) -> None:
         if broken and log is not None:
             log.failed(runs, error)
         if not swept:
-            code = refuse(str(error))
+            code = print_refusal(str(error))
             sys.exit(1 if broken else code)
-        refuse(f"{' '.join(HydraConfig.get().overrides.task)}: {error}")
-        # Hydra would announce an error itself; `Sweep.code` reads these files
-        leave("failed" if broken else "refused", str(error))
+        print_refusal(f"{' '.join(HydraConfig.get().overrides.task)}: {error}")
+        # Hydra would announce an error itself; `Sweep.exit_code` reads these files
+        write_reason("failed" if broken else "refused", str(error))
     except KeyboardInterrupt as stop:
         if not swept:
-            stop.args = (stopped([own.value for own in runs], Path(str(config.results))),)
+            stop.args = (describe_progress([own.value for own in runs], Path(str(config.results))),)
         raise
     except Exception as error:
         if log is not None:
             log.failed(runs, error)
         line = unwritten(error) if isinstance(error, OSError) else None
         if line is not None and choices["hydra/launcher"] != "slurm":  # the next cell would not find a better disk
-            refuse(line)
+            print_refusal(line)
             sys.exit(1)
         if swept:  # for whoever asks for the sweep's state
-            leave("failed", f"{type(error).__name__}: {error}")
+            write_reason("failed", f"{type(error).__name__}: {error}")
         raise
 
 
-def leave(name: str, reason: str | None) -> None:
+def write_reason(name: str, reason: str | None) -> None:
     """Write why a cell of a sweep has no records into its folder, where the disk takes it; None: take it away."""
     path = Path(HydraConfig.get().runtime.output_dir, name)
     with suppress(OSError):
@@ -119,24 +119,24 @@ def leave(name: str, reason: str | None) -> None:
             path.write_text(f"{reason}\n", encoding="utf-8", errors="backslashreplace")
 
 
-def stopped(values: Sequence[Mapping[str, Any]], results: Path) -> str:
+def describe_progress(values: Sequence[Mapping[str, Any]], results: Path) -> str:
     """Say how many samples of these runs are done and that the others can follow."""
     from kvbench.store.run_folder import run_hash
-    from kvbench.sweeps.status import state_of
+    from kvbench.sweeps.status import read_state
 
-    states = [state_of(results, run_hash(value)) for value in values]
+    states = [read_state(results, run_hash(value)) for value in values]
     total = next((state.total for state in states if state.total), None)
     where = f" at {sum(state.records for state in states)} of {total * len(states)}" if total else ""
     return f"{where}; the same command goes on"
 
 
-def workers_of(config: DictConfig) -> object:
+def choose_workers(config: DictConfig) -> object:
     """What `workers` says, or what the launcher makes of it where it says nothing."""
     local = HydraConfig.get().runtime.choices.get("hydra/launcher") == "local"
     return config.workers if config.workers is not None else "auto" if local else 1
 
 
-def refuse(line: str) -> int:
+def print_refusal(line: str) -> int:
     """Say in one line what cannot be used; returns the exit code for it."""
     print(f"kvbench: {line}", file=sys.stderr)
     return 2
@@ -150,29 +150,31 @@ def main(given: Sequence[str] | None = None) -> int:
         sys.argv.append("--resolve")
     swept = None
     try:
-        if MANY & set(sys.argv) and not {"--cfg", "-c", "--info", "-i", "--help", "-h"} & set(sys.argv):
+        if MULTIRUN_OPTIONS & set(sys.argv) and not {"--cfg", "-c", "--info", "-i", "--help", "-h"} & set(sys.argv):
             from kvbench.sweeps import capacity
             from kvbench.sweeps.compose import Sweep, SweepOverrides
 
             asked = SweepOverrides.of([argument for argument in sys.argv[1:] if not argument.startswith("-")])
-            capacity.check(asked)
+            capacity.check_capacity(asked)
             swept = Sweep.begin(asked)
-            if (code := swept.over) is not None:
+            if (code := swept.early_exit_code) is not None:
                 return code
-            options = [argument for argument in sys.argv[1:] if argument.startswith("-") and argument not in MANY]
+            options = [
+                argument for argument in sys.argv[1:] if argument.startswith("-") and argument not in MULTIRUN_OPTIONS
+            ]
             sys.argv[1:] = ["-m", *asked.overrides, f"hydra.sweep.dir={swept.folder}", *options]
         with writing(swept.folder) if swept is not None else nullcontext():  # Hydra writes there too
-            cell()
+            run_cell()
     except KeyboardInterrupt as stop:
         if swept is not None:
-            stop.args, swept = (swept.stopped,), None
+            stop.args, swept = (swept.progress_note,), None
         raise
     except Exception as error:
         line = catalogue.error_message(error)
         if line is None:
             raise
-        return refuse(line)
+        return print_refusal(line)
     finally:
         if swept is not None:
-            swept.end()
-    return swept.code if swept is not None else 0
+            swept.print_end()
+    return swept.exit_code if swept is not None else 0

@@ -6,19 +6,19 @@ python -m kvbench sweep-status [results] [folder of the sweep, else the newest] 
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.cli.command import Arguments, answered
-from kvbench.sweeps.status import newest, print_states
+from kvbench.cli.command import CommandParser, run_command
+from kvbench.sweeps.status import find_newest, print_states
 
 
-def show(arguments: Sequence[str]) -> None:
+def print_status(arguments: Sequence[str]) -> None:
     """Print how far the cells of a sweep are, of the newest where none is named."""
-    parser = Arguments("kvbench sweep-status", __doc__)
+    parser = CommandParser("kvbench sweep-status", __doc__)
     parser.add_argument("results", nargs="?", default="results", type=Path)
     parser.add_argument("folder", nargs="?", type=Path, help="of the sweep; default: the newest")
     given = parser.parse_args(arguments)
-    folder = given.folder or newest(given.results)
+    folder = given.folder or find_newest(given.results)
     print_states(given.results, folder)
 
 
 def main(arguments: Sequence[str]) -> int:
-    return answered(lambda: show(arguments))
+    return run_command(lambda: print_status(arguments))

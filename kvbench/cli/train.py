@@ -13,7 +13,7 @@ from shutil import copyfile
 
 import torch
 
-from kvbench.cli.command import Arguments
+from kvbench.cli.command import CommandParser
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.embedded import EMBEDDED_MODELS
 from kvbench.training import recipe, tokenizer, training_data
@@ -23,7 +23,7 @@ from kvbench.validation import SettingError, choose, require_int, writable
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = Arguments("kvbench train", __doc__)
+    parser = CommandParser("kvbench train", __doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, help="of all sessions together; default: 16")
     parser.add_argument("--seed", type=int, help="default: 0")

@@ -7,35 +7,37 @@ kvbench.integrations.wandb_logger results method=snapkv logger.mode=online # `ma
 import sys
 from collections.abc import Sequence
 
-from kvbench.cli.command import answered
-from kvbench.integrations.wandb_logger import Log, configured
-from kvbench.integrations.wandb_process import Subject
+from kvbench.cli.command import run_command
+from kvbench.integrations.wandb_logger import WandbLogger, load_settings
+from kvbench.integrations.wandb_process import LoggedRun
 from kvbench.validation import SettingError, escape
 
 
 def main(arguments: Sequence[str]) -> int:
     """`results`, filters and settings of the logger; one line a run. Exit code 1 if any could not be logged."""
-    return answered(lambda: sync(arguments))
+    return run_command(lambda: sync(arguments))
 
 
 def sync(arguments: Sequence[str]) -> int:
     """Log a store again; 1 if a run could not be."""
-    from kvbench.store.runs import asked, baseline, chosen, every
+    from kvbench.store.runs import filter_runs, find_baseline, load_runs, parse_selection
 
-    results, given = asked(arguments)
-    log = Log.of(configured({name[7:]: own for name, own in given.items() if name.startswith("logger.")}), results)
-    runs = every(results)
-    found = chosen(runs, {name: own for name, own in given.items() if not name.startswith("logger.")})
+    results, given = parse_selection(arguments)
+    log = WandbLogger.of(
+        load_settings({name[7:]: own for name, own in given.items() if name.startswith("logger.")}), results
+    )
+    runs = load_runs(results)
+    found = filter_runs(runs, {name: own for name, own in given.items() if not name.startswith("logger.")})
     subjects, whole = [], [own for own in runs if own.finished]
     for run in found:
         full = None
         if not run.full:
             try:
-                full = baseline(run, whole).value
+                full = find_baseline(run, whole).value
             except SettingError as error:
                 print(f"kvbench: run {run.hash} is left out: {error}", file=sys.stderr)
                 continue
-        subjects.append(Subject(log.results, run.value, full))
+        subjects.append(LoggedRun(log.results, run.value, full))
     count = 0
     for subject, wrong in zip(subjects, log.send(subjects, again=True), strict=False):
         print(f"{subject.folder.hash}  {escape(wrong) if wrong else subject.state['state']}", flush=True)

@@ -14,7 +14,7 @@ from kvbench.efficiency.roofline import Machine, Weights, decode_ms, prefill_ms
 from kvbench.engine import timing
 from kvbench.engine.timing import fits, spread
 from kvbench.runs.spec import DTYPES, RunSpec
-from kvbench.store.efficiency_csv import Line, exhausted, line
+from kvbench.store.efficiency_csv import Line, make_line, make_out_of_memory_line
 
 
 def latency(run: RunSpec) -> Iterator[Line]:
@@ -26,7 +26,7 @@ def latency(run: RunSpec) -> Iterator[Line]:
         timing.clear(device)
         fit, _ = fits(lambda: tried(own, ids, answer if task.answers else 1), device)
         if not fit:
-            yield exhausted("latency")
+            yield make_out_of_memory_line("latency")
             return
     first, steps, means, captures, ends, found = [], [], [], [], {end: [] for end in task.ends}, {}
     for number in range(task.repeats):
@@ -36,7 +36,7 @@ def latency(run: RunSpec) -> Iterator[Line]:
         begin = timing.now(device)
         fit, _ = fits(lambda: own.read(ids), device)
         if not fit:
-            yield exhausted("latency")
+            yield make_out_of_memory_line("latency")
             return
         first.append(1000 * (timing.now(device) - begin))
         found |= memory(own, model, device)
@@ -47,7 +47,7 @@ def latency(run: RunSpec) -> Iterator[Line]:
         timing.forget_peak(device)
         fit, between = fits(lambda: own.answer(answer), device)
         if not fit:
-            yield exhausted("answer")
+            yield make_out_of_memory_line("answer")
             break
         steps += between[min(WARMED, len(between) // 2) :]
         means.append(sum(between) / len(between))
@@ -56,21 +56,21 @@ def latency(run: RunSpec) -> Iterator[Line]:
         captures.append(own.capture_ms)
         found["peak_decode_bytes"] = timing.peak(device)
     if run.task.baseline != "static_compiled":  # what it holds was read by another cache
-        yield line("ttft_ms", "ms", spread(first))
+        yield make_line("ttft_ms", "ms", spread(first))
     if steps:
-        yield line("tpot_ms", "ms", spread(steps), own.path)
-        yield line("tpot_mean_ms", "ms", spread(means))
-        yield line("decode_tokens_s", "tokens/s", spread([1000 * len(ids) / mean for mean in means]))
-        yield line("capture_ms", "ms", spread(captures))  # of graphs, once an answer; part of the end-to-end time
+        yield make_line("tpot_ms", "ms", spread(steps), own.path)
+        yield make_line("tpot_mean_ms", "ms", spread(means))
+        yield make_line("decode_tokens_s", "tokens/s", spread([1000 * len(ids) / mean for mean in means]))
+        yield make_line("capture_ms", "ms", spread(captures))  # of graphs, once an answer; part of the end-to-end time
         for end, times in ends.items():
-            yield line(f"answer_{end}_ms", "ms", spread(times))  # from the first token on
+            yield make_line(f"answer_{end}_ms", "ms", spread(times))  # from the first token on
             if run.task.baseline != "static_compiled":
                 whole = [sum(parts) for parts in zip(first, captures, times, strict=False)]
-                yield line(f"e2e_{end}_ms", "ms", spread(whole))
+                yield make_line(f"e2e_{end}_ms", "ms", spread(whole))
     for part in ("prefill", "decode"):
         if found.get(f"peak_{part}_bytes"):
             found[f"peak_{part}_over_weights_bytes"] = found[f"peak_{part}_bytes"] - found["weights_bytes"]
-    yield from (line(name, "bytes", value) for name, value in found.items() if value is not None)
+    yield from (make_line(name, "bytes", value) for name, value in found.items() if value is not None)
     if device != "cpu":
         yield from latency_floors(run, model, found["resident_bytes"], len(ids))
 
@@ -81,10 +81,10 @@ def latency_floors(run: RunSpec, model: torch.nn.Module, held: int, batch: int) 
     element = DTYPES[run.dtype].itemsize
     method, length = run.choice().method, run.task.length
     if not method.attends_subset:
-        yield line("tpot_floor_ms", "ms", decode_ms(here, sizes, held, batch, element))
+        yield make_line("tpot_floor_ms", "ms", decode_ms(here, sizes, held, batch, element))
     if run.task.baseline != "static_compiled":
         quota = None if method.attends_subset or method.needs_extra_reads else run.budget.rows(length, length)
-        yield line("ttft_floor_ms", "ms", prefill_ms(here, model, length, batch, run.block_size, quota))
+        yield make_line("ttft_floor_ms", "ms", prefill_ms(here, model, length, batch, run.block_size, quota))
 
 
 def tried(own: CacheUnderTest, ids: Tensor, count: int) -> None:

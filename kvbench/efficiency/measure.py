@@ -31,7 +31,7 @@ from kvbench.efficiency.scoring_time import score
 from kvbench.efficiency.throughput import throughput
 from kvbench.engine import timing
 from kvbench.runs.spec import RunSpec
-from kvbench.store.efficiency_csv import ENDED, Line, append, check, ended
+from kvbench.store.efficiency_csv import LAST_QUANTITY, Line, append_lines, check_columns, find_whole_cells
 from kvbench.validation import SettingError
 
 
@@ -39,7 +39,7 @@ def execute(run: RunSpec, results: Path) -> tuple[Path, list[Line]]:
     """Measure a run and append its lines, unless that was done; returns the file, and the lines that are new."""
     run = plainly(run)
     path = file_of(run, results)
-    if cell_of(run) in ended(path):
+    if cell_of(run) in find_whole_cells(path):
         return path, []
     begin = time.perf_counter()
     lines = measure(run)
@@ -59,8 +59,8 @@ def measure(run: RunSpec) -> list[Line]:
 def keep(run: RunSpec, path: Path, lines: list[Line], seconds: float) -> list[Line]:
     """Append the lines of a cell, with its settings and versions; returns them."""
     about = settings(run) | versions(run) | {"cell": cell_of(run), "status": "ok"}
-    whole = [about | line for line in [*lines, {"quantity": ENDED, "unit": "s", "value": seconds}]]
-    append(path, whole)
+    whole = [about | line for line in [*lines, {"quantity": LAST_QUANTITY, "unit": "s", "value": seconds}]]
+    append_lines(path, whole)
     return whole
 
 
@@ -75,7 +75,7 @@ def file_of(run: RunSpec, results: Path) -> Path:
     """Where the lines of a run's machine are; SettingError if they are of another format."""
     path = results / "efficiency" / f"{machine_name(run.device)}.csv"
     if path.exists():
-        check(path)
+        check_columns(path)
     return path
 
 

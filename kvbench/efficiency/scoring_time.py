@@ -21,7 +21,7 @@ from kvbench.interfaces.rows import Rows, mass_dtype
 from kvbench.kernels.dispatch import only
 from kvbench.models.transformers_port import layout_of
 from kvbench.runs.spec import DTYPES, RunSpec
-from kvbench.store.efficiency_csv import Line, exhausted, line
+from kvbench.store.efficiency_csv import Line, make_line, make_out_of_memory_line
 from kvbench.validation import SettingError
 
 
@@ -41,22 +41,22 @@ def score(run: RunSpec) -> Iterator[Line]:
     if fit:
         fit, times = fits(lambda: timing.calls(made.call, device, 10 * task.repeats, max(2, task.warmup)), device)
     if not fit:
-        yield exhausted("scoring")
+        yield make_out_of_memory_line("scoring")
         return
-    yield line("scoring_ms", "ms", spread(times))
+    yield make_line("scoring_ms", "ms", spread(times))
     needs = score_needs(run.groups["method"]["name"], run.groups["method"], made.sizes)
     if needs is not None:
-        yield line("scoring_bytes", "bytes", needs[0])
-        yield line("scoring_operations", "operations", needs[1])
+        yield make_line("scoring_bytes", "bytes", needs[0])
+        yield make_line("scoring_operations", "operations", needs[1])
     if device == "cpu":
         return
     if needs is not None:
-        yield line("scoring_floor_ms", "ms", Machine(task.bandwidth, task.flops).ms(*needs))
-    yield line("scoring_scratch_bytes", "bytes", timing.scratch(made.call, device))
+        yield make_line("scoring_floor_ms", "ms", Machine(task.bandwidth, task.flops).ms(*needs))
+    yield make_line("scoring_scratch_bytes", "bytes", timing.scratch(made.call, device))
     kernels = timing.launches(made.call, device)
-    yield line("scoring_launches", "kernels", sum(count for count, _ in kernels.values()))
+    yield make_line("scoring_launches", "kernels", sum(count for count, _ in kernels.values()))
     for name, (count, us) in sorted(kernels.items(), key=lambda item: -item[1][1]):
-        yield line("kernel_us", "us", us, name[:120]) | {"count": count}
+        yield make_line("kernel_us", "us", us, name[:120]) | {"count": count}
 
 
 def scoring(run: RunSpec) -> Score:

@@ -28,7 +28,7 @@ from kvbench.efficiency.measure import machine_name, versions
 from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_all
 from kvbench.runs.spec import RunSpec
-from kvbench.store.efficiency_csv import append, check
+from kvbench.store.efficiency_csv import append_lines, check_columns
 from kvbench.sweeps.compose import SweepOverrides
 from kvbench.validation import SettingError, require_int, writable
 
@@ -109,7 +109,7 @@ def report(arguments: Sequence[str]) -> None:
     first, name = runs[0], machine_name(runs[0].device)
     path = Path(config.results) / "efficiency" / f"share-{name}.csv"
     if path.exists():
-        check(path, COLUMNS)
+        check_columns(path, COLUMNS)
     bench = Resources(first)
     saving = measure(runs, short, rounds, bench)
     line = {
@@ -120,7 +120,7 @@ def report(arguments: Sequence[str]) -> None:
         "together_s": median(saving.together), "alone_s": median(saving.alone), "ratio": saving.ratio,
         "dtype": first.dtype, "threads": torch.get_num_threads(), **versions(first),
     }  # fmt: skip
-    append(path, [line], COLUMNS)
+    append_lines(path, [line], COLUMNS)
     print(
         f"{len(runs)} runs of {line['samples']} samples, {length} tokens: {line['together_s']:.1f} s together, "
         f"{line['alone_s']:.1f} s alone, {saving.ratio:.2f} times: {path}"

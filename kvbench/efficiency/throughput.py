@@ -8,7 +8,7 @@ from kvbench.efficiency.caches import WARMED, CacheUnderTest, load_model, prompt
 from kvbench.engine import timing
 from kvbench.engine.timing import fits, spread
 from kvbench.runs.spec import RunSpec
-from kvbench.store.efficiency_csv import Line, exhausted, line
+from kvbench.store.efficiency_csv import Line, make_line, make_out_of_memory_line
 
 PROBE = 3  # tokens that a batch must decode to count as fitting
 CPU_BATCH = 8  # largest batch tried on a CPU, where memory does not run out in time
@@ -40,15 +40,15 @@ def throughput(run: RunSpec) -> Iterator[Line]:
         between = answer(largest)
         largest = largest if between else min(largest - 1, int(largest * 0.98))
     if not largest:
-        yield exhausted("throughput")
+        yield make_out_of_memory_line("throughput")
         return
     warm = between[min(WARMED, len(between) // 2) :]
-    yield line("largest_batch", "prompts", largest)
-    yield line("tpot_ms", "ms", spread(warm), own.path)
-    yield line("decode_tokens_s", "tokens/s", spread([1000 * largest / step for step in warm]))
-    yield line("resident_bytes", "bytes", own.bytes().rows)
+    yield make_line("largest_batch", "prompts", largest)
+    yield make_line("tpot_ms", "ms", spread(warm), own.path)
+    yield make_line("decode_tokens_s", "tokens/s", spread([1000 * largest / step for step in warm]))
+    yield make_line("resident_bytes", "bytes", own.bytes().rows)
     if device != "cpu":
-        yield line("peak_decode_bytes", "bytes", timing.peak(device))
+        yield make_line("peak_decode_bytes", "bytes", timing.peak(device))
 
 
 def guess(own: CacheUnderTest, device: str) -> int:

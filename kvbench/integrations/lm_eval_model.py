@@ -50,7 +50,7 @@ from kvbench.runs.responder import Responder, seed_of
 from kvbench.runs.spec import DTYPES, RunSpec
 from kvbench.validation import SettingError, choose, require_int
 
-FOLLOWED = ("until", "max_gen_toks", "do_sample", "temperature", "top_p")
+SUPPORTED_SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_p")
 
 
 class KVBenchLM(TemplateLM):
@@ -142,7 +142,7 @@ class KVBenchLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids; special ones in front unless the text (of a chat template) begins with them."""
-        special = self._special(string) if add_special_tokens is None else add_special_tokens
+        special = self._needs_special_tokens(string) if add_special_tokens is None else add_special_tokens
         return self.tokenizer.encode(string, add_special_tokens=special)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -172,10 +172,10 @@ class KVBenchLM(TemplateLM):
             text, given = request.args[:2]
             own = normalize_gen_kwargs(given, self.max_gen_toks)
             for name in own:
-                choose(f"{request.task_name}: generation setting", name, FOLLOWED)
+                choose(f"{request.task_name}: generation setting", name, SUPPORTED_SETTINGS)
             uid = _uid(request)
             asked[uid] += 1
-            prompt = self._shortened(uid, self._divided(request, text), own["max_gen_toks"])
+            prompt = self._shorten(uid, self._divide(request, text), own["max_gen_toks"])
             sample = Sample(
                 f"{uid}/{asked[uid]}", request.task_name or "", text, "", "", (), own["max_gen_toks"],
                 group=_hash(prompt.context if self.run.question == "hidden" else prompt.ids),
@@ -194,17 +194,17 @@ class KVBenchLM(TemplateLM):
         last: tuple[Prompt, GenerationContext] | None = None
         found = []
         for request in tqdm(requests, disable=disable_tqdm):
-            prompt, target = self._pair(request)
+            prompt, target = self._encode_request(request)
             if last is None or last[0].context != prompt.context:
                 last = None  # the old context is freed before the new one grows
-                last = prompt, self._held(prompt)
+                last = prompt, self._prefill(prompt)
                 self.records.append({"uid": _uid(request), **_held_bytes(last[1])})
             held = last[1]
             with held.branch():
                 before = held.logits[:, None]
                 more = (*prompt.rest, *target[:-1])
-                logits = torch.cat([before, held.extend(self._tensor(more))], dim=1) if more else before
-                found.append(_worth(logits[0, -len(target) :], self._tensor(target)[0]))
+                logits = torch.cat([before, held.extend(self._make_tensor(more))], dim=1) if more else before
+                found.append(_score_tokens(logits[0, -len(target) :], self._make_tensor(target)[0]))
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -215,13 +215,13 @@ class KVBenchLM(TemplateLM):
         for request in tqdm(requests, disable=disable_tqdm):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
             windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
-            found.append(sum(self._window(*make_disjoint_window(window)) for window in windows))
+            found.append(sum(self._score_window(*make_disjoint_window(window)) for window in windows))
         return found
 
     def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("`loglikelihood` reads contexts itself")
 
-    def _window(self, context: list[int], target: list[int]) -> float:
+    def _score_window(self, context: list[int], target: list[int]) -> float:
         """log p(target | context) with the window read in blocks."""
         ids, worth, place = [*context, *target[:-1]], 0.0, 1 - len(context)
 
@@ -229,13 +229,13 @@ class KVBenchLM(TemplateLM):
             nonlocal worth, place
             own = target[max(place, 0) : max(place + logits.shape[1], 0)]
             if own:
-                worth += _worth(logits[0, -len(own) :], self._tensor(own)[0])[0]
+                worth += _score_tokens(logits[0, -len(own) :], self._make_tensor(own)[0])[0]
             place += logits.shape[1]
 
-        self._context(_hash(ids)).prefill(self._tensor(ids), each)
+        self._make_context(_hash(ids)).prefill(self._make_tensor(ids), each)
         return worth
 
-    def _divided(self, request: Instance, text: str) -> Prompt:
+    def _divide(self, request: Instance, text: str) -> Prompt:
         """The prompt's tokens, split after the document's context where the question is hidden."""
         end = len(text)
         if self.run.question == "hidden":
@@ -247,10 +247,10 @@ class KVBenchLM(TemplateLM):
                     "question=visible, or another context_field"
                 )
             end = place + len(value)
-        special = self._special(text)
+        special = self._needs_special_tokens(text)
         return divide(self.tokenizer, text, 0 if special else len(self.tokenizer.bos_token or ""), end, special)
 
-    def _pair(self, request: Instance) -> tuple[Prompt, list[int]]:
+    def _encode_request(self, request: Instance) -> tuple[Prompt, list[int]]:
         """The prompt, split before its last token or where its document's context ends, and the continuation's ids."""
         context, continuation = request.args[:2]
         if context == "":
@@ -260,14 +260,14 @@ class KVBenchLM(TemplateLM):
                 target = target[1:]
         else:
             ids, target = self._encode_pair(context, continuation)
-            divided = self._divided(request, context)
+            divided = self._divide(request, context)
         if not target:
             raise SettingError(f"{_uid(request)}: its continuation {continuation!r} has no tokens")
         split = max(min(len(divided.context), len(ids) - 1), 1)
         prompt = Prompt(tuple(ids[:split]), tuple(ids[split:]), min(divided.prefix, split))
-        return self._shortened(_uid(request), prompt, len(target) - 1), target
+        return self._shorten(_uid(request), prompt, len(target) - 1), target
 
-    def _shortened(self, uid: str, prompt: Prompt, more: int) -> Prompt:
+    def _shorten(self, uid: str, prompt: Prompt, more: int) -> Prompt:
         """The prompt if it fits with `more` tokens, else without its first tokens or a SettingError."""
         over = len(prompt.ids) + more - self.max_length
         if over <= 0:
@@ -279,25 +279,25 @@ class KVBenchLM(TemplateLM):
         rest = prompt.rest[max(over - len(prompt.context), 0) :]
         return Prompt(context, rest) if context else Prompt(rest[:1], rest[1:])
 
-    def _held(self, prompt: Prompt) -> GenerationContext:
-        context = self._context(_hash(prompt.context), prompt.prefix)
-        context.prefill(self._tensor(prompt.context))
+    def _prefill(self, prompt: Prompt) -> GenerationContext:
+        context = self._make_context(_hash(prompt.context), prompt.prefix)
+        context.prefill(self._make_tensor(prompt.context))
         return context
 
-    def _context(self, group: str, prefix: int = 0) -> GenerationContext:
+    def _make_context(self, group: str, prefix: int = 0) -> GenerationContext:
         run, own = self.run, make_prompt_encoder(self.tokenizer)
         return GenerationContext(
             self.model, self.choice, run.budget, run.block_size, (seed_of(run.seed, group),), prefix, own
         )
 
-    def _special(self, text: str) -> bool:
+    def _needs_special_tokens(self, text: str) -> bool:
         return not (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
 
-    def _tensor(self, ids: Sequence[int]) -> Tensor:
+    def _make_tensor(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([list(ids)], device=self._device)
 
 
-def _worth(logits: Tensor, target: Tensor) -> tuple[float, bool]:
+def _score_tokens(logits: Tensor, target: Tensor) -> tuple[float, bool]:
     """(log p, whether each is the likeliest) of tokens (T,) under logits (T, vocab)."""
     chosen = logits.float().log_softmax(-1).gather(-1, target[:, None])
     return float(chosen.sum()), bool((logits.argmax(-1) == target).all())

@@ -6,10 +6,10 @@ from typing import Any
 from omegaconf import DictConfig
 
 
-def logger_of(config: DictConfig) -> Any:
+def make_logger(config: DictConfig) -> Any:
     """The logger that a configuration chooses, checked, or None; SettingError for settings it cannot use."""
     if config.logger.name == "none":
         return None
-    from kvbench.integrations.wandb_logger import Log
+    from kvbench.integrations.wandb_logger import WandbLogger
 
-    return Log.of(config.logger, Path(config.results))
+    return WandbLogger.of(config.logger, Path(config.results))

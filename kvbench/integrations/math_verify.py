@@ -21,8 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvbench.store.run_folder import RunFolder, value_of
-from kvbench.store.runs import every
+from kvbench.store.run_folder import RunFolder, read_run_value
+from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError, writing
 
 GRADER = "math_verify"
@@ -94,7 +94,7 @@ def grade(folder: Path, seconds: float = SECONDS) -> None:
         its = version("math-verify")
     except PackageNotFoundError:
         raise SettingError("grade: math-verify is not installed; make setup") from None
-    asked = {uid: own for uid, own in records(folder).items() if own["meta"].get("verify") == GRADER}
+    asked = {uid: own for uid, own in read_records(folder).items() if own["meta"].get("verify") == GRADER}
     if not asked:
         return
     with writing(folder / FILE), open(folder / FILE, "a+b") as file, Verifier(seconds) as verifier:
@@ -102,7 +102,7 @@ def grade(folder: Path, seconds: float = SECONDS) -> None:
         file.seek(0)
         text = file.read()
         file.truncate(text.rfind(b"\n") + 1)  # the torn line of one that was killed
-        done = verdicts(folder)
+        done = read_verdicts(folder)
         for uid, record in asked.items():
             before = done.get(uid)
             if before and before["version"] == its and (before["verdict"] != "timeout" or before["seconds"] >= seconds):
@@ -113,7 +113,7 @@ def grade(folder: Path, seconds: float = SECONDS) -> None:
             file.flush()
 
 
-def verdicts(folder: Path) -> dict[str, dict]:
+def read_verdicts(folder: Path) -> dict[str, dict]:
     """uid -> its last verdict."""
     path = folder / FILE
     whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
@@ -121,22 +121,22 @@ def verdicts(folder: Path) -> dict[str, dict]:
     return {line["uid"]: line for line in lines}
 
 
-def records(folder: Path) -> dict[str, dict]:
+def read_records(folder: Path) -> dict[str, dict]:
     """uid -> record of a run's folder."""
-    return RunFolder(folder.parent, value_of(folder)).records()
+    return RunFolder(folder.parent, read_run_value(folder)).records()
 
 
-def notes(name: str, folder: Path) -> list[str]:
+def describe_verdicts(name: str, folder: Path) -> list[str]:
     """How often the second opinion on a run's answers differs, nothing if none asked for one."""
-    answered = [own for own in records(folder).values() if own["meta"].get("verify") and own["score"] is not None]
+    answered = [own for own in read_records(folder).values() if own["meta"].get("verify") and own["score"] is not None]
     if not answered:
         return []
     if any(own["meta"].get("data") == "miniature" for own in answered):
         name = f"{name} (miniature, not the benchmark)"
-    return [f"{name}: {own}." for own in _opinions(answered, verdicts(folder))]
+    return [f"{name}: {own}." for own in _describe_differences(answered, read_verdicts(folder))]
 
 
-def _opinions(answered: Sequence[Mapping[str, Any]], given: Mapping[str, dict]) -> Iterable[str]:
+def _describe_differences(answered: Sequence[Mapping[str, Any]], given: Mapping[str, dict]) -> Iterable[str]:
     both = [(own["score"] == 100, given[own["uid"]]["verdict"]) for own in answered if own["uid"] in given]
     if not both:
         return
@@ -151,8 +151,8 @@ def _opinions(answered: Sequence[Mapping[str, Any]], given: Mapping[str, dict]) 
 
 def grade_all(results: Path, seconds: float) -> None:
     """Grade every run of a results folder and print its notes."""
-    for run in every(results):
+    for run in load_runs(results):
         grade(run.folder.path, seconds)
         named = (run.hash, run.settings["task.name"], run.settings["method.name"], run.settings["budget"])
-        for note in notes(" ".join(map(str, named)), run.folder.path):
+        for note in describe_verdicts(" ".join(map(str, named)), run.folder.path):
             print(note)

@@ -20,7 +20,7 @@ from tempfile import TemporaryFile
 from threading import Event
 from typing import Any
 
-from kvbench.integrations.wandb_process import REASON, Subject
+from kvbench.integrations.wandb_process import REASON, LoggedRun
 from kvbench.validation import SettingError, choose, escape, number, writable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,24 +30,24 @@ LONGEST = {"project": 128, "entity": 128, "group": 128, "tags": 64}
 
 
 @dataclass(frozen=True)
-class Log:
+class WandbLogger:
     """Where runs of a results folder are logged, checked. Nothing is written or imported yet."""
 
     results: Path
     settings: Mapping[str, Any]
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], results: Path) -> "Log":
+    def of(cls, settings: Mapping[str, Any], results: Path) -> "WandbLogger":
         """SettingError for a setting that W&B would not take."""
         own = {name: settings[name] for name in ("mode", "project", "entity", "group", "tags", "dir", "seconds")}
         choose("logger.mode", own["mode"], ("online", "offline"))
         for name in ("project", "entity", "group"):
             if own[name] is not None or name == "project":
-                named(name, own[name])
+                check_name(name, own[name])
         if isinstance(own["tags"], str) or not isinstance(own["tags"], Sequence):
             raise SettingError(f"logger.tags={own['tags']}: a list of texts, such as [a,b]")
         for tag in own["tags"]:
-            named("tags", tag)
+            check_name("tags", tag)
         if not number(own["seconds"]) or own["seconds"] <= 0:
             raise SettingError(f"logger.seconds={own['seconds']}: a number of seconds over 0")
         if not isinstance(own["dir"], str | None):
@@ -64,25 +64,27 @@ class Log:
 
     def finished(self, runs: Sequence[Any]) -> None:
         """Log those of the runs (each with its `value`), the full cache's first, that nobody has logged yet."""
-        self._quietly(lambda: self._new(self._subjects(runs)))
+        self._quietly(lambda: self._log_new(self._list_subjects(runs)))
 
     def failed(self, runs: Sequence[Any], error: BaseException) -> None:
         """Log that the first of the runs that is not finished stopped with `error`, and those before it."""
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
 
-        def subjects() -> Iterator[Subject]:
-            for own in self._subjects(runs):
+        def subjects() -> Iterator[LoggedRun]:
+            for own in self._list_subjects(runs):
                 if own.folder.finished:
                     yield own
                     continue
                 if own.folder.path.is_dir():
                     (own.folder.path / REASON).write_text(f"{reason}\n", encoding="utf-8", errors="backslashreplace")
-                yield Subject(own.results, own.value, own.baseline, reason.encode("utf-8", "backslashreplace").decode())
+                yield LoggedRun(
+                    own.results, own.value, own.baseline, reason.encode("utf-8", "backslashreplace").decode()
+                )
                 return
 
-        self._quietly(lambda: self._new(list(subjects())))
+        self._quietly(lambda: self._log_new(list(subjects())))
 
-    def send(self, subjects: Sequence[Subject], again: bool) -> Iterator[str | None]:
+    def send(self, subjects: Sequence[LoggedRun], again: bool) -> Iterator[str | None]:
         """For each subject what went wrong, None if nothing did; ends early, with why, when the time is over."""
         request = {
             "results": str(self.results), "settings": dict(self.settings), "where": self.where, "again": again,
@@ -96,7 +98,7 @@ class Log:
         end = time.monotonic() + self.settings["seconds"]
         try:
             for _ in subjects:
-                line = line_of(process.stdout.fileno(), end)
+                line = read_line(process.stdout.fileno(), end)
                 if line is None:
                     yield f"{UNANSWERED[0]} {self.settings['seconds']:g} s (logger.seconds)"
                     return
@@ -110,20 +112,20 @@ class Log:
             process.wait()
             process.stdout.close()
 
-    def _subjects(self, runs: Sequence[Any]) -> list[Subject]:
+    def _list_subjects(self, runs: Sequence[Any]) -> list[LoggedRun]:
         values = [own.value for own in runs]
-        return [Subject(self.results, own, values[0] if index else None) for index, own in enumerate(values)]
+        return [LoggedRun(self.results, own, values[0] if index else None) for index, own in enumerate(values)]
 
-    def _new(self, subjects: Sequence[Subject]) -> Iterator[str | None]:
-        if given_up(self.where).is_set():
+    def _log_new(self, subjects: Sequence[LoggedRun]) -> Iterator[str | None]:
+        if get_stop_event(self.where).is_set():
             return
-        fresh = [own for own in subjects if not own.logged(self.where)]
+        fresh = [own for own in subjects if not own.is_logged(self.where)]
         for wrong in self.send(fresh, again=False) if fresh else ():
             if wrong and wrong.startswith(UNANSWERED):
-                given_up(self.where).set()
+                get_stop_event(self.where).set()
                 wrong += "; this process logs no more runs there"
             yield wrong
-            if given_up(self.where).is_set():
+            if get_stop_event(self.where).is_set():
                 return
 
     def _quietly(self, work: Any) -> None:
@@ -141,12 +143,12 @@ class Log:
 
 
 @cache
-def given_up(where: str) -> Event:
+def get_stop_event(where: str) -> Event:
     """Whether this process has given up logging there."""
     return Event()
 
 
-def named(name: str, value: object) -> None:
+def check_name(name: str, value: object) -> None:
     """SettingError unless W&B takes this as a name."""
     barred = FORBIDDEN if name in ("project", "entity") else ""
     if not isinstance(value, str) or not 0 < len(value) <= LONGEST[name] or any(char in barred for char in value):
@@ -154,7 +156,7 @@ def named(name: str, value: object) -> None:
         raise SettingError(f"logger.{name}={value}: a text of 1 to {LONGEST[name]} characters{also}")
 
 
-def line_of(pipe: int, end: float) -> bytes | None:
+def read_line(pipe: int, end: float) -> bytes | None:
     """A line from a pipe, b"" if nobody writes to it any more, None if it is not there at the time `end`. One line is
     on its way at a time, or several: they are read byte by byte.
     """
@@ -169,7 +171,7 @@ def line_of(pipe: int, end: float) -> bytes | None:
     return text
 
 
-def configured(overrides: Mapping[str, str]) -> dict[str, Any]:
+def load_settings(overrides: Mapping[str, str]) -> dict[str, Any]:
     """conf/logger/wandb.yaml with these; SettingError for one that it does not have."""
     import yaml
 

@@ -27,9 +27,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvbench.analysis.answer_metrics import failure
-from kvbench.analysis.closing_table import table_of
-from kvbench.analysis.closing_table_format import COSTED, Row, Table
+from kvbench.analysis.answer_metrics import find_failure
+from kvbench.analysis.closing_table import build_run_table
+from kvbench.analysis.closing_table_format import COST_NAMES, ClosingTable, TableRow
 from kvbench.store.run_folder import RunFolder, run_hash
 from kvbench.validation import escape
 
@@ -40,7 +40,7 @@ REASON = "failed"  # in the run's folder: why it stopped when it last did, for t
 
 
 @dataclass(frozen=True)
-class Subject:
+class LoggedRun:
     """A run to be logged, by its value and that of the full cache's run beside it (None: it is that itself)."""
 
     results: Path
@@ -58,12 +58,12 @@ class Subject:
         """How far the run is, at the first look: what decides whether there is anything new to say of it."""
         folder = self.folder
         finished = folder.finished
-        reason = None if finished else self.failure or reason_of(folder.path)
+        reason = None if finished else self.failure or read_reason(folder.path)
         state = "finished" if finished else "failed" if reason else "unfinished"
         full = None if self.baseline is None else run_hash(self.baseline)
         return {"state": state, "failure": reason, "samples": len(folder.records()), "baseline": full}
 
-    def logged(self, where: str) -> bool:
+    def is_logged(self, where: str) -> bool:
         """Whether just this has been logged there already."""
         last = None
         with suppress(OSError):
@@ -73,24 +73,24 @@ class Subject:
                     last = mark["said"] if mark["where"] == where else last
         return last == self.state
 
-    def mark(self, where: str) -> None:
+    def mark_logged(self, where: str) -> None:
         """Keep that it has been logged there."""
         if self.folder.path.is_dir():
             with open(self.folder.path / MARK, "a", encoding="ascii") as file:
                 file.write(json.dumps({"where": where, "said": self.state}) + "\n")
 
-    def table(self) -> Table | None:
+    def table(self) -> ClosingTable | None:
         """The closing table, None before the first record."""
         records = self.folder.records()
         if not records:
             return None
         full = records if self.baseline is None else RunFolder(self.results / "runs", self.baseline).records()
-        return table_of(self.value, full, None if self.baseline is None else records)
+        return build_run_table(self.value, full, None if self.baseline is None else records)
 
     def summary(self) -> dict[str, Any]:
         """Everything but the config, plainly: a table is {"columns": […], "rows": [[…]]}."""
         records = self.folder.records()
-        failures = [(own["uid"], own["subtask"], why) for own in records.values() if (why := failure(own))]
+        failures = [(own["uid"], own["subtask"], why) for own in records.values() if (why := find_failure(own))]
         answered = [own for own in records.values() if own["error"] is None]
         said = self.state | {"failed_samples": len(failures)}
         for name in ("resident_bytes", "full_bytes"):
@@ -101,14 +101,14 @@ class Subject:
         table = self.table()
         if table is not None:
             for row in (*table.rows, *table.also):
-                said |= numbers(row, table.paired)
+                said |= summarize_row(row, table.paired)
             columns, *rows = csv.reader(io.StringIO(table.to_csv()))
-            said["closing_table"] = {"columns": columns, "rows": [list(map(cell, row)) for row in rows]}
+            said["closing_table"] = {"columns": columns, "rows": [list(map(parse_cell, row)) for row in rows]}
             said |= {"text": table.to_text(120), "notes": " ".join(table.notes)}
         return said
 
 
-def numbers(row: Row, paired: bool) -> dict[str, float | None]:
+def summarize_row(row: TableRow, paired: bool) -> dict[str, float | None]:
     """Scores and differences of a row with their intervals, and costs: `score/vt`, `score/vt/low`, …"""
     score = row.method if paired else row.full
     found = {"score": (score, "value"), "n": (row.interval, "samples")}
@@ -119,11 +119,11 @@ def numbers(row: Row, paired: bool) -> dict[str, float | None]:
     for key in found.keys() - {"n"}:
         said |= {f"{key}/{name}/{edge}": getattr(found[key][0], edge, None) for edge in ("low", "high")}
     if row.kind != "also":
-        said |= {f"{cost}/{name}": getattr(row, cost) for cost in COSTED if paired or not cost.endswith("_full")}
+        said |= {f"{cost}/{name}": getattr(row, cost) for cost in COST_NAMES if paired or not cost.endswith("_full")}
     return said
 
 
-def cell(text: str) -> float | str | None:
+def parse_cell(text: str) -> float | str | None:
     """A number of a CSV line, or its text; None for an empty one."""
     try:
         return float(text) if text else None
@@ -131,7 +131,7 @@ def cell(text: str) -> float | str | None:
         return text
 
 
-def reason_of(path: Path) -> str | None:
+def read_reason(path: Path) -> str | None:
     """Why the run of this folder stopped, if that is known."""
     try:
         return (path / REASON).read_text(encoding="utf-8").strip()
@@ -140,7 +140,7 @@ def reason_of(path: Path) -> str | None:
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
+def hold_lock(path: Path) -> Iterator[None]:
     """One process at a time logs a run; the next finds it logged."""
     if not path.is_dir():
         yield  # it failed before its first record
@@ -150,7 +150,7 @@ def alone(path: Path) -> Iterator[None]:
         yield
 
 
-def tell(subject: Subject, settings: Mapping[str, Any]) -> None:
+def log_run(subject: LoggedRun, settings: Mapping[str, Any]) -> None:
     """Log one run. Whatever W&B raises is raised."""
     import wandb
 
@@ -189,11 +189,11 @@ def main() -> int:
     for own in request["subjects"]:
         error = None
         try:
-            subject = Subject(Path(request["results"]), **own)
-            with alone(subject.folder.path):
-                if request["again"] or not subject.logged(request["where"]):
-                    tell(subject, request["settings"])
-                    subject.mark(request["where"])
+            subject = LoggedRun(Path(request["results"]), **own)
+            with hold_lock(subject.folder.path):
+                if request["again"] or not subject.is_logged(request["where"]):
+                    log_run(subject, request["settings"])
+                    subject.mark_logged(request["where"])
         except (Exception, SystemExit) as found:
             error = f"{type(found).__name__}: {found}"
         print(json.dumps({"error": error}), file=answers)

@@ -21,9 +21,9 @@ from kvbench.papers.paper_table import Settings
 from kvbench.validation import typed
 
 GROUPS = ("method", "allocator", "codec")
-CUT = ("allocator", "budget", "budget_of", "block_size")  # mean nothing where nothing is cut
-CHOSEN = ("subtasks", "tasks")  # of a task's settings: which subtasks
-FILE = "a file"  # in the place of what a file holds
+CUT_SETTINGS = ("allocator", "budget", "budget_of", "block_size")  # mean nothing where nothing is cut
+SUBTASK_SETTINGS = ("subtasks", "tasks")  # of a task's settings: which subtasks
+FILE_PLACEHOLDER = "a file"  # in the place of what a file holds
 
 
 @dataclass(frozen=True)
@@ -44,34 +44,34 @@ class ExperimentKey:
         groups = {name: {**value[name]} for name in GROUPS}
         for own in groups.values():
             if own.get("path") is not None:
-                own["path"] = FILE
+                own["path"] = FILE_PLACEHOLDER
         return cls(
             model=value["model"]["name"],
-            cache=text(groups),
-            budget=text([value["budget"], value["budget_of"]]),
-            block_size=text(value["block_size"]),
+            cache=to_json(groups),
+            budget=to_json([value["budget"], value["budget_of"]]),
+            block_size=to_json(value["block_size"]),
             question=value["question"],
-            drawn=text([value["seed"], value["sampling"]]),
-            task=text({name: own for name, own in value["task"].items() if name not in CHOSEN}),
+            drawn=to_json([value["seed"], value["sampling"]]),
+            task=to_json({name: own for name, own in value["task"].items() if name not in SUBTASK_SETTINGS}),
         )
 
     @classmethod
-    def wanted(cls, settings: Settings) -> "ExperimentKey":
+    def from_settings(cls, settings: Settings) -> "ExperimentKey":
         """Of the run that these settings make; SettingError for settings that no run can have."""
-        return _wanted(tuple((name, text(own)) for name, own in settings.items()))
+        return _make_key(tuple((name, to_json(own)) for name, own in settings.items()))
 
 
 @cache
-def _wanted(settings: tuple[tuple[str, str], ...]) -> ExperimentKey:
-    return ExperimentKey.of(value_of({name: json.loads(own) for name, own in settings}))
+def _make_key(settings: tuple[tuple[str, str], ...]) -> ExperimentKey:
+    return ExperimentKey.of(resolve_value({name: json.loads(own) for name, own in settings}))
 
 
-def value_of(settings: Settings) -> dict[str, Any]:
+def resolve_value(settings: Settings) -> dict[str, Any]:
     """What kvbench.runs.spec.RunSpec.value has of the settings themselves."""
-    root = {**defaults(), **needed(settings)}
+    root = {**read_defaults(), **drop_unused(settings)}
     full = root["method"] == "full"
-    groups = {name: group(name, text(part(name, root))) for name in GROUPS}
-    task = task_settings(tuple((name, typed(own)) for name, own in root.items() if of_task(name)))
+    groups = {name: resolve_group(name, to_json(select_group(name, root))) for name in GROUPS}
+    task = resolve_task(tuple((name, typed(own)) for name, own in root.items() if may_change_task(name)))
     return {
         "model": {"name": root["model"]},
         **groups,
@@ -85,47 +85,48 @@ def value_of(settings: Settings) -> dict[str, Any]:
     }
 
 
-def needed(settings: Settings) -> dict[str, Any]:
+def drop_unused(settings: Settings) -> dict[str, Any]:
     """`settings` without what means nothing for the full cache."""
     if settings.get("method") != "full":
         return dict(settings)
-    return {name: own for name, own in settings.items() if name.split(".")[0] not in CUT}
+    return {name: own for name, own in settings.items() if name.split(".")[0] not in CUT_SETTINGS}
 
 
-def merged(before: Settings, more: Settings) -> dict[str, Any]:
+def merge_settings(before: Settings, more: Settings) -> dict[str, Any]:
     """`more` over `before`; another choice of a group leaves nothing of the settings of the one before."""
     kept = {name: own for name, own in before.items() if "." not in name or name.split(".")[0] not in more}
     return {**kept, **more}
 
 
-def part(name: str, root: Settings) -> dict[str, Any]:
+def select_group(name: str, root: Settings) -> dict[str, Any]:
     """What is set of a group: its choice, and its settings."""
     return {key: value for key, value in root.items() if key.split(".")[0] == name}
 
 
 @cache
-def group(name: str, chosen: str) -> dict[str, Any]:
+def resolve_group(name: str, chosen: str) -> dict[str, Any]:
     """A group's settings as a run is known by them; `chosen`: its part of the settings, as JSON."""
     own = json.loads(chosen)
     resolved = catalogue.settings(name, own.pop(name), {key.partition(".")[2]: value for key, value in own.items()})
-    holds = {} if resolved.get("path") is None else {"path": FILE}  # what it holds is hashed, and need not be here
+    # what it holds is hashed, and need not be here
+    holds = {} if resolved.get("path") is None else {"path": FILE_PLACEHOLDER}
     return catalogue.identity_settings(resolved | dict.fromkeys(holds)) | holds
 
 
-def of_task(name: str) -> bool:
+def may_change_task(name: str) -> bool:
     """Whether a setting may change the task's."""
     return name.split(".")[0] == "task" or name in ("question", "seed", "limit", "temperature", "top_p")
 
 
 @cache
-def task_settings(overrides: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+def resolve_task(overrides: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
         composed = compose("config", [f"{name}={own}" for name, own in overrides])
     return catalogue.task_identity(catalogue.resolve("task", composed.task))
 
 
 @cache
-def defaults() -> dict[str, Any]:
+def read_defaults() -> dict[str, Any]:
     """What conf/config.yaml says where nothing else is said."""
     config = yaml.safe_load((catalogue.CONF / "config.yaml").read_text())
     chosen = [own for own in config["defaults"] if isinstance(own, dict)]
@@ -133,5 +134,5 @@ def defaults() -> dict[str, Any]:
     return named | {name: own for name, own in config.items() if not isinstance(own, dict | list)}
 
 
-def text(value: object) -> str:
+def to_json(value: object) -> str:
     return json.dumps(value, sort_keys=True)

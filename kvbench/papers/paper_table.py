@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from kvbench.analysis.text_table import literal
+from kvbench.analysis.text_table import escape_markdown
 from kvbench.validation import escape, typed
 
 Settings = Mapping[str, Any]  # of run.py: {"method": "dropkv", "method.window": 8, …}
@@ -25,7 +25,7 @@ LATEX = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """Texts. `filling`: settings of the run that would fill it; None where there is one or none is wanted.
 
     `low` and `high` are the 95 % interval, `difference` is measured − published; empty where there is none.
@@ -51,7 +51,7 @@ class PaperTable:
 
     title: str
     columns: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
+    rows: tuple[tuple[str, tuple[TableCell, ...]], ...]
     notes: tuple[str, ...]
 
     @property
@@ -63,7 +63,7 @@ class PaperTable:
     @cached_property
     def filling(self) -> list[tuple[str, ...]]:
         """What fills the missing cells of each row: commands."""
-        return [commands([cell.filling for cell in cells if cell.filling]) for _, cells in self.rows]
+        return [make_commands([cell.filling for cell in cells if cell.filling]) for _, cells in self.rows]
 
     @property
     def fillings(self) -> list[tuple[str, ...]]:
@@ -82,15 +82,22 @@ class PaperTable:
 
     def to_markdown(self) -> str:
         titles = [f"{name} {side}" if len(self.sides) == 2 else name for name in self.columns for side in self.sides]
-        lines = [f"# {marked(self.title)}", "", line("", map(marked, titles)), "|---" + "|--:" * len(titles) + "|"]
-        lines += [line(label, texts) for label, *texts in self.cells()]
-        lines += ["", *(f"* {marked(note)}" for note in self.notes)]
+        lines = [
+            f"# {escape_all_markdown(self.title)}",
+            "",
+            format_line("", map(escape_all_markdown, titles)),
+            "|---" + "|--:" * len(titles) + "|",
+        ]
+        lines += [format_line(label, texts) for label, *texts in self.cells()]
+        lines += ["", *(f"* {escape_all_markdown(note)}" for note in self.notes)]
         for number, filling in enumerate(self.fillings, 1):
             lines.append(f"* [{number}] " + ", ".join(f"`{own}`" for own in filling))
         return "\n".join(lines) + "\n"
 
     def to_csv(self) -> str:
-        """The same rows and columns, each part of a cell in a column of its own; `command` fills what a row misses."""
+        """The same rows and columns, each part of a cell in a column of its own; `make_command` fills what a row
+        misses.
+        """
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["", *(f"{name} {side}" for name in self.columns for side in SIDES), "command"])
@@ -102,18 +109,18 @@ class PaperTable:
     def to_latex(self) -> str:
         """A tabular; captions and notes as comments, for whoever includes it."""
         width = len(self.sides)
-        heads = [f"\\multicolumn{{{width}}}{{c}}{{{latex(name)}}}" for name in self.columns]
+        heads = [f"\\multicolumn{{{width}}}{{c}}{{{escape_latex(name)}}}" for name in self.columns]
         fillings = [f"[{number}] {'; '.join(filling)}" for number, filling in enumerate(self.fillings, 1)]
         lines = [f"% {escape(text)}" for text in (self.title, *self.notes, *fillings)]
         lines += [f"\\begin{{tabular}}{{l{'r' * width * len(self.columns)}}}", "\\hline"]
         lines.append(" & ".join(["", *heads]) + r" \\")
         if width == 2:
             lines.append(" & ".join(["", *self.sides * len(self.columns)]) + r" \\")
-        body = [" & ".join(map(latex, texts)) + r" \\" for texts in self.cells()]
+        body = [" & ".join(map(escape_latex, texts)) + r" \\" for texts in self.cells()]
         return "\n".join([*lines, "\\hline", *body, "\\hline", "\\end{tabular}"]) + "\n"
 
 
-def commands(wanted: Sequence[Settings]) -> tuple[str, ...]:
+def make_commands(wanted: Sequence[Settings]) -> tuple[str, ...]:
     """run.py with settings that measure all of these and nothing else; one command for those that name the same
     settings, where all combinations of their values are wanted.
     """
@@ -128,26 +135,26 @@ def commands(wanted: Sequence[Settings]) -> tuple[str, ...]:
         axes = {name: list(dict.fromkeys(own[name] for own in found)) for name in found[0]}
         crossed = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
         exact = len(crossed) == len(found)
-        made += [command(axes)] if exact else [command({name: [own[name]] for name in own}) for own in found]
+        made += [make_command(axes)] if exact else [make_command({name: [own[name]] for name in own}) for own in found]
     return tuple(made)
 
 
-def command(axes: Mapping[str, Sequence[str]]) -> str:
+def make_command(axes: Mapping[str, Sequence[str]]) -> str:
     """One line for a shell."""
     swept = any(len(values) > 1 for values in axes.values())
     words = [shlex.quote(f"{name}={','.join(values)}") for name, values in axes.items()]
     return " ".join(["python run.py", *(["-m"] if swept else []), *words])
 
 
-def line(label: str, texts: Iterable[str]) -> str:
-    return "| " + " | ".join([marked(label), *texts]) + " |"
+def format_line(label: str, texts: Iterable[str]) -> str:
+    return "| " + " | ".join([escape_all_markdown(label), *texts]) + " |"
 
 
-def marked(text: str) -> str:
+def escape_all_markdown(text: str) -> str:
     """`text` for Markdown."""
-    return literal(escape(text)).replace("&", "&amp;")
+    return escape_markdown(escape(text)).replace("&", "&amp;")
 
 
-def latex(text: str) -> str:
+def escape_latex(text: str) -> str:
     """`text` for LaTeX."""
     return "".join(LATEX.get(char, char) for char in escape(text))

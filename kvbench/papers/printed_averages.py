@@ -9,42 +9,44 @@ rounding of both: half a unit of the average and half a unit of a cell.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-WHO = ("model", "method", "variant", "budget", "block_size", "context_length")  # one line of a table
-SAID = {"budget": "{} kept", "context_length": "{} tokens"}
+LINE_KEYS = ("model", "method", "variant", "budget", "block_size", "context_length")  # one line of a table
+KEY_FORMATS = {"budget": "{} kept", "context_length": "{} tokens"}
 
 Lines = Sequence[Mapping[str, str]]
 
 
-def contradictions(spec: Mapping[str, Any]) -> Iterator[str]:
+def describe_contradictions(spec: Mapping[str, Any]) -> Iterator[str]:
     """A footnote for each, with the names that the paper prints."""
     for own in spec.get("averages", {}).get("contradict", ()):
-        who = [SAID.get(key, "{}").format(str(own[key]).rpartition("/")[2]) for key in WHO if key in own]
+        who = [KEY_FORMATS.get(key, "{}").format(str(own[key]).rpartition("/")[2]) for key in LINE_KEYS if key in own]
         line = ", ".join(who)
         yield f"Contradiction, {line}: the average printed is {own['printed']}, its cells give {own['cells']}."
 
 
-def recomputed(of: Any, cells: Lines, averages: Lines, task: str = "average") -> Iterator[tuple[dict, float, float]]:
+def find_contradictions(
+    of: Any, cells: Lines, averages: Lines, task: str = "average"
+) -> Iterator[tuple[dict, float, float]]:
     """(line, printed average, what its cells give) of all averages whose cells are all known and give another."""
     known: dict[tuple, dict[str, str]] = {}
     for row in cells:
         if row["value"]:
-            known.setdefault(tuple(row[key] for key in WHO), {})[row["task"]] = row["value"]
+            known.setdefault(tuple(row[key] for key in LINE_KEYS), {})[row["task"]] = row["value"]
     for row in averages:
-        own = known.get(tuple(row[key] for key in WHO), {})
-        if row["task"] != task or not row["value"] or not set(leaves(of)) <= set(own):
+        own = known.get(tuple(row[key] for key in LINE_KEYS), {})
+        if row["task"] != task or not row["value"] or not set(list_leaves(of)) <= set(own):
             continue
-        value = mean({name: float(text) for name, text in own.items()}, of)
-        unit = min(half_unit(own[name]) for name in leaves(of))  # 100 and 47.7 stand for 100.00 and 47.70
+        value = nested_mean({name: float(text) for name, text in own.items()}, of)
+        unit = min(half_unit(own[name]) for name in list_leaves(of))  # 100 and 47.7 stand for 100.00 and 47.70
         if abs(value - float(row["value"])) > half_unit(row["value"]) + unit + 1e-9:
-            yield {key: row[key] for key in WHO if row[key]}, float(row["value"]), value
+            yield {key: row[key] for key in LINE_KEYS if row[key]}, float(row["value"]), value
 
 
-def leaves(of: Any) -> list[str]:
-    return [of] if isinstance(of, str) else [name for part in of for name in leaves(part)]
+def list_leaves(of: Any) -> list[str]:
+    return [of] if isinstance(of, str) else [name for part in of for name in list_leaves(part)]
 
 
-def mean(values: Mapping[str, float], of: Any) -> float:
-    return values[of] if isinstance(of, str) else sum(mean(values, part) for part in of) / len(of)
+def nested_mean(values: Mapping[str, float], of: Any) -> float:
+    return values[of] if isinstance(of, str) else sum(nested_mean(values, part) for part in of) / len(of)
 
 
 def half_unit(text: str) -> float:

@@ -23,31 +23,31 @@ from typing import Any
 
 import yaml
 
-from kvbench.papers.experiment_key import merged
+from kvbench.papers.experiment_key import merge_settings
 from kvbench.validation import SettingError, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = ROOT / "conf" / "efficiency" / "tables.yaml"
 PAPERS = ROOT / "conf" / "papers"
 LEFT_OUT = "left_out"
-KEPT = ("published", "measured", "run", "over", "of")  # what a part may take away, with null
+REMOVABLE_KEYS = ("published", "measured", "run", "over", "of")  # what a part may take away, with null
 
 Lines = Sequence[Mapping[str, str]]
 Select = Mapping[str, Any]
 
 
-def specs(paper: str | None = None, number: str | None = None) -> dict[str, Select]:
+def load_specs(paper: str | None = None, number: str | None = None) -> dict[str, Select]:
     """Name -> table, of all papers, of one, or one table alone; SettingError for one that there is not."""
-    found = dict(load(TABLES))
+    found = dict(read_tables(TABLES))
     for path in sorted(PAPERS.glob("*.yaml")):
-        found |= {f"{path.stem}_{name}": own for name, own in load(path).items() if name != LEFT_OUT}
+        found |= {f"{path.stem}_{name}": own for name, own in read_tables(path).items() if name != LEFT_OUT}
     if paper is None:
         return found
-    choose("PAPER", paper, papers())
+    choose("PAPER", paper, list_papers())
     own = {name.removeprefix(f"{paper}_"): name for name in found if name.startswith(f"{paper}_")}
     if number is not None:
         wanted = f"table{int(number):02d}" if number.isdecimal() else number
-        if reason := load(PAPERS / f"{paper}.yaml").get(LEFT_OUT, {}).get(wanted):
+        if reason := read_tables(PAPERS / f"{paper}.yaml").get(LEFT_OUT, {}).get(wanted):
             raise SettingError(f"TABLE={number}: is not emitted: {reason}")
         numbers = {name.removeprefix("table").lstrip("0"): name for name in own}
         there = sorted(numbers, key=lambda own: (not own.isdecimal(), own.zfill(3)))
@@ -56,28 +56,28 @@ def specs(paper: str | None = None, number: str | None = None) -> dict[str, Sele
     return {name: found[name] for name in own.values()}
 
 
-def papers() -> list[str]:
+def list_papers() -> list[str]:
     return sorted(path.stem for path in PAPERS.glob("*.yaml"))
 
 
-def load(path: Path) -> dict[str, Select]:
+def read_tables(path: Path) -> dict[str, Select]:
     """A file of tables; x-: shared by tables."""
     own = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return {name: spec for name, spec in own.items() if not name.startswith("x-")}
 
 
-def preset_of(name: str, spec: Select) -> str | None:
+def find_preset(name: str, spec: Select) -> str | None:
     """The preset of the table of this name, `<paper>_table<NN>`; None if no run fills it."""
     paper, number = name.rsplit("_table", 1)
     return None if "no_preset" in spec else spec.get("preset", f"{paper}_table{int(number)}")
 
 
-def timed_only(spec: Select) -> bool:
+def is_cost_table(spec: Select) -> bool:
     """Whether a table is of cost, measured on one machine."""
     return "measured" in spec
 
 
-def published_values(results: Path, file: str | None) -> Lines:
+def read_published(results: Path, file: str | None) -> Lines:
     if file is None:
         return ()
     own = results / "published" / file
@@ -85,66 +85,66 @@ def published_values(results: Path, file: str | None) -> Lines:
         return list(DictReader(text))
 
 
-def expanded(rows: Iterable[Select]) -> Iterator[Select]:
+def expand_each(rows: Iterable[Select]) -> Iterator[Select]:
     """Rows or columns one by one: `each` is a list of lists, and stands for every combination of what is in them."""
     for row in rows:
         if "each" not in row:
             yield row
             continue
-        for parts in product(*(list(expanded(axis)) for axis in row["each"])):
-            yield {**joined(*parts), "label": ", ".join(part["label"] for part in parts if part.get("label"))}
+        for parts in product(*(list(expand_each(axis)) for axis in row["each"])):
+            yield {**merge_parts(*parts), "label": ", ".join(part["label"] for part in parts if part.get("label"))}
 
 
-def joined(*parts: Select) -> dict[str, Any]:
+def merge_parts(*parts: Select) -> dict[str, Any]:
     """What table, row and column say together of one cell; null says that there is no such side."""
     own: dict[str, Any] = {}
     for part in parts:
         own |= {key: part[key] for key in ("scale", "digits") if key in part}
-        for key in KEPT:
+        for key in REMOVABLE_KEYS:
             if key not in part:
                 continue
             if part[key] is None or key in own and own[key] is None and key != "over":
                 own[key] = None
             elif key == "run":
-                own[key] = merged(own.get(key) or {}, part[key])
+                own[key] = merge_settings(own.get(key) or {}, part[key])
             else:
                 own[key] = (own.get(key) or {}) | part[key]
     return own
 
 
 @dataclass(frozen=True)
-class Printed:
+class PublishedValues:
     """The published values of a table, found by what a cell selects."""
 
     lines: Lines
     found: dict[tuple[str, ...], dict[tuple, list[Mapping[str, str]]]] = field(default_factory=dict)
 
-    def fitting(self, select: Select) -> list[Mapping[str, str]]:
+    def find_matching(self, select: Select) -> list[Mapping[str, str]]:
         """The lines that have these values in these columns."""
         names = tuple(sorted(select))
         if names not in self.found:
             own: dict[tuple, list[Mapping[str, str]]] = {}
             for row in self.lines:
-                own.setdefault(tuple(normal(row[name]) for name in names), []).append(row)
+                own.setdefault(tuple(normalize(row[name]) for name in names), []).append(row)
             self.found[names] = own
-        return self.found[names].get(tuple(normal(select[name]) for name in names), [])
+        return self.found[names].get(tuple(normalize(select[name]) for name in names), [])
 
     def value(self, select: Select) -> str:
         """The value as printed, OOM, or nothing."""
-        for row in self.fitting(select):
+        for row in self.find_matching(select):
             return row["value"] or ("OOM" if "out of memory" in row["note"] else "")
         return ""
 
 
 def matches(row: Mapping[str, str], select: Select) -> bool:
-    return all(same(row[key], value) for key, value in select.items())
+    return all(is_same(row[key], value) for key, value in select.items())
 
 
-def same(text: str, value: object) -> bool:
-    return normal(text) == normal(value)
+def is_same(text: str, value: object) -> bool:
+    return normalize(text) == normalize(value)
 
 
-def normal(value: object) -> float | str:
+def normalize(value: object) -> float | str:
     """Numbers as numbers: 1 and 1.0, 131072 and "131072" are the same."""
     return float(value) if is_number(value) else "" if value is None else str(value)
 

@@ -41,10 +41,15 @@ CONFIG = {
 }
 
 
-def charts() -> dict[str, Any]:
+def build_charts() -> dict[str, Any]:
     """Name -> specification as the page takes it."""
-    own = {"curve": curve(), "tasks": tasks(), "grid": grid(), **{name: cost(name) for name in COSTS}}
-    return {name: plain(chart.properties(width="container")) for name, chart in own.items()}
+    own = {
+        "curve": chart_curve(),
+        "tasks": chart_tasks(),
+        "grid": chart_grid(),
+        **{name: chart_cost(name) for name in COSTS},
+    }
+    return {name: make_specification(chart.properties(width="container")) for name, chart in own.items()}
 
 
 BYTES = "Measured share of the full cache's bytes"
@@ -64,24 +69,24 @@ DIFFERENCE = [
 ]
 
 
-def said(low: str, high: str, sign: str = "", none: str = "one context: none") -> str:
+def interval_expression(low: str, high: str, sign: str = "", none: str = "one context: none") -> str:
     """The expression for an interval's text, or for what is said without one."""
     ends = " + ' to ' + ".join(f"format(datum.{end}, '{sign}.1f')" for end in (low, high))
     return f"isValid(datum.{low}) ? {ends} : '{none}'"
 
 
-def of_series(name: str) -> alt.Chart:
+def chart_series(name: str) -> alt.Chart:
     """A table whose rows belong to series, as a chart of those that are drawn, with the texts of its tooltips."""
     drawn = alt.LookupData(alt.NamedData(name="series"), key="s", fields=["label", "colour", "shape", "dash"])
     chart = alt.Chart(alt.NamedData(name=name)).transform_lookup(lookup="s", from_=drawn)
     return chart.transform_filter("isValid(datum.label)").transform_calculate(
-        between=said("score_low", "score_high"),
-        interval=said("diff_low", "diff_high", "+"),
+        between=interval_expression("score_low", "score_high"),
+        interval=interval_expression("diff_low", "diff_high", "+"),
         changed="datum.lost + ' / ' + datum.gained + ' / ' + datum.same",
     )
 
 
-def curve(share: str = BYTES) -> alt.LayerChart:
+def chart_curve(share: str = BYTES) -> alt.LayerChart:
     """Score against a measured share, with bands; the full cache's score is a dashed line with its band."""
     x = alt.X(
         "share:Q",
@@ -100,8 +105,8 @@ def curve(share: str = BYTES) -> alt.LayerChart:
         *DIFFERENCE,
         alt.Tooltip("n:Q", title="samples"),
     ]
-    base = of_series("points").encode(x=x, detail="label:N", color=COLOUR)
-    full = of_series("full").transform_aggregate(groupby=["score", "score_low", "score_high"])  # one line for all
+    base = chart_series("points").encode(x=x, detail="label:N", color=COLOUR)
+    full = chart_series("full").transform_aggregate(groupby=["score", "score_low", "score_high"])  # one line for all
     layers = [
         full.mark_rect(color="#333333", opacity=0.06).encode(y=low, y2=high),
         full.mark_rule(color="#333333", strokeDash=FULL_DASH).encode(y=score),
@@ -112,7 +117,7 @@ def curve(share: str = BYTES) -> alt.LayerChart:
     return alt.layer(*layers).properties(height=300)
 
 
-def tasks(legend: alt.Legend | None = None) -> alt.LayerChart:
+def chart_tasks(legend: alt.Legend | None = None) -> alt.LayerChart:
     """Difference from the full cache, a row for each run and a column for each subtask."""
     column = alt.X(
         "task:N",
@@ -128,7 +133,7 @@ def tasks(legend: alt.Legend | None = None) -> alt.LayerChart:
     )
     rows = alt.LookupData(alt.NamedData(name="rows"), key="order", fields=["s", "row"])
     names = alt.LookupData(alt.NamedData(name="tasks"), key="column", fields=["task"])
-    cells = of_series("cells")
+    cells = chart_series("cells")
     cells.transform = [*alt.Chart().transform_lookup(lookup="order", from_=rows).transform, *cells.transform]
     base = cells.transform_lookup(lookup="column", from_=names).encode(x=column, y=row)
     colour = alt.Color("diff:Q", title=GAIN, legend=legend, scale=LOSSES)
@@ -141,7 +146,7 @@ def tasks(legend: alt.Legend | None = None) -> alt.LayerChart:
         alt.Tooltip("n:Q", title="samples"),
     ]
     dark = alt.condition(DARK, alt.value("white"), alt.value(INK))
-    stripe = of_series("rows").mark_rect()
+    stripe = chart_series("rows").mark_rect()
     return alt.layer(
         stripe.encode(x=alt.value(-5), x2=alt.value(-1), y=row, fill=alt.Fill("colour:N", scale=None, legend=None)),
         base.mark_rect(stroke="#ffffff", strokeWidth=2).encode(color=colour, tooltip=tip),
@@ -149,12 +154,15 @@ def tasks(legend: alt.Legend | None = None) -> alt.LayerChart:
     ).properties(height=24)  # of a row: whoever draws it knows how many there are
 
 
-def grid(legend: alt.Legend | None = None, change: bool = False) -> alt.LayerChart:
+def chart_grid(legend: alt.Legend | None = None, change: bool = False) -> alt.LayerChart:
     """One run's scores by length and depth, or what they lack of the full cache's; `cells` of the table `grids`."""
     value, form = ("diff", "+.0f") if change else ("score", ".0f")
     place = alt.Axis(labelAngle=0, domain=False, ticks=False, labelOverlap=True)
     order = alt.EncodingSortField("place", op="min")
-    texts = {"between": said("score_low", "score_high"), "interval": said("diff_low", "diff_high", "+")}
+    texts = {
+        "between": interval_expression("score_low", "score_high"),
+        "interval": interval_expression("diff_low", "diff_high", "+"),
+    }
     base = (
         alt.Chart()
         .transform_filter(f"isValid(datum.{value})")
@@ -189,7 +197,7 @@ def grid(legend: alt.Legend | None = None, change: bool = False) -> alt.LayerCha
     ).properties(height=150)
 
 
-def cost(name: str) -> alt.LayerChart:
+def chart_cost(name: str) -> alt.LayerChart:
     """Score difference against one cost, from 0 on, with 95 % intervals of times; what no other run and not the full
     cache beats in both is filled and joined.
     """
@@ -199,14 +207,14 @@ def cost(name: str) -> alt.LayerChart:
     y = alt.Y(
         "diff:Q", title="Score difference from the full cache", scale=alt.Scale(zero=True), axis=alt.Axis(tickCount=5)
     )
-    ends = said(f"{name}_low", f"{name}_high", none="none") if name != "held" else "''"
+    ends = interval_expression(f"{name}_low", f"{name}_high", none="none") if name != "held" else "''"
     tip = [
         alt.Tooltip(f"{name}:Q", title="cost", format=".1%" if name == "held" else ".1f"),
         *([] if name == "held" else [alt.Tooltip("spread:N", title="its 95 %")]),
     ]
     more = [*DIFFERENCE, alt.Tooltip("megabytes:Q", title="MB held", format=".2f")]
     known = f"isValid(datum.{name})"
-    base = of_series("costs").transform_filter(known).transform_calculate(spread=ends).encode(x=x, y=y)
+    base = chart_series("costs").transform_filter(known).transform_calculate(spread=ends).encode(x=x, y=y)
     full = alt.Chart(alt.NamedData(name="free")).transform_filter(known)
     full = full.transform_calculate(spread=ends, row="'full cache'").encode(x=x, y=y)
     front = alt.Chart(alt.NamedData(name="front")).transform_filter(f"datum.cost == '{name}'")
@@ -237,7 +245,7 @@ def cost(name: str) -> alt.LayerChart:
     ).properties(height=230)
 
 
-def plain(chart: alt.LayerChart) -> dict[str, Any]:
+def make_specification(chart: alt.LayerChart) -> dict[str, Any]:
     """As the page takes it: with the page's type and lines, without the address of a schema."""
     spec = chart.configure(**CONFIG).to_dict()
     del spec["$schema"]

@@ -25,16 +25,24 @@ from threading import Lock
 from typing import Any
 
 from kvbench.config.provenance import ROOT
-from kvbench.report.labels import said, short
-from kvbench.report.page import FOLDER, content_security_policy, html
-from kvbench.report.panels import WRONG, shown
-from kvbench.report.samples import embedded
-from kvbench.store.runs import Found, list_folders
-from kvbench.sweeps.status import STATES, Counts, Times, begun, left, read, status
+from kvbench.report.labels import describe_error, shorten
+from kvbench.report.page import FOLDER, content_security_policy, render_html
+from kvbench.report.panels import DATA_ERRORS, gather_found
+from kvbench.report.samples import to_embedded_json
+from kvbench.store.runs import FoundRuns, list_folders
+from kvbench.sweeps.status import (
+    STATES,
+    RecordCounter,
+    SampleTimes,
+    estimate_left,
+    list_sweeps,
+    read_cells,
+    read_states,
+)
 from kvbench.validation import SettingError
 
 SECONDS = 2.0  # between two looks
-SLOWLY = 15.0  # between two looks at how long samples take
+TIMING_SECONDS = 15.0  # between two looks at how long samples take
 PATIENCE = 10
 SWEEPS = 3  # that are shown
 PORT = 8765
@@ -50,7 +58,7 @@ HEADERS = {
 
 
 @dataclass
-class Turn:
+class Throttle:
     """When something may be done again: not before `least` seconds, nor before PATIENCE times what it took."""
 
     least: float
@@ -58,7 +66,7 @@ class Turn:
     begun: float = 0.0
 
     @property
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         return time.monotonic() >= self.after
 
     def begin(self) -> None:
@@ -75,12 +83,12 @@ class Dashboard:
 
     results: Path
     lock: Lock = field(default_factory=Lock)
-    counts: Counts = field(default_factory=Counts)
-    look: Turn = field(default_factory=lambda: Turn(SECONDS))
-    make: Turn = field(default_factory=lambda: Turn(SECONDS))
-    timing: Turn = field(default_factory=lambda: Turn(SLOWLY))
+    counts: RecordCounter = field(default_factory=RecordCounter)
+    look: Throttle = field(default_factory=lambda: Throttle(SECONDS))
+    make: Throttle = field(default_factory=lambda: Throttle(SECONDS))
+    timing: Throttle = field(default_factory=lambda: Throttle(TIMING_SECONDS))
     said: dict[str, Any] = field(default_factory=dict)
-    times: Times | None = None
+    times: SampleTimes | None = None
     made_of: object = None  # the finished runs that the page was last made of
     maker: subprocess.Popen | None = None
     made: bool = False  # by this dashboard
@@ -89,14 +97,14 @@ class Dashboard:
     def progress(self) -> dict[str, Any]:
         """How far the sweeps are, looked at now if it is time; the page is made anew if it has to be."""
         with self.lock:
-            if self.look.due:
+            if self.look.is_due:
                 self.look.begin()
-                self._page()
-                if self.timing.due:
+                self._update_page()
+                if self.timing.is_due:
                     self.timing.begin()
-                    self.times = Times(self.results)
+                    self.times = SampleTimes(self.results)
                     self.timing.end()
-                sweeps = [self._sweep(folder) for folder in begun(self.results)[:SWEEPS]]
+                sweeps = [self._read_sweep(folder) for folder in list_sweeps(self.results)[:SWEEPS]]
                 now = datetime.now(UTC).strftime("%H:%M:%S UTC")
                 self.said = {"at": now, "sweeps": sweeps, "problem": self.problem, "making": self.maker is not None}
                 self.look.end()
@@ -104,7 +112,7 @@ class Dashboard:
 
     def page(self) -> str:
         """The report page as it was last made, or one that has nothing yet."""
-        return self.path.read_text(encoding="utf-8") if self.version() else self._nothing
+        return self.path.read_text(encoding="utf-8") if self.version() else self._empty_page
 
     @property
     def path(self) -> Path:
@@ -121,15 +129,15 @@ class Dashboard:
             self.maker.communicate()
 
     @cached_property
-    def _nothing(self) -> str:
-        return html(shown(Found(), datetime.now(UTC)).page | {"files": [], "folder": FOLDER})
+    def _empty_page(self) -> str:
+        return render_html(gather_found(FoundRuns(), datetime.now(UTC)).page | {"files": [], "folder": FOLDER})
 
-    def _page(self) -> None:
+    def _update_page(self) -> None:
         """Take in the page that was made; begin to make one where it is time and finished runs changed."""
         if self.maker is not None and self.maker.poll() is not None:
             reason = self.maker.communicate()[1].strip().splitlines()
             self.problem = (
-                short(f"the page cannot be made: {(reason or ['?'])[-1]}", 300) if self.maker.returncode else ""
+                shorten(f"the page cannot be made: {(reason or ['?'])[-1]}", 300) if self.maker.returncode else ""
             )
             if self.maker.returncode:
                 self.made_of = None  # it is tried again
@@ -137,8 +145,8 @@ class Dashboard:
                 self.made = True
             self.maker = None
             self.make.end()
-        finished = stamps(self.results)
-        if self.maker is None and self.make.due and finished and finished != self.made_of:
+        finished = read_stamps(self.results)
+        if self.maker is None and self.make.is_due and finished and finished != self.made_of:
             self.make.begin()
             self.made_of = finished
             command = [sys.executable, "-m", "kvbench", "report", str(self.results.resolve())]
@@ -147,25 +155,25 @@ class Dashboard:
                 text=True, errors="replace", start_new_session=True,
             )  # fmt: skip
 
-    def _sweep(self, folder: Path) -> dict[str, Any]:
+    def _read_sweep(self, folder: Path) -> dict[str, Any]:
         """A sweep as the page takes it."""
         try:
-            found = list(status(self.results, folder, self.counts))
+            found = list(read_states(self.results, folder, self.counts))
             known = [
                 (cell.get("value"), cell["readings"], state)
-                for cell, (_, state) in zip(read(folder), found, strict=True)
+                for cell, (_, state) in zip(read_cells(folder), found, strict=True)
             ]
             cells = [
-                asdict(state) | {"cell": short(label), "reason": short(state.reason, 300), "left": seconds}
-                for (label, state), seconds in zip(found, left(self.times, known), strict=True)
+                asdict(state) | {"cell": shorten(label), "reason": shorten(state.reason, 300), "left": seconds}
+                for (label, state), seconds in zip(found, estimate_left(self.times, known), strict=True)
             ]
             counts = {name: sum(state.name == name for _, state in found) for name in STATES}
-        except (OSError, *WRONG) as error:
-            return {"name": short(folder.name), "wrong": said(error), "counts": {}, "cells": []}
-        return {"name": short(folder.name), "wrong": "", "counts": counts, "cells": cells}
+        except (OSError, *DATA_ERRORS) as error:
+            return {"name": shorten(folder.name), "wrong": describe_error(error), "counts": {}, "cells": []}
+        return {"name": shorten(folder.name), "wrong": "", "counts": counts, "cells": cells}
 
 
-def stamps(results: Path) -> dict[str, list[tuple]]:
+def read_stamps(results: Path) -> dict[str, list[tuple]]:
     """What tells whether the page would be another: of finished runs all files, of others that they are there."""
     found = {}
     for path in list_folders(results):
@@ -179,7 +187,7 @@ def stamps(results: Path) -> dict[str, list[tuple]]:
     return found
 
 
-class Answer(BaseHTTPRequestHandler):
+class RequestHandler(BaseHTTPRequestHandler):
     """A request."""
 
     server: "Server"
@@ -189,27 +197,28 @@ class Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """The same for HEAD, without the body."""
         if not HOST.fullmatch(self.headers.get("Host", "")) or len(self.headers.get_all("Host")) > 1:
-            self._say(403, "text/plain", "This address is not the dashboard's.\n")  # a name that was made to point here
-        elif (found := self._found(self.path.partition("?")[0])) is None:
-            self._say(404, "text/plain", "Not here.\n")
+            # a name that was made to point here
+            self._send(403, "text/plain", "This address is not the dashboard's.\n")
+        elif (found := self._find_answer(self.path.partition("?")[0])) is None:
+            self._send(404, "text/plain", "Not here.\n")
         else:
-            self._say(200, *found)
+            self._send(200, *found)
 
     do_HEAD = do_GET
 
     def refuse(self) -> None:
-        self._say(405, "text/plain", "GET and HEAD only.\n")
+        self._send(405, "text/plain", "GET and HEAD only.\n")
 
     do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = refuse
 
-    def _found(self, path: str) -> tuple[str, str] | None:
+    def _find_answer(self, path: str) -> tuple[str, str] | None:
         """Kind and text of what the path means."""
         board = self.server.board
         if path == "/":
             live = f'<body data-live="{SECONDS:g}" data-page="{board.version()}">'
             return "text/html", board.page().replace("<body>", live, 1)
         if path == "/progress.js":
-            return "text/javascript", f"kvbenchProgress({embedded(board.progress())});\n"
+            return "text/javascript", f"kvbenchProgress({to_embedded_json(board.progress())});\n"
         if path == "/data.js":
             data = board.page().partition('id="data">')[2].partition("</script>")[0]
             return "text/javascript", f"kvbenchData({data});\n"
@@ -219,7 +228,7 @@ class Answer(BaseHTTPRequestHandler):
             return None
         return "text/javascript", file.read_text(encoding="utf-8")
 
-    def _say(self, status: int, kind: str, text: str) -> None:
+    def _send(self, status: int, kind: str, text: str) -> None:
         body = text.encode()
         self.send_response(status)
         for name, value in HEADERS.items():
@@ -250,7 +259,7 @@ class Server(ThreadingHTTPServer):
             raise SettingError(f"port={port}: a whole number from 0 (any that is free) to 65535")
         self.board = Dashboard(results)
         try:
-            super().__init__(("127.0.0.1", port), Answer)
+            super().__init__(("127.0.0.1", port), RequestHandler)
         except OSError as error:
             raise SettingError(f"port={port}: {error.strerror}; --port N takes another, 0 any that is free") from None
 

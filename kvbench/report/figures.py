@@ -27,9 +27,9 @@ import vl_convert
 from kvbench.analysis import solvable_subtasks
 from kvbench.analysis.budget_series import SOLVABLE, CurveOptions
 from kvbench.report import print_charts
-from kvbench.report.panels import Panel, panels_of
+from kvbench.report.panels import Panel, build_panels
 from kvbench.report.print_charts import POINTS, SIZE, Drawing
-from kvbench.store.runs import Found, Stored
+from kvbench.store.runs import FoundRuns, StoredRun
 from kvbench.validation import SettingError, writing
 
 INCHES = {"curve": 3.25, "tasks": 6.75, "grid": 6.75, "change": 6.75, "cost": 6.75}  # a column of a paper, or both
@@ -49,13 +49,13 @@ class Figure:
 
     def write(self, folder: Path) -> str:
         """Write its four files; a line that says so."""
-        text, *size = print_charts.svg(self.drawing, self.panel, self.pixels)
+        text, *size = print_charts.render_svg(self.drawing, self.panel, self.pixels)
         sized = [f' width="{{0:.6g}}{unit}" height="{{1:.6g}}{unit}"'.format(*size) for unit in ("pt", "")]
         svg, plain = (SIZE.sub(own, text, count=1) for own in sized)  # the converters take a pixel for a point
         named = folder / self.name
         forms: dict[str, Callable[[], bytes]] = {
             "svg": svg.encode, "pdf": lambda: vl_convert.svg_to_pdf(plain),
-            "png": lambda: vl_convert.svg_to_png(plain, ppi=PPI), "csv": table(self.drawing.rows).encode,
+            "png": lambda: vl_convert.svg_to_png(plain, ppi=PPI), "csv": format_csv(self.drawing.rows).encode,
         }  # fmt: skip
         for suffix, form in forms.items():
             path = Path(f"{named}.{suffix}")
@@ -65,7 +65,7 @@ class Figure:
         return f"{named}  .pdf .svg .png .csv  {inches} in"
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def format_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """CSV."""
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in HIDDEN]
     text = io.StringIO()
@@ -75,49 +75,53 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def figures(options: Namespace, found: Found, wanted: Sequence[Stored], refused: dict[str, str]) -> Iterator[Figure]:
+def make_figures(
+    options: Namespace, found: FoundRuns, wanted: Sequence[StoredRun], refused: dict[str, str]
+) -> Iterator[Figure]:
     """What there is to draw of the wanted runs; what cannot be compared comes into `refused`, with the reason."""
     for subtask in options.subtasks or [None]:
         choice = CurveOptions(options.against, options.average, subtask)
         parts = ["" if options.against == "bytes" else options.against, options.average or "", subtask or ""]
-        curve = "-".join(["curve", *map(slug, filter(None, parts))])
-        for panel in panels_of(found, wanted, choice):
+        curve = "-".join(["curve", *map(make_slug, filter(None, parts))])
+        for panel in build_panels(found, wanted, choice):
             refused |= {f"run {name}": why for name, why in panel.refused.items()}
-            for own in panel.shown["series"]:
+            for own in panel.data["series"]:
                 if "curve" in options.kinds and "refused" in own:
-                    refused[f"{titled(panel)}-{curve}, {own['label']}"] = own["refused"]
+                    refused[f"{name_figure(panel)}-{curve}, {own['label']}"] = own["refused"]
             for kind in options.kinds:
                 pixels = 72 * (options.width or INCHES[kind]) / POINTS
-                drawing = drawn(kind, panel.shown, options.against, pixels)
+                drawing = make_drawing(kind, panel.data, options.against, pixels)
                 if drawing:
-                    name = f"{titled(panel)}-{curve if kind == 'curve' else kind}"
-                    yield Figure(name, panel.shown, drawing, pixels)
+                    name = f"{name_figure(panel)}-{curve if kind == 'curve' else kind}"
+                    yield Figure(name, panel.data, drawing, pixels)
 
 
-def drawn(kind: str, panel: Mapping[str, Any], against: str, pixels: float) -> Drawing | None:
+def make_drawing(kind: str, panel: Mapping[str, Any], against: str, pixels: float) -> Drawing | None:
     if kind == "curve":
-        return print_charts.curve(panel, against, pixels)
+        return print_charts.draw_curve(panel, against, pixels)
     if kind == "change":
-        return print_charts.grid(panel, pixels, change=True)
-    return {"tasks": print_charts.tasks, "grid": print_charts.grid, "cost": print_charts.cost}[kind](panel, pixels)
+        return print_charts.draw_grid(panel, pixels, change=True)
+    return {"tasks": print_charts.draw_tasks, "grid": print_charts.draw_grid, "cost": print_charts.draw_cost}[kind](
+        panel, pixels
+    )
 
 
-def titled(panel: Panel) -> str:
-    return "-".join([*(slug(panel.shown[name]) for name in ("model", "task", "question")), panel.key[:8]])
+def name_figure(panel: Panel) -> str:
+    return "-".join([*(make_slug(panel.data[name]) for name in ("model", "task", "question")), panel.key[:8]])
 
 
-def slug(text: str) -> str:
+def make_slug(text: str) -> str:
     """`text` for the name of a file, with a hash where something of it is lost."""
     own = re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")[:40]
     return own if own == text else f"{own}-{sha256(text.encode()).hexdigest()[:6]}".lstrip("-")
 
 
-def averages(run: Stored) -> list[str]:
+def list_averages(run: StoredRun) -> list[str]:
     """What `--average` can choose, apart from EACH."""
-    return [*dict(run.value.get("averages") or []), *([SOLVABLE] if solvable_subtasks.listed(run.value) else [])]
+    return [*dict(run.value.get("averages") or []), *([SOLVABLE] if solvable_subtasks.list_solvable(run.value) else [])]
 
 
-def inches(text: str) -> float:
+def parse_inches(text: str) -> float:
     try:
         if LEAST <= float(text) <= MOST:
             return float(text)

@@ -14,23 +14,23 @@ from typing import Any
 
 import vl_convert
 
-from kvbench.report.charts import SCORE, charts
-from kvbench.report.labels import said
-from kvbench.report.panels import TABLES, WRONG, Gathered, gather
-from kvbench.report.samples import embedded, save, write
+from kvbench.report.charts import SCORE, build_charts
+from kvbench.report.labels import describe_error
+from kvbench.report.panels import DATA_ERRORS, TABLES, PageData, gather_results
+from kvbench.report.samples import to_embedded_json, write_file, write_samples
 from kvbench.report.style import FULL
 
 HERE = Path(__file__).parent
 FOLDER = "report"  # of the samples, beside the page
 NUMBERS = (*TABLES, "series", "grids", "solvable")  # of a panel
 DIGITS = 4  # after the point
-PACKED = (*TABLES, "cells")  # a grid's too
+COMPACT_TABLES = (*TABLES, "cells")  # a grid's too
 MOST = 2_000_000  # bytes of a page
 
 
-def report(results: Path, now: datetime) -> Path:
+def write_report(results: Path, now: datetime) -> Path:
     """Write the page and its samples; the page's path. SettingError for a folder without runs."""
-    gathered = gather(results, now)
+    gathered = gather_results(results, now)
     path = results / "report.html"
     folder = results / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,15 +40,15 @@ def report(results: Path, now: datetime) -> Path:
     return path
 
 
-def write_page(gathered: Gathered, path: Path, folder: Path) -> None:
+def write_page(gathered: PageData, path: Path, folder: Path) -> None:
     """Write the page and what lies beside it, and take away what lay there for another."""
-    page = compact_json(gathered.page | {"files": answers(gathered, folder), "folder": FOLDER})
+    page = compact_json(gathered.page | {"files": write_answers(gathered, folder), "folder": FOLDER})
     wanted = {name for own in page["files"] for name in own["names"]}
-    text = html(page)
+    text = render_html(page)
     if len(text.encode()) > MOST:
         page, parts = split_data(page, folder)
-        text, wanted = html(page), wanted | parts
-    save(path, text)
+        text, wanted = render_html(page), wanted | parts
+    write_file(path, text)
     for old in (*folder.glob("samples-*.js"), *folder.glob("part-*.js")):
         if old.name not in wanted:
             old.unlink()
@@ -59,9 +59,9 @@ def split_data(page: dict[str, Any], folder: Path) -> tuple[dict[str, Any], set[
     names = set()
 
     def put(value: object) -> str:
-        text = embedded(value)
+        text = to_embedded_json(value)
         name = f"part-{sha256(text.encode()).hexdigest()[:16]}.js"
-        save(folder / name, f'kvbenchPart("{name}",{text});\n')
+        write_file(folder / name, f'kvbenchPart("{name}",{text});\n')
         names.add(name)
         return name
 
@@ -73,14 +73,14 @@ def split_data(page: dict[str, Any], folder: Path) -> tuple[dict[str, Any], set[
     return {"folder": FOLDER, "part": put(page | {"panels": panels})}, names
 
 
-def answers(gathered: Gathered, folder: Path) -> list[dict[str, Any]]:
+def write_answers(gathered: PageData, folder: Path) -> list[dict[str, Any]]:
     """What the browser of samples may load."""
     found = []
     for own in gathered.pairings:
         try:
-            names = write(folder, own)
-        except WRONG as error:
-            gathered.page["damaged"].append([own.run.hash, f"its samples cannot be shown: {said(error)}"])
+            names = write_samples(folder, own)
+        except DATA_ERRORS as error:
+            gathered.page["damaged"].append([own.run.hash, f"its samples cannot be shown: {describe_error(error)}"])
             continue
         method = own.run.value["method"]["name"]
         block = own.run.value.get("block_size")
@@ -89,10 +89,10 @@ def answers(gathered: Gathered, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def html(page: dict[str, Any]) -> str:
+def render_html(page: dict[str, Any]) -> str:
     """The whole page."""
-    library, script = scripts()
-    data = embedded(page | {"charts": charts(), "ink": FULL, "shades": SCORE})
+    library, script = load_scripts()
+    data = to_embedded_json(page | {"charts": build_charts(), "ink": FULL, "shades": SCORE})
     style = (HERE / "page.css").read_text(encoding="utf-8")
     return "\n".join(
         [
@@ -112,7 +112,7 @@ def html(page: dict[str, Any]) -> str:
 
 
 @cache
-def scripts() -> tuple[str, str]:
+def load_scripts() -> tuple[str, str]:
     """The charting library and the page's own."""
     found = vl_convert.javascript_bundle(), (HERE / "page.js").read_text(encoding="utf-8")
     for text in found:
@@ -125,7 +125,7 @@ def content_security_policy() -> str:
     """What the page may do. The library compiles expressions; files beside the page are loaded by its scripts and by
     nobody else.
     """
-    allowed = " ".join(f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in scripts())
+    allowed = " ".join(f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in load_scripts())
     return (
         f"default-src 'none'; script-src {allowed} 'strict-dynamic' 'unsafe-eval'; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
@@ -136,7 +136,7 @@ def compact_json(value: Any, name: str = "") -> Any:
     """Floats with the digits that a page can show, and tables with their names once: {"names": […], "rows": [[…]]}."""
     if isinstance(value, float):
         return round(value, DIGITS)
-    if name in PACKED:
+    if name in COMPACT_TABLES:
         names = list(value[0]) if value else []
         return {"names": names, "rows": [[compact_json(row[key]) for key in names] for row in value]}
     if isinstance(value, dict):

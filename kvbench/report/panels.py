@@ -16,22 +16,33 @@ from typing import Any
 
 from scipy.special import ndtri
 
-from kvbench.analysis.answer_metrics import failure
+from kvbench.analysis.answer_metrics import find_failure
 from kvbench.analysis.budget_curve import KEEP
-from kvbench.analysis.budget_series import CurveOptions, Swept, sweeps
-from kvbench.analysis.closing_table import table_of
-from kvbench.analysis.closing_table_format import Row
-from kvbench.analysis.curves import smallest
+from kvbench.analysis.budget_series import BudgetSeries, CurveOptions, build_all_series
+from kvbench.analysis.closing_table import build_run_table
+from kvbench.analysis.closing_table_format import TableRow
+from kvbench.analysis.curves import format_smallest_share
 from kvbench.analysis.intervals import TAIL, Values, mean
-from kvbench.analysis.paired import paired
-from kvbench.analysis.text_table import NONE
-from kvbench.report.labels import budget, changed, lines, named, said, short, size, stated, titled, told
-from kvbench.report.style import DASHES, look
+from kvbench.analysis.paired import compare_scores
+from kvbench.analysis.text_table import NOT_AVAILABLE
+from kvbench.report.labels import (
+    describe_difference,
+    describe_error,
+    describe_mean,
+    describe_protocol,
+    format_budget,
+    get_name,
+    group_series,
+    name_panel,
+    rank_budget,
+    shorten,
+)
+from kvbench.report.style import DASHES, choose_style
 from kvbench.store.audit import comparison_key
-from kvbench.store.runs import Found, Stored, baseline, check_folder, find_finished
+from kvbench.store.runs import FoundRuns, StoredRun, check_folder, find_baseline, find_finished
 from kvbench.validation import SettingError
 
-WRONG = (
+DATA_ERRORS = (
     SettingError,
     ValueError,
     KeyError,
@@ -45,26 +56,26 @@ WRONG = (
 class Pairing:
     """A run, the full cache's beside it, and what the page calls it."""
 
-    run: Stored
-    full: Stored
+    run: StoredRun
+    full: StoredRun
     panel: int
     name: str
 
 
 @dataclass(frozen=True)
-class Gathered:
+class PageData:
     """What the page takes, and the pairs whose answers stand beside it."""
 
     page: dict[str, Any]
     pairings: list[Pairing]
 
 
-def panels_of(found: Found, wanted: Collection[Stored], choice: CurveOptions) -> list["Panel"]:
+def build_panels(found: FoundRuns, wanted: Collection[StoredRun], choice: CurveOptions) -> list["Panel"]:
     """The panels of the wanted runs, with the full cache's of their protocols."""
-    groups: dict[str, list[Stored]] = {}
+    groups: dict[str, list[StoredRun]] = {}
     for run in found.runs:
         groups.setdefault(comparison_key(run.value), []).append(run)
-    names = {key: titled(own[0]) for key, own in groups.items()}
+    names = {key: name_panel(own[0]) for key, own in groups.items()}
     hashes = {run.hash for run in wanted}
     panels = []
     for key, every in sorted(groups.items(), key=lambda item: (names[item[0]], item[0])):
@@ -72,28 +83,28 @@ def panels_of(found: Found, wanted: Collection[Stored], choice: CurveOptions) ->
             continue
         beside = [groups[other][0] for other in groups if names[other] == names[key]]
         runs = [run for run in every if run.full or run.hash in hashes]
-        panels.append(Panel(len(panels), key, runs, told(every[0], beside), choice))
+        panels.append(Panel(len(panels), key, runs, describe_protocol(every[0], beside), choice))
     return panels
 
 
-def gather(results: Path, now: datetime) -> Gathered:
+def gather_results(results: Path, now: datetime) -> PageData:
     """Everything but the answers; SettingError for a folder without runs."""
     check_folder(results)
-    return shown(find_finished(results), now)
+    return gather_found(find_finished(results), now)
 
 
-def shown(found: Found, now: datetime) -> Gathered:
+def gather_found(found: FoundRuns, now: datetime) -> PageData:
     """The same of runs that were found."""
-    panels = panels_of(found, found.runs, CurveOptions())
+    panels = build_panels(found, found.runs, CurveOptions())
     first = [run.value for run in found.runs]
     left_out = found.damaged | {name: why for panel in panels for name, why in panel.refused.items()}
     left_out |= {name: f"used without its damage: {why}" for name, why in found.passed_over.items()}
-    series = [(panel.shown, own) for panel in panels for own in panel.shown["series"]]
+    series = [(panel.data, own) for panel in panels for own in panel.data["series"]]
     page = {
         "made": now.strftime("%Y-%m-%d %H:%M UTC"),
         "keep": KEEP,
-        "panels": [panel.shown for panel in panels],
-        "methods": {own["method"]: look(own["method"]) for _, own in series},
+        "panels": [panel.data for panel in panels],
+        "methods": {own["method"]: choose_style(own["method"]) for _, own in series},
         "blocks": list({own["block"]: None for _, own in series}),
         "refused": [
             f"{panel['task']} · question {panel['question']}, {own['label']}: no curve: {own['refused']}"
@@ -102,17 +113,21 @@ def shown(found: Found, now: datetime) -> Gathered:
         ],
         "runs": [own for panel in panels for own in panel.listed],
         "unfinished": len(found.unfinished),
-        "damaged": [[short(name), short(reason, 300)] for name, reason in sorted(left_out.items())],
-        "models": sorted({f"{named(value, 'model')} {short(value['model'].get('identity') or '')}" for value in first}),
-        "machines": sorted({hardware for run in found.runs for hardware, _ in machines(run)}),
+        "damaged": [[shorten(name), shorten(reason, 300)] for name, reason in sorted(left_out.items())],
+        "models": sorted(
+            {f"{get_name(value, 'model')} {shorten(value['model'].get('identity') or '')}" for value in first}
+        ),
+        "machines": sorted({hardware for run in found.runs for hardware, _ in read_machines(run)}),
     }
-    return Gathered(page, [own for panel in panels for own in panel.pairings])
+    return PageData(page, [own for panel in panels for own in panel.pairings])
 
 
 class Panel:
-    """The runs of one protocol: `shown` is what is drawn, tables of rows with names, of kvbench.report.charts."""
+    """The runs of one protocol: `data` is what is drawn, tables of rows with names, of kvbench.report.charts."""
 
-    def __init__(self, index: int, key: str, runs: Sequence[Stored], also: Sequence[str], choice: CurveOptions) -> None:
+    def __init__(
+        self, index: int, key: str, runs: Sequence[StoredRun], also: Sequence[str], choice: CurveOptions
+    ) -> None:
         self.index, self.key, self.runs, self.choice = index, key, runs, choice
         self.pairings: list[Pairing] = []
         self.refused: dict[str, str] = {}
@@ -121,17 +136,17 @@ class Panel:
         self.tables: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
         self.solvable: dict[str, Any] = {"average": None, "points": [], "full": []}  # of what the model can do
         self.grids: list[dict[str, Any]] = []
-        series = self._series()
+        series = self._build_series()
         candidates = [*self.tables["costs"], *self.tables["free"]]
         for name in ("held", "ttft", "tpot"):
             for row in candidates:
-                row[f"front_{name}"] = on_front(row, candidates, name)
+                row[f"front_{name}"] = is_on_front(row, candidates, name)
                 if row[f"front_{name}"]:
                     self.tables["front"].append({"cost": name, "at": row[name], "diff": row["diff"]})
-        self.shown = {
-            "model": named(runs[0].value, "model"),
-            "task": named(runs[0].value, "task"),
-            "question": short(str(runs[0].value["question"])),
+        self.data = {
+            "model": get_name(runs[0].value, "model"),
+            "task": get_name(runs[0].value, "task"),
+            "question": shorten(str(runs[0].value["question"])),
             "also": list(also),
             "series": series,
             **self.tables,
@@ -140,33 +155,33 @@ class Panel:
             "notes": list(dict.fromkeys(self.notes)),
         }
 
-    def _series(self) -> list[dict[str, Any]]:
+    def _build_series(self) -> list[dict[str, Any]]:
         series: list[dict[str, Any]] = []
         for own in self.runs:
             if own.full:
-                self._list(own, "full cache")
-                self._grid(own, own, None, "full cache")
-        for label, dash, runs in lines(self.runs):
+                self._add_listed(own, "full cache")
+                self._add_grid(own, own, None, "full cache")
+        for label, dash, runs in group_series(self.runs):
             place = len(series)
-            ordered = [own for own in sorted(runs, key=size) if self._run(own, place, label)]
+            ordered = [own for own in sorted(runs, key=rank_budget) if self._add_run(own, place, label)]
             if ordered:
-                method = named(runs[0].value, "method")
+                method = get_name(runs[0].value, "method")
                 shown = {"s": place, "label": label, "method": method, "dash": DASHES[dash % len(DASHES)]}
-                shown |= look(method) | {"block": runs[0].value.get("block_size")}
-                series.append(shown | self._swept(ordered, place))
+                shown |= choose_style(method) | {"block": runs[0].value.get("block_size")}
+                series.append(shown | self._add_curve(ordered, place))
         return series
 
-    def _run(self, run: Stored, series: int, label: str) -> bool:
+    def _add_run(self, run: StoredRun, series: int, label: str) -> bool:
         """Take in one run; False, and named, where it cannot be compared."""
-        name = f"{label} · {budget(run)}"
-        self._list(run, label)
+        name = f"{label} · {format_budget(run)}"
+        self._add_listed(run, label)
         try:
-            full = baseline(run, self.runs)
-            table = table_of(run.value, full.records, run.records)
-            self._table(table.rows, run, series, name)
-            self._grid(run, full, series, name)
-        except WRONG as error:
-            self.refused[f"{run.hash} ({name})"] = said(error)
+            full = find_baseline(run, self.runs)
+            table = build_run_table(run.value, full.records, run.records)
+            self._add_table(table.rows, run, series, name)
+            self._add_grid(run, full, series, name)
+        except DATA_ERRORS as error:
+            self.refused[f"{run.hash} ({name})"] = describe_error(error)
             return False
         notes = table.notes[1:]  # the first says the model
         self.notes += [note for note in notes if not note[0].isdigit()]
@@ -174,81 +189,83 @@ class Panel:
         self.pairings.append(Pairing(run, full, self.index, name))
         return True
 
-    def _table(self, rows: Sequence[Row], run: Stored, series: int, name: str) -> None:
+    def _add_table(self, rows: Sequence[TableRow], run: StoredRun, series: int, name: str) -> None:
         averages = [row for row in rows if row.kind == "average"][:1]
         means = averages + [row for row in rows if row.kind == "solvable"]
         order = means + [row for row in rows if row.kind == "subtask"]
         cells, tasks = [], [own["task"] for own in self.tables["tasks"]]
         for row in order if len(order) > 2 else order[1:]:
             if row.interval:
-                task = short(f"Ø {row.subtask}" if row in means else row.subtask)
+                task = shorten(f"Ø {row.subtask}" if row in means else row.subtask)
                 tasks += [] if task in tasks else [task]
                 at = {"order": len(self.tables["rows"]), "column": tasks.index(task)}
-                cells.append(at | changed(row.interval))
+                cells.append(at | describe_difference(row.interval))
         costs, full = [], []
         for row in averages:
             if row.interval:
-                held = fmean(one["resident_bytes"] for one in run.records.values() if failure(one) is None)
+                held = fmean(one["resident_bytes"] for one in run.records.values() if find_failure(one) is None)
                 own = {"s": series, "row": name, "held": row.held, "megabytes": held / 1e6}
-                costs.append(own | timed(row, "") | changed(row.interval))
-                full = [{"held": 1.0, "diff": 0.0} | timed(row, "_full")]
+                costs.append(own | describe_times(row, "") | describe_difference(row.interval))
+                full = [{"held": 1.0, "diff": 0.0} | describe_times(row, "_full")]
         self.tables["rows"].append({"s": series, "order": len(self.tables["rows"]), "row": name})
         self.tables["tasks"] = [{"column": column, "task": task} for column, task in enumerate(tasks)]
         self.tables["cells"] += cells
         self.tables["costs"] += costs
         self.tables["free"] = full or self.tables["free"]
 
-    def _swept(self, runs: Sequence[Stored], series: int) -> dict[str, Any]:
+    def _add_curve(self, runs: Sequence[StoredRun], series: int) -> dict[str, Any]:
         """Take in the points of a curve; the smallest budget, or why there are none."""
         try:
-            swept, *solvable = sweeps(runs, self.runs, self.choice)
-        except WRONG as error:
-            return {"refused": said(error)}
-        self._points(swept, runs, series, self.tables)
+            swept, *solvable = build_all_series(runs, self.runs, self.choice)
+        except DATA_ERRORS as error:
+            return {"refused": describe_error(error)}
+        self._add_points(swept, runs, series, self.tables)
         for own in solvable:
-            self.solvable["average"] = short(own.average)
-            self._points(own, runs, series, self.solvable)
-        shown = {"average": short(swept.average), "left_out": swept.left_out, "samples": len(swept.uids)}
-        return shown | {"smallest": least_budget(swept)}
+            self.solvable["average"] = shorten(own.average)
+            self._add_points(own, runs, series, self.solvable)
+        shown = {"average": shorten(swept.average), "left_out": swept.left_out, "samples": len(swept.uids)}
+        return shown | {"smallest": find_least_budget(swept)}
 
-    def _points(self, swept: Swept, runs: Sequence[Stored], series: int, tables: Mapping[str, list]) -> None:
-        named_budget = {str(run.value["budget"]): budget(run) for run in runs}
+    def _add_points(
+        self, swept: BudgetSeries, runs: Sequence[StoredRun], series: int, tables: Mapping[str, list]
+    ) -> None:
+        named_budget = {str(run.value["budget"]): format_budget(run) for run in runs}
         *points, full = swept.points
         for point in points:
             own = {"s": series, "budget": named_budget[point.budget], "share": point.share}
-            tables["points"].append(own | changed(point.interval) | stated(point.score))
-        tables["full"].append({"s": series} | stated(full.score))
+            tables["points"].append(own | describe_difference(point.interval) | describe_mean(point.score))
+        tables["full"].append({"s": series} | describe_mean(full.score))
 
-    def _list(self, run: Stored, label: str) -> None:
+    def _add_listed(self, run: StoredRun, label: str) -> None:
         path = run.folder.path
         self.listed.append(
             {
                 "panel": self.index,
                 "hash": run.hash,
                 "series": label,
-                "method": named(run.value, "method"),
-                "budget": "" if run.full else budget(run),
+                "method": get_name(run.value, "method"),
+                "budget": "" if run.full else format_budget(run),
                 "samples": len(run.records),
-                "sources": short(str(run.value.get("sources") or "")),
-                "code": ", ".join(sorted({code for _, code in machines(run) if code})),
+                "sources": shorten(str(run.value.get("sources") or "")),
+                "code": ", ".join(sorted({code for _, code in read_machines(run) if code})),
                 "date": datetime.fromtimestamp((path / "done").stat().st_mtime, UTC).strftime("%Y-%m-%d"),
             }
         )
 
-    def _grid(self, run: Stored, full: Stored, series: int | None, name: str) -> None:
+    def _add_grid(self, run: StoredRun, full: StoredRun, series: int | None, name: str) -> None:
         """Score and difference by length and depth, where records have them."""
         cells: dict[tuple, list[dict]] = {}
         try:
             for record in run.records.values():
                 meta = record["meta"]
-                if {"length", "depth"} <= meta.keys() and failure(record) is None:
+                if {"length", "depth"} <= meta.keys() and find_failure(record) is None:
                     cells.setdefault((float(meta["length"]), meta["depth"]), []).append(record)
             shown = []
             for (length, depth), records in sorted(cells.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
-                own = mean([Values([record["score"] for record in records], groups_of(records))])
-                cell = {"length": length, "depth": "drawn" if depth is None else depth} | stated(own)
-                shown.append(cell | differed(full.records, records))
-        except WRONG:
+                own = mean([Values([record["score"] for record in records], list_groups(records))])
+                cell = {"length": length, "depth": "drawn" if depth is None else depth} | describe_mean(own)
+                shown.append(cell | compare_records(full.records, records))
+        except DATA_ERRORS:
             return
         if shown:
             self.grids.append({"s": series, "row": name, "cells": shown})
@@ -257,7 +274,7 @@ class Panel:
 TABLES = ("points", "full", "tasks", "rows", "cells", "costs", "free", "front")
 
 
-def on_front(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+def is_on_front(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], name: str) -> bool:
     """Whether no other row, the full cache among them, costs as little and loses as little, one of them truly less."""
     own = (row[name], -row["diff"])
     if own[0] is None:
@@ -266,7 +283,7 @@ def on_front(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], name: st
     return not any(other[0] <= own[0] and other[1] <= own[1] and other != own for other in others)
 
 
-def machines(run: Stored) -> list[tuple[str, str]]:
+def read_machines(run: StoredRun) -> list[tuple[str, str]]:
     """What ran it: (hardware and versions, revision of the code, "" of an older record), of each machine that did."""
     found = []
     for path in sorted(run.folder.path.glob("machine*.json")):
@@ -277,23 +294,23 @@ def machines(run: Stored) -> list[tuple[str, str]]:
             parts += [f"{key} {own['versions'][key]}" for key in ("torch", "transformers") if key in own["versions"]]
             kind, _, code = str(own.get("code", "")).partition(" ")
             code = f"{kind} {code[:10]}{' dirty' * code.endswith(' dirty')}" if kind else ""
-            found.append((short(", ".join(parts).replace(" 1 threads", " 1 thread")), short(code)))
-        except (OSError, *WRONG):
+            found.append((shorten(", ".join(parts).replace(" 1 threads", " 1 thread")), shorten(code)))
+        except (OSError, *DATA_ERRORS):
             found.append((f"{path.name} of {run.hash} cannot be read", ""))
     return found
 
 
-def least_budget(swept: Swept) -> dict[str, Any]:
+def find_least_budget(swept: BudgetSeries) -> dict[str, Any]:
     """What the leaderboard says; `order`: its place, smallest first; +inf: not kept."""
-    low, high = swept.measured
+    low, high = swept.measured_range
     shares, scores, full = swept.curve.points
     most = float(scores[shares.argmax()])
     shown = {"measured": [low, high], "most": most / full if full else None}
     try:
         own = swept.curve.smallest(KEEP)
     except ValueError as error:
-        return shown | {"text": NONE, "interval": "", "order": None, "why": said(error)}
-    said_so = smallest(own, low, high).replace("<=", "≤").replace("%", "\u202f%")
+        return shown | {"text": NOT_AVAILABLE, "interval": "", "order": None, "why": describe_error(error)}
+    said_so = format_smallest_share(own, low, high).replace("<=", "≤").replace("%", "\u202f%")
     text, _, rest = said_so.partition(" [")
     ends = [] if own.low is None else rest.partition("]")[0].split(", ")
     interval = " to ".join(dict.fromkeys(ends))
@@ -302,7 +319,7 @@ def least_budget(swept: Swept) -> dict[str, Any]:
     return shown | {"text": text, "interval": interval, "order": order if order < 2 else None, "ends": ends}
 
 
-def timed(row: Row, side: str) -> dict[str, float | None]:
+def describe_times(row: TableRow, side: str) -> dict[str, float | None]:
     """Both times of a row in ms, with their 95 % intervals: of the method, or with side "_full" of the full cache."""
     found = {}
     for name in ("ttft", "tpot"):
@@ -313,15 +330,15 @@ def timed(row: Row, side: str) -> dict[str, float | None]:
     return found
 
 
-def differed(full: Mapping[str, dict], records: Sequence[dict]) -> dict[str, Any]:
+def compare_records(full: Mapping[str, dict], records: Sequence[dict]) -> dict[str, Any]:
     """The difference of those records that the full cache has a score for too; None where none has."""
-    both = [own for own in records if own["uid"] in full and failure(full[own["uid"]]) is None]
+    both = [own for own in records if own["uid"] in full and find_failure(full[own["uid"]]) is None]
     if not both:
         return dict.fromkeys(("diff", "diff_low", "diff_high"))
     scores = [[own["score"] for own in side] for side in ([full[own["uid"]] for own in both], both)]
-    own = paired(*scores, groups_of(both))
+    own = compare_scores(*scores, list_groups(both))
     return {"diff": own.difference, "diff_low": own.low, "diff_high": own.high}
 
 
-def groups_of(records: Sequence[dict]) -> list[str]:
+def list_groups(records: Sequence[dict]) -> list[str]:
     return [record["group"] or record["uid"] for record in records]

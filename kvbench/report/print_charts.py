@@ -14,7 +14,7 @@ from typing import Any
 import altair as alt
 import vl_convert
 
-from kvbench.analysis.closing_table import EMBEDDED, MINIATURE
+from kvbench.analysis.closing_table import EMBEDDED_NOTE, MINIATURE_NOTE
 from kvbench.report import charts
 from kvbench.report.style import FULL
 
@@ -46,7 +46,7 @@ class Drawing:
     about: Sequence[str] = ()  # for the title
 
 
-def curve(panel: Mapping[str, Any], against: str, total: float) -> Drawing | None:
+def draw_curve(panel: Mapping[str, Any], against: str, total: float) -> Drawing | None:
     series = [own for own in panel["series"] if "smallest" in own]
     if not series:
         return None
@@ -54,23 +54,23 @@ def curve(panel: Mapping[str, Any], against: str, total: float) -> Drawing | Non
     rows = [{"method": names[own["s"]], **own} for own in panel["points"]]
     rows += [{"method": f"full cache, beside {names[own['s']]}", **own} for own in panel["full"]]
     samples, left = ({own[name] for own in series} for name in ("samples", "left_out"))
-    more = f" ({between(left)} not answered everywhere)" if any(left) else ""
-    about = [series[0]["average"], f"{between(samples)} samples{more}"]
+    more = f" ({format_range(left)} not answered everywhere)" if any(left) else ""
+    about = [series[0]["average"], f"{format_range(samples)} samples{more}"]
     share = charts.BYTES if against == "bytes" else charts.ROWS
 
     def chart(width: float) -> alt.LayerChart:
-        return charts.curve(share).properties(width=width, height=200)
+        return charts.chart_curve(share).properties(width=width, height=200)
 
     full = {"label": "full cache", "colour": FULL, "shape": "", "dash": charts.FULL_DASH}
     return Drawing(rows, panel, chart, 1, (80, total), [*series, full], about)
 
 
-def between(counts: Collection[int]) -> str:
+def format_range(counts: Collection[int]) -> str:
     """What several have: one number, or the least and the most."""
     return " to ".join(map(str, sorted({min(counts), max(counts)})))
 
 
-def tasks(panel: Mapping[str, Any], total: float) -> Drawing | None:
+def draw_tasks(panel: Mapping[str, Any], total: float) -> Drawing | None:
     if not panel["cells"]:
         return None
     runs = {own["order"]: own["row"] for own in panel["rows"]}
@@ -79,12 +79,12 @@ def tasks(panel: Mapping[str, Any], total: float) -> Drawing | None:
     height = 24 * len(runs)
 
     def chart(width: float) -> alt.LayerChart:
-        return charts.tasks(legend(height)).properties(width=width, height=height)
+        return charts.chart_tasks(make_legend(height)).properties(width=width, height=height)
 
     return Drawing(rows, panel, chart, 1, (30 * len(names), 72 * len(names)))
 
 
-def grid(panel: Mapping[str, Any], total: float, change: bool = False) -> Drawing | None:
+def draw_grid(panel: Mapping[str, Any], total: float, change: bool = False) -> Drawing | None:
     cells, seen = [], []
     for own in panel["grids"]:
         if change and own["s"] is None:
@@ -105,14 +105,14 @@ def grid(panel: Mapping[str, Any], total: float, change: bool = False) -> Drawin
     height = max(60, min(200, 20 * depths))
 
     def chart(width: float) -> alt.FacetChart:
-        own = charts.grid(legend(height), change).properties(width=width, height=height)
+        own = charts.chart_grid(make_legend(height), change).properties(width=width, height=height)
         header = alt.Header(title=None, labelLimit=width)
         return own.facet(alt.Facet("run:N", sort=runs, header=header), columns=beside, spacing=12)
 
     return Drawing(cells, {"cells": cells}, chart, beside, (least, max(least, 220)))
 
 
-def cost(panel: Mapping[str, Any], total: float) -> Drawing | None:
+def draw_cost(panel: Mapping[str, Any], total: float) -> Drawing | None:
     known = [name for name in charts.COSTS if any(own[name] is not None for own in panel["costs"])]
     if not known:
         return None
@@ -121,7 +121,7 @@ def cost(panel: Mapping[str, Any], total: float) -> Drawing | None:
     beside = max(1, min(len(known), int(total // 200)))
 
     def chart(width: float) -> alt.ConcatChart:
-        own = [charts.cost(name).properties(width=width, height=190) for name in known]
+        own = [charts.chart_cost(name).properties(width=width, height=190) for name in known]
         return alt.concat(*own, columns=beside, spacing=18)
 
     full = {"label": "full cache", "colour": FULL, "shape": "diamond", "dash": None}
@@ -129,12 +129,12 @@ def cost(panel: Mapping[str, Any], total: float) -> Drawing | None:
     return Drawing(rows, panel, chart, beside, (80, 320), [*(own for own in panel["series"] if own["s"] in used), full])
 
 
-def legend(height: float) -> alt.Legend:
+def make_legend(height: float) -> alt.Legend:
     """Of colours, beside plots of this height."""
     return alt.Legend(orient="right", gradientLength=min(height, 150), titleLimit=90)
 
 
-def key(entries: Sequence[Mapping[str, Any]], width: float) -> alt.LayerChart:
+def make_key(entries: Sequence[Mapping[str, Any]], width: float) -> alt.LayerChart:
     """Lines, marks and names in as many columns as have room."""
     column = min(width, 42 + LETTER * max(len(own["label"]) for own in entries))
     columns = max(1, int(width // column))
@@ -159,46 +159,46 @@ def key(entries: Sequence[Mapping[str, Any]], width: float) -> alt.LayerChart:
     ).properties(width=width, height=places[-1][1] + 8)
 
 
-def titled(panel: Mapping[str, Any], about: Sequence[str], total: float) -> alt.TitleParams:
+def make_title(panel: Mapping[str, Any], about: Sequence[str], total: float) -> alt.TitleParams:
     """Model, task, question; below, what tells the protocol from others."""
     first = f"{panel['model']} · {panel['task']} · question {panel['question']}"
     below = " · ".join([*panel["also"], *about])
-    notes = [note for note in panel["notes"] if note in (EMBEDDED, MINIATURE)]
+    notes = [note for note in panel["notes"] if note in (EMBEDDED_NOTE, MINIATURE_NOTE)]
     lines = [line for text in (below, *notes) for line in wrap(text, int(total / LETTER))]
     return alt.TitleParams(wrap(first, int(total / LETTER / 1.15)), subtitle=lines, limit=total)
 
 
-def specification(drawing: Drawing, panel: Mapping[str, Any], plot: float, total: float) -> dict[str, Any]:
+def make_figure_specification(drawing: Drawing, panel: Mapping[str, Any], plot: float, total: float) -> dict[str, Any]:
     """All of a figure, its numbers too."""
     chart = drawing.chart(plot)
-    parts = [chart, key(drawing.key, plot * drawing.plots)] if drawing.key else [chart]
-    figure = alt.vconcat(*parts, spacing=14, title=titled(panel, drawing.about, total)).configure(**CONFIG)
+    parts = [chart, make_key(drawing.key, plot * drawing.plots)] if drawing.key else [chart]
+    figure = alt.vconcat(*parts, spacing=14, title=make_title(panel, drawing.about, total)).configure(**CONFIG)
     spec = figure.resolve_scale(color="independent", shape="independent", strokeDash="independent").to_dict()
-    tables = {name: drawing.tables[name] for name in sorted(named(spec) & drawing.tables.keys())}
+    tables = {name: drawing.tables[name] for name in sorted(find_data_sets(spec) & drawing.tables.keys())}
     return spec | {"datasets": spec.get("datasets", {}) | tables}
 
 
-def named(spec: Any) -> set[str]:
+def find_data_sets(spec: Any) -> set[str]:
     """The data sets that a specification asks for."""
     if isinstance(spec, dict):
         own = {spec["data"]["name"]} if set(spec.get("data") or ()) == {"name"} else set()
-        return own.union(*map(named, spec.values()))
-    return set().union(*map(named, spec)) if isinstance(spec, list) else set()
+        return own.union(*map(find_data_sets, spec.values()))
+    return set().union(*map(find_data_sets, spec)) if isinstance(spec, list) else set()
 
 
-def svg(drawing: Drawing, panel: Mapping[str, Any], total: float) -> tuple[str, float, float]:
+def render_svg(drawing: Drawing, panel: Mapping[str, Any], total: float) -> tuple[str, float, float]:
     """(text, width, height in points), at most `total` pixels wide or as narrow as its plots can be."""
     least, most = drawing.reach
     plot = min(most, total / drawing.plots)
     while True:
-        text = vl_convert.vegalite_to_svg(specification(drawing, panel, plot, total))
+        text = vl_convert.vegalite_to_svg(make_figure_specification(drawing, panel, plot, total))
         width, height = (float(size) for size in SIZE.search(text).groups())
         if width <= total + 0.5 or plot <= least:
-            return numbered(text), width * POINTS, height * POINTS
+            return renumber_names(text), width * POINTS, height * POINTS
         plot = max(least, plot - max(1, (width - total) / drawing.plots))
 
 
-def numbered(text: str) -> str:
+def renumber_names(text: str) -> str:
     """With names counted from 0 again: the converter counts on from figure to figure."""
     names = {own: f"{index}" for index, own in enumerate(dict.fromkeys(own[2] for own in NAME.finditer(text)))}
     return NAME.sub(lambda own: own[1] + names[own[2]], text)

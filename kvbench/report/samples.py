@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvbench.analysis.paired import pair
+from kvbench.analysis.paired import pair_records
 from kvbench.atomic import replace_file
-from kvbench.report.labels import short
+from kvbench.report.labels import shorten
 from kvbench.report.panels import Pairing
-from kvbench.store.run_folder import finite
+from kvbench.store.run_folder import to_json_value
 from kvbench.validation import escape
 
 LONGEST = 20_000  # characters of an answer that are shown
@@ -24,7 +24,7 @@ PART = 400_000
 SURVIVED = re.compile("([0-5][0-9a-f]|6[0-4]){1,64}")  # percentages, as kvbench.runs.survival writes them
 
 
-def visible(text: object, longest: int = LONGEST) -> str:
+def escape_invisible(text: object, longest: int = LONGEST) -> str:
     """`text` with control, format and surrogate characters written out, but for line ends and tabs; cut if huge."""
     text = text if isinstance(text, str) else "" if text is None else json.dumps(text)
     more = len(text) - longest
@@ -34,11 +34,11 @@ def visible(text: object, longest: int = LONGEST) -> str:
     return f"{shown}\n… {more} more characters in the record" if more > 0 else shown
 
 
-def side(record: dict) -> list:
-    return [visible(record.get("output")), record["score"], record["error"] and short(str(record["error"]))]
+def format_side(record: dict) -> list:
+    return [escape_invisible(record.get("output")), record["score"], record["error"] and shorten(str(record["error"]))]
 
 
-def strip(record: dict) -> list | None:
+def format_strip(record: dict) -> list | None:
     """[percentages of the bins, tokens read, bins where a target stands]"""
     found, tokens, places = (record.get(name) for name in ("survived", "rows_seen", "evidence"))
     if not (isinstance(found, str) and SURVIVED.fullmatch(found) and isinstance(tokens, int)):
@@ -50,34 +50,34 @@ def strip(record: dict) -> list | None:
     ]
 
 
-def entries(pairing: Pairing) -> Iterator[list]:
+def list_entries(pairing: Pairing) -> Iterator[list]:
     """The samples of a run, those that lost most first."""
 
     def order(both: tuple[dict, dict]) -> tuple:
         scores = [record["score"] for record in both]
         return 0.0 if None in scores else scores[1] - scores[0], both[1].get("index") or 0, both[1]["uid"]
 
-    for full, method in sorted(pair(pairing.full.records, pairing.run.records), key=order):
+    for full, method in sorted(pair_records(pairing.full.records, pairing.run.records), key=order):
         targets = method.get("target")
         targets = targets if isinstance(targets, list) else [targets]
-        shown = [visible(target, 2000) for target in targets[:20]]
-        asked = None if method.get("asked") is None else visible(method["asked"], QUESTION)
-        names = [short(method["uid"]), short(str(method["subtask"]))]
-        yield [*names, shown, side(full), side(method), asked, strip(method)]
+        shown = [escape_invisible(target, 2000) for target in targets[:20]]
+        asked = None if method.get("asked") is None else escape_invisible(method["asked"], QUESTION)
+        names = [shorten(method["uid"]), shorten(str(method["subtask"]))]
+        yield [*names, shown, format_side(full), format_side(method), asked, format_strip(method)]
 
 
-def write(folder: Path, pairing: Pairing) -> list[str]:
+def write_samples(folder: Path, pairing: Pairing) -> list[str]:
     """Write a run's files into `folder`; their names."""
     names, part, held = [], [], 0
 
     def close() -> None:
         name = f"samples-{pairing.run.hash}-{len(names)}.js"
-        save(folder / name, f'kvbenchSamples("{pairing.run.hash}",{len(names)},[{",".join(part)}]);\n')
+        write_file(folder / name, f'kvbenchSamples("{pairing.run.hash}",{len(names)},[{",".join(part)}]);\n')
         names.append(name)
         part.clear()
 
-    for entry in entries(pairing):
-        text = embedded(entry)
+    for entry in list_entries(pairing):
+        text = to_embedded_json(entry)
         if part and held + len(text) > PART:
             close()
             held = 0
@@ -88,13 +88,13 @@ def write(folder: Path, pairing: Pairing) -> list[str]:
     return names
 
 
-def save(path: Path, text: str) -> None:
+def write_file(path: Path, text: str) -> None:
     """Write a file, whole or not at all."""
     with replace_file(path) as draft:
         draft.write_text(text, encoding="utf-8")
 
 
-def embedded(value: Any) -> str:
+def to_embedded_json(value: Any) -> str:
     """ASCII JSON that no HTML parser and no script takes for anything else."""
-    text = json.dumps(finite(value), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(to_json_value(value), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

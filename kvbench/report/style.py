@@ -18,7 +18,7 @@ ORDER = (
 )  # only ever append
 
 
-def look(method: str) -> dict[str, str]:
+def choose_style(method: str) -> dict[str, str]:
     """{"colour": …, "shape": …}"""
     if method == "full":  # with a codec: the full cache as it is has no curve
         return {"colour": FULL, "shape": "diamond"}

@@ -87,7 +87,7 @@ def check_workers(workers: object) -> None:
 
 def check_model(config: DictConfig) -> None:
     """Raise a SettingError unless conf/model/<name>.yaml and its overrides point at a model."""
-    solvable_subtasks.check(config)
+    solvable_subtasks.check_card(config)
     own = config.name in (*EMBEDDED_MODELS, *FETCHED_MODELS)
     if config.device_map is not None and (own or config.name == "random"):
         raise SettingError(f"model.device_map={config.device_map}: model={config.name} fits one GPU; null")

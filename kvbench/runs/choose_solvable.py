@@ -44,7 +44,7 @@ def configs(options: Namespace) -> list[DictConfig]:
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
         try:
             task = catalogue.compose_overrides([*options.settings, *own]).task
-            solvable_subtasks.subtasks_of("task", task.name)
+            solvable_subtasks.list_listable("task", task.name)
             if lacking := [name for name in ("seed", "samples", "length") if name not in task]:
                 raise SettingError(
                     f"task={task.name}: has no task.{lacking[0]}, so no list can be made with other samples"
@@ -90,13 +90,13 @@ def lines(run: Any, command: str, found: Mapping[int, Mapping[str, Sequence[floa
         said = ", ".join(f"{name} {sum(own) / len(own):.1f}" for name, own in scores.items())
         yield from wrapped(f"{length}: {said}", "# ", "#   ")
     where = "kvbench/analysis/solvable_subtasks.py"
-    yield f"# Listed: {solvable_subtasks.LEAST:g} or more. The samples have a seed of their own; see {where}."
+    yield f"# Listed: {solvable_subtasks.LEAST_SCORE:g} or more. The samples have a seed of their own; see {where}."
     yield f"{solvable_subtasks.KEY}:"
     yield f'  weights: "{run.checkpoint.identity()}"'
     yield f"  seed: {SEED}"
     yield f"  {run.task_settings['name']}:"
     for length, scores in found.items():
-        names = [name for name, own in scores.items() if solvable_subtasks.solves(own)]
+        names = [name for name, own in scores.items() if solvable_subtasks.is_solvable(own)]
         yield from wrapped(f"{length}: [{', '.join(names)}]", "    ", "      ")
 
 

@@ -23,7 +23,7 @@ from kvbench.runs.responder import Responder, conversation
 from kvbench.runs.runner import machine
 from kvbench.runs.shared_runs import spoils_model
 from kvbench.runs.spec import UNCUT, RunSpec
-from kvbench.store.run_folder import RunFolder, finite, run_hash, value_of
+from kvbench.store.run_folder import RunFolder, read_run_value, run_hash, to_json_value
 from kvbench.store.runs import flatten
 
 COMPARED = ("output", "score", "rows_held", "rows_held_end", "survived")
@@ -82,7 +82,7 @@ def replay(results: Path, drawn: Sequence[tuple[str, str]]) -> Found:
         bar.update(len(uids))
 
     for name, uids in by_run.items():
-        value = value_of(results / "runs" / name)
+        value = read_run_value(results / "runs" / name)
         folder = RunFolder(results / "runs", value)
         try:
             plans.append(Plan(rebuild(folder, uids[0]), folder, uids))
@@ -157,7 +157,7 @@ def answer(plans: Sequence[Plan], found: Found, give_up: Callable, say: Callable
                         break
                     give_up(plan.folder.hash, [uid], error)
                     continue
-                compare(found, plan, records[uid], finite(again[uid]), say)
+                compare(found, plan, records[uid], to_json_value(again[uid]), say)
                 step()
 
 
@@ -191,7 +191,7 @@ def compare(found: Found, plan: Plan, then: Mapping[str, Any], now: Mapping[str,
 
 def differences(run: RunSpec, folder: RunFolder, then: Mapping[str, Any]) -> Iterator[str]:
     """What may make a record differ from the one that is made now."""
-    before, now = folder.machine(then["uid"]), finite(machine(run.device))
+    before, now = folder.machine(then["uid"]), to_json_value(machine(run.device))
     before, now = (flatten({name: own.get(name) for name in MACHINE}) for own in (before, now))
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):

@@ -22,7 +22,7 @@ from kvbench.runs.resources import Resources
 from kvbench.runs.responder import Responder, conversation
 from kvbench.runs.shared_runs import RunGroup
 from kvbench.runs.spec import RunSpec
-from kvbench.store.run_folder import RunFolder, claim_all, claims
+from kvbench.store.run_folder import RunFolder, claim_all, claim_samples
 from kvbench.validation import ContractError, SettingError
 
 
@@ -59,15 +59,15 @@ def execute_all(runs: Sequence[RunSpec], results: Path, bench: Resources) -> lis
     with ExitStack() as stack:
         for folder, run in open_.items():
             stack.enter_context(folder.open(about(run), len(prompts)))
-            folder.look()
+            folder.refresh()
 
         def made_so_far() -> int:
             """Records on the disk, whoever made them."""
-            return sum(folder.recorded(uid) for folder in open_ for uid in prompts)
+            return sum(folder.is_recorded(uid) for folder in open_ for uid in prompts)
 
         bar = tqdm(total=len(prompts) * len(open_), initial=made_so_far(), desc=f"{name:>10}", file=sys.stderr)
         stack.enter_context(bar)
-        for uid, free in claims(company.readers, list(prompts)):
+        for uid, free in claim_samples(company.readers, list(prompts)):
             turns = conversation(uid, prompts)
             batch = turns or [uid, *companions(uid, prompts, runs[0], free)]
             own = {folder: [uid, *filter(folder.claim, turns)] if turns else batch for folder in free}

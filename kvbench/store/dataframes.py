@@ -22,16 +22,16 @@ import pyarrow
 from pyarrow import parquet
 
 from kvbench.atomic import replace_file
-from kvbench.store.runs import NAMED, Found, RunRecords, Stored, check_folder, find_runs, flatten
+from kvbench.store.runs import NAMED_GROUPS, FoundRuns, RunRecords, StoredRun, check_folder, find_runs, flatten
 from kvbench.validation import SettingError, choose, writable
 
 CHUNK = 20_000  # records parsed at a time
-KEYS = ("model", "task", "method", "allocator", "codec", "question")  # of a record's run, beside its hash
+RUN_COLUMNS = ("model", "task", "method", "allocator", "codec", "question")  # of a record's run, beside its hash
 NESTED = ("meta", "also", "fidelity")  # their keys become columns of their own
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedRuns:
     """Runs of a results folder, and their records when they are asked for."""
 
     folder: Path
@@ -50,17 +50,17 @@ class Loaded:
         """The same as an Arrow table."""
         wanted = None if columns is None else list(dict.fromkeys(columns))
         parts = [pyarrow.table({"run": pyarrow.nulls(0), "uid": pyarrow.nulls(0)})]
-        damage = Found()
+        damage = FoundRuns()
         with gc_paused():
             for run in self.runs.index:
-                about = {"run": run, **{key: self.runs[key][run] for key in KEYS}}
+                about = {"run": run, **{key: self.runs[key][run] for key in RUN_COLUMNS}}
                 found = RunRecords(self.folder / "runs" / run)
                 lines = iter(found)
                 while chunk := list(islice(lines, CHUNK)):
                     parts.append(records_to_table(chunk, about, wanted))
                 if found.problems:
                     damage.passed_over[run] = "; ".join(found.problems)
-        damage.tell()
+        damage.print_damage()
         table = concat_tables(parts)
         if wanted is not None and (missing := [name for name in wanted if name not in table.column_names]):
             raise SettingError(f"columns={missing[0]}: choose from {', '.join(sorted(self.table().column_names))}")
@@ -79,14 +79,14 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
-def load(results: str | Path = "results", **filters: Any) -> Loaded:
+def load(results: str | Path = "results", **filters: Any) -> LoadedRuns:
     """Runs of a results folder; `filters`: a column of `runs` and its value or list of values. SettingError for a
     folder without runs and a column that no run has. Runs that are damaged or of another format are named, on stderr
     and in `damaged`, and left out.
     """
     check_folder(Path(results))
     found = find_runs(Path(results))
-    found.tell()
+    found.print_damage()
     lines = {run.hash: describe(run) for run in found.runs}
     runs = pandas.DataFrame(list(lines.values()), index=pandas.Index(lines, name="run"), dtype=object)
     for name, value in filters.items():
@@ -94,15 +94,15 @@ def load(results: str | Path = "results", **filters: Any) -> Loaded:
             choose("load", name, runs.columns)
             allowed = value if isinstance(value, list | tuple | set) else [value]
             runs = runs[[own in allowed for own in runs[name]]]
-    return Loaded(Path(results), runs.infer_objects(), found.damaged)
+    return LoadedRuns(Path(results), runs.infer_objects(), found.damaged)
 
 
-def export(results: Path, out: Path) -> list[Path]:
+def export_parquet(results: Path, out: Path) -> list[Path]:
     """`out`/runs.parquet and records.parquet, each written whole or not at all; SettingError if it cannot be."""
     writable("out", out)
     loaded = load(results)
     runs = pyarrow.Table.from_pydict(
-        {"run": list(loaded.runs.index), **{name: column(list(loaded.runs[name])) for name in loaded.runs}}
+        {"run": list(loaded.runs.index), **{name: to_array(list(loaded.runs[name])) for name in loaded.runs}}
     )
     out.mkdir(parents=True, exist_ok=True)
     written = []
@@ -113,9 +113,9 @@ def export(results: Path, out: Path) -> list[Path]:
     return written
 
 
-def describe(run: Stored) -> dict[str, Any]:
+def describe(run: StoredRun) -> dict[str, Any]:
     """What run.yaml says, flat; `finished`: whether `done` is there."""
-    own = {group: run.value[group]["name"] for group in NAMED}
+    own = {group: run.value[group]["name"] for group in NAMED_GROUPS}
     settings = {name: item for name, item in run.settings.items() if not name.endswith(".name")}
     return own | settings | {"finished": (run.folder.path / "done").is_file()}
 
@@ -126,19 +126,19 @@ def records_to_table(chunk: list[dict[str, Any]], about: Mapping[str, str], want
     one = pyarrow.array([0] * len(flat), "int32")
     columns: dict[str, Any] = {key: pyarrow.DictionaryArray.from_arrays(one, [value]) for key, value in about.items()}
     for name in dict.fromkeys(key for record in flat for key in record):
-        columns[name] = column([record.get(name) for record in flat])
+        columns[name] = to_array([record.get(name) for record in flat])
     return pyarrow.table({name: own for name, own in columns.items() if wanted is None or name in wanted})
 
 
-def column(values: list[Any]) -> pyarrow.Array:
+def to_array(values: list[Any]) -> pyarrow.Array:
     """Values as they are, or as JSON where they are of different kinds; a lone surrogate in a text is written out."""
     try:
         return pyarrow.array(values)
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, UnicodeEncodeError):
-        return as_json(values)
+        return to_json_array(values)
 
 
-def as_json(values: list[Any]) -> pyarrow.Array:
+def to_json_array(values: list[Any]) -> pyarrow.Array:
     texts = (value if value is None or isinstance(value, str) else json.dumps(value) for value in values)
     return pyarrow.array([text and text.encode("utf-8", "backslashreplace").decode() for text in texts])
 
@@ -158,7 +158,7 @@ def concat_tables(parts: list[pyarrow.Table]) -> pyarrow.Table:
     for part in parts:
         for index, name in enumerate(part.column_names):
             if name in mixed:
-                part = part.set_column(index, name, as_json(part[name].to_pylist()))
+                part = part.set_column(index, name, to_json_array(part[name].to_pylist()))
         texts.append(part)
     return pyarrow.concat_tables(texts, promote_options="permissive")
 

@@ -174,19 +174,19 @@ TITLES = {  # first field of a section -> its title
     "output": "The answer",
     "fidelity": "Fidelity",
 }
-KINDS: dict[str, Any] = {own.name: own.type for own in fields(Record)}
-NEEDED = {  # whether there is an answer -> fields that the record has
+FIELD_TYPES: dict[str, Any] = {own.name: own.type for own in fields(Record)}
+REQUIRED_FIELDS = {  # whether there is an answer -> fields that the record has
     there: frozenset(own.name for own in fields(Record) if own.metadata["held_by"] in groups)
     for there, groups in {False: (ALWAYS,), True: (ALWAYS, ANSWERED)}.items()
 }
-PLAIN = {  # field -> types of which every value fits, so that most values are not looked into
+EXACT_TYPES = {  # field -> types of which every value fits, so that most values are not looked into
     name: frozenset({dict} if kind == dict[str, Any] else get_args(kind) if isinstance(kind, UnionType) else {kind})
-    for name, kind in KINDS.items()
+    for name, kind in FIELD_TYPES.items()
 }
 SINCE = {own.name: own.metadata["since"] for own in fields(Record)}
 
 
-def version_of(record: Mapping[str, Any]) -> int:
+def read_version(record: Mapping[str, Any]) -> int:
     """Return the version of a record that was read; a record of kvbench 0.1 does not say it."""
     return record.get("version", 1)
 
@@ -197,31 +197,33 @@ def find_problems(record: Mapping[str, Any]) -> list[str]:
     Records of version 1 are not looked at: 0.1 grew fields without saying so. Unknown fields are those of a later
     version.
     """
-    if (version := version_of(record)) == 1:
+    if (version := read_version(record)) == 1:
         return []
-    if not fits(version, int):
+    if not is_of_type(version, int):
         return [f"version is {version!r}, expected int"]
     wrong = [
-        f"{name} is {shorten(value)}, expected {name_of(KINDS[name])}"
+        f"{name} is {shorten(value)}, expected {format_type(FIELD_TYPES[name])}"
         for name, value in record.items()
-        if (plain := PLAIN.get(name)) is not None and type(value) not in plain and not fits(value, KINDS[name])
+        if (plain := EXACT_TYPES.get(name)) is not None
+        and type(value) not in plain
+        and not is_of_type(value, FIELD_TYPES[name])
     ]
-    if missing := NEEDED[record.get("error") is None] - record.keys():
-        wrong += [f"{name} is missing" for name in KINDS if name in missing and SINCE[name] <= version]
+    if missing := REQUIRED_FIELDS[record.get("error") is None] - record.keys():
+        wrong += [f"{name} is missing" for name in FIELD_TYPES if name in missing and SINCE[name] <= version]
     return wrong
 
 
-def fits(value: object, kind: Any) -> bool:
+def is_of_type(value: object, kind: Any) -> bool:
     """Whether `value` is of this type; an int is also a float, a bool is neither."""
     if kind is Any:
         return True
     if isinstance(kind, UnionType):
-        return any(fits(value, own) for own in get_args(kind))
+        return any(is_of_type(value, own) for own in get_args(kind))
     if (origin := get_origin(kind)) is not None:
         if not isinstance(value, origin):
             return False
         items, inner = value.values() if isinstance(value, dict) else value, get_args(kind)[-1]
-        return set(map(type, items)) <= {inner} or all(fits(item, inner) for item in items)
+        return set(map(type, items)) <= {inner} or all(is_of_type(item, inner) for item in items)
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, int | float) if kind is float else isinstance(value, kind)
@@ -233,16 +235,16 @@ def shorten(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
-def name_of(kind: Any) -> str:
+def format_type(kind: Any) -> str:
     """Return a type as the table of fields says it."""
     if isinstance(kind, UnionType):
-        return " or ".join(map(name_of, get_args(kind)))
+        return " or ".join(map(format_type, get_args(kind)))
     if (origin := get_origin(kind)) is not None:
-        return f"{origin.__name__} of {name_of(get_args(kind)[-1])}"
+        return f"{origin.__name__} of {format_type(get_args(kind)[-1])}"
     return {Any: "any value", type(None): "null"}.get(kind) or kind.__name__
 
 
-def write_schema() -> str:
+def format_schema() -> str:
     """Return docs/records.md."""
     lines = [HEAD]
     for own in fields(Record):
@@ -250,7 +252,7 @@ def write_schema() -> str:
             lines += ["", f"## {TITLES[own.name]}", "", "| Field | Type | Unit | Meaning | In | Since |"]
             lines += ["| --- | --- | --- | --- | --- | --- |"]
         about = own.metadata
-        cells = [f"`{own.name}`", name_of(own.type), about["unit"], about["meaning"], about["held_by"]]
+        cells = [f"`{own.name}`", format_type(own.type), about["unit"], about["meaning"], about["held_by"]]
         lines.append(f"| {' | '.join([*cells, VERSIONS[about['since']]])} |")
     return "\n".join(lines) + "\n"
 

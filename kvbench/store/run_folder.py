@@ -38,10 +38,10 @@ from kvbench.atomic import replace_file
 from kvbench.validation import SettingError, writing
 
 FORMAT = 1  # of the folder and its records; a folder of another format is refused, never mixed
-OPEN = 1 << 57  # a byte of claims.lock: who looks on sees who works, between two samples too
+OPEN_BYTE = 1 << 57  # a byte of claims.lock: who looks on sees who works, between two samples too
 
 
-def plain(value: object) -> Any:
+def to_plain(value: object) -> Any:
     """`value` as dicts, lists, str, int, float, bool and None; an OmegaConf container is fine.
 
     Raises TypeError for anything else (a Path, a tensor): what it means must be said by whoever owns it.
@@ -55,18 +55,18 @@ def plain(value: object) -> Any:
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str)]:
             raise TypeError(f"a key is {wrong[0]!r}: keys are str")
-        return {key: plain(item) for key, item in value.items()}
+        return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     raise TypeError(f"{value!r} is a {type(value).__name__}: neither a number, a text, a list nor a mapping")
 
 
-def finite(value: object) -> Any:
-    """`plain(value)` with None for NaN and the infinities, which JSON cannot say."""
-    return json.loads(json.dumps(plain(value)), parse_constant=lambda name: None)
+def to_json_value(value: object) -> Any:
+    """`to_plain(value)` with None for NaN and the infinities, which JSON cannot say."""
+    return json.loads(json.dumps(to_plain(value)), parse_constant=lambda name: None)
 
 
-def old_format(found: object) -> str:
+def describe_old_format(found: object) -> str:
     """What to do with a run of another format."""
     return (
         f"format {found}, and this kvbench reads {FORMAT}: read it with the kvbench that wrote it, or move the folder "
@@ -80,7 +80,7 @@ def run_hash(value: Mapping[str, Any]) -> str:
     Keys are sorted and a float is written in its shortest exact form: the order of keys and the spelling of a number
     (0.05, 5e-2) do not matter, but 1 and 1.0 are different settings. Raises ValueError for NaN and the infinities.
     """
-    text = json.dumps(plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -88,7 +88,7 @@ class RunFolder:
     """The records of the run that `value` describes, under `root`. Nothing is written before `open`."""
 
     def __init__(self, root: Path, value: Mapping[str, Any]) -> None:
-        self.value = plain(value)
+        self.value = to_plain(value)
         self.hash = run_hash(value)
         self.path = Path(root) / self.hash
         host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())
@@ -106,7 +106,7 @@ class RunFolder:
         """
         if self._locks is not None:
             raise RuntimeError(f"{self.path} is already open in this process")
-        machine = finite(machine)
+        machine = to_json_value(machine)
         self.path.mkdir(parents=True, exist_ok=True)
         self._locks = os.open(self.path / "claims.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -115,7 +115,7 @@ class RunFolder:
                 if samples is not None:
                     self._put("samples", f"{samples}\n")
                 self._cut_torn_tails()
-            fcntl.lockf(self._locks, fcntl.LOCK_SH, 1, OPEN)
+            fcntl.lockf(self._locks, fcntl.LOCK_SH, 1, OPEN_BYTE)
             yield self
         finally:
             for descriptor in (self._own, self._locks):
@@ -129,7 +129,7 @@ class RunFolder:
 
         Should two files hold one uid (folders copied together by hand), the first file by name wins.
         """
-        self.look()
+        self.refresh()
         merged: dict[str, dict] = {}
         for name in sorted(self._lines):
             for uid, record in self._lines[name].items():
@@ -138,7 +138,7 @@ class RunFolder:
 
     def machine(self, uid: str) -> dict[str, Any]:
         """What machine.json says of the process that wrote a sample's record; {} where it cannot be read."""
-        self.look()
+        self.refresh()
         name = next((name for name in sorted(self._lines) if uid in self._lines[name]), "")
         own = self.path / name.replace("records-", "machine-").replace(".jsonl", ".json")
         try:
@@ -147,7 +147,7 @@ class RunFolder:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Take in the whole lines that other processes have written since the last look."""
         for path in self.path.glob("records*.jsonl"):
             if self._own is not None and path == self._own_path:
@@ -164,27 +164,27 @@ class RunFolder:
 
     def record(self, uid: str) -> dict[str, Any] | None:
         """The record of a sample, also one that another process has written; None if there is none so far."""
-        if not self.recorded(uid):
-            self.look()
+        if not self.is_recorded(uid):
+            self.refresh()
         return next((self._lines[name][uid] for name in sorted(self._lines) if uid in self._lines[name]), None)
 
-    def recorded(self, uid: str) -> bool:
-        """Whether the sample had a record when the files were last looked at (`look`)."""
+    def is_recorded(self, uid: str) -> bool:
+        """Whether the sample had a record when the files were last read (`refresh`)."""
         return any(uid in lines for lines in self._lines.values())
 
     def claim(self, uid: str) -> bool:
         """True if the sample is now this process's to do: it has no record and nobody else is at it."""
         if self._locks is None:
             raise RuntimeError("open the run before claiming")
-        if uid in self._claimed or self.recorded(uid):
+        if uid in self._claimed or self.is_recorded(uid):
             return False
         try:
-            fcntl.lockf(self._locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _place(uid))
+            fcntl.lockf(self._locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _lock_byte(uid))
         except (BlockingIOError, PermissionError):  # POSIX allows EAGAIN and EACCES for "taken"
             return False
         self._claimed.add(uid)
-        self.look()
-        if self.recorded(uid):  # finished by another process between the first look and the lock
+        self.refresh()
+        if self.is_recorded(uid):  # finished by another process between the first look and the lock
             self.release(uid)
             return False
         return True
@@ -193,11 +193,11 @@ class RunFolder:
         """Give a claim back; without a claim nothing happens."""
         if uid in self._claimed:
             self._claimed.remove(uid)
-            fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, _place(uid))
+            fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, _lock_byte(uid))
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write the record of a claimed sample as one line, at once on the disk, and give the claim back."""
-        record = finite(record)
+        record = to_json_value(record)
         uid = record["uid"]
         if uid not in self._claimed:
             raise RuntimeError(f"{uid}: not claimed by this process")
@@ -221,7 +221,7 @@ class RunFolder:
         if any(uid not in have for uid in expected_uids):
             return False
         with self._alone():
-            self._put("done", json.dumps(seal(have)) + "\n")
+            self._put("done", json.dumps(make_seal(have)) + "\n")
         return True
 
     @property
@@ -231,7 +231,7 @@ class RunFolder:
             done = json.loads((self.path / "done").read_text())
         except (FileNotFoundError, ValueError):
             return False
-        return done == seal(self.records())
+        return done == make_seal(self.records())
 
     @property
     def _own_path(self) -> Path:
@@ -260,7 +260,7 @@ class RunFolder:
         if not run.exists():
             self._put("run.yaml", yaml.safe_dump({"format": FORMAT, "hash": self.hash, "value": self.value}))
         elif (found := yaml.safe_load(run.read_text())["format"]) != FORMAT:
-            raise SettingError(f"results: {self.path} has {old_format(found)}")
+            raise SettingError(f"results: {self.path} has {describe_old_format(found)}")
         text = json.dumps(machine, indent=1, sort_keys=True) + "\n"
         first = self.path / "machine.json"
         if not first.exists():
@@ -281,7 +281,7 @@ class RunFolder:
                     file.truncate(text.rfind(b"\n") + 1)
 
 
-def claims(
+def claim_samples(
     folders: Collection[RunFolder], uids: Iterable[str], pause: float = 0.2
 ) -> Iterator[tuple[str, list[RunFolder]]]:
     """Claim one sample after another, each in all open runs that lack it, until each of `uids` has a record in all of
@@ -295,7 +295,7 @@ def claims(
     while waiting:
         worked = False
         for uid in waiting:
-            first, *others = [folder for folder in folders if not folder.recorded(uid)] or [None]
+            first, *others = [folder for folder in folders if not folder.is_recorded(uid)] or [None]
             if first is None or not first.claim(uid):
                 continue
             worked, own = True, [first, *(folder for folder in others if folder.claim(uid))]
@@ -305,8 +305,8 @@ def claims(
                 for folder in own:
                     folder.release(uid)
         for folder in folders:
-            folder.look()
-        waiting = [uid for uid in waiting if not all(folder.recorded(uid) for folder in folders)]
+            folder.refresh()
+        waiting = [uid for uid in waiting if not all(folder.is_recorded(uid) for folder in folders)]
         if waiting and not worked:
             time.sleep(pause)
 
@@ -320,7 +320,7 @@ def claim_all(folders: Collection[RunFolder], uid: str) -> bool:
     return len(own) == len(folders)
 
 
-def value_of(path: Path) -> dict[str, Any]:
+def read_run_value(path: Path) -> dict[str, Any]:
     """The value that a run's hash stands for; ValueError if run.yaml is not whole or is of another format."""
     try:
         stored = yaml.load((path / "run.yaml").read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -329,7 +329,7 @@ def value_of(path: Path) -> dict[str, Any]:
     if not isinstance(stored, dict) or not {"format", "hash", "value"} <= stored.keys():
         raise ValueError("run.yaml is not whole")
     if stored["format"] != FORMAT:
-        raise ValueError(old_format(stored["format"]))
+        raise ValueError(describe_old_format(stored["format"]))
     if not path.name == stored["hash"] == run_hash(stored["value"]):
         raise ValueError("run.yaml does not have the value that the folder's name stands for")
     return stored["value"]
@@ -346,12 +346,12 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("uid"), str) else None
 
 
-def _place(uid: str) -> int:
+def _lock_byte(uid: str) -> int:
     """The byte of claims.lock that stands for a sample: 1 to 2^56, so that chance never makes two samples one."""
     return 1 + int.from_bytes(hashlib.sha256(uid.encode(errors="surrogatepass")).digest()[:7], "big")
 
 
-def seal(records: Iterable[str]) -> dict[str, Any]:
+def make_seal(records: Iterable[str]) -> dict[str, Any]:
     """What `done` says: how many records there are, and a hash of their uids."""
     uids = sorted(records)
     return {"format": FORMAT, "records": len(uids), "uids": hashlib.sha256(json.dumps(uids).encode()).hexdigest()}

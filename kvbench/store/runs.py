@@ -6,9 +6,9 @@ All commands read a store through this module, so that damage means the same to 
     passed over    A line that holds no record, and all but the first record of a sample. The run is used as far as its
                    records go, finished or not.
 
-`find_runs` reads run.yaml alone, `find_finished` the records too. `Found` keeps what they left out or passed over, and
-`Found.tell` says it on stderr, one line a run. A torn last line without `done` is no damage: somebody writes it now, or
-was killed, and the next writer cuts it off.
+`find_runs` reads run.yaml alone, `find_finished` the records too. `FoundRuns` keeps what they left out or passed over,
+and `FoundRuns.print_damage` says it on stderr, one line a run. A torn last line without `done` is no damage: somebody
+writes it now, or was killed, and the next writer cuts it off.
 """
 
 import json
@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.store.record import find_problems
-from kvbench.store.run_folder import RunFolder, parse_record, run_hash, seal, value_of
+from kvbench.store.run_folder import RunFolder, make_seal, parse_record, read_run_value, run_hash
 from kvbench.validation import SettingError, escape
 
-NAMED = ("model", "method", "allocator", "codec", "task")  # groups: as a filter their name is meant
-CACHE = ("method", "allocator", "codec")
-OWN = (*CACHE, "budget", "budget_of", "block_size", "sources")  # what the full cache's run does not share with others
-SHOWN = 3  # lines or samples that a message names
+NAMED_GROUPS = ("model", "method", "allocator", "codec", "task")  # groups: as a filter their name is meant
+CACHE_GROUPS = ("method", "allocator", "codec")
+# what the full cache's run does not share with others
+UNSHARED_SETTINGS = (*CACHE_GROUPS, "budget", "budget_of", "block_size", "sources")
+MAX_NAMED = 3  # lines or samples that a message names
 
 
 class RunRecords:
@@ -65,8 +66,10 @@ class RunRecords:
                         if self.fields:
                             found["record"] += [f"{record['uid']}: {problem}" for problem in find_problems(record)]
                         yield record
-            self.problems += [f"{file.name}: {what} {name_some(own)}{SAID[what]}" for what, own in found.items() if own]
-        self.done = None if done is None else done == seal(seen)
+            self.problems += [
+                f"{file.name}: {what} {name_some(own)}{PROBLEM_ENDINGS[what]}" for what, own in found.items() if own
+            ]
+        self.done = None if done is None else done == make_seal(seen)
         if self.done is False:
             self.problems.append(f"done does not speak of the {len(seen)} records that are there")
 
@@ -80,17 +83,17 @@ class RunRecords:
             return type(error).__name__
 
 
-SAID = {"line": " not whole", "sample": " in another line too", "record": ""}
+PROBLEM_ENDINGS = {"line": " not whole", "sample": " in another line too", "record": ""}
 
 
 def name_some(found: Sequence[object]) -> str:
     """Name the first of `found`, and say how many more there are."""
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return f"{', '.join(map(str, found[:SHOWN]))}{more}"
+    more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    return f"{', '.join(map(str, found[:MAX_NAMED]))}{more}"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredRun:
     """A run."""
 
     hash: str
@@ -135,7 +138,7 @@ class Stored:
     @property
     def cache(self) -> str:
         """Method, allocator and codec with all their settings."""
-        return json.dumps({group: self.value[group] for group in CACHE}, sort_keys=True)
+        return json.dumps({group: self.value[group] for group in CACHE_GROUPS}, sort_keys=True)
 
 
 def flatten(value: Mapping[str, Any], nested: Collection[str] | None = None) -> dict[str, Any]:
@@ -156,23 +159,23 @@ def flatten(value: Mapping[str, Any], nested: Collection[str] | None = None) -> 
 
 
 @dataclass
-class Found:
+class FoundRuns:
     """Runs of a store. `damaged`: name of a folder -> why its run is left out; `passed_over`: hash of a run that is
     used -> what of its records is not.
     """
 
-    runs: list[Stored] = field(default_factory=list)
-    unfinished: list[Stored] = field(default_factory=list)
+    runs: list[StoredRun] = field(default_factory=list)
+    unfinished: list[StoredRun] = field(default_factory=list)
     damaged: dict[str, str] = field(default_factory=dict)
     passed_over: dict[str, str] = field(default_factory=dict)
 
-    def check(self, run: Stored) -> None:
+    def note_damage(self, run: StoredRun) -> None:
         """Read the records of a run and keep what is damaged of them."""
         if run.problems:
             own = self.damaged if run.falsely_done else self.passed_over
             own[run.hash] = "; ".join(run.problems)
 
-    def tell(self) -> None:
+    def print_damage(self) -> None:
         """Say on stderr what is damaged, one line a run."""
         lines = {name: f"is left out: {why}" for name, why in self.damaged.items()}
         lines |= {name: f"is used without its damage: {why}" for name, why in self.passed_over.items()}
@@ -191,26 +194,26 @@ def list_folders(results: Path) -> list[Path]:
     return sorted(path for path in (results / "runs").glob("*") if path.is_dir())
 
 
-def find_runs(results: Path) -> Found:
+def find_runs(results: Path) -> FoundRuns:
     """All runs whose run.yaml can be read, by hash, in `runs`; their records are read when they are asked for."""
-    found = Found()
+    found = FoundRuns()
     for path in list_folders(results):
         try:
-            value = value_of(path)
+            value = read_run_value(path)
             check_value(value)
         except ValueError as error:
             found.damaged[path.name] = str(error)
             continue
-        found.runs.append(Stored(path.name, value, RunFolder(results / "runs", value)))
+        found.runs.append(StoredRun(path.name, value, RunFolder(results / "runs", value)))
     return found
 
 
-def find_finished(results: Path) -> Found:
+def find_finished(results: Path) -> FoundRuns:
     """The finished runs and the others, by hash, with their records."""
     every = find_runs(results)
-    found = Found(damaged=every.damaged)
+    found = FoundRuns(damaged=every.damaged)
     for run in every.runs:
-        found.check(run)
+        found.note_damage(run)
         if run.finished:
             found.runs.append(run)
         elif not run.falsely_done:
@@ -221,48 +224,48 @@ def find_finished(results: Path) -> Found:
 def check_value(value: Mapping[str, Any]) -> None:
     """ValueError for what run.yaml lacks of the settings that every run has."""
     try:
-        for group in NAMED:
+        for group in NAMED_GROUPS:
             str(value[group]["name"])
         float(value["budget"]), str(value["question"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"run.yaml lacks a setting ({error})") from None
 
 
-def without_twins(runs: Iterable[Stored]) -> list[Stored]:
+def drop_twins(runs: Iterable[StoredRun]) -> list[StoredRun]:
     """The runs, by hash. Of two that differ in `fidelity` alone, and so have the same answers, the one that is finished
     and compares predictions.
     """
-    twins: dict[str, list[Stored]] = {}
+    twins: dict[str, list[StoredRun]] = {}
     for run in runs:
         plain = {name: value for name, value in run.value.items() if name != "fidelity"}
         twins.setdefault(run.hash if plain == run.value else run_hash(plain), []).append(run)
 
-    def rank(run: Stored) -> tuple[bool, bool]:
+    def rank(run: StoredRun) -> tuple[bool, bool]:
         return run.finished, "fidelity" in run.value
 
     best = [own[0] if len(own) == 1 else max(own, key=rank) for own in twins.values()]
     return sorted(best, key=lambda run: run.hash)
 
 
-def every(results: Path) -> list[Stored]:
+def load_runs(results: Path) -> list[StoredRun]:
     """The runs, finished or not, by hash, one of each twins; SettingError where none is. Damage is told on stderr."""
     found = find_finished(results)
-    found.tell()
+    found.print_damage()
     if not (runs := [*found.runs, *found.unfinished]):
         raise SettingError(f"{results / 'runs'}: no run there")
-    return without_twins(runs)
+    return drop_twins(runs)
 
 
-def read(results: Path) -> tuple[list[Stored], int]:
+def load_finished(results: Path) -> tuple[list[StoredRun], int]:
     """The finished runs, by hash, and how many are not finished; SettingError where none is."""
-    runs = every(results)
+    runs = load_runs(results)
     found = [run for run in runs if run.finished]
     if not found:
         raise SettingError(f"{results / 'runs'}: no finished run")
     return found, len(runs) - len(found)
 
 
-def asked(given: Sequence[str]) -> tuple[Path, dict[str, str]]:
+def parse_selection(given: Sequence[str]) -> tuple[Path, dict[str, str]]:
     """The folder of results and the filters of a command line, `results setting=value,value …`; SettingError."""
     folders = [own for own in given if "=" not in own]
     if len(folders) > 1:
@@ -273,25 +276,25 @@ def asked(given: Sequence[str]) -> tuple[Path, dict[str, str]]:
     return Path(folders[0] if folders else "results"), dict(filters)
 
 
-def chosen(runs: Sequence[Stored], filters: Mapping[str, str]) -> list[Stored]:
+def filter_runs(runs: Sequence[StoredRun], filters: Mapping[str, str]) -> list[StoredRun]:
     """The runs whose settings are among the values given, a value or several between commas; SettingError for a setting
     that no run has.
     """
     kept = list(runs)
     for name, text in filters.items():
-        values = [_value(own) for own in (text, *text.split(","))] + [text, *text.split(",")]
-        key = f"{name}.name" if name in NAMED else name
+        values = [_parse_value(own) for own in (text, *text.split(","))] + [text, *text.split(",")]
+        key = f"{name}.name" if name in NAMED_GROUPS else name
         known = {json.dumps(run.settings[key]) for run in runs if key in run.settings}
         if not known:
             names = sorted({own for run in runs for own in run.settings})
-            raise SettingError(f"{name}: no run has such a setting; choose one of {', '.join([*NAMED, *names])}")
+            raise SettingError(f"{name}: no run has such a setting; choose one of {', '.join([*NAMED_GROUPS, *names])}")
         kept = [run for run in kept if key in run.settings and run.settings[key] in values]
         if not kept:
             raise SettingError(f"{name}={text}: no finished run; there are {', '.join(sorted(known))}")
     return kept
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     """A number, true, false, null or a list; else the text itself."""
     try:
         return json.loads(text)
@@ -299,7 +302,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def differing(runs: Iterable[Stored], without: Sequence[str]) -> dict[str, list[str]]:
+def find_differences(runs: Iterable[StoredRun], without: Sequence[str]) -> dict[str, list[str]]:
     """Settings in which runs differ, with their values as JSON; `without`: settings or groups left out."""
     runs = list(runs)
     skipped = {*without, "fidelity"}  # which changes no answer
@@ -308,19 +311,23 @@ def differing(runs: Iterable[Stored], without: Sequence[str]) -> dict[str, list[
     return {name: sorted(values) for name, values in found.items() if len(values) > 1}
 
 
-def baseline(run: Stored, runs: Sequence[Stored], wanted: str | None = None) -> Stored:
+def find_baseline(run: StoredRun, runs: Sequence[StoredRun], wanted: str | None = None) -> StoredRun:
     """The full cache's run on the same samples; SettingError if there is none, or several that say different things.
 
     `wanted`: the hash of the one meant.
     """
-    same = [own for own in runs if own.full and own.hash == (wanted or own.hash) and not differing([own, run], OWN)]
+    same = [
+        own
+        for own in runs
+        if own.full and own.hash == (wanted or own.hash) and not find_differences([own, run], UNSHARED_SETTINGS)
+    ]
     if not same:
         raise SettingError(f"no finished run of the full cache on the same samples{f' is {wanted}' if wanted else ''}")
-    if len({json.dumps(_answers(own), sort_keys=True) for own in same}) > 1:
+    if len({json.dumps(_read_answers(own), sort_keys=True) for own in same}) > 1:
         raise SettingError(f"full-cache runs {', '.join(own.hash for own in same)} differ; choose one, --full HASH")
     return same[0]
 
 
-def _answers(run: Stored) -> dict[str, list]:
+def _read_answers(run: StoredRun) -> dict[str, list]:
     keys = ("prompt_hash", "target_hash", "score", "error")
     return {uid: [record[key] for key in keys] for uid, record in run.records.items()}

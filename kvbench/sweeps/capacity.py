@@ -21,7 +21,7 @@ from kvbench.validation import SettingError
 SIZES = ("model", "task")  # settings that decide how much a run needs
 
 
-def needed(run: Any) -> int:
+def count_needed_bytes(run: Any) -> int:
     """Bytes of weights and full cache."""
     from kvbench.models.checkpoint import parameters
     from kvbench.models.transformers_port import layout_of
@@ -32,7 +32,7 @@ def needed(run: Any) -> int:
     return size * (parameters(config) + 2 * shape.layers * shape.heads * shape.dim * (run.task.length or 0))
 
 
-def room(run: Any) -> int:
+def count_available_bytes(run: Any) -> int:
     """Bytes that there are for them."""
     if run.device == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -43,7 +43,7 @@ def room(run: Any) -> int:
     return sum(torch.cuda.get_device_properties(index).total_memory for index in range(count))
 
 
-def check(asked: SweepOverrides) -> None:
+def check_capacity(asked: SweepOverrides) -> None:
     """SettingError if a preset that a sweep is asked for has runs that the machine cannot hold.
 
     What cannot be composed is left to the sweep, which refuses it cell by cell.
@@ -62,7 +62,7 @@ def check(asked: SweepOverrides) -> None:
                 run = RunSpec.from_config(catalogue.compose_overrides([*asked.fixed, *chosen]))
             except SettingError:
                 continue
-            if (wanted := needed(run)) > (there := room(run)):
+            if (wanted := count_needed_bytes(run)) > (there := count_available_bytes(run)):
                 what = f"preset={preset}: model={run.checkpoint.name} needs {wanted / 1e9:.1f} GB"
                 has = f"this machine has {there / 1e9:.1f} GB ({run.device})"
                 raise SettingError(f"{what} for weights and full cache, {has}")

@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from kvbench.config import catalogue
-from kvbench.integrations.loggers import logger_of
+from kvbench.integrations.loggers import make_logger
 from kvbench.runs.checks import check, check_results
 from kvbench.store.run_folder import RunFolder
 from kvbench.sweeps import status
@@ -63,7 +63,7 @@ class Sweep:
         writable("results", results)
         writable("hydra.sweep.dir", folder)
         with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-            log = logger_of(asked.config)  # what it cannot use is said once
+            log = make_logger(asked.config)  # what it cannot use is said once
             [chosen] = BasicSweeper.split_arguments(asked.axes, None)
             found = [compose_cell(asked.fixed, some) for some in chosen]
         reasons = {cell.refused for cell, _ in found}
@@ -80,41 +80,41 @@ class Sweep:
         this = cls(results, folder, not any(run and run.measures for _, run in found), queued)
         if this.counted:
             cells = [cell for cell, _ in found]
-            print(status.plan(this.results, cells), flush=True)
-            status.write(this.folder, cells)
+            print(status.describe_plan(this.results, cells), flush=True)
+            status.write_cells(this.folder, cells)
         return this
 
     @property
-    def over(self) -> int | None:
+    def early_exit_code(self) -> int | None:
         """The exit code where jobs would wait in a queue to find everything done: 2 if a cell is refused."""
-        states = status.status(self.results, self.folder) if self.queued and self.counted else ()
+        states = status.read_states(self.results, self.folder) if self.queued and self.counted else ()
         return {("done",): 0, ("done", "refused"): 2}.get(tuple(sorted({state.name for _, state in states})))
 
     @property
-    def code(self) -> int:
+    def exit_code(self) -> int:
         """The exit code once Hydra has launched the cells: 1 if one of them failed, 2 if one of them was refused."""
         failed, refused = (any(self.folder.glob(f"*/{name}")) for name in ("failed", "refused"))
         return 1 if failed else 2 if refused else 0
 
     @property
-    def stopped(self) -> str:
+    def progress_note(self) -> str:
         """Say how many cells are done and that the others can follow."""
-        states = [state for _, state in status.status(self.results, self.folder)] if self.counted else []
+        states = [state for _, state in status.read_states(self.results, self.folder)] if self.counted else []
         where = f" at {sum(state.name == 'done' for state in states)} of {len(states)}" if states else ""
         return f"{where}; the same command goes on"
 
-    def end(self) -> None:
+    def print_end(self) -> None:
         """Say how far the cells are now."""
         if self.counted:
             status.print_states(self.results, self.folder)
 
 
-def is_done(results: Path, cell: status.Cell) -> bool:
+def is_done(results: Path, cell: status.SweepCell) -> bool:
     """Whether a cell wants nothing: it is refused, or all its records are there."""
-    return cell.refused is not None or status.state_of_cell(results, cell.names).name == "done"
+    return cell.refused is not None or status.read_cell_state(results, cell.names).name == "done"
 
 
-def compose_cell(fixed: list[str], own: list[str]) -> tuple[status.Cell, Any]:
+def compose_cell(fixed: list[str], own: list[str]) -> tuple[status.SweepCell, Any]:
     """A cell, of which `own` is what it does not share with the others, and its run, or why there is none."""
     label, overrides = " ".join(own) or "(one cell)", [*fixed, *own]
     try:
@@ -124,10 +124,10 @@ def compose_cell(fixed: list[str], own: list[str]) -> tuple[status.Cell, Any]:
 
         run = RunSpec.from_config(config, known)
     except (SettingError, ContractError) as error:
-        return status.Cell(label, refused=str(error), overrides=overrides), None
+        return status.SweepCell(label, refused=str(error), overrides=overrides), None
     both = run, run.baseline()
     readings = [one.reading for one in both] if config.sweep.share_prefill and not run.measures else []
-    return status.Cell(label, *(one.value for one in both), overrides=overrides, readings=readings), run
+    return status.SweepCell(label, *(one.value for one in both), overrides=overrides, readings=readings), run
 
 
 def sharing_groups(folder: Path, runs: Sequence[Any], results: Path) -> list[list[Any]]:
@@ -139,7 +139,7 @@ def sharing_groups(folder: Path, runs: Sequence[Any], results: Path) -> list[lis
     left = [own for run in runs if not (own := RunFolder(results / "runs", run.value)).finished]
     if not left or not (folder / status.CELLS).is_file():
         return []
-    cells = status.read(folder)
+    cells = status.read_cells(folder)
     readings = {name: own for cell in cells for name, own in zip(cell["runs"], cell["readings"], strict=False)}
     found: dict[str, dict[str, Any]] = {readings[own.hash]: {} for own in left if readings.get(own.hash)}
     for cell in cells:

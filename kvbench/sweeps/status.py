@@ -22,13 +22,13 @@ from kvbench.store.run_folder import run_hash
 from kvbench.store.runs import RunRecords, find_runs
 from kvbench.validation import SettingError
 
-LOOKED_AT = 50  # records of a run that its time is taken from
+TIMED_RECORDS = 50  # records of a run that its time is taken from
 CELLS = "cells.json"
 STATES = ("done", "running", "stopped", "failed", "refused", "missing")
 
 
 @dataclass(frozen=True)
-class Cell:
+class SweepCell:
     """One cell: what it does not share with the others, and the values of its run and of its full cache."""
 
     label: str
@@ -45,7 +45,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class State:
+class RunState:
     """How far a run is; `total`: samples, None where nobody has drawn them yet."""
 
     name: str  # of STATES
@@ -58,49 +58,51 @@ class State:
         return self.name + count + (f": {self.reason}" if self.reason else "")
 
 
-def counted(path: Path) -> tuple[int, int]:
+def count_records(path: Path) -> tuple[int, int]:
     """Whole records of a run, and how many of them say that the sample failed."""
     errors = [record.get("error") is not None for record in RunRecords(path)]
     return len(errors), sum(errors)
 
 
 @dataclass(frozen=True)
-class Counts:
-    """`counted` for who looks again and again: read only where the files have changed."""
+class RecordCounter:
+    """`count_records` for who looks again and again: read only where the files have changed."""
 
     known: dict[Path, tuple[list, tuple[int, int]]] = field(default_factory=dict)
 
     def __call__(self, path: Path) -> tuple[int, int]:
         files = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in path.glob("records*.jsonl")]
         if path not in self.known or self.known[path][0] != files:
-            self.known[path] = files, counted(path)
+            self.known[path] = files, count_records(path)
         return self.known[path][1]
 
 
-def state_of(results: Path, name: str, counts: Callable[[Path], tuple[int, int]] = counted) -> State:
+def read_state(results: Path, name: str, counts: Callable[[Path], tuple[int, int]] = count_records) -> RunState:
     """How far the run of this hash is."""
     path = results / "runs" / name
     if not (path / "run.yaml").is_file():
-        return State("missing")
-    (count, errors), total = counts(path), total_of(path)
+        return RunState("missing")
+    (count, errors), total = counts(path), read_total(path)
     reason = f"{errors} samples failed" if errors else ""
     if (path / "done").is_file():
-        return State("done", count, total, reason)
-    return State("running" if busy(path / "claims.lock") else "stopped", count, total, reason)
+        return RunState("done", count, total, reason)
+    return RunState("running" if is_busy(path / "claims.lock") else "stopped", count, total, reason)
 
 
-def state_of_cell(results: Path, names: Sequence[str], counts: Callable[[Path], tuple[int, int]] = counted) -> State:
+def read_cell_state(
+    results: Path, names: Sequence[str], counts: Callable[[Path], tuple[int, int]] = count_records
+) -> RunState:
     """How far a cell is, of these hashes its run's and its full cache's: the run, or the full cache where that is what
     it waits for.
     """
-    state, *baseline = (state_of(results, name, counts) for name in names)
+    state, *baseline = (read_state(results, name, counts) for name in names)
     for full in baseline:
         if (state.name == "done" and full.name != "done") or (state.name == "missing" and full.name == "running"):
             return full
     return state
 
 
-def total_of(path: Path) -> int | None:
+def read_total(path: Path) -> int | None:
     """How many samples a run has, as its first writer knew."""
     try:
         return int((path / "samples").read_text())
@@ -108,7 +110,7 @@ def total_of(path: Path) -> int | None:
         return None
 
 
-def busy(locks: Path) -> bool:
+def is_busy(locks: Path) -> bool:
     """Whether any process has the run open; only looks."""
     try:
         descriptor = os.open(locks, os.O_RDONLY | os.O_CLOEXEC)
@@ -121,7 +123,7 @@ def busy(locks: Path) -> bool:
         os.close(descriptor)
 
 
-def write(folder: Path, cells: Sequence[Cell]) -> None:
+def write_cells(folder: Path, cells: Sequence[SweepCell]) -> None:
     """cells.json, for whoever asks for the sweep's state."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
@@ -135,50 +137,52 @@ def write(folder: Path, cells: Sequence[Cell]) -> None:
         draft.write_text(json.dumps(lines, indent=1) + "\n")
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    """What `write` wrote."""
+def read_cells(folder: Path) -> list[dict[str, Any]]:
+    """What `write_cells` wrote."""
     try:
         return json.loads((folder / CELLS).read_text())
     except (OSError, ValueError):
         raise SettingError(f"sweep={folder}: no cells.json there") from None
 
 
-def status(
-    results: Path, folder: Path, counts: Callable[[Path], tuple[int, int]] = counted
-) -> Iterator[tuple[str, State]]:
+def read_states(
+    results: Path, folder: Path, counts: Callable[[Path], tuple[int, int]] = count_records
+) -> Iterator[tuple[str, RunState]]:
     """Every cell of a sweep (its overrides as one text) and how far it is."""
-    for index, cell in enumerate(read(folder)):
+    for index, cell in enumerate(read_cells(folder)):
         label = cell["cell"]
         if cell["refused"]:
-            yield label, State("refused", reason=cell["refused"])
+            yield label, RunState("refused", reason=cell["refused"])
             continue
-        state = state_of_cell(results, cell["runs"], counts)
+        state = read_cell_state(results, cell["runs"], counts)
         for name in ("failed", "refused"):
             reason = folder / str(index) / name
             if state.name in ("stopped", "missing") and reason.is_file():
-                state = State(name, state.records, state.total, reason.read_text(encoding="utf-8").strip())
+                state = RunState(name, state.records, state.total, reason.read_text(encoding="utf-8").strip())
         yield label, state
 
 
-def begun(results: Path) -> list[Path]:
+def list_sweeps(results: Path) -> list[Path]:
     """The folders of all sweeps, the newest first."""
     return sorted((path.parent for path in (results / "sweeps").glob(f"*/{CELLS}")), reverse=True)
 
 
-def newest(results: Path) -> Path:
+def find_newest(results: Path) -> Path:
     """The folder of the last sweep; SettingError if there is none."""
-    if found := begun(results):
+    if found := list_sweeps(results):
         return found[0]
     raise SettingError(f"results={results}: no sweep was begun there")
 
 
-def plan(results: Path, cells: Sequence[Cell]) -> str:
+def describe_plan(results: Path, cells: Sequence[SweepCell]) -> str:
     """What a sweep is about to do, as text."""
     states = [
-        State("refused", reason=cell.refused or "") if cell.run is None else state_of_cell(results, cell.names)
+        RunState("refused", reason=cell.refused or "") if cell.run is None else read_cell_state(results, cell.names)
         for cell in cells
     ]
-    spent = left(Times(results), [(cell.run, cell.readings, own) for cell, own in zip(cells, states, strict=True)])
+    spent = estimate_left(
+        SampleTimes(results), [(cell.run, cell.readings, own) for cell, own in zip(cells, states, strict=True)]
+    )
     lines = [
         f"  {cell.label:<60} {state}" + (f", about {own / 60:.1f} min" if own else "")
         for cell, state, own in zip(cells, states, spent, strict=True)
@@ -191,8 +195,8 @@ def plan(results: Path, cells: Sequence[Cell]) -> str:
     return "\n".join([f"{len(cells)} cells: {said}" + (f"; {hours}" if hours else ""), *lines])
 
 
-def left(
-    times: "Times", cells: Iterable[tuple[Mapping[str, Any] | None, Sequence[str | None], State]]
+def estimate_left(
+    times: "SampleTimes", cells: Iterable[tuple[Mapping[str, Any] | None, Sequence[str | None], RunState]]
 ) -> list[float | None]:
     """Seconds that each cell (its run's value, its readings, its state) takes until it is done, on one worker: 0 where
     nothing is left to do, None where nothing is known. What a cell before reads is read for all.
@@ -204,12 +208,12 @@ def left(
         if state.name in ("done", "failed", "refused"):
             found.append(0.0)
             continue
-        found.append(None if value is None else times.left(value, state, prefilled=bool(begun & own)))
+        found.append(None if value is None else times.estimate_left(value, state, prefilled=bool(begun & own)))
         begun |= own
     return found
 
 
-class Times:
+class SampleTimes:
     """Seconds a sample, as records of the store say."""
 
     def __init__(self, results: Path) -> None:
@@ -217,31 +221,31 @@ class Times:
         self.samples: dict[str, int] = {}  # protocol -> samples
         for run in find_runs(results).runs:  # what is damaged is told by those who show its numbers
             try:
-                alike, same = keys(run.value), comparison_key(run.value)
+                alike, same = list_timing_keys(run.value), comparison_key(run.value)
                 known = [
                     (record["seconds"], max(0.0, record["seconds"] - record.get("prefill_ms", 0.0) / 1000))
-                    for record in islice(RunRecords(run.folder.path), LOOKED_AT)
+                    for record in islice(RunRecords(run.folder.path), TIMED_RECORDS)
                     if record.get("seconds") is not None
                 ]
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 continue
             for key in alike:
                 self.seconds.setdefault(key, []).extend(known)
-            if (total := total_of(run.folder.path)) is not None:
+            if (total := read_total(run.folder.path)) is not None:
                 self.samples[same] = total
 
-    def left(self, value: Mapping[str, Any], state: State, prefilled: bool) -> float | None:
+    def estimate_left(self, value: Mapping[str, Any], state: RunState, prefilled: bool) -> float | None:
         """Seconds that a run still takes, by runs of its method, else by others; None if nothing is known.
         `prefilled`: another run's prefill serves it.
         """
         total = state.total or self.samples.get(comparison_key(value))
-        known = next((self.seconds[key] for key in keys(value) if self.seconds.get(key)), None)
+        known = next((self.seconds[key] for key in list_timing_keys(value) if self.seconds.get(key)), None)
         if total is None or known is None:
             return None
         return median(times[prefilled] for times in known) * (total - state.records)
 
 
-def keys(value: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+def list_timing_keys(value: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
     """Runs that take about as long as that of `value`, the nearest first."""
     task = {key: item for key, item in value["task"].items() if key not in ("limit", "samples", "seed", "subtasks")}
     about = (value["model"]["name"], json.dumps(task, sort_keys=True), value["device"]["type"])
@@ -251,7 +255,7 @@ def keys(value: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
 
 def print_states(results: Path, folder: Path) -> None:
     """Print how far the cells of the sweep in `folder` are."""
-    found = list(status(results, folder))
+    found = list(read_states(results, folder))
     print(folder)
     for label, state in found:
         print(f"  {label:<60} {state}")

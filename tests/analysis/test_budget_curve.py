@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.analysis.budget_curve import Curve, area, smallest
+from kvbench.analysis.budget_curve import Curve, compute_area, find_smallest_share
 
 X = np.array([0.05, 0.1, 0.2, 0.4])
 
@@ -30,30 +30,34 @@ def curve(scores, full=100.0, shares=X, groups=None, subtasks=None, weights=None
 def test_the_area_is_the_mean_height_of_the_lines():
     # from 0.05 to 0.4: 0.05 · 30 + 0.1 · 60 + 0.2 · 85 = 24.5 over 0.35
     y = np.array([20.0, 40, 80, 90])
-    assert area(X, y, 0.05, 0.4) == pytest.approx(24.5 / 0.35)
+    assert compute_area(X, y, 0.05, 0.4) == pytest.approx(24.5 / 0.35)
     # from 0.075 (30) to 0.3 (85): 0.025 · 35 + 0.1 · 60 + 0.1 · 82.5
-    assert area(X, y, 0.075, 0.3) == pytest.approx((0.875 + 6 + 8.25) / 0.225)
-    assert area(X[::-1], y[::-1], 0.075, 0.3) == pytest.approx(area(X, y, 0.075, 0.3))
-    assert area(X, y, 0.12, 0.15) == pytest.approx(40 + 0.035 / 0.1 * 40)  # inside one line
-    assert area(X, np.full(4, 7.0), 0.06, 0.3) == pytest.approx(7)
-    assert area(X, y, 0.04, 0.05) == pytest.approx(20)  # level beyond the last point
-    assert area(np.array([0.1, 0.1, 0.3]), np.array([10.0, 30, 50]), 0.1, 0.3) == pytest.approx(40)  # two at one share
-    both = area(np.stack([X, X]), np.stack([y, y / 2]), 0.075, 0.3)
-    assert both == pytest.approx(area(X, y, 0.075, 0.3) * np.array([1, 0.5]))
+    assert compute_area(X, y, 0.075, 0.3) == pytest.approx((0.875 + 6 + 8.25) / 0.225)
+    assert compute_area(X[::-1], y[::-1], 0.075, 0.3) == pytest.approx(compute_area(X, y, 0.075, 0.3))
+    assert compute_area(X, y, 0.12, 0.15) == pytest.approx(40 + 0.035 / 0.1 * 40)  # inside one line
+    assert compute_area(X, np.full(4, 7.0), 0.06, 0.3) == pytest.approx(7)
+    assert compute_area(X, y, 0.04, 0.05) == pytest.approx(20)  # level beyond the last point
+    # two at one share
+    assert compute_area(np.array([0.1, 0.1, 0.3]), np.array([10.0, 30, 50]), 0.1, 0.3) == pytest.approx(40)
+    both = compute_area(np.stack([X, X]), np.stack([y, y / 2]), 0.075, 0.3)
+    assert both == pytest.approx(compute_area(X, y, 0.075, 0.3) * np.array([1, 0.5]))
 
 
 def test_the_smallest_share_is_where_the_lines_cross():
     y = np.array([20.0, 40, 80, 90])
-    assert smallest(X, y, 60) == pytest.approx(0.15)
-    assert smallest(X, y, 80) == pytest.approx(0.2)
-    assert smallest(X, y, 90) == pytest.approx(0.4)
-    assert smallest(X, y, 91) == math.inf and smallest(X, y, 20) == -math.inf
-    assert smallest(X[::-1], y[::-1], 60) == pytest.approx(0.15)
+    assert find_smallest_share(X, y, 60) == pytest.approx(0.15)
+    assert find_smallest_share(X, y, 80) == pytest.approx(0.2)
+    assert find_smallest_share(X, y, 90) == pytest.approx(0.4)
+    assert find_smallest_share(X, y, 91) == math.inf and find_smallest_share(X, y, 20) == -math.inf
+    assert find_smallest_share(X[::-1], y[::-1], 60) == pytest.approx(0.15)
     dip = np.array([70.0, 40, 80, 90])  # what is kept at 0.05 is lost again at 0.1
-    assert smallest(X, dip, 60) == pytest.approx(0.15)
+    assert find_smallest_share(X, dip, 60) == pytest.approx(0.15)
     fall = np.array([70.0, 80, 80, 50])
-    assert smallest(X, fall, 60) == math.inf
-    assert smallest(np.stack([X, X]), np.stack([y, y]), np.array([60, 91])).tolist() == [pytest.approx(0.15), math.inf]
+    assert find_smallest_share(X, fall, 60) == math.inf
+    assert find_smallest_share(np.stack([X, X]), np.stack([y, y]), np.array([60, 91])).tolist() == [
+        pytest.approx(0.15),
+        math.inf,
+    ]
 
 
 def test_points_and_estimates_of_a_curve():
@@ -63,10 +67,13 @@ def test_points_and_estimates_of_a_curve():
     shares, scores, full = own.points
     assert shares == pytest.approx(X) and scores == pytest.approx(y.mean(0)) and full == 100
     whole, change, least = own.area(0.05, 0.4), own.area_change(0.05, 0.4), own.smallest(0.6)
-    assert whole.value == pytest.approx(float(area(X, y.mean(0), 0.05, 0.4)))
+    assert whole.value == pytest.approx(float(compute_area(X, y.mean(0), 0.05, 0.4)))
     assert change.value == pytest.approx(whole.value - 100) and change.low == pytest.approx(whole.low - 100)
     assert whole.low < whole.value < whole.high
-    assert least.value == pytest.approx(float(smallest(X, y.mean(0), 60))) and least.low < least.value < least.high
+    assert (
+        least.value == pytest.approx(float(find_smallest_share(X, y.mean(0), 60)))
+        and least.low < least.value < least.high
+    )
     again = curve(y).area(0.05, 0.4)
     assert again == whole  # seeded
 
@@ -188,7 +195,11 @@ def test_coverage(groups, size):
     """Contexts that share their luck at all budgets, skewed scores, measured shares that vary."""
     draw, of = np.random.default_rng(0), [str(place) for place in np.repeat(np.arange(groups), size)]
     truth, count, held, times = 80 - 20 * np.exp(-X / 0.1), groups * size, np.zeros(3), 500
-    truths = [area(X, truth, 0.06, 0.38), area(X, truth, 0.06, 0.38) - 80, smallest(X, truth, 0.95 * 80)]
+    truths = [
+        compute_area(X, truth, 0.06, 0.38),
+        compute_area(X, truth, 0.06, 0.38) - 80,
+        find_smallest_share(X, truth, 0.95 * 80),
+    ]
     for _ in range(times):
         luck = np.repeat(draw.normal(0, 5, groups), size)
         own = np.repeat(draw.normal(0, 4, groups), size)[:, None] * (1 - X)

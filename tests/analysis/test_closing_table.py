@@ -7,10 +7,16 @@ import statistics
 import numpy as np
 import pytest
 
-from kvbench.analysis.closing_table import EMBEDDED, MINIATURE, TOGETHER, closing_table, median_error
+from kvbench.analysis.closing_table import (
+    EMBEDDED_NOTE,
+    MINIATURE_NOTE,
+    SHARED_PREFILL_NOTE,
+    build_closing_table,
+    median_error,
+)
 from kvbench.analysis.intervals import Values, mean
-from kvbench.analysis.paired import Scores, average, paired
-from kvbench.analysis.pass_at_k import pass_at
+from kvbench.analysis.paired import PairedScores, compare_scores, compare_subtasks
+from kvbench.analysis.pass_at_k import estimate_pass_at_k
 from kvbench.validation import SettingError, escape
 
 HEADING = {"model": "tiny", "revision": "0a1b", "method": "snapkv", "budget": 0.1}
@@ -102,10 +108,10 @@ def lines(table: str) -> list[dict[str, str]]:
 
 
 def test_text():
-    table = closing_table(records(FULL), records(METHOD), HEADING)
+    table = build_closing_table(records(FULL), records(METHOD), HEADING)
     assert table.to_text(120) == GOLDEN
     shuffled = dict(reversed(records(METHOD).items()))
-    assert closing_table(dict(reversed(records(FULL).items())), shuffled, HEADING) == table
+    assert build_closing_table(dict(reversed(records(FULL).items())), shuffled, HEADING) == table
 
 
 def test_the_error_of_a_median():
@@ -119,7 +125,7 @@ def test_the_error_of_a_median():
 
 
 def test_narrow_text_goes_into_blocks():
-    table = closing_table(records(FULL), failed(records(METHOD), "vt/0", "out_of_memory"), HEADING)
+    table = build_closing_table(records(FULL), failed(records(METHOD), "vt/0", "out_of_memory"), HEADING)
     wide = [line.split() for line in table.to_text(200).splitlines()]
     for width in (60, 80, 100):
         text = table.to_text(width)
@@ -127,12 +133,12 @@ def test_narrow_text_goes_into_blocks():
         rows = [line.split()[1:] for line in text.splitlines() if line.startswith("niah ")]
         assert len(rows) > 1 and sum(rows, []) == next(line[1:] for line in wide if line and line[0] == "niah")
     long = {uid: record | {"subtask": "s" * 90} for uid, record in records(METHOD).items()}
-    text = closing_table(records(FULL), long, HEADING).to_text(80)
+    text = build_closing_table(records(FULL), long, HEADING).to_text(80)
     assert "sss...  " in text and max(map(len, text.splitlines())) <= 80
 
 
 def test_markdown():
-    text = closing_table(records(FULL), records(METHOD), HEADING | {"run": "a|b"}).to_markdown()
+    text = build_closing_table(records(FULL), records(METHOD), HEADING | {"run": "a|b"}).to_markdown()
     assert text.startswith("* model: tiny\n* revision: 0a1b\n* method: snapkv\n* budget: 0.1\n* run: a\\|b\n\n| subt")
     table = [line for line in text.splitlines() if line.startswith("|")]
     table, also = table[:5], table[5:]
@@ -144,7 +150,7 @@ def test_markdown():
 
 
 def test_every_number_is_recomputed_from_the_records():
-    found = lines(closing_table(records(FULL), records(METHOD), HEADING).to_csv())
+    found = lines(build_closing_table(records(FULL), records(METHOD), HEADING).to_csv())
     *rows, last = [row for row in found if row["kind"] != "also"]
     assert [row["subtask"] for row in (*rows, last)] == ["vt", "niah", "average"]
     numbers = ("mean_full", "mean_method", "difference", "held", "attended", "ttft_full", "ttft", "tpot_full", "tpot")
@@ -165,7 +171,7 @@ def test_every_number_is_recomputed_from_the_records():
         )
         assert [float(row[name]) for name in numbers] == pytest.approx(expected)
         names = [str(place) for place in range(len(full))]
-        interval = paired([value[0] for value in full], [value[0] for value in method], names)
+        interval = compare_scores([value[0] for value in full], [value[0] for value in method], names)
         assert [float(row[name]) for name in ("low", "high", "error")] == [interval.low, interval.high, interval.error]
         assert (int(row["samples"]), int(row["groups"])) == (len(full), len(full))
         assert int(row["lost"]) == sum(b[0] < a[0] for a, b in zip(full, method, strict=True))
@@ -174,16 +180,16 @@ def test_every_number_is_recomputed_from_the_records():
             own = mean([Values([value[0] for value in values], names)])
             assert [float(row[f"{side}_{edge}"]) for edge in ("low", "high", "error")] == [own.low, own.high, own.error]
         groups = [f"{row['subtask']}{name}" for name in names]
-        parts.append(Scores([value[0] for value in full], [value[0] for value in method], groups))
+        parts.append(PairedScores([value[0] for value in full], [value[0] for value in method], groups))
     for name in numbers:
         assert float(last[name]) == pytest.approx(statistics.mean(float(row[name]) for row in rows))
-    interval = average(parts)
+    interval = compare_subtasks(parts)
     assert [float(last[name]) for name in ("low", "high", "error")] == [interval.low, interval.high, interval.error]
     assert (last["samples"], last["model"], last["budget"]) == ("5", "tiny", "0.1")
 
 
 def test_groups_are_contexts():
-    one = closing_table(records(FULL, group="same"), records(METHOD, group="same"), HEADING)
+    one = build_closing_table(records(FULL, group="same"), records(METHOD, group="same"), HEADING)
     assert {row.interval.groups for row in one.rows} == {1}
     assert one.rows[0].interval.low is None and one.rows[-1].interval.low is None
     assert "  n/a        2/0/1  3  " in one.to_text(
@@ -195,7 +201,7 @@ def test_groups_are_contexts():
 @pytest.mark.parametrize(("error", "kind"), [("out_of_memory", "out_of_memory"), (None, "no_score")])
 def test_failures_leave_both_sides_and_are_counted(error, kind):
     method = failed(records(METHOD), "vt/1", error)
-    table = closing_table(failed(records(FULL), "vt/2", error), method, HEADING)
+    table = build_closing_table(failed(records(FULL), "vt/2", error), method, HEADING)
     vt = table.rows[0]
     assert (vt.interval.mean_full, vt.interval.mean_method, vt.interval.samples, vt.failed) == (100, 80, 1, 2)
     assert (vt.held, vt.ttft_full, vt.ttft) == (0.1, 90, 95)
@@ -207,14 +213,14 @@ def test_failures_leave_both_sides_and_are_counted(error, kind):
 
 def test_a_subtask_that_failed_altogether_is_shown_and_named():
     method = failed(failed(records(METHOD), "niah/0", "out_of_memory"), "niah/1", "out_of_memory")
-    table = closing_table(records(FULL), method, HEADING)
+    table = build_closing_table(records(FULL), method, HEADING)
     vt, niah, last = table.rows
     assert (niah.interval, niah.held, niah.ttft, niah.tpot_full, niah.failed) == (None, None, None, None, 2)
     assert (last.interval, last.held) == (vt.interval, vt.held)
     assert "The average leaves out niah: no sample was answered." in table.notes
     (line,) = [line for line in table.to_text(200).splitlines() if line.startswith("niah ")]
     assert line.split() == ["niah", *["n/a"] * 5, "0", "2", *["n/a"] * 6]
-    nothing = closing_table(failed(records(FULL) | {}, "vt/0", "x"), {}, HEADING)
+    nothing = build_closing_table(failed(records(FULL) | {}, "vt/0", "x"), {}, HEADING)
     assert (
         nothing.rows[-1].interval is None
         and len(nothing.rows) == 1
@@ -226,7 +232,7 @@ def test_a_subtask_that_failed_altogether_is_shown_and_named():
 def test_samples_without_a_partner_are_counted():
     full, method = records(FULL), records(METHOD)
     del full["vt/0"], method["vt/1"], method["niah/1"]
-    table = closing_table(full, method, HEADING)
+    table = build_closing_table(full, method, HEADING)
     assert table.rows[-1].interval.samples == 2
     assert "2 samples of the full cache's run have no partner in the other; left out." in table.notes
     assert "1 samples of the method's run have no partner in the other; left out." in table.notes
@@ -236,23 +242,23 @@ def test_a_time_to_first_token_of_shared_prompts_says_so():
     full, method = records(FULL, shared_prefill=1), records(METHOD, shared_prefill=12)
     one = {uid: record | {"shared_prefill": 12 if uid == "vt/0" else 1} for uid, record in full.items()}
     said = {
-        "method": closing_table(full, method, HEADING),
-        "full cache and the method": closing_table(one, method, HEADING),
-        "full cache": closing_table(one, None, HEADING),
-        None: closing_table(full, records(METHOD), HEADING),
+        "method": build_closing_table(full, method, HEADING),
+        "full cache and the method": build_closing_table(one, method, HEADING),
+        "full cache": build_closing_table(one, None, HEADING),
+        None: build_closing_table(full, records(METHOD), HEADING),
     }
     for sides, table in said.items():
         found = [note for note in table.notes if note.startswith("Time to first token")]
-        assert found == ([TOGETHER.format(sides)] if sides else [])
+        assert found == ([SHARED_PREFILL_NOTE.format(sides)] if sides else [])
 
 
 def test_runs_on_other_prompts_are_refused():
     with pytest.raises(SettingError, match="^results: niah/0: prompt_hash"):
-        closing_table(records(FULL), records(METHOD, prompt_hash="other"), HEADING)
+        build_closing_table(records(FULL), records(METHOD, prompt_hash="other"), HEADING)
 
 
 def test_the_full_cache_alone():
-    table = closing_table(records(FULL), None, HEADING | {"method": "full"})
+    table = build_closing_table(records(FULL), None, HEADING | {"method": "full"})
     text = table.to_text(80)
     assert "diff " not in text and "lost" not in text and "method" not in text.replace("method: full", "")
     (line,) = [line for line in text.splitlines() if line.startswith("vt ")]
@@ -262,14 +268,14 @@ def test_the_full_cache_alone():
 
 
 def test_what_must_be_said():
-    plain = closing_table(records(FULL), records(METHOD), {}).notes
+    plain = build_closing_table(records(FULL), records(METHOD), {}).notes
     assert plain == ("Model n/a, revision not recorded.",)
     meta = {"haystack": "generated", "qa": "generated"}
-    table = closing_table(records(FULL, meta=meta), records(METHOD, meta=meta), HEADING | {"embedded": True})
+    table = build_closing_table(records(FULL, meta=meta), records(METHOD, meta=meta), HEADING | {"embedded": True})
     for text in (table.to_text(400), table.to_markdown(), table.to_csv()):
-        assert EMBEDDED in text and "embedded: " not in text
+        assert EMBEDDED_NOTE in text and "embedded: " not in text
         assert "Generated text (haystack)" in text and "Generated text (questions and answers)" in text
-    assert "Generated" not in " ".join(closing_table(records(FULL, meta={"haystack": "essays"}), None, {}).notes)
+    assert "Generated" not in " ".join(build_closing_table(records(FULL, meta={"haystack": "essays"}), None, {}).notes)
 
 
 def test_nothing_steers_the_terminal_or_breaks_a_cell():
@@ -279,7 +285,7 @@ def test_nothing_steers_the_terminal_or_breaks_a_cell():
         uid: record | {"subtask": evil, "also": {evil: 1.0}, "meta": {"data": evil}}
         for uid, record in records(METHOD).items()
     }
-    table = closing_table(
+    table = build_closing_table(
         records(FULL, also={evil: 1.0}), failed(hostile, "vt/0", evil), {"model": evil, evil: evil, "task": evil}
     )
     for text in (table.to_text(120), table.to_markdown(), table.to_csv()):
@@ -295,14 +301,14 @@ def test_nothing_steers_the_terminal_or_breaks_a_cell():
 
 def test_averages_are_the_tasks_own():
     weights = {"both": {"vt": 1, "niah": 3}, "vt alone": {"vt": 2.0}, "more": {"vt": 1, "qa": 1}}
-    table = closing_table(records(FULL), records(METHOD), HEADING, weights)
+    table = build_closing_table(records(FULL), records(METHOD), HEADING, weights)
     vt, niah, both, alone, more = table.rows
     assert [row.subtask for row in table.rows[2:]] == list(weights)
     parts = [
         [[one[uid][0] for uid in one if uid.startswith(name)] for one in (FULL, METHOD)] for name in ("vt", "niah")
     ]
-    parts = [Scores(*own, [f"{at}{n}" for n in range(len(own[0]))]) for at, own in enumerate(parts)]
-    assert both.interval == average(parts, [1, 3])
+    parts = [PairedScores(*own, [f"{at}{n}" for n in range(len(own[0]))]) for at, own in enumerate(parts)]
+    assert both.interval == compare_subtasks(parts, [1, 3])
     assert both.interval.difference == pytest.approx((vt.interval.difference + 3 * niah.interval.difference) / 4)
     for name in ("held", "attended", "ttft_full", "ttft", "tpot_full", "tpot"):
         assert getattr(both, name) == pytest.approx((getattr(vt, name) + 3 * getattr(niah, name)) / 4)
@@ -313,7 +319,7 @@ def test_averages_are_the_tasks_own():
     rules = [at for at, line in enumerate(text) if line.startswith("---")]
     assert [text[at].split()[0] for at in range(rules[1] + 1, rules[1] + 4)] == ["both", "vt", "more"]
     gone = failed(failed(records(METHOD), "niah/0", "x"), "niah/1", "x")
-    table = closing_table(records(FULL), gone, HEADING, weights)
+    table = build_closing_table(records(FULL), gone, HEADING, weights)
     assert table.rows[2].interval is None and table.rows[2].failed == 2
     assert "No both: no answered sample of niah." in table.notes
 
@@ -325,7 +331,7 @@ def test_further_metrics_and_how_answers_ended():
     full = changed(FULL, {uid: {"also": {"exact": True, "f1": 80, "ppl": 250.0}} for uid in FULL})
     own = {uid: {"also": {"exact": uid == "vt/0", "f1": 60, "ppl": 300.0 + at}} for at, uid in enumerate(METHOD)}
     own["vt/1"] = {"also": {"exact": None, "f1": 20}, "stop": "length", "output": " \n"}
-    table = closing_table(full, changed(METHOD, own), HEADING)
+    table = build_closing_table(full, changed(METHOD, own), HEADING)
     rows = {row.subtask: row.interval for row in table.also}
     assert list(rows) == ["exact %", "f1", "ppl", "empty answers %", "at the length limit %", "tokens"]
     # vt: exact of 0 and 2 (1 has none) 100, 0; niah 0, 0; each subtask weighs the same
@@ -334,7 +340,9 @@ def test_further_metrics_and_how_answers_ended():
     assert rows["ppl"].mean_method == pytest.approx(((300 + 302) / 2 + (303 + 304) / 2) / 2)
     assert rows["ppl"].high > rows["ppl"].difference == pytest.approx(52.25)  # beyond 100 points: not bounded
     small = {"also": {"rouge1": 2.0}, "meta": {"most": {"rouge1": 10.0}}}
-    least = closing_table(*(changed(table, dict.fromkeys(FULL, small)) for table in (FULL, METHOD)), HEADING).also[0]
+    least = build_closing_table(
+        *(changed(table, dict.fromkeys(FULL, small)) for table in (FULL, METHOD)), HEADING
+    ).also[0]
     assert least.interval.difference == 0 and -10 <= least.interval.low < 0 < least.interval.high <= 10
     for name in ("empty answers %", "at the length limit %"):
         assert (rows[name].mean_full, rows[name].mean_method) == (0, pytest.approx(100 / 6))
@@ -354,18 +362,22 @@ def test_repeats_have_pass_at_k():
             record |= {"group": uid[:6], "prompt_hash": uid[:6], "target_hash": uid[:6]}
         return found
 
-    table = closing_table(made("full"), made("method"), HEADING)
+    table = build_closing_table(made("full"), made("method"), HEADING)
     assert (table.rows[0].interval.samples, table.rows[0].interval.groups) == (12, 3)
     assert "avg@4: prompts were answered 4 times; the answers to one are one group." in table.notes
     rows = {row.subtask: row.interval for row in table.also}
     for k in (2, 4):
-        full, method = ([100 * pass_at(k, 4, sum(own)) for own in right[side]] for side in ("full", "method"))
-        assert rows[f"pass@{k}"] == paired(full, method, ["0", "1", "2"])
-    assert "pass@" not in "".join(row.subtask for row in closing_table(records(FULL), None, {}).also)
+        full, method = (
+            [100 * estimate_pass_at_k(k, 4, sum(own)) for own in right[side]] for side in ("full", "method")
+        )
+        assert rows[f"pass@{k}"] == compare_scores(full, method, ["0", "1", "2"])
+    assert "pass@" not in "".join(row.subtask for row in build_closing_table(records(FULL), None, {}).also)
 
 
 def test_miniature_data_is_said():
-    table = closing_table(records(FULL), records(METHOD, meta={"data": "miniature"}), HEADING | {"task": "longbench"})
-    assert table.heading["task"] == "longbench (miniature)" and MINIATURE in table.notes
-    table = closing_table(records(FULL), records(METHOD, meta={"data": "hub"}), HEADING | {"task": "longbench"})
-    assert table.heading["task"] == "longbench (hub)" and MINIATURE not in table.notes
+    table = build_closing_table(
+        records(FULL), records(METHOD, meta={"data": "miniature"}), HEADING | {"task": "longbench"}
+    )
+    assert table.heading["task"] == "longbench (miniature)" and MINIATURE_NOTE in table.notes
+    table = build_closing_table(records(FULL), records(METHOD, meta={"data": "hub"}), HEADING | {"task": "longbench"})
+    assert table.heading["task"] == "longbench (hub)" and MINIATURE_NOTE not in table.notes

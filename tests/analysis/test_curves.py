@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvbench.analysis.budget_curve import Curve, area, smallest
+from kvbench.analysis.budget_curve import Curve, compute_area, find_smallest_share
 from kvbench.analysis.intervals import mean
-from kvbench.analysis.paired import Scores, average
+from kvbench.analysis.paired import PairedScores, compare_subtasks
 from kvbench.cli.curves import main
 from kvbench.tasks.ruler.task import Ruler
 from tests.support import made_up_runs
@@ -60,11 +60,11 @@ def curves(store, capsys):
     return call
 
 
-def parts(budget: float, weights: dict[str, float]) -> tuple[list[Scores], list[float]]:
+def parts(budget: float, weights: dict[str, float]) -> tuple[list[PairedScores], list[float]]:
     full, own = records(1.0, 100), records(budget, BUDGETS[budget])
     names = {name: [uid for uid in own if uid.startswith(name)] for name in weights}
     return [
-        Scores([full[u]["score"] for u in uids], [own[u]["score"] for u in uids], [own[u]["group"] for u in uids])
+        PairedScores([full[u]["score"] for u in uids], [own[u]["score"] for u in uids], [own[u]["group"] for u in uids])
         for uids in names.values()
     ], list(weights.values())
 
@@ -90,7 +90,7 @@ def test_every_number_is_recomputed_from_the_records(store, curves, weights):
     lines = {line.split("  ")[0]: line for line in out.splitlines() if "  " in line}
     for budget in BUDGETS:
         scores, shares = parts(budget, weights)
-        own, change = mean([one.method_values for one in scores], shares), average(scores, shares)
+        own, change = mean([one.method_values for one in scores], shares), compare_subtasks(scores, shares)
         expected = [budget, 100 * budget - 0.05, own.value, own.low, own.high]
         expected += [change.difference, change.low, change.high]
         assert numbers(lines[str(budget)]) == pytest.approx(expected, abs=0.0501)
@@ -98,12 +98,12 @@ def test_every_number_is_recomputed_from_the_records(store, curves, weights):
         shown, full = numbers(lines["full cache"]), mean([one.full_values for one in scores], shares)
         assert shown == pytest.approx([99.95, full.value, full.low, full.high], abs=0.0501)
     x = np.array([budget - 0.0005 for budget in BUDGETS])
-    y = np.array([average(*parts(budget, weights)).mean_method for budget in BUDGETS])
+    y = np.array([compare_subtasks(*parts(budget, weights)).mean_method for budget in BUDGETS])
     (said,) = re.findall("^area from 5.0% to 29.9% of bytes: (.*)", out, re.MULTILINE)
-    height = float(area(x, y, x[0], x[-1]))
+    height = float(compute_area(x, y, x[0], x[-1]))
     assert numbers(said)[0] == pytest.approx(height, abs=0.0501)
     assert numbers(said)[3] == pytest.approx(height - full.value, abs=0.0501)
-    least = float(smallest(x, y, 0.95 * full.value))
+    least = float(find_smallest_share(x, y, 0.95 * full.value))
     (said,) = re.findall(r"^smallest share that keeps 95.0% of the full score: (.*)", out, re.MULTILINE)
     assert said.startswith("> 29.9%" if np.isinf(least) else f"{100 * least:.1f}%")
     uids = sorted(records(1.0, 100))

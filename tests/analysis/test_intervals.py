@@ -11,29 +11,29 @@ from hypothesis import strategies as st
 from scipy.special import binom, ndtri
 
 import kvbench.analysis.intervals
-from kvbench.analysis.intervals import Mean, Values, few, mean
-from kvbench.analysis.paired import Interval, Scores, average, pair, paired
-from kvbench.analysis.solvable_subtasks import solves
+from kvbench.analysis.intervals import Mean, Values, mean, needs_exact_bounds
+from kvbench.analysis.paired import PairedDifference, PairedScores, compare_scores, compare_subtasks, pair_records
+from kvbench.analysis.solvable_subtasks import is_solvable
 
 
 def names(count: int) -> list[str]:
     return [str(place) for place in range(count)]
 
 
-def lost(count: int, wrong: int) -> Interval:
+def lost(count: int, wrong: int) -> PairedDifference:
     """All right with the full cache, `wrong` of `count` lost with the method."""
-    return paired([100.0] * count, [0.0] * wrong + [100.0] * (count - wrong), names(count))
+    return compare_scores([100.0] * count, [0.0] * wrong + [100.0] * (count - wrong), names(count))
 
 
-def free(full: list[float], method: list[float], groups: list[str]) -> Scores:
+def free(full: list[float], method: list[float], groups: list[str]) -> PairedScores:
     """Scores without an end, whose interval is the t interval alone."""
-    return Scores(full, method, groups, math.inf)
+    return PairedScores(full, method, groups, math.inf)
 
 
 def test_one_sample_a_group_is_the_paired_t_interval():
     # d = -30, 10, -10, 20, 0, -50: mean -10; squares of residuals 400, 400, 0, 900, 100, 1600: s² = 3400 / 5 = 680;
     # error = √(680 / 6) = 10.6458; t(0.975, 5) = 2.570582, so ± 27.3659
-    interval = average([free([80, 40, 60, 0, 70, 100], [50, 50, 50, 20, 70, 50], names(6))])
+    interval = compare_subtasks([free([80, 40, 60, 0, 70, 100], [50, 50, 50, 20, 70, 50], names(6))])
     assert (interval.mean_full, interval.mean_method) == (pytest.approx(350 / 6), pytest.approx(290 / 6))
     assert (interval.difference, interval.error) == (pytest.approx(-10), pytest.approx(10.645813))
     assert (interval.low, interval.high) == (pytest.approx(-37.365934, abs=1e-5), pytest.approx(17.365934, abs=1e-5))
@@ -43,7 +43,7 @@ def test_one_sample_a_group_is_the_paired_t_interval():
 def test_groups_are_clusters():
     # d = -10, -20 | -30 | 0, 20, 10 : mean -5; sums of residuals by group: -20 | -25 | 45; squares 400 + 625 + 2025
     # = 3050; CR1: 3/2 · 3050 / 36 = 127.0833; error 11.27313; t(0.975, 2) = 4.302653
-    interval = average([free([50] * 6, [40, 30, 20, 50, 70, 60], ["a", "a", "b", "c", "c", "c"])])
+    interval = compare_subtasks([free([50] * 6, [40, 30, 20, 50, 70, 60], ["a", "a", "b", "c", "c", "c"])])
     assert (interval.difference, interval.error) == (pytest.approx(-5), pytest.approx(11.273124))
     assert interval.high == pytest.approx(-5 + 4.302653 * 11.273124, abs=1e-4)
     assert (interval.samples, interval.groups) == (6, 3)
@@ -54,7 +54,7 @@ def test_the_average_weighs_subtasks_alike():
     # freedom = 240.4167² / (113.3333² / 5 + 127.0833² / 2) = 57800.17 / 10643.98 = 5.4303
     one = free([80, 40, 60, 0, 70, 100], [50, 50, 50, 20, 70, 50], [f"a{place}" for place in range(6)])
     two = free([50] * 6, [40, 30, 20, 50, 70, 60], ["a", "a", "b", "c", "c", "c"])
-    interval = average([one, two])
+    interval = compare_subtasks([one, two])
     assert (interval.difference, interval.error) == (pytest.approx(-7.5), pytest.approx(math.sqrt(60.104167)))
     assert interval.mean_full == pytest.approx((350 / 6 + 50) / 2)
     t = (interval.high - interval.difference) / interval.error
@@ -69,30 +69,35 @@ def test_the_average_takes_weights():
     # freedom = 71.6927² / (63.75² / 5 + 7.942708² / 2) = 5139.84 / 844.356 = 6.08728
     one = free([80, 40, 60, 0, 70, 100], [50, 50, 50, 20, 70, 50], [f"a{place}" for place in range(6)])
     two = free([50] * 6, [40, 30, 20, 50, 70, 60], ["a", "a", "b", "c", "c", "c"])
-    interval = average([one, two], [3, 1])
+    interval = compare_subtasks([one, two], [3, 1])
     assert (interval.difference, interval.error) == (pytest.approx(-8.75), pytest.approx(math.sqrt(71.692708)))
     assert interval.mean_full == pytest.approx(0.75 * 350 / 6 + 0.25 * 50)
     t = (interval.high - interval.difference) / interval.error
     assert t == pytest.approx(2.4384, abs=5e-4) and 2.364624 < t < 2.446912  # t(0.975, 7) and t(0.975, 6)
-    assert average([one, two], [0.75, 0.25]) == interval and average([one, two], [1, 1]) == average([one, two])
-    near = average([one, two], [1, 1e-9])
-    assert (near.low, near.error) == (pytest.approx(average([one]).low, abs=1e-5), pytest.approx(average([one]).error))
+    assert compare_subtasks([one, two], [0.75, 0.25]) == interval and compare_subtasks(
+        [one, two], [1, 1]
+    ) == compare_subtasks([one, two])
+    near = compare_subtasks([one, two], [1, 1e-9])
+    assert (near.low, near.error) == (
+        pytest.approx(compare_subtasks([one]).low, abs=1e-5),
+        pytest.approx(compare_subtasks([one]).error),
+    )
     # nothing differs in 20 and 5 samples: those of the second weigh 1/2 · 1/5 each, as if there were 10 in all
-    same = [Scores([100] * count, [100] * count, [f"{count}/{n}" for n in range(count)]) for count in (20, 5)]
-    assert average(same).high == pytest.approx(100 * 25 / 10 * (1 - 0.025 ** (1 / 25)))
+    same = [PairedScores([100] * count, [100] * count, [f"{count}/{n}" for n in range(count)]) for count in (20, 5)]
+    assert compare_subtasks(same).high == pytest.approx(100 * 25 / 10 * (1 - 0.025 ** (1 / 25)))
     for wrong in ([1], [1, 0], [1, -1], [1, math.nan], [1, math.inf], [1, 1, 1]):
         with pytest.raises(ValueError, match="weight"):
-            average([one, two], wrong)
+            compare_subtasks([one, two], wrong)
     with pytest.raises(ValueError, match="0 weights for 0 subtasks"):
-        average([])
+        compare_subtasks([])
 
 
 def test_contexts_shared_by_subtasks_do_not_count_twice():
     full, method = [80, 40, 60, 0, 70, 100], [50, 50, 50, 20, 70, 50]
-    single = paired(full, method, names(6))
-    same = average([Scores(full, method, names(6))] * 4)
+    single = compare_scores(full, method, names(6))
+    same = compare_subtasks([PairedScores(full, method, names(6))] * 4)
     assert (same.error, same.low, same.groups) == (pytest.approx(single.error), pytest.approx(single.low), 6)
-    apart = average([Scores(full, method, [f"{part}/{name}" for name in names(6)]) for part in "abcd"])
+    apart = compare_subtasks([PairedScores(full, method, [f"{part}/{name}" for name in names(6)]) for part in "abcd"])
     assert apart.error == pytest.approx(single.error / 2) and apart.groups == 24
 
 
@@ -115,46 +120,46 @@ def test_the_bound_grows_with_what_was_lost():
     lows = [lost(500, wrong).low for wrong in range(6)]
     assert lows == sorted(lows, reverse=True)
     assert lost(20, 5).high > 0 > lost(20, 6).high  # the sign test's p: 0.0625 and 0.031
-    both = paired([100, 0] + [50] * 18, [0, 100] + [50] * 18, names(20))
+    both = compare_scores([100, 0] + [50] * 18, [0, 100] + [50] * 18, names(20))
     assert both.low == lost(20, 1).low == -both.high
-    alike = paired([100] * 20, [90] * 20, names(20))  # every sample lost 10 points: nothing spreads
+    alike = compare_scores([100] * 20, [90] * 20, names(20))  # every sample lost 10 points: nothing spreads
     assert alike.low == pytest.approx(-10 - 90 * (1 - 0.025 ** (1 / 20)))
     assert alike.high == pytest.approx(-10 + 110 * (1 - 0.025 ** (1 / 20)))
     # 8 of 10 lost, 2 kept, none gained: -100 + 100 U(2, 10) + 100 U(0, 10)
     assert (lost(10, 8).low, lost(10, 8).high) == (-100, pytest.approx(-100 + 55.610 + 30.850, abs=1e-2))
-    mirrored = paired([0] * 10, [100] * 8 + [0] * 2, names(10))
+    mirrored = compare_scores([0] * 10, [100] * 8 + [0] * 2, names(10))
     assert (mirrored.low, mirrored.high) == (-lost(10, 8).high, 100)
 
 
 def test_the_bounds_of_an_average_pool_its_subtasks():
-    def parts(*wrong: int) -> list[Scores]:
+    def parts(*wrong: int) -> list[PairedScores]:
         scores = ([0] * count + [100] * (5 - count) for count in wrong)
-        return [Scores([100] * 5, method, [f"{k}/{n}" for n in range(5)]) for k, method in enumerate(scores)]
+        return [PairedScores([100] * 5, method, [f"{k}/{n}" for n in range(5)]) for k, method in enumerate(scores)]
 
-    assert average(parts(0, 0, 0, 0)).low == pytest.approx(-100 * (1 - 0.025 ** (1 / 20)))
-    assert average(parts(1, 0, 0, 0)).low == pytest.approx(lost(20, 1).low)
-    assert average(parts(5, 0)).low == pytest.approx(-50 - 100 * (1 - 0.025 ** (1 / 10)))
-    assert average(parts(2, 2, 2, 0)).error == pytest.approx(math.sqrt(3 * 600 / 16))  # six differ: t
-    assert average(parts(2, 2, 2, 0)).low == pytest.approx(-30 - 2.178813 * math.sqrt(3 * 600 / 16), abs=1e-4)
-    shared = [Scores([100] * 5, [0] + [100] * 4, names(5))] * 3  # the same context lost three times
-    assert average(shared).low == pytest.approx(lost(5, 1).low)
+    assert compare_subtasks(parts(0, 0, 0, 0)).low == pytest.approx(-100 * (1 - 0.025 ** (1 / 20)))
+    assert compare_subtasks(parts(1, 0, 0, 0)).low == pytest.approx(lost(20, 1).low)
+    assert compare_subtasks(parts(5, 0)).low == pytest.approx(-50 - 100 * (1 - 0.025 ** (1 / 10)))
+    assert compare_subtasks(parts(2, 2, 2, 0)).error == pytest.approx(math.sqrt(3 * 600 / 16))  # six differ: t
+    assert compare_subtasks(parts(2, 2, 2, 0)).low == pytest.approx(-30 - 2.178813 * math.sqrt(3 * 600 / 16), abs=1e-4)
+    shared = [PairedScores([100] * 5, [0] + [100] * 4, names(5))] * 3  # the same context lost three times
+    assert compare_subtasks(shared).low == pytest.approx(lost(5, 1).low)
 
 
 def test_a_large_group_lies_within_its_interval():
-    interval = paired([100] * 19, [0] * 10 + [100] * 9, ["a"] * 10 + names(9))
+    interval = compare_scores([100] * 19, [0] * 10 + [100] * 9, ["a"] * 10 + names(9))
     assert interval.low <= interval.difference == pytest.approx(-1000 / 19)
 
 
 def test_one_group_has_no_interval():
-    interval = paired([100, 50], [50, 50], ["a", "a"])
-    assert interval == Interval(75, 50, -25, None, None, 2, 1, None, lost=1, gained=0)
-    assert average([Scores([1, 2], [2, 3], ["a", "b"]), Scores([1], [1], ["c"])]).low is None
+    interval = compare_scores([100, 50], [50, 50], ["a", "a"])
+    assert interval == PairedDifference(75, 50, -25, None, None, 2, 1, None, lost=1, gained=0)
+    assert compare_subtasks([PairedScores([1, 2], [2, 3], ["a", "b"]), PairedScores([1], [1], ["c"])]).low is None
 
 
 def test_lost_and_gained_are_scores_that_moved():
-    interval = paired([100, 0, 50, 50, 33.3, 1 / 3], [0, 100, 50, 49.9, 40, 1 / 3 + 1e-12], names(6))
+    interval = compare_scores([100, 0, 50, 50, 33.3, 1 / 3], [0, 100, 50, 49.9, 40, 1 / 3 + 1e-12], names(6))
     assert (interval.lost, interval.gained, interval.same) == (2, 2, 2)
-    both = average([Scores([100, 100], [0, 100], ["a", "b"]), Scores([0, 0], [50, 0], ["c", "d"])])
+    both = compare_subtasks([PairedScores([100, 100], [0, 100], ["a", "b"]), PairedScores([0, 0], [50, 0], ["c", "d"])])
     assert (both.lost, both.gained, both.same) == (1, 1, 2)
 
 
@@ -175,17 +180,17 @@ def test_a_mean_by_itself():
     own = mean([Values([0] * 2 + [100] * 18, names(20))])
     wrong = 1 - own.low / 100
     assert sum(binom(20, k) * wrong**k * (1 - wrong) ** (20 - k) for k in range(3)) == pytest.approx(0.025)
-    assert own.high == 100 and few([Values([0] * 2 + [100] * 18, names(20))])
+    assert own.high == 100 and needs_exact_bounds([Values([0] * 2 + [100] * 18, names(20))])
     assert mean([Values([1, 2], ["a", "a"])]) == Mean(1.5, None, None, None, 2, 1)
 
 
 Part = tuple[int, ...]  # samples, lost, gained and, where samples share them, contexts
 
 
-def part(name: str, count: int, wrong: int, right: int, contexts: int | None = None) -> Scores:
+def part(name: str, count: int, wrong: int, right: int, contexts: int | None = None) -> PairedScores:
     groups = [f"{name}/{place % (contexts or count)}" for place in range(count)]
     full = [100.0] * wrong + [0.0] * right + [100.0] * (count - wrong - right)
-    return Scores(full, [0.0] * wrong + [100.0] * (count - wrong), groups)
+    return PairedScores(full, [0.0] * wrong + [100.0] * (count - wrong), groups)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +217,7 @@ def part(name: str, count: int, wrong: int, right: int, contexts: int | None = N
 def test_intervals_of_right_or_wrong_scores_stay(parts, change, alone):
     own = [part(f"{place}", *one) for place, one in enumerate(parts)]
     weights = range(1, len(own) + 1)
-    found = average(own, weights), mean([one.method_values for one in own], weights)
+    found = compare_subtasks(own, weights), mean([one.method_values for one in own], weights)
     assert [(one.low, one.high) for one in found] == [pytest.approx(ends, rel=1e-12) for ends in (change, alone)]
 
 
@@ -220,7 +225,7 @@ def test_nothing_jumps_where_zeros_become_small_numbers():
     zero = lost(5, 0)
     for full, size in ((100, 0.3), (50, 0.3), (50, 1e-7)):
         method = [full - size, full - size / 2, full - size / 3, full - size / 4, full]
-        tiny = paired([full] * 5, method, names(5))
+        tiny = compare_scores([full] * 5, method, names(5))
         assert (tiny.low, tiny.high) == (
             pytest.approx(zero.low, abs=2 * size + 0.01),
             pytest.approx(zero.high, abs=0.4),
@@ -229,7 +234,7 @@ def test_nothing_jumps_where_zeros_become_small_numbers():
 
 @pytest.mark.parametrize("count", [2, 3, 5, 20, 100, 500, 5000])
 def test_the_bound_of_partial_scores_is_the_rule_of_three_where_nothing_was_seen(count):
-    found = paired([50.0] * count, [50.0 + 1e-6] + [50.0] * (count - 1), names(count))
+    found = compare_scores([50.0] * count, [50.0 + 1e-6] + [50.0] * (count - 1), names(count))
     bound = 100 * (1 - 0.025 ** (1 / count))
     assert (found.low, found.high) == (pytest.approx(-bound, abs=1e-3), pytest.approx(bound, abs=1e-3))
 
@@ -250,7 +255,7 @@ def test_partial_scores_are_never_surer_than_the_t_interval():
     for count in (3, 10, 40):
         full, method = draw.uniform(0, 100, (2, count))
         groups = [f"{place // 2}" for place in range(count)]
-        bounded, alone = paired(full, method, groups), average([free(full, method, groups)])
+        bounded, alone = compare_scores(full, method, groups), compare_subtasks([free(full, method, groups)])
         assert bounded.low <= max(alone.low, -100) and bounded.high >= min(alone.high, 100)
         assert (bounded.difference, bounded.error) == (alone.difference, alone.error)
 
@@ -266,12 +271,12 @@ def test_what_the_docstring_says_of_widths():
 
 
 def test_what_has_no_bounds_has_none_where_few_differ():
-    counted = Scores([500, 700, 800], [500, 700, 900], names(3), math.inf)
-    assert average([counted]).low is None and average([counted]).error > 0
-    moved = Scores([500, 700, 800], [600, 750, 1000], names(3), math.inf)
-    assert average([moved]).high > 200 and average([moved]).difference == pytest.approx(350 / 3)
+    counted = PairedScores([500, 700, 800], [500, 700, 900], names(3), math.inf)
+    assert compare_subtasks([counted]).low is None and compare_subtasks([counted]).error > 0
+    moved = PairedScores([500, 700, 800], [600, 750, 1000], names(3), math.inf)
+    assert compare_subtasks([moved]).high > 200 and compare_subtasks([moved]).difference == pytest.approx(350 / 3)
     with pytest.raises(ValueError, match="not in"):
-        Scores([math.inf], [1], ["a"], math.inf)
+        PairedScores([math.inf], [1], ["a"], math.inf)
 
 
 scores = st.one_of(st.sampled_from([0.0, 100.0]), st.floats(0, 100))
@@ -280,8 +285,8 @@ samples = st.lists(st.tuples(scores, scores, st.sampled_from("abcdefgh")), min_s
 
 @given(st.lists(samples, min_size=1, max_size=3), st.randoms(use_true_random=False))
 def test_the_order_of_samples_changes_nothing(subtasks, random):
-    def interval(parts: list) -> Interval:
-        return average([Scores(*zip(*part, strict=True)) for part in parts], range(1, len(parts) + 1))
+    def interval(parts: list) -> PairedDifference:
+        return compare_subtasks([PairedScores(*zip(*part, strict=True)) for part in parts], range(1, len(parts) + 1))
 
     found = interval(subtasks)
     assert interval([random.sample(part, len(part)) for part in subtasks]) == found
@@ -293,10 +298,10 @@ def test_the_order_of_samples_changes_nothing(subtasks, random):
 def test_scores_must_be_scores():
     for full, method, groups in (([], [], []), ([1], [1, 2], ["a"]), ([1], [1], [])):
         with pytest.raises(ValueError, match="full"):
-            paired(full, method, groups)
+            compare_scores(full, method, groups)
     for wrong in (float("nan"), -0.1, 100.1):
         with pytest.raises(ValueError, match="not in"):
-            paired([50, 50], [50, wrong], names(2))
+            compare_scores([50, 50], [50, wrong], names(2))
 
 
 def test_pairs_are_of_the_same_question():
@@ -304,11 +309,13 @@ def test_pairs_are_of_the_same_question():
         kept = {"prompt_hash": "p", "target_hash": "t"}
         return {uid: {"uid": uid, **kept} | (changed if uid == "b" else {}) for uid in "cba"}
 
-    assert [(full["uid"], method["uid"]) for full, method in pair(records(), records())] == [(u, u) for u in "abc"]
-    assert pair(records(), {}) == []
+    assert [(full["uid"], method["uid"]) for full, method in pair_records(records(), records())] == [
+        (u, u) for u in "abc"
+    ]
+    assert pair_records(records(), {}) == []
     for key in ("prompt_hash", "target_hash"):
         with pytest.raises(ValueError, match=f"^results: b: {key} is"):
-            pair(records(), records(**{key: "other"}))
+            pair_records(records(), records(**{key: "other"}))
 
 
 def share(share_lost: float, bounds: np.ndarray) -> float:
@@ -345,7 +352,7 @@ def test_coverage_of_a_mean_of_right_or_wrong(count):
         assert 0.93 <= middle.min() and middle.max() <= 0.97
 
 
-def covered(draw: Callable[[], Interval | Mean], truth: float, times: int) -> float:
+def covered(draw: Callable[[], PairedDifference | Mean], truth: float, times: int) -> float:
     return sum(interval.low <= truth <= interval.high for interval in (draw() for _ in range(times))) / times
 
 
@@ -354,10 +361,10 @@ def test_coverage_of_the_t_interval(groups, size):
     draw = np.random.default_rng(0)
     of = np.repeat(np.arange(groups), size)
 
-    def interval() -> Interval:
+    def interval() -> PairedDifference:
         full = draw.uniform(40, 60, groups * size)
         loss = np.repeat(draw.normal(5, 6, groups), size) + draw.exponential(6, groups * size) - 6  # skewed, correlated
-        return average([free(full, np.clip(full - loss, 0, 100), of.astype(str))])
+        return compare_subtasks([free(full, np.clip(full - loss, 0, 100), of.astype(str))])
 
     assert 0.93 <= covered(interval, -5, 1500) <= 0.97
 
@@ -455,10 +462,12 @@ def test_coverage_of_the_average(count, scale, most):
     draw = np.random.default_rng(1)
     losses = scale * np.array([0, 0, 0, 0.02, 0.02, 0.05, 0.05, 0.1, 0.1, 0.2, 0.3, 0.5, 0.8])
 
-    def interval() -> Interval:
+    def interval() -> PairedDifference:
         wrong = draw.random((13, count)) < losses[:, None]
         groups = [[f"{part}/{name}" for name in names(count)] for part in range(13)]
-        return average([Scores([100.0] * count, 100.0 * ~row, group) for row, group in zip(wrong, groups, strict=True)])
+        return compare_subtasks(
+            [PairedScores([100.0] * count, 100.0 * ~row, group) for row, group in zip(wrong, groups, strict=True)]
+        )
 
     assert 0.93 <= covered(interval, -100 * losses.mean(), 500) <= most
 
@@ -466,7 +475,7 @@ def test_coverage_of_the_average(count, scale, most):
 CHANCES = np.linspace(0.35, 0.65, 13)  # of the full cache to solve a sample of each subtask: near what a card asks for
 
 
-def listed(random: np.random.Generator, count: int, kept: float, by: str) -> tuple[Mean, Interval, float]:
+def listed(random: np.random.Generator, count: int, kept: float, by: str) -> tuple[Mean, PairedDifference, float]:
     """The full cache's mean over the subtasks of a list, the difference of a method that keeps a share of what is
     right, and the true mean. `by`: samples that choose the list. Others than the evaluated ones, as for a card; the
     same, which kvbench never does; or none, and the list is every second subtask.
@@ -474,10 +483,10 @@ def listed(random: np.random.Generator, count: int, kept: float, by: str) -> tup
     full = random.random((13, count)) < CHANCES[:, None]
     asked = full if by == "same" else random.random((13, 20)) < CHANCES[:, None]
     method = full & (random.random(full.shape) < kept)
-    chosen = [place for place in range(13) if (place % 2 if by == "none" else solves(100.0 * asked[place]))]
+    chosen = [place for place in range(13) if (place % 2 if by == "none" else is_solvable(100.0 * asked[place]))]
     groups = {place: [f"{place}/{own}" for own in names(count)] for place in chosen}
-    scores = [Scores(100.0 * full[place], 100.0 * method[place], groups[place]) for place in chosen]
-    return mean([own.full_values for own in scores]), average(scores), 100 * CHANCES[chosen].mean()
+    scores = [PairedScores(100.0 * full[place], 100.0 * method[place], groups[place]) for place in chosen]
+    return mean([own.full_values for own in scores]), compare_subtasks(scores), 100 * CHANCES[chosen].mean()
 
 
 def coverage_of_listed(count: int, kept: float, times: int, by: str) -> tuple[float, float, float]:
@@ -526,7 +535,7 @@ def test_coverage_of_the_t_interval_of_a_weighted_average(shared):
     draw = np.random.default_rng(3)
     weights, sizes, losses = [5, 1, 2], [30, 60, 30] if not shared else [40] * 3, [5, 20, 10]
 
-    def interval() -> Interval:
+    def interval() -> PairedDifference:
         context = draw.normal(0, 6, 60)
         parts = []
         for place, (size, loss) in enumerate(zip(sizes, losses, strict=True)):
@@ -535,6 +544,6 @@ def test_coverage_of_the_t_interval_of_a_weighted_average(shared):
             groups = [f"{n}" if shared else f"{place}/{n}" for n in range(size)]
             method = full - loss + own + draw.exponential(4, size) - 4
             parts.append(free(full, method.clip(0, 100), groups))
-        return average(parts, weights)
+        return compare_subtasks(parts, weights)
 
     assert 0.93 <= covered(interval, -(5 * 5 + 20 + 2 * 10) / 8, 800) <= 0.97

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from kvbench.analysis.intervals import Values, mean
-from kvbench.analysis.pass_at_k import average_at_n, pass_at, pass_at_k, passes, prompts, repeats
+from kvbench.analysis.pass_at_k import (
+    average_at_n,
+    count_fewest_answers,
+    estimate_pass_at_k,
+    group_by_prompt,
+    pass_at_k,
+    score_prompts,
+)
 
 
 def answers(right: list[list[int]], contexts: list[str] | None = None) -> list[dict]:
@@ -26,25 +33,25 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
         for c in range(n + 1):
             for k in range(1, n + 1):
                 hit = [any(own) for own in combinations([1] * c + [0] * (n - c), k)]
-                assert pass_at(k, n, c) == pytest.approx(sum(hit) / len(hit))
-    assert pass_at(10, 200, 13) == pytest.approx(1 - np.prod([(187 - i) / (200 - i) for i in range(10)]))
+                assert estimate_pass_at_k(k, n, c) == pytest.approx(sum(hit) / len(hit))
+    assert estimate_pass_at_k(10, 200, 13) == pytest.approx(1 - np.prod([(187 - i) / (200 - i) for i in range(10)]))
     for wrong in ((0, 4, 1), (5, 4, 1), (1, 4, 5), (1, 4, -1)):
         with pytest.raises(ValueError, match="pass@"):
-            pass_at(*wrong)
+            estimate_pass_at_k(*wrong)
 
 
 def test_prompts_are_the_unit():
     records = answers([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 0], [1, 0, 1, 0], [0] * 4])
     shares = [25, 100, 50, 0, 75, 50, 0]
-    assert repeats(records) == 4 and repeats([]) == 0
+    assert count_fewest_answers(records) == 4 and count_fewest_answers([]) == 0
     by_prompt = mean([Values(shares, [str(place) for place in range(7)])])
     assert average_at_n(records) == by_prompt
     assert pass_at_k(records, 1).value == pytest.approx(by_prompt.value)
     assert average_at_n(records[::-1]) == by_prompt
     clustered = average_at_n(answers([[1], [1], [0], [0], [1], [1]], ["a", "a", "b", "b", "c", "c"]))
     assert clustered.groups == 3 and clustered.samples == 6
-    assert list(passes(records, 2).values()) == pytest.approx([50, 100, 250 / 3, 0, 100, 250 / 3, 0])
-    assert [len(own) for own in prompts(records).values()] == [4] * 7
+    assert list(score_prompts(records, 2).values()) == pytest.approx([50, 100, 250 / 3, 0, 100, 250 / 3, 0])
+    assert [len(own) for own in group_by_prompt(records).values()] == [4] * 7
 
 
 def test_what_has_no_estimate_is_refused():
@@ -54,9 +61,9 @@ def test_what_has_no_estimate_is_refused():
         pass_at_k(answers([[1, 0], [1]]), 2)
     partial = answers([[1, 0]])
     with pytest.raises(ValueError, match="between right and wrong"):
-        passes([partial[0] | {"score": 50.0}, partial[1]], 1)
+        score_prompts([partial[0] | {"score": 50.0}, partial[1]], 1)
     with pytest.raises(ValueError, match="aime/0/0: no score"):
-        repeats([partial[0] | {"score": None}])
+        count_fewest_answers([partial[0] | {"score": None}])
     with pytest.raises(ValueError, match="0 scores, 0 groups"):
         average_at_n([])
 

@@ -13,17 +13,17 @@ from hydra import initialize_config_dir
 
 from kvbench.analysis import solvable_subtasks
 from kvbench.analysis.budget_series import SOLVABLE, CurveOptions
-from kvbench.analysis.closing_table import closing_table
+from kvbench.analysis.closing_table import build_closing_table
 from kvbench.analysis.intervals import mean
-from kvbench.analysis.paired import Scores, average
+from kvbench.analysis.paired import PairedScores, compare_subtasks
 from kvbench.cli import choose_solvable as choose_solvable_command
 from kvbench.cli import curves as curves_command
 from kvbench.cli import figures as figures_command
 from kvbench.config import catalogue
-from kvbench.integrations.wandb_process import Subject
+from kvbench.integrations.wandb_process import LoggedRun
 from kvbench.interfaces.task import Graded
 from kvbench.report.page import NUMBERS
-from kvbench.report.panels import panels_of
+from kvbench.report.panels import build_panels
 from kvbench.runs import checks
 from kvbench.runs.spec import RunSpec, compose
 from kvbench.store.runs import find_finished
@@ -81,20 +81,20 @@ def store(tmp_path, write_card) -> Path:
     return tmp_path
 
 
-def scores(budget: float, names: tuple[str, ...] = LIST) -> list[Scores]:
+def scores(budget: float, names: tuple[str, ...] = LIST) -> list[PairedScores]:
     """Of these subtasks: the full cache's and the method's."""
     full, method = records(1.0), records(budget)
     own = [[uid for uid in full if full[uid]["subtask"] == name] for name in names]
     sides = [[[side[uid]["score"] for uid in uids] for side in (full, method)] for uids in own]
-    return [Scores(*both, [full[uid]["group"] for uid in uids]) for both, uids in zip(sides, own, strict=True)]
+    return [PairedScores(*both, [full[uid]["group"] for uid in uids]) for both, uids in zip(sides, own, strict=True)]
 
 
 def test_a_list_is_found_by_model_weights_task_and_length(write_card):
-    assert solvable_subtasks.listed(VALUE) == ()  # no such file
+    assert solvable_subtasks.list_solvable(VALUE) == ()  # no such file
     write_card(SOLVES)
-    assert solvable_subtasks.listed(VALUE) == LIST
+    assert solvable_subtasks.list_solvable(VALUE) == LIST
     longbench = VALUE | {"task": {"name": "longbench", "path": "hub"}}
-    assert solvable_subtasks.listed(longbench) == ("trec",)
+    assert solvable_subtasks.list_solvable(longbench) == ("trec",)
     for other in (
         {"task": {"name": "ruler", "length": 4096}},
         {"task": {"name": "ruler", "length": 2000}},
@@ -104,21 +104,23 @@ def test_a_list_is_found_by_model_weights_task_and_length(write_card):
         {"model": {"name": "../tiny", "identity": "0a1b"}},
         {"model": {"name": "hf", "identity": "0a1b"}},
     ):
-        assert solvable_subtasks.listed(VALUE | other) == ()
+        assert solvable_subtasks.list_solvable(VALUE | other) == ()
     write_card("")
-    assert solvable_subtasks.listed(VALUE) == ()
+    assert solvable_subtasks.list_solvable(VALUE) == ()
 
 
 def test_some_subtasks_and_not_all_make_an_average():
-    assert solvable_subtasks.average(LIST, NAMES) == {AVERAGE: {"niah_single_1": 1.0, "ruler_vt": 1.0}}
-    assert solvable_subtasks.average(LIST, ("ruler_cwe", "ruler_vt")) == {"average of 1 solvable": {"ruler_vt": 1.0}}
+    assert solvable_subtasks.average_solvable(LIST, NAMES) == {AVERAGE: {"niah_single_1": 1.0, "ruler_vt": 1.0}}
+    assert solvable_subtasks.average_solvable(LIST, ("ruler_cwe", "ruler_vt")) == {
+        "average of 1 solvable": {"ruler_vt": 1.0}
+    }
     for names, there in (((), NAMES), (LIST, ("ruler_cwe",)), (NAMES, LIST), (LIST, LIST), (LIST, ())):
-        assert solvable_subtasks.average(names, there) == {}
+        assert solvable_subtasks.average_solvable(names, there) == {}
 
 
 def test_a_mean_of_50_is_enough():
-    assert solvable_subtasks.solves([0, 100, 100 / 3, 200 / 3]) and solvable_subtasks.solves([50.0] * 7)
-    assert not solvable_subtasks.solves([0, 100, 100 / 3, 66]) and not solvable_subtasks.solves([0.0])
+    assert solvable_subtasks.is_solvable([0, 100, 100 / 3, 200 / 3]) and solvable_subtasks.is_solvable([50.0] * 7)
+    assert not solvable_subtasks.is_solvable([0, 100, 100 / 3, 66]) and not solvable_subtasks.is_solvable([0.0])
 
 
 BAD = {
@@ -152,13 +154,13 @@ def test_a_damaged_card_is_one_line(write_card, text):
     with pytest.raises(SettingError, match=f"^{line}[^\n]*$"):
         checks.check(config_of("model=hf", "model.path=/"))
     with pytest.raises(SettingError, match=f"^{line}"):  # and where runs are only shown
-        solvable_subtasks.listed(VALUE | {"model": {"name": "hf", "identity": "a"}})
+        solvable_subtasks.list_solvable(VALUE | {"model": {"name": "hf", "identity": "a"}})
 
 
 def test_a_card_that_is_no_yaml_is_named(write_card):
     write_card("solvable: [\n")
     with pytest.raises(SettingError, match=r"^model=tiny: conf/model/tiny.yaml line \d is no YAML"):
-        solvable_subtasks.listed(VALUE)
+        solvable_subtasks.list_solvable(VALUE)
 
 
 def test_a_list_is_no_part_of_what_a_run_is_known_by(write_card):
@@ -177,11 +179,11 @@ def test_a_list_is_no_part_of_what_a_run_is_known_by(write_card):
 @pytest.mark.parametrize("averages", [None, {"of all": dict.fromkeys(NAMES, 1.0)}])
 def test_the_closing_table_shows_the_second_average_last(averages):
     heading = {"model": "tiny"}
-    plain = closing_table(records(1.0), records(0.1), heading, averages)
-    table = closing_table(records(1.0), records(0.1), heading, averages, LIST)
+    plain = build_closing_table(records(1.0), records(0.1), heading, averages)
+    table = build_closing_table(records(1.0), records(0.1), heading, averages, LIST)
     *rows, last = table.rows
     assert tuple(rows) == plain.rows and (last.subtask, last.kind) == (AVERAGE, "solvable")
-    assert last.interval == average(scores(0.1)) and last.interval.samples == 12
+    assert last.interval == compare_subtasks(scores(0.1)) and last.interval.samples == 12
     assert last.full == mean([own.full_values for own in scores(0.1)])
     assert last.method == mean([own.method_values for own in scores(0.1)])
     assert last.held == pytest.approx(0.1005) and last.ttft == 90
@@ -192,31 +194,31 @@ def test_the_closing_table_shows_the_second_average_last(averages):
     assert set(text[place - 2]) == {"-"} and text[place - 1].startswith("of all" if averages else "average ")
     kinds = [row["kind"] for row in csv.DictReader(io.StringIO(table.to_csv()))]
     assert kinds[:5] == [*["subtask"] * 3, "average", "solvable"]
-    alone = closing_table(records(1.0), None, heading, averages, LIST)
+    alone = build_closing_table(records(1.0), None, heading, averages, LIST)
     assert alone.rows[-1].interval.mean_full == 100 and alone.rows[-1].kind == "solvable"
     for listed in ((), NAMES, ("ruler_fwe",)):
-        assert closing_table(records(1.0), records(0.1), heading, averages, listed) == plain
+        assert build_closing_table(records(1.0), records(0.1), heading, averages, listed) == plain
 
 
 def test_a_listed_subtask_without_an_answer_is_named():
     method = records(0.1)
     for index in range(6):
         method[f"ruler_vt/{index}"] |= {"score": None, "error": "out_of_memory"}
-    *_, first, last = closing_table(records(1.0), method, {}, None, LIST).rows
+    *_, first, last = build_closing_table(records(1.0), method, {}, None, LIST).rows
     assert (first.interval.samples, last.interval, last.failed) == (12, None, 6)
-    notes = closing_table(records(1.0), method, {}, None, LIST).notes
+    notes = build_closing_table(records(1.0), method, {}, None, LIST).notes
     assert f"No {AVERAGE}: no answered sample of ruler_vt." in notes
     assert "The average leaves out ruler_vt: no sample was answered." in notes
 
 
 def test_weights_and_biases_is_told(store):
     full = VALUE | {"method": {"name": "full"}, "sources": "s1"}
-    said = Subject(store, VALUE | {"budget": 0.1}, full).summary()
-    own = average(scores(0.1))
+    said = LoggedRun(store, VALUE | {"budget": 0.1}, full).summary()
+    own = compare_subtasks(scores(0.1))
     assert (said[f"diff/{AVERAGE}"], said[f"diff/{AVERAGE}/low"]) == (own.difference, own.low)
     assert said[f"full/{AVERAGE}"] == 100 and said["full/average"] == pytest.approx(200 / 3)
     assert said[f"held/{AVERAGE}"] == pytest.approx(0.1005)
-    assert f"score/{AVERAGE}" not in Subject(store, VALUE | {"seed": 9}, full).summary()  # it has no records
+    assert f"score/{AVERAGE}" not in LoggedRun(store, VALUE | {"seed": 9}, full).summary()  # it has no records
 
 
 def test_curves_show_both_averages(store, write_card, capsys):
@@ -227,7 +229,7 @@ def test_curves_show_both_averages(store, write_card, capsys):
     first, second, _ = shown()
     assert "\naverage, each subtask weighing the same; 18 samples\n" in first
     assert f"\n{AVERAGE}; 12 samples\n" in second
-    own = average(scores(0.1))
+    own = compare_subtasks(scores(0.1))
     [line] = [line for line in second.splitlines() if line.startswith("0.1 ")]
     found = [float(number) for number in re.findall(r"[-+]?\d+\.\d+", line)]
     assert found[2] == pytest.approx(own.mean_method, abs=0.05)
@@ -244,14 +246,14 @@ def test_curves_show_both_averages(store, write_card, capsys):
 def test_the_report_shows_both_averages(store, write_card):
     def panel() -> dict:
         found = find_finished(store)
-        [own] = panels_of(found, found.runs, CurveOptions())
+        [own] = build_panels(found, found.runs, CurveOptions())
         assert not found.damaged
-        return own.shown
+        return own.data
 
     both = panel()
     assert [own["task"] for own in both["tasks"]] == ["Ø average", f"Ø {AVERAGE}", *NAMES]
     cells = {own["column"]: own for own in both["cells"] if own["order"] == 0}
-    own = average(scores(0.1))
+    own = compare_subtasks(scores(0.1))
     assert [cells[1][name] for name in ("diff", "diff_low", "diff_high")] == [own.difference, own.low, own.high]
     assert both["solvable"]["average"] == AVERAGE
     point, _ = both["solvable"]["points"]
@@ -269,7 +271,7 @@ def test_the_report_shows_both_averages(store, write_card):
 def test_figures_can_choose_it(store, write_card, capsys):
     assert figures_command.main([str(store), "--kind", "curve,tasks", "--average", SOLVABLE]) == 0
     [path] = (store / "figures").glob("*-curve-solvable.csv")
-    own = average(scores(0.1))
+    own = compare_subtasks(scores(0.1))
     first, *_ = csv.DictReader(io.StringIO(path.read_text()))
     assert (float(first["diff"]), first["n"]) == (own.difference, "12")
     [path] = (store / "figures").glob("*-tasks.csv")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.cli.command import UNREAD, answered
+from kvbench.cli.command import READER_GONE, run_command
 from tests.support.command_line import answer
 from tests.support.report_store import records, write
 from tests.support.repository import ROOT
@@ -44,12 +44,12 @@ def unread(*arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize("command", ["curves", "audit", "grid", "papers", "report", "export"])
 def test_a_command_ends_in_silence(command, store, tmp_path):
     more = [str(tmp_path)] if command == "export" else []
-    assert unread("-m", "kvbench", command, str(store), *more) == (UNREAD, "")
+    assert unread("-m", "kvbench", command, str(store), *more) == (READER_GONE, "")
 
 
 def test_so_do_help_and_the_command_line():
-    assert unread("-m", "kvbench", "grade", "--help") == (UNREAD, "")
-    assert unread("run.py", "--cfg", "job") == (UNREAD, "")
+    assert unread("-m", "kvbench", "grade", "--help") == (READER_GONE, "")
+    assert unread("run.py", "--cfg", "job") == (READER_GONE, "")
 
 
 def test_every_command_is_answered():
@@ -65,7 +65,7 @@ def test_another_pipe_that_breaks_is_an_error():
         raise BrokenPipeError("of a helper")
 
     with pytest.raises(BrokenPipeError, match="of a helper"):
-        answered(work)
+        run_command(work)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import kvbench as package
 from kvbench.cli import curves as curves_command
 from kvbench.cli import explain, export, papers
 from kvbench.cli import figures as figures_command
-from kvbench.cli.command import answered
+from kvbench.cli.command import run_command
 from kvbench.cli.report import main as report
 from kvbench.config import provenance
 from kvbench.store import audit
@@ -32,7 +32,7 @@ def old(tmp_path) -> Path:
 
 
 def explained(capsys, *arguments: str) -> tuple[int, list[str], str]:
-    code = answered(lambda: explain.main(arguments))
+    code = run_command(lambda: explain.main(arguments))
     out, err = capsys.readouterr()
     return code, out.splitlines(), err
 
@@ -91,7 +91,7 @@ def test_a_store_of_0_1_is_read_by_everything(old, tmp_path, capsys):
     loaded = package.load(str(old))
     assert dict(loaded.runs["method"]) == HASHES and not loaded.damaged
     assert len(loaded.records(["uid", "score"])) == 8
-    assert {state for _, state, _ in audit.audit(old)} == {"4 records, finished"}
+    assert {state for _, state, _ in audit.audit_runs(old)} == {"4 records, finished"}
     assert export.main([str(old), str(tmp_path / "export")]) == 0
     assert curves_command.main([str(old)]) == 0 and "snapkv" in capsys.readouterr().out
     assert figures_command.main([str(old), "--kind", "tasks", "--out", str(tmp_path / "figures")]) == 0
@@ -103,22 +103,22 @@ def test_a_store_of_0_1_is_read_by_everything(old, tmp_path, capsys):
 
 
 def test_a_run_of_0_1_is_never_paired_with_a_new_one(old):
-    runs = stored.every(old)
+    runs = stored.load_runs(old)
     full, method = sorted(runs, key=lambda run: not run.full)
-    assert stored.baseline(method, runs).hash == full.hash
+    assert stored.find_baseline(method, runs).hash == full.hash
     new = write(old, method.records, **method.value | {"identity": 2})
     with pytest.raises(SettingError, match="no finished run of the full cache on the same samples"):
-        stored.baseline(new, stored.every(old))
+        stored.find_baseline(new, stored.load_runs(old))
 
 
 def test_runs_say_how_they_are_named(kvbench, tmp_path):
     settings = ("task.subtasks=[niah_single_1]", "task.length=512", "task.samples=1", "method=full")
     assert kvbench(*settings, f"results={tmp_path / 'r'}")[0] == 0
     folder = read_runs(tmp_path / "r")["full"][0]
-    assert stored.every(tmp_path / "r")[0].value["identity"] == 2
+    assert stored.load_runs(tmp_path / "r")[0].value["identity"] == 2
     machine = json.loads(next(folder.glob("machine*.json")).read_text())
     assert (
         provenance._short("".join(f"{name} {own}\n" for name, own in machine["sources"].items()))
-        == (stored.every(tmp_path / "r")[0].value["sources"])
+        == (stored.load_runs(tmp_path / "r")[0].value["sources"])
     )
     assert "identity" not in VALUE

@@ -17,12 +17,12 @@ from threading import Timer
 import pytest
 
 from kvbench.cli import run as command
-from kvbench.cli.command import answered
-from kvbench.integrations.wandb_logger import Log, configured
+from kvbench.cli.command import run_command
+from kvbench.integrations.wandb_logger import WandbLogger, load_settings
 from kvbench.runs.responder import Responder
 from kvbench.store.run_folder import RunFolder
-from kvbench.store.runs import every
-from kvbench.sweeps.status import state_of
+from kvbench.store.runs import load_runs
+from kvbench.sweeps.status import read_state
 from kvbench.validation import Terminated, terminable, unwritten, writing
 from tests.support.command_line import answer
 from tests.support.report_store import records, write
@@ -50,7 +50,7 @@ def send(number: int) -> None:
 @pytest.mark.parametrize("number", CODES)
 def test_a_command_that_is_stopped_says_so(number, capsys):
     before = signal.getsignal(signal.SIGTERM)
-    assert answered(lambda: send(number)) == CODES[number]
+    assert run_command(lambda: send(number)) == CODES[number]
     assert capsys.readouterr() == ("", "kvbench: stopped\n")
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -88,7 +88,7 @@ def test_a_run_that_is_stopped_goes_on(many, number, after, where, tmp_path, sto
     monkeypatch.setattr(sys, "argv", ["run.py", *given])
     with monkeypatch.context():
         stopping(number, after)
-        assert answered(command.main) == CODES[number]
+        assert run_command(command.main) == CODES[number]
         out, err = capsys.readouterr()
         said = [
             line
@@ -151,7 +151,7 @@ def test_a_logger_that_hangs_does_not_hold_what_is_stopped(tmp_path, monkeypatch
     begin, timer = time.monotonic(), Timer(1, os.kill, (os.getpid(), signal.SIGTERM))
     with terminable(), pytest.raises(Terminated):
         timer.start()
-        Log.of(configured({"seconds": "60"}), tmp_path).finished(every(tmp_path))
+        WandbLogger.of(load_settings({"seconds": "60"}), tmp_path).finished(load_runs(tmp_path))
     assert time.monotonic() - begin < 20
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
@@ -179,7 +179,8 @@ def full_beyond(size: int) -> Iterator[None]:
 )
 def test_a_full_disk_ends_a_run_in_one_line(many, size, where, tmp_path, monkeypatch, capsys):
     """A sweep too: the next cell would find no more room."""
-    monkeypatch.setattr("kvbench.sweeps.status.write", lambda folder, cells: None)  # what cells.json holds is longer
+    # what cells.json holds is longer
+    monkeypatch.setattr("kvbench.sweeps.status.write_cells", lambda folder, cells: None)
     monkeypatch.setattr("kvbench.sweeps.compose.Sweep.end", lambda own: None)
     samples = 14 if "workers=2" in many else 9  # more than two workers and the process that waits for them can write
     given = [*many, "budget=0.3", f"results={tmp_path}", *QUICK, f"task.samples={samples}"]
@@ -210,10 +211,10 @@ def test_a_full_disk_names_the_records(tmp_path, capsys):
                 folder.append({"uid": uid, "text": 900 * uid})
 
     with full_beyond(1000):
-        assert answered(work) == 1
+        assert run_command(work) == 1
     [file] = folder.path.glob("records*.jsonl")
     assert re.fullmatch(rf"kvbench: {file}: \d+ of \d+ bytes could be written; .*\n", capsys.readouterr().err)
-    assert state_of(tmp_path, folder.hash).records == 1 == file.read_text().count("\n")
+    assert read_state(tmp_path, folder.hash).records == 1 == file.read_text().count("\n")
 
 
 @pytest.mark.parametrize(

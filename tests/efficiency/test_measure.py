@@ -24,7 +24,7 @@ from kvbench.interfaces.budget import Budget
 from kvbench.models.checkpoint import random_model
 from kvbench.models.random_weights import Shape, shapes
 from kvbench.runs.spec import RunSpec
-from kvbench.store.efficiency_csv import COLUMNS, ENDED, append, ended, read
+from kvbench.store.efficiency_csv import COLUMNS, LAST_QUANTITY, append_lines, find_whole_cells, read_lines
 from kvbench.validation import SettingError
 from tests.support.command_line import answer, assert_refused
 
@@ -50,7 +50,7 @@ def kvbench(tmp_path, monkeypatch, capsys):
 
 
 def by_quantity(path: Path, **where: object) -> dict[str, dict[str, str]]:
-    return {row["quantity"]: row for row in read(path) if all(row[k] == str(v) for k, v in where.items())}
+    return {row["quantity"]: row for row in read_lines(path) if all(row[k] == str(v) for k, v in where.items())}
 
 
 def test_a_sweep_gives_lines_and_measures_no_cell_twice(kvbench, monkeypatch):
@@ -60,7 +60,7 @@ def test_a_sweep_gives_lines_and_measures_no_cell_twice(kvbench, monkeypatch):
     for method, budget, share in (("full", 1.0, 1), ("snapkv", 0.25, 0.25)):
         found = by_quantity(path, method=method, budget=budget)
         times = {"ttft_ms", "tpot_ms", "tpot_mean_ms", "decode_tokens_s", "e2e_3_ms", "e2e_6_ms", "answer_3_ms"}
-        assert times <= set(found) and list(found)[-1] == ENDED
+        assert times <= set(found) and list(found)[-1] == LAST_QUANTITY
         assert float(found["resident_bytes"]["value"]) == share * 60 * 2 * 2 * 2 * 32 * 4  # layers, heads, k and v
         assert found["ttft_ms"]["count"] == "2" and float(found["ttft_ms"]["least"]) <= float(found["ttft_ms"]["value"])
         assert float(found["e2e_3_ms"]["value"]) < float(found["e2e_6_ms"]["value"])
@@ -88,8 +88,8 @@ def test_no_memory_is_a_result(kvbench, monkeypatch):
 
     monkeypatch.setattr(GenerationContext, "prefill", exhausted)
     assert kvbench("-m", "method=snapkv", "task.measure=latency,throughput", *QUICK)[0] == 0
-    rows = read(Path("results/efficiency/cpu.csv"))
-    assert [(row["quantity"], row["status"]) for row in rows if row["quantity"] != ENDED] == [
+    rows = read_lines(Path("results/efficiency/cpu.csv"))
+    assert [(row["quantity"], row["status"]) for row in rows if row["quantity"] != LAST_QUANTITY] == [
         ("latency", "out_of_memory"), ("throughput", "out_of_memory"),
     ]  # fmt: skip
 
@@ -256,23 +256,28 @@ def test_spread():
 
 def test_appending_never_touches_what_is_there(tmp_path):
     path = tmp_path / "new" / "gpu.csv"
-    append(
+    append_lines(
         path,
-        [{"quantity": "a", "note": 'a "quoted", text\nof two lines', "cell": "1"}, {"quantity": ENDED, "cell": "1"}],
+        [
+            {"quantity": "a", "note": 'a "quoted", text\nof two lines', "cell": "1"},
+            {"quantity": LAST_QUANTITY, "cell": "1"},
+        ],
     )
     with path.open("a") as file:
         file.write('gpu,latency,"torn')  # a killed writer
     before = path.read_bytes()
-    append(path, [{"quantity": "b", "cell": "2"}])
+    append_lines(path, [{"quantity": "b", "cell": "2"}])
     assert path.read_bytes().startswith(before)
-    assert [row["quantity"] for row in read(path)] == ["a", ENDED, "b"] and ended(path) == {"1"}
-    assert read(path)[0]["note"] == 'a "quoted", text of two lines'
+    assert [row["quantity"] for row in read_lines(path)] == ["a", LAST_QUANTITY, "b"] and find_whole_cells(path) == {
+        "1"
+    }
+    assert read_lines(path)[0]["note"] == 'a "quoted", text of two lines'
     with path.open() as file:
         assert tuple(next(csv.reader(file))) == COLUMNS
     other = tmp_path / "other.csv"
     other.write_text("method,ms\n")
     with pytest.raises(SettingError, match="has other columns"):
-        append(other, [{}])
+        append_lines(other, [{}])
     assert other.read_text() == "method,ms\n"
 
 
@@ -295,7 +300,7 @@ def test_a_list_goes_on_after_refusals_and_failures(tmp_path, monkeypatch, capsy
     assert efficiency.main(arguments) == 0
     out = capsys.readouterr().out
     assert "refused: task.measure=scoring: full" in out and "[4/4]" in out
-    rows = read(tmp_path / "results" / "efficiency" / "cpu.csv")
+    rows = read_lines(tmp_path / "results" / "efficiency" / "cpu.csv")
     failed = [row for row in rows if row["status"] == "failed"]
     assert [row["method"] for row in failed] == ["knorm"] and failed[0]["note"] == "RuntimeError: a kernel is wrong"
     assert efficiency.main(arguments) == 0 and capsys.readouterr().out.count("measured already") == 3

@@ -8,7 +8,7 @@ import pytest
 
 from kvbench.cli import grade
 from kvbench.integrations import math_verify
-from kvbench.integrations.math_verify import FILE, Verifier, notes, verdicts
+from kvbench.integrations.math_verify import FILE, Verifier, describe_verdicts, read_verdicts
 from kvbench.store.run_folder import RunFolder
 from tests.support.command_line import answer
 from tests.support.made_up_runs import VALUE as RUN_VALUE
@@ -112,10 +112,14 @@ def test_verdicts_stand_beside_untouched_records(run, verifier, monkeypatch):
     monkeypatch.setattr(Verifier, "__exit__", lambda *_: None)  # the module's goes on
     math_verify.grade(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != FILE} == before
-    assert {uid: own["verdict"] for uid, own in verdicts(folder).items()} == {"p/r0": True, "p/r1": False, "q/r0": True}
+    assert {uid: own["verdict"] for uid, own in read_verdicts(folder).items()} == {
+        "p/r0": True,
+        "p/r1": False,
+        "q/r0": True,
+    }
     line = json.loads((folder / FILE).read_text().splitlines()[0])
     assert line == {"uid": "p/r0", "grader": "math_verify", "version": "0.9.0", "verdict": True, "seconds": 10.0}
-    [note] = notes("full", folder)
+    [note] = describe_verdicts("full", folder)
     assert "math-verify 0.9.0 differs on 1 of 3 (1 right only by it, 0 only by the score), 0 timeouts, 0 errors" in note
 
 
@@ -127,7 +131,7 @@ def test_grading_goes_on_where_it_was_killed(run, monkeypatch):
     assert len(told.asked) == len(lines) == 4
     (folder / FILE).write_text("".join(lines[:2]) + lines[2][:20])  # killed in the middle of a line
     math_verify.grade(folder)
-    assert told.asked[4:] == [("2", "1"), ("3", "1")] and len(verdicts(folder)) == 4
+    assert told.asked[4:] == [("2", "1"), ("3", "1")] and len(read_verdicts(folder)) == 4
     assert (folder / FILE).read_text().splitlines(keepends=True) == lines
     math_verify.grade(folder)
     assert len(told.asked) == 6
@@ -135,7 +139,7 @@ def test_grading_goes_on_where_it_was_killed(run, monkeypatch):
         (folder / FILE).write_text("")
         told.verdict_ = KeyboardInterrupt()
         math_verify.grade(folder)
-    assert verdicts(folder) == {}
+    assert read_verdicts(folder) == {}
 
 
 def test_only_a_longer_time_or_another_version_asks_again(run, monkeypatch):
@@ -143,15 +147,15 @@ def test_only_a_longer_time_or_another_version_asks_again(run, monkeypatch):
     told = Told(monkeypatch, "timeout")
     for seconds in (5.0, 5.0, 3.0, 9.0):
         math_verify.grade(folder, seconds)
-    assert len(told.asked) == 2 and verdicts(folder)["p/r0"]["seconds"] == 9.0
+    assert len(told.asked) == 2 and read_verdicts(folder)["p/r0"]["seconds"] == 9.0
     monkeypatch.setattr(math_verify, "version", lambda name: "1.0")
     math_verify.grade(folder, 1.0)
-    assert len(told.asked) == 3 and verdicts(folder)["p/r0"]["version"] == "1.0"
-    assert "1 timeouts" in notes("full", folder)[0]
+    assert len(told.asked) == 3 and read_verdicts(folder)["p/r0"]["version"] == "1.0"
+    assert "1 timeouts" in describe_verdicts("full", folder)[0]
 
 
 def test_without_verdicts_there_is_nothing_to_say(run):
-    assert notes("full", run(("p/r0", "1", "1", 100.0))) == []
+    assert describe_verdicts("full", run(("p/r0", "1", "1", 100.0))) == []
 
 
 def test_the_command_line(run, tmp_path, monkeypatch, capsys):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.analysis.closing_table import closing_table
+from kvbench.analysis.closing_table import build_closing_table
 from kvbench.cli.wandb_sync import main
-from kvbench.integrations.wandb_logger import Log, configured
-from kvbench.store.runs import Stored
+from kvbench.integrations.wandb_logger import WandbLogger, load_settings
+from kvbench.store.runs import StoredRun
 from kvbench.validation import SettingError
 from tests.support import made_up_runs
 from tests.support.command_line import answer, assert_refused
@@ -66,13 +66,13 @@ def records(full: bool) -> dict[str, dict]:
     return found
 
 
-def write(results: Path, own: dict[str, dict], finish: bool = True, **changed: object) -> Stored:
+def write(results: Path, own: dict[str, dict], finish: bool = True, **changed: object) -> StoredRun:
     """A run on the disk."""
     return made_up_runs.write(results, own, finish, **CUT | changed)
 
 
 @pytest.fixture
-def runs(tmp_path) -> list[Stored]:
+def runs(tmp_path) -> list[StoredRun]:
     """The full cache's run and a method's."""
     return [write(tmp_path, records(True), **FULL), write(tmp_path, records(False))]
 
@@ -93,8 +93,8 @@ def fake(tmp_path_factory, monkeypatch):
     return told
 
 
-def log(results: Path, **changed: str) -> Log:
-    return Log.of(configured(changed), results)
+def log(results: Path, **changed: str) -> WandbLogger:
+    return WandbLogger.of(load_settings(changed), results)
 
 
 def stored(path: Path) -> list:
@@ -148,7 +148,7 @@ def test_an_offline_run_says_what_the_store_holds_and_a_replay_the_same(runs, tm
         assert found[own.hash]["config"] == own.value
         assert (found[own.hash]["project"], found[own.hash]["tags"], found[own.hash]["code"]) == ("mine", ["a"], 0)
     said, (full, method) = found[runs[1].hash]["summary"], (own.records for own in runs)
-    table = closing_table(full, method, {}, dict(CUT["averages"]))
+    table = build_closing_table(full, method, {}, dict(CUT["averages"]))
     for row in table.rows:
         expected = {
             "score": row.method.value, "score/low": row.method.low, "score/high": row.method.high,

@@ -226,10 +226,10 @@ def ask(path: Path, models: Path, limit: int | None = None) -> subprocess.Popen:
     code = (
         "import resource, sys; from pathlib import Path; from kvbench.models import local_models\n"
         f"model_cache.MODELS = Path({str(models)!r})\n"
-        "from kvbench.cli.command import answered; from kvbench.models.checkpoint import find_model\n"
+        "from kvbench.cli.command import run_command; from kvbench.models.checkpoint import find_model\n"
         f"limit = {limit}\n"
         "if limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))\n"
-        f"sys.exit(answered(lambda: print(find_model({str(path)!r}))))\n"
+        f"sys.exit(run_command(lambda: print(find_model({str(path)!r}))))\n"
     )
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes)
@@ -303,7 +303,7 @@ def package(tmp_path, monkeypatch):
 
 def fetched(capsys, *arguments: str) -> tuple[int, str, str]:
     """Exit code, output and errors of the command."""
-    code = command.answered(lambda: model.main(arguments))
+    code = command.run_command(lambda: model.main(arguments))
     return code, *capsys.readouterr()
 
 

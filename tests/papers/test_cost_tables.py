@@ -9,11 +9,11 @@ from hydra import compose, initialize_config_dir
 from kvbench.cli import papers
 from kvbench.config.catalogue import CONF
 from kvbench.efficiency.plan import cells
-from kvbench.papers.build import emit, table
-from kvbench.papers.table_spec import TABLES, load, published_values
-from kvbench.store.efficiency_csv import COLUMNS, ENDED, append
+from kvbench.papers.build import build_table, write_tables
+from kvbench.papers.table_spec import TABLES, read_published, read_tables
+from kvbench.store.efficiency_csv import COLUMNS, LAST_QUANTITY, append_lines
 
-SPECS = load(TABLES)
+SPECS = read_tables(TABLES)
 WANTED = {
     "dropkv_table02", "dropkv_table09", "dropkv_table10", "dropkv_table17", "dropkv_table18", "dropkv_figure02",
     "centroidkv_table06", "centroidkv_table07", "centroidkv_figure06", "expected_attention_table03",
@@ -29,18 +29,20 @@ def lines(cell: str, quantities: dict[str, float | str], **more: object) -> list
     own = [
         base | ({"status": v} if isinstance(v, str) else {"value": v}) | {"quantity": k} for k, v in quantities.items()
     ]
-    return [*own, base | {"quantity": ENDED, "value": 1}]
+    return [*own, base | {"quantity": LAST_QUANTITY, "value": 1}]
 
 
 @pytest.fixture
 def results(tmp_path):
     path = tmp_path / "efficiency" / "nvidia-test.csv"
-    append(path, lines("a", {"ttft_ms": 9000.0, "e2e_500_ms": 29999.0}))
-    append(path, lines("b", {"ttft_ms": 1500.0, "e2e_500_ms": 29000.0}))  # newer
-    append(path, lines("c", {"ttft_ms": 1400.0}))  # newer still, with another number of tokens
-    append(path, lines("d", {"latency": "out_of_memory"}, batch=12))
-    append(path, lines("e", {"ttft_ms": 6000.0, "answer": "out_of_memory"}, batch=4))
-    append(path, lines("f", {"ttft_ms": 1.0}, method="dropkv", budget=0.05, baseline="none", changed='{"window": 4}'))
+    append_lines(path, lines("a", {"ttft_ms": 9000.0, "e2e_500_ms": 29999.0}))
+    append_lines(path, lines("b", {"ttft_ms": 1500.0, "e2e_500_ms": 29000.0}))  # newer
+    append_lines(path, lines("c", {"ttft_ms": 1400.0}))  # newer still, with another number of tokens
+    append_lines(path, lines("d", {"latency": "out_of_memory"}, batch=12))
+    append_lines(path, lines("e", {"ttft_ms": 6000.0, "answer": "out_of_memory"}, batch=4))
+    append_lines(
+        path, lines("f", {"ttft_ms": 1.0}, method="dropkv", budget=0.05, baseline="none", changed='{"window": 4}')
+    )
     (tmp_path / "efficiency" / "prefill-1.csv").write_text("method,ms\nsnapkv,3\n")
     return tmp_path
 
@@ -51,7 +53,7 @@ def rows_of(markdown: str) -> dict[str, list[str]]:
 
 
 def test_published_and_measured_stand_side_by_side(results):
-    written = emit(results, SPECS)
+    written = write_tables(results, SPECS)
     folder = results / "papers" / "nvidia-test"
     assert {path.parent for path in written} == {folder}
     rows = rows_of((folder / "dropkv_table02.md").read_text())
@@ -74,15 +76,15 @@ def test_published_and_measured_stand_side_by_side(results):
 def test_a_ratio_is_of_two_measurements(results):
     path = results / "efficiency" / "nvidia-test.csv"
     own = {"model": "llama31_8b", "baseline": "none", "measure": "latency"}
-    append(path, lines("g", {"tpot_ms": 9.0, "tpot_floor_ms": 4.5}, **own))
-    emit(results, SPECS)
+    append_lines(path, lines("g", {"tpot_ms": 9.0, "tpot_floor_ms": 4.5}, **own))
+    write_tables(results, SPECS)
     rows = rows_of((results / "papers" / "nvidia-test" / "decoding_floor.md").read_text())
     assert rows["kvbench, full cache, 32k"] == ["9.00", "4.50", "2.00"]
 
 
 def test_all_tables_are_there_and_what_is_empty_says_what_fills_it(results):
     assert set(SPECS) >= WANTED
-    emit(results, SPECS)
+    write_tables(results, SPECS)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for name, spec in SPECS.items():
             if spec.get("device") == "cpu":
@@ -99,8 +101,8 @@ def test_all_tables_are_there_and_what_is_empty_says_what_fills_it(results):
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if "file" in spec])
 def test_every_published_selection_finds_values(name, tmp_path):
     spec = SPECS[name]
-    printed = published_values(tmp_path, spec["file"])
-    made = table(spec, (), printed)
+    printed = read_published(tmp_path, spec["file"])
+    made = build_table(spec, (), printed)
     for label, found in made.rows:
         row = next(own for own in spec["rows"] if own["label"] == label)
         wanted = row.get("published", {}) is not None
@@ -125,7 +127,7 @@ def test_without_measurements_there_is_one_line(tmp_path, capsys):
 
 def test_a_table_stands_in_its_csv(results):
     with (results / "efficiency" / "nvidia-test.csv").open() as file:
-        assert {row["quantity"] for row in csv.DictReader(file)} >= {"ttft_ms", ENDED}
+        assert {row["quantity"] for row in csv.DictReader(file)} >= {"ttft_ms", LAST_QUANTITY}
 
 
 @pytest.mark.parametrize("which", [[], ["dropkv", "2"]], ids=["all", "one"])

@@ -20,30 +20,30 @@ from kvbench.cli import papers
 from kvbench.config.catalogue import CONF, names
 from kvbench.efficiency.plan import cells
 from kvbench.papers import build
-from kvbench.papers.build import table
-from kvbench.papers.cell_values import Runs
-from kvbench.papers.experiment_key import ExperimentKey, needed, value_of
-from kvbench.papers.paper_table import commands
-from kvbench.papers.printed_averages import leaves, recomputed
+from kvbench.papers.build import build_table
+from kvbench.papers.cell_values import RunIndex
+from kvbench.papers.experiment_key import ExperimentKey, drop_unused, resolve_value
+from kvbench.papers.paper_table import make_commands
+from kvbench.papers.printed_averages import find_contradictions, list_leaves
 from kvbench.papers.table_spec import (
     PAPERS,
     ROOT,
-    Printed,
-    expanded,
+    PublishedValues,
+    expand_each,
+    find_preset,
+    is_cost_table,
     is_number,
-    joined,
-    load,
-    preset_of,
-    published_values,
-    specs,
-    timed_only,
+    load_specs,
+    merge_parts,
+    read_published,
+    read_tables,
 )
 from kvbench.store import dataframes
 from kvbench.store.run_folder import RunFolder
 from kvbench.sweeps.compose import SweepOverrides
 from tests.support.command_line import answer
 
-TABLES = {name: spec for name, spec in specs().items() if not timed_only(spec)}
+TABLES = {name: spec for name, spec in load_specs().items() if not is_cost_table(spec)}
 BOOK = {"model": "llama32_3b", "task": "phonebook", "task.preset": "keydiff", "question": "visible", "block_size": 128}
 KEYDIFF = {**BOOK, "method": "keydiff", "budget": 6144}
 SUBTASK = "phonebook_100"
@@ -58,7 +58,7 @@ def record(index: int, score: float | None, subtask: str = SUBTASK, **own: objec
 
 def put(results: Path, settings: dict, records: list[dict], finish: bool = True, ended: int = 1, **own: object) -> str:
     """A run of the store made as the runner makes it; its hash. `own`: parts of its value."""
-    value = value_of(settings) | {"data": "d", "device": {"type": "cpu"}, "sources": "s", "averages": []} | own
+    value = resolve_value(settings) | {"data": "d", "device": {"type": "cpu"}, "sources": "s", "averages": []} | own
     with RunFolder(results / "runs", value).open({}) as folder:
         for line in records:
             assert folder.claim(line["uid"])
@@ -71,7 +71,7 @@ def put(results: Path, settings: dict, records: list[dict], finish: bool = True,
 
 def made(name: str, results: Path, **more: object) -> build.PaperTable:
     spec = TABLES[name] | more
-    return table(spec, (), published_values(results, spec.get("file")), Runs.read(results))
+    return build_table(spec, (), read_published(results, spec.get("file")), RunIndex.read(results))
 
 
 def row_of(made: build.PaperTable, label: str) -> tuple:
@@ -168,7 +168,7 @@ def test_one_context_has_no_interval(tmp_path):
 def test_an_average_is_that_of_the_paper_and_of_the_records(tmp_path):
     """DeltaKV averages six categories, KeyDiff sixteen tasks; both are recomputed from the store's frame."""
     settings = {"model": "llama31_8b", "task": "longbench", "task.path": "hub", "method": "full"}
-    names = leaves(TABLES["deltakv_table01"]["columns"][-1]["of"]["subtasks"])
+    names = list_leaves(TABLES["deltakv_table01"]["columns"][-1]["of"]["subtasks"])
     found = [
         record(index, float(7 * place + index), name) for place, name in enumerate(names[:14]) for index in range(3)
     ]
@@ -259,11 +259,11 @@ def test_what_is_no_table_is_refused_in_one_line(tmp_path, capsys, which, line):
 def test_every_published_value_stands_in_a_cell(name):
     """In one cell; the full cache's column of Expected Attention, stored once, in one of each row."""
     spec, used = TABLES[name], Counter()
-    printed = Printed(published_values(ROOT, spec["file"]))
-    for row in expanded(spec["rows"]):
-        for column in expanded(spec["columns"]):
-            select = joined(spec, row, column).get("published")
-            fitting = printed.fitting(select) if select is not None else []
+    printed = PublishedValues(read_published(ROOT, spec["file"]))
+    for row in expand_each(spec["rows"]):
+        for column in expand_each(spec["columns"]):
+            select = merge_parts(spec, row, column).get("published")
+            fitting = printed.find_matching(select) if select is not None else []
             assert len(fitting) <= 1, select
             used.update(id(line) for line in fitting)
     for line in printed.lines:
@@ -272,16 +272,16 @@ def test_every_published_value_stands_in_a_cell(name):
 
 
 def test_every_file_is_used_or_left_out_with_a_reason():
-    used = {spec["file"] for spec in specs().values() if "file" in spec}
+    used = {spec["file"] for spec in load_specs().values() if "file" in spec}
     reasons = {
         f"{path.stem}_{name}.csv": reason
         for path in PAPERS.glob("*.yaml")
-        for name, reason in load(path).get("left_out", {}).items()
+        for name, reason in read_tables(path).get("left_out", {}).items()
     }
     files = {path.name for path in (ROOT / "results" / "published").glob("*.csv")}
     assert files == used | (files & reasons.keys()) and not used & reasons.keys()
     assert all(len(reason) > 10 for reason in reasons.values())
-    numbered = {name for name in specs() if re.search(r"_table\d\d$", name)}
+    numbered = {name for name in load_specs() if re.search(r"_table\d\d$", name)}
     counts = {"keydiff": 19, "expected_attention": 20, "deltakv": 14, "dropkv": 18, "centroidkv": 8}
     for paper, count in counts.items():
         for number in range(1, count + 1):
@@ -291,12 +291,12 @@ def test_every_file_is_used_or_left_out_with_a_reason():
 @pytest.mark.parametrize("name", [name for name, spec in TABLES.items() if "averages" in spec])
 def test_the_averages_that_contradict_their_cells_are_the_ones_footnoted(name):
     spec = TABLES[name]
-    own = published_values(ROOT, spec["file"])
-    lines = [line for file in spec["averages"].get("files", [spec["file"]]) for line in published_values(ROOT, file)]
+    own = read_published(ROOT, spec["file"])
+    lines = [line for file in spec["averages"].get("files", [spec["file"]]) for line in read_published(ROOT, file)]
     found = [
         {key: float(value) if is_number(value) else value for key, value in who.items()}
         | {"printed": printed, "cells": round(value, 2)}
-        for who, printed, value in recomputed(spec["averages"]["of"], lines, own)
+        for who, printed, value in find_contradictions(spec["averages"]["of"], lines, own)
     ]
     listed = spec["averages"]["contradict"]
     keys = {key for who in listed for key in who}
@@ -308,7 +308,7 @@ def test_the_averages_that_contradict_their_cells_are_the_ones_footnoted(name):
 @pytest.mark.parametrize("name", [name for name, spec in TABLES.items() if "checks" in spec])
 def test_what_the_notes_say_of_published_values_is_so(name):
     spec = TABLES[name]
-    lines = published_values(ROOT, spec["file"])
+    lines = read_published(ROOT, spec["file"])
 
     def values(**where: object) -> list[str]:
         return [line["value"] for line in lines if all(line[key] == str(value) for key, value in where.items())]
@@ -337,9 +337,9 @@ def test_what_the_notes_say_of_published_values_is_so(name):
 
 def wanted(spec: dict) -> list[list[dict]]:
     """Of each row the settings of its cells' runs, as far as their files are known."""
-    columns = list(expanded(spec["columns"]))
-    rows = [[joined(spec, row, column).get("run") for column in columns] for row in expanded(spec["rows"])]
-    own = [[needed(run) for run in row if run is not None] for row in rows]
+    columns = list(expand_each(spec["columns"]))
+    rows = [[merge_parts(spec, row, column).get("run") for column in columns] for row in expand_each(spec["rows"])]
+    own = [[drop_unused(run) for run in row if run is not None] for row in rows]
     return [[run for run in row if "method.path" not in run] for row in own]
 
 
@@ -415,8 +415,8 @@ def composed(line: str) -> list[ExperimentKey]:
 
 
 def check(settings: list[dict]) -> None:
-    found = {protocol for line in commands(settings) for protocol in composed(line)}
-    assert found == {ExperimentKey.wanted(own) for own in settings}
+    found = {protocol for line in make_commands(settings) for protocol in composed(line)}
+    assert found == {ExperimentKey.from_settings(own) for own in settings}
 
 
 def test_a_command_makes_exactly_the_run_that_fills_its_cell(offline):
@@ -436,12 +436,14 @@ def test_the_commands_of_a_row_make_exactly_the_runs_that_fill_it(offline, name)
 
 def test_commands_cross_only_what_is_wanted_crossed():
     one, two = {"method": "snapkv", "budget": 0.1}, {"method": "keydiff", "budget": 0.3}
-    assert commands([one, two]) == (
+    assert make_commands([one, two]) == (
         "python run.py method=snapkv budget=0.1",
         "python run.py method=keydiff budget=0.3",
     )
-    assert commands([one, one | {"budget": 0.3}]) == ("python run.py -m method=snapkv budget=0.1,0.3",)
-    assert commands([{"a": [1, "x"], "b": {"c": None}, "d": True}]) == ("python run.py 'a=[1,x]' 'b={c:null}' d=true",)
+    assert make_commands([one, one | {"budget": 0.3}]) == ("python run.py -m method=snapkv budget=0.1,0.3",)
+    assert make_commands([{"a": [1, "x"], "b": {"c": None}, "d": True}]) == (
+        "python run.py 'a=[1,x]' 'b={c:null}' d=true",
+    )
 
 
 def axes(preset: str) -> list[list[str]]:
@@ -459,7 +461,7 @@ def diagonal(preset: str) -> list[tuple[str, ...]]:
 
 
 def runnable(name: str) -> set[ExperimentKey]:
-    return {ExperimentKey.wanted(run) for row in wanted(TABLES[name]) for run in row}
+    return {ExperimentKey.from_settings(run) for row in wanted(TABLES[name]) for run in row}
 
 
 def protocols(preset: str, found: Iterable[Sequence[str]]) -> set[ExperimentKey]:
@@ -474,7 +476,7 @@ def test_every_table_has_a_preset_or_says_why_not():
     """Tables of one preset want the same runs; a table without has none that could fill it."""
     found: dict[str, set[frozenset[ExperimentKey]]] = {}
     for name, spec in TABLES.items():
-        preset, own = preset_of(name, spec), runnable(name)
+        preset, own = find_preset(name, spec), runnable(name)
         assert bool(own) == (preset is not None) and len(spec.get("no_preset", "because")) > 5, name
         if own:
             found.setdefault(preset, set()).add(frozenset(own))
@@ -484,17 +486,17 @@ def test_every_table_has_a_preset_or_says_why_not():
 @pytest.mark.parametrize("preset", names("preset"))
 def test_a_preset_has_cells_of_its_table(offline, preset):
     """Every value of its axes, and as many as make all runs but for the full cache's, which every budget shares."""
-    own = runnable(next(name for name, spec in TABLES.items() if preset_of(name, spec) == preset))
+    own = runnable(next(name for name, spec in TABLES.items() if find_preset(name, spec) == preset))
     assert protocols(preset, diagonal(preset)) <= own
     cut = [cell for cell in product(*axes(preset)) if not re.search(r"row=\[?full\b", " ".join(cell))]
-    full = ExperimentKey.wanted({"method": "full"}).cache
+    full = ExperimentKey.from_settings({"method": "full"}).cache
     assert len(cut) == sum(protocol.cache != full for protocol in own)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("preset", names("preset"))
 def test_a_preset_is_its_whole_table(offline, preset):
-    own = runnable(next(name for name, spec in TABLES.items() if preset_of(name, spec) == preset))
+    own = runnable(next(name for name, spec in TABLES.items() if find_preset(name, spec) == preset))
     assert protocols(preset, product(*axes(preset))) == own
 
 
@@ -538,7 +540,7 @@ def ran() -> dict[str, tuple[dict, list[Path]]]:
 @pytest.mark.parametrize("preset", names("preset"))
 def test_a_cell_of_a_preset_runs_on_made_data(ran, tmp_path, monkeypatch, capsys, preset):
     """The sweep that a user starts, of one cell and with the embedded model for the paper's, leaves graded records."""
-    own = runnable(next(name for name, spec in TABLES.items() if preset_of(name, spec) == preset))
+    own = runnable(next(name for name, spec in TABLES.items() if find_preset(name, spec) == preset))
     task = json.loads(next(iter(own)).task)["name"]
     key = same_with(preset, task)
     if key not in ran:

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import kvbench
 from kvbench.cli import run as command
-from kvbench.cli.command import answered
+from kvbench.cli.command import run_command
 from kvbench.config.catalogue import build, names, settings
 from kvbench.engine import shared_prefill
 from kvbench.engine.compressed_cache import CompressedCache, choose_cache
@@ -276,7 +276,7 @@ def execute(settings: str, noise: float = 0.0) -> list[dict[str, Any]]:
         redirect_stderr(said),
     ):
         try:
-            code = answered(command.main)
+            code = run_command(command.main)
         except SystemExit as stop:
             code = stop.code
         if code:

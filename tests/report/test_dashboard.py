@@ -31,7 +31,7 @@ def served(tmp_path, monkeypatch):
     """A dashboard of an empty folder, in a thread."""
     monkeypatch.setattr("kvbench.report.dashboard.SECONDS", 0.05)
     monkeypatch.setattr("kvbench.report.dashboard.PATIENCE", 0)
-    monkeypatch.setattr("kvbench.report.dashboard.SLOWLY", 0)
+    monkeypatch.setattr("kvbench.report.dashboard.TIMING_SECONDS", 0)
     with Server(tmp_path, 0) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
@@ -84,8 +84,10 @@ def some(results: Path) -> Path:
     write(results, records(0.05, 50, seconds=30.0), budget=0.05)
     values = {f"budget={own}": VALUE | {"budget": own} for own in (0.05, 0.1, 0.2, 0.3, 0.4)}
     folder = results / "sweeps" / "2026-01-02_03-04-05"
-    cells = [status.Cell(label, value, full) for label, value in values.items()]
-    status.write(folder, [*cells, status.Cell("method=kvzip", refused="block_size=8: \x1b[31mnot with kvzip")])
+    cells = [status.SweepCell(label, value, full) for label, value in values.items()]
+    status.write_cells(
+        folder, [*cells, status.SweepCell("method=kvzip", refused="block_size=8: \x1b[31mnot with kvzip")]
+    )
     running, _ = (begun(results, {"budget": budget}, 10) for budget in (0.1, 0.2))
     (folder / "3").mkdir()
     (folder / "3" / "failed").write_text("RuntimeError: the disk is <b>full</b>\n")

@@ -9,14 +9,14 @@ from xml.etree import ElementTree
 import pytest
 
 import kvbench
-from kvbench.analysis.budget_series import CurveOptions, sweep
-from kvbench.analysis.closing_table import closing_table
-from kvbench.cli.curves import show
-from kvbench.cli.figures import draw
+from kvbench.analysis.budget_series import CurveOptions, build_series
+from kvbench.analysis.closing_table import build_closing_table
+from kvbench.cli.curves import print_curves
+from kvbench.cli.figures import draw_figures
 from kvbench.report import charts, print_charts
-from kvbench.report.figures import INCHES, slug
-from kvbench.report.panels import panels_of
-from kvbench.store.runs import baseline, find_finished, read
+from kvbench.report.figures import INCHES, make_slug
+from kvbench.report.panels import build_panels
+from kvbench.store.runs import find_baseline, find_finished, load_finished
 from kvbench.validation import SettingError
 from tests.support.report_store import BUDGETS, TASKS, records, small, write
 
@@ -32,7 +32,7 @@ def store(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def drawn(store) -> dict[str, Path]:
     """Kind -> its files, without their ending."""
-    assert draw([str(store), *ONE]) == 0
+    assert draw_figures([str(store), *ONE]) == 0
     found = {kind: list((store / "figures").glob(f"*-{kind}.svg")) for kind in INCHES}
     assert len(list((store / "figures").iterdir())) == 4 * len(INCHES)
     return {kind: own.with_suffix("") for kind, (own,) in found.items()}
@@ -73,11 +73,11 @@ def test_the_files_are_what_they_should_be(drawn, kind):
 
 
 def test_curves_have_the_numbers_of_kvbench_curves(store, drawn):
-    runs, _ = read(store)
+    runs, _ = load_finished(store)
     found = lines(drawn["curve"])
     assert {line["method"] for line in found if line["budget"]} == {"keydiff", "keydiff · block 128", "snapkv"}
     own = [run for run in runs if run.value["method"]["name"] == "snapkv" and run.value["question"] == "visible"]
-    *points, full = sweep(own, runs, CurveOptions()).points
+    *points, full = build_series(own, runs, CurveOptions()).points
     shown = [line for line in found if line["method"] == "snapkv"]
     assert len(shown) == len(points) == len(BUDGETS)
     for line, point in zip(shown, points, strict=True):
@@ -92,13 +92,15 @@ def test_curves_have_the_numbers_of_kvbench_curves(store, drawn):
 
 
 def test_tasks_and_costs_have_the_numbers_of_the_table(store, drawn):
-    runs, _ = read(store)
+    runs, _ = load_finished(store)
     (run,) = [
         run
         for run in runs
         if (run.value["method"]["name"], run.value["question"], run.value["budget"]) == ("snapkv", "visible", 0.1)
     ]
-    table = closing_table(baseline(run, runs).records, run.records, {"model": "reference", "embedded": True}, None)
+    table = build_closing_table(
+        find_baseline(run, runs).records, run.records, {"model": "reference", "embedded": True}, None
+    )
     shown = {line["subtask"]: line for line in lines(drawn["tasks"]) if line["run"] == "snapkv · 10\u202f%"}
     assert len(shown) == len(TASKS) + 1
     for row in table.rows:
@@ -141,15 +143,15 @@ def test_page_and_figures_draw_one_specification(store):
         return [part for value in own for part in layered(value)] if isinstance(own, list) else []
 
     found = find_finished(store)
-    panel = panels_of(found, found.runs, CurveOptions())[1].shown
+    panel = build_panels(found, found.runs, CurveOptions())[1].data
     drawings = {
-        "curve": print_charts.curve(panel, "bytes", 500),
-        "tasks": print_charts.tasks(panel, 500),
-        "grid": print_charts.grid(panel, 500),
-        **dict.fromkeys(charts.COSTS, print_charts.cost(panel, 900)),
+        "curve": print_charts.draw_curve(panel, "bytes", 500),
+        "tasks": print_charts.draw_tasks(panel, 500),
+        "grid": print_charts.draw_grid(panel, 500),
+        **dict.fromkeys(charts.COSTS, print_charts.draw_cost(panel, 900)),
     }
-    for name, page in charts.charts().items():
-        spec = print_charts.specification(drawings[name], panel, 200, 500)
+    for name, page in charts.build_charts().items():
+        spec = print_charts.make_figure_specification(drawings[name], panel, 200, 500)
         assert bare(page["layer"]) in [bare(own) for own in layered(spec)], name
         for data, rows in spec["datasets"].items():
             if data in panel and data != "series":
@@ -158,7 +160,7 @@ def test_page_and_figures_draw_one_specification(store):
 
 def test_costs_begin_at_zero_and_times_have_whiskers(drawn):
     """Noise of a few ms must not fill an axis."""
-    for name, spec in ((name, charts.cost(name).to_dict()) for name in charts.COSTS):
+    for name, spec in ((name, charts.chart_cost(name).to_dict()) for name in charts.COSTS):
         found = [layer["encoding"]["x"] for layer in spec["layer"]]
         assert all(own["scale"]["zero"] for own in found)
         ends = [own["field"] for own in found if own["field"] == f"{name}_low"]
@@ -171,13 +173,13 @@ def test_costs_begin_at_zero_and_times_have_whiskers(drawn):
 
 
 def test_the_same_store_gives_the_same_bytes(store, drawn, tmp_path):
-    assert draw([str(store), *ONE, "--out", str(tmp_path)]) == 0
+    assert draw_figures([str(store), *ONE, "--out", str(tmp_path)]) == 0
     for path in (path for path in (store / "figures").iterdir() if path.suffix != ".pdf"):  # its fonts change places
         assert (tmp_path / path.name).read_bytes() == path.read_bytes()
 
 
 def test_a_width_is_kept(store, tmp_path):
-    assert draw([str(store), *ONE, "--kind", "curve,cost", "--width", "4", "--out", str(tmp_path)]) == 0
+    assert draw_figures([str(store), *ONE, "--kind", "curve,cost", "--width", "4", "--out", str(tmp_path)]) == 0
     for path in tmp_path.glob("*.svg"):
         width = float(ElementTree.parse(path).getroot().get("width").removesuffix("pt"))
         assert 0.95 * 288 < width <= 288.5
@@ -185,12 +187,12 @@ def test_a_width_is_kept(store, tmp_path):
 
 def test_subtasks_and_rows_make_curves_of_their_own(store, tmp_path):
     given = [str(store), *ONE, f"subtask=niah,{TASKS[2]}", "--against", "rows", "--out", str(tmp_path)]
-    assert draw(given) == 0
+    assert draw_figures(given) == 0
     names = sorted(path.stem.partition("-curve-")[2] for path in tmp_path.glob("*.csv"))
-    assert names == sorted(f"rows-{slug(task)}" for task in ("niah", TASKS[2]))
-    runs, _ = read(store)
+    assert names == sorted(f"rows-{make_slug(task)}" for task in ("niah", TASKS[2]))
+    runs, _ = load_finished(store)
     own = [run for run in runs if run.value["method"]["name"] == "snapkv" and run.value["question"] == "visible"]
-    points = sweep(own, runs, CurveOptions("rows", None, "niah")).points
+    points = build_series(own, runs, CurveOptions("rows", None, "niah")).points
     (path,) = tmp_path.glob("*-niah.csv")
     shown = [numbers(line, "share", "score") for line in lines(path) if line["method"] == "snapkv"]
     assert shown == [[point.share, point.score.value] for point in points[:-1]]
@@ -201,13 +203,13 @@ def test_names_that_would_be_more_than_text(tmp_path):
     value = {"task": {"name": name, "length": 1}, "model": {"name": f"../{name}", "identity": "0"}}
     write(tmp_path, records(1.0, 100), **value | {"method": {"name": "full"}})
     write(tmp_path, records(0.1, 50), **value | {"method": {"name": f"=1+1 {name}"}, "budget": 0.1})
-    assert draw([str(tmp_path)]) == 0
+    assert draw_figures([str(tmp_path)]) == 0
     files = list((tmp_path / "figures").iterdir())
     assert len(files) == 4 * len(INCHES) and all(re.fullmatch(r"[A-Za-z0-9._-]{1,200}", path.name) for path in files)
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "figures"}
     for path in (tmp_path / "figures").glob("*.svg"):
         assert "<script" not in path.read_text() and any("<script>" in text for text in texts(path.with_suffix("")))
-    assert slug("a/b") != slug("a:b") and slug("ruler_vt") == "ruler_vt"
+    assert make_slug("a/b") != make_slug("a:b") and make_slug("ruler_vt") == "ruler_vt"
 
 
 def test_damaged_runs_and_other_protocols_stay_out(tmp_path, capsys):
@@ -219,7 +221,7 @@ def test_damaged_runs_and_other_protocols_stay_out(tmp_path, capsys):
     file.write_bytes(file.read_bytes()[:-9])
     odd = write(tmp_path, {uid: {"uid": uid} for uid in records(0.4, 50)}, budget=0.4)
     write(tmp_path, records(0.5, 50), finish=False, budget=0.5)
-    assert draw([str(tmp_path), "subtask=niah"]) == 0
+    assert draw_figures([str(tmp_path), "subtask=niah"]) == 0
     out, err = capsys.readouterr()
     assert sorted(line.split()[2] for line in err.splitlines()) == sorted([torn.name, odd.name])
     assert "torn" in err and "1 unfinished" in out
@@ -234,7 +236,7 @@ def test_a_curve_says_how_many_samples_each_method_answered(tmp_path):
     for uid in list(few)[:4]:
         few[uid] |= {"score": None, "error": "out_of_memory"}
     write(tmp_path, few, method={"name": "keydiff"}, budget=0.1)
-    assert draw([str(tmp_path), "--kind", "curve"]) == 0
+    assert draw_figures([str(tmp_path), "--kind", "curve"]) == 0
     [path] = (tmp_path / "figures").glob("*.svg")
     assert "20 to 24 samples (0 to 4 not answered everywhere)" in " ".join(texts(path))
 
@@ -258,7 +260,7 @@ def test_a_curve_says_how_many_samples_each_method_answered(tmp_path):
 )
 def test_what_is_wrong_is_said_and_nothing_written(store, tmp_path, given, said):
     with pytest.raises(SettingError) as error:
-        draw([str(store), "--out", str(tmp_path / "new"), *given.split()])
+        draw_figures([str(store), "--out", str(tmp_path / "new"), *given.split()])
     assert said in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "new").exists()
 
@@ -291,7 +293,7 @@ def test_every_printed_average_follows_from_the_frame(store, drawn, capsys):
         assert figure[name] == pytest.approx([own.score, own.share, own.diff])
         assert cost[name] == pytest.approx([own.score, own.share, own.diff, own.ttft])
 
-    assert show([str(store), "question=visible", "method=snapkv"]) == 0
+    assert print_curves([str(store), "question=visible", "method=snapkv"]) == 0
     said = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line[:2] == "0."}
     for own in expected[expected.method == "snapkv"].itertuples():
         _, share, score, *_, diff, _, _, _, _ = said[f"{own.budget:g}"]  # an interval is two words

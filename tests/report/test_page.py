@@ -13,15 +13,15 @@ from statistics import NormalDist
 
 import pytest
 
-from kvbench.analysis.closing_table import TOGETHER
+from kvbench.analysis.closing_table import SHARED_PREFILL_NOTE
 from kvbench.analysis.intervals import mean
-from kvbench.analysis.paired import Interval, Scores, average
+from kvbench.analysis.paired import PairedDifference, PairedScores, compare_subtasks
 from kvbench.cli.report import main
-from kvbench.report.labels import short
-from kvbench.report.page import MOST, NUMBERS, compact_json, html, report, write_page
-from kvbench.report.panels import gather
-from kvbench.report.samples import LONGEST, QUESTION, embedded, strip, visible
-from kvbench.report.style import COLOURS, ORDER, look
+from kvbench.report.labels import shorten
+from kvbench.report.page import MOST, NUMBERS, compact_json, render_html, write_page, write_report
+from kvbench.report.panels import gather_results
+from kvbench.report.samples import LONGEST, QUESTION, escape_invisible, format_strip, to_embedded_json
+from kvbench.report.style import COLOURS, ORDER, choose_style
 from kvbench.validation import SettingError
 from tests.support import report_store
 from tests.support.report_store import BUDGETS, HOSTILE, TASKS, records, small, write
@@ -54,7 +54,7 @@ def samples_of(path: Path) -> list:
 
 
 def test_every_number_is_recomputed_from_the_records(store):
-    page = data_of(report(store, NOW))
+    page = data_of(write_report(store, NOW))
     assert [(panel["question"], len(panel["series"])) for panel in page["panels"]] == [("hidden", 4), ("visible", 4)]
     panel = page["panels"][1]
     assert [own["label"] for own in panel["series"]] == ["keydiff", "keydiff · block 128", "newest", "snapkv"]
@@ -68,8 +68,11 @@ def test_every_number_is_recomputed_from_the_records(store):
             for task in TASKS:
                 uids = [uid for uid in full if full[uid]["subtask"] == task]
                 parts = ([side[uid]["score"] for uid in uids] for side in (full, method))
-                scores[task] = Scores(*parts, [full[uid]["group"] for uid in uids])
-            score, change = mean([one.method_values for one in scores.values()]), average(list(scores.values()))
+                scores[task] = PairedScores(*parts, [full[uid]["group"] for uid in uids])
+            score, change = (
+                mean([one.method_values for one in scores.values()]),
+                compare_subtasks(list(scores.values())),
+            )
             expected = [budget, score.value, score.low, score.high, 24]
             found = [point[name] for name in ("share", "score", "score_low", "score_high", "n")]
             assert point["budget"] == f"{100 * budget:g}\u202f%" and found == pytest.approx(expected, abs=1e-4)
@@ -87,7 +90,7 @@ def test_every_number_is_recomputed_from_the_records(store):
             for task, one in scores.items():
                 column = next(own["column"] for own in panel["tasks"] if own["task"] == task)
                 (cell,) = [cell for cell in panel["cells"] if (cell["order"], cell["column"]) == (row["order"], column)]
-                assert [cell[name] for name in CHANGE] == pytest.approx(numbers(average([one])), abs=1e-4)
+                assert [cell[name] for name in CHANGE] == pytest.approx(numbers(compare_subtasks([one])), abs=1e-4)
     grid = next(one for one in panel["grids"] if one["row"] == "snapkv · 5\u202f%")
     own = [one for one in records(0.05, 30).values() if one["meta"].get("depth") == 50 and one["meta"]["length"] == 512]
     cell = next(cell for cell in grid["cells"] if (cell["length"], cell["depth"]) == (512, 50))
@@ -97,12 +100,12 @@ def test_every_number_is_recomputed_from_the_records(store):
 CHANGE = ("diff", "diff_low", "diff_high", "full", "lost", "gained", "same")
 
 
-def numbers(own: Interval) -> list:
+def numbers(own: PairedDifference) -> list:
     return [own.difference, own.low, own.high, own.mean_full, own.lost, own.gained, own.same]
 
 
 def test_the_front_is_what_nothing_beats(store):
-    for panel in data_of(report(store, NOW))["panels"]:
+    for panel in data_of(write_report(store, NOW))["panels"]:
         candidates = [*panel["costs"], *panel["free"]]
         for cost in ("held", "ttft", "tpot"):
             for row in candidates:
@@ -121,7 +124,7 @@ def test_a_full_cache_that_is_faster_and_better_takes_a_point_off_the_front(tmp_
     write(tmp_path, records(1.0, 100, ttft_ms=290.0), method={"name": "full"})
     write(tmp_path, records(0.1, 50, ttft_ms=305.0), budget=0.1)  # fewer bytes, but slower and worse
     write(tmp_path, records(0.3, 85, ttft_ms=280.0), budget=0.3)
-    page = report(tmp_path, NOW)
+    page = write_report(tmp_path, NOW)
     [panel] = data_of(page)["panels"]
     [full] = panel["free"]
     slow, fast = sorted(panel["costs"], key=lambda row: row["held"])
@@ -137,7 +140,7 @@ def test_times_have_intervals(store):
     for place, record in enumerate(own.values()):
         record["ttft_ms"] = 100.0 + 10 * (place % 8)
     write(store, own, method={"name": "timed"}, budget=0.05)
-    panel = next(one for one in data_of(report(store, NOW))["panels"] if one["question"] == "visible")
+    panel = next(one for one in data_of(write_report(store, NOW))["panels"] if one["question"] == "visible")
     row = next(one for one in panel["costs"] if one["row"].startswith("timed"))
     chance = 2 * sum(comb(8, k) for k in range(2)) / 2**8
     error = 50 / (2 * NormalDist().inv_cdf(1 - chance / 2)) / 3**0.5
@@ -151,7 +154,7 @@ def test_runs_of_different_protocols_never_share_a_panel(store):
         write(store, records(1.0, 100), method={"name": "full"}, **changed)
         write(store, records(0.1, 50), budget=0.1, **changed)
     write(store, records(0.1, 50), budget=0.1, question="asked")  # without a full cache
-    page = gather(store, NOW).page
+    page = gather_results(store, NOW).page
     assert len(page["panels"]) == 6
     said = {(panel["question"], *panel["also"]) for panel in page["panels"]}
     assert said == {
@@ -166,23 +169,23 @@ def test_runs_of_different_protocols_never_share_a_panel(store):
 
 
 def test_a_method_keeps_its_look(store):
-    assert look("snapkv") == {"colour": "#0072B2", "shape": "circle"}
-    assert look("keydiff") == {"colour": "#D55E00", "shape": "circle"}
-    assert look("cake") == {"colour": "#0072B2", "shape": "square"}
-    assert look("newest") == look("newest") and look("newest")["colour"] in COLOURS
-    looks = [tuple(look(name).values()) for name in ORDER]
+    assert choose_style("snapkv") == {"colour": "#0072B2", "shape": "circle"}
+    assert choose_style("keydiff") == {"colour": "#D55E00", "shape": "circle"}
+    assert choose_style("cake") == {"colour": "#0072B2", "shape": "square"}
+    assert choose_style("newest") == choose_style("newest") and choose_style("newest")["colour"] in COLOURS
+    looks = [tuple(choose_style(name).values()) for name in ORDER]
     assert len(set(looks)) == len(ORDER)
     names = {path.stem for path in (ROOT / "conf/method").glob("*.yaml")}
     assert names - {"full"} <= set(ORDER), "give a new method a look of its own"
-    for panel in gather(store, NOW).page["panels"]:
+    for panel in gather_results(store, NOW).page["panels"]:
         for own in panel["series"]:
-            assert {key: own[key] for key in ("colour", "shape")} == look(own["method"])
+            assert {key: own[key] for key in ("colour", "shape")} == choose_style(own["method"])
         variants = [tuple(own["dash"]) for own in panel["series"] if own["method"] == "keydiff"]
         assert len(set(variants)) == 2  # one colour, two lines
 
 
 def test_nothing_in_the_page_can_run_or_fetch_but_its_own_scripts(store):
-    text = report(store, NOW).read_text()
+    text = write_report(store, NOW).read_text()
     head, _, rest = text.partition("<style>")
     rest = rest.partition("</style>")[2]
     scripts = re.findall(r"<script([^>]*)>(.*?)</script>", rest, re.S)
@@ -196,7 +199,7 @@ def test_nothing_in_the_page_can_run_or_fetch_but_its_own_scripts(store):
 
 
 def test_answers_lie_beside_the_page_and_are_text_only(store):
-    path = report(store, NOW)
+    path = write_report(store, NOW)
     text, page = path.read_text(), data_of(path)
     assert "the number is 3" not in text and "surrogate" not in text
     assert {name for own in page["files"] for name in own["names"]} == {
@@ -212,17 +215,19 @@ def test_answers_lie_beside_the_page_and_are_text_only(store):
     outputs = {
         sample[4][0] for own in page["files"] for name in own["names"] for sample in samples_of(store / "report" / name)
     }
-    assert visible(HOSTILE[0]) in outputs and HOSTILE[0] == visible(HOSTILE[0])
-    assert visible(HOSTILE[1]) == "<!-- \\u2028 \\x00 \\x1b[31mred\\x1b[0m \\u202egnorw"
-    assert "\\ud800" in visible(HOSTILE[2])
-    assert len(visible(HOSTILE[3])) < LONGEST + 60 and visible(HOSTILE[3]).endswith("more characters in the record")
-    assert visible(None) == "" and visible({"a": 1}) == '{"a": 1}'
+    assert escape_invisible(HOSTILE[0]) in outputs and HOSTILE[0] == escape_invisible(HOSTILE[0])
+    assert escape_invisible(HOSTILE[1]) == "<!-- \\u2028 \\x00 \\x1b[31mred\\x1b[0m \\u202egnorw"
+    assert "\\ud800" in escape_invisible(HOSTILE[2])
+    assert len(escape_invisible(HOSTILE[3])) < LONGEST + 60 and escape_invisible(HOSTILE[3]).endswith(
+        "more characters in the record"
+    )
+    assert escape_invisible(None) == "" and escape_invisible({"a": 1}) == '{"a": 1}'
 
 
 def test_question_and_rows_are_the_records(store):
-    files = {own["run"]: own["names"] for own in data_of(report(store, NOW))["files"]}
-    for pairing in gather(store, NOW).pairings:
-        records = {short(uid): record for uid, record in pairing.run.records.items()}
+    files = {own["run"]: own["names"] for own in data_of(write_report(store, NOW))["files"]}
+    for pairing in gather_results(store, NOW).pairings:
+        records = {shorten(uid): record for uid, record in pairing.run.records.items()}
         shown = [sample for name in files[pairing.run.hash] for sample in samples_of(store / "report" / name)]
         assert len(shown) == len(records) == 24
         for uid, *_, asked, rows in shown:
@@ -230,7 +235,7 @@ def test_question_and_rows_are_the_records(store):
             if pairing.run.value["budget"] == 0.3:  # not recorded
                 assert asked is rows is None
             else:
-                assert asked == visible(record["asked"], QUESTION) and len(asked) < QUESTION + 60
+                assert asked == escape_invisible(record["asked"], QUESTION) and len(asked) < QUESTION + 60
                 assert rows == [record["survived"], 200, record["evidence"]]
 
 
@@ -241,17 +246,17 @@ def test_question_and_rows_are_the_records(store):
 )
 def test_a_strip_that_is_none_is_not_shown(wrong):
     good = {"survived": "0064", "rows_seen": 9, "evidence": [1]}
-    assert strip(good) == ["0064", 9, [1]] and strip(good | wrong) is None
+    assert format_strip(good) == ["0064", 9, [1]] and format_strip(good | wrong) is None
     for evidence in (None, "1", [2, -1, "1", [1], None]):
-        assert strip(good | {"evidence": evidence}) == ["0064", 9, []]
+        assert format_strip(good | {"evidence": evidence}) == ["0064", 9, []]
 
 
 def test_files_of_samples_are_split_and_old_ones_go(store, monkeypatch):
-    report(store, NOW)
+    write_report(store, NOW)
     monkeypatch.setattr("kvbench.report.samples.PART", 1000)
     (store / "report" / "samples-ffffffffffffffff-0.js").write_text("old")
     (store / "report" / "notes.txt").write_text("not ours")
-    page = data_of(report(store, NOW))
+    page = data_of(write_report(store, NOW))
     names = {name for own in page["files"] for name in own["names"]}
     assert min(len(own["names"]) for own in page["files"]) > 1
     assert {file.name for file in (store / "report").iterdir()} == names | {"notes.txt", "lock"}
@@ -268,7 +273,7 @@ def test_who_makes_the_page_is_alone(store, monkeypatch):
         write_page(*given)
 
     monkeypatch.setattr("kvbench.report.page.write_page", watched)
-    assert report(store, NOW).is_file() and tried == [1]
+    assert write_report(store, NOW).is_file() and tried == [1]
     assert subprocess.run(other, capture_output=True).returncode == 0
 
 
@@ -286,7 +291,7 @@ def test_what_is_damaged_is_named_and_the_rest_is_shown(store):
         write(store, records(0.7, 50, prompt_hash="another"), budget=0.7, method=method),
     ]
     write(store, records(0.8, 50), finish=False, budget=0.8, method=method)
-    page = data_of(report(store, NOW))
+    page = data_of(write_report(store, NOW))
     said = " ".join(f"{name} {why}" for name, why in page["damaged"])
     for path in (old, torn, *odd):
         assert path.name in said
@@ -298,7 +303,7 @@ def test_what_is_damaged_is_named_and_the_rest_is_shown(store):
 
 
 def test_the_page_says_what_it_is_made_of(store):
-    page = data_of(report(store, NOW))
+    page = data_of(write_report(store, NOW))
     assert page["made"] == "2026-01-02 03:04 UTC" and page["models"] == ["reference 0a1b"]
     assert page["machines"] == ["CPU x86_64, 1 thread, Python 3.11, torch 2.13.0"]
     assert {run["code"] for run in page["runs"]} == {"git 0123456789 dirty"}
@@ -311,30 +316,30 @@ def test_the_page_says_what_it_is_made_of(store):
 def test_the_costs_say_that_prompts_were_shared(tmp_path):
     write(tmp_path, records(1.0, 100), method={"name": "full"})
     write(tmp_path, records(0.1, 55, shared_prefill=12), budget=0.1)
-    [panel] = data_of(report(tmp_path, NOW))["panels"]
-    assert panel["costs"] and [note for note in panel["notes"] if note == TOGETHER.format("method")]
+    [panel] = data_of(write_report(tmp_path, NOW))["panels"]
+    assert panel["costs"] and [note for note in panel["notes"] if note == SHARED_PREFILL_NOTE.format("method")]
 
 
 def test_a_large_study_stays_small(tmp_path, monkeypatch):
     """20 methods, 10 budgets, 2 questions, 21 subtasks."""
     monkeypatch.setattr(report_store, "TASKS", tuple(f"a_rather_long_name_{place}" for place in range(21)))
-    page = gather(small(tmp_path), NOW).page
+    page = gather_results(small(tmp_path), NOW).page
     for panel in page["panels"]:  # 12 runs to 204
         for name in ("points", "rows", "cells", "costs", "grids", "series"):
             panel[name] = panel[name] * (17 if name != "series" else 5)
     page["runs"] *= 17
     files = [{"run": 16 * "0", "panel": 0, "row": 30 * " ", "names": [30 * " "], "method": "", "block": 1}] * 408
-    assert len(html(compact_json(page | {"files": files, "folder": "report"}))) < MOST
+    assert len(render_html(compact_json(page | {"files": files, "folder": "report"}))) < MOST
 
 
 def test_no_store_is_too_large(store, monkeypatch):
     """With the numbers of a thousand runs they lie beside the page, and are the same; with few they do not."""
-    whole = gather(store, NOW)
+    whole = gather_results(store, NOW)
     for panel in whole.page["panels"]:
         panel |= {name: panel[name] * 60 for name in ("rows", "cells", "costs", "grids", "series")}
     whole.page["runs"] *= 60
     monkeypatch.setattr("kvbench.report.page.gather", lambda results, now: whole)
-    path, folder = report(store, NOW), store / "report"
+    path, folder = write_report(store, NOW), store / "report"
     assert path.stat().st_size < 1_000_000
 
     def part(name: str) -> dict:
@@ -350,15 +355,15 @@ def test_no_store_is_too_large(store, monkeypatch):
     assert len(page["runs"]) == 1560 and len(page["files"]) == 24
     for panel, expected in zip(page["panels"], whole.page["panels"], strict=True):
         numbers = part(panel.pop("part"))
-        assert set(numbers) == set(NUMBERS) and panel | numbers == json.loads(embedded(compact_json(expected)))
+        assert set(numbers) == set(NUMBERS) and panel | numbers == json.loads(to_embedded_json(compact_json(expected)))
     monkeypatch.undo()
-    report(store, NOW)
+    write_report(store, NOW)
     assert len(data_of(path)["panels"]) == 2 and not list(folder.glob("part-*"))
 
 
 def test_a_folder_without_runs_is_refused(tmp_path, capsys):
     with pytest.raises(SettingError, match="no folder with runs"):
-        report(tmp_path, NOW)
+        write_report(tmp_path, NOW)
     assert main([str(tmp_path)]) == 2 and not (tmp_path / "report.html").exists()
     (tmp_path / "runs").mkdir()
     assert main([str(tmp_path)]) == 0 and data_of(tmp_path / "report.html")["panels"] == []

@@ -21,7 +21,7 @@ from kvbench.models.embedded import REFERENCE
 from kvbench.models.gguf import find_converted
 from kvbench.runs import fidelity, responder
 from kvbench.runs.fidelity import divergence, likelihood, pack, predict, unpack
-from kvbench.store.runs import every
+from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError
 from tests.support.gguf_files import write_gguf
 from tests.support.method_files import chosen
@@ -200,7 +200,7 @@ def test_runs_with_and_without_fidelity_stand_side_by_side(kvbench, tmp_path, ca
     own = (*SETTINGS, "limit=1", "method=knorm", f"results={tmp_path / 'r'}")
     for budget, more in ((0.3, ()), (0.3, ("fidelity=true",)), (0.5, ())):
         assert kvbench(*own, f"budget={budget}", *more)[0] == 0
-    found = every(tmp_path / "r")
+    found = load_runs(tmp_path / "r")
     assert sorted((run.value["budget"], "fidelity" in run.value) for run in found) == [
         (0.3, True), (0.5, False), (1.0, True),
     ]  # fmt: skip

@@ -187,8 +187,8 @@ def test_the_command_checks_and_then_executes(copied, tmp_path, capfd):
 
 
 def test_a_seed_draws_the_same_records(store):
-    (one, whole), (other, _) = audit.draw(store, 4, 3), audit.draw(store, 4, 3)
-    assert one == other != audit.draw(store, 4, 4)[0]
+    (one, whole), (other, _) = audit.draw_records(store, 4, 3), audit.draw_records(store, 4, 3)
+    assert one == other != audit.draw_records(store, 4, 4)[0]
     assert len(set(one)) == 4 and whole == count(store)
 
 
@@ -225,11 +225,11 @@ def test_settings_of_every_choice_make_the_same_run_again(group):
 
     from kvbench.config import catalogue
     from kvbench.runs.spec import compose as composed
-    from kvbench.store.run_folder import finite
+    from kvbench.store.run_folder import to_json_value
 
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
         for name in names(group):
             config = compose("config", [f"{group}={name}"])
-            again = OmegaConf.create(finite(composed(config)))
+            again = OmegaConf.create(to_json_value(composed(config)))
             for own in ("method", "allocator", "codec", "task"):
                 assert catalogue.resolve(own, config[own]) == catalogue.resolve(own, again[own])

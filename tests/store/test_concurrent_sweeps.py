@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from kvbench.store.audit import audit
+from kvbench.store.audit import audit_runs
 from kvbench.store.run_folder import RunFolder
 from kvbench.store.run_folder import parse_record as whole
 from tests.support.made_up_runs import VALUE
@@ -19,7 +19,7 @@ RUNS, SAMPLES, SWEEPS, KILLS = 6, 30, 8, 16
 SWEEP = """
 import os, random, sys, time
 from pathlib import Path
-from kvbench.store.run_folder import RunFolder, claims
+from kvbench.store.run_folder import RunFolder, claim_samples
 results, seed, log = Path(sys.argv[1]), int(sys.argv[2]), os.open(sys.argv[3], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 cells = random.Random(seed).sample(range({runs}), {runs} - 2)
 print(flush=True)
@@ -30,7 +30,7 @@ for cell in cells:
     if folder.finished:
         continue
     with folder.open({{}}, len(uids)):
-        for uid, _ in claims([folder], uids, pause=0.01):
+        for uid, _ in claim_samples([folder], uids, pause=0.01):
             os.write(log, f"{{cell}}/{{uid}}\\n".encode())
             time.sleep(0.03)
             folder.append({{"uid": uid, "prompt_hash": uid, "target_hash": uid, "output": uid * 500}})
@@ -83,5 +83,5 @@ def test_eight_sweeps_with_random_kills(tmp_path):
     )
     assert len(found) == RUNS * SAMPLES and set(found.values()) == {1}
     assert len((tmp_path / "log").read_text().split()) - RUNS * SAMPLES <= kills  # at most the sample in flight
-    damaged = [one for _, _, wrong in audit(tmp_path) for one in wrong if "torn" not in one]
+    damaged = [one for _, _, wrong in audit_runs(tmp_path) for one in wrong if "torn" not in one]
     assert not damaged and all(RunFolder(tmp_path / "runs", VALUE | {"cell": cell}).finished for cell in range(RUNS))

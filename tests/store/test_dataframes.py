@@ -62,7 +62,7 @@ def test_a_lone_surrogate_is_written_out(tmp_path):
     write(tmp_path, found=[record(0, output="a \ud800", target=["\ud800"]), record(1, output="é \\", target=["b"])])
     found = kvbench.load(tmp_path).records()
     assert list(found.output) == ["a \\ud800", "é \\"] and list(found.target) == ['["\\ud800"]', '["b"]']
-    dataframes.export(tmp_path, tmp_path / "export")
+    dataframes.export_parquet(tmp_path, tmp_path / "export")
 
 
 def test_filters_take_values_and_lists_and_refuse_what_is_not_there(tmp_path):
@@ -132,7 +132,7 @@ def test_a_run_of_an_older_format_is_refused_in_one_line(tmp_path):
 
 
 def audited(root):
-    return {name: (state, wrong) for name, state, wrong in audit.audit(root)}
+    return {name: (state, wrong) for name, state, wrong in audit.audit_runs(root)}
 
 
 def test_the_audit_passes_whole_runs(tmp_path):
@@ -181,7 +181,7 @@ def test_the_audit_finds_runs_that_cannot_be_paired(tmp_path):
 def test_export_writes_what_load_shows(tmp_path):
     write(tmp_path)
     write(tmp_path, value("full", budget=1.0))
-    paths = dataframes.export(tmp_path, tmp_path / "export")
+    paths = dataframes.export_parquet(tmp_path, tmp_path / "export")
     assert [path.name for path in paths] == ["runs.parquet", "records.parquet"]
     loaded = kvbench.load(tmp_path)
     found = pandas.read_parquet(paths[1])

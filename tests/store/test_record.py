@@ -9,8 +9,8 @@ import pytest
 import kvbench
 from kvbench.cli import record_schema
 from kvbench.store import audit, record
-from kvbench.store.record import ANSWERED, KINDS, SINCE, VERSION, Record, find_problems, fits, version_of
-from kvbench.store.run_folder import RunFolder, value_of
+from kvbench.store.record import ANSWERED, FIELD_TYPES, SINCE, VERSION, Record, find_problems, is_of_type, read_version
+from kvbench.store.run_folder import RunFolder, read_run_value
 from tests.support.made_up_runs import write
 from tests.support.repository import ROOT
 
@@ -44,7 +44,7 @@ def old_records() -> dict[str, dict]:
 def test_a_record_is_what_it_was_made_of_and_its_version():
     for found in (FAILED, answered()):
         made = Record(**found).to_json()
-        assert made == found | {"version": VERSION} and version_of(made) == VERSION and find_problems(made) == []
+        assert made == found | {"version": VERSION} and read_version(made) == VERSION and find_problems(made) == []
         assert json.loads(json.dumps(made)) == made
 
 
@@ -76,8 +76,8 @@ def test_a_slip_in_a_record_is_an_error(changed, said):
 def test_each_field_says_what_it_is():
     for own in fields(Record):
         about = own.metadata
-        assert about["meaning"].endswith(".") and "|" not in about["meaning"] and own.type is KINDS[own.name]
-        assert not fits(object(), own.type) and SINCE[own.name] in record.VERSIONS
+        assert about["meaning"].endswith(".") and "|" not in about["meaning"] and own.type is FIELD_TYPES[own.name]
+        assert not is_of_type(object(), own.type) and SINCE[own.name] in record.VERSIONS
     assert VERSION == max(record.VERSIONS) == max(SINCE.values())
 
 
@@ -97,15 +97,15 @@ def test_who_reads_a_record_asks_for_fields_that_it_has():
                     asked.add(name)
                 case ast.Call(func=ast.Attribute(ast.Name("record"), "get"), args=[ast.Constant(name), *_]):
                     asked.add(name)
-    assert len(asked) > 15 and asked <= KINDS.keys()
+    assert len(asked) > 15 and asked <= FIELD_TYPES.keys()
 
 
 def test_old_records_are_read_as_they_are():
     lines = old_records()
     assert len(lines) == 8
     for folder in (OLD / "runs").iterdir():
-        for uid, found in RunFolder(OLD / "runs", value_of(folder)).records().items():
-            assert found == lines[f"{folder.name} {uid}"] and version_of(found) == 1
+        for uid, found in RunFolder(OLD / "runs", read_run_value(folder)).records().items():
+            assert found == lines[f"{folder.name} {uid}"] and read_version(found) == 1
     frame = kvbench.load(OLD).records()
     assert "version" not in frame
     for _, row in frame.iterrows():
@@ -125,4 +125,4 @@ def test_a_later_versions_record_keeps_its_fields(tmp_path):
     assert RunFolder(tmp_path / "runs", run.value).records()["a/1"] == later
     frame = kvbench.load(tmp_path).records(["uid", "version", "tint"]).set_index("uid")
     assert list(frame.loc["a/1"]) == [VERSION + 1, "blue"] and frame["version"]["a/0"] == VERSION
-    assert [wrong for _, _, wrong in audit.audit(tmp_path)] == [[]]
+    assert [wrong for _, _, wrong in audit.audit_runs(tmp_path)] == [[]]

@@ -24,7 +24,7 @@ VALUE = {"method": "snapkv", "budget": 0.05}
 WORKER = """
 import os, sys, time
 from pathlib import Path
-from kvbench.store.run_folder import RunFolder, claims
+from kvbench.store.run_folder import RunFolder, claim_samples
 root, count, size, pause, log = Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5]
 uids = [f"niah/{index}" for index in range(count)]
 log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -32,7 +32,7 @@ folder = RunFolder(root, {"method": "snapkv", "budget": 0.05})
 with folder.open({"cpu": "one"}):
     print("open", flush=True)
     sys.stdin.readline()
-    for uid, _ in claims([folder], uids, pause=0.01):
+    for uid, _ in claim_samples([folder], uids, pause=0.01):
         os.write(log, f"{uid} {os.getpid()}\\n".encode())
         time.sleep(pause / 1000)
         folder.append({"uid": uid, "output": uid * size})
@@ -331,7 +331,9 @@ def test_the_spelling_of_a_number_does_not_change_the_hash(number):
 @EXAMPLES
 @given(st.dictionaries(st.text(), JSON), st.text(), JSON, JSON)
 def test_any_changed_setting_changes_the_hash(value, key, one, other):
-    assume(json.dumps(run_folder.plain(one), sort_keys=True) != json.dumps(run_folder.plain(other), sort_keys=True))
+    assume(
+        json.dumps(run_folder.to_plain(one), sort_keys=True) != json.dumps(run_folder.to_plain(other), sort_keys=True)
+    )
     assert run_hash(value | {key: one}) != run_hash(value | {key: other})
 
 

@@ -6,10 +6,10 @@ import pytest
 
 import kvbench
 from kvbench.atomic import replace_file
-from kvbench.papers.cell_values import Runs
+from kvbench.papers.cell_values import RunIndex
 from kvbench.store import audit
-from kvbench.store.runs import Found, RunRecords, every, find_finished, find_runs, flatten
-from kvbench.sweeps.status import Times
+from kvbench.store.runs import FoundRuns, RunRecords, find_finished, find_runs, flatten, load_runs
+from kvbench.sweeps.status import SampleTimes
 from tests.support.made_up_runs import write
 
 
@@ -56,15 +56,15 @@ def test_every_run_is_put_where_it_belongs(store, tmp_path):
     assert found.damaged["empty"] == "run.yaml cannot be read (FileNotFoundError)"
     assert all(len(run.records) == 3 for run in found.runs)
     assert {len(run.records) for run in found.unfinished} == {2, 3}
-    assert find_finished(tmp_path / "nowhere") == Found() and Times(tmp_path / "nowhere").samples == {}
+    assert find_finished(tmp_path / "nowhere") == FoundRuns() and SampleTimes(tmp_path / "nowhere").samples == {}
 
 
 def test_every_command_says_the_same_of_a_run(store, tmp_path, capsys):
     found = find_finished(tmp_path)
-    found.tell()
+    found.print_damage()
     told = set(capsys.readouterr().err.splitlines())
     assert len(told) == 4 and all(line.startswith("kvbench: run ") for line in told)
-    every(tmp_path)
+    load_runs(tmp_path)
     assert set(capsys.readouterr().err.splitlines()) == told
     loaded = kvbench.load(tmp_path)
     assert loaded.damaged.keys() == names(store, "yaml", "empty")  # nothing else is known before records are read
@@ -73,14 +73,14 @@ def test_every_command_says_the_same_of_a_run(store, tmp_path, capsys):
     said += capsys.readouterr().err.splitlines()
     reasons = {line.split(": ", 2)[2] for line in told}
     assert len(said) == 4 and {line.split(": ", 2)[2] for line in said} == reasons
-    wrong = {name: "; ".join(own) for name, _, own in audit.audit(tmp_path) if own}
+    wrong = {name: "; ".join(own) for name, _, own in audit.audit_runs(tmp_path) if own}
     assert wrong == found.damaged | found.passed_over
 
 
 def test_who_reads_some_runs_only_tells_of_those(store, tmp_path, capsys):
-    runs = Runs(find_runs(tmp_path).runs, Found())
+    runs = RunIndex(find_runs(tmp_path).runs, FoundRuns())
     [good, lost] = [next(run for run in runs.by_protocol if run.hash == store[name].name) for name in ("good", "lost")]
-    assert runs.finished([good]) == [good] and runs.store == Found()
+    assert runs.finished([good]) == [good] and runs.store == FoundRuns()
     assert runs.finished([good, lost]) == [good] and runs.store.damaged.keys() == {lost.hash}
 
 
@@ -97,7 +97,7 @@ def test_the_audit_holds_records_to_their_version(tmp_path):
     own = records(2)
     own["a/1"] |= {"version": 2, "rows_held": "many"}
     run = write(tmp_path, own)
-    [(name, state, wrong)] = audit.audit(tmp_path)
+    [(name, state, wrong)] = audit.audit_runs(tmp_path)
     assert (name, state) == (run.hash, "damaged") and "a/1: rows_held is 'many', expected float, a/1: index" in wrong[0]
     assert RunRecords(run.folder.path).problems == [] and list(RunRecords(run.folder.path)) == list(own.values())
 

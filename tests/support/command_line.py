@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.cli import run as command
-from kvbench.cli.command import answered
+from kvbench.cli.command import run_command
 
 
 def answer(
@@ -16,7 +16,7 @@ def answer(
     """Exit code, output and errors of `run.py` with these arguments."""
     monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
     try:
-        code = answered(command.main)
+        code = run_command(command.main)
     except SystemExit as stop:
         code = stop.code
     out, err = capsys.readouterr()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.store.run_folder import RunFolder
-from kvbench.store.runs import Stored
+from kvbench.store.runs import StoredRun
 
 VALUE = {
     "model": {"name": "tiny", "identity": "0a1b"},
@@ -32,7 +32,7 @@ def write(
     finish: bool = True,
     machine: Mapping[str, Any] | None = None,
     **changed: Any,
-) -> Stored:
+) -> StoredRun:
     """A run with these records (by uid); `changed`: parts of VALUE."""
     value = deepcopy(VALUE) | changed
     folder = RunFolder(results / "runs", value)
@@ -42,4 +42,4 @@ def write(
             folder.append(record)
         if finish:
             folder.finish(own)
-    return Stored(folder.hash, value, folder)
+    return StoredRun(folder.hash, value, folder)

@@ -88,12 +88,12 @@ def test_a_sweep_survives_what_happens_to_its_jobs(environment, tmp_path):
         harmed.append(found[0][0])
     out, err = first.communicate(timeout=900)
     assert out.startswith("12 cells: 12 missing") and first.returncode != 0, err  # two jobs did not come back
-    cells = dict(status.status(tmp_path, status.newest(tmp_path)))
+    cells = dict(status.read_states(tmp_path, status.find_newest(tmp_path)))
     assert len(cells) == 12 and sum(own.name == "done" for own in cells.values()) >= 9, cells
     second = begin(tmp_path, environment)
     out, err = second.communicate(timeout=900)
     assert second.returncode == 0, err
-    assert all(own.name == "done" for _, own in status.status(tmp_path, status.newest(tmp_path)))
+    assert all(own.name == "done" for _, own in status.read_states(tmp_path, status.find_newest(tmp_path)))
     found = records(tmp_path)
     assert len(found) == 13 * SAMPLES and set(found.values()) == {1}
-    assert not [wrong for _, _, wrong in audit.audit(tmp_path) if wrong]
+    assert not [wrong for _, _, wrong in audit.audit_runs(tmp_path) if wrong]

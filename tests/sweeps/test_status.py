@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from kvbench.cli import run, sweep_status
-from kvbench.store.run_folder import RunFolder, value_of
+from kvbench.store.run_folder import RunFolder, read_run_value
 from kvbench.sweeps import status
 from kvbench.validation import SettingError
 from tests.support.command_line import answer
@@ -35,13 +35,13 @@ def begun(results, own, records, total=4, finish=False, **more):
 
 
 def test_states(tmp_path):
-    assert status.state_of(tmp_path, "nothing") == status.State("missing")
+    assert status.read_state(tmp_path, "nothing") == status.RunState("missing")
     done = begun(tmp_path, value(), 4, finish=True)
-    assert status.state_of(tmp_path, done) == status.State("done", 4, 4)
+    assert status.read_state(tmp_path, done) == status.RunState("done", 4, 4)
     stopped = begun(tmp_path, value(budget=0.2), 3)
-    assert str(status.state_of(tmp_path, stopped)) == "stopped 3 of 4 samples"
+    assert str(status.read_state(tmp_path, stopped)) == "stopped 3 of 4 samples"
     failed = begun(tmp_path, value(budget=0.3), 2, total=2, finish=True, error="out_of_memory")
-    assert str(status.state_of(tmp_path, failed)) == "done: 2 samples failed"
+    assert str(status.read_state(tmp_path, failed)) == "done: 2 samples failed"
 
 
 def test_running_is_seen_without_taking_part(tmp_path):
@@ -55,13 +55,13 @@ def test_running_is_seen_without_taking_part(tmp_path):
     arguments = [sys.executable, "-c", code, str(locks)]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         other.stdout.readline()
-        assert str(status.state_of(tmp_path, name)) == "running 1 of 4 samples"
+        assert str(status.read_state(tmp_path, name)) == "running 1 of 4 samples"
         with open(locks, "r+") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 78)
             with pytest.raises(OSError):
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 77)
         other.communicate("\n")
-    assert status.state_of(tmp_path, name).name == "stopped"
+    assert status.read_state(tmp_path, name).name == "stopped"
 
 
 def test_a_run_that_is_open_is_running_between_two_samples_too(tmp_path):
@@ -75,11 +75,11 @@ def test_a_run_that_is_open_is_running_between_two_samples_too(tmp_path):
     arguments = [sys.executable, "-c", code, str(tmp_path / "runs"), json.dumps(value())]
     with subprocess.Popen(arguments, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         other.stdout.readline()
-        assert str(status.state_of(tmp_path, name)) == "running 1 of 4 samples"
+        assert str(status.read_state(tmp_path, name)) == "running 1 of 4 samples"
         with RunFolder(tmp_path / "runs", value()).open({}) as second:
             assert second.claim("niah/9")
         other.communicate("\n")
-    assert status.state_of(tmp_path, name).name == "stopped"
+    assert status.read_state(tmp_path, name).name == "stopped"
 
 
 def test_the_plan_counts_and_estimates(tmp_path):
@@ -88,14 +88,14 @@ def test_the_plan_counts_and_estimates(tmp_path):
     begun(tmp_path, full, 4, finish=True)
     begun(tmp_path, value(), 2, seconds=60.0)
     cells = [
-        status.Cell("method=snapkv budget=0.1", value(), full),
-        status.Cell("method=snapkv budget=0.2", value(budget=0.2), full),
-        status.Cell("method=keydiff", value("keydiff"), full),
-        status.Cell("method=full", full, full),
-        status.Cell("method=kvzip", refused="block_size=8: not with kvzip"),
-        status.Cell("length", value(task={"name": "ruler", "length": 9}), full),
+        status.SweepCell("method=snapkv budget=0.1", value(), full),
+        status.SweepCell("method=snapkv budget=0.2", value(budget=0.2), full),
+        status.SweepCell("method=keydiff", value("keydiff"), full),
+        status.SweepCell("method=full", full, full),
+        status.SweepCell("method=kvzip", refused="block_size=8: not with kvzip"),
+        status.SweepCell("length", value(task={"name": "ruler", "length": 9}), full),
     ]
-    text = status.plan(tmp_path, cells).splitlines()
+    text = status.describe_plan(tmp_path, cells).splitlines()
     assert text[0] == (
         "6 cells: 1 done, 1 stopped, 1 refused, 3 missing; about 0.13 hours are left on one worker; 1 cells have no "
         "measured time to go by"
@@ -107,21 +107,21 @@ def test_the_plan_counts_and_estimates(tmp_path):
 
 def test_damaged_runs_say_nothing_of_times(tmp_path):
     begun(tmp_path, value(), 2)
-    known = status.Times(tmp_path)
+    known = status.SampleTimes(tmp_path)
     begun(tmp_path, {"method": {"name": "snapkv"}}, 2)
     begun(tmp_path, value(budget=0.2), 2, total="many", seconds="long")
     begun(tmp_path, value(budget=0.3), 2, seconds=30.0, prefill_ms="short")
-    assert vars(status.Times(tmp_path)) == vars(known) and known.seconds
+    assert vars(status.SampleTimes(tmp_path)) == vars(known) and known.seconds
 
 
 def test_a_cell_waits_for_its_full_cache(tmp_path, monkeypatch):
     full, folder = value("full", budget=1.0), tmp_path / "sweeps" / "one"
-    cells = [status.Cell("answered", value(), full), status.Cell("not begun", value(budget=0.2), full)]
-    status.write(folder, cells)
+    cells = [status.SweepCell("answered", value(), full), status.SweepCell("not begun", value(budget=0.2), full)]
+    status.write_cells(folder, cells)
 
     def states() -> list[str]:
-        found = [str(state) for _, state in status.status(tmp_path, folder)]
-        told = status.plan(tmp_path, cells).splitlines()[1:]
+        found = [str(state) for _, state in status.read_states(tmp_path, folder)]
+        told = status.describe_plan(tmp_path, cells).splitlines()[1:]
         assert all(own in line for own, line in zip(found, told, strict=True))
         return found
 
@@ -130,7 +130,7 @@ def test_a_cell_waits_for_its_full_cache(tmp_path, monkeypatch):
     name = begun(tmp_path, full, 3)
     assert states() == ["stopped 3 of 4 samples", "missing"]
     with monkeypatch.context() as patched:
-        patched.setattr(status, "busy", lambda locks: True)
+        patched.setattr(status, "is_busy", lambda locks: True)
         assert states() == 2 * ["running 3 of 4 samples"]
     (tmp_path / "runs" / name / "done").touch()
     assert states() == ["done", "missing"]
@@ -139,25 +139,25 @@ def test_a_cell_waits_for_its_full_cache(tmp_path, monkeypatch):
 def test_status_says_why(tmp_path):
     full, folder = value("full", budget=1.0), tmp_path / "sweeps" / "one"
     cells = [
-        status.Cell("done", value(), full), status.Cell("failed", value(budget=0.2), full),
-        status.Cell("stopped", value(budget=0.3), full), status.Cell("missing", value(budget=0.4), full),
-        status.Cell("refused", refused="why not"),
+        status.SweepCell("done", value(), full), status.SweepCell("failed", value(budget=0.2), full),
+        status.SweepCell("stopped", value(budget=0.3), full), status.SweepCell("missing", value(budget=0.4), full),
+        status.SweepCell("refused", refused="why not"),
     ]  # fmt: skip
-    status.write(folder, cells)
+    status.write_cells(folder, cells)
     begun(tmp_path, value(), 4, finish=True)
     begun(tmp_path, full, 4, finish=True)
     begun(tmp_path, value(budget=0.3), 1)
     (folder / "1").mkdir()
     (folder / "1" / "failed").write_text("RuntimeError: the disk is full\n")
-    assert {label: str(state) for label, state in status.status(tmp_path, folder)} == {
+    assert {label: str(state) for label, state in status.read_states(tmp_path, folder)} == {
         "done": "done", "failed": "failed: RuntimeError: the disk is full", "stopped": "stopped 1 of 4 samples",
         "missing": "missing", "refused": "refused: why not",
     }  # fmt: skip
-    assert status.newest(tmp_path) == folder
+    assert status.find_newest(tmp_path) == folder
     with pytest.raises(SettingError, match="^results=.*: no sweep was begun there$"):
-        status.newest(tmp_path / "other")
+        status.find_newest(tmp_path / "other")
     with pytest.raises(SettingError, match="^sweep=.*: no cells.json there$"):
-        list(status.status(tmp_path, tmp_path))
+        list(status.read_states(tmp_path, tmp_path))
 
 
 def test_a_sweep_from_the_command_line(tmp_path, monkeypatch, capsys):
@@ -173,12 +173,12 @@ def test_a_sweep_from_the_command_line(tmp_path, monkeypatch, capsys):
     code, out, err = answer(["-m", "method=sink,kvzip", "budgets=0.1,0.2"], monkeypatch, capsys)
     assert (code, out) == (2, "") and err.startswith("kvbench: budgets: no such setting")
     assert sweep_status.main([str(tmp_path)]) == 0 and sweep_status.main([str(tmp_path / "nowhere")]) == 2
-    assert len(json.loads((status.newest(tmp_path) / "cells.json").read_text())) == 2
+    assert len(json.loads((status.find_newest(tmp_path) / "cells.json").read_text())) == 2
 
 
 def test_what_is_refused_is_named_before_anything_is_read(tmp_path, monkeypatch, capsys):
     """Where cells share their prompts too, each pair that cannot work, with its reason."""
-    monkeypatch.setattr(run, "cell", lambda: None)
+    monkeypatch.setattr(run, "run_cell", lambda: None)
     cells = ["method=knorm,quest", "allocator=uniform,ada", "codec=raw,kivi"]
     code, out, err = answer(["-m", *cells, f"results={tmp_path}", *QUICK], monkeypatch, capsys)
     first, *lines = out.splitlines()[:9]
@@ -203,7 +203,7 @@ def test_a_preset_runs_with_the_embedded_model(preset, own, tmp_path, monkeypatc
     assert code == 0 and first.startswith(f"{len(labels)} cells: {len(labels)} missing")
     assert [line.partition("  ")[0] for line in map(str.strip, plan[: len(labels)])] == labels
     assert out.endswith(f"{len(labels)} done\n")
-    values = [value_of(path.parent) for path in tmp_path.glob("runs/*/run.yaml")]
+    values = [read_run_value(path.parent) for path in tmp_path.glob("runs/*/run.yaml")]
     assert {own["model"]["name"] for own in values} == {"reference"} and len(values) == 2
     assert {own["budget"] for own in values} == {1.0, 0.25 if preset == "centroidkv_table4" else 1024}
 

@@ -435,7 +435,7 @@ def test_the_grid_of_records_is_their_mean(tmp_path, capsys):
         {"score": 10.0, "also": {}, "meta": meta | {"depth": None}},
     ])  # fmt: skip
     run("b", [{"score": 1.0, "also": {}, "meta": {}}])
-    drawn, cell = csv.DictReader(io.StringIO(needle_grid.grid(tmp_path)))
+    drawn, cell = csv.DictReader(io.StringIO(needle_grid.format_grid(tmp_path)))
     assert drawn["depth"] == "" and drawn["score"] == "10.0" and drawn["also_rouge1"] == ""
     shown = {key: cell[key] for key in ("model", "data", "length", "depth", "n", "failed", "score", "kept", "place")}
     assert shown == {

@@ -259,7 +259,7 @@ def test_an_evaluation_adds_to_its_file(trained, monkeypatch, capsys):
 
     def evaluated(*given):
         monkeypatch.setattr("sys.argv", ["evaluate", "--model", str(folder), "--samples", "1", "--steps", "0", *given])
-        return command.answered(evaluate_command.main)
+        return command.run_command(evaluate_command.main)
 
     monkeypatch.setattr(evaluate, "SUBTASKS", ("niah_single_1",))
     threads = SimpleNamespace(Pool=ThreadPool)  # no processes to start
