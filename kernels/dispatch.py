@@ -12,7 +12,7 @@ WITHIN: ContextVar[str | None] = ContextVar("implementation", default=None)
 
 
 @contextmanager
-def only(implementation: str | None) -> Iterator[None]:
+def force_implementation(implementation: str | None) -> Iterator[None]:
     """Inside, ops that are asked for no implementation by name run this one: to time a method with either."""
     token = WITHIN.set(implementation)
     try:
@@ -21,17 +21,17 @@ def only(implementation: str | None) -> Iterator[None]:
         WITHIN.reset(token)
 
 
-def interpreting() -> bool:
+def is_interpreting() -> bool:
     """Triton runs its kernels in its interpreter: on the CPU, slowly, to test them."""
     import triton
 
     return triton.knobs.runtime.interpret
 
 
-def choose(op: str, asked: str | None, like: Tensor, others: tuple[str, ...] = ()) -> str:
-    """What was asked for: "reference", "triton" or one of `others`; of None, what `only` says, else triton for `like`
-    on a GPU in a dtype that its kernels know, else the reference. ValueError for a name that does not exist or cannot
-    run here.
+def choose_implementation(op: str, asked: str | None, like: Tensor, others: tuple[str, ...] = ()) -> str:
+    """What was asked for: "reference", "triton" or one of `others`; of None, what `force_implementation` says, else
+    triton for `like` on a GPU in a dtype that its kernels know, else the reference. ValueError for a name that does not
+    exist or cannot run here.
     """
     asked = WITHIN.get() if asked is None else asked
     if asked is None:
@@ -41,6 +41,6 @@ def choose(op: str, asked: str | None, like: Tensor, others: tuple[str, ...] = (
         raise ValueError(f"{op}: implementation {asked!r}; one of {names}")
     if asked == "triton" and like.dtype not in FAST:
         raise ValueError(f"{op}: implementation triton knows float32, bfloat16 and float16, not {like.dtype}")
-    if asked == "triton" and not (like.is_cuda or interpreting()):
+    if asked == "triton" and not (like.is_cuda or is_interpreting()):
         raise ValueError(f"{op}: implementation triton needs a GPU, or TRITON_INTERPRET=1")
     return asked

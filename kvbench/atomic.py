@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvbench.validation import writing
+from kvbench.validation import name_file_in_errors
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def replace_file(path: Path) -> Iterator[Path]:
     """
     draft = path.with_name(f"{path.name}.draft.{os.getpid()}")
     try:
-        with writing(draft):
+        with name_file_in_errors(draft):
             yield draft
             descriptor = os.open(draft, os.O_RDONLY | os.O_CLOEXEC)
             try:

@@ -45,7 +45,7 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
+def raise_on_sigterm() -> Iterator[None]:
     """Inside, SIGTERM raises Terminated, so that what is open is closed. Signals reach the main thread only."""
     if current_thread() is not main_thread():
         yield
@@ -62,7 +62,7 @@ def terminable() -> Iterator[None]:
 
 
 @contextmanager
-def writing(path: Path | str) -> Iterator[None]:
+def name_file_in_errors(path: Path | str) -> Iterator[None]:
     """Inside, a file is written: an OSError that does not name it (Python's `write` names none) names it outside."""
     try:
         yield
@@ -72,7 +72,7 @@ def writing(path: Path | str) -> Iterator[None]:
         raise
 
 
-def unwritten(error: OSError) -> str | None:
+def describe_write_error(error: OSError) -> str | None:
     """The line about a file that could not be written, because the disk is full or read-only for example; None if the
     error is about something else.
     """
@@ -81,22 +81,22 @@ def unwritten(error: OSError) -> str | None:
     return f"{error.filename}: {error.strerror}"
 
 
-def typed(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as it is typed behind `setting=`: `null`, `true`, `[a,b]`."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{typed(own)}" for name, own in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{format_value(own)}" for name, own in value.items()) + "}"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ",".join(map(typed, value)) + "]"
+        return "[" + ",".join(map(format_value, value)) + "]"
     return str(value)
 
 
-def choose(name: str, value: object, allowed: Iterable[object]) -> None:
+def require_choice(name: str, value: object, allowed: Iterable[object]) -> None:
     """Raise a SettingError unless `value` is one of `allowed`."""
     allowed = list(allowed)
     if value not in allowed:
-        raise SettingError(f"{name}={typed(value)}: choose one of {', '.join(map(typed, allowed))}")
+        raise SettingError(f"{name}={format_value(value)}: choose one of {', '.join(map(format_value, allowed))}")
 
 
 def resolve_subtasks(
@@ -108,13 +108,13 @@ def resolve_subtasks(
     sets = {**(sets or {}), "all": allowed}
     names = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     for one in names:
-        choose(name, one, allowed if len(names) > 1 else (*sets, *allowed))
+        require_choice(name, one, allowed if len(names) > 1 else (*sets, *allowed))
     if not names or len(set(names)) < len(names):
         raise SettingError(f"{name}={names}: {', '.join(sets)}, one subtask, or a list of different ones")
     return list(sets.get(names[0], names)) if len(names) == 1 else names
 
 
-def writable(name: str, folder: Path) -> None:
+def require_writable(name: str, folder: Path) -> None:
     """Raise a SettingError unless `folder` can be written, or made; nothing is."""
     try:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -138,9 +138,9 @@ def require_odd(name: str, value: object) -> None:
 
 def check_sampling(temperature: object, top_p: object) -> None:
     """Raise a SettingError unless tokens can be drawn at this temperature from this share of the probability."""
-    if not number(temperature) or not temperature >= 0:
+    if not is_number(temperature) or not temperature >= 0:
         raise SettingError(f"temperature={temperature}: a number from 0 (greedy) on")
-    if not number(top_p) or not 0 < top_p <= 1:
+    if not is_number(top_p) or not 0 < top_p <= 1:
         raise SettingError(f"top_p={top_p}: a share in (0, 1]")
 
 
@@ -158,7 +158,7 @@ def check_model_path(path: str) -> None:
         raise SettingError(f"model.path={path}: no such folder")
 
 
-def number(value: object) -> bool:
+def is_number(value: object) -> bool:
     """Whether `value` is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 

@@ -20,7 +20,7 @@ from kvbench.interfaces.rows import Rows
 from kvbench.kernels.removal_scores import andpro
 from kvbench.kernels.window_attention import window_probabilities
 from kvbench.kernels.window_attention.pooling import pool
-from kvbench.validation import choose, require_int, require_odd
+from kvbench.validation import require_choice, require_int, require_odd
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class AnDPro(Method):
         require_odd("method.kernel", self.kernel)
         require_int("method.chunk", self.chunk, 1)
         require_int("method.first", self.first, 0)
-        choose("method.anchor", self.anchor, ("output", "droppable"))
+        require_choice("method.anchor", self.anchor, ("output", "droppable"))
 
     def chunks(self, rows: Rows) -> Tensor:
         """(B, H, n) the chunk that a row is in, from the head's first row on; -1 where absent."""

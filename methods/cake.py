@@ -19,7 +19,7 @@ from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.window_attention import window_statistics
 from kvbench.kernels.window_attention.pooling import pool_group
-from kvbench.validation import SettingError, number, require_int, require_odd
+from kvbench.validation import SettingError, is_number, require_int, require_odd
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Cake(Method):
         super().__post_init__()
         require_int("method.window", self.window, 1)
         require_odd("method.kernel", self.kernel)
-        if not number(self.gamma) or not self.gamma >= 0:
+        if not is_number(self.gamma) or not self.gamma >= 0:
             raise SettingError(f"method.gamma={self.gamma}: a number from 0 on")
 
     def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:

@@ -18,7 +18,7 @@ from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.row_selection import top_k_mask
 from kvbench.kernels.soft_matching import edge_count, join, match
-from kvbench.validation import SettingError, exact_share, number, require_int
+from kvbench.validation import SettingError, exact_share, is_number, require_int
 
 SCRATCH = 64_000_000  # bytes of keys and values, about, that a round may leave behind
 
@@ -43,7 +43,7 @@ class CentroidKV(Method):
         require_int("method.recents", self.recents, 0)
         if self.chunk is not None:
             require_int("method.chunk", self.chunk, 2)
-        if not number(self.r) or not 0 < self.r <= 1:
+        if not is_number(self.r) or not 0 < self.r <= 1:
             raise SettingError(f"method.r={self.r}: a share in (0, 1]")
 
     def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:

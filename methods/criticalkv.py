@@ -22,7 +22,7 @@ from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.projected_norms import projected_norms
-from kvbench.validation import SettingError, number
+from kvbench.validation import SettingError, is_number
 
 NORM = "projected_norm"
 
@@ -39,9 +39,9 @@ class CriticalKV(Method):
         super().__post_init__()
         if not self.base.overrides("score"):
             raise SettingError(f"method.base={self.base.name}: {self.name} needs a method that scores rows")
-        if not number(self.alpha) or not 0 <= self.alpha <= 1:
+        if not is_number(self.alpha) or not 0 <= self.alpha <= 1:
             raise SettingError(f"method.alpha={self.alpha}: a share in [0, 1]")
-        if not number(self.epsilon) or not self.epsilon >= 0:
+        if not is_number(self.epsilon) or not self.epsilon >= 0:
             raise SettingError(f"method.epsilon={self.epsilon}: a number from 0 on")
         if self.base.weighs_values:
             raise SettingError(f"method.base={self.base.name}: values would count twice; use it without its value norm")

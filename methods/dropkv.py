@@ -16,7 +16,7 @@ from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.removal_scores import dropkv
 from kvbench.kernels.window_attention.pooling import POOLINGS, pool_group
-from kvbench.validation import SettingError, choose, number, require_int, require_odd
+from kvbench.validation import SettingError, is_number, require_choice, require_int, require_odd
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class DropKV(Method):
         super().__post_init__()
         require_int("method.window", self.window, 1)
         require_odd("method.kernel", self.kernel)
-        choose("method.pooling", self.pooling, POOLINGS)
-        choose("method.p_dtype", self.p_dtype, ("bf16", "fp32"))
-        if not number(self.epsilon) or not self.epsilon > 0:
+        require_choice("method.pooling", self.pooling, POOLINGS)
+        require_choice("method.p_dtype", self.p_dtype, ("bf16", "fp32"))
+        if not is_number(self.epsilon) or not self.epsilon > 0:
             raise SettingError(f"method.epsilon={self.epsilon}: a number above 0")
 
     def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
-from kvbench.validation import SettingError, choose, number, require_int
+from kvbench.validation import SettingError, is_number, require_choice, require_int
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class DuoAttention(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose("method.count", self.count, ("quantile", "round"))
-        if self.sparsity is not None and not (number(self.sparsity) and 0 <= self.sparsity <= 1):
+        require_choice("method.count", self.count, ("quantile", "round"))
+        if self.sparsity is not None and not (is_number(self.sparsity) and 0 <= self.sparsity <= 1):
             raise SettingError(f"method.sparsity={self.sparsity}: a share in [0, 1], or null to follow the budget")
         if self.sinks is not None:
             require_int("method.sinks", self.sinks, 0)

@@ -30,7 +30,7 @@ from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.expected_attention import Moments, expected_scores, merge, moments
-from kvbench.validation import SettingError, choose, number, require_int
+from kvbench.validation import SettingError, is_number, require_choice, require_int
 
 PLACES = 8192  # rotations that are made at once
 
@@ -55,8 +55,8 @@ class ExpectedAttention(Method):
         require_int("method.positions", self.positions, 1)
         require_int("method.sinks", self.sinks, 0)
         require_int("method.buffer", self.buffer, 2)
-        choose("method.decode_queries", self.decode_queries, ("text", "buffer"))
-        if not number(self.epsilon) or not self.epsilon >= 0:
+        require_choice("method.decode_queries", self.decode_queries, ("text", "buffer"))
+        if not is_number(self.epsilon) or not self.epsilon >= 0:
             raise SettingError(f"method.epsilon={self.epsilon}: a number of at least 0")
 
     @property

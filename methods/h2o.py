@@ -17,7 +17,7 @@ from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.accumulated_attention import accumulated_attention
-from kvbench.validation import SettingError, choose, exact_share, number
+from kvbench.validation import SettingError, exact_share, is_number, require_choice
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class H2O(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose("method.norm", self.norm, ("none", "count"))
-        choose("method.gqa", self.gqa, ("mean", "max"))
-        if not number(self.recent) or self.recent < 0 or (isinstance(self.recent, float) and self.recent >= 1):
+        require_choice("method.norm", self.norm, ("none", "count"))
+        require_choice("method.gqa", self.gqa, ("mean", "max"))
+        if not is_number(self.recent) or self.recent < 0 or (isinstance(self.recent, float) and self.recent >= 1):
             raise SettingError(f"method.recent={self.recent}: a share in [0, 1) such as 0.5, or whole rows from 0 on")
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:

@@ -16,7 +16,7 @@ from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.key_similarity import anchor, similarity
-from kvbench.validation import SettingError, choose, exact_share, number
+from kvbench.validation import SettingError, exact_share, is_number, require_choice
 
 CHUNK = 256  # rows compared with all others at once
 
@@ -33,9 +33,9 @@ class KeyDiff(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose("method.anchor", self.anchor, ("mean_normalised", "mean_raw", "median", "pairwise"))
-        choose("method.metric", self.metric, ("cosine", "dot", "euclidean"))
-        if not number(self.recent) or not 0 <= self.recent < 1:
+        require_choice("method.anchor", self.anchor, ("mean_normalised", "mean_raw", "median", "pairwise"))
+        require_choice("method.metric", self.metric, ("cosine", "dot", "euclidean"))
+        if not is_number(self.recent) or not 0 <= self.recent < 1:
             raise SettingError(f"method.recent={self.recent}: a share in [0, 1)")
 
     def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:

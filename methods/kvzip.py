@@ -30,7 +30,7 @@ from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.max_attention import max_attention
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.validation import SettingError, choose, require_int
+from kvbench.validation import SettingError, require_choice, require_int
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class KVzip(Method):
         require_int("method.postfix", self.postfix, 0)
         if self.sinks is not None:
             require_int("method.sinks", self.sinks, 0)
-        choose("method.scope", self.scope, ("model", "head"))
+        require_choice("method.scope", self.scope, ("model", "head"))
         for name in ("first", "later"):
             own = getattr(self, name)
             ids = isinstance(own, Sequence) and all(type(token) is int and token >= 0 for token in own)

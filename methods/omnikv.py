@@ -23,7 +23,7 @@ from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.validation import SettingError, choose, require_int
+from kvbench.validation import SettingError, require_choice, require_int
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class OmniKV(Method):
         if self.depth is not None:
             require_int("method.depth", self.depth, filters[-1] + 1)
         require_int("method.wait", self.wait, 0)
-        choose("method.selector", self.selector, ("last", "softmax_last", "uniform", "exp"))
+        require_choice("method.selector", self.selector, ("last", "softmax_last", "uniform", "exp"))
         require_int("method.window", self.window, 1)
 
     def filter_of(self, layer: int, layers: int) -> int | None:

@@ -19,7 +19,7 @@ from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.validation import choose, require_int
+from kvbench.validation import require_choice, require_int
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Quest(Method):
         require_int("method.page", self.page, 1)
         require_int("method.least", self.least, 1)
         require_int("method.dense_layers", self.dense_layers, 0)
-        choose("method.question", self.question, ("dense", "tokens"))
-        choose("method.force_last", self.force_last, (True, False))
+        require_choice("method.question", self.question, ("dense", "tokens"))
+        require_choice("method.force_last", self.force_last, (True, False))
 
     @property
     def token_by_token(self) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
-from kvbench.validation import choose, require_int
+from kvbench.validation import require_choice, require_int
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Sink(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_int("method.sinks", self.sinks, 0)
-        choose("method.positions", self.positions, ("rolling", "original"))
+        require_choice("method.positions", self.positions, ("rolling", "original"))
 
     @property
     def uses_cache_positions(self) -> bool:

@@ -18,7 +18,7 @@ from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.window_attention import window_statistics
 from kvbench.kernels.window_attention.pooling import POOLINGS, pool_group
-from kvbench.validation import choose, require_int, require_odd
+from kvbench.validation import require_choice, require_int, require_odd
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class SnapKV(Method):
         super().__post_init__()
         require_int("method.window", self.window, 1)
         require_odd("method.kernel", self.kernel)
-        choose("method.pooling", self.pooling, POOLINGS)
-        choose("method.group", self.group, ("after", "before"))
+        require_choice("method.pooling", self.pooling, POOLINGS)
+        require_choice("method.group", self.group, ("after", "before"))
 
     def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
         return rows.places >= observation.tokens - self.window

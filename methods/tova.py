@@ -15,7 +15,7 @@ from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.window_attention import window_statistics
-from kvbench.validation import choose, require_int
+from kvbench.validation import require_choice, require_int
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TOVA(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose("method.scope", self.scope, ("layer", "group"))
+        require_choice("method.scope", self.scope, ("layer", "group"))
         require_int("method.recent", self.recent, 0)
 
     def refuses(self, allocator: Allocator, codec: Codec) -> str | None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvbench.interfaces.task import Graded, Sample
-from kvbench.validation import SettingError, choose, number, require_int
+from kvbench.validation import SettingError, is_number, require_choice, require_int
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Efficiency:
         return self.new_tokens if isinstance(self.new_tokens, list | tuple) else (self.new_tokens,)
 
     def check(self) -> None:
-        choose("task.measure", self.measure, ("latency", "throughput", "scoring"))
-        choose("task.baseline", self.baseline, ("none", "dynamic", "static_compiled"))
-        choose("task.fill", self.fill, ("replicated", "prefilled"))
-        choose("task.implementation", self.implementation, (None, "reference", "triton"))
+        require_choice("task.measure", self.measure, ("latency", "throughput", "scoring"))
+        require_choice("task.baseline", self.baseline, ("none", "dynamic", "static_compiled"))
+        require_choice("task.fill", self.fill, ("replicated", "prefilled"))
+        require_choice("task.implementation", self.implementation, (None, "reference", "triton"))
         for name, least in {"length": 1, "batch": 1, "repeats": 1, "answers": 0, "warmup": 0}.items():
             require_int(f"task.{name}", getattr(self, name), least)
         for name in ("rows", "most_batch"):
@@ -52,7 +52,7 @@ class Efficiency:
         for end in self._several or (None,):
             require_int("task.new_tokens", end, 2)
         for name in ("bandwidth", "flops"):
-            if not number(getattr(self, name)) or not getattr(self, name) > 0:
+            if not is_number(getattr(self, name)) or not getattr(self, name) > 0:
                 raise SettingError(f"task.{name}={getattr(self, name)}: a number above 0")
         if self.answers > self.repeats:
             raise SettingError(f"task.answers={self.answers}: at most task.repeats, {self.repeats}")

@@ -17,12 +17,12 @@ from hashlib import sha256
 from itertools import islice, product
 
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
-from kvbench.tasks.common.axes import axis
+from kvbench.tasks.common.axes import parse_axis
 from kvbench.tasks.common.dataset_rows import MINIATURE
-from kvbench.tasks.common.synthetic_prose import ENDS, STARTS, short_name
-from kvbench.tasks.ruler.fit import fit
-from kvbench.tasks.ruler.templates import Rendered, Wording, wordings
-from kvbench.validation import SettingError, choose, require_int
+from kvbench.tasks.common.synthetic_prose import ENDS, STARTS, draw_short_name
+from kvbench.tasks.ruler.fit import fit_units
+from kvbench.tasks.ruler.templates import RenderedPrompt, Wording, load_wordings
+from kvbench.validation import SettingError, require_choice, require_int
 
 MOST = 100_000  # entries: few enough that drawing other names stays fast
 
@@ -55,9 +55,9 @@ PHONES = Book(
 )
 
 
-def needles() -> Book:
+def make_needle_book() -> Book:
     """RULER's multikey needles as entries: what the embedded model has learned to look up."""
-    own = wordings()
+    own = load_wordings()
     return Book(own.needle, ((10**6, 10**7 - 1),), own.niah.singular(), own.niah, new_tokens=16)
 
 
@@ -81,8 +81,8 @@ class Phonebook:
 
     def check(self) -> None:
         """Raises a SettingError; needs no tokenizer, so a size in tokens may still prove too small in `samples`."""
-        choose("task.size_of", self.size_of, ("entries", "tokens"))
-        choose("task.wording", self.wording, ("book", "needles"))
+        require_choice("task.size_of", self.size_of, ("entries", "tokens"))
+        require_choice("task.wording", self.wording, ("book", "needles"))
         require_int("task.trials", self.trials, 1)
         require_int("task.asked", self.asked, 1)
         if self.limit is not None:
@@ -122,7 +122,7 @@ class Phonebook:
         where = "random" if position is None else f"{position:g}"
         uid = f"{self.name}/{size}/{where}/{trial}"
 
-        def drawn(entries: int) -> tuple[Rendered, list[int]]:
+        def drawn(entries: int) -> tuple[RenderedPrompt, list[int]]:
             """The prompt, and the entries that are asked for."""
             places = random.Random(f"{self.seed}/{uid}/asked").sample(range(entries), self.asked)
             if position is not None:
@@ -139,7 +139,7 @@ class Phonebook:
             return len(tokenizer.encode(prompt, add_special_tokens=False)) + template_tokens + new_tokens
 
         if self.size_of == "tokens":
-            more = fit(cost, MOST - self.asked, size, max((size - cost(0)) // wording.new_tokens, 1))
+            more = fit_units(cost, MOST - self.asked, size, max((size - cost(0)) // wording.new_tokens, 1))
             if more is None:
                 raise SettingError(f"task.sizes={size}: at least {cost(0)} tokens with this tokenizer")
             entries = self.asked + more
@@ -162,13 +162,17 @@ class Phonebook:
         )
 
     def _wording(self) -> Book:
-        return PHONES if self.wording == "book" else needles()
+        return PHONES if self.wording == "book" else make_needle_book()
 
     def _sizes(self) -> list[int]:
-        return axis("task.sizes", self.sizes, 1)
+        return parse_axis("task.sizes", self.sizes, 1)
 
     def _positions(self) -> list[float | None]:
-        return [None] if self.positions is None else [*axis("task.positions", self.positions, 0, 100, fractions=True)]
+        return (
+            [None]
+            if self.positions is None
+            else [*parse_axis("task.positions", self.positions, 0, 100, fractions=True)]
+        )
 
 
 def _book(entries: int, wording: Book, rng: random.Random) -> list[tuple[str, str]]:
@@ -176,7 +180,7 @@ def _book(entries: int, wording: Book, rng: random.Random) -> list[tuple[str, st
     names: dict[str, None] = {}
     numbers: dict[str, None] = {}
     while len(names) < entries:
-        names[f"{short_name(rng)} {short_name(rng)}"] = None
+        names[f"{draw_short_name(rng)} {draw_short_name(rng)}"] = None
         while len(numbers) < len(names):
             numbers[wording.number(rng)] = None
     return list(zip(names, numbers, strict=True))

@@ -46,12 +46,12 @@ def checkpoint(request, tmp_path_factory) -> Path:
 @pytest.fixture
 def kvbench(checkpoint, tmp_path, monkeypatch, capsys):
     """Runs the command line in this process; gives exit code, output, errors. Results lie in tmp_path/results."""
-    from tests.support.command_line import answer
+    from tests.support.command_line import run_cli
 
     monkeypatch.chdir(tmp_path)
 
     def call(*settings: str) -> tuple[int, str, str]:
         base = ["model=hf", f"model.path={checkpoint}", "device=cpu"]
-        return answer([*base, *settings], monkeypatch, capsys)
+        return run_cli([*base, *settings], monkeypatch, capsys)
 
     return call

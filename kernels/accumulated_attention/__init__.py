@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from kvbench.kernels.accumulated_attention.reference import accumulated_attention_reference
-from kvbench.kernels.dispatch import choose
+from kvbench.kernels.dispatch import choose_implementation
 
 
 def accumulated_attention(
@@ -31,7 +31,7 @@ def accumulated_attention(
         raise ValueError(f"accumulated_attention: keys {tuple(keys.shape)}, mass {tuple(mass.shape)}")
     if group not in (None, "mean"):
         raise ValueError(f"accumulated_attention: group {group!r}; None or mean")
-    if choose("accumulated_attention", implementation, queries) == "triton":
+    if choose_implementation("accumulated_attention", implementation, queries) == "triton":
         from kvbench.kernels.accumulated_attention.triton import accumulated_attention_triton
 
         return accumulated_attention_triton(queries, keys, mass, lse, scaling, group == "mean")

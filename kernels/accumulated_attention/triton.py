@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.dispatch import interpreting
+from kvbench.kernels.dispatch import is_interpreting
 
 LOG2E = 1.4426950408889634
 
@@ -124,7 +124,7 @@ def columns(
         queries, keys, lse if mass is None else mass, lse, out, tokens, rows, heads, scaling * LOG2E,
         *queries.stride(), *keys.stride(), *((0, 0, 0) if mass is None else mass.stride()), *lse.stride(),
         GROUP=group, TOGETHER=together, MAXIMUM=maximum, HAS_MASS=mass is not None, UNIT=unit,
-        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), CAST=interpreting(), PRECISION="ieee", **own,
+        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), CAST=is_interpreting(), PRECISION="ieee", **own,
     )  # fmt: skip
     return out
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvbench.kernels.attention.reference import attend_reference, pad_ragged
 from kvbench.kernels.attention.sdpa import attend_cudnn, attend_sdpa, attend_sdpa_lse, cudnn_serves
-from kvbench.kernels.dispatch import FAST, choose
+from kvbench.kernels.dispatch import FAST, choose_implementation
 
 LONG = 512  # tokens of a block from which on cuDNN takes it; chosen by trial on an H200
 
@@ -56,7 +56,7 @@ def attend(
 
 
 @dataclass(frozen=True)
-class Ragged:
+class RaggedRows:
     """R rows of several heads, row after row: those of head (b, h), the i-th of B·H, are `lengths[i]` from `starts[i]`
     on.
     """
@@ -72,7 +72,7 @@ class Ragged:
 
 def attend_ragged(
     queries: Tensor,
-    held: Ragged | None,
+    held: RaggedRows | None,
     keys: Tensor,
     values: Tensor,
     scaling: float,
@@ -100,7 +100,9 @@ def attend_ragged(
         raise ValueError(f"attend: {tokens} tokens of {tail} rows, room for {room}")
     if held is not None and (held.keys.shape[1] != dim or held.lengths.numel() != batch * heads):
         raise ValueError(f"attend: held rows {tuple(held.keys.shape)} of {held.lengths.numel()} heads")
-    implementation = choose("attend", implementation or joined(queries, held, keys, tail, step), queries, ("cudnn",))
+    implementation = choose_implementation(
+        "attend", implementation or choose_cudnn(queries, held, keys, tail, step), queries, ("cudnn",)
+    )
     if implementation == "cudnn":
         keys, values = keys[:, :, :tail], values[:, :, :tail]
         earlier = [x[:, :, : tail - tokens] for x in (keys, values)] if tail > tokens else []
@@ -126,7 +128,7 @@ def attend_ragged(
     return attend_reference(queries, *everything, scaling, None, lse)
 
 
-def joined(queries: Tensor, held: Ragged | None, keys: Tensor, tail: int, step: Tensor | None) -> str | None:
+def choose_cudnn(queries: Tensor, held: RaggedRows | None, keys: Tensor, tail: int, step: Tensor | None) -> str | None:
     """Name of cuDNN's for a long block over even heads of single tokens, where it can serve them; else None."""
     plain = step is None and (held is None or (held.even and held.mass is None))
     earlier = tail - queries.shape[2] + (0 if held is None else held.longest)  # of one row it refuses to be asked

@@ -6,7 +6,7 @@ from torch import Tensor
 CHUNK = 1 << 24  # logits held at once
 
 
-def visible(tokens: int, start: int, stop: int, rows: int, device: torch.device) -> Tensor:
+def visible_mask(tokens: int, start: int, stop: int, rows: int, device: torch.device) -> Tensor:
     """(stop - start, rows) bool: row j is seen by the block's query t, start <= t < stop, if j <= rows - tokens + t."""
     last = torch.arange(start, stop, device=device)[:, None] + rows - tokens
     return torch.arange(rows, device=device) <= last
@@ -27,7 +27,7 @@ def attend_reference(
         logits = grouped[..., start:stop, :].to(dtype) @ keys[:, :, None].mT * scaling
         if mass is not None:
             logits = logits + mass.log().to(dtype)[:, :, None, None]
-        logits = logits.masked_fill(~visible(tokens, start, stop, rows, keys.device), -torch.inf)
+        logits = logits.masked_fill(~visible_mask(tokens, start, stop, rows, keys.device), -torch.inf)
         if look is not None:
             logits = logits.masked_fill(~look.view(batch, heads, -1, 1, rows), -torch.inf)
         outputs[..., start:stop, :] = logits.softmax(-1) @ values[:, :, None]

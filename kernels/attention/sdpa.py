@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvbench.kernels.attention.reference import CHUNK, visible
+from kvbench.kernels.attention.reference import CHUNK, visible_mask
 
 
 def attend_sdpa(
@@ -74,11 +74,11 @@ def _bias(
     if mass is None and look is None:
         if tokens == 1:
             return None
-        seen = visible(tokens, start, stop, rows, like.device)
+        seen = visible_mask(tokens, start, stop, rows, like.device)
         return seen.expand(groups, -1, -1).reshape(1, 1, -1, rows)
     bias = like.new_zeros(1, 1, 1, 1, rows) if mass is None else mass.log().to(like.dtype)[:, :, None, None]
     if tokens > 1:
-        bias = bias.masked_fill(~visible(tokens, start, stop, rows, like.device), -torch.inf)
+        bias = bias.masked_fill(~visible_mask(tokens, start, stop, rows, like.device), -torch.inf)
     if look is not None:
         bias = bias.masked_fill(~look.view(batch, heads, groups, 1, rows), -torch.inf)
     bias = bias.expand(-1, -1, groups, stop - start, rows)
@@ -94,7 +94,7 @@ def attend_windowed(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
     outputs = torch.empty_like(queries)
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
-        seen = visible(tokens, start, stop, rows, keys.device)
+        seen = visible_mask(tokens, start, stop, rows, keys.device)
         if window is not None:
             last = torch.arange(start, stop, device=keys.device)[:, None] + rows - tokens
             seen = seen & (torch.arange(rows, device=keys.device) > last - window)

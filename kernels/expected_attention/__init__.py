@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose
+from kvbench.kernels.dispatch import choose_implementation
 from kvbench.kernels.expected_attention.gaussian import Moments, merge
 from kvbench.kernels.expected_attention.reference import logits_reference, moments_reference, scores_reference
 
@@ -28,7 +28,7 @@ def moments(
         cos, sin = turn
         if cos.shape != sin.shape or cos.shape[:-1] != queries.shape[2:3] or 2 * cos.shape[1] > queries.shape[3]:
             raise ValueError(f"moments: queries {tuple(queries.shape)}, turned by {tuple(cos.shape)}")
-    if choose("moments", implementation, queries) == "triton":
+    if choose_implementation("moments", implementation, queries) == "triton":
         from kvbench.kernels.expected_attention.triton import moments_triton
 
         return moments_triton(queries, scatter, turn)
@@ -43,8 +43,8 @@ def expected_logits(
     mean (B, H·G, d); covariance (B, H·G, d, d), symmetric, or None for none; keys (B, H, n, d). implementation:
     "reference" | "triton"; None chooses. ValueError if heads or dimensions do not fit.
     """
-    check("expected_logits", mean, covariance, keys)
-    if choose("expected_logits", implementation, keys) == "triton":
+    check_shapes("expected_logits", mean, covariance, keys)
+    if choose_implementation("expected_logits", implementation, keys) == "triton":
         from kvbench.kernels.expected_attention.triton import logits_triton
 
         return logits_triton(mean, covariance, keys, None, scaling)[0]
@@ -67,17 +67,17 @@ def expected_scores(
 
     The rest as for `expected_logits`.
     """
-    check("expected_scores", mean, covariance, keys)
+    check_shapes("expected_scores", mean, covariance, keys)
     if mass.shape != keys.shape[:3] or (values is not None and values.shape[:3] != mass.shape):
         raise ValueError(f"expected_scores: keys {tuple(keys.shape)}, mass {tuple(mass.shape)} and values")
-    if choose("expected_scores", implementation, keys) == "triton":
+    if choose_implementation("expected_scores", implementation, keys) == "triton":
         from kvbench.kernels.expected_attention.triton import scores_triton
 
         return scores_triton(mean, covariance, keys, mass, scaling, values, epsilon)
     return scores_reference(mean, covariance, keys, mass, scaling, values, epsilon)
 
 
-def check(op: str, mean: Tensor, covariance: Tensor | None, keys: Tensor) -> None:
+def check_shapes(op: str, mean: Tensor, covariance: Tensor | None, keys: Tensor) -> None:
     """ValueError if heads or dimensions do not fit."""
     heads, (keys_heads, _, dim) = mean.shape[1], keys.shape[1:]
     if heads % keys_heads or mean.shape[2] != dim:

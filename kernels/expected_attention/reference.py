@@ -8,7 +8,7 @@ from kvbench.kernels.expected_attention.gaussian import Moments
 CHUNK = 1024  # keys whose products with all covariances of their group are held at once
 
 
-def unturned(queries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def undo_rotation(queries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """queries (B, H, T, d), rotated with cos, sin (T, r/2) in pairs of channels i and i + r/2, as they were before."""
     cos, sin = cos.to(queries.dtype), sin.to(queries.dtype)
     square = cos.square() + sin.square()  # a model may scale as it rotates (yarn)
@@ -19,7 +19,7 @@ def unturned(queries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def moments_reference(queries: Tensor, scatter: bool, turn: tuple[Tensor, Tensor] | None) -> Moments:
     queries = queries.to(torch.promote_types(queries.dtype, torch.float32))
-    queries = queries if turn is None else unturned(queries, *turn)
+    queries = queries if turn is None else undo_rotation(queries, *turn)
     mean = queries.mean(2)
     apart = queries - mean[:, :, None]
     return Moments(queries.shape[2], mean, apart.mT @ apart if scatter else None)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.dispatch import interpreting
+from kvbench.kernels.dispatch import is_interpreting
 from kvbench.kernels.expected_attention.gaussian import Moments
 
 QUERY_PROGRAMS = 264  # two for each SM of an H100
@@ -184,7 +184,7 @@ def moments_triton(queries: Tensor, scatter: bool, turn: tuple[Tensor, Tensor] |
     moments_kernel[(batch * heads, splits, quarters)](
         queries, cos, sin, sums, shifts, scatters, tokens, per, heads, *queries.stride(), *cos.stride(), *sin.stride(),
         SCATTER=scatter, HALF=0 if turn is None else cos.shape[1], DIM=dim, ROUND=queries.dtype == torch.bfloat16,
-        CAST=interpreting(), PRECISION=PRECISION[queries.dtype], **own,
+        CAST=is_interpreting(), PRECISION=PRECISION[queries.dtype], **own,
     )  # fmt: skip
     join_kernel[(batch * heads, triton.cdiv(dim, 16))](
         sums, shifts, scatters, mean, made, tokens, per, splits,
@@ -342,7 +342,7 @@ def logits_triton(
         keys, mean if mass is None else mass, mean, mean if covariance is None else covariance.contiguous(), logits,
         tops, totals, scaling, rows, per, heads, *keys.stride(), *((0, 0, 0) if mass is None else mass.stride()),
         GROUP=query_heads // heads, QUADRATIC=covariance is not None, HAS_MASS=mass is not None, DIM=dim,
-        SPLIT=keys.dtype == torch.bfloat16, CAST=interpreting(), PRECISION=PRECISION[keys.dtype], **own,
+        SPLIT=keys.dtype == torch.bfloat16, CAST=is_interpreting(), PRECISION=PRECISION[keys.dtype], **own,
     )  # fmt: skip
     return logits, tops, totals
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose
+from kvbench.kernels.dispatch import choose_implementation
 from kvbench.kernels.fused_linear.reference import (
-    normed_reference,
     rms_norm_linear_reference,
+    rms_norm_reference,
     rms_norm_swiglu_reference,
 )
 
@@ -31,11 +31,11 @@ def rms_norm_linear(
     if residual is not None and (len(weights) > 1 or residual.shape != (len(x), len(weights[0]))):
         raise ValueError(f"rms_norm_linear: residual {tuple(residual.shape)} for {len(weights)} weights")
     biases = [None] * len(weights) if biases is None else biases
-    if len(x) == 1 and choose("rms_norm_linear", implementation, x) == "triton":
+    if len(x) == 1 and choose_implementation("rms_norm_linear", implementation, x) == "triton":
         from kvbench.kernels.fused_linear.triton import rms_norm_linear_triton
 
         return rms_norm_linear_triton(x, weights, biases, norm, residual)
-    return rms_norm_linear_reference(normed(x, *norm, implementation) if norm else x, weights, biases, residual)
+    return rms_norm_linear_reference(rms_norm(x, *norm, implementation) if norm else x, weights, biases, residual)
 
 
 def rms_norm_swiglu(
@@ -44,21 +44,23 @@ def rms_norm_swiglu(
     """silu(norm(x) gateᵀ)·(norm(x) upᵀ), (B, N), rounded as `rms_norm_linear` rounds; gate and up (N, K), x (B, K)."""
     if gate.shape != up.shape or gate.shape[1] != x.shape[1]:
         raise ValueError(f"rms_norm_swiglu: x {tuple(x.shape)}, gate {tuple(gate.shape)}, up {tuple(up.shape)}")
-    if choose("rms_norm_swiglu", implementation, x) == "reference":
+    if choose_implementation("rms_norm_swiglu", implementation, x) == "reference":
         return rms_norm_swiglu_reference(
-            *rms_norm_linear_reference(normed_reference(x, *norm), (gate, up), (None, None), None)
+            *rms_norm_linear_reference(rms_norm_reference(x, *norm), (gate, up), (None, None), None)
         )
     from kvbench.kernels.fused_linear.triton import product_triton, rms_norm_swiglu_triton
 
     if len(x) == 1:
         return rms_norm_swiglu_triton(x, gate, up, norm)
-    return product_triton(*rms_norm_linear_reference(normed(x, *norm, implementation), (gate, up), (None, None), None))
+    return product_triton(
+        *rms_norm_linear_reference(rms_norm(x, *norm, implementation), (gate, up), (None, None), None)
+    )
 
 
-def normed(x: Tensor, weight: Tensor, epsilon: float, implementation: str | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, implementation: str | None = None) -> Tensor:
     """RMS norm of x (B, K) over its last dimension, times weight (K,)."""
-    if choose("normed", implementation, x) == "reference":
-        return normed_reference(x, weight, epsilon)
-    from kvbench.kernels.fused_linear.triton import normed_triton
+    if choose_implementation("rms_norm", implementation, x) == "reference":
+        return rms_norm_reference(x, weight, epsilon)
+    from kvbench.kernels.fused_linear.triton import rms_norm_triton
 
-    return normed_triton(x, weight, epsilon)
+    return rms_norm_triton(x, weight, epsilon)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 
-def normed_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 

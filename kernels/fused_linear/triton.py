@@ -149,7 +149,7 @@ def product_triton(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def normed_triton(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def rms_norm_triton(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     out = torch.empty_like(x)
     _normed[(len(x),)](x, weight, out, x.shape[1], epsilon, K=COLUMNS, num_warps=4)
     return out

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose
+from kvbench.kernels.dispatch import choose_implementation
 from kvbench.kernels.key_similarity.reference import anchor_reference, norms_reference, similarity_reference
 
 METRICS = ("cosine", "dot", "euclidean")
@@ -16,7 +16,7 @@ def anchor(keys: Tensor, mass: Tensor, normalised: bool, *, implementation: str 
     """
     if mass.shape != keys.shape[:3]:
         raise ValueError(f"anchor: keys {tuple(keys.shape)}, mass {tuple(mass.shape)}")
-    if choose("anchor", implementation, keys) == "triton":
+    if choose_implementation("anchor", implementation, keys) == "triton":
         from kvbench.kernels.key_similarity.triton import anchor_triton
 
         return anchor_triton(keys, mass, normalised)
@@ -34,7 +34,7 @@ def similarity(keys: Tensor, anchor: Tensor, metric: str, *, implementation: str
         raise ValueError(f"similarity: keys {tuple(keys.shape)}, anchor {tuple(anchor.shape)}")
     if metric not in METRICS:
         raise ValueError(f"similarity: metric {metric!r}; one of {', '.join(METRICS)}")
-    if choose("similarity", implementation, keys) == "triton":
+    if choose_implementation("similarity", implementation, keys) == "triton":
         from kvbench.kernels.key_similarity.triton import similarity_triton
 
         return similarity_triton(keys, anchor, metric)
@@ -48,7 +48,7 @@ def norms(rows: Tensor, *, implementation: str | None = None) -> Tensor:
     """
     if rows.dim() != 4:
         raise ValueError(f"norms: rows {tuple(rows.shape)}")
-    if choose("norms", implementation, rows) == "triton":
+    if choose_implementation("norms", implementation, rows) == "triton":
         from kvbench.kernels.key_similarity.triton import norms_triton
 
         return norms_triton(rows)

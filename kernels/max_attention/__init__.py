@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose
+from kvbench.kernels.dispatch import choose_implementation
 from kvbench.kernels.max_attention.reference import max_attention_reference
 
 
@@ -14,7 +14,7 @@ def max_attention(queries: Tensor, keys: Tensor, scaling: float, *, implementati
     """
     if queries.shape[1] % keys.shape[1] or queries.shape[2] > keys.shape[2]:
         raise ValueError(f"max_attention: queries {tuple(queries.shape)}, keys {tuple(keys.shape)}")
-    if choose("max_attention", implementation, queries) == "triton":
+    if choose_implementation("max_attention", implementation, queries) == "triton":
         from kvbench.kernels.max_attention.triton import max_attention_triton
 
         return max_attention_triton(queries, keys, scaling)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.kernels.accumulated_attention.triton import LOG2E, columns
-from kvbench.kernels.dispatch import interpreting
+from kvbench.kernels.dispatch import is_interpreting
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def lse(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
     lse_kernel[(triton.cdiv(tokens, own["BLOCK_T"]), batch * query_heads)](
         queries, keys, out, tokens, rows, query_heads, query_heads // heads, scaling * LOG2E,
         *queries.stride(), *keys.stride(),
-        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), CAST=interpreting(), PRECISION="ieee", **own,
+        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), CAST=is_interpreting(), PRECISION="ieee", **own,
     )  # fmt: skip
     return out
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose
+from kvbench.kernels.dispatch import choose_implementation
 from kvbench.kernels.page_bounds.reference import page_bounds_reference, page_upper_bounds_reference
 
 
@@ -12,7 +12,7 @@ def page_bounds(keys: Tensor, page: int, *, implementation: str | None = None) -
     """
     if keys.dim() != 4 or page < 1 or keys.shape[2] == 0:
         raise ValueError(f"page_bounds: keys {tuple(keys.shape)} in pages of {page}")
-    if choose("page_bounds", implementation, keys) == "reference":
+    if choose_implementation("page_bounds", implementation, keys) == "reference":
         return page_bounds_reference(keys, page)
     from kvbench.kernels.page_bounds.triton import page_bounds_triton
 
@@ -29,7 +29,7 @@ def page_upper_bounds(queries: Tensor, low: Tensor, high: Tensor, *, implementat
         raise ValueError(
             f"page_upper_bounds: queries {tuple(queries.shape)}, bounds {tuple(low.shape)}, {tuple(high.shape)}"
         )
-    if choose("page_upper_bounds", implementation, low) == "reference":
+    if choose_implementation("page_upper_bounds", implementation, low) == "reference":
         return page_upper_bounds_reference(queries, low, high)
     from kvbench.kernels.page_bounds.triton import page_upper_bounds_triton
 

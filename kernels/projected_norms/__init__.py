@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose
+from kvbench.kernels.dispatch import choose_implementation
 from kvbench.kernels.projected_norms.reference import projected_norms_reference
 
 
@@ -16,7 +16,7 @@ def projected_norms(values: Tensor, weight: Tensor, query_heads: int, *, impleme
         raise ValueError(
             f"projected_norms: values {tuple(values.shape)}, weight {tuple(weight.shape)} of {query_heads} heads"
         )
-    if choose("projected_norms", implementation, values) == "reference":
+    if choose_implementation("projected_norms", implementation, values) == "reference":
         return projected_norms_reference(values, weight, query_heads)
     from kvbench.kernels.projected_norms.triton import projected_norms_triton
 

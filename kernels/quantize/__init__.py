@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose
+from kvbench.kernels.dispatch import choose_implementation
 from kvbench.kernels.quantize.reference import Groups, dequantize_reference, quantize_reference
 
 __all__ = ["Groups", "quantize", "dequantize"]
@@ -17,7 +17,7 @@ def quantize(x: Tensor, bits: int, group: int, *, implementation: str | None = N
     """
     if bits not in (1, 2, 4, 8) or group < 1 or group * bits % 8 or x.shape[-1] % group:
         raise ValueError(f"quantize: {tuple(x.shape)} to {bits} bits in groups of {group}")
-    if choose("quantize", implementation, x) == "reference":
+    if choose_implementation("quantize", implementation, x) == "reference":
         return quantize_reference(x, bits, group)
     from kvbench.kernels.quantize.triton import quantize_triton
 
@@ -40,7 +40,7 @@ def dequantize(
     if size != groups.scale.shape[-1] * group * bits or groups.scale.shape != groups.zero.shape:
         shapes = ", ".join(str(tuple(part.shape)) for part in groups)
         raise ValueError(f"dequantize: codes, scale, zero {shapes} of {bits} bits in groups of {group}")
-    if choose("dequantize", implementation, groups.scale.new_empty(0, dtype=dtype)) == "reference":
+    if choose_implementation("dequantize", implementation, groups.scale.new_empty(0, dtype=dtype)) == "reference":
         return dequantize_reference(groups, bits, group, dtype)
     from kvbench.kernels.quantize.triton import dequantize_triton
 

@@ -7,7 +7,7 @@ Symbols: the last w queries t of the G query heads of a KV head, p_{t,j} their a
 from torch import Tensor
 
 from kvbench.kernels.removal_scores.reference import andpro_reference, dropkv_reference
-from kvbench.kernels.window_attention import check, choose_for
+from kvbench.kernels.window_attention import check_shapes, choose_window_implementation
 
 
 def dropkv(
@@ -28,8 +28,8 @@ def dropkv(
     (B, H, n) >= 0, None for all ones. `rounded`: p is rounded to bfloat16 first. `implementation`: "reference" |
     "triton", up to 64 queries; None chooses. ValueError for what does not fit.
     """
-    agree("dropkv", queries, keys, values, outputs, mass)
-    if choose_for("dropkv", implementation, queries, keys, values, outputs) == "reference":
+    check_value_shapes("dropkv", queries, keys, values, outputs, mass)
+    if choose_window_implementation("dropkv", implementation, queries, keys, values, outputs) == "reference":
         return dropkv_reference(queries, keys, values, outputs, mass, scaling, epsilon, rounded)
     from kvbench.kernels.removal_scores.triton import score_triton
 
@@ -47,17 +47,19 @@ def andpro(
     implementation: str | None = None,
 ) -> Tensor:
     """1/G·Σ_t p·⟨a_t, v_j⟩, (B, H, n); arguments and errors as `dropkv`."""
-    agree("andpro", queries, keys, values, outputs, mass)
-    if choose_for("andpro", implementation, queries, keys, values, outputs) == "reference":
+    check_value_shapes("andpro", queries, keys, values, outputs, mass)
+    if choose_window_implementation("andpro", implementation, queries, keys, values, outputs) == "reference":
         return andpro_reference(queries, keys, values, outputs, mass, scaling)
     from kvbench.kernels.removal_scores.triton import score_triton
 
     return score_triton(queries, keys, values, outputs, mass, scaling)
 
 
-def agree(op: str, queries: Tensor, keys: Tensor, values: Tensor, outputs: Tensor, mass: Tensor | None) -> None:
+def check_value_shapes(
+    op: str, queries: Tensor, keys: Tensor, values: Tensor, outputs: Tensor, mass: Tensor | None
+) -> None:
     """ValueError unless values are as keys and outputs as queries."""
-    check(op, queries, keys, mass)
+    check_shapes(op, queries, keys, mass)
     if values.shape != keys.shape or outputs.shape != queries.shape:
         raise ValueError(
             f"{op}: keys {tuple(keys.shape)}, values {tuple(values.shape)}, queries {tuple(queries.shape)}, "

@@ -6,7 +6,7 @@ from torch import Tensor
 from kvbench.kernels.window_attention.reference import window_probabilities_reference
 
 
-def flat(outputs: Tensor, p: Tensor) -> Tensor:
+def flatten_anchors(outputs: Tensor, p: Tensor) -> Tensor:
     """(B, H, G·w, d) anchors in p's dtype."""
     return outputs.to(p.dtype).reshape(*p.shape[:2], -1, outputs.shape[-1])
 
@@ -26,7 +26,9 @@ def dropkv_reference(
         p = p.bfloat16().to(p.dtype)
     weights = (p / (1 - p + epsilon)).square()  # (B, H, G, w, n)
     # differences, not ‖a‖² + ‖v‖² - 2a·v: where p is near 1 the weight is about 1/ε² and a is near v
-    distances = torch.cdist(flat(outputs, p), values.to(p.dtype), compute_mode="donot_use_mm_for_euclid_dist")
+    distances = torch.cdist(
+        flatten_anchors(outputs, p), values.to(p.dtype), compute_mode="donot_use_mm_for_euclid_dist"
+    )
     return (weights.flatten(2, 3) * distances.square()).sum(-2) / weights.shape[2]
 
 
@@ -34,4 +36,4 @@ def andpro_reference(
     queries: Tensor, keys: Tensor, values: Tensor, outputs: Tensor, mass: Tensor | None, scaling: float
 ) -> Tensor:
     p = window_probabilities_reference(queries, keys, mass, scaling)
-    return (p.flatten(2, 3) * (flat(outputs, p) @ values.to(p.dtype).mT)).sum(2) / p.shape[2]
+    return (p.flatten(2, 3) * (flatten_anchors(outputs, p) @ values.to(p.dtype).mT)).sum(2) / p.shape[2]

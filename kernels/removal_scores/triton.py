@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.dispatch import interpreting
+from kvbench.kernels.dispatch import is_interpreting
 from kvbench.kernels.window_attention.triton import (
     LOG2E,
     load_queries,
@@ -149,7 +149,7 @@ def score_triton(
         scaling * LOG2E, epsilon or 0.0, heads, group, tokens, rows, span, cut.count,
         *strides(queries, keys, mass), *values.stride()[:3], *outputs.stride()[:3],
         GT=cut.heads, WT=cut.width, N=cut.rows, D=cut.depth, DIM=dim,
-        MASS=mass is not None, REMOVAL=epsilon is not None, ROUNDED=rounding, CAST=interpreting(),
+        MASS=mass is not None, REMOVAL=epsilon is not None, ROUNDED=rounding, CAST=is_interpreting(),
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     return scores.sum(0) if cut.count > 1 else scores[0]

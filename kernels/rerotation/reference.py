@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def half(x: Tensor) -> Tensor:
+def rotate_half(x: Tensor) -> Tensor:
     """(−x₂, x₁) of the halves (x₁, x₂) of the last dimension."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([-second, first], dim=-1)
@@ -15,6 +15,6 @@ def rerotate_reference(x: Tensor, before: tuple[Tensor, Tensor], after: tuple[Te
     (cos, sin), (new_cos, new_sin) = ([part.to(dtype) for part in pair] for pair in (before, after))
     rotated = cos.shape[-1]
     y = x[..., :rotated].to(dtype)
-    plain = (y * cos - half(y) * sin) / (cos.square() + sin.square())
-    turned = (plain * new_cos + half(plain) * new_sin).to(x.dtype)
+    plain = (y * cos - rotate_half(y) * sin) / (cos.square() + sin.square())
+    turned = (plain * new_cos + rotate_half(plain) * new_sin).to(x.dtype)
     return torch.cat([turned, x[..., rotated:]], dim=-1)

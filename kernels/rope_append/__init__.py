@@ -4,7 +4,7 @@ behind the rows held.
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose
+from kvbench.kernels.dispatch import choose_implementation
 from kvbench.kernels.rope_append.reference import append_reference
 
 
@@ -38,7 +38,7 @@ def append(
     if len(queries) != len(keys) or len(keys) % batch or cos.shape != sin.shape or cos.shape[1] > dim:
         raise ValueError(f"append: {len(queries)} queries, {len(keys)} keys, batch {batch}, cos {tuple(cos.shape)}")
     given = queries, keys, values, cos, sin, tail_keys, tail_values, tail, step, norms
-    if choose("append", implementation, queries) == "reference":
+    if choose_implementation("append", implementation, queries) == "reference":
         return append_reference(*given)
     from kvbench.kernels.rope_append.triton import append_triton
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kvbench.kernels.fused_linear.reference import normed_reference
-from kvbench.kernels.rerotation.reference import half
+from kvbench.kernels.fused_linear.reference import rms_norm_reference
+from kvbench.kernels.rerotation.reference import rotate_half
 
 
 def append_reference(
@@ -17,11 +17,13 @@ def append_reference(
     angles = cos[first : first + tokens].to(queries.dtype), sin[first : first + tokens].to(queries.dtype)
     queries, keys, values = (x.view(batch, tokens, -1, dim).transpose(1, 2) for x in (queries, keys, values))
     if norms is not None:
-        queries, keys = (normed_reference(x, weight, norms[2]) for x, weight in ((queries, norms[0]), (keys, norms[1])))
-    tail_keys[:, :, here], tail_values[:, :, here] = rotated(keys, *angles), values
-    return rotated(queries, *angles)
+        queries, keys = (
+            rms_norm_reference(x, weight, norms[2]) for x, weight in ((queries, norms[0]), (keys, norms[1]))
+        )
+    tail_keys[:, :, here], tail_values[:, :, here] = rotate(keys, *angles), values
+    return rotate(queries, *angles)
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    return torch.cat([turning * cos + half(turning) * sin, rest], -1)
+    return torch.cat([turning * cos + rotate_half(turning) * sin, rest], -1)

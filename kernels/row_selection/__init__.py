@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose
+from kvbench.kernels.dispatch import choose_implementation
 from kvbench.kernels.row_selection.reference import gather_rows_reference, kept_indices_reference, top_k_mask_reference
 
 
@@ -18,7 +18,7 @@ def top_k_mask(scores: Tensor, quotas: Tensor | int, *, implementation: str | No
         quotas = torch.full(scores.shape[:2], quotas, device=scores.device)
     if scores.dim() != 3 or quotas.shape != scores.shape[:2] or quotas.is_floating_point():
         raise ValueError(f"top_k_mask: scores {tuple(scores.shape)}, quotas {tuple(quotas.shape)} {quotas.dtype}")
-    if choose("top_k_mask", implementation, scores) == "reference":
+    if choose_implementation("top_k_mask", implementation, scores) == "reference":
         return top_k_mask_reference(scores, quotas)
     from kvbench.kernels.row_selection.triton import top_k_mask_triton
 
@@ -33,7 +33,7 @@ def kept_indices(kept: Tensor, total: int | None = None, *, implementation: str 
     """
     if kept.dim() != 3 or kept.dtype != torch.bool:
         raise ValueError(f"kept_indices: kept {tuple(kept.shape)} {kept.dtype}")
-    if choose("kept_indices", implementation, torch.empty(0, device=kept.device)) == "reference":
+    if choose_implementation("kept_indices", implementation, torch.empty(0, device=kept.device)) == "reference":
         return kept_indices_reference(kept, total)
     from kvbench.kernels.row_selection.triton import kept_indices_triton
 
@@ -57,7 +57,7 @@ def gather_rows(
         and into[0].stride(0) == keys.shape[1] * into[0].stride(1)
     ):  # fmt: skip
         raise ValueError(f"gather_rows: {len(index)} rows into {tuple(into[0].shape)}, {tuple(into[1].shape)}")
-    if choose("gather_rows", implementation, keys) == "reference":
+    if choose_implementation("gather_rows", implementation, keys) == "reference":
         return gather_rows_reference(index, keys, values, into)
     from kvbench.kernels.row_selection.triton import gather_rows_triton
 

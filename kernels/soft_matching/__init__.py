@@ -4,14 +4,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose
+from kvbench.kernels.dispatch import choose_implementation
 from kvbench.kernels.soft_matching.chunks import edge_count, even_count, even_rows
 from kvbench.kernels.soft_matching.reference import JoinedReference, match_reference
 
-__all__ = ["Joined", "edge_count", "even_rows", "join", "match"]
+__all__ = ["JoinedRows", "edge_count", "even_rows", "join", "match"]
 
 
-class Joined(Protocol):
+class JoinedRows(Protocol):
     """Rows after some of them joined others."""
 
     index: Tensor  # (R,) int64, ascending: rows that stay, counted in the order (sample, head, row)
@@ -32,7 +32,7 @@ def match(keys: Tensor, chunk: int | None, *, implementation: str | None = None)
     """
     if keys.dim() != 4 or keys.shape[2] == 0 or (chunk is not None and chunk < 2):
         raise ValueError(f"match: keys {tuple(keys.shape)}, chunk {chunk}")
-    if choose("match", implementation, keys) == "reference":
+    if choose_implementation("match", implementation, keys) == "reference":
         return match_reference(keys, chunk)
     from kvbench.kernels.soft_matching.triton import match_triton
 
@@ -41,7 +41,7 @@ def match(keys: Tensor, chunk: int | None, *, implementation: str | None = None)
 
 def join(
     mass: Tensor, chosen: Tensor, partner: Tensor, chunk: int | None, count: int, *, implementation: str | None = None
-) -> Joined:
+) -> JoinedRows:
     """Even rows whose edge is `chosen` (B, H, E) bool join their `partner` (B, H, E), `count` of each head's.
 
     mass (B, H, m): tokens that each row stands for. On a GPU nothing waits, nor is the count checked. ValueError for
@@ -51,7 +51,7 @@ def join(
     if mass.dim() != 3 or chosen.shape != partner.shape or chosen.shape != (*mass.shape[:2], edges):
         shapes = ", ".join(str(tuple(x.shape)) for x in (mass, chosen, partner))
         raise ValueError(f"join: mass, chosen, partner {shapes}, chunk {chunk}")
-    if choose("join", implementation, mass) == "reference":
+    if choose_implementation("join", implementation, mass) == "reference":
         return JoinedReference(mass, chosen, partner, chunk, count)
     from kvbench.kernels.soft_matching.triton import JoinedTriton
 

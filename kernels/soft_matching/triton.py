@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.dispatch import interpreting
+from kvbench.kernels.dispatch import is_interpreting
 from kvbench.kernels.row_selection import kept_indices
 from kvbench.kernels.soft_matching.chunks import even_count
 
@@ -78,7 +78,7 @@ def match_triton(keys: Tensor, chunk: int | None) -> tuple[Tensor, Tensor]:
     if batch * heads:
         _match[triton.cdiv(rows, chunk) * tiles, batch * heads](
             keys, similar, partner, rows, heads, chunk, tiles, edges, dim, *keys.stride(),
-            M=size, N=size, D=wide, K=part, CAST=interpreting(), num_warps=4, num_stages=1,
+            M=size, N=size, D=wide, K=part, CAST=is_interpreting(), num_warps=4, num_stages=1,
         )  # fmt: skip
     return similar, partner
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose
+from kvbench.kernels.dispatch import choose_implementation
 from kvbench.kernels.window_attention.reference import window_probabilities_reference, window_statistics_reference
 
 REDUCTIONS = ("mean", "variance", "entropy")
@@ -16,7 +16,7 @@ def window_probabilities(queries: Tensor, keys: Tensor, mass: Tensor | None, sca
     queries (B, H·G, w, d), the last of which belongs to the last row; keys (B, H, n, d); mass (B, H, n) >= 0, None for
     all ones. Touches w·n logits per query head. ValueError if w > n or shapes do not fit.
     """
-    check("window_probabilities", queries, keys, mass)
+    check_shapes("window_probabilities", queries, keys, mass)
     return window_probabilities_reference(queries, keys, mass, scaling)
 
 
@@ -35,17 +35,17 @@ def window_statistics(
     Arguments as `window_probabilities`; `implementation`: "reference", which holds p, or "triton", which does not and
     takes up to 64 queries; None chooses. ValueError for what does not fit.
     """
-    check("window_statistics", queries, keys, mass)
+    check_shapes("window_statistics", queries, keys, mass)
     if not of or not set(of) <= set(REDUCTIONS):
         raise ValueError(f"window_statistics: of {of}; some of {', '.join(REDUCTIONS)}")
-    if choose_for("window_statistics", implementation, queries, keys) == "reference":
+    if choose_window_implementation("window_statistics", implementation, queries, keys) == "reference":
         return window_statistics_reference(queries, keys, mass, scaling, of)
     from kvbench.kernels.window_attention.triton import window_statistics_triton
 
     return window_statistics_triton(queries, keys, mass, scaling, of)
 
 
-def check(op: str, queries: Tensor, keys: Tensor, mass: Tensor | None) -> None:
+def check_shapes(op: str, queries: Tensor, keys: Tensor, mass: Tensor | None) -> None:
     """ValueError unless the shapes fit: the last w queries of H·G heads on n >= w rows of H KV heads."""
     batch, query_heads, tokens, dim = queries.shape
     fits = keys.shape[0] == batch and keys.shape[3] == dim and not query_heads % keys.shape[1]
@@ -54,9 +54,9 @@ def check(op: str, queries: Tensor, keys: Tensor, mass: Tensor | None) -> None:
         raise ValueError(f"{op}: {shapes}, mass {None if mass is None else tuple(mass.shape)}")
 
 
-def choose_for(op: str, asked: str | None, queries: Tensor, *others: Tensor) -> str:
+def choose_window_implementation(op: str, asked: str | None, queries: Tensor, *others: Tensor) -> str:
     """`choose`, knowing what the window's kernels take: few queries, one dtype, rows whose elements lie together."""
-    chosen, tensors = choose(op, asked, queries), (queries, *others)
+    chosen, tensors = choose_implementation(op, asked, queries), (queries, *others)
     few = queries.shape[2] <= WIDEST and queries.shape[3] <= DEEPEST
     plain = len({x.dtype for x in tensors}) == 1 and all(x.stride(-1) == 1 for x in tensors)
     if chosen == "reference" or (few and plain):

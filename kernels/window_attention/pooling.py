@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvbench.kernels.dispatch import choose
+from kvbench.kernels.dispatch import choose_implementation
 
 POOLINGS = {"avg": avg_pool1d, "max": max_pool1d}
 
@@ -34,7 +34,7 @@ def pool_group(
     """
     if hidden is not None and hidden.shape != scores[:, :, 0].shape:
         raise ValueError(f"pool_group: scores {tuple(scores.shape)}, hidden {tuple(hidden.shape)}")
-    if choose("pool_group", implementation, scores) == "triton":
+    if choose_implementation("pool_group", implementation, scores) == "triton":
         from kvbench.kernels.window_attention.triton_pooling import pool_group_triton
 
         return pool_group_triton(scores, hidden, kernel, pooling == "max", group == "before")

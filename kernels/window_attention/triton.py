@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.dispatch import interpreting
+from kvbench.kernels.dispatch import is_interpreting
 
 SPLITS = 128  # parts of the rows, at most: the second launch reads as many partial sums per query
 PROGRAMS = 1056  # to aim at: 8 for each of an H100's or H200's 132 multiprocessors, 4 where each has many queries
@@ -303,7 +303,7 @@ def query_sums(
             queries, keys, keys if mass is None else mass, maxima, sums, maxima if held is None else held,
             scaling * LOG2E, heads, group, tokens, rows, span, cut.count, *strides(queries, keys, mass),
             GT=cut.heads, WT=cut.width, N=cut.rows, D=cut.depth, DIM=dim, MASS=mass is not None,
-            HOLD=held is not None and not again, AGAIN=again, CAST=interpreting(), **cut.options,
+            HOLD=held is not None and not again, AGAIN=again, CAST=is_interpreting(), **cut.options,
         )  # fmt: skip
     top, share = torch.empty(2, packs, cut.queries, dtype=torch.float32, device=keys.device)
     join_kernel[(packs,)](
@@ -339,6 +339,6 @@ def window_statistics_triton(
         scaling * LOG2E, heads, group, tokens, rows, span, cut.count, *strides(queries, keys, mass),
         GT=cut.heads, WT=cut.width, N=cut.rows, D=cut.depth, DIM=dim,
         MASS=mass is not None, MEAN="mean" in made, VARIANCE="variance" in made, ENTROPY="entropy" in made,
-        CAST=interpreting(), **cut.options,
+        CAST=is_interpreting(), **cut.options,
     )  # fmt: skip
     return tuple(made[name] for name in of)

@@ -12,7 +12,7 @@ from kvbench.analysis.budget_curve import Curve
 from kvbench.analysis.intervals import Mean, mean
 from kvbench.analysis.paired import PairedDifference, PairedScores, compare_subtasks, pair_records
 from kvbench.store.runs import StoredRun, find_baseline, find_differences
-from kvbench.validation import SettingError, choose
+from kvbench.validation import SettingError, require_choice
 
 SHARES = {"bytes": ("resident_bytes", "full_bytes"), "rows": ("rows_attended", "rows_seen_decoding")}
 EACH = "each"  # the average in which each subtask weighs the same
@@ -152,7 +152,7 @@ def choose_weights(run: StoredRun, there: set[str], choice: CurveOptions) -> tup
         return choice.subtask, {choice.subtask: 1.0}
     solvable = solvable_subtasks.average_solvable(solvable_subtasks.list_solvable(run.value), sorted(there))
     if choice.average is not None:
-        choose("--average", choice.average, [*averages, EACH, *([SOLVABLE] if solvable else [])])
+        require_choice("--average", choice.average, [*averages, EACH, *([SOLVABLE] if solvable else [])])
     name = choice.average or next(iter(averages), EACH)
     if name == SOLVABLE:
         return next(iter(solvable.items()))

@@ -34,7 +34,7 @@ from kvbench.analysis.closing_table_format import COST_NAMES, TIME_NAMES, Closin
 from kvbench.analysis.intervals import TAIL, mean
 from kvbench.analysis.paired import PairedScores, compare_subtasks, pair_records
 from kvbench.analysis.text_table import NOT_AVAILABLE
-from kvbench.validation import EMBEDDED_MODELS, escape, typed
+from kvbench.validation import EMBEDDED_MODELS, escape, format_value
 
 EMBEDDED_NOTE = "The embedded reference model tests the harness; it is no evidence about large models."
 WEIGHTED_NOTE = "Below the rule: means of subtasks, weighted as the benchmark does it, or papers that use it."
@@ -128,7 +128,7 @@ def build_closing_table(
         notes.append("No interval where a subtask has one context only: one says nothing about others.")
     if (fewest := count_repeats(subtasks)) > 1:
         notes.append(f"avg@{fewest}: prompts were answered {fewest} times; the answers to one are one group.")
-    shown = {escape(str(key)): escape(typed(value)) for key, value in heading.items() if key != "embedded"}
+    shown = {escape(str(key)): escape(format_value(value)) for key, value in heading.items() if key != "embedded"}
     if "task" in shown and (kinds := find_data_kinds(other)):
         shown["task"] += escape(f" ({', '.join(kinds)})")
     rows = (*rows.values(), *means)

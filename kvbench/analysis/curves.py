@@ -25,7 +25,7 @@ from kvbench.analysis.text_table import (
     wrap_texts,
 )
 from kvbench.store.runs import CACHE_GROUPS, StoredRun, filter_runs, find_differences, load_finished
-from kvbench.validation import SettingError, choose, escape
+from kvbench.validation import SettingError, escape, require_choice
 
 
 def label_run(run: StoredRun, differ: Iterable[str]) -> str:
@@ -105,7 +105,7 @@ def report_curves(options: Namespace, width: int) -> tuple[list[str], list[str]]
     if not runs:
         raise SettingError(f"{options.results}: the full cache alone makes no curve")
     if options.choice.subtask is not None:
-        choose("subtask", options.choice.subtask, list_subtasks(runs))
+        require_choice("subtask", options.choice.subtask, list_subtasks(runs))
     groups: dict[tuple[str, str], list[StoredRun]] = {}
     for run in runs:
         groups.setdefault((label_run(run, []), run.cache), []).append(run)

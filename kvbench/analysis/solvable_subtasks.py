@@ -28,7 +28,7 @@ import yaml
 
 from kvbench.analysis.intervals import TOLERANCE
 from kvbench.config import catalogue
-from kvbench.validation import SettingError, choose, require_int, typed
+from kvbench.validation import SettingError, format_value, require_choice, require_int
 
 KEY = "solvable"
 LEAST_SCORE = 50.0  # points
@@ -54,7 +54,7 @@ def list_solvable(value: Mapping[str, Any]) -> tuple[str, ...]:
         SettingError: The card is damaged.
     """
     model, task = value["model"], value["task"]
-    if model["name"] not in catalogue.names("model"):  # of a folder or hub id
+    if model["name"] not in catalogue.list_choices("model"):  # of a folder or hub id
         return ()
     card = read_card(model["name"])
     if not card or card["weights"] != model.get("identity") or card["seed"] == task.get("seed"):
@@ -78,7 +78,7 @@ def check_card(config: Mapping[str, Any]) -> None:
     card = read_card(config["name"])
     if KEY in config and (config[KEY] or {}) != card:
         raise SettingError(
-            f"model.{KEY}={typed(config[KEY])}: cannot be overridden; conf/model/{config['name']}.yaml has it"
+            f"model.{KEY}={format_value(config[KEY])}: cannot be overridden; conf/model/{config['name']}.yaml has it"
         )
 
 
@@ -92,7 +92,7 @@ def _parse_card(name: str, text: str) -> Mapping[str, Any]:
     try:
         settings = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SettingError(catalogue.damage(error, catalogue.CONF / "model" / f"{name}.yaml")) from None
+        raise SettingError(catalogue.describe_damage(error, catalogue.CONF / "model" / f"{name}.yaml")) from None
     card = settings.get(KEY) if isinstance(settings, Mapping) else None
     if card is None:
         return {}
@@ -112,15 +112,15 @@ def _parse_card(name: str, text: str) -> Mapping[str, Any]:
                 require_int(f"{where}.{task} length", length, 1)
             place = f"{where}.{task}" + (f".{length}" if by_length else "")
             if not isinstance(some, list) or len(set(map(str, some))) < len(some):
-                raise SettingError(f"{place}={typed(some)}: a list of different subtasks")
+                raise SettingError(f"{place}={format_value(some)}: a list of different subtasks")
             for one in some:
-                choose(place, one, names)
+                require_choice(place, one, names)
     return card
 
 
 def list_listable(where: str, task: object) -> tuple[tuple[str, ...], bool]:
     """All subtasks of a task, and whether it has a length; SettingError if a card cannot list them."""
-    choose(where, task, catalogue.names("task"))
+    require_choice(where, task, catalogue.list_choices("task"))
     settings = yaml.safe_load((catalogue.CONF / "task" / f"{task}.yaml").read_text())
     kind = catalogue.load_class(f"task={task}", settings["_target_"]) if "_target_" in settings else None
     if not (names := getattr(kind, "subtask_names", ())):

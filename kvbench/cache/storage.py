@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from kvbench.interfaces.codec import Codec, Plain, Stored, join
 from kvbench.interfaces.rows import Rows, mass_dtype
-from kvbench.kernels.attention import Ragged
+from kvbench.kernels.attention import RaggedRows
 from kvbench.kernels.row_selection import gather_rows, kept_indices
 
 
@@ -192,11 +192,11 @@ class StoredRows:
 
     # what is read of it
 
-    def ragged(self) -> Ragged | None:
+    def ragged(self) -> RaggedRows | None:
         """The cut part as attention takes it, None where nothing was cut. The rows must be `with_starts`."""
         if self.stored is None:
             return None
-        return Ragged(*self.stored.read(), self.mass, self.starts, self.lengths.flatten(), self.longest, self.even)
+        return RaggedRows(*self.stored.read(), self.mass, self.starts, self.lengths.flatten(), self.longest, self.even)
 
     def attention_view(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys, values (B, H, n, d) and mass (B, H, n), or None for mass where every row is present with mass 1."""

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.config.catalogue import methods_available
-from kvbench.efficiency.prefill_bench import time_all, value
+from kvbench.efficiency.prefill_bench import parse_value, run_prefill_bench
 
 
 def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     parser = CommandParser("kvbench bench-methods", "Time every method's prefill.")
     parser.add_argument("--model", default="reference", help="reference, reference_v1, a local folder or a hub id")
     parser.add_argument("--tokens", type=int, default=4096, help="of the prompt")
-    parser.add_argument("--budget", type=value, default=0.1, help="as in run.py")
+    parser.add_argument("--budget", type=parse_value, default=0.1, help="as in run.py")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--methods", nargs="+", default=methods_available(), help="default: all of conf/method/")
     parser.add_argument("--cross", help="the method to run with every allocator and codec too")
@@ -31,5 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 2 and one line for a setting that cannot be used."""
     given = sys.argv[1:] if argv is None else argv
     return run_command(
-        lambda: time_all(parse_arguments(given), shlex.join(["python", "-m", "kvbench", "bench-methods", *given]))
+        lambda: run_prefill_bench(
+            parse_arguments(given), shlex.join(["python", "-m", "kvbench", "bench-methods", *given])
+        )
     )

@@ -7,8 +7,8 @@ run.py -m
 from collections.abc import Sequence
 
 from kvbench.cli.command import run_command
-from kvbench.efficiency.sharing_bench import report
+from kvbench.efficiency.sharing_bench import run_sharing_bench
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run_command(lambda: report(arguments))
+    return run_command(lambda: run_sharing_bench(arguments))

@@ -24,9 +24,9 @@ from kvbench.cli.command import CommandParser, run_command
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.tasks.common import synthetic_prose
-from kvbench.training.head_patterns import head_scores, write_pattern
-from kvbench.training.query_filters import query_filters, texts
-from kvbench.validation import SettingError, choose, require_int
+from kvbench.training.head_patterns import compute_head_scores, write_pattern
+from kvbench.training.query_filters import compute_query_filters, split_text
+from kvbench.validation import SettingError, require_choice, require_int
 
 ROOM = 32  # tokens for what is read about a text beside the text
 
@@ -64,24 +64,28 @@ def calibrate(options: Namespace) -> None:
             raise SettingError(f"--out={options.out}: a folder, and there is a file")
         if any(own.is_file() for own in options.out.parents) or (not pattern and options.out.is_dir()):
             raise SettingError(f"--out={options.out}: no {'folder' if pattern else 'file'} can be there")
-        choose("--device", options.device, ("cpu", "cuda"))
+        require_choice("--device", options.device, ("cpu", "cuda"))
         if options.device == "cuda" and not torch.cuda.is_available():
             raise SettingError("--device=cuda: there is no CUDA device here")
         checkpoint = Checkpoint("calibrated", find_model(options.model))
         checkpoint.config()
         longest = checkpoint.longest()
         length = min(options.length, longest // 2 - ROOM if pattern else longest)  # a text is read twice
-        text = " ".join(synthetic_prose.words()) if options.text is None else options.text.read_text(encoding="utf-8")
+        text = (
+            " ".join(synthetic_prose.write_words())
+            if options.text is None
+            else options.text.read_text(encoding="utf-8")
+        )
         tokenizer = checkpoint.tokenizer()
-        pieces = texts(tokenizer, text, sequences, length)
+        pieces = split_text(tokenizer, text, sequences, length)
         dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
         model = checkpoint.weights(dtype, options.device)
         if pattern:
-            made = head_scores(model, pieces, make_prompt_encoder(tokenizer), len(tokenizer("").input_ids))
+            made = compute_head_scores(model, pieces, make_prompt_encoder(tokenizer), len(tokenizer("").input_ids))
             source = f"KVzip head scores of {checkpoint.identity()}, {len(pieces)} texts of {length} tokens"
             write_pattern(made, options.out, options.sinks, options.recent, source)
         else:
-            made = query_filters(model, pieces, options.queries, options.seed)
+            made = compute_query_filters(model, pieces, options.queries, options.seed)
             options.out.parent.mkdir(parents=True, exist_ok=True)
             save_file({"q_filters": made.contiguous()}, str(options.out), {"model": checkpoint.identity()})
     except (OSError, UnicodeDecodeError) as error:

@@ -16,14 +16,14 @@ from hydra import compose, initialize_config_dir
 
 from kvbench.cli.command import run_command
 from kvbench.config import catalogue
-from kvbench.validation import SettingError, choose
+from kvbench.validation import SettingError, require_choice
 
 
 def examine(name: str, path: str) -> str:
     """Rows of each subtask and the fingerprint; SettingError."""
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        choose("TASK", name, catalogue.names("task"))
-        composed = {task: compose("config", [f"task={task}"]).task for task in catalogue.names("task")}
+        require_choice("TASK", name, catalogue.list_choices("task"))
+        composed = {task: compose("config", [f"task={task}"]).task for task in catalogue.list_choices("task")}
     settings = catalogue.resolve("task", composed[name])
     if "path" not in settings:
         own = [task for task, its in composed.items() if "path" in its]

@@ -11,8 +11,8 @@ import yaml
 from kvbench.cache.guard import check_shape
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.models.checkpoint import Checkpoint, find_model
-from kvbench.models.transformers_port import layout
-from kvbench.runs.method_checks import Subject, describe, run_checks
+from kvbench.models.transformers_port import read_layout
+from kvbench.runs.method_checks import MethodUnderTest, print_subject, run_checks
 from kvbench.validation import SettingError
 
 
@@ -29,14 +29,14 @@ def check_method(arguments: Sequence[str]) -> int:
             raise SettingError(f"--set {text}: KEY=VALUE")
         overrides[key] = yaml.safe_load(value)
     checkpoint = Checkpoint(chosen.model, find_model(chosen.model))
-    subject = Subject(chosen.method, overrides, checkpoint)
+    subject = MethodUnderTest(chosen.method, overrides, checkpoint)
     subject.choice()  # refused before weights are loaded
     checkpoint.config()
     checkpoint.check()
     torch.set_num_threads(1)
-    own = layout(subject.model)
+    own = read_layout(subject.model)
     check_shape(subject.method, own.layers, own.heads, own.dim, own.sliding)
-    describe(subject)
+    print_subject(subject)
     return 1 if run_checks(subject) else 0
 
 

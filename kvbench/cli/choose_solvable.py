@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.cli.command import CommandParser, run_command
-from kvbench.runs.choose_solvable import SAMPLES, ask, configs, lines, numbers
+from kvbench.runs.choose_solvable import SAMPLES, compose_configs, format_card, parse_numbers, score_subtasks
 
 
 def parse_arguments(given: Sequence[str]) -> Namespace:
@@ -18,21 +18,21 @@ def parse_arguments(given: Sequence[str]) -> Namespace:
     parser.add_argument("--lengths", help="task.length, several between commas; default: the task's own")
     parser.add_argument("--samples", default=str(SAMPLES), help=f"of each subtask; default: {SAMPLES}")
     options = parser.parse_intermixed_args(given)
-    options.lengths = numbers("--lengths", options.lengths) if options.lengths is not None else None
-    [options.samples] = numbers("--samples", options.samples, most=1)
+    options.lengths = parse_numbers("--lengths", options.lengths) if options.lengths is not None else None
+    [options.samples] = parse_numbers("--samples", options.samples, most=1)
     return options
 
 
 def print_solvable(given: Sequence[str]) -> None:
     """Print the YAML."""
     options = parse_arguments(given)
-    found = configs(options)
+    found = compose_configs(options)
     from kvbench.runs.spec import RunSpec
 
     runs = [RunSpec.from_config(config) for config in found]
     command = shlex.join(["python", "-m", "kvbench", "choose-solvable", *given])
-    scores = dict(ask(runs, Path(found[0].results), found[0].workers))
-    print("\n".join(lines(runs[0], command, scores)))
+    scores = dict(score_subtasks(runs, Path(found[0].results), found[0].workers))
+    print("\n".join(format_card(runs[0], command, scores)))
 
 
 def main(given: Sequence[str]) -> int:

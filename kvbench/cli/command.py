@@ -8,7 +8,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from typing import NoReturn
 
-from kvbench.validation import ContractError, SettingError, Terminated, terminable, unwritten
+from kvbench.validation import ContractError, SettingError, Terminated, describe_write_error, raise_on_sigterm
 
 READER_GONE = 141  # exit code: what a shell says of a program that SIGPIPE ended
 
@@ -36,7 +36,7 @@ def run_command(work: Callable[[], int | None]) -> int:
     """
     try:
         try:
-            with terminable():
+            with raise_on_sigterm():
                 return work() or 0
         except (SettingError, ContractError) as error:
             print(f"kvbench: {error}", file=sys.stderr)
@@ -45,7 +45,7 @@ def run_command(work: Callable[[], int | None]) -> int:
             print(f"kvbench: stopped{stop.args[0] if stop.args else ''}", file=sys.stderr)
             return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
         except OSError as error:
-            if (line := unwritten(error)) is None:
+            if (line := describe_write_error(error)) is None:
                 raise
             print(f"kvbench: {line}", file=sys.stderr)
             return 1

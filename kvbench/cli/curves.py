@@ -12,7 +12,7 @@ from kvbench.analysis.budget_series import EACH, SHARES, SOLVABLE, CurveOptions
 from kvbench.analysis.curves import parse_shares, report_curves
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.store.runs import parse_selection
-from kvbench.validation import choose, escape
+from kvbench.validation import escape, require_choice
 
 
 def parse_arguments(given: Sequence[str]) -> Namespace:
@@ -31,7 +31,7 @@ def parse_arguments(given: Sequence[str]) -> Namespace:
     options = parser.parse_intermixed_args(given)
     options.results, options.filters = parse_selection(options.chosen)
     subtask = options.filters.pop("subtask", None)
-    choose("--against", options.against, SHARES)
+    require_choice("--against", options.against, SHARES)
     options.choice = CurveOptions(options.against, options.average, subtask, options.full)
     options.keep = parse_shares("--keep", options.keep, 1)[0]
     options.range = parse_shares("--range", options.range, 2) if options.range else None

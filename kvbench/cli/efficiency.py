@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.cli.command import CommandParser, run_command
-from kvbench.efficiency.plan import PLAN, measure_all
+from kvbench.efficiency.plan import PLAN, measure_plan
 
 
 def parse_arguments(argv: Sequence[str] | None) -> Namespace:
@@ -22,4 +22,4 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 2 and one line for a list that does not exist; 1 if the time was over before the list was."""
-    return run_command(lambda: measure_all(parse_arguments(argv)))
+    return run_command(lambda: measure_plan(parse_arguments(argv)))

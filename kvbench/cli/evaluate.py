@@ -13,8 +13,8 @@ import torch
 from kvbench.cli.command import CommandParser
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.embedded import REFERENCE
-from kvbench.training.evaluate import LEAST, LEDGER, LENGTHS, SEED, STEPS, begin, evaluate, task
-from kvbench.validation import SettingError, require_int, writable
+from kvbench.training.evaluate import LEAST, LEDGER, LENGTHS, SEED, STEPS, evaluate, load_scores, make_task
+from kvbench.validation import SettingError, require_int, require_writable
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -39,10 +39,10 @@ def main(given: Sequence[str] | None = None) -> int:
             raise SettingError(f"--lengths={length}: from {LEAST} to {longest}, which the model takes")
     require_int("--samples", options.samples, 1)
     if options.steps:
-        task(LEDGER, options.steps, options.samples).check()
+        make_task(LEDGER, options.steps, options.samples).check()
     options.out = options.out or options.model / "scores.json"
-    writable("--out", options.out.parent)
+    require_writable("--out", options.out.parent)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     about = {"weights": model.identity(), "seed": SEED, "dtype": "float32", "device": device}
-    return evaluate(options, begin(options.out, about))
+    return evaluate(options, load_scores(options.out, about))

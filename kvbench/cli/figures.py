@@ -13,7 +13,7 @@ from kvbench.analysis.budget_series import EACH, SHARES, SOLVABLE, list_subtasks
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.report.figures import INCHES, list_averages, make_figures, parse_inches
 from kvbench.store.runs import check_folder, filter_runs, find_finished, parse_selection
-from kvbench.validation import SettingError, choose, escape, writable
+from kvbench.validation import SettingError, escape, require_choice, require_writable
 
 
 def draw_figures(given: Sequence[str]) -> int:
@@ -23,9 +23,11 @@ def draw_figures(given: Sequence[str]) -> int:
     found = find_finished(options.results)
     wanted = filter_runs(found.runs, options.filters)
     for subtask in options.subtasks:
-        choose("subtask", subtask, list_subtasks(wanted))
+        require_choice("subtask", subtask, list_subtasks(wanted))
     if options.average is not None:
-        choose("--average", options.average, sorted({EACH, *(name for run in wanted for name in list_averages(run))}))
+        require_choice(
+            "--average", options.average, sorted({EACH, *(name for run in wanted for name in list_averages(run))})
+        )
     refused: dict[str, str] = {}
     own = list(make_figures(options, found, wanted, refused))
     found.print_damage()
@@ -34,7 +36,7 @@ def draw_figures(given: Sequence[str]) -> int:
     if not own:
         raise SettingError(f"{options.results}: nothing there for --kind {','.join(options.kinds)}")
     folder = options.out or options.results / "figures"
-    writable("--out" if options.out else "results", folder)
+    require_writable("--out" if options.out else "results", folder)
     folder.mkdir(parents=True, exist_ok=True)
     for figure in own:
         print(figure.write(folder))
@@ -59,8 +61,8 @@ def parse_arguments(given: Sequence[str]) -> Namespace:
     kinds = "curve" if options.subtasks else ",".join(INCHES)
     options.kinds = list(dict.fromkeys((kinds if options.kind is None else options.kind).split(",")))
     for kind in options.kinds:
-        choose("--kind", kind, ["curve"] if options.subtasks else list(INCHES))
-    choose("--against", options.against, SHARES)
+        require_choice("--kind", kind, ["curve"] if options.subtasks else list(INCHES))
+    require_choice("--against", options.against, SHARES)
     options.width = None if options.width is None else parse_inches(options.width)
     return options
 

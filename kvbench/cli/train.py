@@ -18,8 +18,8 @@ from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.embedded import EMBEDDED_MODELS
 from kvbench.training import recipe, tokenizer, training_data
 from kvbench.training.recipe import Recipe
-from kvbench.training.train import STATE, Training, check, train
-from kvbench.validation import SettingError, choose, require_int, writable
+from kvbench.training.train import STATE, Training, check_weights, train
+from kvbench.validation import SettingError, require_choice, require_int, require_writable
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -37,7 +37,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cpu: for a trial, a thousand times slower")
     options = parser.parse_args(given)
     require_int("--workers", options.workers, 1)
-    choose("--device", options.device, ("cuda", "cpu"))
+    require_choice("--device", options.device, ("cuda", "cpu"))
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device=cuda: there is no GPU here; --device cpu is for a trial")
     for name in ("minutes", "pause"):
@@ -45,7 +45,7 @@ def main(given: Sequence[str] | None = None) -> int:
             raise SettingError(f"--{name}={value}: a number above 0")
     if options.steps is not None:
         require_int("--steps", options.steps, 1)
-    writable("--out", options.out)
+    require_writable("--out", options.out)
     held = (options.out / STATE).exists()
     if options.resume and not held:
         raise SettingError(f"--resume: {options.out} holds no training")
@@ -56,19 +56,19 @@ def main(given: Sequence[str] | None = None) -> int:
             if getattr(options, name) != parser.get_default(name):
                 raise SettingError(f"--{name}: not with --resume, which goes on as it was begun")
         counts = torch.load(options.out / STATE, map_location="cpu")["counts"]
-        training = Training(options.out, recipe.load(options.out), **counts)
+        training = Training(options.out, recipe.load_recipe(options.out), **counts)
     else:
-        own, begun_with = Recipe().changed(options.set), None
-        training_data.shares(own)  # refuses what it cannot use
+        own, begun_with = Recipe().with_settings(options.set), None
+        training_data.compute_shares(own)  # refuses what it cannot use
         if options.weights is not None:
-            check(options.weights, own)
+            check_weights(options.weights, own)
             begun_with = Checkpoint("", str(options.weights)).identity()
         minutes = 16.0 if options.minutes is None else options.minutes
         training = Training(options.out, own, options.seed or 0, 60 * minutes, begun_with=begun_with)
         options.out.mkdir(parents=True, exist_ok=True)
         training.recipe.save(options.out)
         if options.tokenizer:
-            tokenizer.learn(training_data.corpus(), recipe.VOCABULARY, options.out)
+            tokenizer.train_tokenizer(training_data.draw_corpus(), recipe.VOCABULARY, options.out)
         else:
             for path in EMBEDDED_MODELS["reference_v2"].glob("tokenizer*.json"):
                 copyfile(path, options.out / path.name)

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config.provenance import content_hash
-from kvbench.validation import SettingError, choose
+from kvbench.validation import SettingError, require_choice
 
 IMPORT_SECONDS = 60  # that the file of a method, an allocator, a codec or a task may take to import
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -31,39 +31,39 @@ NAMED = ("model", "method", "allocator", "codec", "task", "logger")  # groups of
 BUILT = ("method", "allocator", "codec", "task")  # groups of which each file says its class
 
 
-def names(group: str) -> list[str]:
+def list_choices(group: str) -> list[str]:
     """Names that `group=` takes: every file of conf/<group>/."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-def shapes() -> list[str]:
+def list_shapes() -> list[str]:
     """Names that `model.like=` takes."""
     return sorted(path.stem for path in SHAPES.glob("*.json"))
 
 
 def methods_available() -> list[str]:
     """Names that `method=` takes."""
-    return names("method")
+    return list_choices("method")
 
 
 @cache
 def _text(group: str, name: str) -> str:
-    choose(group, name, names(group))
+    require_choice(group, name, list_choices(group))
     return (CONF / group / f"{name}.yaml").read_text()
 
 
-def settings(group: str, name: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def load_settings(group: str, name: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The resolved settings of conf/<group>/<name>.yaml with `overrides`; SettingError for an unknown one."""
     try:
         config = OmegaConf.create(yaml.safe_load(_text(group, name)))
     except yaml.YAMLError as error:
-        raise SettingError(damage(error, CONF / group / f"{name}.yaml")) from None
+        raise SettingError(describe_damage(error, CONF / group / f"{name}.yaml")) from None
     check_choice(group, name, config)
     own = [key for key in config if key not in ("_target_", "name", "presets")]
     for key, value in (overrides or {}).items():
         if not own:
             raise SettingError(f"{group} setting={key}: {name} has no settings")
-        choose(f"{group} setting", key, own)
+        require_choice(f"{group} setting", key, own)
         try:
             config[key] = value
         except OmegaConfBaseException:
@@ -103,7 +103,7 @@ def check_choice(group: str, name: str, config: object) -> None:
 def resolve(group: str, config: DictConfig) -> dict[str, Any]:
     """A group's config with its preset applied; SettingError for an unknown preset."""
     if "presets" in config:
-        choose(f"{group}.preset", config.preset, list(config.presets))
+        require_choice(f"{group}.preset", config.preset, list(config.presets))
     try:
         resolved = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -111,10 +111,10 @@ def resolve(group: str, config: DictConfig) -> dict[str, Any]:
     resolved.pop("presets", None)
     if "base" in resolved:  # a composite's own method, by name
         args = resolved.pop("base_args", None)
-        choose(f"{group}.base", resolved["base"], names(group))
+        require_choice(f"{group}.base", resolved["base"], list_choices(group))
         if not isinstance(args, Mapping | None):
             raise SettingError(f"{group}.base_args={args}: settings of {resolved['base']}, such as {{preset: paper}}")
-        resolved["base"] = settings(group, resolved["base"], args)
+        resolved["base"] = load_settings(group, resolved["base"], args)
     return resolved
 
 
@@ -149,7 +149,7 @@ def build(group: str, resolved: Mapping[str, Any]) -> Any:
         raise SettingError(f"{group}={resolved.get('name')}: {error.__cause__ or error}".splitlines()[0]) from error
 
 
-class TooLong(BaseException):
+class ImportTimeout(BaseException):
     """An import did not end in time. No `except Exception` of the module that is imported holds it up."""
 
 
@@ -163,7 +163,7 @@ def load_class(owner: str, target: str) -> Any:
     try:
         with limit_seconds(IMPORT_SECONDS), redirect_stdout(printed):
             return getattr(import_module(module), name)
-    except TooLong:
+    except ImportTimeout:
         reason = f"takes longer than {IMPORT_SECONDS} s to import"
     except SystemExit:
         reason = "ends the program when it is imported"
@@ -183,7 +183,7 @@ def limit_seconds(seconds: float) -> Iterator[None]:
         return
 
     def end(*_: object) -> None:
-        raise TooLong
+        raise ImportTimeout
 
     before = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -199,13 +199,13 @@ def error_message(error: BaseException | None) -> str | None:
     while error is not None:
         if isinstance(error, SettingError):
             return str(error)
-        if isinstance(error, yaml.YAMLError) and (line := damage(error)) is not None:
+        if isinstance(error, yaml.YAMLError) and (line := describe_damage(error)) is not None:
             return line
         if isinstance(error, OverrideParseException):
-            return unquoted(str(error.override))
+            return explain_quoting(str(error.override))
         if isinstance(error, MissingConfigException) and error.missing_cfg_file and "/" in error.missing_cfg_file:
             group, _, name = error.missing_cfg_file.rpartition("/")
-            return f"{group}={name}: choose one of {', '.join(names(group))}"
+            return f"{group}={name}: choose one of {', '.join(list_choices(group))}"
         if isinstance(error, OmegaConfBaseException) and error.full_key:
             return f"{error.full_key}: no such setting, or not of this kind; `python run.py --cfg job` lists them"
         if isinstance(error, ValueError) and "Config group override" in str(error):  # Hydra names no group
@@ -218,7 +218,7 @@ def error_message(error: BaseException | None) -> str | None:
     return None
 
 
-def damage(error: yaml.YAMLError, path: Path | None = None) -> str | None:
+def describe_damage(error: yaml.YAMLError, path: Path | None = None) -> str | None:
     """Say which file of conf/ is no YAML, where and why; None if the error is about another file."""
     mark = getattr(error, "problem_mark", None)
     path = path or Path(mark.name if mark else getattr(error, "name", ""))
@@ -229,7 +229,7 @@ def damage(error: yaml.YAMLError, path: Path | None = None) -> str | None:
     return f"{path.parent.name}={path.stem}: conf/{path.relative_to(CONF)}{where} is no YAML ({reason})"
 
 
-def unquoted(override: str) -> str:
+def explain_quoting(override: str) -> str:
     """Say how to write an override that Hydra cannot read: quoted for Hydra, and again for the shell."""
     name, _, value = override.partition("=")
     line = f"{override}: cannot be read; a value with = [ ] {{ }} ( ) ' \" , or letters beyond ASCII is quoted twice"

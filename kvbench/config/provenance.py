@@ -31,7 +31,7 @@ from pkgutil import iter_modules
 from site import getsitepackages, getusersitepackages
 
 import kvbench
-from kvbench.config.syntax import canonical
+from kvbench.config.syntax import canonicalize
 
 NO_SOURCE = (".md", ".pyc")
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +58,7 @@ UNCOUNTED = {  # modules that runs import and that change no number of a record 
     "kvbench.config.syntax": "names runs",
 }
 _hashes: dict[object, tuple[dict[Path, object], dict[str, str]]] = {}  # what was asked for -> files' stamps, hashes
-_said: set[str] = set()  # places that a line on stderr has named
+_reported: set[str] = set()  # places that a line on stderr has named
 
 
 def source_hash(modules: Iterable[str]) -> str:
@@ -80,7 +80,7 @@ def source_hashes(modules: Iterable[str]) -> dict[str, str]:
     asked = tuple(sorted(set(modules))), tuple(sys.path), tuple(kvbench.__path__)
     stamps, found = _hashes.get(asked, ({}, {}))
     if not stamps or any(_stamp(path) != own for path, own in stamps.items()):
-        files, followed = set(), walk(asked[0])
+        files, followed = set(), map_imports(asked[0])
         found = {}
         for module in sorted(followed):
             parts = []
@@ -88,9 +88,9 @@ def source_hashes(modules: Iterable[str]) -> dict[str, str]:
                 parts.append(f"{file.name}\n{_content(file)}\n")
                 files |= {file, file.parent}
             found[module] = _short("".join(parts))
-        found |= dict.fromkeys(sorted(packages(set().union(*followed.values()))), "")
+        found |= dict.fromkeys(sorted(find_packages(set().union(*followed.values()))), "")
         _hashes[asked] = {path: _stamp(path) for path in files}, found
-        _say(followed)
+        _report_unfollowed(followed)
     return dict(found)
 
 
@@ -119,7 +119,7 @@ def _content(file: Path) -> str:
 
 @cache
 def _canonical(source: bytes) -> str:
-    return _short(canonical(source))
+    return _short(canonicalize(source))
 
 
 def _stamp(path: Path) -> object:
@@ -131,11 +131,11 @@ def _stamp(path: Path) -> object:
     return own.st_mtime_ns, own.st_size, own.st_ino
 
 
-def _say(followed: Iterable[str]) -> None:
+def _report_unfollowed(followed: Iterable[str]) -> None:
     """Name what cannot be followed, each place once a process."""
-    new = [place for place in unfollowed(followed) if place not in _said]
+    new = [place for place in find_unfollowed(followed) if place not in _reported]
     if new:
-        _said.update(new)
+        _reported.update(new)
         print(f"kvbench: what these execute is not part of a run's hash: {', '.join(new)}", file=sys.stderr)
 
 
@@ -150,7 +150,7 @@ def content_hash(path: Path) -> str:
 
 
 @cache
-def revision(root: Path = ROOT) -> str:
+def find_revision(root: Path = ROOT) -> str:
     """`git <40 hex digits>` of the checkout, with ` dirty` behind it where its code has changed since; `version <n>`
     where it is none, or git is missing.
     """
@@ -170,14 +170,14 @@ def _git(root: Path, *arguments: str) -> str:
     return subprocess.run(command, env=own, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def closure(modules: Iterable[str]) -> set[str]:
+def follow_imports(modules: Iterable[str]) -> set[str]:
     """`modules`, the modules that they import from kvbench or from files that are not installed, and so on; with them
     every package that they lie in. Modules of `UNCOUNTED` are only there if they are among `modules`.
     """
-    return set(walk(modules))
+    return set(map_imports(modules))
 
 
-def walk(modules: Iterable[str]) -> dict[str, set[str]]:
+def map_imports(modules: Iterable[str]) -> dict[str, set[str]]:
     """The same, with what each module imports."""
     found: dict[str, set[str]] = {}
     waiting = list(modules)
@@ -189,25 +189,25 @@ def walk(modules: Iterable[str]) -> dict[str, set[str]]:
             raise ValueError(f"{module} is no module of kvbench, nor of files that are not installed")
         found[module] = set()
         if module != "kvbench":  # every module's parent; what it offers on demand belongs to whoever asks for it
-            found[module] = imports(module)
+            found[module] = list_imports(module)
             waiting += [name for name in found[module] - UNCOUNTED.keys() if _files(name)]
     return found
 
 
-def packages(names: Iterable[str]) -> set[str]:
+def find_packages(names: Iterable[str]) -> set[str]:
     """ "name version" of the installed packages that these modules belong to, but for kvbench's dependencies."""
     found = {_owner(file) for name in {_installed_as(own) for own in names} if (file := _origin(name)) is not None}
-    return {owner for owner in found if owner is not None and owner.split()[0] not in dependencies()}
+    return {owner for owner in found if owner is not None and owner.split()[0] not in read_dependencies()}
 
 
 @cache
-def dependencies() -> frozenset[str]:
+def read_dependencies() -> frozenset[str]:
     """The packages that pyproject.toml names, as packaging normalises names."""
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    return frozenset(_normalised(re.match(r"[\w.-]+", line)[0]) for line in named)
+    return frozenset(_normalise(re.match(r"[\w.-]+", line)[0]) for line in named)
 
 
-def unfollowed(modules: Iterable[str]) -> list[str]:
+def find_unfollowed(modules: Iterable[str]) -> list[str]:
     """The places in methods, tasks and files outside of kvbench where something is executed that no import names."""
     found = []
     for module in sorted(set(modules) - KNOWN):
@@ -216,17 +216,17 @@ def unfollowed(modules: Iterable[str]) -> list[str]:
         for file in _files(module):
             if file.suffix == ".py":
                 content = file.read_bytes()
-                found += [f"{call}() in {file.name}, line {line}" for line, call in _read(content).calls]
-                tried = _read(content).tried
+                found += [f"{call}() in {file.name}, line {line}" for line, call in _find_references(content).calls]
+                tried = _find_references(content).tried
                 package = _package(module)
-                origins = {origin for origin, _ in _named(content, package)} - tried
+                origins = {origin for origin, _ in _resolve_imports(content, package)} - tried
                 found += [f"import {name} in {file.name}" for name in sorted(origins) if _is_missing(name)]
             elif file.suffix == ".pyc":
                 found.append(str(file.name))
     return found
 
 
-def imports(module: str) -> set[str]:
+def list_imports(module: str) -> set[str]:
     """What a followed module imports directly, by full name ("kvbench.interfaces.rows", "torch.nn").
 
     For a kernel's package: what any of its files imports. Importing a.b.c imports a and a.b too.
@@ -235,7 +235,7 @@ def imports(module: str) -> set[str]:
     for file in _files(module):
         if file.suffix != ".py":
             continue
-        for origin, parts in _named(file.read_bytes(), _package(module)):
+        for origin, parts in _resolve_imports(file.read_bytes(), _package(module)):
             names.add(origin)
             parts = _modules_in(origin) if "*" in parts else parts
             names.update(f"{origin}.{part}" for part in parts if _files(f"{origin}.{part}"))
@@ -246,7 +246,7 @@ def imports(module: str) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Text:
+class SourceReferences:
     """What a source says of other sources."""
 
     imports: tuple[tuple[int, str, tuple[str, ...]], ...]  # dots in front, origin, and for `from` what of it
@@ -255,7 +255,7 @@ class Text:
 
 
 @cache
-def _read(source: bytes) -> Text:
+def _find_references(source: bytes) -> SourceReferences:
     found: list[tuple[int, str, tuple[str, ...]]] = []
     calls: list[tuple[int, str]] = []
     tree = ast.parse(source)
@@ -282,14 +282,14 @@ def _read(source: bytes) -> Text:
             calls.append((node.lineno, called))
     tried = {name for node in inside if isinstance(node, ast.Import) for name in (own.name for own in node.names)}
     tried |= {node.module for node in inside if isinstance(node, ast.ImportFrom) and node.module}
-    return Text(tuple(found), frozenset(tried), tuple(calls))
+    return SourceReferences(tuple(found), frozenset(tried), tuple(calls))
 
 
-def _named(source: bytes, package: str) -> list[tuple[str, tuple[str, ...]]]:
+def _resolve_imports(source: bytes, package: str) -> list[tuple[str, tuple[str, ...]]]:
     """What a source in this package imports: full names, and for `from` what of it."""
     return [
         (resolve_name("." * level + origin, package) if level else origin, parts)
-        for level, origin, parts in _read(source).imports
+        for level, origin, parts in _find_references(source).imports
     ]
 
 
@@ -377,18 +377,18 @@ def _owner(file: Path) -> str | None:
     """ "name version" of the distribution that installed a file; an editable install lists none of its modules."""
     for folder in file.parents:
         relative = file.relative_to(folder).as_posix()
-        top = _normalised(relative.split("/")[0].split(".")[0])
-        for info in sorted(_infos(folder), key=lambda path: not _normalised(path.name).startswith(top)):
+        top = _normalise(relative.split("/")[0].split(".")[0])
+        for info in sorted(_infos(folder), key=lambda path: not _normalise(path.name).startswith(top)):
             record, names = info / "RECORD", info / "top_level.txt"
             if record.is_file():
                 holds = f"\n{relative}," in f"\n{record.read_text()}"
             else:  # Debian's packages list no files
                 holds = (
-                    folder.resolve() in SITES and names.is_file() and top in map(_normalised, names.read_text().split())
+                    folder.resolve() in SITES and names.is_file() and top in map(_normalise, names.read_text().split())
                 )
             if holds:
                 found = Distribution.at(info)
-                return f"{_normalised(found.name)} {found.version}"
+                return f"{_normalise(found.name)} {found.version}"
     return None
 
 
@@ -398,5 +398,5 @@ def _infos(folder: Path) -> tuple[Path, ...]:
     return tuple(sorted(path for path in folder.glob("*-info") if path.suffix in (".dist-info", ".egg-info")))
 
 
-def _normalised(name: str) -> str:
+def _normalise(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()

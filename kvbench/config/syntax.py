@@ -1,6 +1,6 @@
 """A Python source as a text of what it does, for hashes: without comments, docstrings, layout and messages.
 
-`canonical` writes the syntax tree of a source in a form of its own. It is the same on Python 3.11 to 3.14, whose own
+`canonicalize` writes the syntax tree of a source in a form of its own. It is the same on Python 3.11 to 3.14, whose own
 dumps (`ast.dump`, `ast.unparse`) differ from version to version. Left out is what cannot change a number:
 
 * comments and layout, which the tree does not have;
@@ -20,7 +20,7 @@ OPTIONAL = {"type_params"}  # fields that older versions of Python lack: left ou
 MESSAGE = "(message)"
 
 
-def canonical(source: bytes) -> str:
+def canonicalize(source: bytes) -> str:
     """Return the canonical text of a source.
 
     Raises:
@@ -36,7 +36,7 @@ def _write(value: object, message: bool, parts: list[str]) -> None:
     if isinstance(value, list):
         parts.append("[")
         for item in value:
-            if not _describes(item):
+            if not _is_docstring(item):
                 _write(item, message, parts)
                 parts.append(",")
         parts.append("]")
@@ -49,9 +49,9 @@ def _write(value: object, message: bool, parts: list[str]) -> None:
             if name in OPTIONAL and not own:
                 continue
             if isinstance(value, ast.JoinedStr):
-                own = _joined(own)
+                own = _join_parts(own)
             parts.append(f" {name}=")
-            _write(own, message or _says(value, name), parts)
+            _write(own, message or _is_message(value, name), parts)
         parts.append(")")
     elif isinstance(value, bytes):
         parts.append(f"bytes {value.hex()}")
@@ -73,12 +73,12 @@ def _is_text(value: object) -> bool:
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
-def _describes(node: object) -> bool:
+def _is_docstring(node: object) -> bool:
     """Whether a statement is a docstring, or a string that stands alone."""
     return isinstance(node, ast.Expr) and _is_text(node.value)
 
 
-def _says(node: ast.AST, field: str) -> bool:
+def _is_message(node: ast.AST, field: str) -> bool:
     """Whether texts in this field only say something."""
     if isinstance(node, ast.Raise):
         return field == "exc"
@@ -87,7 +87,7 @@ def _says(node: ast.AST, field: str) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
 
 
-def _joined(parts: list[ast.expr]) -> list[ast.expr]:
+def _join_parts(parts: list[ast.expr]) -> list[ast.expr]:
     """The parts of an f-string; neighbouring texts are one, which versions of Python split in different ways."""
     found: list[ast.expr] = []
     for part in parts:

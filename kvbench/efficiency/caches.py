@@ -20,7 +20,7 @@ from kvbench.engine.replicate import replicate
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.timing import Stamps
 from kvbench.models.checkpoint import Checkpoint
-from kvbench.models.transformers_port import plain_cache
+from kvbench.models.transformers_port import make_plain_cache
 from kvbench.runs.spec import DTYPES, RunSpec
 
 WARMED = 8  # steps of an answer before the median is taken, or half of a short answer
@@ -73,7 +73,7 @@ class KVBenchCache:
         self.context = None
 
 
-class Stepping:
+class StepwiseAnswer:
     """Answers step by step; the time of a step is the device's, nothing waits in between."""
 
     capture_ms, path = 0.0, ""
@@ -85,7 +85,7 @@ class Stepping:
         return stamps.between()
 
 
-class TransformersDynamic(Stepping):
+class TransformersDynamic(StepwiseAnswer):
     """transformers' dynamic cache as users have it: model.forward, SDPA, a greedy loop."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -93,7 +93,7 @@ class TransformersDynamic(Stepping):
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> None:
-        self.cache = plain_cache(self.model)
+        self.cache = make_plain_cache(self.model)
         logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
         self.token = logits[:, -1:].argmax(-1)
 
@@ -116,7 +116,7 @@ class TransformersDynamic(Stepping):
         self.cache = None
 
 
-class TransformersStatic(Stepping):
+class TransformersStatic(StepwiseAnswer):
     """transformers' static cache of `rows` tokens and the answer; the step of one token compiled, in a CUDA graph. What
     it holds was read into a dynamic cache and copied: only its decoding is compared.
     """
@@ -134,7 +134,7 @@ class TransformersStatic(Stepping):
         grown = TransformersDynamic(self.model)
         grown.read(ids)
         if self.cache is None:
-            self.cache = plain_cache(self.model, self.rows + self.room)
+            self.cache = make_plain_cache(self.model, self.rows + self.room)
         else:
             self.cache.reset()  # the same addresses: the graph stays valid
         for index, layer in enumerate(grown.cache.layers):
@@ -164,7 +164,7 @@ class TransformersStatic(Stepping):
         """Nothing: the graph needs its addresses, and the next prompt is written over this one."""
 
 
-def subject(model: torch.nn.Module, run: RunSpec) -> CacheUnderTest:
+def make_cache_under_test(model: torch.nn.Module, run: RunSpec) -> CacheUnderTest:
     """The one that a run names."""
     room = max(run.task.ends)
     if run.task.baseline == "dynamic":
@@ -175,16 +175,16 @@ def subject(model: torch.nn.Module, run: RunSpec) -> CacheUnderTest:
 
 
 @lru_cache(maxsize=1)
-def weights(checkpoint: Checkpoint, dtype: str, device: str) -> torch.nn.Module:
+def load_weights(checkpoint: Checkpoint, dtype: str, device: str) -> torch.nn.Module:
     """The model; one a process is kept for the cells that follow."""
     return checkpoint.weights(DTYPES[dtype], device)
 
 
 def load_model(run: RunSpec) -> torch.nn.Module:
-    return weights(run.checkpoint, run.dtype, run.device)
+    return load_weights(run.checkpoint, run.dtype, run.device)
 
 
-def prompt(run: RunSpec, model: torch.nn.Module, batch: int | None = None) -> Tensor:
+def draw_prompt(run: RunSpec, model: torch.nn.Module, batch: int | None = None) -> Tensor:
     """(B, n) random tokens: of a static cache as many as it holds."""
     size = (batch or run.task.batch, run.task.rows or run.task.length)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size

@@ -9,22 +9,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvbench.efficiency.caches import WARMED, CacheUnderTest, load_model, prompt, subject
-from kvbench.efficiency.roofline import Machine, Weights, decode_ms, prefill_ms
+from kvbench.efficiency.caches import WARMED, CacheUnderTest, draw_prompt, load_model, make_cache_under_test
+from kvbench.efficiency.roofline import Machine, WeightSizes, decode_ms, prefill_ms
 from kvbench.engine import timing
 from kvbench.engine.timing import fits, spread
 from kvbench.runs.spec import DTYPES, RunSpec
 from kvbench.store.efficiency_csv import Line, make_line, make_out_of_memory_line
 
 
-def latency(run: RunSpec) -> Iterator[Line]:
+def measure_latency(run: RunSpec) -> Iterator[Line]:
     """Time to first token, per token, to the end; bytes."""
     task, device, model = run.task, run.device, load_model(run)
-    answer, own, ids = max(task.ends), subject(model, run), prompt(run, model)
+    answer, own, ids = max(task.ends), make_cache_under_test(model, run), draw_prompt(run, model)
     for _ in range(task.warmup):
         own.drop()
         timing.clear(device)
-        fit, _ = fits(lambda: tried(own, ids, answer if task.answers else 1), device)
+        fit, _ = fits(lambda: warm_up(own, ids, answer if task.answers else 1), device)
         if not fit:
             yield make_out_of_memory_line("latency")
             return
@@ -39,7 +39,7 @@ def latency(run: RunSpec) -> Iterator[Line]:
             yield make_out_of_memory_line("latency")
             return
         first.append(1000 * (timing.now(device) - begin))
-        found |= memory(own, model, device)
+        found |= measure_memory(own, model, device)
         if run.task.baseline != "static_compiled":
             found["peak_prefill_bytes"] = timing.peak(device)
         if number >= task.answers:
@@ -72,12 +72,12 @@ def latency(run: RunSpec) -> Iterator[Line]:
             found[f"peak_{part}_over_weights_bytes"] = found[f"peak_{part}_bytes"] - found["weights_bytes"]
     yield from (make_line(name, "bytes", value) for name, value in found.items() if value is not None)
     if device != "cpu":
-        yield from latency_floors(run, model, found["resident_bytes"], len(ids))
+        yield from compute_floors(run, model, found["resident_bytes"], len(ids))
 
 
-def latency_floors(run: RunSpec, model: torch.nn.Module, held: int, batch: int) -> Iterator[Line]:
+def compute_floors(run: RunSpec, model: torch.nn.Module, held: int, batch: int) -> Iterator[Line]:
     """What the machine's bandwidth and rate would allow."""
-    here, sizes = Machine(run.task.bandwidth, run.task.flops), Weights.of(model)
+    here, sizes = Machine(run.task.bandwidth, run.task.flops), WeightSizes.of(model)
     element = DTYPES[run.dtype].itemsize
     method, length = run.choice().method, run.task.length
     if not method.attends_subset:
@@ -87,15 +87,15 @@ def latency_floors(run: RunSpec, model: torch.nn.Module, held: int, batch: int) 
         yield make_line("ttft_floor_ms", "ms", prefill_ms(here, model, length, batch, run.block_size, quota))
 
 
-def tried(own: CacheUnderTest, ids: Tensor, count: int) -> None:
+def warm_up(own: CacheUnderTest, ids: Tensor, count: int) -> None:
     """All of a trial but the times: a short answer, or long enough to have compiled what will run."""
     own.read(ids)
     own.answer(count, WARMED)
 
 
-def memory(own: CacheUnderTest, model: torch.nn.Module, device: str) -> dict[str, int | None]:
+def measure_memory(own: CacheUnderTest, model: torch.nn.Module, device: str) -> dict[str, int | None]:
     """Bytes when the prompt is read: held, and allocated on the GPU with and without the weights."""
-    held, total, here = own.bytes(), Weights.of(model).total, timing.allocated(device)
+    held, total, here = own.bytes(), WeightSizes.of(model).total, timing.allocated(device)
     found = {"resident_bytes": held.rows, "metadata_bytes": held.metadata, "state_bytes": held.state}
     found |= {"headroom_bytes": held.headroom, "weights_bytes": total, "allocated_bytes": here}
     return found | {"allocated_over_weights_bytes": None if here is None else here - total}

@@ -26,29 +26,29 @@ import torch
 
 from kvbench.config import catalogue
 from kvbench.config.provenance import replay_hash, source_hash
-from kvbench.efficiency.latency import latency
-from kvbench.efficiency.scoring_time import score
-from kvbench.efficiency.throughput import throughput
+from kvbench.efficiency.latency import measure_latency
+from kvbench.efficiency.scoring_time import measure_scoring
+from kvbench.efficiency.throughput import measure_throughput
 from kvbench.engine import timing
 from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import LAST_QUANTITY, Line, append_lines, check_columns, find_whole_cells
 from kvbench.validation import SettingError
 
 
-def execute(run: RunSpec, results: Path) -> tuple[Path, list[Line]]:
+def measure_once(run: RunSpec, results: Path) -> tuple[Path, list[Line]]:
     """Measure a run and append its lines, unless that was done; returns the file, and the lines that are new."""
-    run = plainly(run)
-    path = file_of(run, results)
-    if cell_of(run) in find_whole_cells(path):
+    run = simplify_run(run)
+    path = find_file(run, results)
+    if hash_cell(run) in find_whole_cells(path):
         return path, []
     begin = time.perf_counter()
-    lines = measure(run)
-    return path, keep(run, path, lines, time.perf_counter() - begin)
+    lines = measure_run(run)
+    return path, save_lines(run, path, lines, time.perf_counter() - begin)
 
 
-def measure(run: RunSpec) -> list[Line]:
+def measure_run(run: RunSpec) -> list[Line]:
     """All lines of a run."""
-    kind = {"latency": latency, "throughput": throughput, "scoring": score}[run.task.measure]
+    kind = {"latency": measure_latency, "throughput": measure_throughput, "scoring": measure_scoring}[run.task.measure]
     lines = list(kind(run))
     if run.task.baseline == "static_compiled":
         torch.compiler.reset()  # its graphs hold memory
@@ -56,22 +56,22 @@ def measure(run: RunSpec) -> list[Line]:
     return lines
 
 
-def keep(run: RunSpec, path: Path, lines: list[Line], seconds: float) -> list[Line]:
+def save_lines(run: RunSpec, path: Path, lines: list[Line], seconds: float) -> list[Line]:
     """Append the lines of a cell, with its settings and versions; returns them."""
-    about = settings(run) | versions(run) | {"cell": cell_of(run), "status": "ok"}
+    about = collect_settings(run) | collect_versions(run) | {"cell": hash_cell(run), "status": "ok"}
     whole = [about | line for line in [*lines, {"quantity": LAST_QUANTITY, "unit": "s", "value": seconds}]]
     append_lines(path, whole)
     return whole
 
 
-def keep_failure(run: RunSpec, results: Path, error: Exception) -> None:
+def append_failure(run: RunSpec, results: Path, error: Exception) -> None:
     """A run that failed is not tried again before the sources change."""
-    run = plainly(run)
+    run = simplify_run(run)
     note = f"{type(error).__name__}: {error}"[:300]
-    keep(run, file_of(run, results), [{"quantity": run.task.measure, "status": "failed", "note": note}], 0.0)
+    save_lines(run, find_file(run, results), [{"quantity": run.task.measure, "status": "failed", "note": note}], 0.0)
 
 
-def file_of(run: RunSpec, results: Path) -> Path:
+def find_file(run: RunSpec, results: Path) -> Path:
     """Where the lines of a run's machine are; SettingError if they are of another format."""
     path = results / "efficiency" / f"{machine_name(run.device)}.csv"
     if path.exists():
@@ -79,7 +79,7 @@ def file_of(run: RunSpec, results: Path) -> Path:
     return path
 
 
-def summary(path: Path, lines: list[Line]) -> str:
+def summarize_lines(path: Path, lines: list[Line]) -> str:
     """For people: what was measured, and where it is kept."""
     if not lines:
         return f"measured already with these settings and sources: {path}"
@@ -102,7 +102,7 @@ def summary(path: Path, lines: list[Line]) -> str:
     return "\n".join([*rows, f"  appended to {path}"])
 
 
-def plainly(run: RunSpec) -> RunSpec:
+def simplify_run(run: RunSpec) -> RunSpec:
     """A run without what does not matter to what it measures: transformers' caches have no method and no budget."""
     if run.task.baseline == "none":
         return run
@@ -117,10 +117,12 @@ def machine_name(device: str) -> str:
     return "-".join("".join(char if char.isalnum() else " " for char in name.lower()).split())
 
 
-def settings(run: RunSpec) -> Line:
+def collect_settings(run: RunSpec) -> Line:
     """The settings' columns of a run."""
     task, method = run.task, run.groups["method"]
-    default = catalogue.settings("method", method["name"], {"preset": method["preset"]} if "preset" in method else None)
+    default = catalogue.load_settings(
+        "method", method["name"], {"preset": method["preset"]} if "preset" in method else None
+    )
     changed = {key: value for key, value in method.items() if value != default.get(key)}
     return {
         "gpu": machine_name(run.device), "measure": task.measure, "model": run.checkpoint.name,
@@ -136,20 +138,20 @@ def settings(run: RunSpec) -> Line:
     }  # fmt: skip
 
 
-def cell_of(run: RunSpec) -> str:
+def hash_cell(run: RunSpec) -> str:
     """What names a cell: its settings, the machine, the versions, and the sources that can change what is measured."""
-    value = run.value | {"sources": sources(run)}
+    value = run.value | {"sources": hash_sources(run)}
     return sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def sources(run: RunSpec) -> str:
+def hash_sources(run: RunSpec) -> str:
     return source_hash(["kvbench.efficiency.measure", *run.modules()])
 
 
-def versions(run: RunSpec) -> Mapping[str, Any]:
+def collect_versions(run: RunSpec) -> Mapping[str, Any]:
     own = {name: version(name) if find_spec(name) else "" for name in ("torch", "transformers", "triton")}
     own |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version()}
-    own |= {"cuda": torch.version.cuda or "", "sources": sources(run), "replay": replay_hash()}
+    own |= {"cuda": torch.version.cuda or "", "sources": hash_sources(run), "replay": replay_hash()}
     own |= {"commit": "", "driver": ""}
     asked = {"commit": ["git", "rev-parse", "--short=12", "HEAD"]}
     if run.device != "cpu":

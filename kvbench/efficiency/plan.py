@@ -23,13 +23,13 @@ from kvbench.efficiency import caches
 from kvbench.efficiency import measure as efficiency
 from kvbench.engine import timing
 from kvbench.runs.spec import RunSpec
-from kvbench.validation import SettingError, choose
+from kvbench.validation import SettingError, require_choice
 
 PLAN = CONF / "efficiency" / "plan.yaml"
 EVERY = ("task=efficiency", "model=random")
 
 
-def cells(lines: Sequence[str]) -> Iterator[list[str]]:
+def expand_cells(lines: Sequence[str]) -> Iterator[list[str]]:
     """The settings of every cell, lists multiplied out as `run.py -m` does: the last one turns fastest."""
     parser = OverridesParser.create()
     for line in lines:
@@ -41,33 +41,33 @@ def cells(lines: Sequence[str]) -> Iterator[list[str]]:
         yield from (list(own) for own in product(*several))
 
 
-def measure(settings: list[str], results: Path, loaded: tuple | None) -> tuple:
+def measure_cell(settings: list[str], results: Path, loaded: tuple | None) -> tuple:
     """Measure one cell; returns what is loaded now: the model before, if another one, is dropped first."""
     run = RunSpec.from_config(compose_overrides([*EVERY, *settings, f"results={results}"]))
     key = (run.checkpoint, run.dtype, run.device)
     if loaded not in (None, key):
-        caches.weights.cache_clear()
+        caches.load_weights.cache_clear()
         timing.clear(run.device)
     try:
-        print(efficiency.summary(*efficiency.execute(run, results)), flush=True)
+        print(efficiency.summarize_lines(*efficiency.measure_once(run, results)), flush=True)
     except SettingError:
         raise
     except Exception as error:
         traceback.print_exc()
         print(f"failed: {' '.join(settings)}", flush=True)
-        efficiency.keep_failure(run, results, error)
+        efficiency.append_failure(run, results, error)
         if run.device != "cpu":
             torch.cuda.synchronize()  # raises again if nothing can run any more
     timing.clear(run.device)
     return key
 
 
-def measure_all(options: Namespace) -> int:
+def measure_plan(options: Namespace) -> int:
     """Measure the cells of a list; 1 if the time was over first."""
     begin, loaded = time.monotonic(), None
     plan = yaml.safe_load(options.plan.read_text())
-    choose("list", options.list, plan)
-    todo = list(cells(plan[options.list]))
+    require_choice("list", options.list, plan)
+    todo = list(expand_cells(plan[options.list]))
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for number, settings in enumerate(todo, 1):
             if time.monotonic() - begin > 60 * options.minutes:
@@ -75,7 +75,7 @@ def measure_all(options: Namespace) -> int:
                 return 1
             print(f"[{number}/{len(todo)}] {' '.join(settings)}", flush=True)
             try:
-                loaded = measure(settings, options.results, loaded)
+                loaded = measure_cell(settings, options.results, loaded)
             except SettingError as error:
                 print(f"refused: {error}", flush=True)
     return 0

@@ -27,7 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvbench.cache.policy import CachePolicy
-from kvbench.config.catalogue import build, methods_available, names, settings
+from kvbench.config.catalogue import build, list_choices, load_settings, methods_available
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
@@ -35,9 +35,9 @@ from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import PromptEncoder
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.checkpoint import Checkpoint, find_model
-from kvbench.runs.runner import machine
+from kvbench.runs.runner import describe_machine
 from kvbench.runs.spec import UNCUT
-from kvbench.validation import SettingError, choose, require_int, writing
+from kvbench.validation import SettingError, name_file_in_errors, require_choice, require_int
 
 LIMIT = 1.3  # of the full cache's time
 LIMIT_LSE = 2.0
@@ -57,14 +57,14 @@ class Setup:
     def choice(self, method_args: Mapping[str, Any]) -> CachePolicy:
         """The three, constructed; SettingError where they cannot work."""
         return choose_cache(
-            build("method", settings("method", self.method, method_args)),
-            build("allocator", settings("allocator", self.allocator)),
-            build("codec", settings("codec", self.codec)),
+            build("method", load_settings("method", self.method, method_args)),
+            build("allocator", load_settings("allocator", self.allocator)),
+            build("codec", load_settings("codec", self.codec)),
         )
 
 
 @dataclass(frozen=True)
-class Cost:
+class PrefillCost:
     """Of one set-up, times in seconds, one for each round."""
 
     setup: Setup
@@ -89,21 +89,25 @@ class Cost:
         return "no limit" if self.limit is None else "OVER" if self.over else "ok"
 
 
-def setups(methods: Sequence[str], cross: str | None) -> list[Setup]:
+def list_setups(methods: Sequence[str], cross: str | None) -> list[Setup]:
     """Every method, and `cross` with every allocator and codec but the plain ones."""
     alone = [Setup(method) for method in methods if method != UNCUT["method"]]
     if cross is None:
         return alone
-    allocators = [Setup(cross, allocator=name) for name in names("allocator") if name != UNCUT["allocator"]]
-    return [*alone, *allocators, *(Setup(cross, codec=name) for name in names("codec") if name != UNCUT["codec"])]
+    allocators = [Setup(cross, allocator=name) for name in list_choices("allocator") if name != UNCUT["allocator"]]
+    return [
+        *alone,
+        *allocators,
+        *(Setup(cross, codec=name) for name in list_choices("codec") if name != UNCUT["codec"]),
+    ]
 
 
-def limit(method: Method) -> float | None:
+def find_limit(method: Method) -> float | None:
     """How many times the full cache's prefill a method may take, None for one that has no limit."""
     return None if method.needs_extra_reads else LIMIT_LSE if method.wants_lse else LIMIT
 
 
-def seconds(
+def time_prefill(
     model: torch.nn.Module, choice: CachePolicy, budget: Budget, ids: Tensor, own: PromptEncoder | None
 ) -> float:
     """Of one prefill of `ids` (1, tokens) as one block; `own`: for methods that have words for the model."""
@@ -113,38 +117,38 @@ def seconds(
     return time.perf_counter() - start
 
 
-def measure(
+def measure_costs(
     model: torch.nn.Module, ids: Tensor, budget: Budget, rounds: int, chosen: Sequence[Setup],
     method_args: Mapping[str, Mapping[str, Any]], own_words: PromptEncoder | None = None,
-) -> list[Cost]:  # fmt: skip
-    """The costs in the order of `chosen`; `method_args`: settings by method."""
+) -> list[PrefillCost]:  # fmt: skip
+    """The costs in the order of `chosen`; `parse_method_args`: settings by method."""
     full = Setup().choice({})
-    seconds(model, full, Budget(1.0), ids, own_words)
+    time_prefill(model, full, Budget(1.0), ids, own_words)
     gc.freeze()  # nothing of what is there now is looked through before every prefill
     ready, refused = {}, {}
     for setup in tqdm(chosen, desc="once before", file=sys.stderr):
         try:
             choice = setup.choice(method_args.get(setup.method, {}))
-            seconds(model, choice, budget, ids, own_words)
+            time_prefill(model, choice, budget, ids, own_words)
             ready[setup] = choice
         except SettingError as error:
-            refused[setup] = Cost(setup, reason=str(error))
+            refused[setup] = PrefillCost(setup, reason=str(error))
     own, around = ({setup: [] for setup in ready} for _ in range(2))
     for number in range(rounds):
-        before = seconds(model, full, Budget(1.0), ids, own_words)
+        before = time_prefill(model, full, Budget(1.0), ids, own_words)
         for setup, choice in tqdm(ready.items(), desc=f"round {number + 1} of {rounds}", file=sys.stderr):
-            own[setup].append(seconds(model, choice, budget, ids, own_words))
-            after = seconds(model, full, Budget(1.0), ids, own_words)
+            own[setup].append(time_prefill(model, choice, budget, ids, own_words))
+            after = time_prefill(model, full, Budget(1.0), ids, own_words)
             around[setup].append((before + after) / 2)
             before = after
     costs = {
-        setup: Cost(setup, limit(choice.method), tuple(own[setup]), tuple(around[setup]))
+        setup: PrefillCost(setup, find_limit(choice.method), tuple(own[setup]), tuple(around[setup]))
         for setup, choice in ready.items()
     }
     return [(costs | refused)[setup] for setup in chosen]
 
 
-def table(costs: Sequence[Cost]) -> str:
+def format_costs(costs: Sequence[PrefillCost]) -> str:
     """Aligned text, a line for each set-up."""
     lines = [("set-up", "ms", "full ms", "ratio", "quartiles", "limit", "")]
     for cost in costs:
@@ -160,11 +164,11 @@ def table(costs: Sequence[Cost]) -> str:
     return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, last, strict=True))
 
 
-def save(costs: Sequence[Cost], path: Path, about: Mapping[str, Any]) -> None:
+def save_costs(costs: Sequence[PrefillCost], path: Path, about: Mapping[str, Any]) -> None:
     """A CSV whose lines stand alone: unrounded numbers, and what is the same for all of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     titles = ("method", "allocator", "codec", "ms", "full_ms", "ratio", "quartile_1", "quartile_3", "limit", "over")
-    with writing(path), path.open("w", newline="", encoding="utf-8") as file:
+    with name_file_in_errors(path), path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*titles, "not_run", *about])
         for cost in costs:
@@ -176,7 +180,7 @@ def save(costs: Sequence[Cost], path: Path, about: Mapping[str, Any]) -> None:
             writer.writerow([setup.method, setup.allocator, setup.codec, *numbers, cost.reason, *about.values()])
 
 
-def value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """What YAML says it is, or else the text itself."""
     try:
         return yaml.safe_load(text)
@@ -184,7 +188,7 @@ def value(text: str) -> Any:
         return text
 
 
-def method_args(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+def parse_method_args(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
     """METHOD.KEY=VALUE, … as settings by method."""
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
@@ -192,30 +196,32 @@ def method_args(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
         method, dot, key = name.partition(".")
         if not (equals and dot and key):
             raise SettingError(f"--set={text}: METHOD.KEY=VALUE")
-        choose("--set: method", method, methods_available())
-        found.setdefault(method, {})[key] = value(own)
+        require_choice("--set: method", method, methods_available())
+        found.setdefault(method, {})[key] = parse_value(own)
     return found
 
 
-def time_all(options: Namespace, command: str) -> None:
+def run_prefill_bench(options: Namespace, command: str) -> None:
     """Measure, save and print."""
     for name in ("tokens", "rounds"):
         require_int(f"--{name}", getattr(options, name), 1)
     for method in (*options.methods, options.cross or UNCUT["method"]):
-        choose("--methods", method, methods_available())
+        require_choice("--methods", method, methods_available())
     if options.out.is_dir() or any(own.is_file() for own in options.out.parents):
         raise SettingError(f"--out={options.out}: no file can be there")
-    budget, own = Budget(options.budget), method_args(options.set)
+    budget, own = Budget(options.budget), parse_method_args(options.set)
     checkpoint = Checkpoint("timed", find_model(options.model))
     if options.tokens > checkpoint.longest():
         raise SettingError(f"--tokens={options.tokens}: the model takes {checkpoint.longest()}")
     model, own_words = checkpoint.weights(torch.float32, "cpu"), make_prompt_encoder(checkpoint.tokenizer())
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(vocabulary, (1, options.tokens), generator=torch.Generator().manual_seed(0))
-    costs = measure(model, ids, budget, options.rounds, setups(options.methods, options.cross), own, own_words)
-    here = machine("cpu")
+    costs = measure_costs(
+        model, ids, budget, options.rounds, list_setups(options.methods, options.cross), own, own_words
+    )
+    here = describe_machine("cpu")
     about = {name: getattr(options, name) for name in ("model", "tokens", "budget", "rounds")}
     about |= {name: here[name] for name in ("processor", "threads", "python")} | here["versions"]
-    save(costs, options.out, about | {"command": command})
-    print(table(costs))
+    save_costs(costs, options.out, about | {"command": command})
+    print(format_costs(costs))
     print(f"{options.tokens} tokens, budget {options.budget}, {here['threads']} threads: {options.out}")

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from kvbench.config.catalogue import CONF
-from kvbench.models.transformers_port import Layout, layout
+from kvbench.models.transformers_port import Layout, read_layout
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightSizes:
     """Of a model: bytes of all, bytes that a step reads, and weights that every token is multiplied with."""
 
     total: int
@@ -38,7 +38,7 @@ class Weights:
     layers: int
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> "Weights":
+    def of(cls, model: torch.nn.Module) -> "WeightSizes":
         sizes = {id(own): own.nbytes for own in model.parameters()}
         table, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         total = sum(sizes.values())
@@ -46,7 +46,7 @@ class Weights:
         return cls(total, read, (read - output.nbytes) // table.element_size())
 
 
-def decode_ms(machine: Machine, weights: Weights, held: int, batch: int, element: int) -> float:
+def decode_ms(machine: Machine, weights: WeightSizes, held: int, batch: int, element: int) -> float:
     """One token of every sample; `held`: bytes of keys and values of the batch."""
     operations = 2 * batch * weights.read / element
     return machine.ms(weights.read + held, operations)
@@ -56,7 +56,7 @@ def prefill_ms(
     machine: Machine, model: torch.nn.Module, tokens: int, batch: int, block: int | None, quota: int | None
 ) -> float:
     """A prompt of `tokens` in blocks of `block`, cut to `quota` rows after each; None: one block, no cut."""
-    shape, weights = layout(model), Weights.of(model)
+    shape, weights = read_layout(model), WeightSizes.of(model)
     config = model.config.get_text_config(decoder=True)
     pair = 4 * config.num_attention_heads * shape.dim * batch
     window = getattr(config, "sliding_window", None) or tokens
@@ -81,19 +81,19 @@ def row_bytes(shape: Layout, element: int) -> int:
 
 
 @cache
-def needs() -> dict[str, dict]:
+def load_needs() -> dict[str, dict]:
     """By method, what a score needs."""
     return yaml.safe_load((CONF / "efficiency" / "floors.yaml").read_text())
 
 
-def score_needs(method: str, settings: dict, sizes: dict[str, int]) -> tuple[int, int] | None:
+def compute_score_needs(method: str, settings: dict, sizes: dict[str, int]) -> tuple[int, int] | None:
     """Bytes and operations of a score; None for a method of which conf/efficiency/floors.yaml says nothing.
 
     `sizes`: batch, heads, group, rows, tokens (of the block), dim, hidden, element (bytes).
     """
-    if method not in needs():
+    if method not in load_needs():
         return None
-    own, size = needs()[method], sizes
+    own, size = load_needs()[method], sizes
     per_head = size["batch"] * size["heads"] * size["rows"]
     read = per_head * size["dim"] * size["element"] * (own.get("keys", 0) + own.get("values", 0)) + 4 * per_head
     pairs = per_head * size["group"]

@@ -1,8 +1,8 @@
 """task.measure=scoring: a method's score alone, on made-up rows and queries in the shape of one layer of a model. No
 weights are needed.
 
-What is timed is what the engine asks a method when a block was read: `update` where it has one, then `score`; of a
-method without scores its `cut` (CentroidKV's matching and merging).
+What is timed is what the engine asks a method when a block was read: `update` where it has one, then `measure_scoring`;
+of a method without scores its `cut` (CentroidKV's matching and merging).
 """
 
 from collections.abc import Callable, Iterator
@@ -12,39 +12,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.efficiency.roofline import Machine, score_needs
+from kvbench.efficiency.roofline import Machine, compute_score_needs
 from kvbench.engine import timing
 from kvbench.engine.timing import fits, spread
 from kvbench.interfaces.method import Method, fit_protected
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows, mass_dtype
-from kvbench.kernels.dispatch import only
-from kvbench.models.transformers_port import layout_of
+from kvbench.kernels.dispatch import force_implementation
+from kvbench.models.transformers_port import read_config_layout
 from kvbench.runs.spec import DTYPES, RunSpec
 from kvbench.store.efficiency_csv import Line, make_line, make_out_of_memory_line
 from kvbench.validation import SettingError
 
 
 @dataclass(frozen=True)
-class Score:
+class ScoreCall:
     """One call, ready to be timed, and the sizes of what it reads (floors.score_needs)."""
 
     call: Callable[[], Any]
     sizes: dict[str, int]
 
 
-def score(run: RunSpec) -> Iterator[Line]:
+def measure_scoring(run: RunSpec) -> Iterator[Line]:
     """The method's score: time, scratch, what it moves and computes, kernels."""
     task, device = run.task, run.device
     timing.clear(device)
-    fit, made = fits(lambda: scoring(run), device)
+    fit, made = fits(lambda: prepare_score(run), device)
     if fit:
         fit, times = fits(lambda: timing.calls(made.call, device, 10 * task.repeats, max(2, task.warmup)), device)
     if not fit:
         yield make_out_of_memory_line("scoring")
         return
     yield make_line("scoring_ms", "ms", spread(times))
-    needs = score_needs(run.groups["method"]["name"], run.groups["method"], made.sizes)
+    needs = compute_score_needs(run.groups["method"]["name"], run.groups["method"], made.sizes)
     if needs is not None:
         yield make_line("scoring_bytes", "bytes", needs[0])
         yield make_line("scoring_operations", "operations", needs[1])
@@ -59,7 +59,7 @@ def score(run: RunSpec) -> Iterator[Line]:
         yield make_line("kernel_us", "us", us, name[:120]) | {"count": count}
 
 
-def scoring(run: RunSpec) -> Score:
+def prepare_score(run: RunSpec) -> ScoreCall:
     """The score of a run's method on `task.length` rows, of which the last block's are `block_size` or all.
 
     SettingError for a method that does not score when a block was read.
@@ -68,14 +68,14 @@ def scoring(run: RunSpec) -> Score:
     if method.attends_subset or method.needs_extra_reads or method.name == "full":
         raise SettingError(f"task.measure=scoring: {method.name} scores nothing when a block was read")
     config = run.checkpoint.config().get_text_config(decoder=True)
-    shape, dtype = layout_of(config), DTYPES[run.dtype]
+    shape, dtype = read_config_layout(config), DTYPES[run.dtype]
     query_heads, tokens = config.num_attention_heads, min(run.block_size or task.length, task.length)
     generator = torch.Generator(run.device).manual_seed(run.seed)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, device=run.device, dtype=dtype)
 
-    batch, rows = task.batch, made_rows(normal, task.batch, shape.heads, task.length, shape.dim)
+    batch, rows = task.batch, make_rows(normal, task.batch, shape.heads, task.length, shape.dim)
     lse = None
     if method.wants_lse:  # of logits that are normal: log of the rows seen, and half their variance
         seen_rows = torch.arange(task.length - tokens + 1, task.length + 1, device=run.device)
@@ -83,7 +83,7 @@ def scoring(run: RunSpec) -> Score:
     layers = tuple(layer for layer in range(shape.layers) if layer not in shape.sliding)
     observation = Observation(
         normal(batch, query_heads, tokens, shape.dim), normal(batch, query_heads, tokens, shape.dim), lse,
-        shape.dim**-0.5, normal(config.hidden_size, query_heads * shape.dim), Rotation(shape.dim),
+        shape.dim**-0.5, normal(config.hidden_size, query_heads * shape.dim), PlainRotation(shape.dim),
         layers[len(layers) // 2], shape.layers, task.length - tokens, task.length, True, False, layers,
     )  # fmt: skip
     quota = run.budget.rows(task.length, task.length) or task.length
@@ -94,13 +94,13 @@ def scoring(run: RunSpec) -> Score:
 
     @torch.inference_mode()
     def call() -> Any:
-        with only(task.implementation):
-            return ask(method, observation, rows, State(seeds, {}, shared), quota)
+        with force_implementation(task.implementation):
+            return call_method(method, observation, rows, State(seeds, {}, shared), quota)
 
-    return Score(call, sizes)
+    return ScoreCall(call, sizes)
 
 
-def ask(method: Method, observation: Observation, rows: Rows, state: State, quota: int) -> Any:
+def call_method(method: Method, observation: Observation, rows: Rows, state: State, quota: int) -> Any:
     """What the engine asks after a block (kvbench.cache.layer)."""
     if method.overrides("update"):
         columns = {**rows.columns, **method.update(observation, rows, state)}
@@ -114,7 +114,7 @@ def ask(method: Method, observation: Observation, rows: Rows, state: State, quot
     return [after.keys, after.values, after.mass]
 
 
-def made_rows(normal: Callable[..., Tensor], batch: int, heads: int, count: int, dim: int) -> Rows:
+def make_rows(normal: Callable[..., Tensor], batch: int, heads: int, count: int, dim: int) -> Rows:
     """`count` rows a head, all present, each of one token."""
     keys, values = normal(batch, heads, count, dim), normal(batch, heads, count, dim)
     places = torch.arange(count, device=keys.device).expand(batch, heads, -1)
@@ -122,7 +122,7 @@ def made_rows(normal: Callable[..., Tensor], batch: int, heads: int, count: int,
 
 
 @dataclass(frozen=True)
-class Rotation:
+class PlainRotation:
     """A plain rotary embedding, places (B, n) -> cos, sin (B, n, d): which one does not change what a score costs."""
 
     dim: int

@@ -24,13 +24,13 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config import catalogue
-from kvbench.efficiency.measure import machine_name, versions
+from kvbench.efficiency.measure import collect_versions, machine_name
 from kvbench.runs.resources import Resources
-from kvbench.runs.runner import execute_all
+from kvbench.runs.runner import execute_runs
 from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import append_lines, check_columns
 from kvbench.sweeps.compose import SweepOverrides
-from kvbench.validation import SettingError, require_int, writable
+from kvbench.validation import SettingError, require_int, require_writable
 
 METHODS = ("snapkv", "keydiff", "dropkv", "knorm", "tova", "expected_attention")
 BUDGETS = (0.1, 0.3)
@@ -44,7 +44,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Saving:
+class SharingTimes:
     """Seconds of each round."""
 
     together: tuple[float, ...]
@@ -55,28 +55,28 @@ class Saving:
         return median(self.alone) / median(self.together)
 
 
-def measure(runs: Sequence[RunSpec], short: Sequence[RunSpec], rounds: int, bench: Resources) -> Saving:
+def measure_sharing(runs: Sequence[RunSpec], short: Sequence[RunSpec], rounds: int, bench: Resources) -> SharingTimes:
     """Of runs that read their prompts together; `short`: the same on short prompts."""
-    spent(short, Resources(short[0], {"model": bench.model, "tokenizer": bench.tokenizer}), True)
+    time_runs(short, Resources(short[0], {"model": bench.model, "tokenizer": bench.tokenizer}), True)
     bench.prompts  # noqa: B018 - drawn before anything is timed
-    found = [(spent(runs, bench, True), spent(runs, bench, False)) for _ in range(rounds)]
-    return Saving(*map(tuple, zip(*found, strict=True)))
+    found = [(time_runs(runs, bench, True), time_runs(runs, bench, False)) for _ in range(rounds)]
+    return SharingTimes(*map(tuple, zip(*found, strict=True)))
 
 
-def spent(runs: Sequence[RunSpec], bench: Resources, together: bool) -> float:
+def time_runs(runs: Sequence[RunSpec], bench: Resources, together: bool) -> float:
     """Seconds to make the records of the runs in a new folder."""
     with TemporaryDirectory() as folder:
         begin = time.perf_counter()
         for some in [runs] if together else [[run] for run in runs]:
             with redirect_stderr(StringIO()) as said:
-                folders = execute_all(some, Path(folder), bench)
+                folders = execute_runs(some, Path(folder), bench)
             shared = {record.get("shared_prefill") for own in folders for record in own.records().values()}
             if not all(own.finished for own in folders) or shared != {len(some)}:
                 raise SettingError(f"limit: {len(some)} runs could not be made at once: {said.getvalue()[-300:]}")
         return time.perf_counter() - begin
 
 
-def cells(asked: SweepOverrides, *more: str) -> tuple[DictConfig, list[RunSpec]]:
+def compose_runs(asked: SweepOverrides, *more: str) -> tuple[DictConfig, list[RunSpec]]:
     """The full cache's run and those of all cells; SettingError unless all read their prompts together."""
     given = [axis.key_or_group for axis in asked.axes] + [line.partition("=")[0] for line in asked.fixed]
     usual = {"method": METHODS, "budget": BUDGETS}
@@ -92,33 +92,33 @@ def cells(asked: SweepOverrides, *more: str) -> tuple[DictConfig, list[RunSpec]]
     return configs[0], runs
 
 
-def report(arguments: Sequence[str]) -> None:
+def run_sharing_bench(arguments: Sequence[str]) -> None:
     rounds = next((own.removeprefix(ROUNDS) for own in arguments if own.startswith(ROUNDS)), "1")
     rounds = int(rounds) if rounds.isdecimal() else rounds
     require_int("rounds", rounds, 1)
     try:
         asked = SweepOverrides.of([own for own in arguments if not own.startswith(ROUNDS)])
-        config, runs = cells(asked)
+        config, runs = compose_runs(asked)
     except (HydraException, OmegaConfBaseException) as error:
         raise SettingError(catalogue.error_message(error) or " ".join(str(error).split())) from None
-    writable("results", Path(config.results))
+    require_writable("results", Path(config.results))
     length = runs[0].task.length
     if length is None or runs[0].measures:
         raise SettingError(f"task={runs[0].task_settings['name']}: one whose prompts have a task.length")
-    _, short = cells(asked, f"task.length={min(SHORT, length)}", "limit=1")
+    _, short = compose_runs(asked, f"task.length={min(SHORT, length)}", "limit=1")
     first, name = runs[0], machine_name(runs[0].device)
     path = Path(config.results) / "efficiency" / f"share-{name}.csv"
     if path.exists():
         check_columns(path, COLUMNS)
     bench = Resources(first)
-    saving = measure(runs, short, rounds, bench)
+    saving = measure_sharing(runs, short, rounds, bench)
     line = {
         "machine": name, "model": first.checkpoint.name, "weights": first.checkpoint.identity(),
         "task": first.task_settings["name"], "length": length, "samples": len(bench.prompts),
         "methods": " ".join(dict.fromkeys(run.groups["method"]["name"] for run in runs)),
         "budgets": " ".join(dict.fromkeys(str(run.budget.value) for run in runs)), "runs": len(runs), "rounds": rounds,
         "together_s": median(saving.together), "alone_s": median(saving.alone), "ratio": saving.ratio,
-        "dtype": first.dtype, "threads": torch.get_num_threads(), **versions(first),
+        "dtype": first.dtype, "threads": torch.get_num_threads(), **collect_versions(first),
     }  # fmt: skip
     append_lines(path, [line], COLUMNS)
     print(

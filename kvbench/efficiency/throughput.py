@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kvbench.efficiency.caches import WARMED, CacheUnderTest, load_model, prompt, subject
+from kvbench.efficiency.caches import WARMED, CacheUnderTest, draw_prompt, load_model, make_cache_under_test
 from kvbench.engine import timing
 from kvbench.engine.timing import fits, spread
 from kvbench.runs.spec import RunSpec
@@ -14,10 +14,10 @@ PROBE = 3  # tokens that a batch must decode to count as fitting
 CPU_BATCH = 8  # largest batch tried on a CPU, where memory does not run out in time
 
 
-def throughput(run: RunSpec) -> Iterator[Line]:
+def measure_throughput(run: RunSpec) -> Iterator[Line]:
     """The largest batch that fits, and tokens that it decodes in a second."""
     task, device, model = run.task, run.device, load_model(run)
-    own, ids = subject(model, run), prompt(run, model, 1)
+    own, ids = make_cache_under_test(model, run), draw_prompt(run, model, 1)
     copied = task.fill == "replicated"
 
     def answer(batch: int, most: int | None = None) -> list[float] | None:
@@ -35,7 +35,7 @@ def throughput(run: RunSpec) -> Iterator[Line]:
     count, most = max(task.ends), task.most_batch or (CPU_BATCH if device == "cpu" else None)
     largest, between = 0, None
     if answer(1, PROBE) is not None:
-        largest = bisect(lambda batch: answer(batch, PROBE) is not None, guess(own, device), most)
+        largest = find_largest_batch(lambda batch: answer(batch, PROBE) is not None, guess_batch(own, device), most)
     while between is None and largest:  # the last tokens of a long answer may need more than the probe
         between = answer(largest)
         largest = largest if between else min(largest - 1, int(largest * 0.98))
@@ -51,7 +51,7 @@ def throughput(run: RunSpec) -> Iterator[Line]:
         yield make_line("peak_decode_bytes", "bytes", timing.peak(device))
 
 
-def guess(own: CacheUnderTest, device: str) -> int:
+def guess_batch(own: CacheUnderTest, device: str) -> int:
     """A batch that should just fit, from what one sample holds and what is free."""
     if device == "cpu":
         return CPU_BATCH
@@ -60,7 +60,7 @@ def guess(own: CacheUnderTest, device: str) -> int:
     return max(2, 1 + int(0.9 * free / one))
 
 
-def bisect(fit: Callable[[int], bool], first: int, most: int | None) -> int:
+def find_largest_batch(fit: Callable[[int], bool], first: int, most: int | None) -> int:
     """The largest batch that fits, to 2 % (exactly below 50), at most `most`; 1 does."""
     fitting, beyond = 1, None if most is None else most + 1
     at, step = first, max(1, first // 8)

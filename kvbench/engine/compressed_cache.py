@@ -11,7 +11,7 @@ from kvbench.cache.guard import reason_against
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
 from kvbench.cache.storage import Bytes
-from kvbench.config.catalogue import build, settings
+from kvbench.config.catalogue import build, load_settings
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.allocator import Allocator
@@ -19,7 +19,7 @@ from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
 from kvbench.models.chat_template import make_prompt_encoder
-from kvbench.models.checkpoint import stop_tokens
+from kvbench.models.checkpoint import find_stop_tokens
 from kvbench.validation import SettingError, require_int
 
 
@@ -74,9 +74,9 @@ def prefill(
         require_int("block_size", block_size, 1)
     require_int("prefix", prefix, 0)
     choice = choose_cache(
-        build("method", settings("method", method, method_args)),
-        build("allocator", settings("allocator", allocator, allocator_args)),
-        build("codec", settings("codec", codec, codec_args)),
+        build("method", load_settings("method", method, method_args)),
+        build("allocator", load_settings("allocator", allocator, allocator_args)),
+        build("codec", load_settings("codec", codec, codec_args)),
     )
     amount = Budget(budget, budget_of)
     if method == "full":
@@ -165,7 +165,7 @@ class CompressedCache:
         """
         require_int("max_new_tokens", max_new_tokens, 1)
         model = self.contexts[0].model
-        stop = stop_tokens(model) if stop is None else stop
+        stop = find_stop_tokens(model) if stop is None else stop
         sampling = Sampling(temperature, top_p)
         answers = []
         for context in self.contexts:

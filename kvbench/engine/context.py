@@ -34,7 +34,7 @@ from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.observation import ExtraRead, PromptEncoder, State
 from kvbench.kernels.dispatch import FAST
 from kvbench.models.decoder_weights import collect_weights
-from kvbench.models.transformers_port import Frequencies, forward, kvbench_attention, layout, make_cache
+from kvbench.models.transformers_port import Frequencies, forward, kvbench_attention, make_cache, read_layout
 from kvbench.validation import ContractError, SettingError
 
 MOST = 8192  # tokens of blocks that are read as one: what they take beside the cache stays small
@@ -79,7 +79,7 @@ class PromptContext:
         self.model, self.choice, self.budget, self.block_size, self.seeds = model, choice, budget, block_size, seeds
         self.device = next(model.parameters()).device.type
         self.prefix, self.words, self.answer = prefix, words or PromptEncoder(), answer
-        shape = layout(model)
+        shape = read_layout(model)
         check_shape(choice.method, shape.layers, shape.heads, shape.dim, shape.sliding)
         state = State(seeds)
         self.layers = Layers(shape.layers)

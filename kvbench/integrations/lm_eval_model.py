@@ -35,20 +35,20 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvbench.cache.guard import check_shape
-from kvbench.config.catalogue import settings
+from kvbench.config.catalogue import load_settings
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import TODAY, make_prompt_encoder
 from kvbench.models.checkpoint import Checkpoint, find_model
-from kvbench.models.configuration import positions
-from kvbench.models.transformers_port import layout
-from kvbench.runs.prompt import Prompt, divide
+from kvbench.models.configuration import find_max_tokens
+from kvbench.models.transformers_port import read_layout
+from kvbench.runs.prompt import Prompt, encode_parts
 from kvbench.runs.resources import Resources
-from kvbench.runs.responder import Responder, seed_of
+from kvbench.runs.responder import Responder, derive_seed
 from kvbench.runs.spec import DTYPES, RunSpec
-from kvbench.validation import SettingError, choose, require_int
+from kvbench.validation import SettingError, require_choice, require_int
 
 SUPPORTED_SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_p")
 
@@ -86,17 +86,17 @@ class KVBenchLM(TemplateLM):
         dtype: str = "float32",
     ) -> None:
         super().__init__()
-        choose("question", question, ("visible", "hidden"))
-        choose("dtype", dtype, DTYPES)
-        choose("device", device, ("cpu", "cuda"))
+        require_choice("question", question, ("visible", "hidden"))
+        require_choice("dtype", dtype, DTYPES)
+        require_choice("device", device, ("cpu", "cuda"))
         require_int("seed", seed, 0)
         require_int("max_gen_toks", max_gen_toks, 1)
         if block_size is not None:
             require_int("block_size", block_size, 1)
         groups = {
-            "method": settings("method", method, method_args),
-            "allocator": settings("allocator", allocator, allocator_args),
-            "codec": settings("codec", codec, codec_args),
+            "method": load_settings("method", method, method_args),
+            "allocator": load_settings("allocator", allocator, allocator_args),
+            "codec": load_settings("codec", codec, codec_args),
         }
         if isinstance(model, str):
             checkpoint = Checkpoint(model, find_model(model), revision)
@@ -113,11 +113,11 @@ class KVBenchLM(TemplateLM):
         )  # fmt: skip
         self.choice = self.run.choice()  # refuses what does not go together before weights are loaded
         config = checkpoint.config() if isinstance(model, str) else model.config
-        self.max_length = positions(config) if max_length is None else max_length
+        self.max_length = find_max_tokens(config) if max_length is None else max_length
         require_int("max_length", self.max_length, 1)
         self.tokenizer = tokenizer or checkpoint.tokenizer()
         self.model = checkpoint.weights(DTYPES[dtype], device) if isinstance(model, str) else model
-        shape = layout(self.model)
+        shape = read_layout(self.model)
         check_shape(self.choice.method, shape.layers, shape.heads, shape.dim, shape.sliding)
         self.context_field, self.max_gen_toks, self.truncate = context_field, max_gen_toks, truncate
         self.records: list[dict] = []
@@ -172,7 +172,7 @@ class KVBenchLM(TemplateLM):
             text, given = request.args[:2]
             own = normalize_gen_kwargs(given, self.max_gen_toks)
             for name in own:
-                choose(f"{request.task_name}: generation setting", name, SUPPORTED_SETTINGS)
+                require_choice(f"{request.task_name}: generation setting", name, SUPPORTED_SETTINGS)
             uid = _uid(request)
             asked[uid] += 1
             prompt = self._shorten(uid, self._divide(request, text), own["max_gen_toks"])
@@ -248,7 +248,7 @@ class KVBenchLM(TemplateLM):
                 )
             end = place + len(value)
         special = self._needs_special_tokens(text)
-        return divide(self.tokenizer, text, 0 if special else len(self.tokenizer.bos_token or ""), end, special)
+        return encode_parts(self.tokenizer, text, 0 if special else len(self.tokenizer.bos_token or ""), end, special)
 
     def _encode_request(self, request: Instance) -> tuple[Prompt, list[int]]:
         """The prompt, split before its last token or where its document's context ends, and the continuation's ids."""
@@ -287,7 +287,7 @@ class KVBenchLM(TemplateLM):
     def _make_context(self, group: str, prefix: int = 0) -> GenerationContext:
         run, own = self.run, make_prompt_encoder(self.tokenizer)
         return GenerationContext(
-            self.model, self.choice, run.budget, run.block_size, (seed_of(run.seed, group),), prefix, own
+            self.model, self.choice, run.budget, run.block_size, (derive_seed(run.seed, group),), prefix, own
         )
 
     def _needs_special_tokens(self, text: str) -> bool:

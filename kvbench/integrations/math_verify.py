@@ -23,7 +23,7 @@ from typing import Any
 
 from kvbench.store.run_folder import RunFolder, read_run_value
 from kvbench.store.runs import load_runs
-from kvbench.validation import SettingError, writing
+from kvbench.validation import SettingError, name_file_in_errors
 
 GRADER = "math_verify"
 SECONDS = 10.0  # for one answer
@@ -97,7 +97,7 @@ def grade(folder: Path, seconds: float = SECONDS) -> None:
     asked = {uid: own for uid, own in read_records(folder).items() if own["meta"].get("verify") == GRADER}
     if not asked:
         return
-    with writing(folder / FILE), open(folder / FILE, "a+b") as file, Verifier(seconds) as verifier:
+    with name_file_in_errors(folder / FILE), open(folder / FILE, "a+b") as file, Verifier(seconds) as verifier:
         fcntl.flock(file, fcntl.LOCK_EX)  # one process at a time; the next one finds all done
         file.seek(0)
         text = file.read()

@@ -21,7 +21,7 @@ from threading import Event
 from typing import Any
 
 from kvbench.integrations.wandb_process import REASON, LoggedRun
-from kvbench.validation import SettingError, choose, escape, number, writable
+from kvbench.validation import SettingError, escape, is_number, require_choice, require_writable
 
 ROOT = Path(__file__).resolve().parents[2]
 FORBIDDEN = "/\\#?%:"  # in W&B's names of projects and entities
@@ -40,7 +40,7 @@ class WandbLogger:
     def of(cls, settings: Mapping[str, Any], results: Path) -> "WandbLogger":
         """SettingError for a setting that W&B would not take."""
         own = {name: settings[name] for name in ("mode", "project", "entity", "group", "tags", "dir", "seconds")}
-        choose("logger.mode", own["mode"], ("online", "offline"))
+        require_choice("logger.mode", own["mode"], ("online", "offline"))
         for name in ("project", "entity", "group"):
             if own[name] is not None or name == "project":
                 check_name(name, own[name])
@@ -48,13 +48,13 @@ class WandbLogger:
             raise SettingError(f"logger.tags={own['tags']}: a list of texts, such as [a,b]")
         for tag in own["tags"]:
             check_name("tags", tag)
-        if not number(own["seconds"]) or own["seconds"] <= 0:
+        if not is_number(own["seconds"]) or own["seconds"] <= 0:
             raise SettingError(f"logger.seconds={own['seconds']}: a number of seconds over 0")
         if not isinstance(own["dir"], str | None):
             raise SettingError(f"logger.dir={own['dir']}: a folder that can be written, or null")
         own["dir"] = str(Path(own["dir"] or results).expanduser().absolute())
         if settings["dir"] is not None:
-            writable("logger.dir", Path(own["dir"]))
+            require_writable("logger.dir", Path(own["dir"]))
         return cls(Path(results).absolute(), own | {"tags": list(own["tags"])})
 
     @property
@@ -177,7 +177,7 @@ def load_settings(overrides: Mapping[str, str]) -> dict[str, Any]:
 
     own = yaml.safe_load((ROOT / "conf/logger/wandb.yaml").read_text())
     for name, text in overrides.items():
-        choose("logger setting", name, [key for key in own if key != "name"])
+        require_choice("logger setting", name, [key for key in own if key != "name"])
         try:
             own[name] = yaml.safe_load(text)
         except yaml.YAMLError:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvbench.validation import SettingError, choose
+from kvbench.validation import SettingError, require_choice
 
 ALLOWED = "a fraction in (0, 1] such as 0.05, or whole rows per layer and KV head from 2 on"
 
@@ -24,7 +24,7 @@ class Budget:
     of: str = "prompt"
 
     def __post_init__(self) -> None:
-        choose("budget_of", self.of, ("prompt", "seen"))
+        require_choice("budget_of", self.of, ("prompt", "seen"))
         value = self.value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise SettingError(f"budget={value}: {ALLOWED}")

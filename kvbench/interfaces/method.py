@@ -15,7 +15,7 @@ from kvbench.interfaces.hooks import Hooks
 from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, ReadRequest, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.validation import SettingError, choose, require_int
+from kvbench.validation import SettingError, require_choice, require_int
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Method(Hooks):
     """Rows per layer and head that a cut while decoding leaves; None for the budget's."""
 
     def __post_init__(self) -> None:
-        choose("method.decoding", self.decoding, (True, False))
+        require_choice("method.decoding", self.decoding, (True, False))
         require_int("method.decode_interval", self.decode_interval, 1)
         if self.decode_size is not None:
             require_int("method.decode_size", self.decode_size, 2)

@@ -9,29 +9,29 @@ DAY = "26 Jul 2024"  # a prompt must not change with the date: Llama 3's own def
 TODAY = {"date_string": DAY, "strftime_now": lambda form: DAY}  # for a chat template
 
 
-def template(tokenizer: Any) -> tuple[str, str]:
+def split_template(tokenizer: Any) -> tuple[str, str]:
     """What the chat template puts before and after a user's message, ("", "") where there is none."""
     if not getattr(tokenizer, "chat_template", None):
         return "", ""
-    parts = _parts(tokenizer, ("user",))
+    parts = _render_parts(tokenizer, ("user",))
     if parts is None:
         raise SettingError("model: its chat template does not show a user's message exactly once")
     return parts[0], parts[1]
 
 
-def between_turns(tokenizer: Any) -> tuple[str, str, str]:
+def split_turns(tokenizer: Any) -> tuple[str, str, str]:
     """What the chat template puts in front of an earlier answer beside what opened it, between it and the user's next
     message, and after that; "" each where there is none.
     """
     if not getattr(tokenizer, "chat_template", None):
         return "", "", ""
-    (before, opening), parts = template(tokenizer), _parts(tokenizer, ("user", "assistant", "user"))
+    (before, opening), parts = split_template(tokenizer), _render_parts(tokenizer, ("user", "assistant", "user"))
     if parts is None or parts[0] != before or not parts[1].startswith(opening):
         raise SettingError("model: its chat template does not show the turns of a conversation as they were read")
     return parts[1].removeprefix(opening), parts[2], parts[3]
 
 
-def _parts(tokenizer: Any, roles: tuple[str, ...]) -> list[str] | None:
+def _render_parts(tokenizer: Any, roles: tuple[str, ...]) -> list[str] | None:
     """What the chat template puts before, between and after messages of these roles; None where it does not show each
     once and in order.
     """
@@ -54,9 +54,9 @@ def _parts(tokenizer: Any, roles: tuple[str, ...]) -> list[str] | None:
     return None
 
 
-def template_tokens(tokenizer: Any) -> int:
+def count_template_tokens(tokenizer: Any) -> int:
     """Tokens that a prompt has beside the sample's own texts: the chat template's, or those added by the tokenizer."""
-    before, after = template(tokenizer)
+    before, after = split_template(tokenizer)
     if before or after:
         return len(tokenizer.encode(before + after, add_special_tokens=False))
     return len(tokenizer.encode("", add_special_tokens=True))
@@ -68,4 +68,4 @@ def make_prompt_encoder(tokenizer: Any) -> PromptEncoder:
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    return PromptEncoder(encode, tuple(encode(template(tokenizer)[1] or "\n")))
+    return PromptEncoder(encode, tuple(encode(split_template(tokenizer)[1] or "\n")))

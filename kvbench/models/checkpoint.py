@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from kvbench.models.configuration import LENGTH_DEPENDENT_ROPE, configuration, positions, rope_settings
+from kvbench.models.configuration import LENGTH_DEPENDENT_ROPE, find_max_tokens, load_configuration, read_rope_settings
 from kvbench.models.embedded import EMBEDDED_MODELS
 from kvbench.models.gguf import find_converted, read_samples
-from kvbench.models.local_models import FETCHED_MODELS, MODELS, check_fetched, identify
+from kvbench.models.local_models import FETCHED_MODELS, MODELS, check_fetched, identify_converted
 from kvbench.validation import SettingError, check_model_path, is_gguf
 
 IDENTITY = (
@@ -31,7 +31,7 @@ SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 KNOWN_MODELS = EMBEDDED_MODELS | {name: MODELS / name for name in FETCHED_MODELS}
 
 
-def stop_tokens(model: torch.nn.Module) -> frozenset[int]:
+def find_stop_tokens(model: torch.nn.Module) -> frozenset[int]:
     """Token ids that end an answer."""
     found = model.generation_config.eos_token_id
     if found is None:
@@ -39,7 +39,7 @@ def stop_tokens(model: torch.nn.Module) -> frozenset[int]:
     return frozenset([] if found is None else [found] if isinstance(found, int) else found)
 
 
-def random_model(config: Any, dtype: torch.dtype, device: str, seed: int) -> torch.nn.Module:
+def make_random_model(config: Any, dtype: torch.dtype, device: str, seed: int) -> torch.nn.Module:
     """A model of this configuration, initialised on the device in `dtype`; the global random state stays as it was."""
     gpus = [torch.cuda.current_device()] if device == "cuda" else []
     with torch.random.fork_rng(devices=gpus), torch.device(device):
@@ -47,7 +47,7 @@ def random_model(config: Any, dtype: torch.dtype, device: str, seed: int) -> tor
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
 
 
-def parameters(config: Any) -> int:
+def count_parameters(config: Any) -> int:
     """How many a model of this configuration has; tied ones count once. No memory is taken."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -84,16 +84,16 @@ class Checkpoint:
     def config(self) -> Any:
         """Its configuration; SettingError if there is none or the architecture is not supported."""
         check_model_path(self.path)
-        return configuration(self.path, self.revision)
+        return load_configuration(self.path, self.revision)
 
     def longest(self) -> int:
         """Tokens that the model can take."""
-        return positions(self.config())
+        return find_max_tokens(self.config())
 
-    def switches(self) -> int | None:
+    def find_rope_switch(self) -> int | None:
         """Tokens beyond which RoPE changes its frequencies (LongRoPE, dynamic scaling), None if it never does."""
         text = self.config().get_text_config(decoder=True)
-        rope = rope_settings(text)
+        rope = read_rope_settings(text)
         if rope.get("rope_type") not in LENGTH_DEPENDENT_ROPE:
             return None
         original = rope.get("original_max_position_embeddings")
@@ -135,7 +135,7 @@ class Checkpoint:
         (files over 64 MiB by 64 samples of 1 MiB).
         """
         folder = Path(self.path)
-        if (converted := identify(folder)) is not None:
+        if (converted := identify_converted(folder)) is not None:
             return converted
         if not folder.is_dir():
             return f"{self.path}@{getattr(self.config(), '_commit_hash', None) or self.revision}"

@@ -14,7 +14,7 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", 
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")  # RoPE whose frequencies follow the longest place
 
 
-def rope_settings(config: Any) -> dict[str, Any]:
+def read_rope_settings(config: Any) -> dict[str, Any]:
     """The rotary embedding's settings, {} for the plain one; `rope_scaling` before transformers 5."""
     return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
 
@@ -27,9 +27,9 @@ def check_architecture(config: Any) -> None:
         )
 
 
-def configuration(path: str, revision: str | None = None) -> Any:
+def load_configuration(path: str, revision: str | None = None) -> Any:
     """The configuration in a folder, a config.json or on the hub; SettingError if it is none that is supported."""
-    config = find_files(path, revision) if Path(path).exists() else deepcopy(on_hub(path, revision))
+    config = find_files(path, revision) if Path(path).exists() else deepcopy(find_on_hub(path, revision))
     if isinstance(config, str):
         raise SettingError(f"model.path={path}: no readable model there ({config})")
     check_architecture(config)
@@ -45,15 +45,15 @@ def find_files(path: str, revision: str | None) -> Any:
 
 
 @cache
-def on_hub(path: str, revision: str | None) -> Any:
+def find_on_hub(path: str, revision: str | None) -> Any:
     """The same, asked for once: where no hub can be reached, each time costs half a minute."""
     return find_files(path, revision)
 
 
-def positions(config: Any) -> int:
+def find_max_tokens(config: Any) -> int:
     """Tokens that a model can take: its positions (YaRN's factor counted), or its window if all layers slide."""
     text = config.get_text_config(decoder=True)
-    longest, rope = text.max_position_embeddings, rope_settings(text)
+    longest, rope = text.max_position_embeddings, read_rope_settings(text)
     if rope.get("rope_type") == "yarn":
         original = rope.get("original_max_position_embeddings") or longest
         longest = max(longest, int(original * rope.get("factor", 1)))

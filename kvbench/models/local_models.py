@@ -43,7 +43,7 @@ def check_fetched(name: str) -> None:
         raise SettingError(f"model={name}: is not here yet; `make model` downloads it (93 MB) and converts it")
 
 
-def identify(folder: Path) -> str | None:
+def identify_converted(folder: Path) -> str | None:
     """Return what a converted model is known by: 16 hex digits over its weights, the file that they were made of and
     the version of the conversion. None for a folder that is no converted model.
     """

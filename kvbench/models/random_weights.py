@@ -11,28 +11,28 @@ from typing import Any
 
 import torch
 
-from kvbench.config.catalogue import SHAPES, shapes
+from kvbench.config.catalogue import SHAPES, list_shapes
 from kvbench.config.provenance import content_hash
-from kvbench.models.checkpoint import Checkpoint, random_model
-from kvbench.models.configuration import configuration
+from kvbench.models.checkpoint import Checkpoint, make_random_model
+from kvbench.models.configuration import load_configuration
 from kvbench.models.embedded import REFERENCE
-from kvbench.validation import SettingError, choose
+from kvbench.validation import SettingError, require_choice
 
 
 @dataclass(frozen=True)
-class Shape(Checkpoint):
+class RandomCheckpoint(Checkpoint):
     """`name` and `path` of the shape's file; `seed` of the weights; `lender`: whose tokenizer it uses."""
 
     seed: int = 0
     lender: Checkpoint | None = None
 
     @classmethod
-    def like(cls, name: object, seed: int, tokenizer: object = None) -> "Shape":
+    def like(cls, name: object, seed: int, tokenizer: object = None) -> "RandomCheckpoint":
         """The shape of conf/model/shapes/<name>.json, named random_<name> if it reads text; SettingError if there is
         none, or for another tokenizer than None and "reference".
         """
-        choose("model.like", name, shapes())
-        choose("model.tokenizer", tokenizer, (None, "reference"))
+        require_choice("model.like", name, list_shapes())
+        require_choice("model.tokenizer", tokenizer, (None, "reference"))
         path = str(SHAPES / f"{name}.json")
         if tokenizer is None:
             return cls(str(name), path, seed=seed)
@@ -47,7 +47,7 @@ class Shape(Checkpoint):
         return self.lender is not None
 
     def config(self) -> Any:
-        return configuration(self.path)
+        return load_configuration(self.path)
 
     def check(self) -> None:
         """There is nothing that could be missing."""
@@ -59,7 +59,7 @@ class Shape(Checkpoint):
 
     def weights(self, dtype: torch.dtype, device: str) -> torch.nn.Module:
         """The model with its architecture's own random initialisation, ready to run; no copy is made on the CPU."""
-        return random_model(self.config(), dtype, device, self.seed)
+        return make_random_model(self.config(), dtype, device, self.seed)
 
     def identity(self) -> str:
         own = f"random {Path(self.path).stem} {content_hash(Path(self.path))} seed {self.seed}"

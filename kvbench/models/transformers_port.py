@@ -69,7 +69,7 @@ class CacheLayerPort(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
 
-class Sliding(DynamicSlidingWindowLayer):
+class SlidingWindowLayer(DynamicSlidingWindowLayer):
     """transformers' own sliding-window layer, which frees what has left the window instead of holding a view of it."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -117,12 +117,12 @@ class Layout:
     window: int | None  # longest context if *every* layer has that sliding window (then they count as full)
 
 
-def layout(model: torch.nn.Module) -> Layout:
+def read_layout(model: torch.nn.Module) -> Layout:
     """The layers of a supported model; SettingError for another architecture."""
-    return layout_of(model.config)
+    return read_config_layout(model.config)
 
 
-def layout_of(config: Any) -> Layout:
+def read_config_layout(config: Any) -> Layout:
     """The same from a model's configuration, before it is loaded."""
     check_architecture(config)
     config = config.get_text_config(decoder=True)
@@ -134,7 +134,7 @@ def layout_of(config: Any) -> Layout:
     return Layout(config.num_hidden_layers, config.num_key_value_heads, dim, () if all_slide else sliding, window)
 
 
-def rotary_module(model: torch.nn.Module) -> torch.nn.Module:
+def find_rotary_module(model: torch.nn.Module) -> torch.nn.Module:
     """The model's rotary embedding."""
     return next(m.rotary_emb for m in model.modules() if hasattr(m, "rotary_emb") and hasattr(m, "layers"))
 
@@ -161,7 +161,7 @@ class Frequencies:
         self.state = clone_state((attributes, buffers))
 
     @contextmanager
-    def used(self, tokens: int) -> Iterator[None]:
+    def install(self, tokens: int) -> Iterator[None]:
         """The rotary module has this context's frequencies inside, for so many tokens, and its own again afterwards."""
         before, self.longest = module_state(self.module), tokens
         set_module_state(self.module, self.state)
@@ -177,7 +177,7 @@ class Frequencies:
         """
         longest = places.new_full((places.shape[0], 1), max(self.longest - 1, 0))
         asked = self.copy()
-        with asked.used(asked.longest):  # a copy: from transformers 5.23 on LongRoPE writes into the module's buffer
+        with asked.install(asked.longest):  # a copy: from transformers 5.23 on LongRoPE writes into the module's buffer
             cos, sin = self.module(like, torch.cat([places, longest], 1), *own)
         return cos[:, :-1], sin[:, :-1]
 
@@ -216,9 +216,9 @@ def clone_state(state: ModuleState) -> ModuleState:
     return dict(attributes), {name: None if own is None else own.clone() for name, own in buffers.items()}
 
 
-def frequencies_of(model: torch.nn.Module) -> Frequencies | None:
+def copy_frequencies(model: torch.nn.Module) -> Frequencies | None:
     """The original frequencies, for a new context; None for a model whose frequencies never change."""
-    module = rotary_module(model)
+    module = find_rotary_module(model)
     kinds = module.rope_type if isinstance(module.rope_type, Mapping) else {"": module.rope_type}
     return Frequencies(module) if set(kinds.values()) & set(LENGTH_DEPENDENT_ROPE) else None
 
@@ -235,25 +235,25 @@ def make_cache(model: torch.nn.Module, layers: list[AttentionLayer | None]) -> C
     """A transformers cache with a Port in front of each of `layers`, and its own sliding layer where there is None."""
     config = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
-    own = frequencies_of(model)
+    own = copy_frequencies(model)
     return ContextCache(
         [
-            Sliding(sliding_window=config.sliding_window)
+            SlidingWindowLayer(sliding_window=config.sliding_window)
             if layer is None
-            else CacheLayerPort(layer, rotation(model, kind, own))
+            else CacheLayerPort(layer, make_rotation(model, kind, own))
             for layer, kind in zip(layers, kinds, strict=True)
         ],
         own,
     )
 
 
-def rotation(
+def make_rotation(
     model: torch.nn.Module, kind: str, frequencies: Frequencies | None = None
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """The model's own rotary embedding: places (B, n) to cos, sin (B, n, rotated dimensions). `frequencies`: of the
     context that asks; without them the original ones of a model whose frequencies change.
     """
-    module, frequencies = rotary_module(model), frequencies or frequencies_of(model)
+    module, frequencies = find_rotary_module(model), frequencies or copy_frequencies(model)
     own = (kind,) if hasattr(module, "layer_types") else ()  # Gemma3 has one rotation per kind of layer
 
     def rotate(places: Tensor) -> tuple[Tensor, Tensor]:
@@ -268,11 +268,11 @@ def rotation(
 def forward(model: torch.nn.Module, ids: Tensor, cache: ContextCache, keep: int) -> Tensor:
     """Logits (B, keep, vocab) of the last `keep` of the tokens `ids` (B, T), 0 for all of them."""
     tokens = cache.get_seq_length() + ids.shape[1]
-    with cache.frequencies.used(tokens) if cache.frequencies else nullcontext():
+    with cache.frequencies.install(tokens) if cache.frequencies else nullcontext():
         return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
 
 
-def plain_cache(model: torch.nn.Module, rows: int | None = None) -> Cache:
+def make_plain_cache(model: torch.nn.Module, rows: int | None = None) -> Cache:
     """transformers' own cache, to compare with: one that grows, or a static one of `rows` tokens."""
     config = model.config.get_text_config(decoder=True)
     return DynamicCache(config=config) if rows is None else StaticCache(config=config, max_cache_len=rows)

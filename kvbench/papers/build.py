@@ -29,7 +29,7 @@ from kvbench.papers.table_spec import (
     read_published,
 )
 from kvbench.store.efficiency_csv import find_measurements, read_lines
-from kvbench.validation import writing
+from kvbench.validation import name_file_in_errors
 
 DEFAULTS = {
     "allocator": "uniform", "codec": "raw", "budget_of": "prompt", "block_size": "", "changed": "", "baseline": "none",
@@ -186,6 +186,6 @@ def write_table(path: Path, made: PaperTable) -> list[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     forms: dict[str, Callable[[], str]] = {".md": made.to_markdown, ".csv": made.to_csv, ".tex": made.to_latex}
     for suffix, form in forms.items():
-        with writing(path.with_suffix(suffix)):
+        with name_file_in_errors(path.with_suffix(suffix)):
             path.with_suffix(suffix).write_text(form(), encoding="utf-8")
     return [path.with_suffix(suffix) for suffix in forms]

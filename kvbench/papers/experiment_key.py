@@ -18,7 +18,7 @@ from hydra import compose, initialize_config_dir
 
 from kvbench.config import catalogue
 from kvbench.papers.paper_table import Settings
-from kvbench.validation import typed
+from kvbench.validation import format_value
 
 GROUPS = ("method", "allocator", "codec")
 CUT_SETTINGS = ("allocator", "budget", "budget_of", "block_size")  # mean nothing where nothing is cut
@@ -71,7 +71,7 @@ def resolve_value(settings: Settings) -> dict[str, Any]:
     root = {**read_defaults(), **drop_unused(settings)}
     full = root["method"] == "full"
     groups = {name: resolve_group(name, to_json(select_group(name, root))) for name in GROUPS}
-    task = resolve_task(tuple((name, typed(own)) for name, own in root.items() if may_change_task(name)))
+    task = resolve_task(tuple((name, format_value(own)) for name, own in root.items() if may_change_task(name)))
     return {
         "model": {"name": root["model"]},
         **groups,
@@ -107,7 +107,9 @@ def select_group(name: str, root: Settings) -> dict[str, Any]:
 def resolve_group(name: str, chosen: str) -> dict[str, Any]:
     """A group's settings as a run is known by them; `chosen`: its part of the settings, as JSON."""
     own = json.loads(chosen)
-    resolved = catalogue.settings(name, own.pop(name), {key.partition(".")[2]: value for key, value in own.items()})
+    resolved = catalogue.load_settings(
+        name, own.pop(name), {key.partition(".")[2]: value for key, value in own.items()}
+    )
     # what it holds is hashed, and need not be here
     holds = {} if resolved.get("path") is None else {"path": FILE_PLACEHOLDER}
     return catalogue.identity_settings(resolved | dict.fromkeys(holds)) | holds

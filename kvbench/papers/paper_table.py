@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from kvbench.analysis.text_table import escape_markdown
-from kvbench.validation import escape, typed
+from kvbench.validation import escape, format_value
 
 Settings = Mapping[str, Any]  # of run.py: {"method": "dropkv", "method.window": 8, …}
 
@@ -126,7 +126,7 @@ def make_commands(wanted: Sequence[Settings]) -> tuple[str, ...]:
     """
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for settings in wanted:
-        own = {name: typed(value) for name, value in settings.items()}
+        own = {name: format_value(value) for name, value in settings.items()}
         found = groups.setdefault(tuple(sorted(own)), [])
         if own not in found:
             found.append(own)

@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from kvbench.papers.experiment_key import merge_settings
-from kvbench.validation import SettingError, choose
+from kvbench.validation import SettingError, require_choice
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = ROOT / "conf" / "efficiency" / "tables.yaml"
@@ -43,7 +43,7 @@ def load_specs(paper: str | None = None, number: str | None = None) -> dict[str,
         found |= {f"{path.stem}_{name}": own for name, own in read_tables(path).items() if name != LEFT_OUT}
     if paper is None:
         return found
-    choose("PAPER", paper, list_papers())
+    require_choice("PAPER", paper, list_papers())
     own = {name.removeprefix(f"{paper}_"): name for name in found if name.startswith(f"{paper}_")}
     if number is not None:
         wanted = f"table{int(number):02d}" if number.isdecimal() else number
@@ -51,7 +51,7 @@ def load_specs(paper: str | None = None, number: str | None = None) -> dict[str,
             raise SettingError(f"TABLE={number}: is not emitted: {reason}")
         numbers = {name.removeprefix("table").lstrip("0"): name for name in own}
         there = sorted(numbers, key=lambda own: (not own.isdecimal(), own.zfill(3)))
-        choose("TABLE", wanted.removeprefix("table").lstrip("0"), there)
+        require_choice("TABLE", wanted.removeprefix("table").lstrip("0"), there)
         own = {wanted: own[wanted]}
     return {name: found[name] for name in own.values()}
 

@@ -30,7 +30,7 @@ from kvbench.report import print_charts
 from kvbench.report.panels import Panel, build_panels
 from kvbench.report.print_charts import POINTS, SIZE, Drawing
 from kvbench.store.runs import FoundRuns, StoredRun
-from kvbench.validation import SettingError, writing
+from kvbench.validation import SettingError, name_file_in_errors
 
 INCHES = {"curve": 3.25, "tasks": 6.75, "grid": 6.75, "change": 6.75, "cost": 6.75}  # a column of a paper, or both
 LEAST, MOST = 2, 20
@@ -59,7 +59,7 @@ class Figure:
         }  # fmt: skip
         for suffix, form in forms.items():
             path = Path(f"{named}.{suffix}")
-            with writing(path):
+            with name_file_in_errors(path):
                 path.write_bytes(form())
         inches = " x ".join(f"{own / 72:.2f}" for own in size)
         return f"{named}  .pdf .svg .png .csv  {inches} in"

@@ -1,8 +1,8 @@
 """Check what a composed configuration says before torch is imported.
 
-To import torch and transformers takes seconds. `check` imports neither, so that kvbench refuses a wrong setting at
-once. `kvbench.runs.spec.RunSpec` takes what `check` made and checks the rest: what needs a method's class, a GPU or a
-model's configuration.
+To import torch and transformers takes seconds. `check_settings` imports neither, so that kvbench refuses a wrong
+setting at once. `kvbench.runs.spec.RunSpec` takes what `check_settings` made and checks the rest: what needs a method's
+class, a GPU or a model's configuration.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ from kvbench.validation import (
     SettingError,
     check_model_path,
     check_sampling,
-    choose,
+    format_value,
     is_gguf,
+    require_choice,
     require_int,
-    typed,
 )
 
 CACHE = ("method", "allocator", "codec")
@@ -32,7 +32,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedSettings:
     """The parts of a configuration that could be made without torch."""
 
     groups: Mapping[str, Mapping[str, Any]]  # resolved settings of method, allocator and codec
@@ -41,7 +41,7 @@ class Checked:
     task_settings: Mapping[str, Any]
 
 
-def check(config: DictConfig) -> Checked:
+def check_settings(config: DictConfig) -> CheckedSettings:
     """Check the settings of a run; a SettingError names the first that cannot be used. No weights, no torch."""
     groups = {group: catalogue.resolve(group, config[group]) for group in CACHE}
     settings = catalogue.resolve("task", config.task)
@@ -52,12 +52,12 @@ def check(config: DictConfig) -> Checked:
     if config.block_size is not None:
         require_int("block_size", config.block_size, 1)
     require_int("max_batch", config.max_batch, 1)
-    choose("model.device_map", config.model.device_map, (None, "auto"))
-    choose("model.compile", config.model.compile, ("auto", "off"))
-    choose("sweep.share_prefill", OmegaConf.select(config, "sweep.share_prefill"), (True, False))
-    choose("question", config.question, ("visible", "hidden"))
-    choose("device", config.device, ("auto", "cpu", "cuda"))
-    choose("dtype", config.dtype, ("auto", *DTYPES))
+    require_choice("model.device_map", config.model.device_map, (None, "auto"))
+    require_choice("model.compile", config.model.compile, ("auto", "off"))
+    require_choice("sweep.share_prefill", OmegaConf.select(config, "sweep.share_prefill"), (True, False))
+    require_choice("question", config.question, ("visible", "hidden"))
+    require_choice("device", config.device, ("auto", "cpu", "cuda"))
+    require_choice("dtype", config.dtype, ("auto", *DTYPES))
     check_workers(config.workers)
     check_sampling(config.temperature, config.top_p)
     budget = Budget(config.budget, config.budget_of)
@@ -66,17 +66,17 @@ def check(config: DictConfig) -> Checked:
     if config.question == "hidden" and not getattr(task, "has_context", True):
         name = settings["name"]
         raise SettingError(f"question=hidden: {name} has no context apart from its question; question=visible")
-    choose("fidelity", fidelity := OmegaConf.select(config, "fidelity", default=False), (True, False))
+    require_choice("fidelity", fidelity := OmegaConf.select(config, "fidelity", default=False), (True, False))
     if fidelity and not hasattr(task, "reference"):
         raise SettingError(f"fidelity=true: task={settings['name']} has no texts of right answers; fidelity=false")
     task.check()
-    return Checked(groups, budget, task, settings)
+    return CheckedSettings(groups, budget, task, settings)
 
 
 def check_results(results: object) -> None:
     """Raise a SettingError unless `results` names a folder."""
     if not isinstance(results, str) or not results:
-        raise SettingError(f"results={typed(results)}: a folder that can be written")
+        raise SettingError(f"results={format_value(results)}: a folder that can be written")
 
 
 def check_workers(workers: object) -> None:
@@ -92,8 +92,8 @@ def check_model(config: DictConfig) -> None:
     if config.device_map is not None and (own or config.name == "random"):
         raise SettingError(f"model.device_map={config.device_map}: model={config.name} fits one GPU; null")
     if config.name == "random":
-        choose("model.like", config.like, catalogue.shapes())
-        choose("model.tokenizer", config.tokenizer, (None, "reference"))
+        require_choice("model.like", config.like, catalogue.list_shapes())
+        require_choice("model.tokenizer", config.tokenizer, (None, "reference"))
     elif own:
         if config.path is not None or config.revision is not None:
             given = "path" if config.path is not None else "revision"

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.analysis import solvable_subtasks
 from kvbench.config import catalogue
 from kvbench.runs import checks
-from kvbench.validation import SettingError, writable
+from kvbench.validation import SettingError, require_writable
 
 SEED = 50_000
 SAMPLES = 20
@@ -32,7 +32,7 @@ OWN = ("method", "allocator", "codec", "seed", "limit", "task.seed", "task.limit
 WIDTH = 120
 
 
-def configs(options: Namespace) -> list[DictConfig]:
+def compose_configs(options: Namespace) -> list[DictConfig]:
     """One checked configuration for each length; SettingError for what cannot be used."""
     for override in options.settings:
         name, sign, value = override.partition("=")
@@ -57,38 +57,40 @@ def configs(options: Namespace) -> list[DictConfig]:
         except (HydraException, OmegaConfBaseException) as error:
             raise SettingError(catalogue.error_message(error) or " ".join(str(error).split())) from None
     for config in found:
-        checks.check(config)
-    writable("results", Path(found[0].results))
+        checks.check_settings(config)
+    require_writable("results", Path(found[0].results))
     return found
 
 
-def ask(runs: Sequence[Any], results: Path, workers: object) -> Iterator[tuple[int, Mapping[str, list[float]]]]:
+def score_subtasks(
+    runs: Sequence[Any], results: Path, workers: object
+) -> Iterator[tuple[int, Mapping[str, list[float]]]]:
     """Execute the runs; of each its length and, by subtask, the scores of its samples in points."""
     from kvbench.runs.resources import Resources
-    from kvbench.runs.runner import execute
-    from kvbench.runs.workers import check, share
+    from kvbench.runs.runner import execute_run
+    from kvbench.runs.workers import count_workers, execute_in_workers
 
-    count, loaded = check(workers or 1, runs[0].device), {}
+    count, loaded = count_workers(workers or 1, runs[0].device), {}
     if count > 1:
-        share([[run] for run in runs], results, count)
+        execute_in_workers([[run] for run in runs], results, count)
     for run in runs:
         bench = Resources(run, dict(loaded))
         scores: dict[str, list[float]] = {}
-        for record in sorted(execute(run, results, bench).values(), key=lambda record: record["index"]):
+        for record in sorted(execute_run(run, results, bench).values(), key=lambda record: record["index"]):
             scores.setdefault(record["subtask"], []).append(record["score"] or 0.0)
         loaded = {name: own for name, own in bench.loaded.items() if name in ("model", "tokenizer")}
         yield run.task.length, scores
 
 
-def lines(run: Any, command: str, found: Mapping[int, Mapping[str, Sequence[float]]]) -> Iterator[str]:
+def format_card(run: Any, command: str, found: Mapping[int, Mapping[str, Sequence[float]]]) -> Iterator[str]:
     """The YAML, with the command and the scores as comments."""
-    yield from wrapped(command, "# ")
+    yield from wrap_text(command, "# ")
     count = max(len(own) for scores in found.values() for own in scores.values())
     where = f"{run.dtype}, {run.value['device'].get('gpu', 'CPU')}"
-    yield from wrapped(f"The full cache's mean score of {count} samples a subtask, {where}:", "# ")
+    yield from wrap_text(f"The full cache's mean score of {count} samples a subtask, {where}:", "# ")
     for length, scores in found.items():
         said = ", ".join(f"{name} {sum(own) / len(own):.1f}" for name, own in scores.items())
-        yield from wrapped(f"{length}: {said}", "# ", "#   ")
+        yield from wrap_text(f"{length}: {said}", "# ", "#   ")
     where = "kvbench/analysis/solvable_subtasks.py"
     yield f"# Listed: {solvable_subtasks.LEAST_SCORE:g} or more. The samples have a seed of their own; see {where}."
     yield f"{solvable_subtasks.KEY}:"
@@ -97,10 +99,10 @@ def lines(run: Any, command: str, found: Mapping[int, Mapping[str, Sequence[floa
     yield f"  {run.task_settings['name']}:"
     for length, scores in found.items():
         names = [name for name, own in scores.items() if solvable_subtasks.is_solvable(own)]
-        yield from wrapped(f"{length}: [{', '.join(names)}]", "    ", "      ")
+        yield from wrap_text(f"{length}: [{', '.join(names)}]", "    ", "      ")
 
 
-def wrapped(text: str, begin: str, then: str | None = None) -> list[str]:
+def wrap_text(text: str, begin: str, then: str | None = None) -> list[str]:
     return textwrap.wrap(
         text,
         WIDTH,
@@ -111,7 +113,7 @@ def wrapped(text: str, begin: str, then: str | None = None) -> list[str]:
     )
 
 
-def numbers(name: str, text: str, most: int | None = None) -> list[int]:
+def parse_numbers(name: str, text: str, most: int | None = None) -> list[int]:
     """Different whole numbers of at least 1 between commas; SettingError."""
     own = text.split(",")
     if not all(one.isascii() and one.isdecimal() and int(one) for one in own) or len(set(map(int, own))) < len(own):

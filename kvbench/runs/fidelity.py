@@ -34,7 +34,7 @@ ROUNDING = 1e-6  # of a sum of float32 probabilities
 
 
 @dataclass(frozen=True)
-class Forced:
+class ForcedTokens:
     """Takes the place of `Sampling` in `Context.generate`: picks the tokens `ids` (B, n) whatever the logits are, and
     puts each step's logits (B, vocab) into `logits` (B, n, vocab).
 
@@ -76,7 +76,7 @@ def predict(context: GenerationContext, answers: Sequence[Sequence[int]]) -> Ten
             logits = context.logits[:, None]
         elif method.decoding or method.attends_subset:
             logits = context.logits.new_empty(*ids.shape, context.logits.shape[1])
-            for _ in context.generate(ids.shape[1], Forced(ids, logits), frozenset()):
+            for _ in context.generate(ids.shape[1], ForcedTokens(ids, logits), frozenset()):
                 pass
         else:
             first = context.logits[:, None]
@@ -84,13 +84,13 @@ def predict(context: GenerationContext, answers: Sequence[Sequence[int]]) -> Ten
     return logits.float().log_softmax(-1)
 
 
-def likelihood(predicted: Tensor, answer: Sequence[int]) -> float:
+def mean_nll(predicted: Tensor, answer: Sequence[int]) -> float:
     """The mean negative log-likelihood of an answer's n tokens, in nats, of log-probabilities (n, vocab)."""
     ids = torch.tensor(answer, device=predicted.device)
     return -float(predicted.gather(1, ids[:, None]).double().mean())
 
 
-def pack(predicted: Tensor) -> str:
+def pack_predictions(predicted: Tensor) -> str:
     """The `TOP` most likely tokens of each of n distributions (n, vocab) and their log-probabilities, as text: base64
     of n rows of ids (uint32, little-endian), then of n rows of log-probabilities (float32).
     """
@@ -99,17 +99,17 @@ def pack(predicted: Tensor) -> str:
     return base64.b64encode(b"".join(part.tobytes() for part in parts)).decode()
 
 
-def unpack(text: str, count: int) -> tuple[Tensor, Tensor]:
+def unpack_predictions(text: str, count: int) -> tuple[Tensor, Tensor]:
     """Ids (count, TOP) and log-probabilities (count, TOP) in float64."""
     raw = np.frombuffer(base64.b64decode(text), "<u4").reshape(2, count, -1)
     return torch.from_numpy(raw[0].astype(np.int64)), torch.from_numpy(raw[1].copy().view("<f4").astype(np.float64))
 
 
-def divergence(full: str, predicted: Tensor) -> float:
-    """The mean over n tokens of KL(p ‖ q) in nats, with p from `pack` of the full cache and q the log-probabilities
-    (n, vocab), over the tokens of `pack` and all others as one.
+def kl_divergence(full: str, predicted: Tensor) -> float:
+    """The mean over n tokens of KL(p ‖ q) in nats, with p from `pack_predictions` of the full cache and q the
+    log-probabilities (n, vocab), over the tokens of `pack_predictions` and all others as one.
     """
-    ids, p = unpack(full, len(predicted))
+    ids, p = unpack_predictions(full, len(predicted))
     q = predicted.gather(1, ids.to(predicted.device)).double().cpu()
     p_rest, q_rest = (1 - own.exp().sum(1) for own in (p, q))
     rest = torch.where(p_rest > ROUNDING, p_rest * (p_rest / q_rest.clamp(min=ROUNDING)).clamp(min=ROUNDING).log(), 0.0)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvbench.cache.policy import CachePolicy
 from kvbench.config import catalogue
-from kvbench.config.provenance import packages, unfollowed, walk
+from kvbench.config.provenance import find_packages, find_unfollowed, map_imports
 from kvbench.engine import shared_prefill
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
@@ -28,7 +28,7 @@ from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.checkpoint import Checkpoint
-from kvbench.models.transformers_port import layout
+from kvbench.models.transformers_port import read_layout
 from kvbench.validation import ContractError, SettingError
 
 TOKENS = 96  # of a prompt
@@ -38,7 +38,7 @@ CLOSE = 1e-6  # logits in float64, whose spread is about 1
 COMPARED = ("keys", "values", "places", "mass")
 
 
-class Failed(Exception):
+class CheckFailed(Exception):
     """A check found something wrong; the message is one line."""
 
 
@@ -47,7 +47,7 @@ class NotApplicable(Exception):
 
 
 @dataclass(frozen=True)
-class Subject:
+class MethodUnderTest:
     """The method under test, and the model it is tested on."""
 
     name: str
@@ -56,7 +56,7 @@ class Subject:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        return catalogue.settings("method", self.name, self.overrides)
+        return catalogue.load_settings("method", self.name, self.overrides)
 
     @cached_property
     def method(self) -> Method:
@@ -78,7 +78,7 @@ class Subject:
 
     def choice(self, allocator: str = "uniform") -> CachePolicy:
         """The method as it is, or SettingError if it does not go with the allocator."""
-        built = choose_cache(self.method, build("allocator", allocator), build("codec", "raw"))
+        built = choose_cache(self.method, build_named("allocator", allocator), build_named("codec", "raw"))
         return CachePolicy(built.method, built.allocator, built.codec, exact=True)
 
     def context(self, budget: float | int, block: int | None = None, batch: int = 1, allocator: str = "uniform"):
@@ -100,11 +100,11 @@ class Subject:
                 yield budget, block
 
 
-def build(group: str, name: str) -> Any:
-    return catalogue.build(group, catalogue.settings(group, name))
+def build_named(group: str, name: str) -> Any:
+    return catalogue.build(group, catalogue.load_settings(group, name))
 
 
-def check_guards(subject: Subject) -> str:
+def check_guards(subject: MethodUnderTest) -> str:
     """Nothing that a hook is handed is written to, in prompt, blocks, questions and decoding."""
     rehearse(subject.model, subject.choice(), subject.words, subject.prompt())
     for budget, block in subject.cases():
@@ -116,7 +116,7 @@ def check_guards(subject: Subject) -> str:
     return f"{len(list(subject.cases()))} set-ups with copies compared around every hook"
 
 
-def check_full_budget(subject: Subject) -> str:
+def check_full_budget(subject: MethodUnderTest) -> str:
     """With a full budget the logits are the model's own, also of tokens that follow."""
     more, most = subject.prompt(3, 9), 0.0
     with torch.no_grad():
@@ -127,11 +127,11 @@ def check_full_budget(subject: Subject) -> str:
             found = torch.cat([context.logits, context.extend(more)[0]])
         most = max(most, (found - own[TOKENS - 1 :]).abs().max().item())
         if most > CLOSE:
-            raise Failed(f"block_size={block or 'null'}: logits differ by {most:.2g} from the model's own")
+            raise CheckFailed(f"block_size={block or 'null'}: logits differ by {most:.2g} from the model's own")
     return f"logits differ by {most:.0e} at most"
 
 
-def check_quota(subject: Subject) -> str:
+def check_quota(subject: MethodUnderTest) -> str:
     """After every cut a layer holds exactly the quota's rows in every head."""
     method = subject.method
     if method.attends_subset:
@@ -147,16 +147,16 @@ def check_quota(subject: Subject) -> str:
         if method.sets_head_quotas:
             total, limit = sum(map(sum, held.values())), quota * sum(map(len, held.values()))
             if total > limit and not any(method.skips_layer(layer, layers) for layer in held):
-                raise Failed(f"{where}: {total} rows held in all, the budget is {limit}")
+                raise CheckFailed(f"{where}: {total} rows held in all, the budget is {limit}")
             continue
         for layer, counts in held.items():
             expected = TOKENS if method.skips_layer(layer, layers) else quota
             if set(counts) != {expected}:
-                raise Failed(f"{where}: the heads of layer {layer} hold {counts} rows, expected {expected}")
+                raise CheckFailed(f"{where}: the heads of layer {layer} hold {counts} rows, expected {expected}")
     return "the total stays within the budget" if method.sets_head_quotas else "in every head, for every block size"
 
 
-def check_tokens(subject: Subject) -> str:
+def check_tokens(subject: MethodUnderTest) -> str:
     """Tokens held and tokens gone make up the tokens read; rows stand in the order of their places."""
     for budget, block in subject.cases():
         context = subject.read(budget, block)
@@ -167,13 +167,15 @@ def check_tokens(subject: Subject) -> str:
                 gone = 0 if layer.tally.evicted is None else int(layer.tally.evicted[0, head])
                 where = f"budget={budget} block_size={block or 'null'}, layer {layer.index}, head {head}"
                 if int(masses.sum()) + gone != context.seen:
-                    raise Failed(f"{where}: {int(masses.sum())} tokens held + {gone} gone, {context.seen} were read")
+                    raise CheckFailed(
+                        f"{where}: {int(masses.sum())} tokens held + {gone} gone, {context.seen} were read"
+                    )
                 if not (places.diff() > 0).all():
-                    raise Failed(f"{where}: the rows' places do not ascend")
+                    raise CheckFailed(f"{where}: the rows' places do not ascend")
     return "held + gone = read"
 
 
-def facts(context: GenerationContext) -> dict[str, Tensor]:
+def collect_outcome(context: GenerationContext) -> dict[str, Tensor]:
     """What is held, and the answer."""
     found = {f"{name} of layer {layer.index}": getattr(layer.rows.view(), name)
              for layer in context.own_layers for name in COMPARED}  # fmt: skip
@@ -182,23 +184,25 @@ def facts(context: GenerationContext) -> dict[str, Tensor]:
     return found | {"logits": context.logits}
 
 
-def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
+def find_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
     """The first thing that is not the same to the bit."""
     return next((name for name, own in expected.items() if not torch.equal(found[name], own)), None)
 
 
-def check_state(subject: Subject) -> str:
+def check_state(subject: MethodUnderTest) -> str:
     """A prompt gives the same whatever was read before it, and when it is read again."""
     for budget, block in list(subject.cases())[:: len(BUDGETS)]:
-        expected = facts(subject.read(budget, block))
+        expected = collect_outcome(subject.read(budget, block))
         subject.read(budget, block, subject.prompt(11))
-        wrong = difference(facts(subject.read(budget, block)), expected)
+        wrong = find_difference(collect_outcome(subject.read(budget, block)), expected)
         if wrong:
-            raise Failed(f"budget={budget} block_size={block or 'null'}: {wrong} differs when another was read before")
+            raise CheckFailed(
+                f"budget={budget} block_size={block or 'null'}: {wrong} differs when another was read before"
+            )
     return "the same prompt gives the same to the bit"
 
 
-def check_blocks(subject: Subject) -> str:
+def check_blocks(subject: MethodUnderTest) -> str:
     """While nothing is cut, blocks give what one block gives."""
     if subject.method.one_block:
         raise NotApplicable("it needs the prompt as one block")
@@ -206,11 +210,11 @@ def check_blocks(subject: Subject) -> str:
     for block in BLOCKS[1:]:
         most = (subject.read(TOKENS, block).logits - one).abs().max().item()
         if most > CLOSE:
-            raise Failed(f"block_size={block}: logits differ by {most:.2g} from those of one block")
+            raise CheckFailed(f"block_size={block}: logits differ by {most:.2g} from those of one block")
     return "logits are those of one block"
 
 
-def check_batch(subject: Subject) -> str:
+def check_batch(subject: MethodUnderTest) -> str:
     """A prompt keeps the same rows in a batch as alone."""
     prompts = torch.cat([subject.prompt(seed) for seed in (0, 21)])
     for budget, block in list(subject.cases())[:: len(BUDGETS)]:
@@ -221,17 +225,17 @@ def check_batch(subject: Subject) -> str:
                 for head in range(own.rows.shape[1]):
                     if not torch.equal(own.rows.head_places(0, head), other.rows.head_places(sample, head)):
                         where = f"budget={budget} block_size={block or 'null'}, layer {own.index}, head {head}"
-                        raise Failed(f"{where}: sample {sample} keeps other rows in a batch than alone")
+                        raise CheckFailed(f"{where}: sample {sample} keeps other rows in a batch than alone")
     return "the rows kept in a batch are those kept alone"
 
 
-def check_sharing(subject: Subject) -> str:
+def check_sharing(subject: MethodUnderTest) -> str:
     """Beside other methods on one prefill it is what it is alone, and so are they."""
     if subject.method.needs_extra_reads:
         raise NotApplicable("it reads prompts again, therefore alone")
     if subject.method.wants_lse:
         raise NotApplicable("it wants log-sum-exps and shares a prefill with its like only")
-    others = [CachePolicy(build("method", name), build("allocator", "uniform"), build("codec", "raw"))
+    others = [CachePolicy(build_named("method", name), build_named("allocator", "uniform"), build_named("codec", "raw"))
               for name in ("full", "knorm")]  # fmt: skip
 
     def contexts() -> list[GenerationContext]:
@@ -248,16 +252,16 @@ def check_sharing(subject: Subject) -> str:
         raise failed.__cause__ from None
     for alone, context in zip(contexts(), shared, strict=True):
         alone.prefill(subject.prompt())
-        wrong = difference(facts(context), facts(alone))
+        wrong = find_difference(collect_outcome(context), collect_outcome(alone))
         if wrong:
-            raise Failed(f"{context.choice.method.name}: {wrong} is not what it is alone")
+            raise CheckFailed(f"{context.choice.method.name}: {wrong} is not what it is alone")
     return "with full and knorm, to the bit"
 
 
-def check_allocators(subject: Subject) -> str:
+def check_allocators(subject: MethodUnderTest) -> str:
     """Every allocator works with it, or is refused with a reason."""
     found = []
-    for name in catalogue.names("allocator"):
+    for name in catalogue.list_choices("allocator"):
         try:
             context = subject.context(0.2, None, allocator=name)
         except SettingError:
@@ -268,7 +272,7 @@ def check_allocators(subject: Subject) -> str:
     return ", ".join(found)
 
 
-CHECKS: tuple[tuple[str, Callable[[Subject], str]], ...] = (
+CHECKS: tuple[tuple[str, Callable[[MethodUnderTest], str]], ...] = (
     ("writes into nothing it is handed", check_guards),
     ("a full budget changes nothing", check_full_budget),
     ("every cut leaves the quota", check_quota),
@@ -281,7 +285,7 @@ CHECKS: tuple[tuple[str, Callable[[Subject], str]], ...] = (
 )
 
 
-def run_checks(subject: Subject) -> int:
+def run_checks(subject: MethodUnderTest) -> int:
     """Print a line for each check; how many failed."""
     failed, last, begin = 0, "", time.perf_counter()
     width = max(len(title) for title, _ in CHECKS)
@@ -291,7 +295,7 @@ def run_checks(subject: Subject) -> int:
         except NotApplicable as reason:
             mark, remark = "-", str(reason)
         except Exception as error:
-            known = isinstance(error, Failed | ContractError | SettingError)
+            known = isinstance(error, CheckFailed | ContractError | SettingError)
             line = str(error) if known else f"{type(error).__name__}: {' '.join(str(error).split())}"
             mark, remark = "FAIL", "the same" if line == last else line
             failed, last = failed + 1, line
@@ -302,18 +306,18 @@ def run_checks(subject: Subject) -> int:
     return failed
 
 
-def describe(subject: Subject) -> None:
+def print_subject(subject: MethodUnderTest) -> None:
     """Print what is checked: its file, its settings, its sources that are no installed package."""
     target = subject.settings["_target_"]
     module = target.rpartition(".")[0]
     own = {key: value for key, value in subject.settings.items() if key not in ("_target_", "name", "preset")}
-    shape = layout(subject.model)
+    shape = read_layout(subject.model)
     print(f"method={subject.name}: {target} {own or 'without settings'}")
     print(f"model={subject.checkpoint.name}: {shape.layers} layers, {shape.heads} KV heads, float64, {TOKENS} tokens")
-    found = walk([module])
+    found = map_imports([module])
     own = sorted(name for name in found if name.split(".")[0] != "kvbench")
-    installed = sorted(packages({name for names in found.values() for name in names}))
+    installed = sorted(find_packages({name for names in found.values() for name in names}))
     if own or installed:
         print(f"hashed with it: {', '.join([*own, *installed])}")
-    for place in unfollowed(found):
+    for place in find_unfollowed(found):
         print(f"not hashed, since it cannot be followed: what {place} executes")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.interfaces.task import Sample
-from kvbench.models.chat_template import between_turns, template
+from kvbench.models.chat_template import split_template, split_turns
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def encode_all(tokenizer: Any, samples: Iterable[Sample]) -> dict[str, tuple[Sam
 
 def _next_turn(tokenizer: Any, sample: Sample, before: Sample, prompt: Prompt) -> Prompt:
     """The prompt of the turn that follows `before`, whose own is `prompt`."""
-    lead, opening, closing = between_turns(tokenizer) if sample.chat else ("", "", "")
+    lead, opening, closing = split_turns(tokenizer) if sample.chat else ("", "", "")
     said = "" if before.said is None else lead + before.said
     text = said + opening + sample.question + closing + sample.answer_prefix
     rest = tuple(tokenizer.encode(text, add_special_tokens=False))
@@ -72,21 +72,21 @@ def encode(tokenizer: Any, sample: Sample) -> Prompt:
     Around a solved example stands the whole template a second time, with nothing after the example's answer, as
     NVIDIA/RULER writes it (scripts/data/prepare.py and common_words_extraction.py).
     """
-    before, after = template(tokenizer) if sample.chat else ("", "")
+    before, after = split_template(tokenizer) if sample.chat else ("", "")
     turns = tuple(zip(sample.solved, (after, before), strict=False)) if before or after else ()
     context = sample.context
     for place, own in reversed(turns):
         context = context[:place] + own + context[place:]
     text = before + context + sample.question + after + sample.answer_prefix
     begin = len(before)
-    prompt = divide(tokenizer, text, begin, begin + len(context), special=not (before or after))
+    prompt = encode_parts(tokenizer, text, begin, begin + len(context), special=not (before or after))
     for place, own in turns:
         ends = (end if end <= place else max(place, end - len(own)) for end in prompt.ends)
         prompt = replace(prompt, ends=array("I", ends))
     return prompt
 
 
-def divide(tokenizer: Any, text: str, begin: int, end: int, special: bool) -> Prompt:
+def encode_parts(tokenizer: Any, text: str, begin: int, end: int, special: bool) -> Prompt:
     """The tokens of a whole prompt, whose own text begins at the character `begin` and whose context ends at `end`;
     `special`: with the tokenizer's special tokens.
     """

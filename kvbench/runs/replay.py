@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from kvbench.config import catalogue
 from kvbench.runs.resources import Resources
-from kvbench.runs.responder import Responder, conversation
-from kvbench.runs.runner import machine
+from kvbench.runs.responder import Responder, list_turns
+from kvbench.runs.runner import describe_machine
 from kvbench.runs.shared_runs import spoils_model
 from kvbench.runs.spec import UNCUT, RunSpec
 from kvbench.store.run_folder import RunFolder, read_run_value, run_hash, to_json_value
@@ -32,12 +32,12 @@ ELSEWHERE = ("sources", "device")  # parts of a run's value that today's machine
 SHOWN = 40  # characters of a value
 
 
-class Impossible(Exception):
+class CannotReplay(Exception):
     """A record cannot be executed again; the message says why."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReplayPlan:
     """Records of a run that are to be executed again."""
 
     run: RunSpec
@@ -46,7 +46,7 @@ class Plan:
 
 
 @dataclass
-class Found:
+class ReplayCounts:
     """What executing records again gave."""
 
     agree: int = 0  # with everything as it was then
@@ -66,9 +66,9 @@ class Found:
             yield f"replay: {self.impossible} cannot be replayed"
 
 
-def replay(results: Path, drawn: Sequence[tuple[str, str]]) -> Found:
+def replay(results: Path, drawn: Sequence[tuple[str, str]]) -> ReplayCounts:
     """Execute these records (run, uid) again, and print what differs."""
-    found, plans = Found(), []
+    found, plans = ReplayCounts(), []
     by_run = {name: [uid for _, uid in own] for name, own in groupby(sorted(drawn), key=lambda one: one[0])}
     bar = tqdm(total=len(drawn), desc="replay", file=sys.stderr)
 
@@ -76,7 +76,7 @@ def replay(results: Path, drawn: Sequence[tuple[str, str]]) -> Found:
         bar.write(line, file=sys.stdout)
 
     def give_up(name: str, uids: Sequence[str], error: Exception) -> None:
-        reason = str(error) if isinstance(error, Impossible | ValueError) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, CannotReplay | ValueError) else f"{type(error).__name__}: {error}"
         say(f"{name}  {', '.join(uids)}: cannot be replayed: {(reason.splitlines() or [''])[0]}")
         found.impossible += len(uids)
         bar.update(len(uids))
@@ -85,28 +85,28 @@ def replay(results: Path, drawn: Sequence[tuple[str, str]]) -> Found:
         value = read_run_value(results / "runs" / name)
         folder = RunFolder(results / "runs", value)
         try:
-            plans.append(Plan(rebuild(folder, uids[0]), folder, uids))
+            plans.append(ReplayPlan(rebuild_run(folder, uids[0]), folder, uids))
         except Exception as error:
             give_up(name, uids, error)
-    plans.sort(key=lambda plan: (*weights_key(plan), bench_key(plan), plan.folder.hash))
+    plans.sort(key=lambda plan: (*weights_key(plan), prompts_key(plan), plan.folder.hash))
     for _, some in groupby(plans, key=weights_key):
-        answer(list(some), found, give_up, say, bar.update)
+        replay_group(list(some), found, give_up, say, bar.update)
     bar.close()
     return found
 
 
-def rebuild(folder: RunFolder, uid: str) -> RunSpec:
+def rebuild_run(folder: RunFolder, uid: str) -> RunSpec:
     """The run of a record, from the settings that its machine.json holds. Impossible, or SettingError of a setting that
     cannot be used here.
     """
     settings = folder.machine(uid).get("settings")
     if not isinstance(settings, Mapping):
-        raise Impossible("the run was written before kvbench kept its settings")
+        raise CannotReplay("the run was written before kvbench kept its settings")
     value = folder.value
     own = {"device": value["device"]["type"], "dtype": value["device"]["dtype"], "workers": None}
     own["results"] = str(folder.path.parents[1])
     if (value["method"]["name"], value["codec"]["name"]) == ("full", "raw"):  # a baseline has the settings of its cell
-        own |= {group: catalogue.settings(group, name) for group, name in UNCUT.items()}
+        own |= {group: catalogue.load_settings(group, name) for group, name in UNCUT.items()}
     config = OmegaConf.create({**settings, **own})
     if "cache" in config.task:
         config.task.cache = None  # it lies in the store
@@ -114,24 +114,26 @@ def rebuild(folder: RunFolder, uid: str) -> RunSpec:
     chosen = ({key: part for key, part in one.items() if key not in ELSEWHERE} for one in (value, run.value))
     then, now = map(flatten, chosen)
     if other := sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name)):
-        raise Impossible(f"{', '.join(other[:3])}: not what it was then")
+        raise CannotReplay(f"{', '.join(other[:3])}: not what it was then")
     return run
 
 
-def weights_key(plan: Plan) -> tuple[str, str, str]:
+def weights_key(plan: ReplayPlan) -> tuple[str, str, str]:
     """Runs of one key use one copy of the weights."""
     return repr(plan.run.checkpoint), plan.run.dtype, plan.run.device
 
 
-def bench_key(plan: Plan) -> str:
+def prompts_key(plan: ReplayPlan) -> str:
     """Runs of one key answer the same prompts."""
     return run_hash(plan.run.baseline().value)
 
 
-def answer(plans: Sequence[Plan], found: Found, give_up: Callable, say: Callable, step: Callable) -> None:
+def replay_group(
+    plans: Sequence[ReplayPlan], found: ReplayCounts, give_up: Callable, say: Callable, step: Callable
+) -> None:
     """Execute the records of runs that use one model, and compare them. The model is gone when this returns."""
     common: dict[str, Any] = {}  # tokenizer and weights
-    for _, some in groupby(plans, key=bench_key):
+    for _, some in groupby(plans, key=prompts_key):
         bench = None
         for plan in some:
             try:
@@ -148,7 +150,7 @@ def answer(plans: Sequence[Plan], found: Found, give_up: Callable, say: Callable
             for number, uid in enumerate(plan.uids):
                 try:
                     if uid not in again:
-                        again |= execute(reader, bench, uid, records[uid])
+                        again |= execute_again(reader, bench, uid, records[uid])
                 except Exception as error:
                     if spoils_model(error):
                         give_up(plan.folder.hash, plan.uids[number:], error)
@@ -157,27 +159,29 @@ def answer(plans: Sequence[Plan], found: Found, give_up: Callable, say: Callable
                         break
                     give_up(plan.folder.hash, [uid], error)
                     continue
-                compare(found, plan, records[uid], to_json_value(again[uid]), say)
+                compare_records(found, plan, records[uid], to_json_value(again[uid]), say)
                 step()
 
 
-def execute(reader: Responder, bench: Resources, uid: str, then: Mapping[str, Any]) -> dict[str, dict]:
+def execute_again(reader: Responder, bench: Resources, uid: str, then: Mapping[str, Any]) -> dict[str, dict]:
     """The record of a sample made again, and those of all turns of its conversation."""
     if then.get("error"):
-        raise Impossible(f"it holds no answer ({then['error']})")
+        raise CannotReplay(f"it holds no answer ({then['error']})")
     if uid not in bench.prompts:
-        raise Impossible("its task has no such sample")
-    batch = conversation(uid, bench.prompts) or [uid]
+        raise CannotReplay("its task has no such sample")
+    batch = list_turns(uid, bench.prompts) or [uid]
     made = reader.answer([bench.prompts[own] for own in batch])
     if made[0]["error"]:
-        raise Impossible(f"executing it again ends with {made[0]['error']}")
+        raise CannotReplay(f"executing it again ends with {made[0]['error']}")
     return {record["uid"]: record for record in made}
 
 
-def compare(found: Found, plan: Plan, then: Mapping[str, Any], now: Mapping[str, Any], say: Callable) -> None:
+def compare_records(
+    found: ReplayCounts, plan: ReplayPlan, then: Mapping[str, Any], now: Mapping[str, Any], say: Callable
+) -> None:
     """Count a record, and name each field that is damaged."""
     differ = [name for name in COMPARED if then.get(name) != now.get(name)]
-    here = list(differences(plan.run, plan.folder, then))
+    here = list(find_differences(plan.run, plan.folder, then))
     if here:
         found.elsewhere.append(not differ)
         found.differences.update(here)
@@ -185,13 +189,13 @@ def compare(found: Found, plan: Plan, then: Mapping[str, Any], now: Mapping[str,
     found.damaged += bool(differ)
     found.agree += not differ
     for name in differ:
-        one, other = shortened(then.get(name), now.get(name))
+        one, other = shorten_both(then.get(name), now.get(name))
         say(f"{plan.folder.hash}  {then['uid']}: {name} is {one}, and {other} when it is executed again")
 
 
-def differences(run: RunSpec, folder: RunFolder, then: Mapping[str, Any]) -> Iterator[str]:
+def find_differences(run: RunSpec, folder: RunFolder, then: Mapping[str, Any]) -> Iterator[str]:
     """What may make a record differ from the one that is made now."""
-    before, now = folder.machine(then["uid"]), to_json_value(machine(run.device))
+    before, now = folder.machine(then["uid"]), to_json_value(describe_machine(run.device))
     before, now = (flatten({name: own.get(name) for name in MACHINE}) for own in (before, now))
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
@@ -203,7 +207,7 @@ def differences(run: RunSpec, folder: RunFolder, then: Mapping[str, Any]) -> Ite
         yield "read with other samples or runs then, alone now"
 
 
-def shortened(one: object, other: object) -> tuple[str, str]:
+def shorten_both(one: object, other: object) -> tuple[str, str]:
     """Both values around the first character in which they differ."""
     texts = repr(one), repr(other)
     first = next((place for place, pair in enumerate(zip(*texts, strict=False)) if len(set(pair)) > 1), 0)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvbench.interfaces.task import Sample
-from kvbench.models.chat_template import template_tokens
+from kvbench.models.chat_template import count_template_tokens
 from kvbench.runs.prompt import Prompt, encode_all
 from kvbench.runs.spec import DTYPES, RunSpec
 from kvbench.store.run_folder import RunFolder
@@ -54,7 +54,7 @@ class Resources:
 
         def make() -> dict[str, tuple[Sample, Prompt]]:
             longest = self.run.checkpoint.longest()
-            samples = self.run.task.samples(self.tokenizer, template_tokens(self.tokenizer), longest)
+            samples = self.run.task.samples(self.tokenizer, count_template_tokens(self.tokenizer), longest)
             return encode_all(self.tokenizer, samples)
 
         return self._once("prompts", make)

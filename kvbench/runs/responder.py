@@ -17,15 +17,15 @@ from kvbench.engine.generation import GenerationContext
 from kvbench.engine.rehearsal import rehearse
 from kvbench.engine.timing import forget_peak, now, peak
 from kvbench.interfaces.task import Graded, Sample
-from kvbench.models.chat_template import make_prompt_encoder, template
-from kvbench.models.checkpoint import stop_tokens
-from kvbench.runs.fidelity import TOKENS, divergence, likelihood, pack, predict
+from kvbench.models.chat_template import make_prompt_encoder, split_template
+from kvbench.models.checkpoint import find_stop_tokens
+from kvbench.runs.fidelity import TOKENS, kl_divergence, mean_nll, pack_predictions, predict
 from kvbench.runs.prompt import Prompt
 from kvbench.runs.resources import Resources
 from kvbench.runs.spec import RunSpec
 from kvbench.runs.survival import find_evidence, measure_survival
 from kvbench.store.record import Record
-from kvbench.validation import ContractError, number
+from kvbench.validation import ContractError, is_number
 
 UNGRADED = {"score": None, "answer": None, "also": {}}
 ASKED = 1000  # characters of a question that are recorded
@@ -33,7 +33,7 @@ TAIL = 32  # characters in front of a right answer with which it is encoded
 WARM_UP = tuple(range(64))  # token ids
 
 
-def conversation(uid: str, prompts: Mapping[str, tuple[Sample, Prompt]]) -> list[str]:
+def list_turns(uid: str, prompts: Mapping[str, tuple[Sample, Prompt]]) -> list[str]:
     """All turns of the conversation that a sample is one of, in order; none where it is not."""
     own = prompts[uid][0].conversation
     return [other for other, (sample, _) in prompts.items() if sample.conversation == own] if own else []
@@ -60,7 +60,7 @@ class Responder:
         self.made: dict[str, dict] = {}  # records of the full cache that were made here, by uid
         self.order = {uid: index for index, uid in enumerate(bench.prompts)}
         self.task = bench.run.task  # only the task that made the samples may know how to grade them
-        self.stop = stop_tokens(self.model)
+        self.stop = find_stop_tokens(self.model)
         self.context: GenerationContext | None = None  # the last compressed context, of what was read
         self.opening: SharedPrefix | None = None
         self.prefill_ms, self.shared = 0.0, 1
@@ -88,7 +88,7 @@ class Responder:
             if len(batch) > 1 and not batch[0][0].conversation:  # each may fit alone
                 return [record for one in batch for record in self.answer([one])]
             measured = [{"output": "", "stop": "error", "error": "out_of_memory"} for _ in batch]
-            found = self._records(batch, measured, started)
+            found = self._make_records(batch, measured, started)
         return found
 
     def attempt(self, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict] | None:
@@ -98,9 +98,9 @@ class Responder:
             measured = self._converse(batch) if batch[0][0].conversation else self._measure(batch)
         if measured is None:  # here, not where it is caught: an error that is handled holds what its frames made
             return None
-        return self._records(batch, measured, started)
+        return self._make_records(batch, measured, started)
 
-    def _records(self, batch: Sequence[tuple[Sample, Prompt]], measured: list[dict], started: float) -> list[dict]:
+    def _make_records(self, batch: Sequence[tuple[Sample, Prompt]], measured: list[dict], started: float) -> list[dict]:
         """What was measured, scored."""
         records = []
         for (sample, prompt), found in zip(batch, measured, strict=True):
@@ -116,7 +116,7 @@ class Responder:
         owner = f"task={self.run.task_settings.get('name')}"
         grade = ask(owner, "score", lambda: self.task.score(sample, output), f" of {sample.uid}")
         score = getattr(grade, "score", None)
-        if not number(score) or not 0 <= score <= 100:
+        if not is_number(score) or not 0 <= score <= 100:
             shown = score if isinstance(grade, Graded) else type(grade).__name__
             raise ContractError(f"{owner}: score of {sample.uid} returned {shown}, expected a number from 0 to 100")
         return grade
@@ -131,7 +131,7 @@ class Responder:
             "uid": sample.uid, "index": self.order[sample.uid], "subtask": sample.subtask,
             "group": sample.group or sample.uid,
             "prompt_hash": prompt.hash(), "target_hash": target, "target": list(sample.answers),
-            "asked": shortened(sample.question + sample.answer_prefix),
+            "asked": shorten(sample.question + sample.answer_prefix),
             "tokens_in": len(prompt.ids), "tokens_context": len(prompt.context),
             "budget": 1.0 if self.run.full else self.run.budget.value, "meta": dict(sample.meta),
             "conversation": sample.conversation or None, "turn": len(prompt.earlier),
@@ -141,7 +141,7 @@ class Responder:
         rest = [prompt.rest if self.run.question == "hidden" else () for _, prompt in batch]
         context = self._open(batch)
         with context.branch():
-            return self._speak(context, batch, self.prefill_ms + self._extend(context, rest))[0]
+            return self._generate_answers(context, batch, self.prefill_ms + self._extend(context, rest))[0]
 
     def _converse(self, turns: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
         """The turns of one conversation: what was said stays in the cache, as the task says it or as it was."""
@@ -152,22 +152,22 @@ class Responder:
                 asked = prompt.rest if turn or self.run.question == "hidden" else ()
                 spent = self._extend(context, [asked]) + (0.0 if turn else self.prefill_ms)
                 with nullcontext() if sample.said is None else context.branch():
-                    [own], answer = self._speak(context, [(sample, prompt)], spent)
+                    [own], answer = self._generate_answers(context, [(sample, prompt)], spent)
                 found.append(own)
                 last = int(answer[0, -1])  # not read yet; one that ends answers is for the next turn to bring
                 if sample.said is None and last not in self.stop:
                     self._extend(context, [(last,)])
         return found
 
-    def holds(self, batch: Sequence[tuple[Sample, Prompt]]) -> bool:
+    def has_read(self, batch: Sequence[tuple[Sample, Prompt]]) -> bool:
         """Whether what the batch begins with was read last."""
-        return self.opening == self.begins(batch)
+        return self.opening == self.find_prefix(batch)
 
     def drop(self) -> None:
         """Free what was read last."""
         self.context = self.opening = None
 
-    def begins(self, batch: Sequence[tuple[Sample, Prompt]]) -> SharedPrefix:
+    def find_prefix(self, batch: Sequence[tuple[Sample, Prompt]]) -> SharedPrefix:
         """What is read first, and then cut."""
         hidden, (sample, prompt) = self.run.question == "hidden", batch[0]
         room = sample.max_new_tokens + (len(prompt.rest) if hidden else 0)
@@ -176,10 +176,10 @@ class Responder:
         ids = tuple(own.context if hidden else own.context + own.rest for _, own in batch)
         return SharedPrefix(ids, tuple(own.group or own.uid for own, _ in batch), prompt.prefix, room)
 
-    def fresh(self, opening: SharedPrefix) -> GenerationContext:
+    def make_context(self, opening: SharedPrefix) -> GenerationContext:
         """The context to read it into."""
         seeds, own = (
-            tuple(seed_of(self.run.seed, group) for group in opening.groups),
+            tuple(derive_seed(self.run.seed, group) for group in opening.groups),
             make_prompt_encoder(self.tokenizer),
         )
         run = self.run
@@ -187,7 +187,9 @@ class Responder:
             self.model, self.choice, run.budget, run.block_size, seeds, opening.prefix, own, run.compile, opening.room
         )
 
-    def keep(self, opening: SharedPrefix, context: GenerationContext, milliseconds: float, shared: int = 1) -> None:
+    def keep_context(
+        self, opening: SharedPrefix, context: GenerationContext, milliseconds: float, shared: int = 1
+    ) -> None:
         """The context was read; `shared`: how many were at once."""
         self.opening, self.context, self.prefill_ms, self.shared = opening, context, milliseconds, shared
         self.peak = peak(self.run.device) or 0
@@ -196,14 +198,14 @@ class Responder:
         self.drop()  # freed before the new one grows
         forget_peak(self.run.device)
         begin = now(self.run.device)
-        context = self.fresh(opening)
+        context = self.make_context(opening)
         context.prefill(self._tensor(opening.ids))
-        self.keep(opening, context, 1000 * (now(self.run.device) - begin))
+        self.keep_context(opening, context, 1000 * (now(self.run.device) - begin))
 
     def _open(self, batch: Sequence[tuple[Sample, Prompt]]) -> GenerationContext:
         """The compressed context of a batch: the last one if it is the same."""
-        if not self.holds(batch):
-            self._read(self.begins(batch))
+        if not self.has_read(batch):
+            self._read(self.find_prefix(batch))
         return self.context
 
     def _extend(self, context: GenerationContext, rest: Sequence[tuple[int, ...]]) -> float:
@@ -214,11 +216,11 @@ class Responder:
         context.extend(self._tensor(rest))
         return 1000 * (now(self.run.device) - begin)
 
-    def _speak(
+    def _generate_answers(
         self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]], spent: float
     ) -> tuple[list[dict], Tensor]:
         """What the answers are and cost, and their tokens (B, n); `spent`: milliseconds that reading took before."""
-        looked = self._look(context, batch)
+        looked = self._inspect_context(context, batch)
         context.reserve(batch[0][0].max_new_tokens)
         counted = self._count(context) | {"batch": len(batch)}
         answers = self._tokens(context, [sample for sample, _ in batch])
@@ -246,7 +248,7 @@ class Responder:
     def _tokens(self, context: GenerationContext, samples: Sequence[Sample]) -> Tensor:
         """(B, n) tokens, until each sample's answer is over."""
         like, stop = samples[0], self.stop.union(samples[0].ends)
-        seeds = tuple(seed_of(self.run.seed, sample.uid) for sample in samples)
+        seeds = tuple(derive_seed(self.run.seed, sample.uid) for sample in samples)
         steps = context.generate(
             like.max_new_tokens, self.run.sampling, stop, seeds=seeds, min_new_tokens=like.min_new_tokens
         )
@@ -267,7 +269,7 @@ class Responder:
                         break
         return torch.stack(tokens, dim=1)
 
-    def _look(self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
+    def _inspect_context(self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
         """Which of the tokens read are held when the answers begin, and with fidelity=true what the model predicts.
         What looking takes is no part of the peak.
         """
@@ -300,11 +302,11 @@ class Responder:
                 continue
             own, count = predicted[: len(answer)], len(answer)
             if self.run.value == self.run.baseline().value:
-                kl, more = 0.0, {"predictions": pack(own)}
+                kl, more = 0.0, {"predictions": pack_predictions(own)}
             else:
                 full, more = self._full_predictions(sample.uid, batch), {}
-                kl = None if full is None else divergence(full, own)
-            found.append({"fidelity": {"nll": likelihood(own, answer), "kl": kl, "tokens": count}} | more)
+                kl = None if full is None else kl_divergence(full, own)
+            found.append({"fidelity": {"nll": mean_nll(own, answer), "kl": kl, "tokens": count}} | more)
         spent = 1000 * (now(self.run.device) - begin) / len(batch)
         return [own | {"fidelity_ms": spent} for own in found]
 
@@ -314,7 +316,7 @@ class Responder:
             return []
         owner = f"task={self.run.task_settings.get('name')}"
         text = ask(owner, "reference", lambda: self.task.reference(sample), f" of {sample.uid}")
-        before = sample.answer_prefix or (template(self.tokenizer)[1] if sample.chat else "") or sample.question
+        before = sample.answer_prefix or (split_template(self.tokenizer)[1] if sample.chat else "") or sample.question
         tail = before[-TAIL:]  # some tokenizers begin a text with a token that never follows another
         text = tail + ("" if tail[-1:].isspace() else " ") + text
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -332,7 +334,7 @@ class Responder:
         record = (self.bench.full.record(uid) if self.bench.full else None) or self.made.get(uid)
         if record is None:
             prompts = self.bench.prompts
-            turns = [prompts[other] for other in conversation(uid, prompts)]
+            turns = [prompts[other] for other in list_turns(uid, prompts)]
             self.made = {own["uid"]: own for own in Responder(self.run.baseline(), self.bench).answer(turns or batch)}
             record = self.made[uid]
         return record.get("predictions")
@@ -359,13 +361,13 @@ class Responder:
         kept = trim(tokens, stop)
         text, ended = self._text(kept), "eos" if int(kept[-1]) in stop else "length"
         if any(end in text for end in sample.until):
-            fewest = bisect_left(range(len(kept)), True, key=lambda last: self._over(sample, kept[: last + 1]))
+            fewest = bisect_left(range(len(kept)), True, key=lambda last: self._is_over(sample, kept[: last + 1]))
             kept, ended = kept[: fewest + 1], "until"
             text = text[: min(text.find(end) for end in sample.until if end in text)]
         decode_ms = 1000 * (stamps[len(kept) - 1] - stamps[0])
         return {"output": text, "tokens_out": len(kept), "stop": ended, "decode_ms": decode_ms}
 
-    def _over(self, sample: Sample, tokens: Tensor) -> bool:
+    def _is_over(self, sample: Sample, tokens: Tensor) -> bool:
         return any(end in self._text(tokens) for end in sample.until)
 
     def _text(self, tokens: Tensor) -> str:
@@ -375,7 +377,7 @@ class Responder:
         return torch.tensor(rows, device=next(self.model.parameters()).device)
 
 
-def shortened(text: str, most: int = ASKED) -> str:
+def shorten(text: str, most: int = ASKED) -> str:
     """`text` without its middle where that is long, and how much is not there."""
     if len(text) <= most:
         return text
@@ -386,6 +388,6 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def seed_of(seed: int, group: str) -> int:
+def derive_seed(seed: int, group: str) -> int:
     """The own seed of the samples of one context, the same whatever runs beside them."""
     return int.from_bytes(sha256(f"{seed} {group}".encode()).digest()[:7], "big")

@@ -14,29 +14,29 @@ import torch
 from tqdm import tqdm
 
 from kvbench.cache.guard import extra_reads
-from kvbench.config.provenance import replay_hash, revision, source_hashes
+from kvbench.config.provenance import find_revision, replay_hash, source_hashes
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.runs.prompt import Prompt
 from kvbench.runs.resources import Resources
-from kvbench.runs.responder import Responder, conversation
+from kvbench.runs.responder import Responder, list_turns
 from kvbench.runs.shared_runs import RunGroup
 from kvbench.runs.spec import RunSpec
 from kvbench.store.run_folder import RunFolder, claim_all, claim_samples
 from kvbench.validation import ContractError, SettingError
 
 
-def execute(run: RunSpec, results: Path, bench: Resources) -> dict[str, dict]:
+def execute_run(run: RunSpec, results: Path, bench: Resources) -> dict[str, dict]:
     """All records of the run, by uid: those on disk, and the missing ones made now. A finished run returns at once."""
-    [folder] = execute_all([run], results, bench)
+    [folder] = execute_runs([run], results, bench)
     return folder.records()
 
 
-def execute_all(runs: Sequence[RunSpec], results: Path, bench: Resources) -> list[RunFolder]:
+def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> list[RunFolder]:
     """Make the missing records of runs that differ only in what they keep of a prompt, each sample's in all of them
     before the next. Of several, one that fails is left out: alone it says why.
     """
-    with made(results, results / "runs"):
+    with make_records_folder(results, results / "runs"):
         folders = {RunFolder(results / "runs", run.value): run for run in runs}
         open_ = {folder: run for folder, run in folders.items() if not folder.finished}
         if not open_:
@@ -48,7 +48,7 @@ def execute_all(runs: Sequence[RunSpec], results: Path, bench: Resources) -> lis
             if need > longest:
                 raise SettingError(f"task: {sample.uid} needs {need} tokens, the model takes {longest}")
         for run in open_.values():
-            check_readings(run, bench, longest)
+            check_extra_reads(run, bench, longest)
     if runs[0].fidelity:
         base = runs[0].baseline()
         full = [folder for folder, run in folders.items() if run.value == base.value]
@@ -58,7 +58,7 @@ def execute_all(runs: Sequence[RunSpec], results: Path, bench: Resources) -> lis
     name = runs[0].groups["method"]["name"] if len(runs) == 1 else f"{len(open_)} together"
     with ExitStack() as stack:
         for folder, run in open_.items():
-            stack.enter_context(folder.open(about(run), len(prompts)))
+            stack.enter_context(folder.open(describe_process(run), len(prompts)))
             folder.refresh()
 
         def made_so_far() -> int:
@@ -68,8 +68,8 @@ def execute_all(runs: Sequence[RunSpec], results: Path, bench: Resources) -> lis
         bar = tqdm(total=len(prompts) * len(open_), initial=made_so_far(), desc=f"{name:>10}", file=sys.stderr)
         stack.enter_context(bar)
         for uid, free in claim_samples(company.readers, list(prompts)):
-            turns = conversation(uid, prompts)
-            batch = turns or [uid, *companions(uid, prompts, runs[0], free)]
+            turns = list_turns(uid, prompts)
+            batch = turns or [uid, *claim_companions(uid, prompts, runs[0], free)]
             own = {folder: [uid, *filter(folder.claim, turns)] if turns else batch for folder in free}
             for folder, records in company.answer(free, [prompts[other] for other in batch]):
                 for record in records:
@@ -87,7 +87,7 @@ def execute_all(runs: Sequence[RunSpec], results: Path, bench: Resources) -> lis
 
 
 @contextmanager
-def made(results: Path, folder: Path) -> Iterator[None]:
+def make_records_folder(results: Path, folder: Path) -> Iterator[None]:
     """`folder` is there or can be made; what was made is gone again if it is empty when a setting cannot be used."""
     try:
         absent = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -103,7 +103,7 @@ def made(results: Path, folder: Path) -> Iterator[None]:
         raise
 
 
-def check_readings(run: RunSpec, bench: Resources, longest: int) -> None:
+def check_extra_reads(run: RunSpec, bench: Resources, longest: int) -> None:
     """SettingError if a method lets the model read so much about a prompt that it comes beyond what the model takes."""
     method = run.choice().method
     if not method.needs_extra_reads:
@@ -124,38 +124,38 @@ def check_readings(run: RunSpec, bench: Resources, longest: int) -> None:
             )
 
 
-def companions(
+def claim_companions(
     uid: str, prompts: dict[str, tuple[Sample, Prompt]], run: RunSpec, folders: Sequence[RunFolder]
 ) -> Iterator[str]:
     """Further samples, claimed in all `folders`, of the same lengths, up to `max_batch` with the first. On a CPU none:
     there a sample in a batch would not give exactly what it gives alone.
     """
     room = run.max_batch - 1 if run.device != "cpu" else 0
-    own = shape(*prompts[uid])
+    own = batch_key(*prompts[uid])
     for other, (another, its) in prompts.items():
         if room == 0:
             return
-        if other != uid and not another.conversation and shape(another, its) == own and claim_all(folders, other):
+        if other != uid and not another.conversation and batch_key(another, its) == own and claim_all(folders, other):
             room -= 1
             yield other
 
 
-def shape(sample: Sample, prompt: Prompt) -> tuple[Any, ...]:
+def batch_key(sample: Sample, prompt: Prompt) -> tuple[Any, ...]:
     """What samples of one batch have in common."""
     ends = (sample.max_new_tokens, sample.min_new_tokens, sample.ends, sample.until)
     return len(prompt.context), len(prompt.rest), prompt.prefix, *ends
 
 
-def about(run: RunSpec) -> dict[str, Any]:
+def describe_process(run: RunSpec) -> dict[str, Any]:
     """What a process writes beside its records: for people, and to make the run again."""
-    return machine(run.device) | {"settings": run.settings, "sources": source_hashes(run.sources())}
+    return describe_machine(run.device) | {"settings": run.settings, "sources": source_hashes(run.sources())}
 
 
-def machine(device: str) -> dict[str, Any]:
+def describe_machine(device: str) -> dict[str, Any]:
     """What ran it: for people, not for the hash."""
     packages = ("torch", "transformers", "tokenizers", "triton", "numpy")
     return {
-        "code": revision(),
+        "code": find_revision(),
         "replay": replay_hash(),
         "python": platform.python_version(),
         "processor": platform.machine(),

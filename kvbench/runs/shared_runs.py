@@ -35,7 +35,7 @@ class RunGroup:
         self.most = len(runs)  # how many prompts are read for at once
         self.readers: dict[RunFolder, Responder] = {}
         for folder in runs:
-            with self._leaving(folder):
+            with self._leave_on_failure(folder):
                 self.readers[folder] = make(runs[folder])
 
     def answer(self, folders: Sequence[RunFolder], batch: Batch) -> Iterator[tuple[RunFolder, list[dict]]]:
@@ -57,7 +57,7 @@ class RunGroup:
                 if found:
                     yield folder, found
             if some:
-                self._fewer(count)
+                self._read_for_fewer(count)
                 left = some + left
 
     def _open(self, folders: Sequence[RunFolder], batch: Batch) -> dict[RunFolder, float] | None:
@@ -66,13 +66,13 @@ class RunGroup:
         """
         while True:
             own = {folder: self.readers[folder] for folder in folders if folder in self.readers}
-            lacking = {folder: reader for folder, reader in own.items() if not reader.holds(batch)}
+            lacking = {folder: reader for folder, reader in own.items() if not reader.has_read(batch)}
             if len(lacking) < 2:
                 return {}
             spent = None
             try:
                 with suppress(torch.cuda.OutOfMemoryError):
-                    spent = read(list(lacking.values()), batch)
+                    spent = prefill_together(list(lacking.values()), batch)
             except ContextFailed as failed:
                 self._leave(list(lacking)[failed.number], failed.__cause__)
                 continue
@@ -81,12 +81,12 @@ class RunGroup:
     def _answer(self, folder: RunFolder, batch: Batch, alone: bool) -> list[dict] | None:
         """A run's records, none if it leaves or has left; None where there is not memory enough beside the others."""
         if folder in self.readers:
-            with self._leaving(folder):
+            with self._leave_on_failure(folder):
                 reader = self.readers[folder]
                 return reader.answer(batch) if alone else reader.attempt(batch)
         return []
 
-    def _fewer(self, count: int) -> None:
+    def _read_for_fewer(self, count: int) -> None:
         """There was not memory enough for so many."""
         self.most = (count + 1) // 2
         tqdm.write(f"kvbench: no memory for {count} runs at once: {self.most} from now on", file=sys.stderr)
@@ -95,7 +95,7 @@ class RunGroup:
         clear(next(iter(self.runs.values())).device)
 
     @contextmanager
-    def _leaving(self, folder: RunFolder) -> Iterator[None]:
+    def _leave_on_failure(self, folder: RunFolder) -> Iterator[None]:
         """The run whose part fails inside leaves."""
         try:
             yield
@@ -118,7 +118,7 @@ class RunGroup:
             self.reload()
             clear(self.runs[folder].device)
             for other in others:
-                with self._leaving(other):
+                with self._leave_on_failure(other):
                     self.readers[other] = self.make(self.runs[other])
         if isinstance(error, ContractError):  # its own cell says it, and once is enough
             return
@@ -141,14 +141,14 @@ def spoils_model(error: BaseException | None) -> bool:
     return isinstance(error, ContractError) and error.spoils_model
 
 
-def read(readers: Sequence[Responder], batch: Batch) -> list[float]:
+def prefill_together(readers: Sequence[Responder], batch: Batch) -> list[float]:
     """Read what the batch begins with into new contexts of all readers: milliseconds of each."""
     for reader in readers:
         reader.drop()  # freed before the new ones grow
     forget_peak(readers[0].run.device)
-    opening = readers[0].begins(batch)
-    contexts = [reader.fresh(opening) for reader in readers]
+    opening = readers[0].find_prefix(batch)
+    contexts = [reader.make_context(opening) for reader in readers]
     spent = prefill(contexts, torch.tensor(opening.ids, device=next(readers[0].model.parameters()).device))
     for reader, context, own in zip(readers, contexts, spent, strict=True):
-        reader.keep(opening, context, own, len(readers))
+        reader.keep_context(opening, context, own, len(readers))
     return spent

@@ -21,10 +21,10 @@ from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.task import Task
 from kvbench.models.checkpoint import KNOWN_MODELS, Checkpoint, find_model
-from kvbench.models.random_weights import Shape
-from kvbench.models.transformers_port import layout_of
+from kvbench.models.random_weights import RandomCheckpoint
+from kvbench.models.transformers_port import read_config_layout
 from kvbench.runs import checks
-from kvbench.runs.checks import Checked, check
+from kvbench.runs.checks import CheckedSettings, check_settings
 from kvbench.store.run_folder import run_hash
 from kvbench.validation import SettingError
 
@@ -57,9 +57,9 @@ class RunSpec:
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as composed: `from_config`
 
     @classmethod
-    def from_config(cls, config: DictConfig, checked: Checked | None = None) -> "RunSpec":
+    def from_config(cls, config: DictConfig, checked: CheckedSettings | None = None) -> "RunSpec":
         """Check every setting; SettingError names the first that cannot be used. `checked`: what `check` made of it."""
-        checked = checked or check(config)
+        checked = checked or check_settings(config)
         groups, budget = dict(checked.groups), checked.budget
         if config.device == "cuda" and not torch.cuda.is_available():
             raise SettingError("device=cuda: there is no CUDA device here; use device=cpu or device=auto")
@@ -68,9 +68,9 @@ class RunSpec:
         if config.model.device_map is not None and (device == "cpu" or config.workers not in (None, 1)):
             raise SettingError(f"model.device_map={config.model.device_map}: needs GPUs and workers=1")
         if groups["method"]["name"] == "full":  # nothing is cut: what says how much does not matter
-            groups["allocator"], budget = catalogue.settings("allocator", UNCUT["allocator"]), Budget(1.0)
+            groups["allocator"], budget = catalogue.load_settings("allocator", UNCUT["allocator"]), Budget(1.0)
         run = cls(
-            checkpoint=checkpoint(config.model, config.seed),
+            checkpoint=make_checkpoint(config.model, config.seed),
             groups=groups,
             budget=budget,
             block_size=config.block_size,
@@ -96,14 +96,14 @@ class RunSpec:
             raise SettingError(
                 f"block_size={self.block_size}: {choice.method.name} needs the prompt as one block (null)"
             )
-        shape = layout_of(self.checkpoint.config())
+        shape = read_config_layout(self.checkpoint.config())
         check_shape(choice.method, shape.layers, shape.heads, shape.dim, shape.sliding)
         if not self.checkpoint.reads_text and not self.measures:
             raise SettingError(
                 f"model=random: task={self.task_settings['name']} needs text and it has no tokenizer; task=efficiency, "
                 "or to time it model.tokenizer=reference"
             )
-        longest, switch = self.checkpoint.longest(), self.checkpoint.switches()
+        longest, switch = self.checkpoint.longest(), self.checkpoint.find_rope_switch()
         self.checkpoint.check()
         in_parts = self.block_size is not None or self.question == "hidden" or choice.method.needs_extra_reads
         if switch is not None and in_parts and (self.task.length or longest) > switch:
@@ -137,14 +137,14 @@ class RunSpec:
 
     @cached_property
     def _baseline(self) -> "RunSpec":
-        groups = {group: catalogue.settings(group, name) for group, name in UNCUT.items()}
+        groups = {group: catalogue.load_settings(group, name) for group, name in UNCUT.items()}
         own = replace(self, groups=groups, budget=Budget(1.0), block_size=None)
         return self if own == self else own  # and so its value, once it is known
 
     @cached_property
     def reading(self) -> str | None:
         """Runs in which this is the same read a prompt in the same way, and may do so once for all; None: alone."""
-        method, shape = self.choice().method, layout_of(self.checkpoint.config())
+        method, shape = self.choice().method, read_config_layout(self.checkpoint.config())
         if self.block_size is not None or method.needs_extra_reads or shape.sliding or shape.window is not None:
             return None
         return run_hash(self.baseline().value) + (" with log-sum-exps" if method.wants_lse else "")
@@ -199,12 +199,12 @@ def compose(config: DictConfig) -> dict[str, Any]:
     return found
 
 
-def checkpoint(config: DictConfig, seed: int) -> Checkpoint:
+def make_checkpoint(config: DictConfig, seed: int) -> Checkpoint:
     """The model that conf/model/<name>.yaml and its overrides point at, which `check_model` found to be one. `seed`: of
     random weights.
     """
     if config.name == "random":
-        return Shape.like(config.like, seed, config.tokenizer)
+        return RandomCheckpoint.like(config.like, seed, config.tokenizer)
     if config.name in KNOWN_MODELS:
         return Checkpoint(config.name, find_model(config.name))
     name = config.name if config.name != "hf" else describe(str(config.path))

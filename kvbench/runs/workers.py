@@ -15,14 +15,14 @@ import torch
 
 from kvbench.runs.checks import check_workers
 from kvbench.runs.resources import Resources
-from kvbench.runs.runner import execute_all
+from kvbench.runs.runner import execute_runs
 from kvbench.runs.spec import RunSpec
-from kvbench.validation import ContractError, SettingError, Terminated, terminable, unwritten
+from kvbench.validation import ContractError, SettingError, Terminated, describe_write_error, raise_on_sigterm
 
 PATIENCE = 10  # seconds that a process which is told to end may take to close what it has open
 
 
-def check(workers: object, device: str) -> int:
+def count_workers(workers: object, device: str) -> int:
     """The number of processes, auto: one a GPU; SettingError where there are fewer GPUs."""
     if workers == "auto":
         return max(1, torch.cuda.device_count()) if device == "cuda" else 1
@@ -32,7 +32,7 @@ def check(workers: object, device: str) -> int:
     return workers
 
 
-def share(companies: Sequence[Sequence[RunSpec]], results: Path, workers: int) -> None:
+def execute_in_workers(companies: Sequence[Sequence[RunSpec]], results: Path, workers: int) -> None:
     """Execute the runs, those of one company together and one company after the other, in `workers` processes at once.
     Whoever asks for a run's records next finds them on disk; a process that died is reported and what it did is kept.
     """
@@ -43,8 +43,11 @@ def share(companies: Sequence[Sequence[RunSpec]], results: Path, workers: int) -
         for index in range(workers):
             own = {"CUDA_VISIBLE_DEVICES": gpus[index]} if companies[0][0].device == "cuda" else {}
             own |= {"TQDM_DISABLE": "1"} if index else {}
-            process = context.Process(target=work, args=(companies, results), daemon=True)
-            with environment(own), deaf():  # of the new process, from its first import on: tqdm looks then
+            process = context.Process(target=run_worker, args=(companies, results), daemon=True)
+            with (
+                set_environment(own),
+                ignore_interrupts(),
+            ):  # of the new process, from its first import on: tqdm looks then
                 process.start()
             processes.append(process)
         for index, process in enumerate(processes):
@@ -61,7 +64,7 @@ def share(companies: Sequence[Sequence[RunSpec]], results: Path, workers: int) -
 
 
 @contextmanager
-def deaf() -> Iterator[None]:
+def ignore_interrupts() -> Iterator[None]:
     """Inside, Ctrl-C does nothing, and never does to processes that start here: the one that started them ends them."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -71,7 +74,7 @@ def deaf() -> Iterator[None]:
 
 
 @contextmanager
-def environment(own: dict[str, str]) -> Iterator[None]:
+def set_environment(own: dict[str, str]) -> Iterator[None]:
     """Inside, these variables are set."""
     before = dict(os.environ)
     os.environ.update(own)
@@ -83,25 +86,25 @@ def environment(own: dict[str, str]) -> Iterator[None]:
         os.environ.update({name: value for name, value in before.items() if name in own})
 
 
-def work(companies: Sequence[Sequence[RunSpec]], results: Path) -> None:
+def run_worker(companies: Sequence[Sequence[RunSpec]], results: Path) -> None:
     """What a process does. A setting that cannot be used and a contract that is broken are said by whoever asks for the
     records; so is a disk that cannot be written, which that process finds as this one did.
     """
-    Thread(target=follow, daemon=True).start()
+    Thread(target=exit_with_parent, daemon=True).start()
     bench = Resources(companies[0][0])
     try:
-        with terminable():
+        with raise_on_sigterm():
             for runs in companies:
                 with suppress(ContractError):
-                    execute_all(runs, results, bench)
+                    execute_runs(runs, results, bench)
     except (SettingError, Terminated):
         pass
     except OSError as error:
-        if unwritten(error) is None:
+        if describe_write_error(error) is None:
             raise
 
 
-def follow() -> None:
+def exit_with_parent() -> None:
     """End this process when its parent has ended, killed or not: nobody waits for it any more."""
     parent_process().join()
     os._exit(1)

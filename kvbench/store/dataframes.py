@@ -23,7 +23,7 @@ from pyarrow import parquet
 
 from kvbench.atomic import replace_file
 from kvbench.store.runs import NAMED_GROUPS, FoundRuns, RunRecords, StoredRun, check_folder, find_runs, flatten
-from kvbench.validation import SettingError, choose, writable
+from kvbench.validation import SettingError, require_choice, require_writable
 
 CHUNK = 20_000  # records parsed at a time
 RUN_COLUMNS = ("model", "task", "method", "allocator", "codec", "question")  # of a record's run, beside its hash
@@ -91,7 +91,7 @@ def load(results: str | Path = "results", **filters: Any) -> LoadedRuns:
     runs = pandas.DataFrame(list(lines.values()), index=pandas.Index(lines, name="run"), dtype=object)
     for name, value in filters.items():
         if len(runs):
-            choose("load", name, runs.columns)
+            require_choice("load", name, runs.columns)
             allowed = value if isinstance(value, list | tuple | set) else [value]
             runs = runs[[own in allowed for own in runs[name]]]
     return LoadedRuns(Path(results), runs.infer_objects(), found.damaged)
@@ -99,7 +99,7 @@ def load(results: str | Path = "results", **filters: Any) -> LoadedRuns:
 
 def export_parquet(results: Path, out: Path) -> list[Path]:
     """`out`/runs.parquet and records.parquet, each written whole or not at all; SettingError if it cannot be."""
-    writable("out", out)
+    require_writable("out", out)
     loaded = load(results)
     runs = pyarrow.Table.from_pydict(
         {"run": list(loaded.runs.index), **{name: to_array(list(loaded.runs[name])) for name in loaded.runs}}

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.validation import SettingError, writing
+from kvbench.validation import SettingError, name_file_in_errors
 
 LAST_QUANTITY = "measuring_s"  # the last quantity of every cell: how long it took
 SETTINGS = (
@@ -62,7 +62,7 @@ def append_lines(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequ
     for row in rows:
         writer.writerow([" ".join(str(row.get(column, "")).split()) for column in columns])  # one physical line each
     path.parent.mkdir(parents=True, exist_ok=True)
-    with writing(path), open(path, "a+b") as file:
+    with name_file_in_errors(path), open(path, "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         end = file.seek(0, os.SEEK_END)
         before = ",".join(columns) + "\n" if end == 0 else ""

@@ -152,7 +152,7 @@ class Record:
     )
     fidelity_ms: float = described("Time of these predictions. Only `seconds` counts it.", "ms", PREDICTED)
     predictions: str = described(
-        "The full cache's predictions, which other runs are compared with (`kvbench.runs.fidelity.pack`).",
+        "The full cache's predictions, which other runs are compared with (`kvbench.runs.fidelity.pack_predictions`).",
         "",
         REFERENCE,
     )

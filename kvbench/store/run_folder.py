@@ -35,7 +35,7 @@ from typing import Any
 import yaml
 
 from kvbench.atomic import replace_file
-from kvbench.validation import SettingError, writing
+from kvbench.validation import SettingError, name_file_in_errors
 
 FORMAT = 1  # of the folder and its records; a folder of another format is refused, never mixed
 OPEN_BYTE = 1 << 57  # a byte of claims.lock: who looks on sees who works, between two samples too
@@ -206,7 +206,7 @@ class RunFolder:
             self._own = os.open(self._own_path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             fcntl.flock(self._own, fcntl.LOCK_EX)  # held until death: tells others that this tail is being written
         start = self._read.get(self._own_path.name, 0)
-        with writing(self._own_path):
+        with name_file_in_errors(self._own_path):
             if (written := os.write(self._own, line)) != len(line):
                 os.ftruncate(self._own, start)
                 raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes could be written; is the disk full?")

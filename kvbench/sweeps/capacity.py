@@ -23,13 +23,13 @@ SIZES = ("model", "task")  # settings that decide how much a run needs
 
 def count_needed_bytes(run: Any) -> int:
     """Bytes of weights and full cache."""
-    from kvbench.models.checkpoint import parameters
-    from kvbench.models.transformers_port import layout_of
+    from kvbench.models.checkpoint import count_parameters
+    from kvbench.models.transformers_port import read_config_layout
     from kvbench.runs.spec import DTYPES
 
     config, size = run.checkpoint.config(), DTYPES[run.dtype].itemsize
-    shape = layout_of(config)
-    return size * (parameters(config) + 2 * shape.layers * shape.heads * shape.dim * (run.task.length or 0))
+    shape = read_config_layout(config)
+    return size * (count_parameters(config) + 2 * shape.layers * shape.heads * shape.dim * (run.task.length or 0))
 
 
 def count_available_bytes(run: Any) -> int:

@@ -14,10 +14,10 @@ from omegaconf import DictConfig
 
 from kvbench.config import catalogue
 from kvbench.integrations.loggers import make_logger
-from kvbench.runs.checks import check, check_results
+from kvbench.runs.checks import check_results, check_settings
 from kvbench.store.run_folder import RunFolder
 from kvbench.sweeps import status
-from kvbench.validation import ContractError, SettingError, writable
+from kvbench.validation import ContractError, SettingError, require_writable
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Sweep:
         """Say what its cells are and how far, and keep it. A cell that is refused does not stop the others."""
         check_results(asked.config.results)
         results, folder = Path(asked.config.results), Path(asked.config.hydra.sweep.dir)
-        writable("results", results)
-        writable("hydra.sweep.dir", folder)
+        require_writable("results", results)
+        require_writable("hydra.sweep.dir", folder)
         with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
             log = make_logger(asked.config)  # what it cannot use is said once
             [chosen] = BasicSweeper.split_arguments(asked.axes, None)
@@ -119,7 +119,7 @@ def compose_cell(fixed: list[str], own: list[str]) -> tuple[status.SweepCell, An
     label, overrides = " ".join(own) or "(one cell)", [*fixed, *own]
     try:
         config = catalogue.compose_overrides(overrides)
-        known = check(config)
+        known = check_settings(config)
         from kvbench.runs.spec import RunSpec  # imports torch, which no refusal waits for
 
         run = RunSpec.from_config(config, known)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from kvbench.training.recipe import DIM, EPSILON, VOCABULARY, Recipe
 
 
-def norm(x: Tensor, weight: Tensor) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     """RMSNorm of (…, hidden), `weight` (hidden,), in fp32."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON) * weight
 
@@ -30,37 +30,37 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
-def before(x: Tensor, weight: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, angles: Tensor, places: Tensor):
+def project_qkv(x: Tensor, weight: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, angles: Tensor, places: Tensor):
     """Queries (tokens, heads, 64), keys and values (tokens, KV heads, 64) of one layer."""
-    h = norm(x, weight)
+    h = rms_norm(x, weight)
     cos, sin = angles[places].cos()[:, None], angles[places].sin()[:, None]
     q, k, v = (F.linear(h, w).unflatten(-1, (-1, DIM)) for w in (wq, wk, wv))
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-def after(x: Tensor, seen: Tensor, wo: Tensor, weight: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def finish_layer(x: Tensor, seen: Tensor, wo: Tensor, weight: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """The rest of the layer: output projection of `seen` (tokens, heads * 64) and feed-forward, both added to the
     residual `x` (tokens, hidden).
     """
     x = x + F.linear(seen, wo)
-    h = norm(x, weight)
+    h = rms_norm(x, weight)
     return x + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), down)
 
 
-def surprise(x: Tensor, weight: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
+def next_token_loss(x: Tensor, weight: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy (tokens,) in nats of `targets` (tokens,) after last hidden states (tokens, hidden)."""
-    return F.cross_entropy(F.linear(norm(x, weight), embedding).float(), targets, reduction="none")
+    return F.cross_entropy(F.linear(rms_norm(x, weight), embedding).float(), targets, reduction="none")
 
 
-def ahead(x: Tensor, weight: Tensor, maps: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
+def look_ahead_loss(x: Tensor, weight: Tensor, maps: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy (offsets, pairs) of hidden states (offsets, pairs, hidden) mapped by (offsets, hidden, hidden)."""
-    h = torch.bmm(norm(x, weight), maps)
+    h = torch.bmm(rms_norm(x, weight), maps)
     return F.cross_entropy(F.linear(h, embedding).float().flatten(0, 1), targets.flatten(), reduction="none").view_as(
         targets
     )
 
 
-def shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
+def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     """The model's weights by the names that transformers gives them."""
     hidden, inner, queries, keys = recipe.hidden, recipe.inner, recipe.heads * DIM, recipe.kv_heads * DIM
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
@@ -85,7 +85,7 @@ class Llama(nn.Module):
         super().__init__()
         self.recipe = recipe
         draw = torch.Generator().manual_seed(seed)
-        own = shapes(recipe)
+        own = weight_shapes(recipe)
         self.names = list(own)
         self.weights = nn.ParameterList()
         for name, shape in own.items():
@@ -99,7 +99,12 @@ class Llama(nn.Module):
         speeds = recipe.theta ** (-torch.arange(0, DIM, 2) / DIM)
         self.register_buffer("angles", torch.arange(recipe.context)[:, None] * speeds[None])
         wrap = torch.compile(dynamic=False) if compile else lambda f: f
-        self.before, self.after, self.surprise, self.ahead = wrap(before), wrap(after), wrap(surprise), wrap(ahead)
+        self.project_qkv, self.finish_layer, self.next_token_loss, self.look_ahead_loss = (
+            wrap(project_qkv),
+            wrap(finish_layer),
+            wrap(next_token_loss),
+            wrap(look_ahead_loss),
+        )
 
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and targets (rows, length) -> cross-entropy (rows, length), last hidden states (tokens, hidden)."""
@@ -111,16 +116,16 @@ class Llama(nn.Module):
             n1, wq, wk, wv, wo, n2, gate, up, down = layers[9 * i : 9 * i + 9]
             q, k, v = (
                 t.view(rows, length, -1, DIM).transpose(1, 2)
-                for t in self.before(x, n1, wq, wk, wv, self.angles, places)
+                for t in self.project_qkv(x, n1, wq, wk, wv, self.angles, places)
             )
             seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            x = self.after(x, seen.transpose(1, 2).reshape(rows * length, -1), wo, n2, gate, up, down)
-        return self.surprise(x, final, embedding, targets.flatten()).view(rows, length), x
+            x = self.finish_layer(x, seen.transpose(1, 2).reshape(rows * length, -1), wo, n2, gate, up, down)
+        return self.next_token_loss(x, final, embedding, targets.flatten()).view(rows, length), x
 
-    def look(self, x: Tensor, pairs: Tensor, targets: Tensor) -> Tensor:
+    def compute_look_ahead_loss(self, x: Tensor, pairs: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy (offsets, pairs) of predicting `targets` from the hidden states at flat places `pairs`."""
         embedding, final, *_ = self.weights
-        return self.ahead(x[pairs], final, self.maps, embedding, targets)
+        return self.look_ahead_loss(x[pairs], final, self.maps, embedding, targets)
 
     def take(self, folder: Path) -> None:
         """The weights that a folder holds, exported by a model of this shape."""

@@ -24,7 +24,7 @@ from kvbench.interfaces.task import Sample
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.tasks.ledger.task import LedgerTask
 from kvbench.tasks.ruler.task import SUBTASKS, Ruler
-from kvbench.training.train import put
+from kvbench.training.train import write_whole
 from kvbench.validation import SettingError
 
 SEED = 20_000
@@ -33,36 +33,38 @@ LEAST = 512  # tokens in which every task has a place
 LEDGER = "ledger"
 STEPS = 60  # lines of a ledger
 BATCHED = 131_072  # prompt tokens of a batch; its mask has (rows, length, length)
-Asked = tuple[str, int, int, str, str | None]  # subtask, length or lines, samples, folder, cache
+SampleRequest = tuple[str, int, int, str, str | None]  # subtask, length or lines, samples, folder, cache
 
 
 @cache
-def ledger() -> dict[str, Any]:
+def load_ledger_settings() -> dict[str, Any]:
     """The task's settings."""
     return yaml.safe_load((CONF / "task/ledger.yaml").read_text())
 
 
-def task(subtask: str, length: int, samples: int, cache: str | None = None) -> Ruler | LedgerTask:
+def make_task(subtask: str, length: int, samples: int, cache: str | None = None) -> Ruler | LedgerTask:
     if subtask == LEDGER:
-        return build("task", ledger() | {"steps": length, "samples": samples, "seed": SEED, "limit": None})
+        return build(
+            "task", load_ledger_settings() | {"steps": length, "samples": samples, "seed": SEED, "limit": None}
+        )
     return Ruler(length=length, subtasks=subtask, samples=samples, seed=SEED, cache=cache)
 
 
-def place(score: dict[str, Any]) -> tuple[str, int]:
+def score_key(score: dict[str, Any]) -> tuple[str, int]:
     """What a score in the file is of: subtask, and length or lines."""
     return score["task"], score["steps" if score["task"] == LEDGER else "length"]
 
 
-def drawn(asked: Asked) -> list[Sample]:
+def draw_samples(asked: SampleRequest) -> list[Sample]:
     """Samples of one subtask and length; fitting needs the tokenizer and one added token, <bos>."""
     subtask, length, samples, folder, cache = asked
     model = Checkpoint("", folder)
     longest = length if subtask != LEDGER else model.longest()
-    return list(task(subtask, length, samples, cache).samples(model.tokenizer(), 1, longest))
+    return list(make_task(subtask, length, samples, cache).samples(model.tokenizer(), 1, longest))
 
 
 @torch.inference_mode()
-def outputs(model, tokenizer, samples: list[Sample]) -> list[str]:
+def generate_answers(model, tokenizer, samples: list[Sample]) -> list[str]:
     """Greedy answers to the prompts, left-padded to one batch."""
     prompts = [s.context + s.question + s.answer_prefix for s in samples]
     batch = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
@@ -71,7 +73,7 @@ def outputs(model, tokenizer, samples: list[Sample]) -> list[str]:
     return tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def begin(out: Path, about: dict[str, Any]) -> dict[str, Any]:
+def load_scores(out: Path, about: dict[str, Any]) -> dict[str, Any]:
     """What the file holds, or an empty one; SettingError where it is about something else."""
     if not out.exists():
         return about | {"scores": []}
@@ -94,22 +96,26 @@ def evaluate(given: Namespace, held: dict[str, Any]) -> int:
     tokenizer, model = model.tokenizer(), model.weights(torch.float32, "cuda" if torch.cuda.is_available() else "cpu")
     asked = [(LEDGER, given.steps)] if given.steps else []
     asked += [(subtask, length) for length in given.lengths for subtask in SUBTASKS]
-    made = {place(score) for score in held["scores"] if score["samples"] == given.samples}
+    made = {score_key(score) for score in held["scores"] if score["samples"] == given.samples}
     asked = [one for one in asked if one not in made]
     every = [(subtask, length, given.samples, folder, given.cache) for subtask, length in asked]
     with multiprocessing.get_context("spawn").Pool(min(4, os.cpu_count() or 1)) as pool:
-        for (subtask, length), samples in zip(asked, pool.imap(drawn, every), strict=True):
+        for (subtask, length), samples in zip(asked, pool.imap(draw_samples, every), strict=True):
             if time.monotonic() > until:
                 print(f"kvbench: --seconds are over before {subtask} {length}", file=sys.stderr)
                 return 1
             most = max(1, BATCHED // (length if subtask != LEDGER else 4096))
-            texts = [t for i in range(0, len(samples), most) for t in outputs(model, tokenizer, samples[i : i + most])]
-            own = task(subtask, length, given.samples)
+            texts = [
+                t
+                for i in range(0, len(samples), most)
+                for t in generate_answers(model, tokenizer, samples[i : i + most])
+            ]
+            own = make_task(subtask, length, given.samples)
             marks = [own.score(s, t).score for s, t in zip(samples, texts, strict=True)]
             score = {"task": subtask, "steps" if subtask == LEDGER else "length": length, "samples": len(marks)}
             score |= {"score": round(sum(marks) / len(marks), 1)}
-            held["scores"] = [*(one for one in held["scores"] if place(one) != (subtask, length)), score]
-            put(given.out, lambda part: part.write_text(json.dumps(held, indent=1) + "\n"))
+            held["scores"] = [*(one for one in held["scores"] if score_key(one) != (subtask, length)), score]
+            write_whole(given.out, lambda part: part.write_text(json.dumps(held, indent=1) + "\n"))
             print(*score.values(), flush=True)
     for length in given.lengths:
         scores = [one["score"] for one in held["scores"] if one.get("length") == length]

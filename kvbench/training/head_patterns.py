@@ -10,37 +10,37 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.policy import CachePolicy
-from kvbench.config.catalogue import build, settings
+from kvbench.config.catalogue import build, load_settings
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.observation import PromptEncoder, State
 from kvbench.methods.kvzip import KVzip
-from kvbench.models.transformers_port import layout
+from kvbench.models.transformers_port import read_layout
 
 
 @dataclass(frozen=True)
-class Noting(KVzip):
+class ScoreRecorder(KVzip):
     """KVzip, whose scores stay in every layer's state."""
 
     def forget(self, state: State) -> None:
         pass
 
 
-def head_scores(
+def compute_head_scores(
     model: torch.nn.Module, sequences: Sequence[Tensor], own: PromptEncoder, prefix: int = 0, **args: Any
 ) -> Tensor:
     """(layers, KV heads) float32 KVzip's head scores of texts (tokens,), of which `prefix` in front are no text; nan
     for layers with a sliding window. `args`: settings of conf/method/kvzip.yaml.
     """
-    chosen = {k: v for k, v in settings("method", "kvzip", args).items() if k not in ("_target_", "preset")}
-    choice = CachePolicy(Noting(**chosen), Allocator("uniform"), build("codec", settings("codec", "raw")))
+    chosen = {k: v for k, v in load_settings("method", "kvzip", args).items() if k not in ("_target_", "preset")}
+    choice = CachePolicy(ScoreRecorder(**chosen), Allocator("uniform"), build("codec", load_settings("codec", "raw")))
     found = []
     for ids in sequences:
         context = GenerationContext(model, choice, Budget(0.5), None, (0,), prefix, own)
         context.prefill(ids[None].to(next(model.parameters()).device))
         scores = [None if layer is None else layer.state.layer["scores"][0] for layer in context.layers]
-        nothing = torch.full((layout(model).heads,), torch.nan)
+        nothing = torch.full((read_layout(model).heads,), torch.nan)
         found.append(torch.stack([nothing if own is None else own.amax(-1).float().cpu() for own in scores]))
     return torch.stack(found).mean(0)
 

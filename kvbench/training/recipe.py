@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.training.tokenizer import BOS, EOS, PAD
-from kvbench.validation import SettingError, number, require_int
+from kvbench.validation import SettingError, is_number, require_int
 
 VOCABULARY, DIM, EPSILON = 4096, 64, 1e-5
 KINDS = {int: int, float: int | float, tuple: list, dict: dict}  # of a setting -> of its JSON
@@ -84,7 +84,7 @@ class Recipe:
             dtype="bfloat16",
         )
 
-    def changed(self, settings: list[str]) -> "Recipe":
+    def with_settings(self, settings: list[str]) -> "Recipe":
         """With `name=value` of each setting, the value as JSON; SettingError for what `check` refuses, an unknown name
         or another type.
         """
@@ -113,7 +113,7 @@ class Recipe:
             value = getattr(self, one.name)
             if isinstance(value, int):
                 require_int(one.name, value, 0 if one.name == "look_ahead" else 1)
-            elif isinstance(value, float) and not (number(value) and value >= 0):
+            elif isinstance(value, float) and not (is_number(value) and value >= 0):
                 raise SettingError(f"{one.name}={value}: a number of at least 0")
         for name in SHARES:
             if getattr(self, name) > 1:
@@ -129,7 +129,7 @@ class Recipe:
             raise SettingError(f"kv_heads={self.kv_heads}: a divisor of heads={self.heads}")
         if (given := self.turns + self.ledgers + self.needles) > 1:
             raise SettingError(f"turns, ledgers and needles are {given:g} of the samples together: at most 1")
-        starts = [one[0] for one in self.stages if isinstance(one, tuple) and len(one) == 2 and number(one[0])]
+        starts = [one[0] for one in self.stages if isinstance(one, tuple) and len(one) == 2 and is_number(one[0])]
         rising = starts[:1] == [0] and starts[-1] < 1 and all(a < b for a, b in pairwise(starts))
         if len(starts) < len(self.stages) or not rising:
             raise SettingError(f"stages={json.dumps(self.stages)}: [[0, length], [share, length], ...], shares rising")
@@ -142,6 +142,6 @@ class Recipe:
         (folder / "recipe.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
-def load(folder: Path) -> Recipe:
+def load_recipe(folder: Path) -> Recipe:
     own = json.loads((folder / "recipe.json").read_text())
     return Recipe(**own | {"stages": tuple(map(tuple, own["stages"]))})

@@ -14,7 +14,7 @@ SPECIAL = ["<bos>", "<eos>", "<pad>"]
 PIECES = r" ?\p{Lu}?\p{Ll}+| ?\p{L}| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def learn(texts: Iterable[str], size: int, folder: Path) -> None:
+def train_tokenizer(texts: Iterable[str], size: int, folder: Path) -> None:
     """Learn the pieces from `texts` and write what AutoTokenizer loads from `folder`."""
     from transformers import PreTrainedTokenizerFast
 

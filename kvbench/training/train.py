@@ -31,9 +31,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvbench.atomic import replace_file
-from kvbench.runs.workers import follow
+from kvbench.runs.workers import exit_with_parent
 from kvbench.training import tokenizer, training_data
-from kvbench.training.architecture import Llama, shapes
+from kvbench.training.architecture import Llama, weight_shapes
 from kvbench.training.recipe import Recipe
 from kvbench.validation import SettingError
 
@@ -44,29 +44,29 @@ QUIET = 60  # seconds without a sample after which none is waited for
 SURE = math.log(2)  # nats: a token with less is more probable than all others together
 
 
-def feed(name: str, folder: Path, own: Recipe, progress, full) -> None:
+def feed_batches(name: str, folder: Path, own: Recipe, progress, full) -> None:
     """A worker: batches for where the training stands, until it is ended or its parent has."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
-    Thread(target=follow, daemon=True).start()
+    Thread(target=exit_with_parent, daemon=True).start()
     try:
-        maker = training_data.Maker(name, training_data.load(folder), own)
+        maker = training_data.SampleMaker(name, training_data.load_tokenizer(folder), own)
         while True:
             done = progress.value
             *earlier, length = own.lengths(done)
             earlier = [x for x in earlier if x >= 1024]
             if earlier and maker.rng.random() < own.shorter:
                 length = maker.rng.choice(earlier)
-            full.put(training_data.batch(maker, length, own.copies if done < own.copying else 0.0))
+            full.put(training_data.make_batch(maker, length, own.copies if done < own.copying else 0.0))
     except Exception:
         full.put(traceback.format_exc())
 
 
-class Starved(Exception):
+class NoSamples(Exception):
     """No samples come any more."""
 
 
-def batches(full, processes: list) -> Iterator[training_data.Batch]:
+def receive_batches(full, processes: list) -> Iterator[training_data.Batch]:
     """What the workers make, in the order of arrival; a worker that fails is reported and missed. Starved where all
     have, or where nothing came for QUIET seconds.
     """
@@ -77,7 +77,7 @@ def batches(full, processes: list) -> Iterator[training_data.Batch]:
         except queue.Empty:
             waited, alive = waited + 1, sum(process.is_alive() for process in processes)
             if not alive or waited > QUIET:
-                raise Starved(f"no samples any more; {alive} of {len(processes)} workers are left") from None
+                raise NoSamples(f"no samples any more; {alive} of {len(processes)} workers are left") from None
             continue
         waited = 0
         if isinstance(made, str):
@@ -86,40 +86,40 @@ def batches(full, processes: list) -> Iterator[training_data.Batch]:
             yield made
 
 
-def rate(own: Recipe, done: float) -> float:
+def learning_rate(own: Recipe, done: float) -> float:
     """Learning rate after this share of the time: warm-up, constant, then a line to zero."""
     return own.rate * min(1.0, done / own.warmup, max(0.0, 1 - done) / (1 - own.steady))
 
 
-def put(path: Path, write: Callable[[Path], object]) -> None:
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Has the file written beside its place first: a reader never sees half of it."""
     with replace_file(path) as draft:
         write(draft)
 
 
-def save(model: Llama, folder: Path) -> None:
+def save_model(model: Llama, folder: Path) -> None:
     """Writes the weights and configs that transformers loads."""
     shards: list[dict[str, Tensor]] = [{}]
     for name, weight in model.export().items():
-        if sum(map(size, shards[-1].values())) + size(weight) > SHARD:
+        if sum(map(count_bytes, shards[-1].values())) + count_bytes(weight) > SHARD:
             shards.append({})
         shards[-1][name] = weight
     names, texts = ["model.safetensors"], {}
     if len(shards) > 1:
         names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
         where = {weight: name for name, shard in zip(names, shards, strict=True) for weight in shard}
-        total = sum(size(weight) for shard in shards for weight in shard.values())
+        total = sum(count_bytes(weight) for shard in shards for weight in shard.values())
         texts = {"model.safetensors.index": {"metadata": {"total_size": total}, "weight_map": where}}
     for name, shard in zip(names, shards, strict=True):
-        put(folder / name, lambda part, shard=shard: save_file(shard, part, metadata={"format": "pt"}))
+        write_whole(folder / name, lambda part, shard=shard: save_file(shard, part, metadata={"format": "pt"}))
     special = {"bos_token_id": tokenizer.BOS, "eos_token_id": tokenizer.EOS, "pad_token_id": tokenizer.PAD}
     texts |= {"config": model.recipe.config(), "generation_config": special | {"do_sample": False}}
     for name, value in texts.items():
         text = json.dumps(value, indent=2) + "\n"
-        put(folder / f"{name}.json", lambda part, text=text: part.write_text(text))
+        write_whole(folder / f"{name}.json", lambda part, text=text: part.write_text(text))
 
 
-def size(weight: Tensor) -> int:
+def count_bytes(weight: Tensor) -> int:
     return weight.numel() * weight.element_size()
 
 
@@ -159,9 +159,9 @@ class Training:
         return {name: getattr(self, name) for name in names}
 
     def save(self) -> None:
-        save(self.model, self.out)
+        save_model(self.model, self.out)
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "counts": self.counts()}
-        put(self.out / STATE, lambda part: torch.save(state, part))
+        write_whole(self.out / STATE, lambda part: torch.save(state, part))
 
     def losses(self, made: training_data.Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Cross-entropy (rows, length) and its weights, and the look-ahead's mean."""
@@ -175,7 +175,7 @@ class Training:
             own, last = self.model(ids[:, :-1], ids[:, 1:])
             if not self.recipe.look_ahead:
                 return own, weights, own.new_zeros(())
-            looked = self.model.look(last, pairs, targets)
+            looked = self.model.compute_look_ahead_loss(last, pairs, targets)
         return own, weights, looked.sum() / (targets >= 0).sum().clamp(min=1)
 
     def take(self, made: training_data.Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,7 +184,7 @@ class Training:
         """
         own, done = self.recipe, self.spent / self.limit
         for group in self.optimizer.param_groups:
-            group["lr"] = rate(own, done)
+            group["lr"] = learning_rate(own, done)
         losses, weights, looked = self.losses(made)
         loss = (losses * weights).sum() / weights.sum()
         (loss + own.look_weight * min(1.0, done / own.look_ramp) * looked).backward()
@@ -209,7 +209,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-class Log:
+class TrainingLog:
     """Every so many steps, in train.jsonl: of each kind of samples the mean loss of the answers' tokens, and as scores
     the percentage of rows whose answers are all right.
     """
@@ -246,17 +246,17 @@ def train(training: Training, device: str, workers: int, pause: float, steps: fl
     progress, full = context.Value("d", training.spent / training.limit), context.Queue(maxsize=4 * workers)
     names = [f"{training.seed}/{i}" + f"/{training.sessions}" * (training.sessions > 0) for i in range(workers)]
     processes = [
-        context.Process(target=feed, args=(name, training.out, training.recipe, progress, full), daemon=True)
+        context.Process(target=feed_batches, args=(name, training.out, training.recipe, progress, full), daemon=True)
         for name in names
     ]
     for process in processes:
         process.start()
     training.begin(device, weights)
-    log = Log(training.out / "train.jsonl", device)
+    log = TrainingLog(training.out / "train.jsonl", device)
     begun = saved = time.monotonic()
     before, first, code = training.spent, training.step, 0
     try:
-        for made in batches(full, processes):
+        for made in receive_batches(full, processes):
             training.spent = before + time.monotonic() - begun
             paused = training.step > first and time.monotonic() - launched > pause  # not before it has done something
             if training.spent > training.limit or paused or training.step >= first + steps:
@@ -267,8 +267,8 @@ def train(training: Training, device: str, workers: int, pause: float, steps: fl
                 saved = time.monotonic()
                 training.save()
         if not training.step:
-            raise Starved("the time was over before the first step")
-    except (KeyboardInterrupt, Starved) as error:
+            raise NoSamples("the time was over before the first step")
+    except (KeyboardInterrupt, NoSamples) as error:
         why, more = f": {error}" * bool(str(error)), "; --resume goes on" * bool(training.step)
         print(f"kvbench: ended early{why}{more}", file=sys.stderr, flush=True)
         code = 1
@@ -285,7 +285,7 @@ def train(training: Training, device: str, workers: int, pause: float, steps: fl
     return code
 
 
-def check(weights: Path, own: Recipe) -> None:
+def check_weights(weights: Path, own: Recipe) -> None:
     """SettingError if the folder holds no weights of the recipe's shape."""
     config = weights / "config.json"
     if not config.is_file() or not any(weights.glob("model*.safetensors")):
@@ -300,5 +300,5 @@ def check(weights: Path, own: Recipe) -> None:
     for path in weights.glob("model*.safetensors"):
         with safe_open(path, "pt") as file:
             names |= set(file.keys())
-    if missing := sorted(shapes(own).keys() - names):
+    if missing := sorted(weight_shapes(own).keys() - names):
         raise SettingError(f"--weights={weights}: {len(missing)} weights are missing, {missing[0]} for one")

@@ -23,16 +23,16 @@ from tokenizers import Tokenizer
 
 from kvbench.config.catalogue import CONF
 from kvbench.tasks.ledger import task
-from kvbench.tasks.ruler.niah import Niah
+from kvbench.tasks.ruler.niah import NiahFamily
 from kvbench.tasks.ruler.task import FAMILIES, SUBTASKS
-from kvbench.tasks.ruler.templates import wordings
-from kvbench.tasks.scbench.miniature import MAKERS, with_options
-from kvbench.tasks.scbench.prompts import forms
-from kvbench.tasks.scbench.rows import session
+from kvbench.tasks.ruler.templates import load_wordings
+from kvbench.tasks.scbench.miniature import MAKERS, add_options
+from kvbench.tasks.scbench.prompts import load_forms
+from kvbench.tasks.scbench.rows import parse_session
 from kvbench.training.recipe import VOCABULARY, Recipe
 from kvbench.training.tokenizer import BOS, EOS, PAD
-from kvbench.training.training_texts import Texts
-from kvbench.validation import SettingError, choose, number
+from kvbench.training.training_texts import EndlessTexts
+from kvbench.validation import SettingError, is_number, require_choice
 
 RULER = {  # relative share of the samples, and about how many tokens a unit of the haystack has
     "niah_single_1": (2, 26), "niah_single_2": (3, 1.7), "niah_single_3": (4, 1.7), "niah_multikey_1": (4, 1.7),
@@ -66,7 +66,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Made:
+class TrainingSample:
     """Token ids, as many weights, and where (question, answer, end) of each answer begin."""
 
     name: str
@@ -76,12 +76,12 @@ class Made:
 
 
 @cache
-def wording() -> dict[str, str]:
+def load_needle_wording() -> dict[str, str]:
     """Of task=niah's preset."""
     return yaml.safe_load((CONF / "task/niah.yaml").read_text())["presets"]["magic_number"]
 
 
-def runs(pieces: list[Piece]) -> Iterator[list[Piece]]:
+def split_runs(pieces: list[Piece]) -> Iterator[list[Piece]]:
     """Pieces up to each <eos>."""
     run: list[Piece] = []
     for piece in pieces:
@@ -93,33 +93,33 @@ def runs(pieces: list[Piece]) -> Iterator[list[Piece]]:
         yield run
 
 
-def shares(recipe: Recipe) -> dict[str, tuple[float, float]]:
+def compute_shares(recipe: Recipe) -> dict[str, tuple[float, float]]:
     """Share of every kind of sample, and the tokens of a unit; SettingError for a `mix` that cannot be used."""
     found, own = {}, ((TURNS, recipe.turns), (LEDGER, recipe.ledgers), (NEEDLE, recipe.needles))
     for kinds, part in ((RULER, 1 - sum(part for _, part in own)), *own):
         whole = sum(share for share, _ in kinds.values())
         found |= {name: (recipe.mix.get(name, part * share / whole), tokens) for name, (share, tokens) in kinds.items()}
     for name, share in recipe.mix.items():
-        choose("mix", name, found)
-        if not (number(share) and share >= 0):
+        require_choice("mix", name, found)
+        if not (is_number(share) and share >= 0):
             raise SettingError(f"mix: {name} is {share}: a number of at least 0")
     if not any(share for share, _ in found.values()):
         raise SettingError("mix: no kind of sample is left")
     return found
 
 
-class Maker:
+class SampleMaker:
     """Makes samples."""
 
     def __init__(self, name: str, tokenizer: Tokenizer | None, recipe: Recipe):
         self.rng = random.Random(f"kvbench reference/{name}")
-        self.texts = Texts(name, self.rng)
-        self.tokenizer, self.recipe, self.shares = tokenizer, recipe, shares(recipe)
+        self.texts = EndlessTexts(name, self.rng)
+        self.tokenizer, self.recipe, self.shares = tokenizer, recipe, compute_shares(recipe)
         self.families = {family.name: family for family in FAMILIES}
         self.rest: dict[tuple[str, int], float] = {}  # tokens that are no units, as seen so far
         self.served = 0
 
-    def sample(self, length: int) -> Made:
+    def sample(self, length: int) -> TrainingSample:
         """A sample of at most length + 1 tokens, nearly as many; ValueError if none is found."""
         for _ in range(TRIES):
             name = self.rng.choices(list(self.shares), [share for share, _ in self.shares.values()])[0]
@@ -141,11 +141,11 @@ class Maker:
                 units += int((0.97 * target - len(made.ids)) / per_unit)
         raise ValueError(f"no sample of {length} tokens in {TRIES} draws: none of the kinds has such")
 
-    def encode(self, name: str, pieces: list[Piece], length: int) -> Made:
+    def encode(self, name: str, pieces: list[Piece], length: int) -> TrainingSample:
         """The rest of a long context weighs less, so that it does not outweigh its answers."""
         rest = CONTEXT * min(1.0, 1024 / length)
         ids, weights, spans, asked = [BOS], [0.0], [], 0
-        for run in runs(pieces):  # tokens as a prompt has them: its parts are no borders
+        for run in split_runs(pieces):  # tokens as a prompt has them: its parts are no borders
             text, ends = "", []
             for piece in run:
                 text += piece.text
@@ -159,7 +159,7 @@ class Maker:
                 asked = len(ids)
                 ids += own
                 weights += [rest if piece.weight == CONTEXT else piece.weight] * len(own)
-        return Made(name, ids, weights, spans)
+        return TrainingSample(name, ids, weights, spans)
 
     def pieces(self, name: str, units: int, length: int) -> list[Piece] | None:
         """A context and its questions, or None where `units` are too few."""
@@ -169,7 +169,7 @@ class Maker:
     def _asked(self, rendered, answer: str, weight: float = ANSWER) -> list[Piece]:
         return [Piece(rendered.question + rendered.answer_prefix), Piece(" " + answer, weight, answer=True)]
 
-    def _niah(self, family: Niah, units: int, length: int) -> list[Piece] | None:
+    def _niah(self, family: NiahFamily, units: int, length: int) -> list[Piece] | None:
         rng = self.rng
         if rng.random() < 0.5:  # other numbers of keys and values than the official ones
             keys = rng.randint(1, min(8, length // 64))
@@ -280,10 +280,10 @@ class Maker:
         if not questions:
             return None
         rng.shuffle(documents)
-        numbered = [wordings().document.format(i=i, document=d) for i, d in enumerate(documents, 1)]
+        numbered = [load_wordings().document.format(i=i, document=d) for i, d in enumerate(documents, 1)]
         pieces: list[Piece] = []
         for query, answer in rng.sample(questions, min(len(questions), rng.randint(1, 8))):
-            rendered = wordings().qa.render("" if pieces else "\n\n".join(numbered), [answer], query=query)
+            rendered = load_wordings().qa.render("" if pieces else "\n\n".join(numbered), [answer], query=query)
             pieces += [] if pieces else [Piece(rendered.context)]
             pieces += self._asked(rendered, answer)
         return pieces
@@ -302,13 +302,13 @@ class Maker:
         rng, turns = self.rng, self.rng.randint(2, 5)
         if units < 2 * turns:
             return None
-        form = next(form for form in forms() if form.name == name)
+        form = next(form for form in load_forms() if form.name == name)
         if form.name in ("scbench_qa_eng", "scbench_choice_eng"):
             row = self._articles(units, turns)
-            row = with_options(rng, row) if form.choices else row
+            row = add_options(rng, row) if form.choices else row
         else:
             row = MAKERS[name](rng, turns, units)
-        held, wording, given = session(name, row, form), form.wording, rng.random() < 0.5
+        held, wording, given = parse_session(name, row, form), form.wording, rng.random() < 0.5
         pieces = [Piece(wording.before + held.context)]
         for place, turn in enumerate(held.turns):
             asked = (given and place and wording.later) or wording.asked
@@ -347,7 +347,7 @@ class Maker:
         cities = map(str.capitalize, self.rng.sample(self.texts.nouns, self.rng.choice([1, 1, 2, 3])))
         numbers = {city: str(self.rng.randint(10**6, 10**7 - 1)) for city in cities}
         places = sorted(self.rng.choice([0, *(end for end in ends if end < units), units]) for _ in numbers)
-        form, text = wording(), ""
+        form, text = load_needle_wording(), ""
         for (first, last), (city, own) in zip(pairwise([0, *places]), numbers.items(), strict=True):
             text += " " * bool(text) + " ".join(words[first:last]) + form["needle"].format(city=city, number=own)
         text += " " + " ".join(words[places[-1] :])
@@ -363,8 +363,8 @@ class Maker:
         most = int(units * early) - task.STARTS
         if most < 2 or units > LONGEST:
             return None
-        drawn = task.draw(units, self.rng.randint(2, min(6, most)), early, 50, self.rng)
-        answer = Piece(drawn.solved(), LONG, answer=True)
+        drawn = task.draw_ledger(units, self.rng.randint(2, min(6, most)), early, 50, self.rng)
+        answer = Piece(drawn.render_solution(), LONG, answer=True)
         return [Piece(drawn.context()), Piece(drawn.question() + task.PREFIX), answer]
 
 
@@ -379,7 +379,7 @@ class Batch:
     targets: np.ndarray  # ... this token
 
 
-def batch(maker: Maker, length: int, copies: float) -> Batch:
+def make_batch(maker: SampleMaker, length: int, copies: float) -> Batch:
     rows = max(1, maker.recipe.tokens // length)
     ids = np.full((rows, length + 1), PAD, np.uint16)
     weights = np.zeros((rows, length + 1), np.float16)
@@ -395,10 +395,12 @@ def batch(maker: Maker, length: int, copies: float) -> Batch:
             kinds[row] = NAMES.index(made.name)
             ids[row, : len(made.ids)], weights[row, : len(made.ids)] = made.ids, made.weights
             spans += [(row, *span) for span in made.spans]
-    return Batch(ids, weights, kinds, *look(maker, ids, spans))
+    return Batch(ids, weights, kinds, *draw_look_ahead(maker, ids, spans))
 
 
-def look(maker: Maker, ids: np.ndarray, spans: list[tuple[int, int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
+def draw_look_ahead(
+    maker: SampleMaker, ids: np.ndarray, spans: list[tuple[int, int, int, int]]
+) -> tuple[np.ndarray, np.ndarray]:
     """At each offset, places in a question or its answer and the tokens of the answer so far ahead; of an answer the
     first `look_ahead` tokens.
     """
@@ -422,9 +424,9 @@ def look(maker: Maker, ids: np.ndarray, spans: list[tuple[int, int, int, int]]) 
     return pairs, targets
 
 
-def corpus(samples: int = 2600, length: int = 1500):
+def draw_corpus(samples: int = 2600, length: int = 1500):
     """Text for the tokenizer: every subtask equally often."""
-    maker = Maker("tokenizer", None, Recipe(confusable=0.0))
+    maker = SampleMaker("tokenizer", None, Recipe(confusable=0.0))
     units = dict(
         niah_single_1=8,
         niah_multikey_2=20,
@@ -441,5 +443,5 @@ def corpus(samples: int = 2600, length: int = 1500):
             yield piece.text
 
 
-def load(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))

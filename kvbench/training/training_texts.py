@@ -8,7 +8,7 @@ from kvbench.tasks.common import synthetic_prose, synthetic_qa
 from kvbench.tasks.ruler.texts import load_texts
 
 
-class Texts:
+class EndlessTexts:
     """Stands in for the generators' texts: the same word lists, ever new essays and documents."""
 
     def __init__(self, name: str, rng: random.Random):
@@ -21,7 +21,7 @@ class Texts:
 
     def write(self, sentences: int = 24) -> None:
         """Add to the essay; its oldest sentences are forgotten."""
-        self.sentences.extend(s.split() for s in synthetic_prose.essay(self.rng, sentences))
+        self.sentences.extend(s.split() for s in synthetic_prose.write_essay(self.rng, sentences))
 
     def essay(self, units: int) -> tuple[tuple[str, ...], list[int]]:
         """`units` words from a random sentence on, and where sentences end."""
@@ -39,11 +39,11 @@ class Texts:
         inventor = synthetic_qa.Inventor(f"kvbench reference/{self.name}/{self.renewals}")
         self.articles, self.chains = [], []
         for _ in range(24):
-            paragraphs = synthetic_qa.article(inventor)["paragraphs"]
+            paragraphs = synthetic_qa.make_article(inventor)["paragraphs"]
             asked = [(q["question"], q["answers"][0]["text"]) for p in paragraphs for q in p["qas"]]
             self.articles.append(([p["context"] for p in paragraphs], asked))
         for _ in range(140):
-            pages, asked = synthetic_qa.chain(inventor)
+            pages, asked = synthetic_qa.make_chain(inventor)
             documents = [f"{title}\n{''.join(text)}" for title, text in pages]
             # Two documents, two steps: the answer names the person first, then what was asked of the person.
             self.chains.append((documents, [(question, f"{pages[1][0]}, {answer}") for question, answer in asked]))

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.apportion import apportion
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.validation import SettingError, choose, exact_share, number
+from kvbench.validation import SettingError, exact_share, is_number, require_choice
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Ada(Allocator):
     even = False
 
     def __post_init__(self) -> None:
-        choose("allocator.mode", self.mode, ("interpolate", "safeguard"))
-        if not number(self.alpha) or not 0 <= self.alpha <= 1:
+        require_choice("allocator.mode", self.mode, ("interpolate", "safeguard"))
+        if not is_number(self.alpha) or not 0 <= self.alpha <= 1:
             raise SettingError(f"allocator.alpha={self.alpha}: a number in [0, 1]")
 
     def heads(self, scores: Tensor, protected: Tensor, quota: int) -> Tensor:

@@ -26,7 +26,7 @@ from kvbench.interfaces.apportion import apportion, scale_quotas
 from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.window_attention import window_statistics
-from kvbench.validation import SettingError, choose, number, require_int
+from kvbench.validation import SettingError, is_number, require_choice, require_int
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Cake(Allocator):
 
     def __post_init__(self) -> None:
         require_int("allocator.window", self.window, 1)
-        choose("allocator.cascade", self.cascade, (True, False))
+        require_choice("allocator.cascade", self.cascade, (True, False))
         for name, value in (("tau1", self.tau1), ("tau2", self.tau2)):
-            if not number(value) or not value > 0:
+            if not is_number(value) or not value > 0:
                 raise SettingError(f"allocator.{name}={value}: a number above 0")
 
     def layer(

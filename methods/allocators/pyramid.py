@@ -25,7 +25,7 @@ from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.apportion import apportion, scale_quotas
 from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows
-from kvbench.validation import choose, require_int
+from kvbench.validation import require_choice, require_int
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Pyramid(Allocator):
     def __post_init__(self) -> None:
         require_int("allocator.beta", self.beta, 1)
         require_int("allocator.window", self.window, 0)
-        choose("allocator.arithmetic", self.arithmetic, ("official", "kvpress"))
+        require_choice("allocator.arithmetic", self.arithmetic, ("official", "kvpress"))
 
     def layer(self, quota: int, observation: Observation, rows: Callable[[], Rows], shared: dict[str, Any]) -> int:
         number, layers = observation.cut_layers.index(observation.layer), len(observation.cut_layers)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvbench.interfaces.codec import Codec, join, split
 from kvbench.kernels.quantize import Groups, dequantize, quantize
-from kvbench.validation import SettingError, choose, require_int
+from kvbench.validation import SettingError, require_choice, require_int
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Kivi(Codec):
     token_by_token = True
 
     def __post_init__(self) -> None:
-        choose("codec.bits", self.bits, (2, 4))
+        require_choice("codec.bits", self.bits, (2, 4))
         require_int("codec.group", self.group, 1)
         require_int("codec.residual", self.residual, 1)
         if self.group * self.bits % 8:

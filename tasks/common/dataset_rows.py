@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 Columns = Mapping[str, type | tuple[type, ...]]  # name -> what it holds; a list's items are checked by the task
 
 
-def kind(path: str) -> str:
+def name_source(path: str) -> str:
     """What a record says about its data: miniature, hub or local."""
     return path if path in (MINIATURE, HUB) else "local"
 
@@ -35,7 +35,7 @@ def check_path(setting: str, path: object) -> None:
         raise SettingError(f"{setting}={path}: no such file or folder; or {MINIATURE}, or {HUB}")
 
 
-def subtasks(given: object, path: str, names: Sequence[str]) -> list[str]:
+def select_subtasks(given: object, path: str, names: Sequence[str]) -> list[str]:
     """What `task.subtasks` stands for; `all` with one file, of one subtask (not a .zip), is the subtask in its name."""
     file = Path(path).expanduser()
     if path in (MINIATURE, HUB) or not file.is_file() or file.suffix == ".zip":
@@ -46,7 +46,7 @@ def subtasks(given: object, path: str, names: Sequence[str]) -> list[str]:
     return found
 
 
-def find(setting: str, path: Path, names: Sequence[str]) -> Path:
+def find_file(setting: str, path: Path, names: Sequence[str]) -> Path:
     """`path` itself if it is a file, else the first of `names` in the folder."""
     if path.is_file():
         return path
@@ -57,7 +57,7 @@ def find(setting: str, path: Path, names: Sequence[str]) -> Path:
     raise SettingError(f"{setting}={path}: a file, or a folder with one of {some}")
 
 
-def rows(setting: str, path: Path, member: str | None = None) -> Iterator[tuple[str, Row]]:
+def read_rows(setting: str, path: Path, member: str | None = None) -> Iterator[tuple[str, Row]]:
     """(where, row) of a .jsonl, .json (a list of rows), .csv or .parquet file, or of `member` of a .zip. `where` names
     file and line (or row) for messages.
     """
@@ -83,7 +83,7 @@ def rows(setting: str, path: Path, member: str | None = None) -> Iterator[tuple[
         raise SettingError(f"{setting}: {name} cannot be read ({str(error).splitlines()[0]})") from None
 
 
-def checked(
+def check_rows(
     setting: str, found: Iterable[tuple[str, Row]], columns: Columns, unique: str | None = None, what: str = "rows"
 ) -> list[Row]:
     """The rows, each with `columns` of the given types, and with different values of `unique`; at least one."""
@@ -105,14 +105,16 @@ def checked(
     return kept
 
 
-def texts(setting: str, where: str, name: str, value: object) -> tuple[str, ...]:
+def check_texts(setting: str, where: str, name: str, value: object) -> tuple[str, ...]:
     """A list of strings that is not empty."""
     if not isinstance(value, list | tuple) or not value or not all(isinstance(text, str) for text in value):
         raise SettingError(f"{setting}: {where}: {name} is not a list of strings with at least one")
     return tuple(value)
 
 
-def from_hub(setting: str, dataset: str, revision: str, config: str | None, split: str) -> Iterator[tuple[str, Row]]:
+def read_hub_rows(
+    setting: str, dataset: str, revision: str, config: str | None, split: str
+) -> Iterator[tuple[str, Row]]:
     """(where, row) of a split of a data set on the hub at a revision."""
 
     def fetch() -> Any:
@@ -121,11 +123,11 @@ def from_hub(setting: str, dataset: str, revision: str, config: str | None, spli
         return load_dataset(dataset, config, split=split, revision=revision)
 
     name = f"{dataset}{'/' + config if config else ''}"
-    for index, row in enumerate(reach(setting, name, fetch)):
+    for index, row in enumerate(try_fetch(setting, name, fetch)):
         yield f"{name} row {index}", row
 
 
-def hub_file(setting: str, dataset: str, revision: str, file: str) -> Path:
+def fetch_hub_file(setting: str, dataset: str, revision: str, file: str) -> Path:
     """A file of a data set on the hub at a revision."""
 
     def fetch() -> Path:
@@ -133,10 +135,10 @@ def hub_file(setting: str, dataset: str, revision: str, file: str) -> Path:
 
         return Path(hf_hub_download(dataset, file, repo_type="dataset", revision=revision))
 
-    return reach(setting, f"{dataset}/{file}", fetch)
+    return try_fetch(setting, f"{dataset}/{file}", fetch)
 
 
-def reach(setting: str, source: str, fetch: Callable[[], Any], instead: str = "give a path instead") -> Any:
+def try_fetch(setting: str, source: str, fetch: Callable[[], Any], instead: str = "give a path instead") -> Any:
     """`fetch()`, or a SettingError that says what is out of reach."""
     try:
         return fetch()
@@ -145,7 +147,7 @@ def reach(setting: str, source: str, fetch: Callable[[], Any], instead: str = "g
         raise SettingError(f"{setting}=hub: {source} is out of reach ({reason}); {instead}") from error
 
 
-def fingerprint(path: str, found: Iterable[Row]) -> str:
+def hash_rows(path: str, found: Iterable[Row]) -> str:
     """Hash of rows, in order, wherever they lie; but rows that kvbench made are others than a copy of them, since
     settings that are null may stand for something else there.
     """

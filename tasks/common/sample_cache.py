@@ -11,7 +11,7 @@ from kvbench.atomic import replace_file
 from kvbench.interfaces.task import Sample
 
 
-def cached(path: Path | None, prefix: str, count: int, make: Callable[[int], Sample]) -> Iterator[Sample]:
+def read_or_make(path: Path | None, prefix: str, count: int, make: Callable[[int], Sample]) -> Iterator[Sample]:
     """Samples 0 to count - 1, whose uids are `prefix/index`: from the file as far as it reaches, else made when asked.
 
     What was made is added to the file when the reader stops, so a larger count extends it. No path, no file.
@@ -28,16 +28,16 @@ def cached(path: Path | None, prefix: str, count: int, make: Callable[[int], Sam
             _write(path, samples)
 
 
-def joint_hash(*parts: str) -> str:
+def hash_parts(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def tokenizer_hash(tokenizer: Any) -> str:
+def hash_tokenizer(tokenizer: Any) -> str:
     """Hash of what the tokenizer does: its serialised backend, less what a call may leave behind, or its vocabulary."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return joint_hash(json.dumps(tokenizer.get_vocab(), sort_keys=True))
-    return joint_hash(json.dumps(json.loads(backend.to_str()) | {"padding": None, "truncation": None}))
+        return hash_parts(json.dumps(tokenizer.get_vocab(), sort_keys=True))
+    return hash_parts(json.dumps(json.loads(backend.to_str()) | {"padding": None, "truncation": None}))
 
 
 def _read(path: Path, prefix: str) -> list[Sample]:

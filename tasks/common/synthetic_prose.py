@@ -166,13 +166,13 @@ TAILS = (
 )
 
 
-def short_name(rng: random.Random) -> str:
+def draw_short_name(rng: random.Random) -> str:
     """Six letters, so that it is never one of invented.py's names of eight."""
     return rng.choice(STARTS) + rng.choice(ENDS)
 
 
 @cache
-def lists() -> tuple[list[str], list[str], list[str]]:
+def load_word_lists() -> tuple[list[str], list[str], list[str]]:
     """Nouns, adjectives and verbs that read well: lower-case words, none of them rude."""
     folder = files("wonderwords.assets")
     rude = set(folder.joinpath("profanitylist.txt").read_text(encoding="utf-8").split())
@@ -184,10 +184,10 @@ def lists() -> tuple[list[str], list[str], list[str]]:
     return clean("noun"), clean("adjective"), clean("verb")
 
 
-def essay(rng: random.Random, sentences: int) -> list[str]:
+def write_essay(rng: random.Random, sentences: int) -> list[str]:
     """Sentences of 5 to 25 words about one theme."""
-    nouns, adjectives, verbs = (rng.sample(words, n) for words, n in zip(lists(), (24, 16, 16), strict=True))
-    place, people = short_name(rng), [f"{short_name(rng)} {short_name(rng)}", short_name(rng)]
+    nouns, adjectives, verbs = (rng.sample(words, n) for words, n in zip(load_word_lists(), (24, 16, 16), strict=True))
+    place, people = draw_short_name(rng), [f"{draw_short_name(rng)} {draw_short_name(rng)}", draw_short_name(rng)]
     written: list[str] = []
     while len(written) < sentences:
         theme = rng.sample(nouns, 9), rng.sample(adjectives, 7), rng.sample(verbs, 6)
@@ -197,11 +197,11 @@ def essay(rng: random.Random, sentences: int) -> list[str]:
 
 
 @cache
-def words(total: int = 130_000) -> tuple[str, ...]:
+def write_words(total: int = 130_000) -> tuple[str, ...]:
     """The haystack: at least this many words, one essay after the other."""
     rng, text = random.Random("kvbench prose"), []
     while len(text) < total:
-        text += " ".join(essay(rng, rng.randint(50, 90))).split()
+        text += " ".join(write_essay(rng, rng.randint(50, 90))).split()
     return tuple(text)
 
 

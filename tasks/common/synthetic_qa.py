@@ -196,7 +196,7 @@ class Inventor:
         )
 
     def _person(self) -> str:
-        return f"{synthetic_prose.short_name(self.rng)} {self.draw('name')}"
+        return f"{synthetic_prose.draw_short_name(self.rng)} {self.draw('name')}"
 
     def _date(self) -> str:
         return f"{self.rng.randint(10, 28)} {self.rng.choice(MONTHS)} {self.rng.randint(1580, 1949)}"
@@ -205,16 +205,16 @@ class Inventor:
         return f"{self.rng.randint(1000, 9999):,}"
 
 
-def squad() -> dict:
+def make_squad() -> dict:
     """Articles about provinces in the format of SQuAD v2's dev file."""
     inventor = Inventor("kvbench squad")
-    return {"data": [article(inventor) for _ in range(ARTICLES)]}
+    return {"data": [make_article(inventor) for _ in range(ARTICLES)]}
 
 
-def hotpot() -> list[dict]:
+def make_hotpot() -> list[dict]:
     """Questions over two documents, with four other pairs beside them, in the format of HotpotQA's distractor file."""
     inventor = Inventor("kvbench hotpot")
-    chains = [chain(inventor) for _ in range(CHAINS)]
+    chains = [make_chain(inventor) for _ in range(CHAINS)]
     entries = []
     for i, (pages, questions) in enumerate(chains):
         for question, answer in questions:
@@ -224,7 +224,7 @@ def hotpot() -> list[dict]:
     return entries
 
 
-def article(inventor: Inventor) -> dict:
+def make_article(inventor: Inventor) -> dict:
     province = inventor.draw("name")
     paragraphs = []
     for text, questions in PARAGRAPHS:
@@ -237,7 +237,7 @@ def article(inventor: Inventor) -> dict:
             }
             for q, slot in questions
         ]
-        remark = " ".join(synthetic_prose.essay(inventor.rng, 2))
+        remark = " ".join(synthetic_prose.write_essay(inventor.rng, 2))
         paragraphs.append({"context": f"{text.format(**slots)} {remark}", "qas": asked})
     return {"title": province, "paragraphs": paragraphs}
 
@@ -247,7 +247,7 @@ def _aliases(slot: str, value: str) -> list[str]:
     return [value, value.split()[-1]] if slot.startswith("person") else [value]
 
 
-def chain(inventor: Inventor) -> tuple[list, list[tuple[str, str]]]:
+def make_chain(inventor: Inventor) -> tuple[list, list[tuple[str, str]]]:
     """A work and the person behind it: two documents, and questions that need both."""
     role, title, text = inventor.rng.choice(PEOPLE)
     slots = inventor.slots(text + LIVES, work=inventor.draw("name"), person=inventor.draw("person"), role=role)

@@ -30,7 +30,7 @@ NUMBER = re.compile(r"(?<![\w.])-?\d+(?:[.,]\d+)*")
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenSum:
     """`left sign right = result`; `line` is the one that is named last before it, None: none is."""
 
     line: int | None
@@ -44,7 +44,9 @@ class Written:
         return self.result == (self.left + self.right if self.sign == "+" else self.left - self.right)
 
 
-def read(output: str, asked: Collection[int]) -> tuple[Sequence[tuple[int, Written]], Mapping[int, int | None]]:
+def parse_answer(
+    output: str, asked: Collection[int]
+) -> tuple[Sequence[tuple[int, WrittenSum]], Mapping[int, int | None]]:
     """Lines and their sums as they follow one another; the results of lines asked for that stand at the end, None where
     it is no whole number or not always the same.
     """
@@ -55,12 +57,12 @@ def read(output: str, asked: Collection[int]) -> tuple[Sequence[tuple[int, Writt
     return list(_sums(text[:begin])), found
 
 
-def _sums(text: str) -> Iterator[tuple[int, Written]]:
+def _sums(text: str) -> Iterator[tuple[int, WrittenSum]]:
     for line, said in STEP.findall(text):
         if sums := list(SUM.finditer(said)):
             named = NAMED.findall(said[: sums[-1].start()])
             left, sign, right, result = sums[-1].groups()
-            yield int(line), Written(int(named[-1]) if named else None, int(left), sign, int(right), int(result))
+            yield int(line), WrittenSum(int(named[-1]) if named else None, int(left), sign, int(right), int(result))
 
 
 def _results(text: str, asked: Collection[int]) -> dict[int, int | None]:

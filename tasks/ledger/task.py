@@ -20,9 +20,9 @@ from itertools import islice
 from math import ceil
 
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
-from kvbench.tasks.common.axes import axis
-from kvbench.tasks.ledger.answer_parser import Written, read
-from kvbench.validation import SettingError, exact_share, number, require_int
+from kvbench.tasks.common.axes import parse_axis
+from kvbench.tasks.ledger.answer_parser import WrittenSum, parse_answer
+from kvbench.validation import SettingError, exact_share, is_number, require_int
 
 STARTS = 4
 LEAST, MOST = 10, 99  # of a result
@@ -63,15 +63,15 @@ class Step:
     def result(self) -> int:
         return self.left + self.right if self.sign == "+" else self.left - self.right
 
-    def asked(self) -> str:
+    def render_lines(self) -> str:
         left = self.left if self.line is None else f"line {self.line}"
         return f"{left} {WORDS[self.sign]} {self.right}."
 
-    def solved(self) -> str:
+    def render_solution(self) -> str:
         named = "" if self.line is None else f"line {self.line} is {self.left}, "
         return f"{named}{self.left} {self.sign} {self.right} = {self.result}"
 
-    def reads(self, written: Written) -> bool:
+    def matches(self, written: WrittenSum) -> bool:
         """Whether the line is written down as the ledger has it, whatever the result of the line that it builds on."""
         named = written.line in (None, self.line) if self.line else written.left == self.left
         return named and (written.sign, written.right) == (self.sign, self.right)
@@ -84,28 +84,30 @@ class Ledger:
     steps: Mapping[int, Step]
     recalled: tuple[int, ...]
 
-    def asked(self) -> str:
-        return "\n".join(f"Line {line}: {step.asked()}" for line, step in self.steps.items())
+    def render_lines(self) -> str:
+        return "\n".join(f"Line {line}: {step.render_lines()}" for line, step in self.steps.items())
 
-    def solved(self) -> str:
+    def render_solution(self) -> str:
         """The answer: what the prompt asks for and the score reads."""
-        lines = "\n".join(f"Line {line}: {step.solved()}" for line, step in self.steps.items())
+        lines = "\n".join(f"Line {line}: {step.render_solution()}" for line, step in self.steps.items())
         return f"{lines}\nResults: {', '.join(f'line {line} is {self.steps[line].result}' for line in self.recalled)}."
 
     def context(self) -> str:
-        return CONTEXT.format(example=SHOWN.asked(), solved=SHOWN.solved(), lines=self.asked())
+        return CONTEXT.format(
+            example=EXAMPLE_LEDGER.render_lines(), solved=EXAMPLE_LEDGER.render_solution(), lines=self.render_lines()
+        )
 
     def question(self) -> str:
         *first, last = self.recalled
         return QUESTION.format(steps=len(self.steps), first=", ".join(map(str, first)), last=last)
 
 
-SHOWN = Ledger(
+EXAMPLE_LEDGER = Ledger(
     {EXAMPLE: Step(None, 31, "+", 24), EXAMPLE + 1: Step(EXAMPLE, 55, "-", 9)}, recalled=(EXAMPLE + 1, EXAMPLE)
 )
 
 
-def draw(steps: int, recalled: int, early: float, largest: int, rng: random.Random) -> Ledger:
+def draw_ledger(steps: int, recalled: int, early: float, largest: int, rng: random.Random) -> Ledger:
     """A ledger of `steps` lines; ⌊early · steps⌋ is at least STARTS + recalled."""
     last = exact_share(early, steps)
     asked = rng.sample(range(STARTS + 1, last + 1), recalled)
@@ -144,7 +146,7 @@ class LedgerTask:
     def check(self) -> None:
         """Raises a SettingError; needs no tokenizer, so a ledger may still prove too long in `samples`."""
         require_int("task.recalled", self.recalled, 2)
-        if not number(self.early) or not 0 < self.early <= 1:
+        if not is_number(self.early) or not 0 < self.early <= 1:
             raise SettingError(f"task.early={self.early}: a number in (0, 1]")
         require_int("task.largest", self.largest, 1)
         if self.largest > MOST - LEAST:
@@ -164,7 +166,7 @@ class LedgerTask:
 
     def fingerprint(self) -> str:
         """Hash of the wording."""
-        return sha256("\0".join([SHOWN.context(), SHOWN.question(), PREFIX]).encode()).hexdigest()
+        return sha256("\0".join([EXAMPLE_LEDGER.context(), EXAMPLE_LEDGER.question(), PREFIX]).encode()).hexdigest()
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
         """Size by size."""
@@ -174,7 +176,7 @@ class LedgerTask:
 
     def reference(self, sample: Sample) -> str:
         """All lines worked out."""
-        return self._ledger(sample.meta["steps"], sample.uid).solved()
+        return self._ledger(sample.meta["steps"], sample.uid).render_solution()
 
     def score(self, sample: Sample, output: str) -> Graded:
         """The share of the results asked for that the answer gives (`ledger_answer` says what it reads).
@@ -186,8 +188,8 @@ class LedgerTask:
         `ended`: whether it came to all results.
         """
         ledger = self._ledger(sample.meta["steps"], sample.uid)
-        sums, found = read(output, ledger.recalled)
-        own: dict[int, Written] = {}
+        sums, found = parse_answer(output, ledger.recalled)
+        own: dict[int, WrittenSum] = {}
         carried: dict[int, bool] = {}
         for line, written in sums:
             if step := ledger.steps.get(line):
@@ -199,7 +201,7 @@ class LedgerTask:
             "recalled_own": _share(line in said and said[line] == found.get(line) for line in ledger.recalled),
             "steps": _share(said.get(line) == step.result for line, step in ledger.steps.items()),
             "holds": _share(written.holds for written in own.values()),
-            "read": _share(ledger.steps[line].reads(written) for line, written in own.items()),
+            "read": _share(ledger.steps[line].matches(written) for line, written in own.items()),
             "carried": _share(carried.values()),
             "ended": len(found) == len(ledger.recalled),
         }
@@ -208,10 +210,10 @@ class LedgerTask:
         return Graded(score, ", ".join(given), also)
 
     def _steps(self) -> list[int]:
-        return axis("task.steps", self.steps, 1, EXAMPLE - 1)
+        return parse_axis("task.steps", self.steps, 1, EXAMPLE - 1)
 
     def _ledger(self, steps: int, uid: str) -> Ledger:
-        return draw(steps, self.recalled, self.early, self.largest, random.Random(f"{self.seed}/{uid}"))
+        return draw_ledger(steps, self.recalled, self.early, self.largest, random.Random(f"{self.seed}/{uid}"))
 
     def _sample(self, tokenizer: Tokenizer, template_tokens: int, longest: int, steps: int, index: int) -> Sample:
         def tokens(text: str) -> int:
@@ -220,7 +222,7 @@ class LedgerTask:
         uid = f"{self.name}/{steps}/{index}"
         ledger = self._ledger(steps, uid)
         times, multiple = SLACK
-        new_tokens = self.max_new_tokens or multiple * ceil(times * tokens(ledger.solved()) / multiple)
+        new_tokens = self.max_new_tokens or multiple * ceil(times * tokens(ledger.render_solution()) / multiple)
         needed = tokens(ledger.context() + ledger.question() + PREFIX) + template_tokens + new_tokens
         if needed > longest:
             settings = f"task.max_new_tokens={self.max_new_tokens}, " * (self.max_new_tokens is not None)

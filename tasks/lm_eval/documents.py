@@ -13,15 +13,15 @@ from numbers import Real
 from typing import Any
 
 from kvbench.interfaces.task import Graded, Sample
-from kvbench.tasks.lm_eval.loader import OTHER_SEED, check_output, quiet, reasons, seeded
-from kvbench.validation import SettingError, choose, require_int
+from kvbench.tasks.lm_eval.loader import OTHER_SEED, check_output, explain_errors, seed_generators, silence_output
+from kvbench.validation import SettingError, require_choice, require_int
 
 MOST_TOKENS = 256  # lm-eval's default of max_gen_toks (lm_eval/defaults.py)
 FOLLOWED = ("until", "max_gen_toks", "do_sample", "temperature", "top_p")
 
 
 @dataclass(frozen=True)
-class Wishes:
+class DocumentSettings:
     """What the settings ask of every task's documents."""
 
     num_fewshot: int | None = None
@@ -54,13 +54,13 @@ class Documents:
         asked = self.found[uid][1]
         answered = Instance(asked.request_type, asked.doc, asked.arguments, asked.idx, asked.metadata, [output])
         self.task._instances = [answered]
-        with quiet():
+        with silence_output():
             self.task.apply_filters()
             points = {
-                _metric(name, key): self._points(name, value)
+                _metric_name(name, key): self._points(name, value)
                 for key, filtered in answered.filtered_resps.items()
                 for name, value in self.task.process_results(asked.doc, [filtered]).items()
-                if name in _means(self.task)
+                if name in _list_mean_metrics(self.task)
             }
         if self.metric not in points:
             raise SettingError(f"task.metric={self.metric}: {self.name} gives {', '.join(points) or 'none'}")
@@ -80,7 +80,9 @@ class Documents:
         return digest.hexdigest()
 
 
-def read(name: str, task: Any, wishes: Wishes, meta: Mapping[str, Any], prefix: str | None = None) -> Documents:
+def read_documents(
+    name: str, task: Any, wishes: DocumentSettings, meta: Mapping[str, Any], prefix: str | None = None
+) -> Documents:
     """All documents, or the first `limit`, with uids `prefix/index` (None: the name); SettingError for what cannot be a
     sample.
     """
@@ -89,14 +91,14 @@ def read(name: str, task: Any, wishes: Wishes, meta: Mapping[str, Any], prefix: 
     for flag, what in (("UNSAFE_CODE", "runs the code that a model writes"), ("MULTIMODAL", "shows more than text")):
         if getattr(task, flag, False):
             raise SettingError(f"{setting}: it {what}, which is not supported")
-    metric = _chosen(setting, task, wishes.metric)
+    metric = _choose_metric(setting, task, wishes.metric)
     shots = wishes.num_fewshot if wishes.num_fewshot is not None else task.get_config("num_fewshot")
     task.set_config("num_fewshot", shots or 0)
     task.set_fewshot_seed(OTHER_SEED + wishes.seed)
     found = {}
-    with seeded(wishes.seed), quiet():
+    with seed_generators(wishes.seed), silence_output():
         for index, document in enumerate(islice(task.eval_docs, wishes.limit)):
-            with reasons(f"{setting}: document {index}", "lm-eval cannot read it"):
+            with explain_errors(f"{setting}: document {index}", "lm-eval cannot read it"):
                 sample, asked = _sample(name, task, index, document, wishes, meta | {"metric": metric})
             sample = replace(sample, uid=f"{prefix or name}/{index}")
             found[sample.uid] = sample, asked
@@ -105,9 +107,11 @@ def read(name: str, task: Any, wishes: Wishes, meta: Mapping[str, Any], prefix: 
     return Documents(name, task, wishes.best, metric, found)
 
 
-def _sample(name: str, task: Any, index: int, document: Any, wishes: Wishes, meta: Mapping) -> tuple[Sample, Any]:
+def _sample(
+    name: str, task: Any, index: int, document: Any, wishes: DocumentSettings, meta: Mapping
+) -> tuple[Sample, Any]:
     setting = f"task.tasks={name}"
-    text, prefix = _texts(task, document, wishes.apply_chat_template)
+    text, prefix = _build_prompt(task, document, wishes.apply_chat_template)
     asked = task.construct_requests(document, text + prefix, metadata=(name, index, 1))
     if isinstance(asked, list) and len(asked) == 1:
         [asked] = asked
@@ -118,8 +122,8 @@ def _sample(name: str, task: Any, index: int, document: Any, wishes: Wishes, met
     if (task.get_config("repeats") or 1) > 1:
         raise SettingError(f"{setting}: it asks for {task.get_config('repeats')} answers a document, one is graded")
     asked.arguments = (asked.args[0], {**asked.args[1], **(wishes.gen_kwargs or {})})
-    own = generation(setting, asked.args[1], wishes.temperature, wishes.top_p)
-    end = _end(text, document, wishes.context)
+    own = read_generation_settings(setting, asked.args[1], wishes.temperature, wishes.top_p)
+    end = _find_context_end(text, document, wishes.context)
     if end is None and wishes.hidden:
         raise SettingError(
             f"question=hidden: {name} has no column {wishes.context} that stands in its prompts; question=visible, or "
@@ -142,13 +146,15 @@ def _sample(name: str, task: Any, index: int, document: Any, wishes: Wishes, met
     return sample, asked
 
 
-def generation(setting: str, given: Mapping[str, Any], temperature: float, top_p: float) -> dict[str, Any]:
+def read_generation_settings(
+    setting: str, given: Mapping[str, Any], temperature: float, top_p: float
+) -> dict[str, Any]:
     """`max_new_tokens` and `until` of a request's generation settings; SettingError for what cannot be followed."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
     own = normalize_gen_kwargs(dict(given), MOST_TOKENS)
     for key in own:
-        choose(f"{setting}: generation setting", key, FOLLOWED)
+        require_choice(f"{setting}: generation setting", key, FOLLOWED)
     wanted = (own.get("temperature", 0.0), own.get("top_p", 1.0))
     if own["do_sample"] and wanted[0] > 0 and wanted != (temperature, top_p):
         raise SettingError(
@@ -159,7 +165,7 @@ def generation(setting: str, given: Mapping[str, Any], temperature: float, top_p
     return {"max_new_tokens": own["max_gen_toks"], "until": tuple(end for end in own["until"] if end)}
 
 
-def _texts(task: Any, document: Any, chat: bool) -> tuple[str, str]:
+def _build_prompt(task: Any, document: Any, chat: bool) -> tuple[str, str]:
     """The prompt up to the answer's beginning, and that. With a chat template, texts as lm-eval gives to one; a
     description (lm-eval: the system's message) opens the user's.
     """
@@ -181,37 +187,37 @@ def _texts(task: Any, document: Any, chat: bool) -> tuple[str, str]:
     return "".join(turn["content"] for turn in messages if turn["role"] != "assistant"), prefix
 
 
-def _end(text: str, document: Any, column: str) -> int | None:
+def _find_context_end(text: str, document: Any, column: str) -> int | None:
     """Where the document's context ends in its prompt: few-shot examples stand before it."""
     value = document.get(column) if isinstance(document, Mapping) else None
     place = text.rfind(value) if isinstance(value, str) and value.strip() else -1
     return None if place < 0 else place + len(value)
 
 
-def _chosen(setting: str, task: Any, wanted: str | None) -> str:
+def _choose_metric(setting: str, task: Any, wanted: str | None) -> str:
     """The metric that is the score: the one asked for, else the task's first."""
     higher = task.higher_is_better()
     names = [
-        _metric(name, ensemble.name)
+        _metric_name(name, ensemble.name)
         for ensemble in task._filters
-        for name in _means(task)
+        for name in _list_mean_metrics(task)
         if higher.get(name) is not False
     ]
     if not names:
         all_of = ", ".join(task.aggregation())
         raise SettingError(f"{setting}: no metric is a mean over documents where more is better ({all_of})")
     if wanted is not None:
-        choose(f"{setting}: task.metric", wanted, names)
+        require_choice(f"{setting}: task.metric", wanted, names)
     return wanted or names[0]
 
 
-def _means(task: Any) -> list[str]:
+def _list_mean_metrics(task: Any) -> list[str]:
     """Metrics whose aggregation is the mean over documents; others have no score of one document."""
     from lm_eval.api.metrics import mean
 
     return [name for name, aggregation in task.aggregation().items() if aggregation is mean]
 
 
-def _metric(name: str, key: str) -> str:
+def _metric_name(name: str, key: str) -> str:
     """lm-eval's name of a metric: with the filter's where there is one."""
     return name if key == "none" else f"{name},{key}"

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy
 
-from kvbench.tasks.common.dataset_rows import checked, rows
+from kvbench.tasks.common.dataset_rows import check_rows, read_rows
 from kvbench.validation import SettingError
 
 PACKAGE = Path(find_spec("lm_eval").submodule_search_locations[0], "tasks")
@@ -43,7 +43,7 @@ REFUSED = {  # folder of lm_eval/tasks -> why its tasks are no use here
 }
 
 
-def find(names: Sequence[str], include_path: str | None) -> dict[str, tuple[Path, Path]]:
+def find_tasks(names: Sequence[str], include_path: str | None) -> dict[str, tuple[Path, Path]]:
     """Name -> its YAML file and the folder of tasks that has it: the user's, kvbench's miniatures or lm-eval's."""
     found: dict[str, tuple[Path, Path]] = {}
     kinds: dict[str, str] = {}
@@ -64,7 +64,7 @@ def find(names: Sequence[str], include_path: str | None) -> dict[str, tuple[Path
     return {name: found[name] for name in names}
 
 
-def load(name: str, path: Path, folder: Path, metadata: Mapping[str, Any], seed: int) -> Any:
+def load_task(name: str, path: Path, folder: Path, metadata: Mapping[str, Any], seed: int) -> Any:
     """lm-eval's Task; SettingError with the reason where it cannot be used. Where its generators stand depends on
     `seed` alone.
     """
@@ -74,7 +74,7 @@ def load(name: str, path: Path, folder: Path, metadata: Mapping[str, Any], seed:
         for prefix, reason in REFUSED.items():
             if own.startswith(f"{prefix}/"):
                 raise SettingError(f"{setting}: {reason}")
-    with reasons(setting, "lm-eval cannot load it"), quiet(), seeded(seed):
+    with explain_errors(setting, "lm-eval cannot load it"), silence_output(), seed_generators(seed):
         from lm_eval.tasks import TaskManager
         from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -103,11 +103,13 @@ def check_lines(setting: str, config: Mapping[str, Any]) -> None:
     for files in listed:
         for file in [files] if isinstance(files, str) else files:
             if file.endswith(".jsonl") and "://" not in file and "*" not in file:
-                found = list(rows(setting, Path(file)))
-                checked(setting, found, {name: _like(value) for name, value in found[0][1].items()} if found else {})
+                found = list(read_rows(setting, Path(file)))
+                check_rows(
+                    setting, found, {name: _column_types(value) for name, value in found[0][1].items()} if found else {}
+                )
 
 
-def _like(value: object) -> tuple[type, ...]:
+def _column_types(value: object) -> tuple[type, ...]:
     """Types of a column with this value in its first row: numbers go together, and nothing goes with anything."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     own = (int, float) if number else (type(value),) if value is not None else (str, bool, int, float, list, dict)
@@ -115,7 +117,7 @@ def _like(value: object) -> tuple[type, ...]:
 
 
 @contextmanager
-def reasons(setting: str, what: str) -> Iterator[None]:
+def explain_errors(setting: str, what: str) -> Iterator[None]:
     """Whatever a task's code raises is one line that names the setting."""
     try:
         yield
@@ -130,14 +132,14 @@ def reasons(setting: str, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_output() -> Iterator[None]:
     """lm-eval's and its tasks' progress bars, prints and warnings stay out of the table."""
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         yield
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def seed_generators(seed: int) -> Iterator[None]:
     """The global generators as lm-eval seeds them; seed 0 gives its defaults. Afterwards they are as before."""
     before = random.getstate(), numpy.random.get_state()
     random.seed(seed)

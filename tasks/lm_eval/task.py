@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
-from kvbench.tasks.lm_eval.documents import Documents, Wishes, read
-from kvbench.tasks.lm_eval.loader import MINIATURES, PACKAGE, find, load
-from kvbench.validation import SettingError, choose, number, require_int
+from kvbench.tasks.lm_eval.documents import Documents, DocumentSettings, read_documents
+from kvbench.tasks.lm_eval.loader import MINIATURES, PACKAGE, find_tasks, load_task
+from kvbench.validation import SettingError, is_number, require_choice, require_int
 
 SOURCES = ("", ".yaml", ".yml", ".py")
 
@@ -59,8 +59,8 @@ class LmEval:
                 raise SettingError(
                     f"task.{setting}={getattr(self, setting)}: settings such as {{name: value}}, or null"
                 )
-        choose("task.apply_chat_template", self.apply_chat_template, (True, False))
-        if not number(self.best) or not self.best > 0:
+        require_choice("task.apply_chat_template", self.apply_chat_template, (True, False))
+        if not is_number(self.best) or not self.best > 0:
             raise SettingError(f"task.best={self.best}: the metric's largest value, 1 or 100")
         if not isinstance(self.context, str):
             raise SettingError(f"task.context={self.context}: the name of a column")
@@ -91,19 +91,19 @@ class LmEval:
 
     @cached_property
     def _places(self) -> dict[str, tuple[Path, Path]]:
-        return find(self._names(), self.include_path)
+        return find_tasks(self._names(), self.include_path)
 
     @cached_property
     def _documents(self) -> dict[str, Documents]:
-        wishes = Wishes(
+        wishes = DocumentSettings(
             self.num_fewshot, self.gen_kwargs, self.apply_chat_template, self.context, self.question == "hidden",
             self.metric, self.best, self.temperature, self.top_p, self.seed, self.limit,
         )  # fmt: skip
         found = {}
         for name, (path, folder) in self._places.items():
-            task = load(name, path, folder, self.metadata or {}, self.seed)
+            task = load_task(name, path, folder, self.metadata or {}, self.seed)
             data = {MINIATURES: "miniature", PACKAGE: "hub"}.get(folder, "local")
-            found[name] = read(name, task, wishes, {"data": data, "lm_eval": version("lm-eval")})
+            found[name] = read_documents(name, task, wishes, {"data": data, "lm_eval": version("lm-eval")})
         return found
 
     def __getstate__(self) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def rouge(output: str, reference: str, classes: Sequence[str] = ()) -> float:
     return 2.0 * ((precision * recall) / (precision + recall + 1e-8))
 
 
-def classification(output: str, reference: str, classes: Sequence[str]) -> float:
+def classification_score(output: str, reference: str, classes: Sequence[str]) -> float:
     """1 / n if the reference is among the n classes that stand in the output. Those contained in the reference do not
     count; but upstream drops them from the list that it walks along, so that the one after a dropped one stays.
     """
@@ -65,18 +65,18 @@ def classification(output: str, reference: str, classes: Sequence[str]) -> float
     return 1.0 / len(found) if reference in found else 0.0
 
 
-def count(output: str, reference: str, classes: Sequence[str] = ()) -> float:
+def count_score(output: str, reference: str, classes: Sequence[str] = ()) -> float:
     """The share of the numbers in the output that are the reference."""
     numbers = re.findall(r"\d+", output)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
 
-def retrieval(output: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """`count` of the number of the paragraph that the reference, "Paragraph 7", names."""
-    return count(output, paragraph(reference) or "")
+def retrieval_score(output: str, reference: str, classes: Sequence[str] = ()) -> float:
+    """`count_score` of the number of the paragraph that the reference, "Paragraph 7", names."""
+    return count_score(output, find_paragraph(reference) or "")
 
 
-def paragraph(reference: str) -> str | None:
+def find_paragraph(reference: str) -> str | None:
     """The number in "Paragraph 7", None where there is none."""
     found = re.search(r"Paragraph (\d+)", reference)
     return found and found[1]
@@ -98,7 +98,7 @@ def code_line(output: str) -> str:
     return next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
 
 
-def written_line(output: str) -> str:
+def lm_eval_code_line(output: str) -> str:
     """lm-eval's reading of code (lm_eval/tasks/longbench/metrics.py, code_sim_score): as `code_line`, and not blank."""
     return code_line("\n".join(filter(str.strip, output.split("\n"))))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvbench.tasks.common import synthetic_prose
-from kvbench.tasks.common.synthetic_qa import Inventor, article, chain
+from kvbench.tasks.common.synthetic_qa import Inventor, make_article, make_chain
 
 ROWS = 4  # of each subtask
 CLASSES = {"person": "Name of a person", "name": "Name", "date": "Date", "count": "Number"}  # one contains another
@@ -17,7 +17,7 @@ CLASSES = {"person": "Name of a person", "name": "Name", "date": "Date", "count"
 Texts = tuple[str, str, list[str]]  # input, context, answers
 
 
-def rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def make_rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where, row) of a subtask, as the reader of the official files gives them."""
     inventor = Inventor(f"kvbench longbench {name}")
     for index, (question, context, answers) in enumerate(MAKERS[name](inventor)):
@@ -40,7 +40,7 @@ def rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def single(inventor: Inventor) -> Iterator[Texts]:
     """Two questions on each document."""
     for _ in range(ROWS // 2):
-        paragraphs = article(inventor)["paragraphs"]
+        paragraphs = make_article(inventor)["paragraphs"]
         context = "\n\n".join(paragraph["context"] for paragraph in paragraphs)
         for paragraph in inventor.rng.sample(paragraphs, 2):
             asked = inventor.rng.choice(paragraph["qas"])
@@ -50,30 +50,32 @@ def single(inventor: Inventor) -> Iterator[Texts]:
 def multi(inventor: Inventor) -> Iterator[Texts]:
     """A question that needs two of ten passages."""
     for _ in range(ROWS):
-        chains = [chain(inventor) for _ in range(5)]
+        chains = [make_chain(inventor) for _ in range(5)]
         pages = [page for own, _ in chains for page in own]
         inventor.rng.shuffle(pages)
         question, answer = inventor.rng.choice(chains)[1][0]
-        yield question, passages([f"{title}\n{' '.join(text)}" for title, text in pages]), [answer]
+        yield question, join_passages([f"{title}\n{' '.join(text)}" for title, text in pages]), [answer]
 
 
 def report(inventor: Inventor) -> Iterator[Texts]:
     """The summary is the first sentence of each paragraph."""
     for _ in range(ROWS):
-        paragraphs = [paragraph["context"] for paragraph in article(inventor)["paragraphs"]]
-        yield "", "\n\n".join(paragraphs), [" ".join(map(opening, paragraphs))]
+        paragraphs = [paragraph["context"] for paragraph in make_article(inventor)["paragraphs"]]
+        yield "", "\n\n".join(paragraphs), [" ".join(map(first_sentence, paragraphs))]
 
 
 def news(inventor: Inventor) -> Iterator[Texts]:
     for _, context, answers in report(inventor):
-        yield "", passages(context.split("\n\n")), answers
+        yield "", join_passages(context.split("\n\n")), answers
 
 
 def meeting(inventor: Inventor) -> Iterator[Texts]:
     """Two queries on each transcript."""
     for _ in range(ROWS // 2):
         speakers = [inventor.draw("person") for _ in range(3)]
-        said = [opening(paragraph["context"]) for _ in range(2) for paragraph in article(inventor)["paragraphs"]]
+        said = [
+            first_sentence(paragraph["context"]) for _ in range(2) for paragraph in make_article(inventor)["paragraphs"]
+        ]
         lines = [(inventor.rng.choice(speakers), text) for text in said]
         for speaker, text in inventor.rng.sample(lines, 2):
             about = " ".join(text.split()[:6])
@@ -87,7 +89,7 @@ def meeting(inventor: Inventor) -> Iterator[Texts]:
 def types(inventor: Inventor) -> Iterator[Texts]:
     """Questions and the type of their answers."""
     for _ in range(ROWS):
-        shots = [(asked["question"], answer_type(asked["answers"][0]["text"])) for asked in questions(inventor)]
+        shots = [(asked["question"], answer_type(asked["answers"][0]["text"])) for asked in make_questions(inventor)]
         *shown, (question, kind) = inventor.rng.sample(shots, 13)
         examples = "\n".join(f"Question: {text}\nType: {own}" for text, own in shown)
         yield f"Question: {question}\nType:", examples, [kind]
@@ -97,7 +99,7 @@ def trivia(inventor: Inventor) -> Iterator[Texts]:
     """Passages with a question each; the last one is asked."""
     for _ in range(ROWS):
         shots, last = [], None
-        for paragraph in article(inventor)["paragraphs"]:
+        for paragraph in make_article(inventor)["paragraphs"]:
             asked = inventor.rng.choice(paragraph["qas"])
             last = [answer["text"] for answer in asked["answers"]]
             shots.append(f"Passage:\n{paragraph['context']}\nQuestion:\n{asked['question']}\nAnswer:\n")
@@ -111,7 +113,7 @@ def dialogues(inventor: Inventor) -> Iterator[Texts]:
         shots = []
         for _ in range(8):
             one, other, place, date = (inventor.draw(slot) for slot in ("person", "person", "name", "date"))
-            remark = " ".join(synthetic_prose.essay(inventor.rng, 1))
+            remark = " ".join(synthetic_prose.write_essay(inventor.rng, 1))
             talk = f"{one}: Where shall we meet?\n{other}: {remark} Come to {place}.\n{one}: On {date}?\n{other}: Yes."
             shots.append((talk, f"{one} and {other} will meet in {place} on {date}."))
         *shown, (talk, summary) = shots
@@ -119,28 +121,32 @@ def dialogues(inventor: Inventor) -> Iterator[Texts]:
         yield f"Dialogue: {talk}\nSummary: ", examples, [summary]
 
 
-def repeated(inventor: Inventor) -> Iterator[Texts]:
+def repeated_paragraphs(inventor: Inventor) -> Iterator[Texts]:
     """Ten paragraphs, some of them twice."""
     for _ in range(ROWS):
-        different = [opening(paragraph["context"]) for _ in range(2) for paragraph in article(inventor)["paragraphs"]]
+        different = [
+            first_sentence(paragraph["context"]) for _ in range(2) for paragraph in make_article(inventor)["paragraphs"]
+        ]
         different = different[: inventor.rng.randint(5, 9)]
         listed = different + inventor.rng.choices(different, k=10 - len(different))
         inventor.rng.shuffle(listed)
-        yield "", numbered(listed), [str(len(different))]
+        yield "", join_paragraphs(listed), [str(len(different))]
 
 
-def retrieved(inventor: Inventor) -> Iterator[Texts]:
+def one_of_paragraphs(inventor: Inventor) -> Iterator[Texts]:
     """Thirty paragraphs, and the beginning of one."""
     for _ in range(ROWS):
-        listed = [opening(paragraph["context"]) for _ in range(5) for paragraph in article(inventor)["paragraphs"]]
+        listed = [
+            first_sentence(paragraph["context"]) for _ in range(5) for paragraph in make_article(inventor)["paragraphs"]
+        ]
         place = inventor.rng.randrange(len(listed))
-        yield " ".join(listed[place].split()[:10]), numbered(listed), [f"Paragraph {place + 1}"]
+        yield " ".join(listed[place].split()[:10]), join_paragraphs(listed), [f"Paragraph {place + 1}"]
 
 
 def completion(inventor: Inventor) -> Iterator[Texts]:
     """A class whose methods look alike."""
     for _ in range(ROWS):
-        *above, last = code(inventor, 12)
+        *above, last = write_class(inventor, 12)
         head, line = last.rstrip("\n").rsplit("\n", 1)
         yield "", "".join(above) + head + "\n", [line]
 
@@ -148,7 +154,7 @@ def completion(inventor: Inventor) -> Iterator[Texts]:
 def repository(inventor: Inventor) -> Iterator[Texts]:
     """The class of one file is used in another."""
     for _ in range(ROWS):
-        *above, last = code(inventor, 8)
+        *above, last = write_class(inventor, 8)
         name = last.split("def ")[1].split("(")[0]
         path, other = (f"{inventor.draw('name').lower()}.py" for _ in range(2))
         imports = f"# Path: {other}\nfrom {path.removesuffix('.py')} import Store\n\nstore = Store()\nstore."
@@ -159,14 +165,14 @@ def repository(inventor: Inventor) -> Iterator[Texts]:
         )
 
 
-def code(inventor: Inventor, count: int) -> list[str]:
+def write_class(inventor: Inventor, count: int) -> list[str]:
     names = [inventor.draw("name").lower() for _ in range(count)]
     methods = [f"    def set_{name}(self, value):\n        self.{name} = value\n\n" for name in names]
     return ["class Store:\n" + methods[0], *methods[1:]]
 
 
-def questions(inventor: Inventor) -> list[dict[str, Any]]:
-    return [asked for paragraph in article(inventor)["paragraphs"] for asked in paragraph["qas"]]
+def make_questions(inventor: Inventor) -> list[dict[str, Any]]:
+    return [asked for paragraph in make_article(inventor)["paragraphs"] for asked in paragraph["qas"]]
 
 
 def answer_type(answer: str) -> str:
@@ -178,15 +184,15 @@ def answer_type(answer: str) -> str:
     return CLASSES["person"] if " " in answer else CLASSES["name"]
 
 
-def opening(paragraph: str) -> str:
+def first_sentence(paragraph: str) -> str:
     return paragraph.split(". ")[0].rstrip(".") + "."
 
 
-def passages(texts: list[str]) -> str:
+def join_passages(texts: list[str]) -> str:
     return "\n\n".join(f"Passage {number}:\n{text}" for number, text in enumerate(texts, 1))
 
 
-def numbered(texts: list[str]) -> str:
+def join_paragraphs(texts: list[str]) -> str:
     return "\n\n".join(f"Paragraph {number}: {text}" for number, text in enumerate(texts, 1))
 
 
@@ -203,8 +209,8 @@ MAKERS: dict[str, Callable[[Inventor], Iterator[Texts]]] = {
     "trec": types,
     "triviaqa": trivia,
     "samsum": dialogues,
-    "passage_count": repeated,
-    "passage_retrieval_en": retrieved,
+    "passage_count": repeated_paragraphs,
+    "passage_retrieval_en": one_of_paragraphs,
     "lcc": completion,
     "repobench-p": repository,
 }

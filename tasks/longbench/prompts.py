@@ -18,7 +18,7 @@ ENDS = {"passage_count": " ", "passage_retrieval_en": " ", "lcc": "\n", "repoben
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptTemplate:
     """What stands before the context, and what follows it with a place for the question (if it has one)."""
 
     before: str
@@ -30,16 +30,16 @@ class Prompt:
 
 
 @cache
-def prompt(name: str) -> Prompt:
+def load_official_prompt(name: str) -> PromptTemplate:
     """The official prompt of a subtask, e.g. "repobench-p"."""
-    own = template(name)
-    return Prompt(own.before, ("\n" if name in BLANK_LINE else "") + own.after + ENDS.get(name, ""))
+    own = load_lm_eval_prompt(name)
+    return PromptTemplate(own.before, ("\n" if name in BLANK_LINE else "") + own.after + ENDS.get(name, ""))
 
 
 @cache
-def template(name: str) -> Prompt:
+def load_lm_eval_prompt(name: str) -> PromptTemplate:
     """lm-eval's prompt. The file is parsed and not loaded: its tags would import modules that need more packages."""
     package = find_spec("lm_eval").submodule_search_locations[0]
     node = yaml.compose(Path(package, "tasks", "longbench", f"{name}.yaml").read_text(encoding="utf-8"))
     text = next(value.value for key, value in node.value if key.value == "doc_to_text")
-    return Prompt(*text.split(CONTEXT))
+    return PromptTemplate(*text.split(CONTEXT))

@@ -25,31 +25,31 @@ COLUMNS = {
 }
 
 
-def load(path: str, subtasks: Iterable[Subtask]) -> dict[str, list[dataset_rows.Row]]:
+def load_rows(path: str, subtasks: Iterable[Subtask]) -> dict[str, list[dataset_rows.Row]]:
     """The rows of each subtask from `miniature`, `hub`, or a file or folder; SettingError names line and column."""
     if path == dataset_rows.MINIATURE:
-        return {own.name: read(own, miniature.rows(own.name)) for own in subtasks}
-    place = dataset_rows.hub_file("task.path", *HUB) if path == dataset_rows.HUB else Path(path).expanduser()
-    return {own.name: read(own, located(place, own.name)) for own in subtasks}
+        return {own.name: check_rows(own, miniature.make_rows(own.name)) for own in subtasks}
+    place = dataset_rows.fetch_hub_file("task.path", *HUB) if path == dataset_rows.HUB else Path(path).expanduser()
+    return {own.name: check_rows(own, find_rows(place, own.name)) for own in subtasks}
 
 
-def located(path: Path, name: str) -> Iterator[tuple[str, dataset_rows.Row]]:
+def find_rows(path: Path, name: str) -> Iterator[tuple[str, dataset_rows.Row]]:
     """(where, row) of a subtask in data.zip, in a folder that has it or its files, or in a .jsonl file."""
     member = f"data/{name}.jsonl"
-    file = dataset_rows.find("task.path", path, (member, f"{name}.jsonl", "data.zip"))
-    return dataset_rows.rows("task.path", file, member if file.suffix == ".zip" else None)
+    file = dataset_rows.find_file("task.path", path, (member, f"{name}.jsonl", "data.zip"))
+    return dataset_rows.read_rows("task.path", file, member if file.suffix == ".zip" else None)
 
 
-def read(subtask: Subtask, found: Iterable[tuple[str, dataset_rows.Row]]) -> list[dataset_rows.Row]:
+def check_rows(subtask: Subtask, found: Iterable[tuple[str, dataset_rows.Row]]) -> list[dataset_rows.Row]:
     """The rows of a subtask in the official format; SettingError with the line and column of what is not."""
     listed = list(found)
-    rows = dataset_rows.checked("task.path", listed, COLUMNS, unique="_id", what=f"rows of {subtask.name}")
+    rows = dataset_rows.check_rows("task.path", listed, COLUMNS, unique="_id", what=f"rows of {subtask.name}")
     for where, row in listed:
         if row["dataset"] != subtask.name:
             raise SettingError(f"task.path: {where}: dataset is {row['dataset']!r}, expected {subtask.name!r}")
-        answers = dataset_rows.texts("task.path", where, "answers", row["answers"])
-        if subtask.metric is metrics.classification:
-            dataset_rows.texts("task.path", where, "all_classes", row["all_classes"])
-        if subtask.metric is metrics.retrieval and not all(map(metrics.paragraph, answers)):
+        answers = dataset_rows.check_texts("task.path", where, "answers", row["answers"])
+        if subtask.metric is metrics.classification_score:
+            dataset_rows.check_texts("task.path", where, "all_classes", row["all_classes"])
+        if subtask.metric is metrics.retrieval_score and not all(map(metrics.find_paragraph, answers)):
             raise SettingError(f"task.path: {where}: answers are not of the form 'Paragraph 1'")
     return rows

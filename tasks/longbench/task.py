@@ -31,12 +31,12 @@ from typing import ClassVar
 
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.tasks.common import dataset_rows
-from kvbench.tasks.longbench.metrics import written_line
-from kvbench.tasks.longbench.prompts import Prompt, prompt, template
-from kvbench.tasks.longbench.rows import load
+from kvbench.tasks.longbench.metrics import lm_eval_code_line
+from kvbench.tasks.longbench.prompts import PromptTemplate, load_lm_eval_prompt, load_official_prompt
+from kvbench.tasks.longbench.rows import load_rows
 from kvbench.tasks.longbench.subtasks import CATEGORIES, COMPLETION, NAMES, SHOTS, SUBTASKS, Subtask
-from kvbench.tasks.longbench.truncation import middle
-from kvbench.validation import SettingError, choose, require_int
+from kvbench.tasks.longbench.truncation import truncate_middle
+from kvbench.validation import SettingError, require_choice, require_int
 
 OFFICIAL, LM_EVAL = "official", "lm_eval"
 
@@ -57,7 +57,7 @@ class LongBench:
     def check(self) -> None:
         """Raises a SettingError; reads all rows of the chosen subtasks."""
         dataset_rows.check_path("task.path", self.path)
-        choose("task.protocol", self.protocol, (OFFICIAL, LM_EVAL))
+        require_choice("task.protocol", self.protocol, (OFFICIAL, LM_EVAL))
         if self.max_length is not None:
             require_int("task.max_length", self.max_length, 2)
         if self.limit is not None:
@@ -109,32 +109,32 @@ class LongBench:
         subtask = SUBTASKS[NAMES.index(sample.subtask)]
         extract, classes = subtask.extract, sample.meta.get("all_classes", ())
         if self.protocol == LM_EVAL:
-            extract = written_line if subtask.category == COMPLETION else str.strip
+            extract = lm_eval_code_line if subtask.category == COMPLETION else str.strip
         answer = extract(output)
         return Graded(100.0 * max(subtask.metric(answer, own, classes) for own in sample.answers), answer)
 
     @cached_property
     def _chosen(self) -> tuple[Subtask, ...]:
-        names = dataset_rows.subtasks(self.subtasks, self.path, NAMES)
+        names = dataset_rows.select_subtasks(self.subtasks, self.path, NAMES)
         return tuple(SUBTASKS[NAMES.index(name)] for name in names)
 
     @cached_property
     def _rows(self) -> dict[str, list[dataset_rows.Row]]:
         """Of each chosen subtask."""
-        return load(self.path, self._chosen)
+        return load_rows(self.path, self._chosen)
 
     @cached_property
     def _fingerprint(self) -> str:
         prompts = [{name: asdict(self._prompt(name))} for name in self._rows]
-        return dataset_rows.fingerprint(self.path, [*prompts, *(row for rows in self._rows.values() for row in rows)])
+        return dataset_rows.hash_rows(self.path, [*prompts, *(row for rows in self._rows.values() for row in rows)])
 
-    def _prompt(self, name: str) -> Prompt:
-        return template(name) if self.protocol == LM_EVAL else prompt(name)
+    def _prompt(self, name: str) -> PromptTemplate:
+        return load_lm_eval_prompt(name) if self.protocol == LM_EVAL else load_official_prompt(name)
 
     def _sample(self, subtask: Subtask, row: dataset_rows.Row, tokenizer: Tokenizer, most: int) -> Sample:
         context, question = self._prompt(subtask.name).render(row["context"], row["input"])
-        context, question, cut = middle(tokenizer, context, question, most)
-        meta = {"data": dataset_rows.kind(self.path), "length": row["length"], "left_out_of": cut}
+        context, question, cut = truncate_middle(tokenizer, context, question, most)
+        meta = {"data": dataset_rows.name_source(self.path), "length": row["length"], "left_out_of": cut}
         if row["all_classes"]:
             meta["all_classes"] = row["all_classes"]
         official = self.protocol == OFFICIAL

@@ -17,7 +17,7 @@ from kvbench.interfaces.task import Tokenizer
 NOTHING, CONTEXT, QUESTION = "nothing", "context", "question"  # of what something was left out
 
 
-def middle(tokenizer: Tokenizer, context: str, question: str, most: int) -> tuple[str, str, str]:
+def truncate_middle(tokenizer: Tokenizer, context: str, question: str, most: int) -> tuple[str, str, str]:
     """(context, question, of what something was left out) of a prompt of at most `most` tokens, at least 2."""
     ids = tokenizer.encode(context + question)
     if len(ids) <= most:

@@ -1,11 +1,11 @@
 """Whether two answers of a mathematics problem are the same, by their text alone.
 
-`normal` brings an answer to one spelling: fractions, roots and powers with braces, no units, degrees, currency, per
+`normalize` brings an answer to one spelling: fractions, roots and powers with braces, no units, degrees, currency, per
 cent signs, thousands separators, spacing or `x =` in front. It covers what the rule of MATH's authors covers (Hendrycks
-et al. 2021, arXiv 2103.03874; hendrycks/math, math_equivalence.py) and is applied until nothing changes. `same` then
-compares numbers by value (070 = 70, 0.5 = 1/2, 2.5 · 10^3 = 2500), intervals and tuples element by element, and sets,
-unions, bare lists and the terms of a sum in any order. No other algebra is done: 2(x + 1) and 2x + 2 differ. Neither
-sympy nor math-verify is asked here, because both evaluate what a model wrote and may not end;
+et al. 2021, arXiv 2103.03874; hendrycks/math, math_equivalence.py) and is applied until nothing changes.
+`is_same_answer` then compares numbers by value (070 = 70, 0.5 = 1/2, 2.5 · 10^3 = 2500), intervals and tuples element
+by element, and sets, unions, bare lists and the terms of a sum in any order. No other algebra is done: 2(x + 1) and 2x
++ 2 differ. Neither sympy nor math-verify is asked here, because both evaluate what a model wrote and may not end;
 kvbench.integrations.math_verify asks math-verify after a run, in a process that it can kill.
 """
 
@@ -128,28 +128,28 @@ class _Sum:
         return self.before + ("".join(sorted(signed)) if self.terms else self.term)
 
 
-def normal(answer: str) -> str:
-    """The answer in its one spelling; `normal(normal(x)) == normal(x)`. Never raises."""
+def normalize(answer: str) -> str:
+    """The answer in its one spelling; `normalize(normal(x)) == normal(x)`. Never raises."""
     if len(answer) > LONGEST:
         return answer
     before, seen = None, 0
     while answer != before and seen < LONGEST and len(answer) <= 4 * LONGEST:
         before, seen = answer, seen + 1
-        answer = _once(answer)
+        answer = _normalize_once(answer)
     return answer
 
 
-def same(one: str, other: str) -> bool:
+def is_same_answer(one: str, other: str) -> bool:
     """Whether two answers say the same. Symmetric, true of equal texts; never raises."""
     if one.strip() == other.strip() or max(len(one), len(other)) > LONGEST:
         return one.strip() == other.strip()
-    if _equal(normal(one), normal(other), 0):
+    if _equal(normalize(one), normalize(other), 0):
         return True
     one, other = (text.replace(",", ", ") for text in (one, other))  # 100,200 may be two numbers
-    return _equal(normal(one), normal(other), 0)
+    return _equal(normalize(one), normalize(other), 0)
 
 
-def _once(text: str) -> str:
+def _normalize_once(text: str) -> str:
     text = text.translate(_SIGNS)
     text = _NEW_ROW.sub(";", text) if r"\begin{" in text else text.replace("\\\\", "\\")
     for pattern, by in _RULES:
@@ -158,7 +158,7 @@ def _once(text: str) -> str:
         text = _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
     for pattern, by in _SPACES:
         text = pattern.sub(by, text)
-    if text.startswith("{") and _closes(text):
+    if text.startswith("{") and _is_bracketed(text):
         text = text[1:-1]
     return text.lower() if re.fullmatch("[a-zA-Z]{2,}", text) else text
 
@@ -173,10 +173,15 @@ def _equal(one: str, other: str, depth: int) -> bool:
         parts = [_items(text, separator) for text in (one, other)]
         if max(map(len, parts)) > 1:
             return _unordered(*parts, depth)
-    if one[:1] in ("(", "[") and (one[:1], one[-1:]) == (other[:1], other[-1:]) and _closes(one) and _closes(other):
-        parts = [list(map(normal, _split(text[1:-1], ", "))) for text in (one, other)]
+    if (
+        one[:1] in ("(", "[")
+        and (one[:1], one[-1:]) == (other[:1], other[-1:])
+        and _is_bracketed(one)
+        and _is_bracketed(other)
+    ):
+        parts = [list(map(normalize, _split(text[1:-1], ", "))) for text in (one, other)]
         return len(parts[0]) == len(parts[1]) and all(map(lambda a, b: _equal(a, b, depth + 1), *parts))
-    return _ordered(one) == _ordered(other)
+    return _sort_terms(one) == _sort_terms(other)
 
 
 def _value(text: str) -> Fraction | None:
@@ -192,7 +197,7 @@ def _value(text: str) -> Fraction | None:
     return -size if found[1] else size
 
 
-def _ordered(text: str) -> str:
+def _sort_terms(text: str) -> str:
     """The text with the terms of every sum in one order, also inside brackets; unchanged if a sum's end is unclear."""
     if _UNCLEAR.search(text):
         return text
@@ -228,10 +233,10 @@ def _unordered(one: Sequence[str], other: Sequence[str], depth: int) -> bool:
 
 def _items(text: str, separator: str) -> list[str]:
     """The parts of a union, or of a list or a set; an item with ± is two."""
-    if separator == ", " and text.startswith(r"\{") and text.endswith(r"\}") and _closes(text):
+    if separator == ", " and text.startswith(r"\{") and text.endswith(r"\}") and _is_bracketed(text):
         text = text[2:-2]
     parts = [(part, "+-" if part.count(r"\pm") == 1 and separator == ", " else " ") for part in _split(text, separator)]
-    return [normal(part.replace(r"\pm", sign) if sign != " " else part) for part, signs in parts for sign in signs]
+    return [normalize(part.replace(r"\pm", sign) if sign != " " else part) for part, signs in parts for sign in signs]
 
 
 def _brackets(text: str) -> Sequence[tuple[int, int]]:
@@ -244,7 +249,7 @@ def _brackets(text: str) -> Sequence[tuple[int, int]]:
     return found
 
 
-def _closes(text: str) -> bool:
+def _is_bracketed(text: str) -> bool:
     """Whether the text's first bracket is closed by its last character, and not before."""
     found = _brackets(text)
     return bool(found) and found[-1] == (len(text) - 1, 0) and all(depth > 0 for _, depth in found[:-1])

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from kvbench.tasks.common.synthetic_qa import Inventor, article
+from kvbench.tasks.common.synthetic_qa import Inventor, make_article
 
 PROBLEMS = 12
 
 
-def miniature(name: str, integers: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def make_problems(name: str, integers: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where, row); `integers`: answers as AIME's, from 0 to 999."""
     for index in range(PROBLEMS):
         rng = random.Random(f"kvbench {name} miniature/{index}")
-        paragraphs = article(Inventor(f"kvbench {name} miniature/{index}"))["paragraphs"]
+        paragraphs = make_article(Inventor(f"kvbench {name} miniature/{index}"))["paragraphs"]
         texts = [paragraph["context"] for paragraph in paragraphs]
         asked = [(own["question"], own["answers"][0]["text"]) for each in paragraphs for own in each["qas"]]
         (question, value), (_, other) = rng.sample([own for own in asked if own[0].startswith("How many")], 2)

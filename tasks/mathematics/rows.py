@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.tasks.common import dataset_rows
-from kvbench.tasks.mathematics.miniature import miniature
+from kvbench.tasks.mathematics.miniature import make_problems
 from kvbench.validation import SettingError
 
 SETTING = "task.path"
@@ -54,39 +54,43 @@ ENDINGS = (".jsonl", ".json", ".parquet", ".csv")
 DEGREES = re.compile(r"\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|°)\s*$")
 
 
-def read(name: str, path: str) -> list[dataset_rows.Row]:
+def load_problems(name: str, path: str) -> list[dataset_rows.Row]:
     """The rows with columns id, problem, answer (str) and what else of EXTRA is there; SettingError."""
     source = SOURCES[name]
     if path == dataset_rows.MINIATURE:
-        found: Iterable[tuple[str, dataset_rows.Row]] = miniature(name, source.integers)
+        found: Iterable[tuple[str, dataset_rows.Row]] = make_problems(name, source.integers)
     elif path == dataset_rows.HUB:
-        found = dataset_rows.from_hub(SETTING, source.dataset, source.revision, None, source.split)
+        found = dataset_rows.read_hub_rows(SETTING, source.dataset, source.revision, None, source.split)
     else:
-        found = (row for file in _files(name, Path(path).expanduser()) for row in dataset_rows.rows(SETTING, file))
-    rows = dataset_rows.checked(
-        SETTING, _named(found, source.integers), {"id": str, "problem": str, "answer": str}, "id"
+        found = (
+            row for file in _find_files(name, Path(path).expanduser()) for row in dataset_rows.read_rows(SETTING, file)
+        )
+    rows = dataset_rows.check_rows(
+        SETTING, _rename_columns(found, source.integers), {"id": str, "problem": str, "answer": str}, "id"
     )
     if path == dataset_rows.HUB and len(rows) != source.problems:
         raise SettingError(f"{SETTING}=hub: {source.dataset} has {len(rows)} problems, expected {source.problems}")
     return rows
 
 
-def _files(name: str, path: Path) -> list[Path]:
+def _find_files(name: str, path: Path) -> list[Path]:
     """The files to be read: `path`, or those of the first known layout that the folder has."""
     source = SOURCES[name]
     stems = (source.split, name, *sorted({"test", "train"} - {source.split}))
     files = [f"{stem}{ending}" for stem in stems for ending in ENDINGS]
     files += [f"data/{stem}-00000-of-00001.parquet" for stem in stems]  # as on the hub
-    first = dataset_rows.find(SETTING, path, [*files, *source.copy[:1]])
+    first = dataset_rows.find_file(SETTING, path, [*files, *source.copy[:1]])
     if path.is_dir() and first.name in source.copy:
         return [path / file for file in source.copy]
     return [first]
 
 
-def _named(found: Iterable[tuple[str, dataset_rows.Row]], integers: bool) -> Iterator[tuple[str, dataset_rows.Row]]:
+def _rename_columns(
+    found: Iterable[tuple[str, dataset_rows.Row]], integers: bool
+) -> Iterator[tuple[str, dataset_rows.Row]]:
     """The rows with columns of one name each; what is missing stays away, for `data.checked` to say."""
     for where, row in found:
-        own = {name: row[column] for name, columns in NAMES.items() if (column := _first(columns, row))}
+        own = {name: row[column] for name, columns in NAMES.items() if (column := _find_column(columns, row))}
         for name in ("problem", "answer"):
             if isinstance(own.get(name), str) and not own[name].strip():
                 raise SettingError(f"{SETTING}: {where}: {name} is empty")
@@ -97,7 +101,7 @@ def _named(found: Iterable[tuple[str, dataset_rows.Row]], integers: bool) -> Ite
                 own[name] = str(own[name])
         if integers and isinstance(own.get("answer"), str):
             own["answer"] = DEGREES.sub("", own["answer"])
-        if integers and isinstance(own.get("answer"), str) and not _of_aime(own["answer"]):
+        if integers and isinstance(own.get("answer"), str) and not _is_aime_answer(own["answer"]):
             raise SettingError(
                 f"{SETTING}: {where}: answer is {own['answer']!r}, expected a whole number from 0 to 999"
             )
@@ -106,10 +110,10 @@ def _named(found: Iterable[tuple[str, dataset_rows.Row]], integers: bool) -> Ite
         yield where, own | {name: row[name] for name in EXTRA if name in row}
 
 
-def _first(columns: Sequence[str], row: dataset_rows.Row) -> str | None:
+def _find_column(columns: Sequence[str], row: dataset_rows.Row) -> str | None:
     return next((column for column in columns if column in row), None)
 
 
-def _of_aime(answer: str) -> bool:
+def _is_aime_answer(answer: str) -> bool:
     digits = answer.strip()
     return digits.isascii() and digits.isdigit() and len(digits) <= 3

@@ -13,10 +13,10 @@ from typing import Any
 
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.tasks.common import dataset_rows
-from kvbench.tasks.mathematics.equivalence import same
-from kvbench.tasks.mathematics.extraction import CLOSED, boxed, first_box, flexible
-from kvbench.tasks.mathematics.rows import SOURCES, read
-from kvbench.validation import SettingError, choose, number, require_int
+from kvbench.tasks.mathematics.equivalence import is_same_answer
+from kvbench.tasks.mathematics.extraction import CLOSED, extract_boxed, extract_first_box, extract_flexible
+from kvbench.tasks.mathematics.rows import SOURCES, load_problems
+from kvbench.validation import SettingError, is_number, require_choice, require_int
 
 NEW_TOKENS = 32768  # DeepSeek-R1's evaluation (arXiv 2501.12948, section 3)
 PLACE = "{problem}"
@@ -42,25 +42,25 @@ class MathProblems:
 
     def check(self) -> None:
         """Raises a SettingError; the data is read."""
-        choose("task.name", self.name, SOURCES)
+        require_choice("task.name", self.name, SOURCES)
         dataset_rows.check_path("task.path", self.path)
         if not isinstance(self.prompt, str) or self.prompt.count(PLACE) != 1:
             raise SettingError(f"task.prompt={self.prompt!r}: a text with {PLACE} in it, once")
         if not isinstance(self.answer_prefix, str):
             raise SettingError(f"task.answer_prefix={self.answer_prefix}: a text")
-        choose("task.chat", self.chat, (True, False))
-        choose("task.extract", self.extract, (None, "boxed", "flexible"))
+        require_choice("task.chat", self.chat, (True, False))
+        require_choice("task.extract", self.extract, (None, "boxed", "flexible"))
         if self.max_new_tokens is not None:
             require_int("task.max_new_tokens", self.max_new_tokens, 1)
         require_int("task.repeats", self.repeats, 1)
-        if not number(self.temperature) or self.temperature == 0 and self.repeats > 1:
+        if not is_number(self.temperature) or self.temperature == 0 and self.repeats > 1:
             raise SettingError(f"task.repeats={self.repeats}: all the same with temperature=0; temperature=0.6, or 1")
         if self.limit is not None:
             require_int("limit", self.limit, 1)
         _ = self._rows
 
     def fingerprint(self) -> str:
-        return dataset_rows.fingerprint(self.path, self._rows)
+        return dataset_rows.hash_rows(self.path, self._rows)
 
     def inventory(self) -> dict[str, int]:
         return {self.name: len(self._rows)}
@@ -79,7 +79,11 @@ class MathProblems:
                 )
             group = f"{self.name}/{row['id']}"
             for repeat in range(self.repeats):
-                meta: dict[str, Any] = {"data": dataset_rows.kind(self.path), "repeat": repeat, "verify": "math_verify"}
+                meta: dict[str, Any] = {
+                    "data": dataset_rows.name_source(self.path),
+                    "repeat": repeat,
+                    "verify": "math_verify",
+                }
                 yield Sample(
                     uid=f"{group}/r{repeat}",
                     subtask=self.name,
@@ -101,9 +105,11 @@ class MathProblems:
         reading does; `closed` says whether the output closes its thinking.
         """
         reference = sample.answers[0]
-        box, found, first = boxed(output), flexible(output), first_box(output)
-        right = {"boxed": box is not None and same(box, reference)}
-        right["flexible"] = right["boxed"] if box is not None else found is not None and same(found, reference)
+        box, found, first = extract_boxed(output), extract_flexible(output), extract_first_box(output)
+        right = {"boxed": box is not None and is_same_answer(box, reference)}
+        right["flexible"] = (
+            right["boxed"] if box is not None else found is not None and is_same_answer(found, reference)
+        )
         right["exact"], right["first_box"] = box == reference.strip(), first == reference
         extract = self.extract or ("flexible" if self.path == dataset_rows.MINIATURE else "boxed")
         also: dict[str, float | bool | None] = {name: 100.0 * own for name, own in right.items()}
@@ -112,4 +118,4 @@ class MathProblems:
 
     @cached_property
     def _rows(self) -> list[dataset_rows.Row]:
-        return read(self.name, self.path)
+        return load_problems(self.name, self.path)

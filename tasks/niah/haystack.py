@@ -17,8 +17,8 @@ from pathlib import Path
 from kvbench.tasks.common import synthetic_prose
 from kvbench.tasks.common.dataset_rows import HUB
 from kvbench.tasks.ruler.sentences import ends_sentence
-from kvbench.tasks.ruler.sources import download, read, short_hash
-from kvbench.tasks.ruler.texts import text_file
+from kvbench.tasks.ruler.sources import download_file, read_source, short_hash
+from kvbench.tasks.ruler.texts import read_text_file
 from kvbench.validation import SettingError
 
 SETTING = "task.haystack_path"
@@ -109,30 +109,35 @@ class Passage:
 
 
 @cache
-def load(path: str | None) -> Haystack:
+def load_haystack(path: str | None) -> Haystack:
     """gkamradt's essays (`hub`, at a pinned commit; or a folder of .txt files, in order of name), a text file, RULER's
     PaulGrahamEssays.json, or own prose (None). SettingError.
     """
     if path is None:
-        return Haystack(" ".join(synthetic_prose.words()), "generated")
+        return Haystack(" ".join(synthetic_prose.write_words()), "generated")
     if path == HUB:
-        text, origin = _archive(download(SETTING, ARCHIVE)), "hub"
+        text, origin = _read_archive(download_file(SETTING, ARCHIVE)), "hub"
     elif (folder := Path(path).expanduser()).is_dir():
-        text, origin = _joined(path, [read(SETTING, path, file) for file in sorted(folder.glob("*.txt"))]), "file"
+        text, origin = (
+            _join_files(path, [read_source(SETTING, path, file) for file in sorted(folder.glob("*.txt"))]),
+            "file",
+        )
     else:
-        text, origin = text_file(str(folder))[0], "file"
+        text, origin = read_text_file(str(folder))[0], "file"
     return Haystack(text, f"{origin}:{short_hash(text.encode())}")
 
 
-def _archive(path: Path) -> str:
+def _read_archive(path: Path) -> str:
     try:
         with zipfile.ZipFile(path) as archive:
-            return _joined(HUB, [archive.read(name) for name in sorted(archive.namelist()) if ESSAYS.fullmatch(name)])
+            return _join_files(
+                HUB, [archive.read(name) for name in sorted(archive.namelist()) if ESSAYS.fullmatch(name)]
+            )
     except zipfile.BadZipFile:
         raise SettingError(f"{SETTING}={HUB}: {ARCHIVE} came as no archive; give a path, or null") from None
 
 
-def _joined(path: str, files: list[bytes]) -> str:
+def _join_files(path: str, files: list[bytes]) -> str:
     """The files one after the other, as upstream reads them."""
     try:
         text = "".join(raw.decode("utf-8") for raw in files)

@@ -21,11 +21,11 @@ from rouge_score.rouge_scorer import RougeScorer
 from rouge_score.tokenizers import DefaultTokenizer
 
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
-from kvbench.tasks.common.axes import axis
-from kvbench.tasks.common.dataset_rows import MINIATURE, kind
-from kvbench.tasks.niah.haystack import Passage, load
-from kvbench.tasks.ruler.fit import fit
-from kvbench.validation import SettingError, choose, require_int
+from kvbench.tasks.common.axes import parse_axis
+from kvbench.tasks.common.dataset_rows import MINIATURE, name_source
+from kvbench.tasks.niah.haystack import Passage, load_haystack
+from kvbench.tasks.ruler.fit import fit_units
+from kvbench.validation import SettingError, require_choice, require_int
 
 CITIES = (
     "Accra", "Athens", "Berlin", "Bogota", "Cairo", "Dakar", "Dublin", "Geneva", "Hanoi", "Helsinki", "Jakarta",
@@ -69,13 +69,13 @@ class Niah:
         if self.context.count("{haystack}") != 1:
             raise SettingError(f"task.context={self.context!r}: a text with {{haystack}} in it, once")
         self._check_keywords()
-        choose("task.chat", self.chat, (True, False))
+        require_choice("task.chat", self.chat, (True, False))
         if not _texts(self.until):
             raise SettingError(f"task.until={self.until}: a list of texts, or []")
         require_int("task.new_tokens", self.new_tokens, 1)
         require_int("task.trials", self.trials, 1)
-        choose("task.start", self.start, ("random", "beginning"))
-        choose("task.align", self.align, ("sentence", "word"))
+        require_choice("task.start", self.start, ("random", "beginning"))
+        require_choice("task.align", self.align, ("sentence", "word"))
         if self.buffer is not None:
             require_int("task.buffer", self.buffer, 0)
         if self.limit is not None:
@@ -85,11 +85,11 @@ class Niah:
         least = len(prompt.split()) + self.new_tokens  # no tokenizer makes fewer tokens than there are words
         if min(self._lengths()) < least:
             raise SettingError(f"task.lengths={min(self._lengths())}: at least {least}")
-        load(self.haystack_path)
+        load_haystack(self.haystack_path)
 
     def fingerprint(self) -> str:
         """Hash of the haystack and of the names that a needle may have."""
-        return sha256("\0".join([load(self.haystack_path).text, *CITIES]).encode()).hexdigest()
+        return sha256("\0".join([load_haystack(self.haystack_path).text, *CITIES]).encode()).hexdigest()
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
         """Length by length, all depths of a trial after those of the one before."""
@@ -118,7 +118,7 @@ class Niah:
         self, count: Callable[[str], int], tokenizer: Tokenizer, reserve: int, length: int, depth: float, trial: int
     ) -> Sample:
         """`count`: tokens of a word; `reserve`: tokens that a prompt has beside the sample's own texts."""
-        haystack = load(self.haystack_path)
+        haystack = load_haystack(self.haystack_path)
         uid = f"{self.name}/{length}/{depth:g}/{trial}"
         rng = random.Random(f"{self.seed}/{uid}")
         drawn = {"{city}": rng.choice(CITIES), "{number}": str(rng.randint(10**6, 10**7 - 1))}
@@ -144,7 +144,7 @@ class Niah:
             return tokens(measured(1 + more))
 
         room = length - kept
-        more = fit(cost, length, room, max(passage.words(max(room - cost(0), 0)), 1))
+        more = fit_units(cost, length, room, max(passage.words(max(room - cost(0), 0)), 1))
         if more is None:
             raise SettingError(f"task.lengths={length}: at least {kept + cost(0)} with this needle and tokenizer")
         words = 1 + more
@@ -161,7 +161,7 @@ class Niah:
             chat=self.chat,
             until=tuple(self.until),
             meta={
-                "data": kind(self.haystack_path or MINIATURE),
+                "data": name_source(self.haystack_path or MINIATURE),
                 "haystack": haystack.origin,
                 "length": length,
                 "depth": depth,
@@ -183,10 +183,10 @@ class Niah:
                 )
 
     def _lengths(self) -> list[int]:
-        return axis("task.lengths", self.lengths, 1)
+        return parse_axis("task.lengths", self.lengths, 1)
 
     def _depths(self) -> list[float]:
-        return axis("task.depths", self.depths, 0, 100, fractions=True)
+        return parse_axis("task.depths", self.depths, 0, 100, fractions=True)
 
 
 def _fill(text: str, drawn: Mapping[str, str]) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvbench.tasks.ruler.fit import size
-from kvbench.tasks.ruler.templates import Rendered
-from kvbench.tasks.ruler.texts import Texts
+from kvbench.tasks.ruler.fit import search_size
+from kvbench.tasks.ruler.templates import RenderedPrompt
+from kvbench.tasks.ruler.texts import RulerTexts
 
 
 @dataclass(frozen=True)
@@ -20,19 +20,19 @@ class Family:
     turns: ClassVar[int] = 1  # user's messages that a chat template wraps
     any_answer: ClassVar[bool] = False  # string_match_part: one reference is enough
 
-    def draw(self, units: int, rng: random.Random, texts: Texts, length: int, **fixed: int) -> dict[str, Any]:
+    def draw(self, units: int, rng: random.Random, texts: RulerTexts, length: int, **fixed: int) -> dict[str, Any]:
         """All random choices of one sample, as plain JSON values."""
         raise NotImplementedError
 
-    def render(self, draws: dict[str, Any], texts: Texts) -> Rendered:
+    def render(self, draws: dict[str, Any], texts: RulerTexts) -> RenderedPrompt:
         """The prompt that these draws make; no randomness."""
         raise NotImplementedError
 
-    def least(self, texts: Texts, length: int, index: int) -> int:
+    def least(self, texts: RulerTexts, length: int, index: int) -> int:
         """The fewest units that the sample can be built of."""
         raise NotImplementedError
 
-    def most(self, texts: Texts) -> int:
+    def most(self, texts: RulerTexts) -> int:
         """The most units that there are."""
         return sys.maxsize
 
@@ -52,7 +52,7 @@ class Family:
         """Units that a sample loses when it is too long: upstream's `incremental`."""
         return 10
 
-    def floor(self, texts: Texts, index: int) -> int:
+    def floor(self, texts: RulerTexts, index: int) -> int:
         """The fewest units with which upstream's script can draw the sample."""
         return 1
 
@@ -60,14 +60,14 @@ class Family:
         """What upstream fits before all samples: values for `draw`, and tokens that `sized` leaves out."""
         return {}, 0
 
-    def sized(self, draws: dict[str, Any], texts: Texts) -> str:
+    def sized(self, draws: dict[str, Any], texts: RulerTexts) -> str:
         """The text that upstream counts while it looks for the size of all samples."""
         return self.render(draws, texts).prompt
 
     def size(self, cost: Callable[[int], int], length: int, room: int) -> int:
         """Units of all samples; `cost` gives the tokens of `sized`, which may be at most `room`."""
-        return size(cost, length, room, self.increment(length))
+        return search_size(cost, length, room, self.increment(length))
 
-    def meta(self, draws: dict[str, Any], texts: Texts) -> dict[str, Any]:
+    def meta(self, draws: dict[str, Any], texts: RulerTexts) -> dict[str, Any]:
         """What a record should know of the sample."""
         return {"haystack": "none"}

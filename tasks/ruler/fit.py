@@ -1,11 +1,13 @@
-"""How much haystack a sample gets: the most that fits (`fit`), or what NVIDIA/RULER gives it (`size`, `settle`)."""
+"""How much haystack a sample gets: the most that fits (`fit_units`), or what NVIDIA/RULER gives it (`search_size`,
+`step_down`).
+"""
 
 from collections.abc import Callable, Iterator
 
 TRIES = 100  # NVIDIA/RULER draws its smallest sample again without end until one fits
 
 
-def fit(cost: Callable[[int], int], most: int, room: int, guess: int = 8) -> int | None:
+def fit_units(cost: Callable[[int], int], most: int, room: int, guess: int = 8) -> int | None:
     """The largest count with cost(count) <= room (and cost(count + 1) > room, or count == most); None if none.
 
     A bisection that interpolates its next guess: costs are nearly linear, so four or five guesses do, and three where
@@ -30,7 +32,7 @@ def fit(cost: Callable[[int], int], most: int, room: int, guess: int = 8) -> int
     return low
 
 
-def size(cost: Callable[[int], int], length: int, room: int, step: int) -> int:
+def search_size(cost: Callable[[int], int], length: int, room: int, step: int) -> int:
     """The units that NVIDIA/RULER (since 56ea4ef) gives to all samples of a subtask, found on its first draws.
 
     Args:
@@ -42,10 +44,10 @@ def size(cost: Callable[[int], int], length: int, room: int, step: int) -> int:
     Returns:
         The last size of the bisection that fitted, or `step` if none did.
     """
-    return bisect(cost, room, step, int(length / (cost(step) / step) * 3))
+    return bisect_units(cost, room, step, int(length / (cost(step) / step) * 3))
 
 
-def bisect(cost: Callable[[int], int], room: int, step: int, most: int) -> int:
+def bisect_units(cost: Callable[[int], int], room: int, step: int, most: int) -> int:
     """The last units between `step` and `most` (at least 2 * step) that fitted `room` in a bisection, else `step`."""
     low, high, found = step, max(most, 2 * step), step
     while low <= high:
@@ -57,7 +59,7 @@ def bisect(cost: Callable[[int], int], room: int, step: int, most: int) -> int:
     return found
 
 
-def settle(units: int, step: int, floor: int) -> Iterator[int]:
+def step_down(units: int, step: int, floor: int) -> Iterator[int]:
     """The units of NVIDIA/RULER's attempts at one sample, the first that fits being taken.
 
     A sample that is too long loses `step` units. One that has `step` or fewer is drawn again as it is; after TRIES of

@@ -22,16 +22,16 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
-from kvbench.tasks.lm_eval.documents import Documents, Wishes, read
-from kvbench.tasks.lm_eval.loader import PACKAGE, quiet, reasons, seeded
-from kvbench.validation import SettingError, choose, require_int, resolve_subtasks
+from kvbench.tasks.lm_eval.documents import Documents, DocumentSettings, read_documents
+from kvbench.tasks.lm_eval.loader import PACKAGE, explain_errors, seed_generators, silence_output
+from kvbench.validation import SettingError, require_choice, require_int, resolve_subtasks
 
 NOTE = "RULER in lm-eval's port, which differs from the official one (task=ruler): compare with lm-eval's numbers only."
 METRIC = "string_match"
 
 
 @dataclass(frozen=True)
-class Port:
+class PortedSubtask:
     """A subtask: lm-eval's YAML file, its module, what makes documents of (module, tokenizer, length, count), and the
     tokens that it needs at least of (module, tokenizer, length): below them lm-eval's loops do not end.
     """
@@ -44,7 +44,7 @@ class Port:
     data: Callable[[ModuleType], Any] = lambda _: None  # that
 
 
-def _niah(haystack: str, keys: str, values: str, **more: int) -> Port:
+def _niah(haystack: str, keys: str, values: str, **more: int) -> PortedSubtask:
     def make(niah: ModuleType, tokenizer: Any, length: int, count: int) -> list[dict]:
         return niah.generate_samples(
             niah.get_haystack(type_haystack=haystack), max_seq_length=length, template=niah.TEMPLATE,
@@ -61,8 +61,8 @@ def _niah(haystack: str, keys: str, values: str, **more: int) -> Port:
         return words
 
     if haystack != "essay":
-        return Port("", "niah_utils", make)
-    return Port("", "niah_utils", make, needs="baber/paul_graham_essays and nltk's punkt_tab", data=essays)
+        return PortedSubtask("", "niah_utils", make)
+    return PortedSubtask("", "niah_utils", make, needs="baber/paul_graham_essays and nltk's punkt_tab", data=essays)
 
 
 def _vt(vt: ModuleType, tokenizer: Any, length: int, count: int) -> list[dict]:
@@ -117,11 +117,13 @@ PORTS = {
     "niah_multikey_3": _niah("needle", "uuids", "uuids"),
     "niah_multivalue": _niah("essay", "words", "numbers", num_needle_v=4),
     "niah_multiquery": _niah("essay", "words", "numbers", num_needle_q=4),
-    "ruler_vt": Port("vt", "vt_utils", _vt, _vt_least),
-    "ruler_cwe": Port("cwe", "cwe_utils", _cwe, _cwe_least),
-    "ruler_fwe": Port("fwe", "fwe_utils", _fwe, _fwe_least),
-    "ruler_qa_squad": Port("qa_squad", "qa_utils", _qa("read_squad"), needs="SQuAD", data=lambda qa: qa.read_squad()),
-    "ruler_qa_hotpot": Port(
+    "ruler_vt": PortedSubtask("vt", "vt_utils", _vt, _vt_least),
+    "ruler_cwe": PortedSubtask("cwe", "cwe_utils", _cwe, _cwe_least),
+    "ruler_fwe": PortedSubtask("fwe", "fwe_utils", _fwe, _fwe_least),
+    "ruler_qa_squad": PortedSubtask(
+        "qa_squad", "qa_utils", _qa("read_squad"), needs="SQuAD", data=lambda qa: qa.read_squad()
+    ),
+    "ruler_qa_hotpot": PortedSubtask(
         "qa_hotpot", "qa_utils", _qa("read_hotpotqa"), needs="HotpotQA", data=lambda qa: qa.read_hotpotqa()
     ),
 }
@@ -151,7 +153,7 @@ class RulerLmEval:
         require_int("task.samples", self.per_subtask, 1)
         if self.limit is not None:
             require_int("limit", self.limit, 1)
-        choose("task.apply_chat_template", self.apply_chat_template, (True, False))
+        require_choice("task.apply_chat_template", self.apply_chat_template, (True, False))
         self.fingerprint()
 
     def fingerprint(self) -> str:
@@ -161,7 +163,7 @@ class RulerLmEval:
             port = PORTS[name]
             if port.needs:
                 what = f"{port.needs} is out of reach; without a network: {', '.join(OFFLINE)}"
-                with reasons(f"task.subtasks={name}", what), quiet():
+                with explain_errors(f"task.subtasks={name}", what), silence_output():
                     digest.update(json.dumps(port.data(_module(port.module))).encode())
         return digest.hexdigest()[:16]
 
@@ -187,12 +189,12 @@ class RulerLmEval:
         from lm_eval.tasks.ruler import common_utils
 
         port, setting = PORTS[name], f"task.subtasks={name}"
-        with reasons(setting, "lm-eval cannot make it"), quiet():
-            with seeded(self.seed):
+        with explain_errors(setting, "lm-eval cannot make it"), silence_output():
+            with seed_generators(self.seed):
                 least = port.least(_module(port.module), tokenizer, self.length)
             if self.length < least:
                 raise SettingError(f"task.length={self.length}: at least {least} for {name} with this tokenizer")
-            with seeded(self.seed):
+            with seed_generators(self.seed):
                 documents = port.make(_module(port.module), tokenizer, self.length, count)
             if len(documents) < count:
                 raise SettingError(
@@ -200,7 +202,7 @@ class RulerLmEval:
                 )
             config = load_yaml(PACKAGE / "ruler" / f"{port.file or name}.yaml", resolve_func=False)
             grade = getattr(common_utils, config["process_results"].rpartition(".")[2])
-            listed = Dataset.from_list([{**own, "context": context_of(own["input"])} for own in documents])
+            listed = Dataset.from_list([{**own, "context": find_context(own["input"])} for own in documents])
             config |= {
                 "task": name,
                 "custom_dataset": lambda **_: {"test": listed},
@@ -208,8 +210,10 @@ class RulerLmEval:
                 "metric_list": [{"metric": METRIC, "aggregation": "mean", "higher_is_better": True}],
             }
             task = ConfigurableTask(config=config)
-        wishes = Wishes(apply_chat_template=self.apply_chat_template, seed=self.seed)
-        return read(name, task, wishes, {"note": NOTE, "lm_eval": version("lm-eval")}, prefix=f"{name}/{self.length}")
+        wishes = DocumentSettings(apply_chat_template=self.apply_chat_template, seed=self.seed)
+        return read_documents(
+            name, task, wishes, {"note": NOTE, "lm_eval": version("lm-eval")}, prefix=f"{name}/{self.length}"
+        )
 
     @cached_property
     def _documents(self) -> dict[str, Documents]:
@@ -220,7 +224,7 @@ class RulerLmEval:
         return {own.name: getattr(self, own.name) for own in fields(self)}
 
 
-def context_of(text: str) -> str:
+def find_context(text: str) -> str:
     """The prompt up to its last question: what `question=hidden` reads before the cut."""
     cut = text.rfind("\nQuestion: ")
     return text[: cut if cut >= 0 else text.rfind("\n")]

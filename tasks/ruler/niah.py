@@ -12,14 +12,14 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from kvbench.tasks.ruler.family import Family
-from kvbench.tasks.ruler.templates import Rendered, wordings
-from kvbench.tasks.ruler.texts import Texts
+from kvbench.tasks.ruler.templates import RenderedPrompt, load_wordings
+from kvbench.tasks.ruler.texts import RulerTexts
 
 DEPTHS = tuple(round(100 * i / 39) for i in range(40))  # per cent of the essay's sentences
 
 
 @dataclass(frozen=True)
-class Niah(Family):
+class NiahFamily(Family):
     haystack: str  # essay, noise or needle
     key: str = "words"
     value: str = "numbers"
@@ -28,7 +28,7 @@ class Niah(Family):
     asked: int = 1  # keys in the question
     new_tokens: ClassVar[int] = 128
 
-    def draw(self, units: int, rng: random.Random, texts: Texts, length: int, **fixed: int) -> dict[str, Any]:
+    def draw(self, units: int, rng: random.Random, texts: RulerTexts, length: int, **fixed: int) -> dict[str, Any]:
         keys: list[str] = []
         while len(keys) < self.keys:
             key = _draw(self.key, rng, texts)
@@ -49,13 +49,13 @@ class Niah(Family):
             draws["others"] = [self._other(keys, rng, texts) for _ in range(units)]
         return draws
 
-    def _other(self, keys: list[str], rng: random.Random, texts: Texts) -> list[str]:
+    def _other(self, keys: list[str], rng: random.Random, texts: RulerTexts) -> list[str]:
         key = _draw(self.key, rng, texts)
         while key in keys:
             key = _draw(self.key, rng, texts)
         return [key, _draw(self.value, rng, texts)]
 
-    def render(self, draws: dict[str, Any], texts: Texts) -> Rendered:
+    def render(self, draws: dict[str, Any], texts: RulerTexts) -> RenderedPrompt:
         needles = [self._needle(k, v) for k, values in zip(draws["keys"], draws["values"], strict=True) for v in values]
         needles = [needles[i] for i in draws["order"]]
         context = self._essay(needles, draws, texts) if self.haystack == "essay" else self._lines(needles, draws)
@@ -63,13 +63,13 @@ class Niah(Family):
         answers = [value for i in draws["asked"] for value in draws["values"][i]]
         query = ", ".join(queries[:-1]) + ", and " + queries[-1] if len(queries) > 1 else queries[0]
         if len(answers) == 1:
-            return wordings().niah.singular().render(context, answers, type_needle_v=self.value[:-1], query=query)
-        return wordings().niah.render(context, answers, type_needle_v=self.value, query=query)
+            return load_wordings().niah.singular().render(context, answers, type_needle_v=self.value[:-1], query=query)
+        return load_wordings().niah.render(context, answers, type_needle_v=self.value, query=query)
 
     def _needle(self, key: str, value: str) -> str:
-        return wordings().needle.format(type_needle_v=self.value, key=key, value=value)
+        return load_wordings().needle.format(type_needle_v=self.value, key=key, value=value)
 
-    def _essay(self, needles: list[str], draws: dict[str, Any], texts: Texts) -> str:
+    def _essay(self, needles: list[str], draws: dict[str, Any], texts: RulerTexts) -> str:
         """Words with needles between sentences. As upstream, a needle at an end leaves an empty piece, so a space."""
         words, ends = texts.essay(draws["units"])
         sentences = bisect_left(ends, len(words)) + 1  # the last one may be cut
@@ -79,21 +79,21 @@ class Niah(Family):
         return " ".join(x for pair in zip(pieces, needles + [None], strict=True) for x in pair if x is not None)
 
     def _lines(self, needles: list[str], draws: dict[str, Any]) -> str:
-        lines = [self._needle(*other) for other in draws.get("others", ())] or [wordings().noise] * draws["units"]
+        lines = [self._needle(*other) for other in draws.get("others", ())] or [load_wordings().noise] * draws["units"]
         for place, needle in zip(reversed(draws["places"]), needles, strict=True):
             lines.insert(place, needle)
         return "\n".join(lines)
 
-    def least(self, texts: Texts, length: int, index: int) -> int:
+    def least(self, texts: RulerTexts, length: int, index: int) -> int:
         return self.keys * self.values
 
     def increment(self, length: int) -> int:
         return 500 if self.haystack == "essay" else 5 if length < 4096 else 25
 
-    def floor(self, texts: Texts, index: int) -> int:
+    def floor(self, texts: RulerTexts, index: int) -> int:
         return 1 if self.haystack == "essay" else self.keys * self.values
 
-    def meta(self, draws: dict[str, Any], texts: Texts) -> dict[str, Any]:
+    def meta(self, draws: dict[str, Any], texts: RulerTexts) -> dict[str, Any]:
         """Depths: where each needle stands, in per cent, from the front; sentences: what ends those of an essay."""
         essay = self.haystack == "essay"
         depths = draws["places"] if essay else [round(100 * p / draws["units"]) for p in draws["places"]]
@@ -102,18 +102,18 @@ class Niah(Family):
 
 
 NIAH = (
-    Niah("niah_single_1", "noise"),
-    Niah("niah_single_2", "essay"),
-    Niah("niah_single_3", "essay", value="uuids"),
-    Niah("niah_multikey_1", "essay", keys=4),
-    Niah("niah_multikey_2", "needle"),
-    Niah("niah_multikey_3", "needle", key="uuids", value="uuids"),
-    Niah("niah_multivalue", "essay", values=4),
-    Niah("niah_multiquery", "essay", keys=4, asked=4),
+    NiahFamily("niah_single_1", "noise"),
+    NiahFamily("niah_single_2", "essay"),
+    NiahFamily("niah_single_3", "essay", value="uuids"),
+    NiahFamily("niah_multikey_1", "essay", keys=4),
+    NiahFamily("niah_multikey_2", "needle"),
+    NiahFamily("niah_multikey_3", "needle", key="uuids", value="uuids"),
+    NiahFamily("niah_multivalue", "essay", values=4),
+    NiahFamily("niah_multiquery", "essay", keys=4, asked=4),
 )
 
 
-def _draw(kind: str, rng: random.Random, texts: Texts) -> str:
+def _draw(kind: str, rng: random.Random, texts: RulerTexts) -> str:
     if kind == "numbers":
         return str(rng.randint(10**6, 10**7 - 1))
     if kind == "words":

@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 
 from kvbench.tasks.ruler.family import Family
 from kvbench.tasks.ruler.questions import QuestionSet
-from kvbench.tasks.ruler.templates import Rendered, wordings
-from kvbench.tasks.ruler.texts import Texts
+from kvbench.tasks.ruler.templates import RenderedPrompt, load_wordings
+from kvbench.tasks.ruler.texts import RulerTexts
 
 
 @dataclass(frozen=True)
-class Documents(Family):
+class QuestionFamily(Family):
     source: str  # squad or hotpot
     new_tokens: ClassVar[int] = 32
     any_answer: ClassVar[bool] = True
 
-    def draw(self, units: int, rng: random.Random, texts: Texts, length: int, **fixed: int) -> dict[str, Any]:
+    def draw(self, units: int, rng: random.Random, texts: RulerTexts, length: int, **fixed: int) -> dict[str, Any]:
         """`index`: the sample's number. Upstream's sample i asks question i; without one the question is drawn."""
         chosen = self._set(texts)
         number = fixed.get("index", rng.randrange(len(chosen.questions))) % len(chosen.questions)
@@ -36,26 +36,27 @@ class Documents(Family):
         rng.shuffle(order)
         return {"question": number, "documents": order}
 
-    def render(self, draws: dict[str, Any], texts: Texts) -> Rendered:
+    def render(self, draws: dict[str, Any], texts: RulerTexts) -> RenderedPrompt:
         chosen = self._set(texts)
         question = chosen.questions[draws["question"]]
         numbered = [
-            wordings().document.format(i=i, document=chosen.documents[d]) for i, d in enumerate(draws["documents"], 1)
+            load_wordings().document.format(i=i, document=chosen.documents[d])
+            for i, d in enumerate(draws["documents"], 1)
         ]
-        return wordings().qa.render("\n\n".join(numbered), question.answers, query=question.query)
+        return load_wordings().qa.render("\n\n".join(numbered), question.answers, query=question.query)
 
-    def least(self, texts: Texts, length: int, index: int) -> int:
+    def least(self, texts: RulerTexts, length: int, index: int) -> int:
         questions = self._set(texts).questions
         return len(questions[index % len(questions)].documents)
 
-    def floor(self, texts: Texts, index: int) -> int:
+    def floor(self, texts: RulerTexts, index: int) -> int:
         return self.least(texts, 0, index)
 
-    def meta(self, draws: dict[str, Any], texts: Texts) -> dict[str, Any]:
+    def meta(self, draws: dict[str, Any], texts: RulerTexts) -> dict[str, Any]:
         return {"haystack": "none", "qa": texts.qa, "question": draws["question"]}
 
-    def _set(self, texts: Texts) -> QuestionSet:
+    def _set(self, texts: RulerTexts) -> QuestionSet:
         return texts.squad if self.source == "squad" else texts.hotpot
 
 
-QA = (Documents("ruler_qa_squad", "squad"), Documents("ruler_qa_hotpot", "hotpot"))
+QA = (QuestionFamily("ruler_qa_squad", "squad"), QuestionFamily("ruler_qa_hotpot", "hotpot"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.tasks.common import synthetic_qa
-from kvbench.tasks.ruler.sources import download, read, short_hash
+from kvbench.tasks.ruler.sources import download_file, read_source, short_hash
 from kvbench.validation import SettingError
 
 SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json"
@@ -39,17 +39,19 @@ class QuestionSet:
     questions: tuple[Question, ...]
 
 
-def questions(path: str | None) -> tuple[QuestionSet, QuestionSet, str]:
+def load_questions(path: str | None) -> tuple[QuestionSet, QuestionSet, str]:
     """SQuAD, HotpotQA and where they are from: a folder, `hub`, or None for the invented sets."""
     if path is None:
-        return *(_shuffled(s) for s in (_squad(synthetic_qa.squad()), _hotpot(synthetic_qa.hotpot()))), "generated"
+        return *(
+            _shuffle(s) for s in (_parse_squad(synthetic_qa.make_squad()), _parse_hotpot(synthetic_qa.make_hotpot()))
+        ), "generated"
     if path == "hub":
-        found = [download("task.qa_path", url) for url in (SQUAD, HOTPOT)]
+        found = [download_file("task.qa_path", url) for url in (SQUAD, HOTPOT)]
     else:
-        found = [_one_of(path, names) for names in (SQUAD_FILES, HOTPOT_FILES)]
-    raw = [read("task.qa_path", path, file) for file in found]
+        found = [_find_one(path, names) for names in (SQUAD_FILES, HOTPOT_FILES)]
+    raw = [read_source("task.qa_path", path, file) for file in found]
     sets = []
-    for file, content, parse in zip(found, raw, (_squad, _hotpot), strict=True):
+    for file, content, parse in zip(found, raw, (_parse_squad, _parse_hotpot), strict=True):
         try:
             sets.append(parse(json.loads(content)))
         except (ValueError, TypeError, KeyError) as error:
@@ -59,7 +61,7 @@ def questions(path: str | None) -> tuple[QuestionSet, QuestionSet, str]:
     return *sets, f"{'hub' if path == 'hub' else 'file'}:{short_hash(b''.join(raw))}"
 
 
-def _squad(data: dict) -> QuestionSet:
+def _parse_squad(data: dict) -> QuestionSet:
     """Upstream's read_squad: answerable questions; the other paragraphs of the article are related."""
     documents = sorted({p["context"] for article in data["data"] for p in article["paragraphs"]})
     number = {document: i for i, document in enumerate(documents)}
@@ -76,7 +78,7 @@ def _squad(data: dict) -> QuestionSet:
     return QuestionSet(tuple(documents), tuple(questions))
 
 
-def _hotpot(data: list) -> QuestionSet:
+def _parse_hotpot(data: list) -> QuestionSet:
     """Upstream's read_hotpotqa: a question's ten documents, gold and distractors, are always in the prompt."""
     pages = [[f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]] for entry in data]
     documents = sorted({page for own in pages for page in own})
@@ -90,13 +92,13 @@ def _hotpot(data: list) -> QuestionSet:
     )
 
 
-def _shuffled(made: QuestionSet) -> QuestionSet:
+def _shuffle(made: QuestionSet) -> QuestionSet:
     """So that neighbouring samples do not share an article; official sets keep upstream's order."""
     rng = random.Random("kvbench questions")
     return QuestionSet(made.documents, tuple(rng.sample(made.questions, len(made.questions))))
 
 
-def _one_of(folder: str, names: tuple[str, ...]) -> Path:
+def _find_one(folder: str, names: tuple[str, ...]) -> Path:
     for name in names:
         if Path(folder, name).is_file():
             return Path(folder, name)

@@ -33,7 +33,7 @@ def ends_sentence(word: str) -> bool:
 
 
 @cache
-def punkt() -> tuple[Ends, str] | None:
+def load_punkt() -> tuple[Ends, str] | None:
     """Punkt for English and the hash of its data and version, or None where there is no data.
 
     Raises:

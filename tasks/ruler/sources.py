@@ -3,11 +3,11 @@
 import hashlib
 from pathlib import Path
 
-from kvbench.tasks.common.dataset_rows import reach
+from kvbench.tasks.common.dataset_rows import try_fetch
 from kvbench.validation import SettingError
 
 
-def read(setting: str, given: str, path: Path) -> bytes:
+def read_source(setting: str, given: str, path: Path) -> bytes:
     """The file's bytes; `given` is what the user typed."""
     try:
         return path.read_bytes()
@@ -15,7 +15,7 @@ def read(setting: str, given: str, path: Path) -> bytes:
         raise SettingError(f"{setting}={given}: a readable file, but {path.name} is not ({error.strerror})") from None
 
 
-def dataset(setting: str, name: str, column: str) -> list[str]:
+def fetch_column(setting: str, name: str, column: str) -> list[str]:
     """A column of a dataset on the hub."""
 
     def fetch() -> list[str]:
@@ -23,10 +23,10 @@ def dataset(setting: str, name: str, column: str) -> list[str]:
 
         return list(load_dataset(name, split="train")[column])
 
-    return reach(setting, name, fetch, "give a path, or null")
+    return try_fetch(setting, name, fetch, "give a path, or null")
 
 
-def download(setting: str, url: str) -> Path:
+def download_file(setting: str, url: str) -> Path:
     """A file of the web, kept in the cache of `datasets`."""
 
     def fetch() -> Path:
@@ -34,7 +34,7 @@ def download(setting: str, url: str) -> Path:
 
         return Path(DownloadManager().download(url))
 
-    return reach(setting, url, fetch, "give a path, or null")
+    return try_fetch(setting, url, fetch, "give a path, or null")
 
 
 def short_hash(raw: bytes) -> str:

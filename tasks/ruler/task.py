@@ -1,9 +1,9 @@
 """RULER: 13 synthetic long-context tasks at any length (arXiv 2404.06654; NVIDIA/RULER c3f5e3b, scripts/).
 
 Templates, parameters, token limits and metrics are upstream's; where lm-eval's port differs, upstream wins. Drawing and
-rendering are apart: `draw` makes all random choices of a sample, `render` makes the prompt of them. Each sample has its
-own generator, seeded by (seed, subtask, length, index), so it depends neither on the other samples nor on the other
-subtasks. Every sample satisfies
+rendering are apart: `draw_sample` makes all random choices of a sample, `render_sample` makes the prompt of them. Each
+sample has its own generator, seeded by (seed, subtask, length, index), so it depends neither on the other samples nor
+on the other subtasks. Every sample satisfies
 
     tokens(prompt) + template_tokens + max_new_tokens <= length
 
@@ -29,16 +29,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
-from kvbench.tasks.common.sample_cache import cached, joint_hash, tokenizer_hash
+from kvbench.tasks.common.sample_cache import hash_parts, hash_tokenizer, read_or_make
 from kvbench.tasks.ruler.family import Family
-from kvbench.tasks.ruler.fit import fit, settle
+from kvbench.tasks.ruler.fit import fit_units, step_down
 from kvbench.tasks.ruler.niah import NIAH
 from kvbench.tasks.ruler.qa import QA
-from kvbench.tasks.ruler.templates import Rendered, wordings
-from kvbench.tasks.ruler.texts import Texts, load_texts
+from kvbench.tasks.ruler.templates import RenderedPrompt, load_wordings
+from kvbench.tasks.ruler.texts import RulerTexts, load_texts
 from kvbench.tasks.ruler.variable_tracking import VT
 from kvbench.tasks.ruler.word_counts import WORDS
-from kvbench.validation import SettingError, choose, require_int, resolve_subtasks
+from kvbench.validation import SettingError, require_choice, require_int, resolve_subtasks
 
 FAMILIES: tuple[Family, ...] = (*NIAH, *VT, *WORDS, *QA)
 SUBTASKS = tuple(family.name for family in FAMILIES)
@@ -47,23 +47,25 @@ FITS = ("fill", "upstream")
 Fitted = Callable[[int], tuple[int, dict[str, Any]]]  # of a sample's index: its units and draws
 
 
-def draw(subtask: str, units: int, rng: random.Random, texts: Texts, length: int, **fixed: int) -> dict[str, Any]:
+def draw_sample(
+    subtask: str, units: int, rng: random.Random, texts: RulerTexts, length: int, **fixed: int
+) -> dict[str, Any]:
     """All random choices of a sample with `units` units of haystack, as plain JSON values.
 
     `length` decides parameters that upstream switches with it (cwe, fwe). `fixed` may hold `index`, the number of the
     sample (qa: of the question; else it is drawn), and `example`, the noise sentences of vt's example (else 15).
     """
-    return _family(subtask).draw(units, rng, texts, length, **fixed)
+    return _find_family(subtask).draw(units, rng, texts, length, **fixed)
 
 
-def render(subtask: str, draws: dict[str, Any], texts: Texts) -> Rendered:
+def render_sample(subtask: str, draws: dict[str, Any], texts: RulerTexts) -> RenderedPrompt:
     """The prompt that these draws make, byte for byte upstream's; no randomness."""
-    return _family(subtask).render(draws, texts)
+    return _find_family(subtask).render(draws, texts)
 
 
-def least_units(subtask: str, texts: Texts, length: int, index: int = 0) -> int:
+def count_least_units(subtask: str, texts: RulerTexts, length: int, index: int = 0) -> int:
     """The fewest units that the sample can be drawn with."""
-    return _family(subtask).least(texts, length, index)
+    return _find_family(subtask).least(texts, length, index)
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,11 @@ class Ruler:
         """Raises a SettingError; needs no tokenizer, so a length may still prove too small in `samples`."""
         require_int("task.length", self.length, 1)
         require_int("task.samples", self.per_subtask, 1)
-        choose("task.fit", self.fit, FITS)
+        require_choice("task.fit", self.fit, FITS)
         if self.limit is not None:
             require_int("limit", self.limit, 1)
         chosen, texts = self._chosen(), self._texts()
-        for family in map(_family, chosen):
+        for family in map(_find_family, chosen):
             # No tokenizer makes fewer tokens than there are words.
             least = len(self._smallest(family, texts).prompt.split()) + family.new_tokens
             if self.length < least:
@@ -102,44 +104,44 @@ class Ruler:
 
     def fingerprint(self) -> str:
         """Hash of the texts and of the prompt strings."""
-        return joint_hash(self._texts().fingerprint, wordings().fingerprint())
+        return hash_parts(self._texts().fingerprint, load_wordings().fingerprint())
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
         """Subtask by subtask, each drawn when it is asked for, and kept in the cache."""
         texts, count = self._texts(), self.per_subtask if self.limit is None else min(self.per_subtask, self.limit)
         folder = Path(__file__).parent
         sources = sorted([*folder.glob("*.py"), *map((folder.parent / "common").joinpath, GENERATORS)])
-        made_of = (self.fingerprint(), tokenizer_hash(tokenizer), *(file.read_text("utf-8") for file in sources))
+        made_of = (self.fingerprint(), hash_tokenizer(tokenizer), *(file.read_text("utf-8") for file in sources))
         chat = bool(getattr(tokenizer, "chat_template", None))
-        for family in map(_family, self._chosen()):
+        for family in map(_find_family, self._chosen()):
             reserved = template_tokens * (family.turns if chat else 1)
-            key = joint_hash(family.name, str(self.length), self.fit, str(self.seed), str(reserved), *made_of)
+            key = hash_parts(family.name, str(self.length), self.fit, str(self.seed), str(reserved), *made_of)
             path = Path(self.cache, f"{key}.jsonl") if self.cache else None
             make = self._maker(family, texts, tokenizer, reserved)
-            yield from cached(path, f"{family.name}/{self.length}", count, make)
+            yield from read_or_make(path, f"{family.name}/{self.length}", count, make)
 
     def score(self, sample: Sample, output: str) -> Graded:
         """string_match_all: the share of the references that the output holds; string_match_part: any of them."""
         answer = re.sub(r"[\x00-\x1f]", "\n", output.strip()).strip()
         found = [reference.lower() in answer.lower() for reference in sample.answers]
-        share = any(found) if _family(sample.subtask).any_answer else sum(found) / len(found)
+        share = any(found) if _find_family(sample.subtask).any_answer else sum(found) / len(found)
         return Graded(100.0 * share, answer)
 
     def reference(self, sample: Sample) -> str:
         """The right answer: all references, or the first where any of them is right."""
-        return sample.answers[0] if _family(sample.subtask).any_answer else ", ".join(sample.answers)
+        return sample.answers[0] if _find_family(sample.subtask).any_answer else ", ".join(sample.answers)
 
     def _chosen(self) -> list[str]:
         return resolve_subtasks("task.subtasks", self.subtasks, SUBTASKS)
 
-    def _texts(self) -> Texts:
+    def _texts(self) -> RulerTexts:
         return load_texts(self.haystack_path, self.qa_path)
 
-    def _smallest(self, family: Family, texts: Texts) -> Rendered:
+    def _smallest(self, family: Family, texts: RulerTexts) -> RenderedPrompt:
         least = family.least(texts, self.length, 0)
         return family.render(family.draw(least, random.Random(0), texts, self.length, index=0), texts)
 
-    def _maker(self, family: Family, texts: Texts, tokenizer: Tokenizer, reserved: int) -> Callable[[int], Sample]:
+    def _maker(self, family: Family, texts: RulerTexts, tokenizer: Tokenizer, reserved: int) -> Callable[[int], Sample]:
         """The function that makes sample `index` of the subtask; `reserved`: tokens of the chat template."""
         room = self.length - reserved - family.new_tokens
 
@@ -166,7 +168,7 @@ class Ruler:
 
         return make
 
-    def _fill(self, family: Family, texts: Texts, tokens: Callable[[str], int], room: int) -> Fitted:
+    def _fill(self, family: Family, texts: RulerTexts, tokens: Callable[[str], int], room: int) -> Fitted:
         """As many units as fit, found for each sample with the same draws for every size."""
         fixed = family.fixed(tokens)
 
@@ -180,14 +182,14 @@ class Ruler:
             def cost(steps: int) -> int:
                 return tokens(family.render(drawn(steps), texts).prompt)
 
-            steps = fit(cost, (family.most(texts) - least) // step, room)
+            steps = fit_units(cost, (family.most(texts) - least) // step, room)
             if steps is None:
                 raise self._too_short(family, self.length - room + cost(0))
             return least + steps * step, drawn(steps)
 
         return fitted
 
-    def _upstream(self, family: Family, texts: Texts, tokens: Callable[[str], int], room: int) -> Fitted:
+    def _upstream(self, family: Family, texts: RulerTexts, tokens: Callable[[str], int], room: int) -> Fitted:
         """The units that upstream's scripts would choose: one search for all samples, then steps down for each."""
         reserved = self.length - family.new_tokens - room  # upstream counts the chat template as part of a prompt
 
@@ -208,7 +210,7 @@ class Ruler:
         def fitted(index: int) -> tuple[int, dict[str, Any]]:
             (first, fixed), step, needed = chosen(), family.increment(self.length), []
             rng = self._generator(family, index)
-            for units in settle(first, step, family.floor(texts, index)):
+            for units in step_down(first, step, family.floor(texts, index)):
                 own = rng if family.redraws else self._generator(family, index)
                 draws = family.draw(units, own, texts, self.length, index=index, **fixed)
                 needed.append(tokens(family.render(draws, texts).prompt))
@@ -229,5 +231,5 @@ class Ruler:
         )
 
 
-def _family(name: str) -> Family:
+def _find_family(name: str) -> Family:
     return next(family for family in FAMILIES if family.name == name)

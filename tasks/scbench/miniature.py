@@ -10,15 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 from kvbench.tasks.common import synthetic_prose
-from kvbench.tasks.ruler.niah import Niah
-from kvbench.tasks.ruler.templates import wordings
+from kvbench.tasks.ruler.niah import NiahFamily
+from kvbench.tasks.ruler.templates import load_wordings
 from kvbench.tasks.ruler.texts import load_texts
-from kvbench.tasks.ruler.variable_tracking import HOPS, chain
+from kvbench.tasks.ruler.variable_tracking import HOPS, draw_chain
 
 ROWS, TURNS = 5, 3
 
 
-def miniature(name: str) -> list[dict[str, Any]]:
+def make_rows(name: str) -> list[dict[str, Any]]:
     """All rows of a task; each has its own seed."""
     return [
         {"id": index, **MAKERS[name](random.Random(f"kvbench miniature/{name}/{index}"), TURNS + (index == 1))}
@@ -34,16 +34,16 @@ def _row(context: str | list[int], turns: list[tuple]) -> dict[str, Any]:
 def _needles(rng: random.Random, count: int) -> dict[str, str]:
     """Key -> number."""
     texts = load_texts()
-    drawn = Niah("needle", "needle", keys=count).draw(count, rng, texts, 0)
+    drawn = NiahFamily("needle", "needle", keys=count).draw(count, rng, texts, 0)
     return dict(zip(drawn["keys"], (values[0] for values in drawn["values"]), strict=True))
 
 
 def _statement(key: str, value: str) -> str:
-    return wordings().needle.format(type_needle_v="numbers", key=key, value=value)
+    return load_wordings().needle.format(type_needle_v="numbers", key=key, value=value)
 
 
 def _ask(key: str) -> str:
-    form, slots = wordings().niah.singular(), {"type_needle_v": "number", "query": key}
+    form, slots = load_wordings().niah.singular(), {"type_needle_v": "number", "query": key}
     return form.render("", (), **slots).question.lstrip() + form.prefix.format(**slots)
 
 
@@ -62,13 +62,13 @@ def _prefix_suffix(rng: random.Random, turns: int, count: int = 16) -> dict[str,
 
 
 def _vt(rng: random.Random, turns: int, noise: int = 4) -> dict[str, Any]:
-    chains = [chain(5, HOPS + 1, rng) for _ in range(turns)]
-    lines = [wordings().noise] * noise
+    chains = [draw_chain(5, HOPS + 1, rng) for _ in range(turns)]
+    lines = [load_wordings().noise] * noise
     for own in chains:
         lines += [f"VAR {own['names'][0]} = {own['value']}"]
         lines += [f"VAR {new} = VAR {old} " for old, new in zip(own["names"], own["names"][1:], strict=False)]
-        lines += [wordings().noise] * noise
-    form, asked = wordings().vt, []
+        lines += [load_wordings().noise] * noise
+    form, asked = load_wordings().vt, []
     for own in chains:
         slots = {"query": own["value"], "num_v": len(own["names"])}
         asked.append((form.render("", (), **slots).question.lstrip() + form.prefix.format(**slots), own["names"]))
@@ -91,13 +91,13 @@ def _qa_eng(rng: random.Random, turns: int) -> dict[str, Any]:
 
 
 def _choice_eng(rng: random.Random, turns: int) -> dict[str, Any]:
-    return with_options(rng, _qa_eng(rng, turns))
+    return add_options(rng, _qa_eng(rng, turns))
 
 
-def with_options(rng: random.Random, row: dict[str, Any]) -> dict[str, Any]:
+def add_options(rng: random.Random, row: dict[str, Any]) -> dict[str, Any]:
     """Multiple choice: three names beside each answer."""
     for turn in row["multi_turns"]:
-        turn["options"] = rng.sample([turn["answer"], *(synthetic_prose.short_name(rng) for _ in range(3))], 4)
+        turn["options"] = rng.sample([turn["answer"], *(synthetic_prose.draw_short_name(rng) for _ in range(3))], 4)
     return row
 
 
@@ -117,7 +117,7 @@ def _many_shot(rng: random.Random, turns: int, shots: int = 20) -> dict[str, Any
 
 
 def _summary(rng: random.Random, turns: int) -> dict[str, Any]:
-    parts = [synthetic_prose.essay(rng, 8) for _ in range(turns)]
+    parts = [synthetic_prose.write_essay(rng, 8) for _ in range(turns)]
     papers = "\n\n".join(f"Paper {i}:\n{' '.join(part)}" for i, part in enumerate(parts, 1))
     return _row(papers, [(f"Summarise paper {i} in one sentence.", part[0]) for i, part in enumerate(parts, 1)])
 
@@ -130,7 +130,7 @@ def _mf(rng: random.Random, turns: int) -> dict[str, Any]:
 
 
 def _summary_with_needles(rng: random.Random, turns: int) -> dict[str, Any]:
-    parts, pairs = [synthetic_prose.essay(rng, 8) for _ in range(turns)], _needles(rng, turns)
+    parts, pairs = [synthetic_prose.write_essay(rng, 8) for _ in range(turns)], _needles(rng, turns)
     asked: list[tuple] = []
     for number, (part, (key, value)) in enumerate(zip(parts, pairs.items(), strict=True), 1):
         asked += [(f"Summarise essay {number} in one sentence.", part[0], "scbench_summary")]

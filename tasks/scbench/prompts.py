@@ -45,7 +45,7 @@ class Wording:
 
 
 @dataclass(frozen=True)
-class Form:
+class TaskForm:
     """One task: metrics by the `task` of a turn (None: turns have none), and what its rows hold."""
 
     name: str
@@ -61,53 +61,53 @@ class Form:
 
 
 @cache
-def forms() -> tuple[Form, ...]:
+def load_forms() -> tuple[TaskForm, ...]:
     """All tasks whose metric needs no code execution, in the order of the benchmark's script."""
     return (
-        Form("scbench_kv", _one(metrics.contained, 150), Wording(_retrieval())),
-        Form("scbench_prefix_suffix", _one(metrics.contained, 150)),
-        Form("scbench_vt", _one(metrics.share, 30), answer=list),
-        Form(
+        TaskForm("scbench_kv", _one_metric(metrics.contains_label, 150), Wording(_retrieval())),
+        TaskForm("scbench_prefix_suffix", _one_metric(metrics.contains_label, 150)),
+        TaskForm("scbench_vt", _one_metric(metrics.share_found, 30), answer=list),
+        TaskForm(
             "scbench_qa_eng",
-            _one(metrics.any_contained, 40),
+            _one_metric(metrics.contains_any, 40),
             Wording("Read the book and answer the question. Be very concise in your answer.\n\n", QUESTION),
         ),
-        Form(
+        TaskForm(
             "scbench_qa_chn",
-            _one(metrics.chinese_f1, 40),
+            _one_metric(metrics.chinese_f1, 40),
             Wording("阅读以下书籍然后回答问题。\n\n", "问题：{input}\n答案："),
         ),
-        Form(
+        TaskForm(
             "scbench_choice_eng",
-            _one(metrics.choice, 40),
+            _one_metric(metrics.choice_score, 40),
             Wording(_choice(), CHOICE + "The the correct answer is", CHOICE + "The letter of the correct answer is"),
             choices=True,
         ),
-        Form("scbench_many_shot", _one(metrics.any_character, 10)),
-        Form("scbench_summary", _one(metrics.rouge, 200), Wording(prefilled="This paper")),
-        Form(
+        TaskForm("scbench_many_shot", _one_metric(metrics.contains_any_character, 10)),
+        TaskForm("scbench_summary", _one_metric(metrics.rouge, 200), Wording(prefilled="This paper")),
+        TaskForm(
             "scbench_mf",
-            _one(metrics.first_number, 5),
+            _one_metric(metrics.first_number, 5),
             Wording("{prefix}\n\n", "{input}", "{prefix}\n\n{input}", "{input}\n\n", "{prefix}\n\n{input}"),
             answer=(int, float),
         ),
-        Form(
+        TaskForm(
             "scbench_summary_with_needles",
             {SUMMARY: Metric(metrics.rouge, 800), NEEDLE: Metric(metrics.first_digits, 15)},
         ),
     )
 
 
-def fingerprint() -> str:
+def hash_prompts() -> str:
     """Hash of every prompt string and token limit, and of the punctuation of the Chinese metric."""
     plain = [
         [form.name, asdict(form.wording), [[task, own.new_tokens] for task, own in form.metrics.items()]]
-        for form in forms()
+        for form in load_forms()
     ]
     return hashlib.sha256(json.dumps([plain, metrics.chinese_punctuation()]).encode()).hexdigest()[:16]
 
 
-def _one(grade: Callable[[str, tuple[str, ...]], Graded], new_tokens: int) -> dict[None, Metric]:
+def _one_metric(grade: Callable[[str, tuple[str, ...]], Graded], new_tokens: int) -> dict[None, Metric]:
     return {None: Metric(grade, new_tokens)}
 
 

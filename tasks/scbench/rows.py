@@ -12,10 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.tasks.common.dataset_rows import HUB, MINIATURE, Row, checked, find, from_hub, rows, texts
-from kvbench.tasks.scbench.miniature import miniature
-from kvbench.tasks.scbench.prompts import Form
-from kvbench.validation import SettingError, number
+from kvbench.tasks.common.dataset_rows import (
+    HUB,
+    MINIATURE,
+    Row,
+    check_rows,
+    check_texts,
+    find_file,
+    read_hub_rows,
+    read_rows,
+)
+from kvbench.tasks.scbench.miniature import make_rows
+from kvbench.tasks.scbench.prompts import TaskForm
+from kvbench.validation import SettingError, is_number
 
 DATASET = "microsoft/SCBench"
 REVISION = "283310bb8c5ba6909dd9a6b1be087d2937f76f6d"
@@ -41,50 +50,52 @@ class Session:
     turns: tuple[Turn, ...]
 
 
-def files(name: str) -> tuple[str, ...]:
+def list_files(name: str) -> tuple[str, ...]:
     """Where a local copy may have a task's rows: as published, or one file a task."""
     return f"{name}.jsonl", f"{name}.parquet", f"data/{name}.jsonl", f"{name}/test-00000-of-00001.parquet"
 
 
-def load(path: str, form: Form) -> tuple[list[Row], list[Session]]:
+def load_rows(path: str, form: TaskForm) -> tuple[list[Row], list[Session]]:
     """A task's rows as they are, and what they say. SettingError names what is wrong with them."""
     if path == MINIATURE:
-        found: Iterable[tuple[str, Row]] = ((f"{form.name} row {i}", row) for i, row in enumerate(miniature(form.name)))
+        found: Iterable[tuple[str, Row]] = ((f"{form.name} row {i}", row) for i, row in enumerate(make_rows(form.name)))
     elif path == HUB:
-        found = from_hub(SETTING, DATASET, REVISION, form.name, "test")
+        found = read_hub_rows(SETTING, DATASET, REVISION, form.name, "test")
     else:
-        found = rows(SETTING, find(SETTING, Path(path).expanduser(), files(form.name)))
+        found = read_rows(SETTING, find_file(SETTING, Path(path).expanduser(), list_files(form.name)))
     located = list(found)
     columns = {"context": list if form.numbers else str, "multi_turns": list}
-    plain = checked(SETTING, located, columns, what=f"rows of {form.name}")
+    plain = check_rows(SETTING, located, columns, what=f"rows of {form.name}")
     seen: dict[str, str] = {}
     for where, row in located:  # ids may begin anew with each context
         known = json.dumps([row.get("id", where), row["context"]])
         if (first := seen.setdefault(known, where)) != where:
             raise SettingError(f"{SETTING}: {where}: id {row['id']!r} with this context is that of {first}")
-    return plain, [session(where, row, form) for where, row in located]
+    return plain, [parse_session(where, row, form) for where, row in located]
 
 
-def session(where: str, row: Row, form: Form) -> Session:
+def parse_session(where: str, row: Row, form: TaskForm) -> Session:
     """What a row says, or SettingError; `where` names the row there."""
-    if form.numbers and not all(map(number, row["context"])):
+    if form.numbers and not all(map(is_number, row["context"])):
         raise SettingError(f"{SETTING}: {where}: context is not a list of numbers")
     if not row["multi_turns"]:
         raise SettingError(f"{SETTING}: {where}: multi_turns is empty")
-    turns = [_turn(f"{where}: turn {i} of multi_turns", turn, form) for i, turn in enumerate(row["multi_turns"], 1)]
+    turns = [
+        _parse_turn(f"{where}: turn {i} of multi_turns", turn, form) for i, turn in enumerate(row["multi_turns"], 1)
+    ]
     return Session(str(row["context"]), tuple(turns))
 
 
-def _turn(where: str, turn: Any, form: Form) -> Turn:
+def _parse_turn(where: str, turn: Any, form: TaskForm) -> Turn:
     if not isinstance(turn, dict):
         raise SettingError(f"{SETTING}: {where} is {type(turn).__name__}, expected an object with input and answer")
-    [own] = checked(SETTING, [(where, turn)], {"input": str, "answer": form.answer, **_more(form)})
+    [own] = check_rows(SETTING, [(where, turn)], {"input": str, "answer": form.answer, **_more(form)})
     answer, slots, task = own["answer"], {"input": own["input"]}, None
-    answers = texts(SETTING, where, "answer", answer) if isinstance(answer, list) else (str(answer),)
+    answers = check_texts(SETTING, where, "answer", answer) if isinstance(answer, list) else (str(answer),)
     if "" in answers:
         raise SettingError(f"{SETTING}: {where}: answer is empty")
     if form.choices:
-        options = texts(SETTING, where, "options", own["options"])
+        options = check_texts(SETTING, where, "options", own["options"])
         if len(options) != 4 or answer not in options:
             raise SettingError(f"{SETTING}: {where}: options are not four with the answer among them")
         slots |= dict(zip("ABCD", options, strict=True))
@@ -101,5 +112,5 @@ def _turn(where: str, turn: Any, form: Form) -> Turn:
     return Turn(slots, answers, str(answer), task)
 
 
-def _more(form: Form) -> dict[str, type]:
+def _more(form: TaskForm) -> dict[str, type]:
     return ({"options": list} if form.choices else {}) | ({"task": str} if len(form.metrics) > 1 else {})

@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
-from kvbench.tasks.common.dataset_rows import MINIATURE, check_path, fingerprint, kind, subtasks
-from kvbench.tasks.common.sample_cache import joint_hash
+from kvbench.tasks.common.dataset_rows import MINIATURE, check_path, hash_rows, name_source, select_subtasks
+from kvbench.tasks.common.sample_cache import hash_parts
 from kvbench.tasks.scbench import rows as data
-from kvbench.tasks.scbench.prompts import NEEDLE, SUMMARY, Form, forms
-from kvbench.tasks.scbench.prompts import fingerprint as forms_fingerprint
-from kvbench.validation import SettingError, choose, require_int
+from kvbench.tasks.scbench.prompts import NEEDLE, SUMMARY, TaskForm, load_forms
+from kvbench.tasks.scbench.prompts import hash_prompts as forms_fingerprint
+from kvbench.validation import SettingError, require_choice, require_int
 
-TASKS = tuple(form.name for form in forms())
+TASKS = tuple(form.name for form in load_forms())
 REFUSED = ("scbench_repoqa", "scbench_repoqa_and_kv")
 MODES, ANSWERS = ("multi_turn", "shared_context"), ("golden", "own")
 DELTAKV = ("scbench_kv", "scbench_qa_eng", "scbench_summary_with_needles", "scbench_many_shot")
@@ -51,8 +51,8 @@ class SCBench:
     def check(self) -> None:
         """Reads the data; raises SettingError."""
         check_path("task.path", self.path)
-        choose("task.mode", self.mode, MODES)
-        choose("task.answers", self.answers, ANSWERS)
+        require_choice("task.mode", self.mode, MODES)
+        require_choice("task.answers", self.answers, ANSWERS)
         if self.mode == "shared_context" and self.answers != "golden":
             raise SettingError(f"task.answers={self.answers}: shared_context has no answers before a query; golden")
         for setting, value in (("task.max_turns", self.max_turns), ("task.length", self.length), ("limit", self.limit)):
@@ -65,7 +65,7 @@ class SCBench:
 
     def fingerprint(self) -> str:
         """Hash of the rows and of the prompt strings."""
-        return joint_hash(forms_fingerprint(), *(fingerprint(self.path, rows) for _, rows, _ in self._loaded))[:16]
+        return hash_parts(forms_fingerprint(), *(hash_rows(self.path, rows) for _, rows, _ in self._loaded))[:16]
 
     def inventory(self) -> dict[str, int]:
         """Contexts of each task in the data."""
@@ -105,25 +105,25 @@ class SCBench:
 
     def score(self, sample: Sample, output: str) -> Graded:
         """By the metric of the sample's task."""
-        form = next(form for form in forms() if form.name == sample.subtask.partition("/")[0])
+        form = next(form for form in load_forms() if form.name == sample.subtask.partition("/")[0])
         return form.metrics[sample.meta["task"]].grade(output, sample.answers)
 
     @cached_property
-    def _loaded(self) -> list[tuple[Form, list[data.Row], list[data.Session]]]:
+    def _loaded(self) -> list[tuple[TaskForm, list[data.Row], list[data.Session]]]:
         """Each task, its rows, and what of them is asked."""
-        found, chosen = [], subtasks(self.subtasks, self.path, TASKS)
-        for form in forms():
+        found, chosen = [], select_subtasks(self.subtasks, self.path, TASKS)
+        for form in load_forms():
             if form.name in chosen:
-                rows, sessions = data.load(self.path, form)
+                rows, sessions = data.load_rows(self.path, form)
                 cut = [data.Session(own.context, own.turns[: self.max_turns]) for own in sessions[: self.limit]]
                 found.append((form, rows, cut))
         return found
 
-    def _subtask(self, form: Form, turn: data.Turn, index: int) -> str:
+    def _subtask(self, form: TaskForm, turn: data.Turn, index: int) -> str:
         part = [PARTS[turn.task]] if turn.task else []
         return "/".join([form.name, *part, *([f"turn{index + 1}"] if self.mode == "multi_turn" else [])])
 
-    def _turns(self, row: str, form: Form, session: data.Session, chat: bool, tokenizer: Tokenizer) -> list[dict]:
+    def _turns(self, row: str, form: TaskForm, session: data.Session, chat: bool, tokenizer: Tokenizer) -> list[dict]:
         """What each sample of a row has beside the context."""
         wording, found = form.wording, []
         own, conversing = self.answers == "own", self.mode == "multi_turn"
@@ -148,7 +148,7 @@ class SCBench:
                     "answers": turn.answers,
                     "max_new_tokens": form.metrics[turn.task].new_tokens,
                     "group": row,
-                    "meta": {"data": kind(self.path), "task": turn.task, "turn": index + 1},
+                    "meta": {"data": name_source(self.path), "task": turn.task, "turn": index + 1},
                     "conversation": row if conversing else "",
                     "said": turn.golden if conversing and not own else None,
                 }
@@ -156,7 +156,7 @@ class SCBench:
         return found
 
     def _fit(
-        self, form: Form, session: data.Session, turns: list[dict], tokenizer: Tokenizer, template: int, most: int
+        self, form: TaskForm, session: data.Session, turns: list[dict], tokenizer: Tokenizer, template: int, most: int
     ) -> str:
         """What stands before the context, and the context, its middle cut out so that all turns fit `most` tokens."""
 

@@ -13,7 +13,7 @@ from kvbench.analysis.paired import PairedScores, compare_subtasks
 from kvbench.cli.curves import main
 from kvbench.tasks.ruler.task import Ruler
 from tests.support import made_up_runs
-from tests.support.command_line import answer
+from tests.support.command_line import run_cli
 
 FULL = {"method": {"name": "full"}, "sources": "s1"}
 BUDGETS = {0.05: 30, 0.1: 55, 0.3: 85}  # chance to keep what the full cache has right
@@ -38,7 +38,7 @@ def records(budget: float | int, chance: float, **changed: object) -> dict[str, 
 
 def write(results: Path, own: dict[str, dict], finish: bool = True, **changed: object) -> str:
     """A run on the disk; its hash."""
-    return made_up_runs.write(results, own, finish, **changed).hash
+    return made_up_runs.write_run(results, own, finish, **changed).hash
 
 
 @pytest.fixture
@@ -290,7 +290,7 @@ def test_runs_of_the_command_line_make_curves(tmp_path, monkeypatch, capsys):
     for question in ("visible", "hidden"):
         for method, budget in (("knorm", "0.9"), ("snapkv", "0.6"), ("snapkv", "0.9")):
             own = [f"method={method}", f"budget={budget}", f"question={question}", *size]
-            code, out, err = answer(own, monkeypatch, capsys)
+            code, out, err = run_cli(own, monkeypatch, capsys)
             assert code == 0, err
             assert "task: ruler\n" in out and "empty answers %" in out and "lost/gained" in out
             assert "No all: no answered sample of ruler_vt." in out and re.search(r"^all +n/a +n/a", out, re.MULTILINE)

@@ -30,7 +30,7 @@ from kvbench.store.runs import find_finished
 from kvbench.tasks.ruler.task import Ruler
 from kvbench.validation import SettingError
 from tests.support import made_up_runs
-from tests.support.command_line import answer
+from tests.support.command_line import run_cli
 
 NAMES = ("niah_single_1", "ruler_vt", "ruler_cwe")
 LIST = ("ruler_vt", "niah_single_1")
@@ -75,9 +75,9 @@ def records(budget: float) -> dict[str, dict]:
 def store(tmp_path, write_card) -> Path:
     """The full cache and two budgets of a method, by a model with a card."""
     write_card(SOLVES)
-    made_up_runs.write(tmp_path, records(1.0), **VALUE | {"method": {"name": "full"}, "sources": "s1"})
+    made_up_runs.write_run(tmp_path, records(1.0), **VALUE | {"method": {"name": "full"}, "sources": "s1"})
     for budget in (0.1, 0.2):
-        made_up_runs.write(tmp_path, records(budget), **VALUE | {"budget": budget})
+        made_up_runs.write_run(tmp_path, records(budget), **VALUE | {"budget": budget})
     return tmp_path
 
 
@@ -152,7 +152,7 @@ def test_a_damaged_card_is_one_line(write_card, text):
     write_card(f"{solvable_subtasks.KEY}: {text}\n", "hf")
     line = re.escape(f"conf/model/hf.yaml: {BAD[text]}")
     with pytest.raises(SettingError, match=f"^{line}[^\n]*$"):
-        checks.check(config_of("model=hf", "model.path=/"))
+        checks.check_settings(config_of("model=hf", "model.path=/"))
     with pytest.raises(SettingError, match=f"^{line}"):  # and where runs are only shown
         solvable_subtasks.list_solvable(VALUE | {"model": {"name": "hf", "identity": "a"}})
 
@@ -173,7 +173,7 @@ def test_a_list_is_no_part_of_what_a_run_is_known_by(write_card):
     assert json.dumps(compose(config)) == json.dumps(before.settings)  # what replays the run
     for override in ("model.solvable=null", "model.solvable.seed=8", "model.solvable.longbench=[qasper]"):
         with pytest.raises(SettingError, match=r"^model\.solvable=.*conf/model/reference.yaml has it$"):
-            checks.check(config_of(override))
+            checks.check_settings(config_of(override))
 
 
 @pytest.mark.parametrize("averages", [None, {"of all": dict.fromkeys(NAMES, 1.0)}])
@@ -315,10 +315,10 @@ def test_the_command_makes_a_list_that_tables_use(tmp_path, write_card, monkeypa
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "results/runs").rglob("records*")} == made
     write_card(out, "reference_v1")
     row = [*small, "method=full", "task.length=256", "task.samples=2"]
-    code, out, err = answer(row, monkeypatch, capsys)
+    code, out, err = run_cli(row, monkeypatch, capsys)
     assert code == 0, err
     assert re.search(r"^average of 1 solvable +100\.0 ", out, re.MULTILINE) and "conf/model/reference_v1.yaml" in out
-    code, out, err = answer([*row, f"seed={seed}"], monkeypatch, capsys)  # the samples that the list was chosen on
+    code, out, err = run_cli([*row, f"seed={seed}"], monkeypatch, capsys)  # the samples that the list was chosen on
     assert code == 0 and "solvable" not in out
 
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from kvbench.config.provenance import closure, imports
-from tests.support.modules import MODULE_FILES, name_of, within
+from kvbench.config.provenance import follow_imports, list_imports
+from tests.support.modules import MODULE_FILES, find_module_name, is_within
 from tests.support.repository import ROOT
 
 # A module may import from its own package and from those above it; who has rules of its own, see RULES.
@@ -51,30 +51,32 @@ def package_of(module: str) -> str:
 
 def allowed(module: str, imported: str) -> bool:
     """Whether the arrow may be."""
-    if within(imported, "transformers"):
-        return within(module, *WITH_TRANSFORMERS)
-    if within(imported, "torch", "triton"):
-        return not within(module, *WITHOUT_TORCH)
-    if imported == "kvbench" or not within(imported, "kvbench"):
+    if is_within(imported, "transformers"):
+        return is_within(module, *WITH_TRANSFORMERS)
+    if is_within(imported, "torch", "triton"):
+        return not is_within(module, *WITHOUT_TORCH)
+    if imported == "kvbench" or not is_within(imported, "kvbench"):
         return True
     if module.endswith(".triton") and imported.endswith(".reference"):
         return False
     for root, known in RULES.items():
-        if within(module, root):
-            return within(imported, *known) or any(within(name, imported) for name in known)  # the latter: a package
-    if within(imported, "kvbench.methods", "kvbench.tasks"):
-        return within(module, *BY_NAME)
+        if is_within(module, root):
+            return is_within(imported, *known) or any(
+                is_within(name, imported) for name in known
+            )  # the latter: a package
+    if is_within(imported, "kvbench.methods", "kvbench.tasks"):
+        return is_within(module, *BY_NAME)
     if module == "kvbench":
         return True
     return RANK[package_of(imported)] <= RANK[package_of(module)]
 
 
-MODULES = [name_of(path) for path in MODULE_FILES]
+MODULES = [find_module_name(path) for path in MODULE_FILES]
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_no_arrow_turns_back(module):
-    assert not {imported for imported in imports(module) if not allowed(module, imported)}
+    assert not {imported for imported in list_imports(module) if not allowed(module, imported)}
 
 
 def test_nothing_stands_at_the_top_but_what_all_use():
@@ -89,9 +91,9 @@ def test_there_is_no_circle_between_modules():
     arrows = {
         module: {
             name
-            for name in imports(module)
-            if name in MODULES and "kvbench" not in (module, name) and not within(name, module)
-            if not within(module, name)
+            for name in list_imports(module)
+            if name in MODULES and "kvbench" not in (module, name) and not is_within(name, module)
+            if not is_within(module, name)
         }
         for module in MODULES
     }
@@ -147,10 +149,10 @@ def test_the_rules_forbid_what_they_should():
 
 
 def test_records_are_read_without_torch():
-    present = [name for name in MODULES if within(name, *WITHOUT_TORCH)]
+    present = [name for name in MODULES if is_within(name, *WITHOUT_TORCH)]
     assert len(present) > 40
-    for name in closure(present):
-        assert not {imported for imported in imports(name) if within(imported, "torch", "transformers")}
+    for name in follow_imports(present):
+        assert not {imported for imported in list_imports(name) if is_within(imported, "torch", "transformers")}
     code = f"import sys, {', '.join(present)}; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

@@ -25,10 +25,10 @@ from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import ExtraRead, Observation, ReadRequest
 from kvbench.interfaces.task import Graded
 from kvbench.runs.resources import Resources
-from kvbench.runs.runner import execute, execute_all
+from kvbench.runs.runner import execute_run, execute_runs
 from kvbench.runs.spec import RunSpec
 from kvbench.validation import ContractError
-from tests.support.recorded_runs import strip_own
+from tests.support.recorded_runs import strip_circumstances
 from tests.support.tiny_models import distinct, ids, tiny
 
 OURS = (
@@ -560,7 +560,7 @@ def bench():
 def expected(runs, bench, tmp_path_factory):
     """The records of the honest runs, each made alone."""
     results = tmp_path_factory.mktemp("alone")
-    return [strip_own(execute(run, results, bench)) for run in (runs[0], runs[2], runs[3])]
+    return [strip_circumstances(execute_run(run, results, bench)) for run in (runs[0], runs[2], runs[3])]
 
 
 def score_in_place(rows_of: Callable[[Any, Any], Tensor]) -> Callable:
@@ -637,17 +637,17 @@ def test_the_other_cells_of_a_group_are_what_they_are_alone(
     score, line, order, runs, bench, expected, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(type(runs[1].choice().method), "score", score)
-    folders = execute_all(runs[::order], tmp_path, bench)[::order]
+    folders = execute_runs(runs[::order], tmp_path, bench)[::order]
     assert "kvbench:" not in capsys.readouterr().err  # the saboteur's own cell says it
     assert not folders[1].records() and not folders[1].finished
     honest = [folders[index] for index in (0, 2, 3)]
     assert all(folder.finished for folder in honest)
     pairs = zip(honest, expected, strict=True)
-    assert [differences(strip_own(folder.records()), own) for folder, own in pairs] == [[]] * 3
+    assert [differences(strip_circumstances(folder.records()), own) for folder, own in pairs] == [[]] * 3
     if not line:  # alone there is nobody whose rows it could spoil
         return
     with pytest.raises(ContractError, match=f"method=tova: {line}"):
-        execute(runs[1], tmp_path, bench)
+        execute_run(runs[1], tmp_path, bench)
     assert not folders[1].records()
 
 
@@ -666,18 +666,18 @@ def test_a_score_out_of_range_is_no_record(score, runs, bench, tmp_path, monkeyp
     task = type(runs[0].task)
     monkeypatch.setattr(task, "score", lambda self, sample, output: Graded(score, output))
     with pytest.raises(ContractError, match="task=ruler: score of niah_single_1.* expected a number from 0 to 100"):
-        execute(runs[0], tmp_path, bench)
+        execute_run(runs[0], tmp_path, bench)
     assert not list(tmp_path.rglob("done")) and not "".join(own.read_text() for own in tmp_path.rglob("records*"))
 
 
 def test_a_task_that_raises_is_named(runs, bench, tmp_path, monkeypatch):
     monkeypatch.setattr(type(runs[0].task), "score", lambda self, sample, output: {}["no"])
     with pytest.raises(ContractError, match=r"task=ruler: score of niah_single_1\S* raised KeyError: 'no'"):
-        execute(runs[0], tmp_path, bench)
+        execute_run(runs[0], tmp_path, bench)
 
 
 def test_the_python_interface_finds_it_too(monkeypatch):
-    knorm = type(catalogue.build("method", catalogue.settings("method", "knorm")))
+    knorm = type(catalogue.build("method", catalogue.load_settings("method", "knorm")))
     monkeypatch.setattr(knorm, "score", lambda self, observation, rows, state: rows.keys.mul_(2).norm(dim=-1))
     with pytest.raises(ContractError, match="method=knorm: score of layer 0 wrote into rows.keys"):
         kvbench.prefill(tiny("llama"), ids(30), "knorm", 0.5)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvbench.cli.command import READER_GONE, run_command
-from tests.support.command_line import answer
-from tests.support.report_store import records, write
+from tests.support.command_line import run_cli
+from tests.support.report_store import make_records, write_run
 from tests.support.repository import ROOT
 
 ANSWER = {
@@ -22,8 +22,8 @@ ANSWER = {
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> Path:
     results = tmp_path_factory.mktemp("store")
-    write(results, records(1.0, 100), method={"name": "full"}, sampling={"temperature": 0.0, "top_p": 1.0})
-    write(results, records(0.5, 100), budget=0.5, sampling={"temperature": 0.0, "top_p": 1.0})
+    write_run(results, make_records(1.0, 100), method={"name": "full"}, sampling={"temperature": 0.0, "top_p": 1.0})
+    write_run(results, make_records(0.5, 100), budget=0.5, sampling={"temperature": 0.0, "top_p": 1.0})
     return results
 
 
@@ -111,5 +111,5 @@ def test_what_cannot_be_used_is_one_line(command, given, line, tmp_path, capsys)
 def test_a_sweep_that_cannot_be_launched_is_one_line(given, line, tmp_path, monkeypatch, capsys):
     file = tmp_path / "file"
     file.touch()
-    found = answer(["-m", "method=snapkv,knorm", given.format(file)], monkeypatch, capsys)
+    found = run_cli(["-m", "method=snapkv,knorm", given.format(file)], monkeypatch, capsys)
     assert found == (2, "", f"kvbench: {line.format(file)}\n") and list(tmp_path.iterdir()) == [file]

@@ -16,7 +16,7 @@ from kvbench.config import provenance
 from kvbench.store import audit
 from kvbench.store import runs as stored
 from kvbench.validation import SettingError
-from tests.support.made_up_runs import VALUE, write
+from tests.support.made_up_runs import VALUE, write_run
 from tests.support.recorded_runs import read_runs
 from tests.support.repository import ROOT
 
@@ -74,14 +74,14 @@ def test_a_run_is_explained(kvbench, tmp_path, monkeypatch, capsys):
 def test_two_runs_that_differ_in_one_setting_differ_in_one_line(tmp_path, capsys):
     found = []
     for window in (32, 64):
-        own = write(tmp_path, {}, method={"name": "snapkv", "window": window})
+        own = write_run(tmp_path, {}, method={"name": "snapkv", "window": window})
         found.append(explained(capsys, own.hash, str(tmp_path))[1][1:])
     assert [one.split()[1] for one, other in zip(*found, strict=True) if one != other] == ["method"]
 
 
 def test_what_cannot_be_explained_is_one_line(tmp_path, capsys):
     for window in range(20):
-        write(tmp_path, {}, method={"name": "snapkv", "window": window})
+        write_run(tmp_path, {}, method={"name": "snapkv", "window": window})
     for name, line in (("zz", f"run=zz: no run of {tmp_path} begins so"), ("", "run=: 20 runs begin so")):
         code, out, err = explained(capsys, name, str(tmp_path))
         assert (code, out) == (2, []) and err.startswith(f"kvbench: {line}") and err.count("\n") == 1
@@ -106,7 +106,7 @@ def test_a_run_of_0_1_is_never_paired_with_a_new_one(old):
     runs = stored.load_runs(old)
     full, method = sorted(runs, key=lambda run: not run.full)
     assert stored.find_baseline(method, runs).hash == full.hash
-    new = write(old, method.records, **method.value | {"identity": 2})
+    new = write_run(old, method.records, **method.value | {"identity": 2})
     with pytest.raises(SettingError, match="no finished run of the full cache on the same samples"):
         stored.find_baseline(new, stored.load_runs(old))
 

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from kvbench.config import catalogue
 from kvbench.validation import SettingError
-from tests.support.command_line import answer, assert_refused
+from tests.support.command_line import assert_refused, run_cli
 from tests.support.repository import ROOT
 
 LONG = "x" * 300
@@ -79,14 +79,14 @@ def test_a_refusal_is_one_line_and_imports_no_torch(refusals, given):
 
 def test_a_path_that_is_too_long_is_one_line(tmp_path, monkeypatch, capsys):
     line = f"results={tmp_path}/{LONG}: File name too long"
-    assert_refused(answer([f"results={tmp_path}/{LONG}", "limit=1"], monkeypatch, capsys), line, tmp_path)
+    assert_refused(run_cli([f"results={tmp_path}/{LONG}", "limit=1"], monkeypatch, capsys), line, tmp_path)
 
 
 def test_jobs_are_refused_where_there_is_no_slurm(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     given = ["-m", "hydra/launcher=slurm", "method=snapkv,knorm", f"results={tmp_path}", "limit=1"]
     assert_refused(
-        answer(given, monkeypatch, capsys), "hydra/launcher=slurm: no sbatch and no srun on PATH; ", tmp_path
+        run_cli(given, monkeypatch, capsys), "hydra/launcher=slurm: no sbatch and no srun on PATH; ", tmp_path
     )
 
 
@@ -95,7 +95,7 @@ def test_jobs_are_refused_where_there_is_no_slurm(tmp_path, monkeypatch, capsys)
 )
 def test_the_line_says_how_a_path_is_quoted(path):
     """What it says reaches the setting as it was meant, through the shell and through Hydra."""
-    line = catalogue.unquoted(f"task.path={path}")
+    line = catalogue.explain_quoting(f"task.path={path}")
     assert line.startswith(f"task.path={path}: cannot be read; ") and "\n" not in line
     [typed] = shlex.split(line.partition("for Hydra and for the shell: ")[2])
     [override] = OverridesParser.create().parse_overrides([typed])
@@ -103,7 +103,7 @@ def test_the_line_says_how_a_path_is_quoted(path):
 
 
 def test_what_was_quoted_wrongly_gets_an_example():
-    assert catalogue.unquoted('task.path="/data').endswith("for the shell: 'task.path=\"/data/a=b\"'")
+    assert catalogue.explain_quoting('task.path="/data').endswith("for the shell: 'task.path=\"/data/a=b\"'")
 
 
 @pytest.fixture(scope="module")
@@ -163,5 +163,5 @@ def test_so_it_is_from_python(tmp_path, monkeypatch, text, line):
     (tmp_path / "method").mkdir()
     (tmp_path / "method" / "x.yaml").write_text(text)
     with pytest.raises(SettingError, match=f"^method=x: conf/method/x.yaml .*{line}"):
-        catalogue.settings("method", "x")
+        catalogue.load_settings("method", "x")
     catalogue._text.cache_clear()

@@ -23,9 +23,9 @@ from kvbench.runs.responder import Responder
 from kvbench.store.run_folder import RunFolder
 from kvbench.store.runs import load_runs
 from kvbench.sweeps.status import read_state
-from kvbench.validation import Terminated, terminable, unwritten, writing
-from tests.support.command_line import answer
-from tests.support.report_store import records, write
+from kvbench.validation import Terminated, describe_write_error, name_file_in_errors, raise_on_sigterm
+from tests.support.command_line import run_cli
+from tests.support.report_store import make_records, write_run
 from tests.support.repository import ROOT
 
 QUICK = ("device=cpu", "task.subtasks=[niah_single_1]", "task.length=512", "task.samples=3", "model=reference_v1")
@@ -99,7 +99,7 @@ def test_a_run_that_is_stopped_goes_on(many, number, after, where, tmp_path, sto
         before = lines(tmp_path)
         assert len(before) == after and all(json.loads(line)["error"] is None for line in before)
         monkeypatch.undo()
-    code, out, err = answer(given, monkeypatch, capsys)
+    code, out, err = run_cli(given, monkeypatch, capsys)
     assert code == 0 and "average" in out and set(before) <= set(lines(tmp_path))
 
 
@@ -143,13 +143,13 @@ def test_workers_end_with_a_run_that_is_stopped(tmp_path):
 
 
 def test_a_logger_that_hangs_does_not_hold_what_is_stopped(tmp_path, monkeypatch):
-    write(tmp_path, records(1.0, 100), method={"name": "full"}, sampling={"temperature": 0.0, "top_p": 1.0})
+    write_run(tmp_path, make_records(1.0, 100), method={"name": "full"}, sampling={"temperature": 0.0, "top_p": 1.0})
     slow = tmp_path / "slow"
     slow.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 100\n")
     slow.chmod(0o755)
     monkeypatch.setattr("kvbench.integrations.wandb_logger.sys.executable", str(slow))
     begin, timer = time.monotonic(), Timer(1, os.kill, (os.getpid(), signal.SIGTERM))
-    with terminable(), pytest.raises(Terminated):
+    with raise_on_sigterm(), pytest.raises(Terminated):
         timer.start()
         WandbLogger.of(load_settings({"seconds": "60"}), tmp_path).finished(load_runs(tmp_path))
     assert time.monotonic() - begin < 20
@@ -184,20 +184,27 @@ def test_a_full_disk_ends_a_run_in_one_line(many, size, where, tmp_path, monkeyp
     monkeypatch.setattr("kvbench.sweeps.compose.Sweep.end", lambda own: None)
     samples = 14 if "workers=2" in many else 9  # more than two workers and the process that waits for them can write
     given = [*many, "budget=0.3", f"results={tmp_path}", *QUICK, f"task.samples={samples}"]
-    assert answer(["method=full", *given[-len(QUICK) - 2 :]], monkeypatch, capsys)[0] == 0
+    assert run_cli(["method=full", *given[-len(QUICK) - 2 :]], monkeypatch, capsys)[0] == 0
     with full_beyond(size):
-        code, _, err = answer(given, monkeypatch, capsys)
+        code, _, err = run_cli(given, monkeypatch, capsys)
     said = [line for line in err.replace("\r", "\n").splitlines() if line and not re.search(r"/(9|14|18) \[", line)]
     assert code == 1 and len(said) == 1 and re.fullmatch(rf"kvbench: {tmp_path}/{where}: .*", said[0]), err
     assert lines(tmp_path) and all(json.loads(line)["error"] is None for line in lines(tmp_path))
 
 
 def test_each_error_of_a_disk_has_its_line(tmp_path):
-    with pytest.raises(OSError, match="No space") as found, writing(tmp_path / "x"), open("/dev/full", "w") as file:
+    with (
+        pytest.raises(OSError, match="No space") as found,
+        name_file_in_errors(tmp_path / "x"),
+        open("/dev/full", "w") as file,
+    ):
         file.write("x")
         file.flush()
-    assert unwritten(found.value) == f"{tmp_path}/x: No space left on device"
-    assert unwritten(FileNotFoundError(2, "No such file", "x")) is None and unwritten(OSError("x")) is None
+    assert describe_write_error(found.value) == f"{tmp_path}/x: No space left on device"
+    assert (
+        describe_write_error(FileNotFoundError(2, "No such file", "x")) is None
+        and describe_write_error(OSError("x")) is None
+    )
 
 
 def test_a_full_disk_names_the_records(tmp_path, capsys):
@@ -229,7 +236,13 @@ def test_a_full_disk_names_the_records(tmp_path, capsys):
 def test_a_full_disk_names_the_file(module, more, name, tmp_path, capsys):
     for budget in (1.0, 0.5):
         method = {"name": "full" if budget == 1 else "snapkv"}
-        write(tmp_path, records(budget, 90), method=method, budget=budget, sampling={"temperature": 0.0, "top_p": 1.0})
+        write_run(
+            tmp_path,
+            make_records(budget, 90),
+            method=method,
+            budget=budget,
+            sampling={"temperature": 0.0, "top_p": 1.0},
+        )
     with full_beyond(200):
         code = import_module(f"kvbench.cli.{module}").main([str(tmp_path), *(own.format(tmp_path) for own in more)])
     out, err = capsys.readouterr()

@@ -9,12 +9,12 @@ import torch
 import yaml
 
 import kvbench
-from kvbench.config.catalogue import CONF, build, names, settings
-from tests.support.method_files import needed
-from tests.support.tiny_models import BUILD, MADE, ids, make, tiny
+from kvbench.config.catalogue import CONF, build, list_choices, load_settings
+from tests.support.method_files import make_tiny_method_args
+from tests.support.tiny_models import BUILD, MADE, ids, make_fresh, tiny
 
 GROUPS = ("method", "allocator", "codec")
-FILES = [(group, name) for group in GROUPS for name in names(group)]
+FILES = [(group, name) for group in GROUPS for name in list_choices(group)]
 
 
 def presets(group: str, name: str) -> list[str]:
@@ -42,7 +42,7 @@ def test_the_published_taus():
     }
     expected = {f"{model}_{size}": pair[i] for model, pair in published.items() for i, size in enumerate((1024, 128))}
     expected |= {"paper": (1.0, 1.0), "one_allocation": (1.0, 1.0), "ffy0": (1.6, 0.6)}
-    found = {preset: settings("allocator", "cake", {"preset": preset}) for preset in presets("allocator", "cake")}
+    found = {preset: load_settings("allocator", "cake", {"preset": preset}) for preset in presets("allocator", "cake")}
     assert {preset: (own["tau1"], own["tau2"]) for preset, own in found.items()} == expected
     assert {own["window"] for own in found.values()} == {32}
     assert [preset for preset, own in found.items() if not own["cascade"]] == ["one_allocation"]
@@ -53,7 +53,7 @@ def test_taus_of_a_model_and_size_give_other_shares():
     shown = [(900.0, 0.02), (2000.0, 0.3), (1500.0, 0.01), (400.0, 0.05)]
     found = {}
     for preset in presets("allocator", "cake"):
-        own = build("allocator", settings("allocator", "cake", {"preset": preset}))
+        own = build("allocator", load_settings("allocator", "cake", {"preset": preset}))
         preferences = tuple(math.log(entropy) / own.tau1 + math.log(variance) / own.tau2 for entropy, variance in shown)
         found[preset] = own.share(1024, 4, preferences, (8000,) * 4)
         assert sum(found[preset]) == 4096
@@ -72,7 +72,7 @@ def test_one_allocation_holds_everything_until_the_last_layer():
 
 def logits(name: str, model: str, preset: str, budget: int, **args) -> torch.Tensor:
     """After a prompt and six more tokens, one by one."""
-    args = needed(name, model) | {"preset": preset} | args
+    args = make_tiny_method_args(name, model) | {"preset": preset} | args
     held = kvbench.prefill(tiny(model), ids(120), name, budget, method_args=args)
     return torch.cat([held.extend(token) for token in ids(6, seed=1).split(1, dim=1)], 1)
 
@@ -80,7 +80,7 @@ def logits(name: str, model: str, preset: str, budget: int, **args) -> torch.Ten
 def test_omnikv_presets_differ(monkeypatch):
     """Published filters stand in proportion to a model's depth; of twelve layers at 0, 3 and 6."""
     monkeypatch.setitem(BUILD, "deep", deepened)
-    monkeypatch.setitem(MADE, "deep", make("deep"))
+    monkeypatch.setitem(MADE, "deep", make_fresh("deep"))
     found = {preset: logits("omnikv", "deep", preset, 12) for preset in presets("method", "omnikv")}
     assert set(found) == {"paper", "code_default", "uniform", "exp", "reference"}
     for one, other in combinations(found, 2):
@@ -96,8 +96,8 @@ def test_pyramidkv_is_snapkv_by_its_own_settings_and_shares():
     """Window, kernel and pooling of its scripts, the group's mean before pooling; the allocator's window is the
     method's.
     """
-    method = settings("method", "snapkv", {"preset": "pyramidkv"})
-    allocator = settings("allocator", "pyramid")
+    method = load_settings("method", "snapkv", {"preset": "pyramidkv"})
+    allocator = load_settings("allocator", "pyramid")
     assert (method["window"], method["kernel"], method["pooling"], method["group"]) == (8, 7, "max", "before")
     assert method["window"] == allocator["window"]
     held = kvbench.prefill(tiny("llama"), ids(300), "snapkv", 40, None, "pyramid", method_args={"preset": "pyramidkv"})

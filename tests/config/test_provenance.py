@@ -11,15 +11,15 @@ import kvbench
 from kvbench.config import provenance
 from kvbench.config.provenance import (
     UNCOUNTED,
-    closure,
-    imports,
-    packages,
-    revision,
+    find_packages,
+    find_revision,
+    find_unfollowed,
+    follow_imports,
+    list_imports,
     source_hash,
     source_hashes,
-    unfollowed,
 )
-from tests.support.modules import MODULE_FILES, name_of, within
+from tests.support.modules import MODULE_FILES, find_module_name, is_within
 from tests.support.repository import ROOT
 
 
@@ -52,7 +52,7 @@ def checkout(tmp_path, monkeypatch):
 
 
 def test_imports_and_their_closure(checkout):
-    assert imports("kvbench.motor") == {
+    assert list_imports("kvbench.motor") == {
         "torch",
         "torch.nn",
         "kvbench",
@@ -60,10 +60,10 @@ def test_imports_and_their_closure(checkout):
         "kvbench.shelf.lines",
         "kvbench.limits",
     }
-    assert imports("kvbench.shelf.lines") == {"kvbench", "kvbench.shelf", "kvbench.kernels.focus"}
-    assert imports("kvbench.shelf") == {"kvbench"}
-    assert imports("kvbench.kernels.focus") == {"kvbench", "kvbench.kernels.focus.tiles"}
-    assert imports("kvbench.methods.snapkv") == {"json", "kvbench", "kvbench.limits", "kvbench.kernels.pair"}
+    assert list_imports("kvbench.shelf.lines") == {"kvbench", "kvbench.shelf", "kvbench.kernels.focus"}
+    assert list_imports("kvbench.shelf") == {"kvbench"}
+    assert list_imports("kvbench.kernels.focus") == {"kvbench", "kvbench.kernels.focus.tiles"}
+    assert list_imports("kvbench.methods.snapkv") == {"json", "kvbench", "kvbench.limits", "kvbench.kernels.pair"}
     below = {
         "kvbench",
         "kvbench.shelf",
@@ -72,10 +72,10 @@ def test_imports_and_their_closure(checkout):
         "kvbench.kernels.focus",
         "kvbench.kernels.focus.tiles",
     }
-    assert closure(["kvbench.motor"]) == below | {"kvbench.motor"}
+    assert follow_imports(["kvbench.motor"]) == below | {"kvbench.motor"}
     for unknown in ("kvbench.nothing", "torch", "kvbench.methods"):
         with pytest.raises(ValueError, match=f"^{unknown} is no module"):
-            closure([unknown])
+            follow_imports([unknown])
 
 
 def test_the_hash_follows_what_can_change_a_result(checkout):
@@ -113,12 +113,14 @@ def test_the_hash_follows_what_can_change_a_result(checkout):
 def test_modules_that_do_not_count_compute_nothing():
     """They are there, runs import them, and none of them can compute: only a conversion of weights knows torch."""
     run = ["kvbench.runs.runner", "kvbench.methods.snapkv", "kvbench.tasks.ruler.task"]
-    counted = closure(run)
+    counted = follow_imports(run)
     assert not counted & UNCOUNTED.keys()
     for module in UNCOUNTED:
-        assert any(module in imports(other) for other in counted | UNCOUNTED.keys()), f"{module} is not imported"
+        assert any(module in list_imports(other) for other in counted | UNCOUNTED.keys()), f"{module} is not imported"
         if module != "kvbench.models.gguf":
-            assert not {name for name in imports(module) if within(name, "torch", "transformers", "kvbench.motor")}
+            assert not {
+                name for name in list_imports(module) if is_within(name, "torch", "transformers", "kvbench.motor")
+            }
     assert [name for name, own in source_hashes(run).items() if own] == sorted(counted)
 
 
@@ -206,8 +208,8 @@ def test_an_installed_package_counts_by_name_and_version(checkout, tmp_path_fact
     assert without not in {first, hash_with("1.1", "SIGN = 1")}
     editable = hash_with("1.0", "SIGN = 1", editable=True)
     assert editable not in {first, hash_with("1.0", "SIGN = -1", editable=True)}
-    assert packages(["torch.nn", "yaml", "numpy", "os.path", "json"]) == set()  # kvbench's own, and Python's
-    assert packages(["pytest"]) == {f"pytest {pytest.__version__}"}
+    assert find_packages(["torch.nn", "yaml", "numpy", "os.path", "json"]) == set()  # kvbench's own, and Python's
+    assert find_packages(["pytest"]) == {f"pytest {pytest.__version__}"}
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,7 @@ def test_an_installed_package_counts_by_name_and_version(checkout, tmp_path_fact
     ],
 )
 def test_what_cannot_be_followed_is_said_once(line, said, checkout, capsys, monkeypatch):
-    monkeypatch.setattr(provenance, "_said", set())
+    monkeypatch.setattr(provenance, "_reported", set())
     (checkout / "methods/mine.py").write_text(line)
     (checkout / "methods/other.py").write_text("import kvbench.methods.mine")
     for _ in range(2):
@@ -235,13 +237,15 @@ def test_what_cannot_be_followed_is_said_once(line, said, checkout, capsys, monk
 
 
 def test_the_methods_and_tasks_of_kvbench_can_be_followed():
-    modules = {name_of(path) for path in MODULE_FILES if path.relative_to(ROOT).parts[0] in ("methods", "tasks")}
-    assert unfollowed(closure(modules)) == []
+    modules = {
+        find_module_name(path) for path in MODULE_FILES if path.relative_to(ROOT).parts[0] in ("methods", "tasks")
+    }
+    assert find_unfollowed(follow_imports(modules)) == []
 
 
 def test_the_hash_is_asked_for_again_at_no_cost(outside, monkeypatch):
     before = source_hash(["kvbench.methods.mine"])
-    monkeypatch.setattr(provenance, "walk", None)
+    monkeypatch.setattr(provenance, "map_imports", None)
     assert source_hash(["kvbench.methods.mine"]) == before
 
 
@@ -253,8 +257,8 @@ def test_the_revision_is_the_checkouts(tmp_path, monkeypatch):
         ).stdout
 
     def now(folder: Path = tmp_path) -> str:
-        revision.cache_clear()
-        return revision(folder)
+        find_revision.cache_clear()
+        return find_revision(folder)
 
     inner = tmp_path / "kvbench"
     inner.mkdir()
@@ -275,4 +279,4 @@ def test_the_revision_is_the_checkouts(tmp_path, monkeypatch):
     assert now() == f"git {first} dirty"
     monkeypatch.setenv("PATH", "")
     assert now() == "version 7.1"
-    revision.cache_clear()
+    find_revision.cache_clear()

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from kvbench.config.syntax import canonical
+from kvbench.config.syntax import canonicalize
 from tests.support.repository import ROOT
 
 SOURCE = '''"""A module."""
@@ -79,21 +79,21 @@ def changed(old: str, new: str) -> str:
 
 @pytest.mark.parametrize("case", SAME)
 def test_what_is_said_does_not_count(case):
-    assert canonical(changed(*SAME[case]).encode()) == canonical(SOURCE.encode())
+    assert canonicalize(changed(*SAME[case]).encode()) == canonicalize(SOURCE.encode())
 
 
 @pytest.mark.parametrize("case", OTHER)
 def test_what_is_done_counts(case):
-    assert canonical(changed(*OTHER[case]).encode()) != canonical(SOURCE.encode())
+    assert canonicalize(changed(*OTHER[case]).encode()) != canonicalize(SOURCE.encode())
 
 
 def test_the_text_is_the_same_on_every_version_of_python():
     """Written on Python 3.11; 3.12 reads f-strings with another parser, 3.13 drops empty fields, 3.14 has new nodes."""
-    text = canonical(SOURCE.encode())
+    text = canonicalize(SOURCE.encode())
     assert text.isascii() and hashlib.sha256(text.encode()).hexdigest()[:16] == "7410056a2024c5a0"
 
 
 def test_all_sources_can_be_written():
     for folder in ("kvbench", "kernels", "methods", "tasks"):
         for path in (ROOT / folder).rglob("*.py"):
-            assert canonical(path.read_bytes()).startswith("(Module body=[")
+            assert canonicalize(path.read_bytes()).startswith("(Module body=[")

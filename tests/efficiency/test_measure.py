@@ -9,24 +9,24 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from kvbench.cli import efficiency
-from kvbench.config.catalogue import CONF, build, methods_available, settings
+from kvbench.config.catalogue import CONF, build, load_settings, methods_available
 from kvbench.efficiency import plan
 from kvbench.efficiency.caches import KVBenchCache, TransformersDynamic, TransformersStatic
-from kvbench.efficiency.roofline import Machine, Weights, decode_ms, needs, prefill_ms
-from kvbench.efficiency.scoring_time import scoring
-from kvbench.efficiency.throughput import bisect
+from kvbench.efficiency.roofline import Machine, WeightSizes, decode_ms, load_needs, prefill_ms
+from kvbench.efficiency.scoring_time import prepare_score
+from kvbench.efficiency.throughput import find_largest_batch
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.replicate import replicate
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.timing import fits, spread
 from kvbench.interfaces.budget import Budget
-from kvbench.models.checkpoint import random_model
-from kvbench.models.random_weights import Shape, shapes
+from kvbench.models.checkpoint import make_random_model
+from kvbench.models.random_weights import RandomCheckpoint, list_shapes
 from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import COLUMNS, LAST_QUANTITY, append_lines, find_whole_cells, read_lines
 from kvbench.validation import SettingError
-from tests.support.command_line import answer, assert_refused
+from tests.support.command_line import assert_refused, run_cli
 
 QUICK = ("task.length=60", "task.new_tokens=[3,6]", "task.repeats=2", "budget=0.25")
 PARAMETERS = {  # billions, as the models' pages say
@@ -44,7 +44,7 @@ def kvbench(tmp_path, monkeypatch, capsys):
     def call(*own: str) -> tuple[int, str, str]:
         base = ["task=efficiency", "model=random", "model.like=tiny", "device=cpu"]
         sweep = [setting for setting in own if setting == "-m"]  # in front of all settings
-        return answer([*sweep, *base, *own[len(sweep) :]], monkeypatch, capsys)
+        return run_cli([*sweep, *base, *own[len(sweep) :]], monkeypatch, capsys)
 
     return call
 
@@ -66,7 +66,9 @@ def test_a_sweep_gives_lines_and_measures_no_cell_twice(kvbench, monkeypatch):
         assert float(found["e2e_3_ms"]["value"]) < float(found["e2e_6_ms"]["value"])
         for column in ("gpu", "model", "weights", "length", "batch", "device", "dtype", "torch", "sources", "date"):
             assert found["ttft_ms"][column]
-    monkeypatch.setattr("kvbench.models.random_weights.Shape.weights", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(
+        "kvbench.models.random_weights.RandomCheckpoint.weights", lambda *_: pytest.fail("weights were loaded")
+    )
     code, out, _ = kvbench("method=snapkv", *QUICK[:3], "budget=2.5e-1")
     assert code == 0 and "measured already" in out and path.read_bytes() == before
 
@@ -112,7 +114,7 @@ def test_every_method_is_scored_or_says_why_not():
             own = [*base, f"method={name}", "task.measure=scoring", "task.length=70"]
             run = RunSpec.from_config(compose("config", overrides=own))
             try:
-                made = scoring(run)
+                made = prepare_score(run)
             except SettingError as error:
                 assert f"{name} scores nothing" in str(error)
                 refused.add(name)
@@ -120,7 +122,7 @@ def test_every_method_is_scored_or_says_why_not():
             found = made.call()
             rows = found.shape[2] if run.choice().method.scores else int(found[-1].sum(-1).max())  # tokens, of a cut
             assert rows == 70, name
-    assert refused == {"quest", "omnikv", "kvzip"} and set(needs()) <= set(methods_available())
+    assert refused == {"quest", "omnikv", "kvzip"} and set(load_needs()) <= set(methods_available())
 
 
 def test_a_score_is_timed(kvbench):
@@ -154,32 +156,34 @@ BAD = {
 
 @pytest.mark.parametrize("setting", BAD)
 def test_a_bad_setting_is_one_line_and_leaves_nothing(kvbench, tmp_path, monkeypatch, setting):
-    monkeypatch.setattr("kvbench.models.random_weights.Shape.weights", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(
+        "kvbench.models.random_weights.RandomCheckpoint.weights", lambda *_: pytest.fail("weights were loaded")
+    )
     assert_refused(kvbench(setting), BAD[setting], tmp_path)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_shapes_have_the_models_parameters(name):
-    model = random_model(Shape.like(name, 0).config(), torch.bfloat16, "meta", 0)
+    model = make_random_model(RandomCheckpoint.like(name, 0).config(), torch.bfloat16, "meta", 0)
     assert sum(own.numel() for own in model.parameters()) / 1e9 == pytest.approx(PARAMETERS[name], abs=0.006)
-    assert set(PARAMETERS) | {"tiny"} == set(shapes())
+    assert set(PARAMETERS) | {"tiny"} == set(list_shapes())
 
 
 def test_random_weights_are_the_seed_s_and_leave_the_global_state(monkeypatch):
     torch.manual_seed(1)
     expected = torch.rand(1)
     torch.manual_seed(1)
-    one, same, other = (Shape.like("tiny", seed).weights(torch.float32, "cpu") for seed in (0, 0, 1))
+    one, same, other = (RandomCheckpoint.like("tiny", seed).weights(torch.float32, "cpu") for seed in (0, 0, 1))
     assert torch.equal(torch.rand(1), expected)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
-    assert Shape.like("tiny", 0).identity() != Shape.like("tiny", 1).identity()
+    assert RandomCheckpoint.like("tiny", 0).identity() != RandomCheckpoint.like("tiny", 1).identity()
 
 
 def test_floors_of_the_8b_shape():
     """Issue 4: 4.5 ms a token with the full cache at 32k, 3.6 ms at 5 %; 3.74 ms for all weights."""
-    model = random_model(Shape.like("llama31_8b", 0).config(), torch.bfloat16, "meta", 0)
-    machine, weights, row = Machine(4.27e12, 600e12), Weights.of(model), 128 << 10
+    model = make_random_model(RandomCheckpoint.like("llama31_8b", 0).config(), torch.bfloat16, "meta", 0)
+    machine, weights, row = Machine(4.27e12, 600e12), WeightSizes.of(model), 128 << 10
     assert weights.total / 4.27e9 == pytest.approx(3.76, abs=0.03)
     assert decode_ms(machine, weights, 32768 * row, 1, 2) == pytest.approx(4.5, abs=0.05)
     assert decode_ms(machine, weights, 1638 * row, 1, 2) == pytest.approx(3.6, abs=0.05)
@@ -190,8 +194,8 @@ def test_floors_of_the_8b_shape():
 
 @pytest.mark.parametrize("method", ["full", "snapkv", "keydiff", "h2o", "centroidkv", "quest"])
 def test_a_replicated_prompt_decodes_as_it_does_alone(method):
-    model, ids = Shape.like("tiny", 0).weights(torch.float32, "cpu"), torch.arange(3, 103)[None]
-    choice = choose_cache(*(build(g, settings(g, n)) for g, n in
+    model, ids = RandomCheckpoint.like("tiny", 0).weights(torch.float32, "cpu"), torch.arange(3, 103)[None]
+    choice = choose_cache(*(build(g, load_settings(g, n)) for g, n in
                             (("method", method), ("allocator", "uniform"), ("codec", "raw"))))  # fmt: skip
 
     def answer(times: int) -> torch.Tensor:
@@ -215,7 +219,7 @@ def test_a_packed_cache_is_not_replicated(kvbench):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_transformers_own_caches_answer_alike(batch):
-    model, ids = Shape.like("tiny", 0).weights(torch.float32, "cpu"), torch.arange(3, 43).repeat(batch, 1)
+    model, ids = RandomCheckpoint.like("tiny", 0).weights(torch.float32, "cpu"), torch.arange(3, 43).repeat(batch, 1)
     one = TransformersDynamic(model)
     one.read(ids[:1])
     one.replicate(batch)
@@ -231,9 +235,9 @@ def test_transformers_own_caches_answer_alike(batch):
 @pytest.mark.parametrize("first", [2, 8, 100, 2000])
 def test_bisection_finds_the_largest_batch(limit, first):
     tried = []
-    found = bisect(lambda batch: tried.append(batch) or batch <= limit, first, None)
+    found = find_largest_batch(lambda batch: tried.append(batch) or batch <= limit, first, None)
     assert limit * 0.98 - 1 < found <= limit and len(tried) < 40
-    assert bisect(lambda batch: batch <= limit, first, 5) == min(limit, 5)
+    assert find_largest_batch(lambda batch: batch <= limit, first, 5) == min(limit, 5)
 
 
 def test_a_batch_that_fails_late_is_made_smaller(kvbench, monkeypatch):
@@ -314,6 +318,6 @@ def test_the_plan_s_lines_are_settings_that_exist():
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for lines in lists.values():
             for line in lines:
-                first, *_ = plan.cells([line])
+                first, *_ = plan.expand_cells([line])
                 config = compose("config", overrides=[*plan.EVERY, *first])
-                assert config.model.like in shapes() and config.task.name == "efficiency"
+                assert config.model.like in list_shapes() and config.task.name == "efficiency"

@@ -9,39 +9,41 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbench.cache.policy import CachePolicy
 from kvbench.cli import bench_methods
-from kvbench.config.catalogue import methods_available, names
+from kvbench.config.catalogue import list_choices, methods_available
 from kvbench.efficiency import prefill_bench
-from kvbench.efficiency.prefill_bench import Cost, Setup, limit, measure, setups, table
+from kvbench.efficiency.prefill_bench import PrefillCost, Setup, find_limit, format_costs, list_setups, measure_costs
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
-from tests.support.method_files import chosen
+from tests.support.method_files import build_policy
 from tests.support.tiny_models import ids, tiny
 
 
 def test_set_ups_are_every_method_alone_and_one_with_everything():
-    found = setups(methods_available(), "snapkv")
+    found = list_setups(methods_available(), "snapkv")
     assert [own.method for own in found if str(own) == own.method] == [m for m in methods_available() if m != "full"]
     crossed = {(own.allocator, own.codec) for own in found if own.method == "snapkv"}
-    assert crossed == {(own, "raw") for own in names("allocator")} | {("uniform", own) for own in names("codec")}
-    assert setups(["full", "knorm"], None) == [Setup("knorm")]
+    assert crossed == {(own, "raw") for own in list_choices("allocator")} | {
+        ("uniform", own) for own in list_choices("codec")
+    }
+    assert list_setups(["full", "knorm"], None) == [Setup("knorm")]
 
 
 def test_limits_follow_what_a_method_needs():
-    plain, votes = chosen("knorm", "uniform", "llama")[0], chosen("h2o", "uniform", "llama")[0]
+    plain, votes = build_policy("knorm", "uniform", "llama")[0], build_policy("h2o", "uniform", "llama")[0]
 
     @dataclass(frozen=True)
     class Rereading(type(votes)):
         needs_extra_reads = True
 
-    assert (limit(plain), limit(votes), limit(Rereading(**vars(votes)))) == (1.3, 2.0, None)
+    assert (find_limit(plain), find_limit(votes), find_limit(Rereading(**vars(votes)))) == (1.3, 2.0, None)
 
 
 def test_the_ratio_is_the_median_over_rounds_and_marked_above_its_limit():
-    cost = Cost(Setup("knorm"), 1.3, own=(2.0, 9.0, 2.8), full=(2.0, 3.0, 2.0))
+    cost = PrefillCost(Setup("knorm"), 1.3, own=(2.0, 9.0, 2.8), full=(2.0, 3.0, 2.0))
     assert cost.quartiles == pytest.approx((1.2, 1.4, 2.2))
     assert cost.over and cost.verdict == "OVER"
     assert replace(cost, limit=1.5).verdict == "ok" and replace(cost, limit=None).verdict == "no limit"
-    assert "1.40  1.20-2.20    1.3  OVER" in table([cost])
+    assert "1.40  1.20-2.20    1.3  OVER" in format_costs([cost])
 
 
 def test_each_set_up_is_timed_between_two_full_caches(monkeypatch):
@@ -51,8 +53,8 @@ def test_each_set_up_is_timed_between_two_full_caches(monkeypatch):
         ran.append(choice.method.name)
         return float(len(ran))
 
-    monkeypatch.setattr(prefill_bench, "seconds", seconds)
-    costs = measure(None, ids(9), Budget(0.5), 2, setups(["knorm", "qfilters", "random"], None), {})
+    monkeypatch.setattr(prefill_bench, "time_prefill", seconds)
+    costs = measure_costs(None, ids(9), Budget(0.5), 2, list_setups(["knorm", "qfilters", "random"], None), {})
     assert ran == ["full", "knorm", "random"] + 2 * ["full", "knorm", "full", "random", "full"]
     assert [cost.setup.method for cost in costs] == ["knorm", "qfilters", "random"]
     assert costs[0].own == (5, 10) and costs[0].full == (5, 10) and costs[2].own == (7, 12)
@@ -68,8 +70,8 @@ def test_the_command_prints_and_writes_every_set_up(tmp_path, capsys):
         lines = list(csv.DictReader(file))
     named = [tuple(line[key] for key in ("method", "allocator", "codec")) for line in lines]
     plain = [(name, "uniform", "raw") for name in ("knorm", "h2o", "tova", "qfilters")]
-    crossed = [("tova", name, "raw") for name in names("allocator") if name != "uniform"]
-    assert named == [*plain, *crossed, *(("tova", "uniform", name) for name in names("codec") if name != "raw")]
+    crossed = [("tova", name, "raw") for name in list_choices("allocator") if name != "uniform"]
+    assert named == [*plain, *crossed, *(("tova", "uniform", name) for name in list_choices("codec") if name != "raw")]
     refused = [line for line in lines if line["not_run"]]
     assert {line["method"] for line in refused} == {"qfilters", "tova"}  # no file; no competition, no packing
     for line in lines:
@@ -104,7 +106,9 @@ def test_a_setting_that_cannot_be_used_is_said_in_one_line(wrong, tmp_path, caps
 
 
 def test_what_is_no_yaml_is_text():
-    assert prefill_bench.method_args(["snapkv.window=[", "snapkv.kernel=7"]) == {"snapkv": {"window": "[", "kernel": 7}}
+    assert prefill_bench.parse_method_args(["snapkv.window=[", "snapkv.kernel=7"]) == {
+        "snapkv": {"window": "[", "kernel": 7}
+    }
 
 
 class Largest(TorchDispatchMode):
@@ -127,13 +131,13 @@ def is_tensor(value: object) -> bool:
 
 
 CASES = [(method, "uniform") for method in methods_available() if method != "full"]
-CASES += [("snapkv", allocator) for allocator in names("allocator") if allocator != "uniform"]
+CASES += [("snapkv", allocator) for allocator in list_choices("allocator") if allocator != "uniform"]
 
 
 @pytest.mark.parametrize("method, allocator", CASES)
 def test_nothing_holds_queries_times_keys(method, allocator):
     """No tensor has as many elements as one of the six query heads has logits."""
-    tokens, choice = 2048, CachePolicy(*chosen(method, allocator, "llama"))
+    tokens, choice = 2048, CachePolicy(*build_policy(method, allocator, "llama"))
     context = GenerationContext(tiny("llama"), choice, Budget(0.1), None, (0,))
     with Largest() as largest:
         context.prefill(ids(tokens))

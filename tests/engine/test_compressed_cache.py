@@ -10,7 +10,7 @@ import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 import kvbench
-from kvbench.config.catalogue import build, names, settings
+from kvbench.config.catalogue import build, list_choices, load_settings
 from kvbench.engine.compressed_cache import CompressedCache, choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
@@ -19,12 +19,12 @@ from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
 from kvbench.methods.codecs.raw import Raw
 from kvbench.methods.knorm import Knorm
-from kvbench.validation import ContractError, SettingError, typed
-from tests.support.dense_engine import Dense
-from tests.support.method_files import chosen, needed
-from tests.support.tiny_models import distinct, ids, make, tiny
+from kvbench.validation import ContractError, SettingError, format_value
+from tests.support.dense_engine import DenseEngine
+from tests.support.method_files import build_policy, make_tiny_method_args
+from tests.support.tiny_models import distinct, ids, make_fresh, tiny
 
-CHOICES = {pair: chosen(*pair, "llama") for pair in product(names("method"), names("allocator"))}
+CHOICES = {pair: build_policy(*pair, "llama") for pair in product(list_choices("method"), list_choices("allocator"))}
 COMBINATIONS = [pair for pair, (method, *others) in CHOICES.items() if method.refuses(*others) is None]
 each_method = pytest.mark.parametrize("method, allocator", COMBINATIONS)
 
@@ -77,7 +77,7 @@ def test_the_contract_in_one_call():
     assert held.extend(ids(5, batch=2)).shape == (2, 5, 199)
     tokens = held.generate(max_new_tokens=7, stop=frozenset())
     assert tokens.shape == (2, 7) and tokens.dtype == torch.int64
-    assert set(kvbench.methods_available()) == set(names("method")) >= {"full", "snapkv", "dropkv", "centroidkv"}
+    assert set(kvbench.methods_available()) == set(list_choices("method")) >= {"full", "snapkv", "dropkv", "centroidkv"}
     blocks = kvbench.prefill(model, prompt[:1], "snapkv", 0.25, block_size=30)
     assert blocks.peak_rows == 50 and blocks.peak_rows_attended == 80
 
@@ -90,7 +90,7 @@ def test_defaults_are_the_full_cache():
 
 @each_method
 def test_a_prompt_shorter_than_the_budget_is_not_cut(method, allocator):
-    args = needed(method, "llama")
+    args = make_tiny_method_args(method, "llama")
     for block in blocks_for(method, None, 4):
         held = kvbench.prefill(tiny("llama"), ids(20), method, 20, block, allocator, method_args=args)
         assert all(own == list(range(20)) for own in places(held).values())
@@ -100,7 +100,7 @@ def test_a_prompt_shorter_than_the_budget_is_not_cut(method, allocator):
 
 @each_method
 def test_one_row_less_drops_one_row(method, allocator):
-    args = needed(method, "qwen3")
+    args = make_tiny_method_args(method, "qwen3")
     held = kvbench.prefill(tiny("qwen3"), distinct(40), method, 39, None, allocator, method_args=args)
     lengths = [len(own) for own in places(held).values()]
     if holds_all(method):
@@ -115,7 +115,7 @@ def test_a_prompt_of_one_token(method, allocator):
     with torch.no_grad():
         own = tiny("gemma3")(input_ids=ids(1)).logits[0, 0]
     for budget, block in ((0.5, None), (2, 1), (1.0, 7)):
-        args = needed(method, "gemma3")
+        args = make_tiny_method_args(method, "gemma3")
         held = kvbench.prefill(tiny("gemma3"), ids(1), method, budget, block, allocator, method_args=args)
         torch.testing.assert_close(held.logits[0], own, rtol=1e-4, atol=1e-4)
         assert held.places(2, 0).tolist() == [0]
@@ -125,7 +125,7 @@ def test_a_prompt_of_one_token(method, allocator):
 @each_method
 def test_a_quota_of_one(method, allocator):
     for block in blocks_for(method, None, 1, 7):
-        args = needed(method, "llama")
+        args = make_tiny_method_args(method, "llama")
         held = kvbench.prefill(tiny("llama"), distinct(30), method, 0.001, block, allocator, method_args=args)
         if not holds_all(method):
             assert {len(own) for own in places(held).values()} == {1}
@@ -137,7 +137,9 @@ def test_a_quota_of_one(method, allocator):
 @pytest.mark.parametrize("quota", [2, 3, 5])
 def test_more_protected_rows_than_quota_shrink_to_it(method, quota):
     """Sinks from the first on, else the newest first, one row free; the numbers protected and given up are noted."""
-    held = kvbench.prefill(tiny("llama"), distinct(60), method, quota, method_args=needed(method, "llama"))
+    held = kvbench.prefill(
+        tiny("llama"), distinct(60), method, quota, method_args=make_tiny_method_args(method, "llama")
+    )
     if holds_all(method) or own_law(method):
         return
     assert {len(own) for own in places(held).values()} == {quota}
@@ -189,9 +191,9 @@ def test_a_window_larger_than_the_quota(block):
 @each_method
 def test_cuts_while_decoding_may_have_a_size_of_their_own(method, allocator):
     """The prompt keeps all, the answer is cut to 30 rows; a method that does not cut while decoding ignores it."""
-    if "decoding" not in settings("method", method) or own_law(method):
+    if "decoding" not in load_settings("method", method) or own_law(method):
         return
-    args = {"decoding": True, "decode_interval": 2, "decode_size": 30} | needed(method, "llama")
+    args = {"decoding": True, "decode_interval": 2, "decode_size": 30} | make_tiny_method_args(method, "llama")
     held = kvbench.prefill(tiny("llama"), distinct(40), method, 1.0, None, allocator, method_args=args)
     assert {len(own) for own in places(held).values()} == {40}
     for rows in (41, 30, 31, 30):
@@ -204,9 +206,9 @@ def test_cuts_while_decoding_may_have_a_size_of_their_own(method, allocator):
 @pytest.mark.parametrize("interval", [1, 3])
 @each_method
 def test_any_method_may_cut_while_decoding(method, allocator, interval):
-    if "decoding" not in settings("method", method):
+    if "decoding" not in load_settings("method", method):
         return
-    args = {"decoding": True, "decode_interval": interval} | needed(method, "llama")
+    args = {"decoding": True, "decode_interval": interval} | make_tiny_method_args(method, "llama")
     (block,) = blocks_for(method, 9) or (None,)
     held = kvbench.prefill(tiny("llama"), distinct(40), method, 12, block, allocator, method_args=args)
     before = sum(map(len, places(held).values()))
@@ -222,14 +224,16 @@ def test_any_method_may_cut_while_decoding(method, allocator, interval):
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_other_dtypes(name, dtype, tolerance):
     """A full cache gives the model's own logits; every method runs and holds what it should."""
-    model = make(name).to(dtype)
+    model = make_fresh(name).to(dtype)
     with torch.no_grad():
         own = model(input_ids=distinct(60)).logits[0, -1]
     full = kvbench.prefill(model, distinct(60), block_size=9)
     torch.testing.assert_close(full.logits[0], own, rtol=0, atol=tolerance)
     for method, allocator in COMBINATIONS:
         (block,) = blocks_for(method, 9) or (None,)
-        held = kvbench.prefill(model, distinct(60), method, 15, block, allocator, method_args=needed(method, name))
+        held = kvbench.prefill(
+            model, distinct(60), method, 15, block, allocator, method_args=make_tiny_method_args(method, name)
+        )
         assert held.logits.dtype == dtype and held.extend(ids(3)).isfinite().all()
         held.generate(2, temperature=1.0)
         if not holds_all(method):
@@ -258,7 +262,7 @@ def test_budget_of_what_was_seen():
 
 
 def test_attention_implementation_is_put_back():
-    model = make("llama")
+    model = make_fresh("llama")
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
         held = kvbench.prefill(model, ids(20), "knorm", 5)
@@ -284,7 +288,7 @@ def test_attention_implementation_is_put_back_when_a_method_fails():
         def score(self, observation, rows, state):
             raise RuntimeError("broken")
 
-    model = make("llama")
+    model = make_fresh("llama")
     with pytest.raises(RuntimeError, match="broken"):
         context_of(model, Broken("broken"), 5).prefill(ids(20))
     assert model.config._attn_implementation == "sdpa"
@@ -300,7 +304,7 @@ def test_attention_implementation_is_put_back_when_a_method_fails():
 
 def test_two_answers_may_be_generated_in_turn():
     """Token by token from two contexts of one model; afterwards its attention is put back."""
-    model = make("llama")
+    model = make_fresh("llama")
     contexts = [kvbench.prefill(model, ids(20, seed)).contexts[0] for seed in (1, 2)]
     expected = [kvbench.prefill(model, ids(20, seed)).generate(5, stop=frozenset())[0].tolist() for seed in (1, 2)]
     one, two = (context.generate(5, Sampling(), frozenset()) for context in contexts)
@@ -312,7 +316,7 @@ def test_two_answers_may_be_generated_in_turn():
 
 def test_models_with_parts_are_put_back():
     """Gemma 3 as published is a text model beside a vision tower; both keep their own attention."""
-    text = make("gemma3").config.to_dict()
+    text = make_fresh("gemma3").config.to_dict()
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
     config = Gemma3Config(text_config=text, vision_config=vision | {"patch_size": 14}, mm_tokens_per_image=4)
     torch.manual_seed(0)
@@ -350,7 +354,7 @@ def test_a_model_of_sliding_layers_only_counts_as_full_up_to_its_window():
 
 
 def test_unknown_architectures_are_refused():
-    model = make("llama")
+    model = make_fresh("llama")
     model.config.model_type = "mamba"
     with pytest.raises(SettingError, match="^model: architecture mamba is not supported; use one of llama, "):
         kvbench.prefill(model, ids(9))
@@ -422,7 +426,7 @@ def test_reading_on_at_once_or_token_by_token():
 def test_several_turns_follow_each_other():
     """Question, answer, question: as the dense engine reads them."""
     held = kvbench.prefill(tiny("mistral"), ids(40), "knorm", 40, method_args={"preset": "kvpress"})
-    dense = Dense("mistral")
+    dense = DenseEngine("mistral")
     dense.prefill(ids(40), None)
     for turn in range(3):
         question = ids(4, seed=turn)
@@ -469,7 +473,7 @@ def test_samples_of_one_context_end_alone():
 
 
 def test_the_models_own_end_token_is_the_default():
-    model = make("llama")
+    model = make_fresh("llama")
     held = kvbench.prefill(model, ids(30))
     with held.branch():
         free = held.generate(8, stop=frozenset())[0].tolist()
@@ -741,6 +745,6 @@ def test_a_value_of_another_kind_is_refused_by_its_name(group, name, args):
     """Not by what Python says when it compares a text with a number."""
     key, value = list(args.items())[-1]
     with pytest.raises(SettingError) as refusal:
-        build(group, settings(group, name, args))
-    shown = tuple(f"{group}.{key}={own}: " for own in (value, typed(value)))
+        build(group, load_settings(group, name, args))
+    shown = tuple(f"{group}.{key}={own}: " for own in (value, format_value(value)))
     assert str(refusal.value).startswith(shown) and "\n" not in str(refusal.value)

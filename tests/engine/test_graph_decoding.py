@@ -15,7 +15,7 @@ from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError
-from tests.support.method_files import chosen
+from tests.support.method_files import build_policy
 from tests.support.tiny_models import ids, tiny
 
 APPENDING = {"method": "snapkv"}
@@ -26,7 +26,7 @@ SETUPS = [("full", "uniform"), ("snapkv", "uniform"), ("snapkv", "ada"), ("criti
 
 
 def choice_of(method, allocator="uniform", codec="raw", **more):
-    return choose_cache(*chosen(method, allocator, "llama", codec, **more))
+    return choose_cache(*build_policy(method, allocator, "llama", codec, **more))
 
 
 def contexts(model, choice, budget=0.3, batch=1, stepped=True):

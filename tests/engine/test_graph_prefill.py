@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvbench.config.catalogue import build, methods_available, settings
+from kvbench.config.catalogue import build, load_settings, methods_available
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.fixed_quota_rows import is_shift_invariant
 from kvbench.engine.generation import GenerationContext
@@ -12,14 +12,14 @@ from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError
-from tests.support.method_files import chosen
+from tests.support.method_files import build_policy
 from tests.support.tiny_models import ids, tiny
 
 RELATIVE = ("dropkv", "keydiff", "knorm", "snapkv", "tova")
 
 
 def choice_of(method, allocator="uniform", codec="raw", **more):
-    return choose_cache(*chosen(method, allocator, "llama", codec, **more))
+    return choose_cache(*build_policy(method, allocator, "llama", codec, **more))
 
 
 def read(model, choice, size, budget, prompt, stepped):
@@ -78,7 +78,7 @@ def test_blocks_that_fit_the_quota_are_read_together_and_not_too_many(monkeypatc
 
 
 def test_only_what_is_relative_is_read_so():
-    available = [build("method", settings("method", name)) for name in RELATIVE]
+    available = [build("method", load_settings("method", name)) for name in RELATIVE]
     for method in available:
         assert type(method).update is Method.update and not (
             method.wants_lse or method.merges or method.uses_cache_positions

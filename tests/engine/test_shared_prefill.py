@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 
 from kvbench.cache.policy import CachePolicy
 from kvbench.config import catalogue
-from kvbench.config.catalogue import names
+from kvbench.config.catalogue import list_choices
 from kvbench.engine import shared_prefill
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
@@ -20,16 +20,16 @@ from kvbench.models.checkpoint import Checkpoint
 from kvbench.runs import shared_runs
 from kvbench.runs.resources import Resources
 from kvbench.runs.responder import Responder
-from kvbench.runs.runner import execute, execute_all
+from kvbench.runs.runner import execute_run, execute_runs
 from kvbench.runs.spec import RunSpec
-from kvbench.runs.workers import share
+from kvbench.runs.workers import execute_in_workers
 from kvbench.store.run_folder import run_hash
 from kvbench.sweeps import status
 from kvbench.sweeps.compose import compose_cell
 from kvbench.validation import ContractError, SettingError
-from tests.support.command_line import answer
-from tests.support.method_files import chosen
-from tests.support.recorded_runs import strip_own
+from tests.support.command_line import run_cli
+from tests.support.method_files import build_policy
+from tests.support.recorded_runs import strip_circumstances
 from tests.support.tiny_models import ids, tiny
 
 BUDGETS = (0.2, 40, 1.0)
@@ -39,10 +39,10 @@ SMALL = ("task.subtasks=niah_single_1", "task.length=512", "task.samples=2", "de
 def choices(lse: bool) -> list[CachePolicy]:
     """Whatever can take part on a tiny model: every method with every allocator, and every codec with the plain one."""
     found = []
-    for method in names("method"):
-        pairs = [(name, "raw") for name in names("allocator")] + [("uniform", "kivi")]
+    for method in list_choices("method"):
+        pairs = [(name, "raw") for name in list_choices("allocator")] + [("uniform", "kivi")]
         for allocator, codec in pairs:
-            own = CachePolicy(*chosen(method, allocator, "llama", codec))
+            own = CachePolicy(*build_policy(method, allocator, "llama", codec))
             if (
                 not (own.method.refuses(own.allocator, own.codec) or own.method.needs_extra_reads)
                 and own.method.wants_lse == lse
@@ -120,7 +120,7 @@ def bench():
 def alone(bench, tmp_path_factory):
     """The records of runs, each made alone, once."""
     results = tmp_path_factory.mktemp("alone")
-    return lambda runs: [strip_own(execute(run, results, bench)) for run in runs]
+    return lambda runs: [strip_circumstances(execute_run(run, results, bench)) for run in runs]
 
 
 def shares(folder) -> list[int]:
@@ -128,20 +128,20 @@ def shares(folder) -> list[int]:
 
 
 def test_records_are_those_of_lone_runs_and_say_who_shared(runs, bench, alone, tmp_path):
-    folders = execute_all(runs, tmp_path, bench)
-    assert [strip_own(folder.records()) for folder in folders] == alone(runs)
+    folders = execute_runs(runs, tmp_path, bench)
+    assert [strip_circumstances(folder.records()) for folder in folders] == alone(runs)
     assert all(folder.finished and shares(folder) == [4, 4] for folder in folders)
     for record in folders[1].records().values():
         assert record["seconds"] > record["prefill_ms"] / 1000 > 0 and record["ttft_ms"] > record["prefill_ms"]
 
 
 def test_runs_that_lack_a_sample_go_on_with_it_together(runs, bench, alone, tmp_path):
-    first = execute_all(runs[:2], tmp_path, bench)
+    first = execute_runs(runs[:2], tmp_path, bench)
     [lines] = first[1].path.glob("records*")
     lines.write_text(lines.read_text().splitlines(keepends=True)[0] + '{"uid": "torn')  # killed at the second
     (first[1].path / "done").unlink()
-    folders = execute_all(runs, tmp_path, bench)
-    assert [strip_own(folder.records()) for folder in folders] == alone(runs)
+    folders = execute_runs(runs, tmp_path, bench)
+    assert [strip_circumstances(folder.records()) for folder in folders] == alone(runs)
     assert [shares(folder) for folder in folders] == [[2, 2], [2, 3], [2, 3], [2, 3]]
 
 
@@ -156,10 +156,10 @@ def test_a_killed_process_loses_the_sample_in_flight_at_most(runs, bench, alone,
 
     monkeypatch.setattr(Responder, "attempt", killed)
     with pytest.raises(KeyboardInterrupt):
-        execute_all(runs, tmp_path, bench)
+        execute_runs(runs, tmp_path, bench)
     written = [len(path.read_text().splitlines()) for path in tmp_path.rglob("records*")]
     assert sum(written) == 6
-    assert [strip_own(folder.records()) for folder in execute_all(runs, tmp_path, bench)] == alone(runs)
+    assert [strip_circumstances(folder.records()) for folder in execute_runs(runs, tmp_path, bench)] == alone(runs)
 
 
 @pytest.mark.parametrize("when", ["reading", "answering"])
@@ -180,8 +180,8 @@ def test_what_does_not_fit_beside_each_other_goes_in_smaller_companies(
         monkeypatch.setattr(shared_runs, "prefill", prefill)
     else:
         monkeypatch.setattr(Responder, "attempt", full)
-    folders = execute_all(runs, tmp_path, bench)
-    assert [strip_own(folder.records()) for folder in folders] == alone(runs)
+    folders = execute_runs(runs, tmp_path, bench)
+    assert [strip_circumstances(folder.records()) for folder in folders] == alone(runs)
     assert "kvbench: no memory for 4 runs at once: 2 from now on" in capsys.readouterr().err
     before = [2] * 4 if when == "reading" else [4, 4, 2, 2]
     assert [shares(folder) for folder in folders] == [sorted([own, 2]) for own in before]
@@ -193,12 +193,12 @@ def test_a_run_that_fails_is_left_to_its_own_cell(where, runs, bench, alone, tmp
     if where == "score":
         monkeypatch.setattr(broken, "score", lambda *_: [][0])
     else:
-        speak = Responder._speak
+        speak = Responder._generate_answers
         name = lambda self: self.run.groups["method"]["name"]  # noqa: E731
         monkeypatch.setattr(
             Responder, "_speak", lambda self, *own: [][0] if name(self) == "snapkv" else speak(self, *own)
         )
-    folders = execute_all(runs, tmp_path, bench)
+    folders = execute_runs(runs, tmp_path, bench)
     others = [0, 2, 3]
     said = capsys.readouterr().err
     assert where == "score" or (
@@ -206,17 +206,19 @@ def test_a_run_that_fails_is_left_to_its_own_cell(where, runs, bench, alone, tmp
     )  # what breaks a method's contract is said by its own cell
     assert not folders[1].records() and all(folders[index].finished for index in others)
     with pytest.raises(ContractError if where == "score" else IndexError):
-        execute(runs[1], tmp_path, bench)
+        execute_run(runs[1], tmp_path, bench)
     monkeypatch.undo()
-    assert [strip_own(folders[index].records()) for index in others] == alone([runs[index] for index in others])
+    assert [strip_circumstances(folders[index].records()) for index in others] == alone(
+        [runs[index] for index in others]
+    )
 
 
 def test_workers_share_the_samples_of_a_company(runs, bench, alone, tmp_path):
     """They do it together, whichever of them takes which sample."""
-    share([runs], tmp_path, 2)
+    execute_in_workers([runs], tmp_path, 2)
     assert all((tmp_path / "runs" / run_hash(run.value) / "done").is_file() for run in runs)
-    folders = execute_all(runs, tmp_path, bench)
-    assert [strip_own(folder.records()) for folder in folders] == alone(runs)
+    folders = execute_runs(runs, tmp_path, bench)
+    assert [strip_circumstances(folder.records()) for folder in folders] == alone(runs)
     assert {own for folder in folders for own in shares(folder)} == {4}
 
 
@@ -258,10 +260,10 @@ def test_a_sweep_reads_every_prompt_once_for_all_cells(tmp_path, monkeypatch, ca
     found, cells = [], ["-m", "method=snapkv,h2o,kvzip", "budget=0.2,0.4", *SMALL]
     for own in ("true", "false"):
         settings = [f"results={tmp_path}/{own}", f"sweep.share_prefill={own}"]
-        code, out, err = answer([*cells, *settings], monkeypatch, capsys)
+        code, out, err = run_cli([*cells, *settings], monkeypatch, capsys)
         assert code == 0 and out.endswith("6 done\n"), err
         found.append(records(tmp_path / own))
-    assert strip_own(found[0]) == strip_own(found[1]) and len(found[0]) == 7 * 2
+    assert strip_circumstances(found[0]) == strip_circumstances(found[1]) and len(found[0]) == 7 * 2
     assert {own["shared_prefill"] for own in found[1].values()} == {1}
     expected = {"full": 3, "snapkv": 3, "h2o": 2, "kvzip": 1}
     assert all(own["shared_prefill"] == expected[name] for (name, *_), own in found[0].items())
@@ -269,7 +271,7 @@ def test_a_sweep_reads_every_prompt_once_for_all_cells(tmp_path, monkeypatch, ca
 
 def test_the_plan_counts_a_shared_prefill_once(tmp_path, runs, bench, monkeypatch):
     value = run_of("method=snapkv", "budget=0.2").value
-    execute(run_of("method=snapkv", "budget=0.2"), tmp_path, bench)
+    execute_run(run_of("method=snapkv", "budget=0.2"), tmp_path, bench)
     monkeypatch.setattr(status, "RunRecords", lambda path: iter([{"seconds": 60.0, "prefill_ms": 48000.0}] * 2))
     more = [value | {"budget": budget} for budget in (0.3, 0.4, 0.5)]
     for readings, minutes in (((), ["2.0"] * 3), (("one", "one"), ["2.0", "0.4", "0.4"])):
@@ -281,7 +283,7 @@ def test_the_plan_counts_a_shared_prefill_once(tmp_path, runs, bench, monkeypatc
 
 @pytest.mark.parametrize("setting", ["sweep.share_prefill=maybe", "sweep=null"])
 def test_a_wrong_setting_is_one_line(setting, monkeypatch, capsys):
-    code, out, err = answer([setting], monkeypatch, capsys)
+    code, out, err = run_cli([setting], monkeypatch, capsys)
     assert (code, out) == (2, "") and err.startswith("kvbench: sweep.share_prefill=") and err.count("\n") == 1
     with pytest.raises(SettingError):
         run_of(setting)

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
 from kvbench.config import catalogue
-from kvbench.config.catalogue import build, settings
+from kvbench.config.catalogue import build, load_settings
 from kvbench.engine import shared_prefill
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
@@ -24,9 +24,9 @@ from kvbench.interfaces.budget import Budget
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.runs.fidelity import predict
 from kvbench.runs.resources import Resources
-from kvbench.runs.runner import execute, execute_all
+from kvbench.runs.runner import execute_run, execute_runs
 from kvbench.runs.spec import RunSpec
-from tests.support.method_files import MAKE, chosen, made
+from tests.support.method_files import MAKE, build_policy, make_method_args
 from tests.support.recorded_runs import TIMES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
@@ -76,7 +76,7 @@ def both_ways(
 ) -> tuple[list[GenerationContext], list]:
     """A context read and answered by the modules and one by graphs, and the answers."""
     contexts, answers = [], []
-    choice = choose_cache(*chosen(method, allocator, "llama", **more))
+    choice = choose_cache(*build_policy(method, allocator, "llama", **more))
     for graphs in (False, True):
         context = GenerationContext(
             model, choice, Budget(budget), block_size, (0,) * len(ids), compile=graphs, answer=64
@@ -110,7 +110,7 @@ def test_graphs_that_cut_decode_what_the_modules_decode(exact, method, interval)
 
 def test_a_graph_that_cuts_takes_back_what_was_read_beyond_the_end(exact):
     """Exactly: what is done again gives what it gave before."""
-    choice, found = choose_cache(*chosen("keydiff", "uniform", "llama")), []
+    choice, found = choose_cache(*build_policy("keydiff", "uniform", "llama")), []
     for planned in (21, 40):
         context = GenerationContext(exact, choice, Budget(0.2), None, (0, 0))
         context.prefill(prompts(2, 700))
@@ -148,10 +148,10 @@ def test_kept_rows_agree_across_batch_sizes(model, method, allocator, block_size
     second layer on a quarter of the places are others, though the logits move as little as other methods'.
     """
     ids = prompts(4, 1000)
-    args = made(method, "gpu", model, prompts(2, 200))
-    own = build("method", settings("method", method, args))
+    args = make_method_args(method, "gpu", model, prompts(2, 200))
+    own = build("method", load_settings("method", method, args))
     refused = own.refuses(
-        build("allocator", settings("allocator", allocator)), build("codec", settings("codec", "raw"))
+        build("allocator", load_settings("allocator", allocator)), build("codec", load_settings("codec", "raw"))
     )
     if refused or (own.one_block and block_size):
         pytest.skip(refused or "refused: one block")
@@ -175,8 +175,8 @@ def test_kept_rows_agree_across_batch_sizes(model, method, allocator, block_size
 def test_memory_is_really_freed(model, method):
     """What the allocator of CUDA has out after the prefill is the rows held and little else."""
     ids = prompts(1, 16384)
-    args = made(method, "gpu", model, prompts(2, 200))
-    block = None if build("method", settings("method", method, args)).one_block else 4096
+    args = make_method_args(method, "gpu", model, prompts(2, 200))
+    block = None if build("method", load_settings("method", method, args)).one_block else 4096
     kvbench.prefill(model, ids[:, :64])
     gc.collect()
     torch.cuda.empty_cache()
@@ -248,7 +248,7 @@ def test_out_of_memory_is_a_record(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("lse", [False, True])
 def test_contexts_of_one_prefill_hold_and_answer_what_each_does_alone(model, lse):
     """Row by row and token by token: attention is the same call in both, and every method is asked as it is alone."""
-    built = [choose_cache(*chosen(name, "uniform", "llama")) for name in METHODS if name not in MAKE]
+    built = [choose_cache(*build_policy(name, "uniform", "llama")) for name in METHODS if name not in MAKE]
     choices = [own for own in built if own.method.wants_lse == lse and not own.method.needs_extra_reads]
 
     def some() -> list[GenerationContext]:
@@ -275,8 +275,8 @@ def test_runs_of_one_prefill_write_the_records_of_lone_ones(tmp_path):
             RunSpec.from_config(compose("config", [*small, f"method={name}"])) for name in ("snapkv", "keydiff", "sink")
         ]
     bench = Resources(runs[0])
-    shared = [folder.records() for folder in execute_all(runs, tmp_path / "shared", bench)]
-    alone = [execute(run, tmp_path / "alone", bench) for run in runs]
+    shared = [folder.records() for folder in execute_runs(runs, tmp_path / "shared", bench)]
+    alone = [execute_run(run, tmp_path / "alone", bench) for run in runs]
     own = {*TIMES, "shared_prefill", "reread_ms", "peak_bytes"}
     for one, other in zip(alone, shared, strict=True):
         assert one.keys() == other.keys() and {record["shared_prefill"] for record in other.values()} == {3}
@@ -292,10 +292,10 @@ def test_a_model_over_two_gpus_is_the_same_model(model, method, allocator, tmp_p
     model.save_pretrained(folder)
     spread = Checkpoint("spread", str(folder), None, "auto").weights(torch.bfloat16, "cuda")
     assert len({parameter.device for parameter in spread.parameters()}) == 2
-    args, ids = made(method, "gpu", model, prompts(2, 200)), prompts(1, 1000)
-    own = build("method", settings("method", method, args))
+    args, ids = make_method_args(method, "gpu", model, prompts(2, 200)), prompts(1, 1000)
+    own = build("method", load_settings("method", method, args))
     refused = own.refuses(
-        build("allocator", settings("allocator", allocator)), build("codec", settings("codec", "raw"))
+        build("allocator", load_settings("allocator", allocator)), build("codec", load_settings("codec", "raw"))
     )
     if refused:
         pytest.skip(refused)
@@ -311,7 +311,7 @@ def test_a_model_over_two_gpus_is_the_same_model(model, method, allocator, tmp_p
 @pytest.mark.parametrize("method", ["full", "snapkv", "tova", "keydiff", "h2o", "quest"])
 def test_answers_that_are_read_predict_as_those_that_are_decoded(exact, method):
     budget, found = 1.0 if method == "full" else 0.2, []
-    choice = choose_cache(*chosen(method, "uniform", "llama"))
+    choice = choose_cache(*build_policy(method, "uniform", "llama"))
     for graphs in (False, True):
         context = GenerationContext(exact, choice, Budget(budget), None, (0, 0), compile=graphs, answer=64)
         context.prefill(prompts(2, 700))

@@ -10,9 +10,9 @@ from kvbench.cli import grade
 from kvbench.integrations import math_verify
 from kvbench.integrations.math_verify import FILE, Verifier, describe_verdicts, read_verdicts
 from kvbench.store.run_folder import RunFolder
-from tests.support.command_line import answer
+from tests.support.command_line import run_cli
 from tests.support.made_up_runs import VALUE as RUN_VALUE
-from tests.support.math_pairs import EQUAL, UNEQUAL, pairs
+from tests.support.math_pairs import EQUAL, UNEQUAL, parse_pairs
 
 VALUE = RUN_VALUE | {"method": {"name": "full"}, "task": {"name": "math500"}}
 ALSO = {"boxed": 100.0, "flexible": 100.0, "exact": 0.0, "closed": True}
@@ -84,8 +84,8 @@ def test_the_normaliser_and_math_verify_differ_where_known(verifier):
     unread = {"5.", "1.5", "√2", "10000", "50", "12.5", "45", r"\frac\pi4", r"(2,\infty)", r"\lbrace 2,1 \rbrace"}
     unread |= {"100, 200", r"\varnothing", "x^2", r"\begin{pmatrix}1/2\\3/4\end{pmatrix}"}
     unread |= {r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}3&-1\\2&4\end{pmatrix}"}
-    missed = {other for one, other in pairs(EQUAL) if verifier.verdict(rf"\boxed{{{other}}}", one) is not True}
-    taken = {pair for pair in pairs(UNEQUAL) if verifier.verdict(rf"\boxed{{{pair[1]}}}", pair[0]) is not False}
+    missed = {other for one, other in parse_pairs(EQUAL) if verifier.verdict(rf"\boxed{{{other}}}", one) is not True}
+    taken = {pair for pair in parse_pairs(UNEQUAL) if verifier.verdict(rf"\boxed{{{pair[1]}}}", pair[0]) is not False}
     assert missed == unread
     known = {("(1,2)", "1,2"), (r"\{1,1,2\}", r"\{1,2,2\}"), ("A", "a"), ("11111_2", "11111_3")}
     assert taken == known | {(r"8\pi h cm", r"8\pi"), ("x:1+2", "2+x:1")}
@@ -177,11 +177,11 @@ def test_a_run_is_graded_at_its_end_and_no_other_task_is(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     told = Told(monkeypatch, True)
     asked = ["task=aime25", "method=full", "limit=2", "task.max_new_tokens=4", "device=cpu"]
-    code, out, err = answer(asked, monkeypatch, capsys)
+    code, out, err = run_cli(asked, monkeypatch, capsys)
     assert code == 0, err
     assert len(told.asked) == 2 and "full (miniature, not the benchmark): math-verify" in out
     ruler = ["task=ruler", "task.subtasks=niah_single_1", "task.length=512", "task.samples=1", "method=full"]
-    code, out, _ = answer([*ruler, "results=other"], monkeypatch, capsys)
+    code, out, _ = run_cli([*ruler, "results=other"], monkeypatch, capsys)
     assert code == 0 and len(told.asked) == 2 and "math-verify" not in out
     assert not list((tmp_path / "other").rglob(FILE))
 
@@ -193,7 +193,7 @@ def test_without_math_verify_a_run_says_so_and_keeps_its_answers(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(math_verify, "version", missing)
     asked = ["task=aime25", "method=full", "limit=1", "task.max_new_tokens=2", "device=cpu"]
-    code, out, err = answer(asked, monkeypatch, capsys)
+    code, out, err = run_cli(asked, monkeypatch, capsys)
     assert code == 0 and "average" in out
     assert "kvbench: grade: math-verify is not installed; make setup, then python -m kvbench grade results\n" in err
     assert grade.main(["results"]) == 2

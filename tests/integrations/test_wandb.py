@@ -15,7 +15,7 @@ from kvbench.integrations.wandb_logger import WandbLogger, load_settings
 from kvbench.store.runs import StoredRun
 from kvbench.validation import SettingError
 from tests.support import made_up_runs
-from tests.support.command_line import answer, assert_refused
+from tests.support.command_line import assert_refused, run_cli
 
 CUT = {"budget": 0.1, "averages": [["all", {"vt": 1.0, "niah": 2.0}]]}
 FULL = {"method": {"name": "full"}, "budget": 1.0, "sources": "s1"}
@@ -68,7 +68,7 @@ def records(full: bool) -> dict[str, dict]:
 
 def write(results: Path, own: dict[str, dict], finish: bool = True, **changed: object) -> StoredRun:
     """A run on the disk."""
-    return made_up_runs.write(results, own, finish, **CUT | changed)
+    return made_up_runs.write_run(results, own, finish, **CUT | changed)
 
 
 @pytest.fixture
@@ -234,14 +234,14 @@ def test_a_run_is_logged_when_it_fails_and_again_when_it_is_done(tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr("kvbench.runs.responder.Responder.answer", broken)
         with pytest.raises(OSError, match="no space"):
-            answer([*QUICK, "logger=wandb"], monkeypatch, capsys)
+            run_cli([*QUICK, "logger=wandb"], monkeypatch, capsys)
     (failed,) = fake()
     assert failed["config"]["method"]["name"] == "full" and failed["code"] == 1
     assert (failed["summary"]["state"], failed["summary"]["failure"]) == ("failed", "OSError: no space left")
     assert main(["results"]) == 0
     assert fake()[1:] == [failed]
 
-    code, out, _ = answer([*QUICK, "logger=wandb"], monkeypatch, capsys)
+    code, out, _ = run_cli([*QUICK, "logger=wandb"], monkeypatch, capsys)
     assert code == 0 and "average" in out
     _, _, full, method = fake()
     assert full["id"] == failed["id"] and (full["summary"]["state"], full["summary"]["failure"]) == ("finished", None)
@@ -252,7 +252,7 @@ def test_a_run_is_logged_when_it_fails_and_again_when_it_is_done(tmp_path, monke
     monkeypatch.setitem(sys.modules, "wandb", None)  # an import would raise
     for name in ("kvbench.integrations.wandb_logger", "kvbench.integrations.wandb_process"):
         monkeypatch.delitem(sys.modules, name)
-    assert answer(QUICK, monkeypatch, capsys)[0] == 0
+    assert run_cli(QUICK, monkeypatch, capsys)[0] == 0
     assert (
         "kvbench.integrations.wandb_logger" not in sys.modules
         and "kvbench.integrations.wandb_process" not in sys.modules
@@ -299,12 +299,12 @@ BAD = {
 def test_a_wrong_setting_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, setting):
     monkeypatch.chdir(tmp_path)
     chosen = [setting] if setting.startswith("logger=") else ["logger=wandb", setting]
-    assert_refused(answer(["device=cpu", *chosen], monkeypatch, capsys), BAD[setting], tmp_path)
+    assert_refused(run_cli(["device=cpu", *chosen], monkeypatch, capsys), BAD[setting], tmp_path)
 
 
 def test_a_sweep_is_refused_before_its_cells(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    found = answer(["-m", "budget=0.1,0.2", "logger=wandb", "logger.mode=maybe"], monkeypatch, capsys)
+    found = run_cli(["-m", "budget=0.1,0.2", "logger=wandb", "logger.mode=maybe"], monkeypatch, capsys)
     assert_refused(found, "logger.mode=maybe: choose one of online, offline", tmp_path)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvbench.kernels.attention import Ragged, attend, attend_ragged, joined
+from kvbench.kernels.attention import RaggedRows, attend, attend_ragged, choose_cudnn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # batch, KV heads, group, tokens, tail, longest held, dim
@@ -40,12 +40,12 @@ def made(shape, merged, dtype):
         rows = int(lengths.sum())
         mass = torch.randint(1, 900, (rows,), generator=generator, dtype=torch.int32).to(DEVICE) if merged else None
         starts = (lengths.cumsum(0) - lengths).to(DEVICE)
-        held = Ragged(normal(rows, dim), normal(rows, dim), mass, starts, lengths.to(DEVICE), longest)
+        held = RaggedRows(normal(rows, dim), normal(rows, dim), mass, starts, lengths.to(DEVICE), longest)
     return queries, held, keys, values
 
 
 def as_double(held):
-    return None if held is None else Ragged(
+    return None if held is None else RaggedRows(
         held.keys.double(), held.values.double(), held.mass, held.starts, held.lengths, held.longest
     )  # fmt: skip
 
@@ -78,7 +78,7 @@ def test_two_calls_joined_are_one_attention(longest, tail):
     if held is not None:
         rows = torch.randn(2 * 2 * longest, 64, device=DEVICE).bfloat16()
         full = torch.full((4,), longest, device=DEVICE)
-        held = Ragged(rows, rows.flip(0), None, full.cumsum(0) - full, full, longest, even=True)
+        held = RaggedRows(rows, rows.flip(0), None, full.cumsum(0) - full, full, longest, even=True)
     exact, sums = attend_ragged(queries.double(), as_double(held), keys.double(), values.double(), 0.125, lse=True)
     found, own = attend_ragged(queries, held, keys, values, 0.125, lse=True, implementation="cudnn")
     chosen, _ = attend_ragged(queries, held, keys, values, 0.125)
@@ -98,8 +98,8 @@ def test_a_single_earlier_row_is_not_cudnns(monkeypatch):
         (1, 601, "cudnn"),
     ):
         rows, count = torch.zeros(longest, 16), torch.tensor([longest])
-        held = Ragged(rows, rows, None, count - longest, count, longest, even=True) if longest else None
-        assert joined(queries, held, keys, tail, None) == chosen
+        held = RaggedRows(rows, rows, None, count - longest, count, longest, even=True) if longest else None
+        assert choose_cudnn(queries, held, keys, tail, None) == chosen
 
 
 def test_one_query_of_many_samples_reads_a_heads_rows_once(monkeypatch):

@@ -7,8 +7,8 @@ import torch
 
 from kvbench.kernels.accumulated_attention import accumulated_attention
 from kvbench.kernels.max_attention import max_attention
-from tests.support.compile_kernels import compile_all, compiled
-from tests.support.kernel_checks import DEVICE, DTYPES, poisoned, same
+from tests.support.compile_kernels import compile_all, list_typed_kernel
+from tests.support.kernel_checks import DEVICE, DTYPES, assert_equal_sums, poison_memory
 
 # batch, KV heads, query heads of a group, tokens, rows, dimension
 SHAPES = [
@@ -63,7 +63,7 @@ def test_votes(shape, masses, dtype, monkeypatch):
     exact = [x.double() for x in (queries, keys, mass)]
     each = accumulated_attention(*exact, lse, scaling(shape[-1]), implementation="reference")
     keys = keys.masked_fill((mass == 0)[..., None], math.nan)
-    poisoned(monkeypatch)
+    poison_memory(monkeypatch)
     found = accumulated_attention(queries, keys, mass, lse.float(), scaling(shape[-1]), implementation="triton")
     assert found.shape == each.shape
     close(found, each, shape[-1])
@@ -80,7 +80,7 @@ def test_votes(shape, masses, dtype, monkeypatch):
 def test_peaks(shape, dtype, monkeypatch):
     queries, keys, _, _ = made(shape, dtype)
     exact = max_attention(queries.double(), keys.double(), scaling(shape[-1]), implementation="reference")
-    poisoned(monkeypatch)
+    poison_memory(monkeypatch)
     found = max_attention(queries, keys, scaling(shape[-1]), implementation="triton")
     assert found.shape == exact.shape
     close(found, exact, shape[-1])
@@ -100,8 +100,8 @@ def test_views_as_models_and_storage_make_them():
     other = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (mass, lse.float())]
     for own in (sliced, turned):
         assert not own.is_contiguous() and not swapped.is_contiguous()
-        same(accumulated_attention(swapped, own, *other, 0.3, implementation="triton"), expected)
-        same(max_attention(swapped, own, 0.3, implementation="triton"), largest)
+        assert_equal_sums(accumulated_attention(swapped, own, *other, 0.3, implementation="triton"), expected)
+        assert_equal_sums(max_attention(swapped, own, 0.3, implementation="triton"), largest)
     wide = mass[:, :1].expand(2, 2, 70)  # a stride of 0
     found = accumulated_attention(queries, keys, wide, lse.float(), 0.3, implementation="triton")
     exact = accumulated_attention(
@@ -144,8 +144,8 @@ def ahead():
         ways = [(True, False, True), (False, False, True), (True, True, False)]
         for together, maximum, mass in ways if dim == 128 else ways[1:2]:
             more = {"GROUP": 4, "TOGETHER": together, "MAXIMUM": maximum, "HAS_MASS": mass, "UNIT": 1.0}
-            yield compiled(columns_kernel, kinds, same | more | blocks(dtype, dim, 4096))
-        yield compiled(lse_kernel, kinds, same | tiles(dtype, dim, 4096))
+            yield list_typed_kernel(columns_kernel, kinds, same | more | blocks(dtype, dim, 4096))
+        yield list_typed_kernel(lse_kernel, kinds, same | tiles(dtype, dim, 4096))
 
 
 def test_kernels_compile_for_sm_90():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvbench.kernels.expected_attention import expected_logits, expected_scores, merge, moments
-from tests.support.compile_kernels import compile_all, compiled
-from tests.support.kernel_checks import DEVICE, DTYPES, poisoned, same
+from tests.support.compile_kernels import compile_all, list_typed_kernel
+from tests.support.kernel_checks import DEVICE, DTYPES, assert_equal_sums, poison_memory
 
 SPLIT = 2.0**-16 if DEVICE == "cuda" else 2.0**-14
 # batch, KV heads, query heads of a group, tokens, dimension, rotated dimensions
@@ -50,7 +50,7 @@ def test_moments(shape, dtype, scatter, monkeypatch):
     """
     queries, turn = asked(shape, dtype)
     exact = moments(queries.double(), scatter, turn, implementation="reference")
-    poisoned(monkeypatch)
+    poison_memory(monkeypatch)
     found = moments(queries, scatter, turn, implementation="triton")
     assert found.count == exact.count and found.mean.dtype == torch.float32
     torch.testing.assert_close(found.mean.double(), exact.mean, rtol=2e-6, atol=2e-6)
@@ -98,7 +98,7 @@ def test_expected_logits(shape, dtype, square, monkeypatch):
     covariance, scaling = covariance if square else None, 2 * shape[-1] ** -0.5
     exact = [None if x is None else x.double() for x in (mean, covariance, keys)]
     exact = expected_logits(*exact, scaling, implementation="reference")
-    poisoned(monkeypatch)
+    poison_memory(monkeypatch)
     found = expected_logits(mean, covariance, keys, scaling, implementation="triton")
     assert found.shape == exact.shape and found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, rtol=SPLIT, atol=2e-5 if DEVICE == "cuda" else 1e-4)
@@ -114,7 +114,7 @@ def test_expected_scores(shape, dtype, valued, monkeypatch):
     own = values.double() if valued else None
     exact = expected_scores(*exact, scaling, own, 0.01, implementation="reference")
     keys, values = (x.masked_fill((mass == 0)[..., None], math.nan) for x in (keys, values))
-    poisoned(monkeypatch)
+    poison_memory(monkeypatch)
     own = values if valued else None
     found = expected_scores(mean, covariance, keys, mass, scaling, own, 0.01, implementation="triton")
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-9)
@@ -133,15 +133,17 @@ def test_views_as_models_and_storage_make_them():
     room[0, :, :, :70, :32], room[1, :, :, :70, :32] = keys, values
     swapped = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values, mass)]
     found = expected_scores(mean, covariance.mT, swapped[0], swapped[2], 0.3, swapped[1], implementation="triton")
-    same(found, expected)
+    assert_equal_sums(found, expected)
     sliced = room[:, :, :, :70, :32]
-    same(expected_scores(mean, covariance, sliced[0], mass, 0.3, sliced[1], implementation="triton"), expected)
+    assert_equal_sums(
+        expected_scores(mean, covariance, sliced[0], mass, 0.3, sliced[1], implementation="triton"), expected
+    )
     queries, turn = asked((2, 2, 3, 50, 32, 16), torch.bfloat16)
     expected = moments(queries, True, turn, implementation="triton")
     wide = [torch.cat([part, part], 1)[:, : part.shape[1]] for part in turn]  # half of what a model makes
     found = moments(queries.transpose(1, 2).contiguous().transpose(1, 2), True, wide, implementation="triton")
-    same(found.mean, expected.mean)
-    same(found.scatter, expected.scatter)
+    assert_equal_sums(found.mean, expected.mean)
+    assert_equal_sums(found.scatter, expected.scatter)
 
 
 def test_what_is_refused():
@@ -171,8 +173,8 @@ def ahead():
         wide = 1 << (dim - 1).bit_length()
         same = {"DIM": dim, "CAST": False, "PRECISION": kernels.PRECISION[dtype]}
         own = {**same, "ROUND": name == "bf16", "SCATTER": True, "HALF": dim // 2, **kernels.query_tiles(dtype, dim)}
-        yield compiled(kernels.moments_kernel, kinds, own)
-        yield compiled(
+        yield list_typed_kernel(kernels.moments_kernel, kinds, own)
+        yield list_typed_kernel(
             kernels.join_kernel,
             kinds,
             {"SCATTER": True, "DIM": dim, "ROWS": 16, "BLOCK_D": wide, "num_warps": 4, "num_stages": 3},
@@ -185,9 +187,9 @@ def ahead():
             "HAS_MASS": True,
             **kernels.key_tiles(dtype, dim),
         }
-        yield compiled(kernels.logits_kernel, kinds, own)
+        yield list_typed_kernel(kernels.logits_kernel, kinds, own)
     own = {"GROUP": 4, "WEIGHED": True, "DIM": dim, "BLOCK_D": wide, "BLOCK_N": 32, "BLOCK_P": 128}
-    yield compiled(kernels.scores_kernel, kinds, {**own, "num_warps": 4, "num_stages": 3})
+    yield list_typed_kernel(kernels.scores_kernel, kinds, {**own, "num_warps": 4, "num_stages": 3})
 
 
 def test_kernels_compile_for_sm_90():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvbench.kernels.fused_linear import normed, rms_norm_linear, rms_norm_swiglu
+from kvbench.kernels.fused_linear import rms_norm, rms_norm_linear, rms_norm_swiglu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -38,7 +38,7 @@ def test_projections_agree_with_the_equation(columns, sizes, rows, dtype):
     biases = [made(size, dtype=dtype, seed=i) for i, size in enumerate(sizes)]
     for own in (None, biases):
         for norm in (None, (scale, 1e-5)):
-            rounded = x if norm is None else normed(x, *norm, implementation="reference")
+            rounded = x if norm is None else rms_norm(x, *norm, implementation="reference")
             found = rms_norm_linear(x, weights, biases=own, norm=norm, implementation="triton")
             for i, size in enumerate(sizes):
                 exact = rounded.double() @ weights[i].double().T + (0 if own is None else own[i].double())
@@ -60,7 +60,7 @@ def test_the_gated_product_agrees_with_the_equation(rows, dtype):
     x, scale = made(rows, 1100, dtype=dtype), made(1100, dtype=dtype)
     gate, up = (made(19, 1100, dtype=dtype, seed=i) / 8 for i in range(2))
     found = rms_norm_swiglu(x, gate, up, (scale, 1e-6), implementation="triton")
-    rounded = normed(x, scale, 1e-6, implementation="reference").double()
+    rounded = rms_norm(x, scale, 1e-6, implementation="reference").double()
     exact = torch.nn.functional.silu(rounded @ gate.double().T) * (rounded @ up.double().T)
     close(found, exact, dtype, steps=6)
     assert torch.allclose(
@@ -71,7 +71,7 @@ def test_the_gated_product_agrees_with_the_equation(rows, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_norm_rounds_as_the_modules_do(dtype):
     x, scale = made(3, 1300, dtype=dtype), made(1300, dtype=dtype)
-    found, expected = (normed(x, scale, 1e-5, implementation=name) for name in ("triton", "reference"))
+    found, expected = (rms_norm(x, scale, 1e-5, implementation=name) for name in ("triton", "reference"))
     assert torch.allclose(found, expected, rtol=1e-6 if dtype == torch.float32 else 3 * STEP, atol=0)
 
 

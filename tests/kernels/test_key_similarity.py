@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvbench.kernels.key_similarity import METRICS, anchor, norms, similarity
-from tests.support.compile_kernels import compile_all, compiled
-from tests.support.kernel_checks import DEVICE, DTYPES, poisoned, same
+from tests.support.compile_kernels import compile_all, list_typed_kernel
+from tests.support.kernel_checks import DEVICE, DTYPES, assert_equal_sums, poison_memory
 
 SHAPES = [(1, 1, 1, 16), (2, 3, 37, 24), (1, 2, 130, 96), (1, 8, 257, 64), (2, 1, 1031, 128), (1, 1, 90, 256)]
 CLOSE = dict(rtol=2e-6, atol=2e-6)  # 2^-24 times a few, of sums of at most 256 products of unit size
@@ -33,7 +33,7 @@ def test_anchor(shape, dtype, normalised, monkeypatch):
     exact = anchor(keys.double(), mass.double(), normalised, implementation="reference")
     for hole in (math.nan, math.inf):
         with monkeypatch.context() as patch:
-            poisoned(patch)
+            poison_memory(patch)
             holes = keys.masked_fill((mass == 0)[..., None], hole)
             found = anchor(holes, mass, normalised, implementation="triton")
         assert found.dtype == torch.float32
@@ -49,7 +49,7 @@ def test_similarity(shape, dtype, metric, monkeypatch):
     to = 3 * anchor(keys.double(), mass.double(), True, implementation="reference").float()
     exact = similarity(keys.double(), to.double(), metric, implementation="reference")
     keys = keys.masked_fill((mass == 0)[..., None], math.nan)
-    poisoned(monkeypatch)
+    poison_memory(monkeypatch)
     found = similarity(keys, to, metric, implementation="triton")
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double()[mass > 0], exact[mass > 0], rtol=5e-6, atol=2e-5)
@@ -60,7 +60,7 @@ def test_similarity(shape, dtype, metric, monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_norms(shape, dtype, monkeypatch):
     keys, _ = made(shape, dtype)
-    poisoned(monkeypatch)
+    poison_memory(monkeypatch)
     found = norms(keys, implementation="triton")
     torch.testing.assert_close(found.double(), keys.double().norm(dim=-1), rtol=1e-6, atol=0)
 
@@ -88,11 +88,11 @@ def test_views_as_models_and_storage_make_them():
     masses = mass.transpose(1, 2).contiguous().transpose(1, 2)
     for view in views:
         assert not view.is_contiguous()
-        same(anchor(view, masses, True, implementation="triton"), to)
-        same(norms(view, implementation="triton"), norms(keys, implementation="triton"))
+        assert_equal_sums(anchor(view, masses, True, implementation="triton"), to)
+        assert_equal_sums(norms(view, implementation="triton"), norms(keys, implementation="triton"))
         for metric in METRICS:
             expected = similarity(keys, wide.contiguous(), metric, implementation="triton")
-            same(similarity(view, wide, metric, implementation="triton"), expected)
+            assert_equal_sums(similarity(view, wide, metric, implementation="triton"), expected)
 
 
 def test_what_is_refused():
@@ -117,9 +117,9 @@ def ahead():
         kinds = {**floats, "keys": f"*{dtype}"}
         same = {"DIM": dim, **tile(dim), "num_stages": 3}
         for normalised in (True, False):
-            yield compiled(sums_kernel, kinds, {**same, "NORMALISED": normalised, "UNIT": 1e-12})
+            yield list_typed_kernel(sums_kernel, kinds, {**same, "NORMALISED": normalised, "UNIT": 1e-12})
         for metric in (*METRICS, "norm"):
-            yield compiled(compare_kernel, kinds, {**same, "METRIC": metric, "COSINE": 1e-8})
+            yield list_typed_kernel(compare_kernel, kinds, {**same, "METRIC": metric, "COSINE": 1e-8})
 
 
 def test_kernels_compile_for_sm_90():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds
-from tests.support.compile_kernels import compile_all, typed
+from tests.support.compile_kernels import compile_all, list_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -82,9 +82,9 @@ def ahead():
     for dtype, dim, page in (("bf16", 128, 16), ("fp32", 256, 16), ("fp16", 64, 64)):
         rows = dict.fromkeys(("keys", "low", "high", "queries"), f"*{dtype}")
         size = own.ELEMENTS // dim // page
-        yield typed(own._bounds, rows, {"PAGES": size, "ROWS": page, "D": dim, "k_d": 1})
+        yield list_kernel(own._bounds, rows, {"PAGES": size, "ROWS": page, "D": dim, "k_d": 1})
         own_strides = {"q_d": 1, "l_d": 1, "h_d": 1}
-        yield typed(own._upper, {**rows, "above": "*fp32"}, {"PAGES": own.PAGES, "D": dim, **own_strides})
+        yield list_kernel(own._upper, {**rows, "above": "*fp32"}, {"PAGES": own.PAGES, "D": dim, **own_strides})
 
 
 def test_the_kernels_compile_for_hopper():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvbench.kernels.quantize import Groups, dequantize, quantize
-from tests.support.compile_kernels import compile_all, typed
+from tests.support.compile_kernels import compile_all, list_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXTREMES = [0.0, -0.0, 3.0, -7.25, 1e-9, 6e4, 65504.0, 7e4, -1e30]
@@ -119,8 +119,8 @@ def ahead():
         size = 1 << (group - 1).bit_length()
         shape = {"BITS": bits, "ROWS": own.ELEMENTS // size}
         bytes_ = 1 << (group * bits // 8 - 1).bit_length()
-        yield typed(own._pack, groups, {**shape, "BYTES": bytes_, "x_n": 1})
-        yield typed(own._unpack, groups, {**shape, "GROUP": size, "o_b": 1})
+        yield list_kernel(own._pack, groups, {**shape, "BYTES": bytes_, "x_n": 1})
+        yield list_kernel(own._unpack, groups, {**shape, "GROUP": size, "o_b": 1})
 
 
 def test_the_kernels_compile_for_hopper():

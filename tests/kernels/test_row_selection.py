@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.kernels.row_selection import gather_rows, kept_indices, top_k_mask
-from tests.support.compile_kernels import compile_all, typed
+from tests.support.compile_kernels import compile_all, list_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -135,13 +135,17 @@ def ahead():
     work = {"quotas": "*i64", "counts": "*i32", "known": "*i64", "left": "*i32", "chosen": "*u8"}
     for splits in (1, 32):
         for step in (0, 1, 3):
-            yield typed(own._count, {**work, "scores": "*fp32"}, {"PASS": step, "SPLITS": splits, "TILE": own.TILE})
-        yield typed(own._choose, {**work, "scores": "*bf16"}, {"SPLITS": splits, "TILE": own.TILE})
+            yield list_kernel(
+                own._count, {**work, "scores": "*fp32"}, {"PASS": step, "SPLITS": splits, "TILE": own.TILE}
+            )
+        yield list_kernel(own._choose, {**work, "scores": "*bf16"}, {"SPLITS": splits, "TILE": own.TILE})
     marks = {"marks": "*u8", "counts": "*i32", "places": "*i64", "size": "i64", "total": "i64"}
-    yield typed(own._count_marks, marks, {"TILE": own.TILE})
-    yield typed(own._write_places, marks, {"TILE": own.TILE})
+    yield list_kernel(own._count_marks, marks, {"TILE": own.TILE})
+    yield list_kernel(own._write_places, marks, {"TILE": own.TILE})
     rows = dict.fromkeys(("keys", "values", "new_keys", "new_values"), "*bf16")
-    yield typed(own._copy, {**rows, "index": "*i64", "k_b": "i64", "new_h": "i64"}, {"ROWS": own.ROWS, "DIM": 128})
+    yield list_kernel(
+        own._copy, {**rows, "index": "*i64", "k_b": "i64", "new_h": "i64"}, {"ROWS": own.ROWS, "DIM": 128}
+    )
 
 
 def test_the_kernels_compile_for_hopper():

@@ -10,7 +10,7 @@ import kvbench.kernels.soft_matching
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.soft_matching import edge_count, even_rows, join, match
 from kvbench.methods.centroidkv import CentroidKV
-from tests.support.compile_kernels import compile_all, typed
+from tests.support.compile_kernels import compile_all, list_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -196,10 +196,12 @@ def ahead():
         rows = dict.fromkeys(("keys", "old", "new"), f"*{dtype}")
         found = {**rows, "similar": "*fp32", "partner": "*i64"}
         shape = {"M": size, "N": size, "D": dim, "K": 32 if dtype == "fp32" else dim, "CAST": False, "k_d": 1}
-        yield typed(own._match, found, shape, num_warps=4, num_stages=1)
+        yield list_kernel(own._match, found, shape, num_warps=4, num_stages=1)
         flat = {"index": "*i64", "mass": "*fp32", "chain": "*i32", "new_mass": "*fp32"}
-        yield typed(own._centroids, {**rows, **flat}, {"ROWS": min(64, 2048 // dim), "D": dim})
-    yield typed(own._link, {"chosen": "*u8", "partner": "*i64", "chain": "*i32", "stays": "*u8"}, {"TILE": own.TILE})
+        yield list_kernel(own._centroids, {**rows, **flat}, {"ROWS": min(64, 2048 // dim), "D": dim})
+    yield list_kernel(
+        own._link, {"chosen": "*u8", "partner": "*i64", "chain": "*i32", "stays": "*u8"}, {"TILE": own.TILE}
+    )
 
 
 def test_the_kernels_compile_for_hopper():

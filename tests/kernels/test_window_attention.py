@@ -347,7 +347,7 @@ def test_methods_score_alike_with_and_without_kernels(method, tokens, monkeypatc
     scores = {}
     for name in ("reference", "triton"):
         for module in (window_package, pool_module):
-            monkeypatch.setattr(module, "choose", lambda *_, name=name: name)
+            monkeypatch.setattr(module, "choose_implementation", lambda *_, name=name: name)
         scores[name] = method.score(seen, rows, State((0,)))
     size = float(scores["reference"].abs().max())
     torch.testing.assert_close(scores["triton"], scores["reference"], rtol=1e-4, atol=1e-6 * size)
@@ -357,7 +357,7 @@ def test_cake_shares_alike_with_and_without_kernels(monkeypatch):
     seen, rows = shown(CASES[3], torch.float32, 8)
     allocator, found = CakeShares("cake", tau1=1.6, tau2=0.4, window=5, cascade=False), {}
     for name in ("reference", "triton"):
-        monkeypatch.setattr(window_package, "choose", lambda *_, name=name: name)
+        monkeypatch.setattr(window_package, "choose_implementation", lambda *_, name=name: name)
         found[name] = allocator.preference(seen, rows)
     torch.testing.assert_close(found["triton"], found["reference"], rtol=1e-5, atol=0)
 

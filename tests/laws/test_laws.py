@@ -18,7 +18,7 @@ import torch
 
 import kvbench
 from kvbench.cache.policy import CachePolicy
-from kvbench.config.catalogue import names
+from kvbench.config.catalogue import list_choices
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
@@ -26,8 +26,8 @@ from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
 from kvbench.validation import SettingError
-from tests.support.dense_engine import Dense, Glance, Head
-from tests.support.method_files import chosen, needed
+from tests.support.dense_engine import DenseEngine, Head, HeadView
+from tests.support.method_files import build_policy, make_tiny_method_args
 from tests.support.tiny_models import distinct, ids, tiny
 
 BLOCKS = (None, 1, 7, 128)
@@ -73,12 +73,12 @@ class Case:
     @property
     def args(self) -> dict:
         """Settings that the method cannot do without."""
-        return needed(self.method, self.model)
+        return make_tiny_method_args(self.method, self.model)
 
     @property
     def built(self) -> list:
         """Method, allocator and codec."""
-        return chosen(self.method, self.allocator, self.model)
+        return build_policy(self.method, self.allocator, self.model)
 
     @property
     def refused(self) -> bool:
@@ -116,7 +116,7 @@ def pairwise(*factors: Sequence[object]) -> list[tuple]:
     return rows
 
 
-FACTORS = (names("method"), names("allocator"), BLOCKS, MODELS)
+FACTORS = (list_choices("method"), list_choices("allocator"), BLOCKS, MODELS)
 SELECTED = [Case(*row) for row in pairwise(*FACTORS, BUDGETS)]
 REST = [
     case
@@ -360,7 +360,7 @@ def test_law_5_ragged_equals_gathered(case):
     ):  # the dense engine attends at original positions; its own test says at which slots
         return
 
-    def cut(glances: list[Glance]) -> list[Head]:
+    def cut(glances: list[HeadView]) -> list[Head]:
         kept = []
         for glance in glances:
             rows = told[number][glance.layer, glance.head]
@@ -371,7 +371,7 @@ def test_law_5_ragged_equals_gathered(case):
                 assert len(kept[-1].places) == len(rows.places)
         return kept
 
-    dense, number = Dense(case.model, cut, cuts_decoding=True), 0
+    dense, number = DenseEngine(case.model, cut, cuts_decoding=True), 0
     for part in case.prompt.split(case.block or case.tokens, dim=1):
         logits = dense.prefill(part, None)
         number += 1
@@ -485,8 +485,8 @@ def reachable(thing: object, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize("block", [None, 64])
-@pytest.mark.parametrize("allocator", names("allocator"))
-@pytest.mark.parametrize("method", names("method"))
+@pytest.mark.parametrize("allocator", list_choices("allocator"))
+@pytest.mark.parametrize("method", list_choices("method"))
 def test_bytes_are_those_of_the_rows_held(method, allocator, block):
     """K and V: rows × 2 × d × 4 bytes exactly, metadata at most 3 %; nothing of the uncut cache stays alive."""
     case, model = Case(method, allocator, block, "wide", 0.25), tiny("wide")

@@ -3,17 +3,17 @@
 import pytest
 
 import kvbench
-from tests.support.oracle_scores import along_the_output, chunk_by_chunk, stays
-from tests.support.oracle_shares import safeguard
-from tests.support.oracles import agree, keeps, newest
+from tests.support.oracle_scores import protect_chunks, score_along_output, score_chunks
+from tests.support.oracle_shares import share_safeguarded
+from tests.support.oracles import assert_engines_agree, keep_by_score, protect_newest
 from tests.support.tiny_models import ids, tiny
 
 
 @pytest.mark.parametrize("block", [None, 9])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "mistral", "gemma3", "llama3"])
 def test_andpro(model, block):
-    cut = keeps(along_the_output(6), 17, newest(6))
-    agree(model, cut, "andpro", 17, block, 45, window=6)
+    cut = keep_by_score(score_along_output(6), 17, protect_newest(6))
+    assert_engines_agree(model, cut, "andpro", 17, block, 45, window=6)
 
 
 @pytest.mark.parametrize("block", [None, 9])
@@ -22,11 +22,20 @@ def test_andpro(model, block):
 def test_andpro_as_coded(model, chunk, kernel, block):
     """Top rows over all heads together and head by head."""
     args = dict(window=8, kernel=kernel, chunk=chunk, first=1)
-    score, protect = chunk_by_chunk(**args), stays(8, chunk, 1)
+    score, protect = score_chunks(**args), protect_chunks(8, chunk, 1)
     args |= dict(anchor="droppable")
-    agree(model, keeps(score, 19, protect), "andpro", 19, block, 45, **args)
+    assert_engines_agree(model, keep_by_score(score, 19, protect), "andpro", 19, block, 45, **args)
     everywhere = ("ada", {"mode": "safeguard", "alpha": 0.0})
-    agree(model, keeps(score, 19, protect, safeguard(0.0)), "andpro", 19, block, 45, allocator=everywhere, **args)
+    assert_engines_agree(
+        model,
+        keep_by_score(score, 19, protect, share_safeguarded(0.0)),
+        "andpro",
+        19,
+        block,
+        45,
+        allocator=everywhere,
+        **args,
+    )
 
 
 def places(**args) -> list[list[int]]:

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.config.catalogue import build, methods_available, settings
+from kvbench.config.catalogue import build, load_settings, methods_available
 from kvbench.interfaces.method import Method
 from kvbench.kernels.projected_norms import projected_norms
 from kvbench.kernels.projected_norms import reference as critical
 from kvbench.validation import SettingError
-from tests.support.dense_engine import Dense, Glance
-from tests.support.method_files import chosen, needed
-from tests.support.oracle_scores import SNAPKV, attention, mean_votes, two_stages
-from tests.support.oracle_shares import safeguard
-from tests.support.oracles import CLOSE, agree, newest, same_rows
+from tests.support.dense_engine import DenseEngine, HeadView
+from tests.support.method_files import build_policy, make_tiny_method_args
+from tests.support.oracle_scores import SNAPKV, attention, cut_in_two_stages, score_mean_votes
+from tests.support.oracle_shares import share_safeguarded
+from tests.support.oracles import CLOSE, assert_engines_agree, assert_same_rows, protect_newest
 from tests.support.tiny_models import distinct, ids, tiny
 
 
@@ -24,8 +24,8 @@ from tests.support.tiny_models import distinct, ids, tiny
 @pytest.mark.parametrize("alpha, epsilon", [(0.5, 1e-4), (0.25, 1e-2), (0.0, 0.0), (1.0, 1e-4)])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "mistral"])
 def test_criticalkv(model, alpha, epsilon, block):
-    cut = two_stages(model, mean_votes(**SNAPKV), 13, alpha, epsilon, newest(4))
-    agree(model, cut, "criticalkv", 13, block, 45, alpha=alpha, epsilon=epsilon, base_args=SNAPKV)
+    cut = cut_in_two_stages(model, score_mean_votes(**SNAPKV), 13, alpha, epsilon, protect_newest(4))
+    assert_engines_agree(model, cut, "criticalkv", 13, block, 45, alpha=alpha, epsilon=epsilon, base_args=SNAPKV)
 
 
 @pytest.mark.parametrize("block", [None, 9])
@@ -34,17 +34,17 @@ def test_criticalkv(model, alpha, epsilon, block):
 def test_criticaladakv(model, quota, floor, block):
     """Heads share rows by the base method's scores; each then runs both stages on its own quota, its safe rows stay."""
     first = 0.2 if floor == 0.2 else 0.1  # then more rows are safe than the first stage takes
-    share, safe = safeguard(floor), int(floor * quota) / quota
-    cut = two_stages(model, mean_votes(**SNAPKV), quota, first, 1e-4, newest(4), share, safe)
+    share, safe = share_safeguarded(floor), int(floor * quota) / quota
+    cut = cut_in_two_stages(model, score_mean_votes(**SNAPKV), quota, first, 1e-4, protect_newest(4), share, safe)
     ada = ("ada", {"preset": "kvpress", "alpha": floor})
-    agree(model, cut, "criticalkv", quota, block, 45, allocator=ada, base_args=SNAPKV, alpha=first)
+    assert_engines_agree(model, cut, "criticalkv", quota, block, 45, allocator=ada, base_args=SNAPKV, alpha=first)
     assert floor == 0.2 or changes(
-        model, two_stages(model, mean_votes(**SNAPKV), quota, first, 1e-4, newest(4), share), cut
+        model, cut_in_two_stages(model, score_mean_votes(**SNAPKV), quota, first, 1e-4, protect_newest(4), share), cut
     )
 
 
 def changes(model: str, one: Callable, other: Callable) -> bool:
-    engines = [Dense(model, cut) for cut in (one, other)]
+    engines = [DenseEngine(model, cut) for cut in (one, other)]
     for engine in engines:
         engine.prefill(distinct(60), None)
     held = [[head.places.tolist() for layer in engine.held.values() for head in layer] for engine in engines]
@@ -52,17 +52,17 @@ def changes(model: str, one: Callable, other: Callable) -> bool:
 
 
 def test_another_base_with_columns_of_its_own_that_cuts_while_decoding():
-    def last_query(glance: Glance) -> np.ndarray:
+    def last_query(glance: HeadView) -> np.ndarray:
         return attention(glance, 1)[:, 0].mean(0)
 
-    cut = two_stages("llama", last_query, 13, 0.5, 1e-4)
+    cut = cut_in_two_stages("llama", last_query, 13, 0.5, 1e-4)
     args = dict(base="tova", base_args={"preset": "keydiff_paper"}, decoding=True)
-    dense, prompt, more = Dense("llama", cut, cuts_decoding=True), *distinct(52).split([45, 7], dim=1)
+    dense, prompt, more = DenseEngine("llama", cut, cuts_decoding=True), *distinct(52).split([45, 7], dim=1)
     dense.prefill(prompt, 9)
     held = kvbench.prefill(tiny("llama"), prompt, "criticalkv", 13, 9, method_args=args)
     for part in more.split([1, 1, 5], dim=1):
         torch.testing.assert_close(held.extend(part)[0].double(), dense.extend(part), **CLOSE)
-        same_rows(held, dense)
+        assert_same_rows(held, dense)
     held = kvbench.prefill(
         tiny("llama"), ids(60), "criticalkv", 13, 9, method_args={"base": "h2o", "base_args": {"preset": "paper_max"}}
     )
@@ -112,15 +112,15 @@ def test_what_the_base_refuses_is_refused():
 
 def held_by(method: str, decoding: bool, **args) -> tuple[list, torch.Tensor]:
     """Rows held after a prompt in blocks and twelve more tokens, and the logits of the last."""
-    args |= {"decoding": decoding, "decode_interval": 1} if "decoding" in settings("method", method) else {}
-    block = None if build("method", settings("method", method, args)).one_block else 20
+    args |= {"decoding": decoding, "decode_interval": 1} if "decoding" in load_settings("method", method) else {}
+    block = None if build("method", load_settings("method", method, args)).one_block else 20
     held = kvbench.prefill(tiny("llama"), ids(60), method, 17, block, method_args=args)
     logits = [held.extend(token) for token in ids(12, seed=4).split(1, dim=1)][-1]
     return [held.places(layer, head).tolist() for layer in range(3) for head in range(2)], logits
 
 
-BASES = [name for name in methods_available() if chosen(name, "uniform", "llama")[0].scores]
-BASES = [name for name in BASES if type(chosen(name, "uniform", "llama")[0]).score is not Method.score]
+BASES = [name for name in methods_available() if build_policy(name, "uniform", "llama")[0].scores]
+BASES = [name for name in BASES if type(build_policy(name, "uniform", "llama")[0]).score is not Method.score]
 
 
 @pytest.mark.parametrize("decoding", [False, True])
@@ -129,8 +129,8 @@ def test_with_alpha_1_it_is_its_base(base, decoding):
     """Any method that scores rows: its state, columns, positions and files serve it as they do alone, and it votes
     while decoding exactly if the composite cuts there, whatever its own preset says.
     """
-    own = needed(base, "llama") | ({"use_vnorm": False} if base == "expected_attention" else {})
-    if decoding and chosen(base, "uniform", "llama")[0].needs_extra_reads:
+    own = make_tiny_method_args(base, "llama") | ({"use_vnorm": False} if base == "expected_attention" else {})
+    if decoding and build_policy(base, "uniform", "llama")[0].needs_extra_reads:
         with pytest.raises(SettingError, match="^method.decoding=true: criticalkv has scores of the prompt only"):
             held_by("criticalkv", decoding, base=base, base_args=own)
         return
@@ -169,7 +169,7 @@ def test_what_the_base_remembers_of_the_prompt_is_dropped():
 
 
 def test_the_bases_file_must_fit_the_model():
-    args = {"base": "qfilters", "base_args": needed("qfilters", "wide")}
+    args = {"base": "qfilters", "base_args": make_tiny_method_args("qfilters", "wide")}
     with pytest.raises(SettingError, match=r"^method\.path=.*the model has \(3, 2, 32\)"):
         kvbench.prefill(tiny("llama"), ids(60), "criticalkv", 17, method_args=args)
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvbench.config.catalogue import build, settings
+from kvbench.config.catalogue import build, load_settings
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
-from tests.support.dense_engine import Dense, Glance, Head
-from tests.support.oracle_scores import residual
-from tests.support.oracles import agree, keeps, newest
+from tests.support.dense_engine import DenseEngine, Head, HeadView
+from tests.support.oracle_scores import score_residual
+from tests.support.oracles import assert_engines_agree, keep_by_score, protect_newest
 from tests.support.tiny_models import ids
 
 
@@ -19,35 +19,41 @@ from tests.support.tiny_models import ids
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 def test_dropkv(model, pooling, p_dtype, block):
     args = dict(window=5, kernel=3, pooling=pooling, epsilon=1e-6, p_dtype=p_dtype)
-    agree(model, keeps(residual(**args), 17, newest(5)), "dropkv", 17, block, tokens=45, **args)
+    assert_engines_agree(
+        model, keep_by_score(score_residual(**args), 17, protect_newest(5)), "dropkv", 17, block, tokens=45, **args
+    )
 
 
 @pytest.mark.parametrize("block", [4, 1])
 def test_dropkv_where_one_row_has_nearly_all_attention(block):
     args = dict(window=8, kernel=11, pooling="max", epsilon=1e-6, p_dtype="fp32")
-    agree("mistral", keeps(residual(**args), 13, newest(8)), "dropkv", 13, block, tokens=40, **args)
+    assert_engines_agree(
+        "mistral", keep_by_score(score_residual(**args), 13, protect_newest(8)), "dropkv", 13, block, tokens=40, **args
+    )
 
 
 @pytest.mark.parametrize("block", [None, 4, 1])
 def test_dropkv_windows_and_kernels(block):
     args = dict(window=8, kernel=11, pooling="max", epsilon=1e-6, p_dtype="fp32")
-    agree("qwen3", keeps(residual(**args), 13, newest(8)), "dropkv", 13, block, tokens=40, **args)
+    assert_engines_agree(
+        "qwen3", keep_by_score(score_residual(**args), 13, protect_newest(8)), "dropkv", 13, block, tokens=40, **args
+    )
 
 
 def test_dropkv_is_the_change_of_the_output_when_a_row_is_removed():
     """Brute force: remove row j, normalise again; the output moves by p/(1-p)·(a - v)."""
     glances = []
-    Dense("llama", lambda own: glances.extend(own) or [g.rows for g in own]).prefill(ids(30), None)
+    DenseEngine("llama", lambda own: glances.extend(own) or [g.rows for g in own]).prefill(ids(30), None)
     for glance in glances:
         rows, w = glance.rows, 4
-        by_formula = residual(w, 1, "avg", 1e-300, "fp32")(glance)
+        by_formula = score_residual(w, 1, "avg", 1e-300, "fp32")(glance)
         for j in range(30):
             moved = 0.0
             for queries, outputs in zip(glance.queries, glance.outputs, strict=True):
                 less = rows.take(np.arange(30) != j)
                 places = np.arange(30 - w, 30)
                 visible = [t for t in range(w) if places[t] > 0]
-                without = Dense.attend(queries[-w:], less, places, glance.scaling, None)
+                without = DenseEngine.attend(queries[-w:], less, places, glance.scaling, None)
                 moved += ((without - outputs[-w:])[visible] ** 2).sum()
             assert by_formula[j] == pytest.approx(moved / len(glance.queries), rel=1e-5)
 
@@ -69,7 +75,7 @@ def test_dropkv_rounding_decides_on_sinks():
     seen, rows = shown(torch.tensor([[[1.0, 0.0]]]), keys, values, (p @ values)[None, None])
     best = {}
     for p_dtype in ("bf16", "fp32"):
-        method = build("method", settings("method", "dropkv", {"window": 1, "kernel": 1, "p_dtype": p_dtype}))
+        method = build("method", load_settings("method", "dropkv", {"window": 1, "kernel": 1, "p_dtype": p_dtype}))
         best[p_dtype] = method.score(seen, rows, State((0,)))[0, 0].tolist()
     assert best["fp32"][0] < 0.1 < 0.9 < best["fp32"][1] < 1.1
     assert best["bf16"][1] < 1.1 < 1e3 < best["bf16"][0]
@@ -83,13 +89,13 @@ def test_dropkv_scores_of_dominant_rows_are_accurate(p_dtype):
     query = torch.stack([keys[3] * 15 / keys[3].square().sum(), keys[8] / 4])[:, None]  # two of a group
     p = (query @ keys.T).softmax(-1)
     assert 1e-5 < 1 - p.max() < 1e-3
-    method = build("method", settings("method", "dropkv", {"window": 1, "kernel": 1, "p_dtype": p_dtype}))
+    method = build("method", load_settings("method", "dropkv", {"window": 1, "kernel": 1, "p_dtype": p_dtype}))
     scores = []
     for dtype in (torch.float32, torch.float64):
         seen, rows = shown(*(x.to(dtype) for x in (query, keys, values, p @ values)))
         scores.append(method.score(seen, rows, State((0,)))[0, 0].double())
-    glance = Glance(0, 0, query.numpy(), (p @ values).numpy(), head_of(rows), 1.0, 40)
-    expected = torch.from_numpy(residual(1, 1, "avg", 1e-6, p_dtype)(glance))
+    glance = HeadView(0, 0, query.numpy(), (p @ values).numpy(), head_of(rows), 1.0, 40)
+    expected = torch.from_numpy(score_residual(1, 1, "avg", 1e-6, p_dtype)(glance))
     torch.testing.assert_close(scores[1], expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(scores[0], expected, rtol=0.01, atol=0)
 

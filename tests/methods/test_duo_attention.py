@@ -10,10 +10,10 @@ import torch
 
 import kvbench
 from kvbench.cli import calibrate
-from kvbench.config.catalogue import build, settings
+from kvbench.config.catalogue import build, load_settings
 from kvbench.validation import SettingError
-from tests.support.dense_engine import Dense, Glance, Head
-from tests.support.method_files import needed
+from tests.support.dense_engine import DenseEngine, Head, HeadView
+from tests.support.method_files import make_tiny_method_args
 from tests.support.tiny_models import distinct, ids, tiny
 
 CLOSE = dict(rtol=3e-4, atol=3e-4)
@@ -54,7 +54,7 @@ def stream(alpha: np.ndarray, count, sinks: int, recent: int, quota: int = 10**9
         first = quota * sinks // (sinks + recent)
         last = quota - first
 
-    def cut(glances: list[Glance]) -> list[Head]:
+    def cut(glances: list[HeadView]) -> list[Head]:
         if glances[0].tokens <= prompt:
             known[glances[0].layer] = count(glances[0].tokens)
         chosen = streaming_heads(alpha, known[glances[0].layer])
@@ -70,7 +70,7 @@ def stream(alpha: np.ndarray, count, sinks: int, recent: int, quota: int = 10**9
 def agree(name: str, cut, quota: int, block: int | None, decoding: bool = True, **args):
     """Both engines hold the same rows after the prompt and after seven more tokens."""
     prompt, more = distinct(67, seed=6).split([60, 7], dim=1)
-    dense = Dense(name, cut, cuts_decoding=decoding)
+    dense = DenseEngine(name, cut, cuts_decoding=decoding)
     expected = dense.prefill(prompt, block)
     held = kvbench.prefill(tiny(name), prompt, "duo_attention", quota, block, method_args=args | {"decoding": decoding})
     torch.testing.assert_close(held.logits[0].double(), expected, **CLOSE)
@@ -91,7 +91,7 @@ def same_rows(held, dense):
 @pytest.mark.parametrize("block", [None, 1, 9])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_as_many_heads_stream_as_the_budget_needs(name, block, quota):
-    args = needed("duo_attention", name)
+    args = make_tiny_method_args("duo_attention", name)
     alpha = gates(args["path"])
     heads = int((~np.isnan(alpha)).sum())
     cut = stream(alpha, lambda tokens: fewest(heads, tokens, 9, quota), 3, 6, quota)
@@ -108,7 +108,7 @@ def test_as_many_heads_stream_as_the_budget_needs(name, block, quota):
 @pytest.mark.parametrize("block", [None, 9])
 def test_a_sparsity_of_its_own(block, sparsity, count):
     """Whatever the budget; official: heads below the quantile of all gates."""
-    args = needed("duo_attention", "llama")
+    args = make_tiny_method_args("duo_attention", "llama")
     alpha = gates(args["path"])
     number = (alpha < np.quantile(alpha, sparsity)).sum() if count == "quantile" else round(6 * sparsity)
     number = 6 if sparsity == 1 else number
@@ -124,15 +124,15 @@ def test_quantile_and_round_differ():
     """Of six heads 0.3 are two either way, 0.6 are three below the quantile and four by rounding."""
 
     def streaming(sparsity: float, count: str) -> int:
-        args = needed("duo_attention", "llama") | {"sparsity": sparsity, "count": count}
-        return build("method", settings("method", "duo_attention", args)).streaming(2, 60)[0]
+        args = make_tiny_method_args("duo_attention", "llama") | {"sparsity": sparsity, "count": count}
+        return build("method", load_settings("method", "duo_attention", args)).streaming(2, 60)[0]
 
     assert [streaming(share, "quantile") for share in (0.3, 0.6)] == [2, 3]
     assert [streaming(share, "round") for share in (0.3, 0.6)] == [2, 4]
 
 
 def test_full_heads_append_and_streaming_heads_slide():
-    args = needed("duo_attention", "llama") | {"preset": "paper"}
+    args = make_tiny_method_args("duo_attention", "llama") | {"preset": "paper"}
     held = kvbench.prefill(tiny("llama"), ids(60), "duo_attention", 0.5, method_args=args)
     held.extend(ids(5, seed=1))
     found = sorted(len(held.places(layer, head)) for layer in range(3) for head in range(2))
@@ -145,7 +145,7 @@ def test_full_heads_append_and_streaming_heads_slide():
 
 def test_a_head_that_streams_never_stops_to():
     """A fraction of what was seen grows with the prompt: less need to stream later, and nothing to refill from."""
-    args = needed("duo_attention", "llama")
+    args = make_tiny_method_args("duo_attention", "llama")
     held = kvbench.prefill(tiny("llama"), ids(60), "duo_attention", 0.5, 10, method_args=args, budget_of="seen")
     heads = [held.places(layer, head).tolist() for layer in range(3) for head in range(2)]
     assert all(rows == list(range(60)) or rows == [0, 1, 2, *range(54, 60)] or len(rows) <= 9 for rows in heads)
@@ -158,7 +158,7 @@ def test_equal_gates_are_decided_the_same_way_every_time(tmp_path):
     found = {(layer, head) for layer in range(3) for head in range(2) if len(held.places(layer, head)) < 60}
     assert found == {(2, 1), (2, 0), (1, 1)}  # the smallest, then of equal ones the later layers
     clipped = write(tmp_path / "clipped", [[0.5, 7.0], [1.0, 0.5], [-3.0, 0.0]])  # official: clipped to [0, 1]
-    assert build("method", settings("method", "duo_attention", {"path": clipped})).pattern.alpha == [
+    assert build("method", load_settings("method", "duo_attention", {"path": clipped})).pattern.alpha == [
         [0.5, 1.0], [1.0, 0.5], [0.0, 0.0],
     ]  # fmt: skip
 
@@ -192,9 +192,9 @@ def test_files_that_are_refused(tmp_path):
 
 @pytest.mark.parametrize("setting", [{"sparsity": 1.5}, {"count": "some"}, {"sinks": -1}, {"recent": 0}], ids=str)
 def test_settings_that_are_refused(setting):
-    args = needed("duo_attention", "llama") | setting
+    args = make_tiny_method_args("duo_attention", "llama") | setting
     with pytest.raises(SettingError, match=f"^method.{next(iter(setting))}="):
-        build("method", settings("method", "duo_attention", args))
+        build("method", load_settings("method", "duo_attention", args))
 
 
 def test_a_size_while_decoding_is_refused():
@@ -204,7 +204,7 @@ def test_a_size_while_decoding_is_refused():
 
 
 def test_other_allocators_are_refused():
-    args = needed("duo_attention", "llama")
+    args = make_tiny_method_args("duo_attention", "llama")
     with pytest.raises(SettingError, match="^allocator=ada: duo_attention"):
         kvbench.prefill(tiny("llama"), ids(20), "duo_attention", 0.5, allocator="ada", method_args=args)
 

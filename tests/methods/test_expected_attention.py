@@ -13,17 +13,17 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.config.catalogue import build, settings
+from kvbench.config.catalogue import build, load_settings
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.expected_attention import expected_logits, merge, moments
-from kvbench.kernels.expected_attention.reference import unturned
+from kvbench.kernels.expected_attention.reference import undo_rotation
 from kvbench.methods import expected_attention
 from kvbench.methods.expected_attention import mean_rotation, rotations
-from kvbench.models.transformers_port import rotation
+from kvbench.models.transformers_port import make_rotation
 from kvbench.validation import SettingError
-from tests.support.dense_engine import Dense, Glance, Head
-from tests.support.tiny_models import distinct, double, ids, tiny
+from tests.support.dense_engine import DenseEngine, Head, HeadView
+from tests.support.tiny_models import distinct, ids, make_double, tiny
 
 CLOSE = dict(rtol=3e-4, atol=3e-4)
 MODELS = ("llama", "llama3", "yarn", "qwen2", "qwen3", "mistral", "phi3", "gemma3")  # groups of 1 to 4 query heads
@@ -34,7 +34,7 @@ MODELS = ("llama", "llama3", "yarn", "qwen2", "qwen3", "mistral", "phi3", "gemma
 
 def rotary(name: str) -> tuple[np.ndarray, float]:
     """Frequencies (r/2) of the full-attention layers and the scale of their rotation."""
-    module = double(name).model.rotary_emb
+    module = make_double(name).model.rotary_emb
     kind = "full_attention_" if hasattr(module, "full_attention_inv_freq") else ""
     return getattr(module, f"{kind}inv_freq").double().numpy(), float(getattr(module, f"{kind}attention_scaling"))
 
@@ -68,7 +68,7 @@ class Watch:
     @contextmanager
     def watching(self):
         handles = []
-        for index, layer in enumerate(double(self.name).model.layers):
+        for index, layer in enumerate(make_double(self.name).model.layers):
             own = layer.self_attn
             source = getattr(own, "q_norm", None) or getattr(own, "q_proj", None) or own.qkv_proj
             handles.append(source.register_forward_hook(self.noter(index, own.head_dim)))
@@ -79,7 +79,7 @@ class Watch:
                 handle.remove()
 
     def noter(self, layer: int, dim: int):
-        config = double(self.name).config
+        config = make_double(self.name).config
 
         def note(module, args, output):
             if output.dim() == 3:  # a projection, maybe with keys and values behind
@@ -111,14 +111,14 @@ class Oracle:
     start: int | None = None  # of the places to come while decoding, None: where the text stands
     cuts: dict[int, int] = field(default_factory=dict)
 
-    def cut(self, glances: list[Glance]) -> list[Head]:
+    def cut(self, glances: list[HeadView]) -> list[Head]:
         decoding = glances[0].tokens > self.prompt
         if decoding and glances[0].tokens - max(self.cuts.get(glances[0].layer, 0), self.prompt) < self.interval:
             return [glance.rows for glance in glances]
         self.cuts[glances[0].layer] = glances[0].tokens
         return [self.keep(glance, decoding) for glance in glances]
 
-    def keep(self, glance: Glance, decoding: bool) -> Head:
+    def keep(self, glance: HeadView, decoding: bool) -> Head:
         rows = glance.rows
         if len(rows.places) <= self.quota:
             return rows
@@ -129,7 +129,7 @@ class Oracle:
         order = sorted((row for row in range(len(sink)) if row not in safe), key=lambda row: (-scores[row], row))
         return rows.take(np.array(sorted(safe + order[: self.quota - len(safe)])))
 
-    def scores(self, glance: Glance, decoding: bool) -> np.ndarray:
+    def scores(self, glance: HeadView, decoding: bool) -> np.ndarray:
         rows, group = glance.rows, len(glance.queries)
         start = self.start if decoding and self.start is not None else glance.tokens
         mean_turn = mean_matrix(self.watch.name, start, self.positions, rows.keys.shape[1])
@@ -159,7 +159,7 @@ def agree(name: str, quota: int, block: int | None, tokens: int = 60, decode=Fal
     known = {key: value for key, value in args.items() if key in Oracle.__dataclass_fields__}
     with Watch(name).watching() as watch:
         oracle = Oracle(watch, quota, prompt=tokens, start=start, interval=args.get("decode_interval", 1), **known)
-        dense = Dense(name, oracle.cut, cuts_decoding=decode)
+        dense = DenseEngine(name, oracle.cut, cuts_decoding=decode)
         expected = dense.prefill(prompt, block)
         method = args | {"decoding": decode}
         held = kvbench.prefill(tiny(name), prompt, "expected_attention", quota, block, method_args=method)
@@ -243,7 +243,7 @@ class DecodingPress:
     slots: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     lengths: list[int] = field(default_factory=list)  # of the buffers at cuts while decoding
 
-    def cut(self, glances: list[Glance]) -> list[Head]:
+    def cut(self, glances: list[HeadView]) -> list[Head]:
         layer, tokens = glances[0].layer, glances[0].queries.shape[1]
         for glance in glances:
             self.slots[layer, glance.head] += range(glance.tokens - tokens, glance.tokens)
@@ -261,7 +261,7 @@ class DecodingPress:
         self.buffers[layer] = self.buffers[layer][-self.size :]
         return kept
 
-    def compress(self, glance: Glance, queries: np.ndarray, target: int) -> Head:
+    def compress(self, glance: HeadView, queries: np.ndarray, target: int) -> Head:
         slots, rows = self.slots[glance.layer, glance.head], glance.rows
         if len(slots) <= target:
             return rows
@@ -294,7 +294,7 @@ def beside_kvpress(name: str, rows: int | None, parts: list[int], **args) -> Dec
     method = {"preset": "decode_kvpress", "decode_size": 18, "decode_interval": 12, "buffer": 8} | args
     with Watch(name).watching() as watch:
         press = DecodingPress(watch, 40, rows, method["decode_size"], method["decode_interval"], method["buffer"])
-        dense = Dense(name, press.cut, cuts_decoding=True)
+        dense = DenseEngine(name, press.cut, cuts_decoding=True)
         expected = dense.prefill(prompt, None)
         held = kvbench.prefill(tiny(name), prompt, "expected_attention", rows or 1.0, method_args=method)
         torch.testing.assert_close(held.logits[0].double(), expected, **CLOSE)
@@ -319,7 +319,7 @@ def test_decode_kvpress_is_its_decoding_press(name, rows):
 
 
 def test_decode_kvpress_has_the_sizes_of_kvpress():
-    own = build("method", settings("method", "expected_attention", {"preset": "decode_kvpress"}))
+    own = build("method", load_settings("method", "expected_attention", {"preset": "decode_kvpress"}))
     assert (own.decode_interval, own.decode_size, own.buffer, own.sinks, own.positions) == (512, 2048, 256, 4, 512)
     assert own.decoding and own.epsilon == 0.01 and own.use_covariance and own.use_vnorm
     held = kvbench.prefill(
@@ -365,14 +365,14 @@ def test_the_decode_preset_cuts_every_512_tokens():
 @pytest.mark.parametrize("setting", [{"positions": 0}, {"sinks": -1}, {"epsilon": -0.1}, {"buffer": 1}], ids=str)
 def test_settings_that_are_refused(setting):
     with pytest.raises(SettingError, match=f"^method.{next(iter(setting))}="):
-        build("method", settings("method", "expected_attention", setting))
+        build("method", load_settings("method", "expected_attention", setting))
 
 
 # The pieces.
 
 
 def seen_of(name: str, queries: torch.Tensor, first: int) -> Observation:
-    turn = rotation(tiny(name), "full_attention")
+    turn = make_rotation(tiny(name), "full_attention")
     return Observation(queries, queries, None, 1.0, torch.zeros(1), turn, 0, 1, first, 10**6, False, False)
 
 
@@ -380,14 +380,14 @@ def seen_of(name: str, queries: torch.Tensor, first: int) -> Observation:
 @pytest.mark.parametrize("name", MODELS)
 def test_queries_are_turned_back_and_rotations_averaged(name, places, monkeypatch):
     monkeypatch.setattr(expected_attention, "PLACES", places)
-    dim = double(name).model.layers[0].self_attn.head_dim
+    dim = make_double(name).model.layers[0].self_attn.head_dim
     plain = torch.randn(1, 3, 5, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     turns = matrix(name, np.arange(31, 36), dim)
     rotated = torch.from_numpy(np.einsum("tij,bhtj->bhti", turns, plain.numpy()))
     seen = seen_of(name, rotated, 31)
     turn = rotations(seen, 5)
-    torch.testing.assert_close(unturned(rotated, *turn), plain, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(unturned(rotated.float(), *turn), plain.float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(undo_rotation(rotated, *turn), plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(undo_rotation(rotated.float(), *turn), plain.float(), rtol=1e-4, atol=1e-4)
     found, exact = moments(rotated, turn=turn), moments(plain)
     torch.testing.assert_close(found.mean, exact.mean, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.scatter, exact.scatter, rtol=1e-4, atol=1e-4)
@@ -464,7 +464,7 @@ def test_shapes_that_do_not_fit():
 
 def test_the_score_is_pure():
     """Twice the same, state and rows untouched; and rows that stand for several tokens weigh as many."""
-    method = build("method", settings("method", "expected_attention", {"sinks": 0, "use_vnorm": False}))
+    method = build("method", load_settings("method", "expected_attention", {"sinks": 0, "use_vnorm": False}))
     generator = torch.Generator().manual_seed(3)
     rows = Rows(
         torch.randn(1, 2, 9, 32, generator=generator), torch.randn(1, 2, 9, 32, generator=generator),
@@ -490,7 +490,7 @@ def test_places_to_come_leave_the_models_own_rotation_alone():
     config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     model = type(tiny("llama"))(config).eval()
     module, places = model.model.rotary_emb, torch.arange(40)[None]
-    before, turn = module.inv_freq.clone(), rotation(model, "full_attention")
+    before, turn = module.inv_freq.clone(), make_rotation(model, "full_attention")
     cos, _ = turn(places)
     turn(torch.arange(40, 40 + 512)[None])
     assert torch.equal(module.inv_freq, before) and torch.equal(turn(places)[0], cos)

@@ -10,9 +10,9 @@ from kvbench.kernels.accumulated_attention import reference as votes_reference
 from kvbench.kernels.attention import attend
 from kvbench.kernels.window_attention import window_probabilities
 from kvbench.validation import SettingError
-from tests.support.oracle_scores import Heavy
-from tests.support.oracle_shares import interpolate
-from tests.support.oracles import agree, newest, nothing
+from tests.support.oracle_scores import HeavyHitters
+from tests.support.oracle_shares import share_interpolated
+from tests.support.oracles import assert_engines_agree, protect_newest, protect_nothing
 from tests.support.tiny_models import ids, tiny
 
 
@@ -22,28 +22,42 @@ from tests.support.tiny_models import ids, tiny
 def test_h2o(model, norm, gqa, block):
     args = dict(recent=0.5, norm=norm, gqa=gqa)
     tokens = 30 if block == 1 else 50
-    agree(model, Heavy(norm, gqa).keeps(13, newest(6)), "h2o", 13, block, tokens, decoding=True, **args)
+    assert_engines_agree(
+        model, HeavyHitters(norm, gqa).keeps(13, protect_newest(6)), "h2o", 13, block, tokens, decoding=True, **args
+    )
 
 
 @pytest.mark.parametrize("block", [None, 9])
 def test_h2o_appends_while_decoding_where_it_does_not_cut(block):
-    held = agree("llama3", Heavy("none", "mean").keeps(13, newest(8)), "h2o", 13, block, 45, preset="kvcache_factory")
+    held = assert_engines_agree(
+        "llama3",
+        HeavyHitters("none", "mean").keeps(13, protect_newest(8)),
+        "h2o",
+        13,
+        block,
+        45,
+        preset="kvcache_factory",
+    )
     assert len(held.places(0, 0)) == 13 + 7
 
 
 @pytest.mark.parametrize("block", [None, 9])
 def test_h2o_shares_rows_among_heads(block):
-    share = interpolate(0.2)
+    share = share_interpolated(0.2)
     ada = ("ada", {"mode": "interpolate", "alpha": 0.2})
-    cut = Heavy("none", "mean").keeps(13, newest(6), share)
-    agree("llama", cut, "h2o", 13, block, 45, allocator=ada, decoding=True, preset="paper")
+    cut = HeavyHitters("none", "mean").keeps(13, protect_newest(6), share)
+    assert_engines_agree("llama", cut, "h2o", 13, block, 45, allocator=ada, decoding=True, preset="paper")
 
 
 @pytest.mark.parametrize("block", [None, 9])
 @pytest.mark.parametrize("model", ["llama", "yarn"])
 def test_observed_attention(model, block):
-    agree(model, Heavy("count", "mean").keeps(13, nothing), "observed_attention", 13, block, 45)
-    agree(model, Heavy("count", "mean").keeps(13, nothing), "h2o", 13, block, 45, preset="kvpress")
+    assert_engines_agree(
+        model, HeavyHitters("count", "mean").keeps(13, protect_nothing), "observed_attention", 13, block, 45
+    )
+    assert_engines_agree(
+        model, HeavyHitters("count", "mean").keeps(13, protect_nothing), "h2o", 13, block, 45, preset="kvpress"
+    )
 
 
 def places(**args) -> list[list[int]]:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.support.oracle_scores import ANCHORS, SIMILAR, unlike
-from tests.support.oracle_shares import safeguard
-from tests.support.oracles import agree, keeps, newest
+from tests.support.oracle_scores import ANCHORS, SIMILAR, score_unlike
+from tests.support.oracle_shares import share_safeguarded
+from tests.support.oracles import assert_engines_agree, keep_by_score, protect_newest
 
 
 @pytest.mark.parametrize("block", [None, 9])
@@ -12,28 +12,34 @@ from tests.support.oracles import agree, keeps, newest
 @pytest.mark.parametrize("anchor", [*ANCHORS, "pairwise"])
 def test_keydiff(anchor, metric, block):
     for model in ("llama", "qwen3") if anchor != "pairwise" else ("qwen3",):
-        cut = keeps(unlike(anchor, metric), 17)
-        agree(model, cut, "keydiff", 17, block, decoding=True, anchor=anchor, metric=metric)
+        cut = keep_by_score(score_unlike(anchor, metric), 17)
+        assert_engines_agree(model, cut, "keydiff", 17, block, decoding=True, anchor=anchor, metric=metric)
 
 
 @pytest.mark.parametrize("block", [None, 1, 9])
 def test_keydiff_keeps_its_recents(block):
-    score = unlike("mean_normalised", "cosine")
-    held = agree("llama", keeps(score, 20, newest(4)), "keydiff", 20, block, decoding=True, preset="paper_window")
+    score = score_unlike("mean_normalised", "cosine")
+    held = assert_engines_agree(
+        "llama", keep_by_score(score, 20, protect_newest(4)), "keydiff", 20, block, decoding=True, preset="paper_window"
+    )
     assert all(held.places(layer, head).tolist()[-4:] == [63, 64, 65, 66] for layer in range(3) for head in range(2))
-    agree("llama", keeps(score, 20), "keydiff", 20, block, preset="kvpress")
+    assert_engines_agree("llama", keep_by_score(score, 20), "keydiff", 20, block, preset="kvpress")
 
 
 def test_keydiff_anchor_ignores_absent_rows():
     """Heads of other lengths beside it change nothing: the anchor is over the rows that a head has."""
-    score = unlike("mean_raw", "cosine")
+    score = score_unlike("mean_raw", "cosine")
     for alpha in (0.0, 0.5):
-        cut = keeps(score, 12, share=safeguard(alpha))
+        cut = keep_by_score(score, 12, share=share_safeguarded(alpha))
         ada = ("ada", {"mode": "safeguard", "alpha": alpha})
-        agree("llama", cut, "keydiff", 12, 9, allocator=ada, decoding=True, anchor="mean_raw")
-        cut = keeps(unlike("mean_normalised", "euclidean"), 12, share=safeguard(alpha))
-        agree("llama", cut, "keydiff", 12, 9, allocator=ada, decoding=True, metric="euclidean")
-        cut = keeps(unlike("median", "euclidean"), 12, share=safeguard(alpha))
-        agree("llama", cut, "keydiff", 12, 9, allocator=ada, decoding=True, anchor="median", metric="euclidean")
-        cut = keeps(unlike("pairwise", "dot"), 12, share=safeguard(alpha))
-        agree("llama", cut, "keydiff", 12, 9, allocator=ada, decoding=True, anchor="pairwise", metric="dot")
+        assert_engines_agree("llama", cut, "keydiff", 12, 9, allocator=ada, decoding=True, anchor="mean_raw")
+        cut = keep_by_score(score_unlike("mean_normalised", "euclidean"), 12, share=share_safeguarded(alpha))
+        assert_engines_agree("llama", cut, "keydiff", 12, 9, allocator=ada, decoding=True, metric="euclidean")
+        cut = keep_by_score(score_unlike("median", "euclidean"), 12, share=share_safeguarded(alpha))
+        assert_engines_agree(
+            "llama", cut, "keydiff", 12, 9, allocator=ada, decoding=True, anchor="median", metric="euclidean"
+        )
+        cut = keep_by_score(score_unlike("pairwise", "dot"), 12, share=share_safeguarded(alpha))
+        assert_engines_agree(
+            "llama", cut, "keydiff", 12, 9, allocator=ada, decoding=True, anchor="pairwise", metric="dot"
+        )

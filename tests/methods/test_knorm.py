@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 
 import kvbench
-from tests.support.dense_engine import Glance
-from tests.support.oracles import agree, keeps
+from tests.support.dense_engine import HeadView
+from tests.support.oracles import assert_engines_agree, keep_by_score
 from tests.support.tiny_models import ids, tiny
 
 
-def small_norm(glance: Glance) -> np.ndarray:
+def small_norm(glance: HeadView) -> np.ndarray:
     return np.array([-math.sqrt(sum(x * x for x in key)) for key in glance.rows.keys])
 
 
 @pytest.mark.parametrize("block", [None, 1, 9])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "phi3"])
 def test_knorm(model, block):
-    agree(model, keeps(small_norm, 17), "knorm", 17, block, decoding=True)
-    agree(model, keeps(small_norm, 17), "knorm", 17, block, preset="kvpress")
+    assert_engines_agree(model, keep_by_score(small_norm, 17), "knorm", 17, block, decoding=True)
+    assert_engines_agree(model, keep_by_score(small_norm, 17), "knorm", 17, block, preset="kvpress")
 
 
 def test_knorm_skips_layers():

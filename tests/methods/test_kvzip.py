@@ -5,13 +5,13 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.config.catalogue import build, settings
+from kvbench.config.catalogue import build, load_settings
 from kvbench.interfaces.observation import PromptEncoder
 from kvbench.kernels.max_attention import max_attention
 from kvbench.training import head_patterns
 from kvbench.validation import SettingError
-from tests.support.dense_engine import Dense
-from tests.support.oracles import CLOSE, same_rows, top
+from tests.support.dense_engine import DenseEngine
+from tests.support.oracles import CLOSE, assert_same_rows, find_top
 from tests.support.tiny_models import distinct, ids, tiny
 
 FIRST, LATER = [5, 6, 7], [9, 8]
@@ -38,9 +38,9 @@ def requests(prompt: list[int], prefix: int, chunk: int, postfix: int) -> list[t
     return found
 
 
-def scored(model: str, prompt: torch.Tensor, prefix: int, safe: int, chunk: int) -> tuple[Dense, dict]:
+def scored(model: str, prompt: torch.Tensor, prefix: int, safe: int, chunk: int) -> tuple[DenseEngine, dict]:
     """An engine that has read the prompt, and the score of every row by layer and head."""
-    dense, scores = Dense(model), {}
+    dense, scores = DenseEngine(model), {}
     dense.prefill(prompt, None)
     before = dense.held, dense.seen
     for tokens, start, stop in requests(prompt[0].tolist(), prefix, chunk, 4):
@@ -63,7 +63,7 @@ def scored(model: str, prompt: torch.Tensor, prefix: int, safe: int, chunk: int)
     return dense, {key: own for key, own in scores.items() if "sliding_attention" not in sliding[key[0] : key[0] + 1]}
 
 
-def oracle(model: str, prompt: torch.Tensor, quota: int, prefix: int, safe: int, chunk: int, scope: str) -> Dense:
+def oracle(model: str, prompt: torch.Tensor, quota: int, prefix: int, safe: int, chunk: int, scope: str) -> DenseEngine:
     dense, scores = scored(model, prompt, prefix, safe, chunk)
     own = max(1, min(safe, quota - 1))
     raised = {key: np.where(np.arange(len(score)) < safe, np.inf, score) for key, score in scores.items()}
@@ -71,13 +71,13 @@ def oracle(model: str, prompt: torch.Tensor, quota: int, prefix: int, safe: int,
     if scope == "model":
         counts, rivals = dict.fromkeys(scores, own), []
         for number, (key, score) in enumerate(sorted(raised.items())):
-            first = set(top(score, own))
+            first = set(find_top(score, own))
             rivals += [(-scores[key][row], number, row, key) for row in range(len(score)) if row not in first]
         for *_, key in sorted(rivals)[: len(scores) * (quota - own)]:
             counts[key] += 1
     for (layer, head), score in raised.items():
         heads = list(dense.held[layer])
-        heads[head] = heads[head].take(top(score, counts[layer, head]))
+        heads[head] = heads[head].take(find_top(score, counts[layer, head]))
         dense.held[layer] = heads
     return dense
 
@@ -98,12 +98,12 @@ def test_kvzip(model, prefix, sinks, chunk, quota, scope):
     safe = prefix if sinks is None else sinks
     dense = oracle(model, prompt, quota, prefix, safe, chunk, scope)
     held = held_by(model, prompt, quota, prefix, sinks=sinks, chunk=chunk, scope=scope)
-    same_rows(held, dense)
+    assert_same_rows(held, dense)
     total = sum(len(rows.places) for layer in set(dense.held) - set(held.sliding_layers) for rows in dense.held[layer])
     assert total == quota * sum(len(dense.held[layer]) for layer in set(dense.held) - set(held.sliding_layers))
     for part in more.split([1, 6], dim=1):
         torch.testing.assert_close(held.extend(part)[0].double(), dense.extend(part), **CLOSE)
-    same_rows(held, dense)
+    assert_same_rows(held, dense)
 
 
 def rows(held) -> list[list[int]]:
@@ -115,7 +115,7 @@ def test_head_scores_are_the_largest_of_their_rows(model):
     """The pattern that `kvbench.cli.calibrate duo_attention` writes: per text the largest, the mean over texts."""
     texts = [distinct(50, seed) for seed in (1, 2)]
     asked = {"first": FIRST, "later": LATER, "postfix": 4, "chunk": 23}
-    found = head_patterns.head_scores(tiny(model), [text[0] for text in texts], PromptEncoder(), 2, **asked)
+    found = head_patterns.compute_head_scores(tiny(model), [text[0] for text in texts], PromptEncoder(), 2, **asked)
     every = [scored(model, text, 2, 2, 23)[1] for text in texts]
     for layer, head in np.ndindex(*found.shape):
         if (layer, head) not in every[0]:
@@ -138,7 +138,7 @@ def test_variants_differ():
 
 
 def test_presets_are_the_sources_own():
-    text = {name: settings("method", "kvzip", {"preset": name}) for name in ("paper", "uniform", "kvpress")}
+    text = {name: load_settings("method", "kvzip", {"preset": name}) for name in ("paper", "uniform", "kvpress")}
     assert [(own["chunk"], own["sinks"], own["scope"]) for own in text.values()] == [
         (2000, None, "model"), (2000, None, "head"), (2048, 4, "model"),
     ]  # fmt: skip
@@ -152,7 +152,7 @@ def test_a_tokenizer_reads_the_requests():
         said.append(text)
         return [len(text)]
 
-    method = build("method", settings("method", "kvzip", {"chunk": 30}))
+    method = build("method", load_settings("method", "kvzip", {"chunk": 30}))
     found = list(method.extra_reads(ids(70, batch=2), 4, PromptEncoder(encode, (11, 12))))
     assert [text.strip().split()[0] for text in said] == ["Repeat"] * 3
     assert [(own.start, own.stop) for own in found] == [(4, 34), (34, 64), (64, 70)]

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.config.catalogue import build, settings
+from kvbench.config.catalogue import build, load_settings
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from kvbench.validation import SettingError
-from tests.support.dense_engine import Dense
-from tests.support.tiny_models import double, ids, tiny
+from tests.support.dense_engine import DenseEngine
+from tests.support.tiny_models import ids, make_double, tiny
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -42,7 +42,7 @@ def chosen(queries: list[np.ndarray], keys: list[np.ndarray], selector, window, 
 
 
 @dataclass
-class Oracle(Dense):
+class Oracle(DenseEngine):
     """Looks at what OmniKV looks at, once `quota` is set."""
 
     quota: int | None = None
@@ -93,7 +93,7 @@ def test_omnikv(selector, model, filters, wait, quota, block):
     args = dict(filters=filters, wait=wait, selector=selector, window=5)
     oracle = Oracle(model, args=args, prompt=51)
     expected = oracle.prefill(ids(51), block)
-    held = kvbench.prefill(double(model), ids(51), "omnikv", quota, block, method_args=args | {"depth": None})
+    held = kvbench.prefill(make_double(model), ids(51), "omnikv", quota, block, method_args=args | {"depth": None})
     close(held.logits[0], expected)
     oracle.quota = quota
     oracle.looked.clear()
@@ -118,10 +118,10 @@ def test_selectors_differ():
 
 def test_filters_scale_with_depth():
     """Chosen for a model of 32 layers; in another they stand at the same share of its depth."""
-    paper = build("method", settings("method", "omnikv"))
+    paper = build("method", load_settings("method", "omnikv"))
     for layers, filters in ((32, [2, 8, 18]), (28, [1, 7, 15]), (6, [0, 1, 3]), (64, [4, 16, 36])):
         assert [i for i in range(layers) if paper.filter_of(i, layers) == i] == filters
-    exact = build("method", settings("method", "omnikv", {"depth": None}))
+    exact = build("method", load_settings("method", "omnikv", {"depth": None}))
     assert exact.filter_of(1, 32) is None and exact.filter_of(17, 32) == 8
     with pytest.raises(SettingError, match=r"^method.filters=\[2, 8, 18\]: the model has layers 0 to 2"):
         kvbench.prefill(tiny("llama"), ids(60), "omnikv", 0.5, method_args={"depth": None}).extend(ids(1))
@@ -161,14 +161,14 @@ def test_filters_with_a_sliding_window_choose_nothing():
 def test_a_batch_chooses_for_each_sample(selector):
     own = dict(filters=[0], depth=None, wait=0, selector=selector)
     choice = choose_cache(
-        build("method", settings("method", "omnikv", own)),
-        build("allocator", settings("allocator", "uniform")),
-        build("codec", settings("codec", "raw")),
+        build("method", load_settings("method", "omnikv", own)),
+        build("allocator", load_settings("allocator", "uniform")),
+        build("codec", load_settings("codec", "raw")),
     )
 
     def read(samples: slice) -> torch.Tensor:
         prompts, more = ids(80, batch=2)[samples], ids(3, seed=1, batch=2)[samples]
-        context = GenerationContext(double("llama"), choice, Budget(12), None, (0,) * len(prompts))
+        context = GenerationContext(make_double("llama"), choice, Budget(12), None, (0,) * len(prompts))
         context.prefill(prompts)
         return torch.cat([context.extend(token) for token in more.split(1, dim=1)], 1)
 

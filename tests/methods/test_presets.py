@@ -7,8 +7,8 @@ import yaml
 from hydra.utils import get_class
 
 import kvbench
-from kvbench.config.catalogue import CONF, names, settings
-from tests.support.method_files import needed
+from kvbench.config.catalogue import CONF, list_choices, load_settings
+from tests.support.method_files import make_tiny_method_args
 from tests.support.tiny_models import ids, tiny
 
 
@@ -16,8 +16,8 @@ def behaviour(name: str, preset: str, seed: int) -> tuple:
     """Rows held after a prompt and after more tokens, with uniform shares; a size while decoding that no prompt here
     reaches is taken smaller.
     """
-    args = needed(name, "llama") | {"preset": preset}
-    if settings("method", name, args).get("decode_size"):
+    args = make_tiny_method_args(name, "llama") | {"preset": preset}
+    if load_settings("method", name, args).get("decode_size"):
         args["decode_size"] = 100
     held = kvbench.prefill(tiny("llama"), ids(420, seed), name, 120, method_args=args, prefix=6)
     found = []
@@ -31,13 +31,15 @@ def presets(name: str) -> list[str]:
     return list(yaml.safe_load((CONF / "method" / f"{name}.yaml").read_text()).get("presets", {}))
 
 
-CUTS = [name for name in names("method") if not get_class(settings("method", name)["_target_"]).attends_subset]
+CUTS = [
+    name for name in list_choices("method") if not get_class(load_settings("method", name)["_target_"]).attends_subset
+]
 PAIRS = [(name, *pair) for name in CUTS for pair in combinations(presets(name), 2)]  # readers: their own tests
 
 
 @pytest.mark.parametrize("name, one, other", PAIRS)
 def test_presets_differ_where_their_settings_do(name, one, other):
-    chosen = [settings("method", name, {"preset": preset}) | {"preset": None} for preset in (one, other)]
+    chosen = [load_settings("method", name, {"preset": preset}) | {"preset": None} for preset in (one, other)]
     for seed in range(6):
         if behaviour(name, one, seed) != behaviour(name, other, seed):
             assert chosen[0] != chosen[1]

@@ -9,11 +9,11 @@ import kvbench
 from kvbench.cli import calibrate
 from kvbench.config.catalogue import identity_settings
 from kvbench.models.embedded import REFERENCE
-from kvbench.tasks.common.synthetic_prose import words
+from kvbench.tasks.common.synthetic_prose import write_words
 from kvbench.training import query_filters
 from kvbench.validation import SettingError
-from tests.support.dense_engine import Dense, Glance, Head
-from tests.support.method_files import needed
+from tests.support.dense_engine import DenseEngine, Head, HeadView
+from tests.support.method_files import make_tiny_method_args
 from tests.support.tiny_models import distinct, ids, tiny
 
 CLOSE = dict(rtol=3e-4, atol=3e-4)
@@ -23,21 +23,21 @@ def rotated_queries(name: str, tokens: torch.Tensor) -> dict[int, np.ndarray]:
     """(query heads, tokens, d) by layer, from the dense engine."""
     found = {}
 
-    def note(glances: list[Glance]) -> list[Head]:
+    def note(glances: list[HeadView]) -> list[Head]:
         found[glances[0].layer] = np.concatenate([glance.queries for glance in glances])
         return [glance.rows for glance in glances]
 
-    Dense(name, note).prefill(tokens, None)
+    DenseEngine(name, note).prefill(tokens, None)
     return found
 
 
 def keeps(path: str, quota: int, recent: int):
     own = load_file(path)["q_filters"].double().numpy()
 
-    def cut(glances: list[Glance]) -> list[Head]:
+    def cut(glances: list[HeadView]) -> list[Head]:
         return [keep(glance) for glance in glances]
 
-    def keep(glance: Glance) -> Head:
+    def keep(glance: HeadView) -> Head:
         rows = glance.rows
         if len(rows.places) <= quota:
             return rows
@@ -55,9 +55,9 @@ def keeps(path: str, quota: int, recent: int):
 @pytest.mark.parametrize("block", [None, 1, 9])
 @pytest.mark.parametrize("name", ["llama", "llama3", "yarn", "mistral", "qwen3", "phi3", "gemma3"])
 def test_rows_kept(name, block, recent, decoding):
-    path = needed("qfilters", name)["path"]
+    path = make_tiny_method_args("qfilters", name)["path"]
     prompt, more = distinct(67, seed=3).split([60, 7], dim=1)
-    dense = Dense(name, keeps(path, 17, recent), cuts_decoding=decoding)
+    dense = DenseEngine(name, keeps(path, 17, recent), cuts_decoding=decoding)
     expected = dense.prefill(prompt, block)
     args = {"path": path, "recent": recent, "decoding": decoding}
     held = kvbench.prefill(tiny(name), prompt, "qfilters", 17, block, method_args=args)
@@ -71,7 +71,7 @@ def test_rows_kept(name, block, recent, decoding):
 
 def test_presets_differ():
     def places(**args) -> list:
-        args["path"] = needed("qfilters", "llama")["path"]
+        args["path"] = make_tiny_method_args("qfilters", "llama")["path"]
         held = kvbench.prefill(tiny("llama"), ids(300), "qfilters", 80, method_args=args)
         held.extend(ids(3, seed=1))
         return [held.places(layer, head).tolist() for layer in range(3) for head in range(2)]
@@ -85,7 +85,7 @@ def test_presets_differ():
 def test_calibration(name):
     """Against numpy's eigenvectors of the queries' Gram matrix, all queries taken; groups of 1 to 4."""
     tokens = ids(61, seed=8)
-    found = query_filters.query_filters(tiny(name), [tokens[0]], count=61)
+    found = query_filters.compute_query_filters(tiny(name), [tokens[0]], count=61)
     heads = found.shape[1]
     for layer, queries in rotated_queries(name, tokens).items():
         if layer in sliding(name):
@@ -112,11 +112,11 @@ def test_the_sign():
     """
     checkpoint = calibrate.Checkpoint("reference", str(REFERENCE))
     model, tokenizer = checkpoint.weights(torch.float32, "cpu"), checkpoint.tokenizer()
-    own = query_filters.query_filters(
-        model, query_filters.texts(tokenizer, " ".join(words()[:2000]), 4, 256), count=400
+    own = query_filters.compute_query_filters(
+        model, query_filters.split_text(tokenizer, " ".join(write_words()[:2000]), 4, 256), count=400
     )
-    unseen = query_filters.texts(tokenizer, " ".join(words()[-1000:]), 1, 400)
-    for layer, queries in enumerate(query_filters.queries(model, unseen, 400, seed=0)):
+    unseen = query_filters.split_text(tokenizer, " ".join(write_words()[-1000:]), 1, 400)
+    for layer, queries in enumerate(query_filters.collect_queries(model, unseen, 400, seed=0)):
         grouped = queries.unflatten(0, (2, -1))
         assert ((grouped @ -own[layer][:, None, :, None]).mean((1, 2, 3)) > 0).all()
 
@@ -127,12 +127,12 @@ def test_the_sign_follows_the_majority_not_the_mean():
     long, short = np.tile([-9.0, 0.1], (3, 1)), np.tile([1.0, 0.0], (20, 1))
     queries = torch.from_numpy((np.concatenate([long, short]) + 0.01 * rng.normal(size=(23, 2)))[None]).float()
     assert (queries.mean(1)[0, 0] < 0) and (queries[0, :, 0] > 0).float().mean() > 0.5
-    assert query_filters.directions(queries)[0, 0] > 0.9
+    assert query_filters.find_directions(queries)[0, 0] > 0.9
 
 
 def test_the_sample_is_seeded_and_spread():
     one, again, other = (
-        query_filters.queries(tiny("llama"), [ids(50, 1)[0], ids(50, 2)[0]], 21, seed) for seed in (0, 0, 1)
+        query_filters.collect_queries(tiny("llama"), [ids(50, 1)[0], ids(50, 2)[0]], 21, seed) for seed in (0, 0, 1)
     )
     assert all(own.shape == (6, 22, 32) for own in one)
     assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))

@@ -10,8 +10,8 @@ import kvbench
 from kvbench.engine.sampling import Sampling
 from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds
 from kvbench.validation import SettingError
-from tests.support.dense_engine import Dense
-from tests.support.tiny_models import double, ids, tiny
+from tests.support.dense_engine import DenseEngine
+from tests.support.tiny_models import ids, make_double, tiny
 
 PAPER = dict(page=16, least=3, dense_layers=2, force_last=False)
 
@@ -31,7 +31,7 @@ def chosen_rows(query: np.ndarray, keys: np.ndarray, budget: int, page: int, lea
 
 
 @dataclass
-class Oracle(Dense):
+class Oracle(DenseEngine):
     """Looks at what Quest looks at, once `budget` is set."""
 
     budget: int | None = None
@@ -71,7 +71,7 @@ def test_quest(model, block, page, least, dense, budget, last):
     args = dict(page=page, least=least, dense_layers=min(dense, 1), force_last=bool(last))
     oracle = Oracle(model, args=args)
     expected = oracle.prefill(ids(118), block)
-    held = kvbench.prefill(double(model), ids(118), "quest", budget, block, method_args=args)
+    held = kvbench.prefill(make_double(model), ids(118), "quest", budget, block, method_args=args)
     close(held.logits[0], expected)
     oracle.budget = budget
     oracle.looked.clear()

@@ -8,19 +8,19 @@ import pytest
 
 from tests.support.oracle_scores import (
     SNAPKV,
-    Heavy,
-    along_the_output,
-    centroids,
-    chunk_by_chunk,
-    mean_votes,
-    residual,
-    stays,
-    two_stages,
-    unlike,
-    votes,
+    HeavyHitters,
+    cut_in_two_stages,
+    cut_to_centroids,
+    protect_chunks,
+    score_along_output,
+    score_chunks,
+    score_mean_votes,
+    score_residual,
+    score_unlike,
+    score_votes,
 )
-from tests.support.oracle_shares import cake, interpolate, safeguard
-from tests.support.oracles import agree, first, keeps, newest
+from tests.support.oracle_shares import assert_cake_agrees, share_interpolated, share_safeguarded
+from tests.support.oracles import assert_engines_agree, keep_by_score, protect_first, protect_newest
 from tests.support.tiny_models import tiny
 
 ROTATIONS = ("llama3", "yarn", "phi3", "mistral", "qwen2")
@@ -35,66 +35,80 @@ each_model = pytest.mark.parametrize("model", (*ROTATIONS, "gemma3"))
 
 @each_rotation
 def test_snapkv(model):
-    agree(model, keeps(votes(**WINDOW), 17, newest(6)), "snapkv", 17, 9, **WINDOW)
+    assert_engines_agree(model, keep_by_score(score_votes(**WINDOW), 17, protect_newest(6)), "snapkv", 17, 9, **WINDOW)
 
 
 @each_rotation
 def test_dropkv(model):
-    agree(model, keeps(residual(**DROPKV), 17, newest(5)), "dropkv", 17, 9, tokens=45, **DROPKV)
+    assert_engines_agree(
+        model, keep_by_score(score_residual(**DROPKV), 17, protect_newest(5)), "dropkv", 17, 9, tokens=45, **DROPKV
+    )
 
 
 @each_model
 @pytest.mark.parametrize("anchor", ["mean_normalised", "mean_raw"])
 def test_keydiff(model, anchor):
-    agree(model, keeps(unlike(anchor, "cosine"), 17), "keydiff", 17, 9, decoding=True, anchor=anchor)
+    assert_engines_agree(
+        model, keep_by_score(score_unlike(anchor, "cosine"), 17), "keydiff", 17, 9, decoding=True, anchor=anchor
+    )
 
 
 @each_rotation
 def test_centroidkv(model):
-    agree(model, centroids(15, **MERGING), "centroidkv", 15, 9, **MERGING | {"decoding": False})
+    assert_engines_agree(model, cut_to_centroids(15, **MERGING), "centroidkv", 15, 9, **MERGING | {"decoding": False})
 
 
 @each_rotation
 @pytest.mark.parametrize("norm, gqa", [("none", "mean"), ("count", "max")])
 def test_h2o(model, norm, gqa):
     args = dict(recent=0.5, norm=norm, gqa=gqa)
-    agree(model, Heavy(norm, gqa).keeps(13, newest(6)), "h2o", 13, 9, 45, decoding=True, **args)
+    assert_engines_agree(
+        model, HeavyHitters(norm, gqa).keeps(13, protect_newest(6)), "h2o", 13, 9, 45, decoding=True, **args
+    )
 
 
 @each_model
 def test_andpro_as_coded(model):
-    score, protect = chunk_by_chunk(**CODED), stays(8, 4, 1)
-    agree(model, keeps(score, 19, protect), "andpro", 19, 9, 45, **CODED | {"anchor": "droppable"})
+    score, protect = score_chunks(**CODED), protect_chunks(8, 4, 1)
+    assert_engines_agree(
+        model, keep_by_score(score, 19, protect), "andpro", 19, 9, 45, **CODED | {"anchor": "droppable"}
+    )
 
 
 @pytest.mark.parametrize("model", ["yarn", "phi3", "qwen2"])
 def test_andpro(model):
-    agree(model, keeps(along_the_output(6), 17, newest(6)), "andpro", 17, 9, 45, window=6)
+    assert_engines_agree(
+        model, keep_by_score(score_along_output(6), 17, protect_newest(6)), "andpro", 17, 9, 45, window=6
+    )
 
 
 @each_rotation
 def test_criticalkv(model):
-    cut = two_stages(model, mean_votes(**SNAPKV), 13, 0.5, 1e-4, newest(4))
-    agree(model, cut, "criticalkv", 13, 9, 45, alpha=0.5, epsilon=1e-4, base_args=SNAPKV)
+    cut = cut_in_two_stages(model, score_mean_votes(**SNAPKV), 13, 0.5, 1e-4, protect_newest(4))
+    assert_engines_agree(model, cut, "criticalkv", 13, 9, 45, alpha=0.5, epsilon=1e-4, base_args=SNAPKV)
 
 
 @each_rotation
 @pytest.mark.parametrize("cascade", [True, False])
 def test_cake(model, cascade):
-    cake(model, cascade, 9)
+    assert_cake_agrees(model, cascade, 9)
 
 
 @pytest.mark.parametrize("model", ["llama3", "yarn", "phi3", "mistral", "gemma3"])
-@pytest.mark.parametrize("mode", [interpolate, safeguard])
+@pytest.mark.parametrize("mode", [share_interpolated, share_safeguarded])
 def test_ada(model, mode):
-    cut = keeps(votes(**WINDOW), 17, newest(6), mode(0.2))
-    agree(model, cut, "snapkv", 17, 9, allocator=("ada", {"mode": mode.__name__, "alpha": 0.2}), **WINDOW)
+    cut = keep_by_score(score_votes(**WINDOW), 17, protect_newest(6), mode(0.2))
+    assert_engines_agree(
+        model, cut, "snapkv", 17, 9, allocator=("ada", {"mode": mode.__name__, "alpha": 0.2}), **WINDOW
+    )
 
 
 @each_model
 def test_sink_at_original_positions(model):
     score = lambda glance: glance.rows.places.astype(float)  # noqa: E731
-    agree(model, keeps(score, 17, first(4)), "sink", 17, 9, decoding=True, positions="original")
+    assert_engines_agree(
+        model, keep_by_score(score, 17, protect_first(4)), "sink", 17, 9, decoding=True, positions="original"
+    )
 
 
 def test_every_group_size_is_here():

@@ -3,7 +3,7 @@
 import pytest
 
 import kvbench
-from tests.support.oracles import agree, first, keeps
+from tests.support.oracles import assert_engines_agree, keep_by_score, protect_first
 from tests.support.tiny_models import ids, tiny
 
 
@@ -23,6 +23,12 @@ def test_sink(block):
 @pytest.mark.parametrize("block", [None, 9])
 def test_sink_logits(block):
     score = lambda glance: glance.rows.places.astype(float)  # noqa: E731
-    agree("llama3", keeps(score, 17, first(4)), "sink", 17, block, decoding=True, positions="original")
-    agree("yarn", keeps(score, 17, first(4)), "sink", 17, block, decoding=True, positions="original")
-    agree("phi3", keeps(score, 17, first(4)), "sink", 17, block, decoding=True, positions="original")
+    assert_engines_agree(
+        "llama3", keep_by_score(score, 17, protect_first(4)), "sink", 17, block, decoding=True, positions="original"
+    )
+    assert_engines_agree(
+        "yarn", keep_by_score(score, 17, protect_first(4)), "sink", 17, block, decoding=True, positions="original"
+    )
+    assert_engines_agree(
+        "phi3", keep_by_score(score, 17, protect_first(4)), "sink", 17, block, decoding=True, positions="original"
+    )

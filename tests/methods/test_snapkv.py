@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.config.catalogue import build, settings
+from kvbench.config.catalogue import build, load_settings
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
-from tests.support.oracle_scores import votes
-from tests.support.oracles import agree, keeps, newest
+from tests.support.oracle_scores import score_votes
+from tests.support.oracles import assert_engines_agree, keep_by_score, protect_newest
 from tests.support.tiny_models import distinct, ids, tiny
 
 
@@ -19,15 +19,28 @@ from tests.support.tiny_models import distinct, ids, tiny
 @pytest.mark.parametrize("model", ["llama", "mistral", "gemma3"])
 def test_snapkv(model, pooling, group, block):
     args = dict(window=6, kernel=5, pooling=pooling, group=group)
-    agree(model, keeps(votes(**args), 17, newest(6)), "snapkv", 17, block, **args)
+    assert_engines_agree(model, keep_by_score(score_votes(**args), 17, protect_newest(6)), "snapkv", 17, block, **args)
 
 
 @pytest.mark.parametrize("model", ["llama", "mistral"])
 def test_the_pyramidkv_preset_takes_the_groups_mean_before_pooling(model):
     """KVCache-Factory's kv_head mode; the mean after pooling, as in the preset `paper`, keeps other rows."""
     rule = dict(window=8, kernel=7, pooling="max")
-    held = agree(model, keeps(votes(**rule, group="before"), 25, newest(8)), "snapkv", 25, preset="pyramidkv")
-    other = agree(model, keeps(votes(**rule, group="after"), 25, newest(8)), "snapkv", 25, **rule, group="after")
+    held = assert_engines_agree(
+        model,
+        keep_by_score(score_votes(**rule, group="before"), 25, protect_newest(8)),
+        "snapkv",
+        25,
+        preset="pyramidkv",
+    )
+    other = assert_engines_agree(
+        model,
+        keep_by_score(score_votes(**rule, group="after"), 25, protect_newest(8)),
+        "snapkv",
+        25,
+        **rule,
+        group="after",
+    )
     assert any(held.places(0, head).tolist() != other.places(0, head).tolist() for head in range(2))
 
 
@@ -35,7 +48,9 @@ def test_the_pyramidkv_preset_takes_the_groups_mean_before_pooling(model):
 def test_snapkv_windows_and_kernels(window, kernel, block):
     """Also a block shorter than the window: then the whole block votes, and the window's rows stay."""
     args = dict(window=window, kernel=kernel, pooling="max", group="after")
-    held = agree("qwen3", keeps(votes(**args), 20, newest(window)), "snapkv", 20, block, **args)
+    held = assert_engines_agree(
+        "qwen3", keep_by_score(score_votes(**args), 20, protect_newest(window)), "snapkv", 20, block, **args
+    )
     kept = set(held.places(1, 2).tolist())
     assert set(range(60 - window, 67)) <= kept
 
@@ -44,7 +59,9 @@ def test_snapkv_windows_and_kernels(window, kernel, block):
 def test_snapkv_votes_where_the_window_covers_all_that_is_held(block):
     """Then what was held before the block still competes, by the block's votes."""
     args = dict(window=50, kernel=3, pooling="max", group="after")
-    held = agree("llama", keeps(votes(**args), 10, newest(50)), "snapkv", 10, block, tokens=80, **args)
+    held = assert_engines_agree(
+        "llama", keep_by_score(score_votes(**args), 10, protect_newest(50)), "snapkv", 10, block, tokens=80, **args
+    )
     free = {held.places(layer, head)[0].item() for layer in range(3) for head in range(2)}
     assert len(free) > 1
 
@@ -52,7 +69,9 @@ def test_snapkv_votes_where_the_window_covers_all_that_is_held(block):
 def test_snapkv_does_not_depend_on_the_longest_head_of_a_batch():
     settings_of = {"method": {"window": 14, "kernel": 3}, "allocator": {"alpha": 0.0}, "codec": None}
     names_of = {"method": "snapkv", "allocator": "ada", "codec": "raw"}
-    choice = choose_cache(*(build(group, settings(group, names_of[group], settings_of[group])) for group in names_of))
+    choice = choose_cache(
+        *(build(group, load_settings(group, names_of[group], settings_of[group])) for group in names_of)
+    )
     for seed in range(4):
         prompts = torch.cat([distinct(60, seed), distinct(60, seed + 50)])
         both = GenerationContext(tiny("llama"), choice, Budget(10), 4, (0, 0))

@@ -11,15 +11,15 @@ import kvbench
 from kvbench.cache.rerotation import rotate_by_slot
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.rerotation import rerotate
-from tests.support.dense_engine import Dense, Glance, Head
-from tests.support.tiny_models import double, ids, tiny
+from tests.support.dense_engine import DenseEngine, Head, HeadView
+from tests.support.tiny_models import ids, make_double, tiny
 
 MODELS = ["llama", "llama3", "yarn", "qwen2", "qwen3", "phi3"]
 
 
 def angles(model: str, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(n, r) cosines and sines of the model's own rotary embedding."""
-    found = double(model).model.rotary_emb(torch.zeros(1, dtype=torch.float32), torch.from_numpy(places)[None])
+    found = make_double(model).model.rotary_emb(torch.zeros(1, dtype=torch.float32), torch.from_numpy(places)[None])
     return tuple(part[0].double().numpy() for part in found)
 
 
@@ -33,12 +33,12 @@ def rotate(rows: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     return out
 
 
-class Rolling(Dense):
+class Rolling(DenseEngine):
     """Every token is read at position 0, where nothing is rotated; attention rotates by slot."""
 
     @torch.no_grad()
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        model = double(self.name)
+        model = make_double(self.name)
         AttentionInterface.register("dense", self.attention)
         model.set_attn_implementation("dense")
         positions = torch.zeros(1, tokens.shape[1], dtype=torch.int64)
@@ -52,11 +52,11 @@ class Rolling(Dense):
         at_zero = angles(self.name, slots[:1])[0][0, 0]  # YaRN scales its cosines: what is read at 0 has it already
         cos, sin, last = cos / at_zero, sin / at_zero, slice(len(slots) - len(queries), None)
         turned = Head(rotate(rows.keys, cos, sin), rows.values, rows.places, rows.mass)
-        return Dense.attend(rotate(queries, cos[last], sin[last]), turned, places, scaling, window)
+        return DenseEngine.attend(rotate(queries, cos[last], sin[last]), turned, places, scaling, window)
 
 
-def streaming(sinks: int, quota: int) -> Callable[[list[Glance]], list[Head]]:
-    def cut(glances: list[Glance]) -> list[Head]:
+def streaming(sinks: int, quota: int) -> Callable[[list[HeadView]], list[Head]]:
+    def cut(glances: list[HeadView]) -> list[Head]:
         kept = []
         for glance in glances:
             count = len(glance.rows.places)
@@ -73,7 +73,7 @@ def test_keys_are_rotated_by_their_slot(model, block):
     """Prefill in blocks, a question as a block, decoding that evicts at every step."""
     dense = Rolling(model, streaming(4, 17), cuts_decoding=True)
     expected = dense.prefill(ids(60), block)
-    held = kvbench.prefill(double(model), ids(60), "sink", 17, block)
+    held = kvbench.prefill(make_double(model), ids(60), "sink", 17, block)
     torch.testing.assert_close(held.logits[0], expected, rtol=1e-4, atol=1e-4)
     for part in ids(12, seed=1).split([1, 1, 5, 1, 1, 1, 1, 1], dim=1):
         torch.testing.assert_close(held.extend(part)[0], dense.extend(part), rtol=1e-4, atol=1e-4)
@@ -95,7 +95,7 @@ def test_positions_are_slots_and_the_query_stands_at_the_end(model):
     )
     mass = (places >= 0).double()
     rows = Rows(torch.from_numpy(keys)[None], torch.zeros(1, 2, 7, dim), places, mass)
-    rotation = double(model).model.rotary_emb
+    rotation = make_double(model).model.rotary_emb
     turned, found = rotate_by_slot(
         torch.from_numpy(queries).reshape(1, 2 * groups, tokens, dim),
         rows,
@@ -114,7 +114,7 @@ def test_positions_are_slots_and_the_query_stands_at_the_end(model):
 def test_only_differences_of_slots_matter():
     """The same tokens, read after evictions at another place: logits are those of a fresh cache of the same rows."""
     plain = torch.randn(1, 1, 9, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    rotation = double("llama").model.rotary_emb
+    rotation = make_double("llama").model.rotary_emb
 
     def logits(places: list[int]) -> torch.Tensor:
         where = torch.tensor(places)[None]

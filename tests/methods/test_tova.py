@@ -7,26 +7,33 @@ import pytest
 
 import kvbench
 from kvbench.validation import SettingError
-from tests.support.dense_engine import Glance, Head
+from tests.support.dense_engine import Head, HeadView
 from tests.support.oracle_scores import attention
-from tests.support.oracle_shares import safeguard
-from tests.support.oracles import agree, keeps, newest, nothing, shrink, top
+from tests.support.oracle_shares import share_safeguarded
+from tests.support.oracles import (
+    assert_engines_agree,
+    find_top,
+    fit_protected,
+    keep_by_score,
+    protect_newest,
+    protect_nothing,
+)
 from tests.support.tiny_models import ids, tiny
 
 
-def last_query(glance: Glance) -> np.ndarray:
+def last_query(glance: HeadView) -> np.ndarray:
     return attention(glance, 1)[:, 0].mean(0)
 
 
-def one_set(quota: int, recent: int = 0) -> Callable[[list[Glance]], list[Head]]:
+def one_set(quota: int, recent: int = 0) -> Callable[[list[HeadView]], list[Head]]:
     """All KV heads keep the same rows: the mean is over all query heads."""
 
-    def cut(glances: list[Glance]) -> list[Head]:
+    def cut(glances: list[HeadView]) -> list[Head]:
         if len(glances[0].rows.places) <= quota:
             return [glance.rows for glance in glances]
         everything = np.concatenate([attention(glance, 1)[:, 0] for glance in glances])
-        safe = shrink(newest(recent)(glances[0], quota), quota)
-        best = top(np.where(safe, np.inf, sum(everything) / len(everything)), quota)
+        safe = fit_protected(protect_newest(recent)(glances[0], quota), quota)
+        best = find_top(np.where(safe, np.inf, sum(everything) / len(everything)), quota)
         return [glance.rows.take(best) for glance in glances]
 
     return cut
@@ -35,11 +42,20 @@ def one_set(quota: int, recent: int = 0) -> Callable[[list[Glance]], list[Head]]
 @pytest.mark.parametrize("block", [None, 1, 9])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "mistral", "gemma3", "phi3", "llama3", "yarn"])
 def test_tova(model, block):
-    held = agree(model, one_set(13), "tova", 13, block, 40, decoding=True)
+    held = assert_engines_agree(model, one_set(13), "tova", 13, block, 40, decoding=True)
     layer = max(set(range(2)) - set(held.sliding_layers), default=2)
     assert held.places(layer, 0).tolist() == held.places(layer, 1).tolist()
-    agree(model, keeps(last_query, 13, nothing), "tova", 13, block, 40, decoding=True, preset="keydiff_paper")
-    agree(model, one_set(13, 1), "tova", 13, block, 40, preset="kvpress")
+    assert_engines_agree(
+        model,
+        keep_by_score(last_query, 13, protect_nothing),
+        "tova",
+        13,
+        block,
+        40,
+        decoding=True,
+        preset="keydiff_paper",
+    )
+    assert_engines_agree(model, one_set(13, 1), "tova", 13, block, 40, preset="kvpress")
 
 
 def test_scopes_differ_where_a_layer_has_several_groups():
@@ -69,7 +85,9 @@ def test_the_newest_row_may_go():
 @pytest.mark.parametrize("block", [None, 9])
 def test_groups_may_share_rows_layers_may_not(block):
     ada = {"mode": "safeguard", "alpha": 0.2}
-    cut = keeps(last_query, 13, nothing, safeguard(0.2), prompt=40)
-    agree("llama", cut, "tova", 13, block, 40, allocator=("ada", ada), decoding=True, preset="keydiff_paper")
+    cut = keep_by_score(last_query, 13, protect_nothing, share_safeguarded(0.2), prompt=40)
+    assert_engines_agree(
+        "llama", cut, "tova", 13, block, 40, allocator=("ada", ada), decoding=True, preset="keydiff_paper"
+    )
     with pytest.raises(SettingError, match="^allocator=ada: tova .*method.scope=group"):
         kvbench.prefill(tiny("llama"), ids(20), "tova", 5, allocator="ada")

@@ -18,12 +18,12 @@ import torch
 from kvbench.cli import command, model
 from kvbench.models import download, local_models
 from kvbench.models import gguf as gguf_model
-from kvbench.models.chat_template import template
+from kvbench.models.chat_template import split_template
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.embedded import EMBEDDED_MODELS
 from kvbench.models.gguf import hash_weights
 from kvbench.validation import SettingError
-from tests.support.command_line import answer, assert_refused
+from tests.support.command_line import assert_refused, run_cli
 from tests.support.gguf_files import ARCHITECTURES, write_gguf
 from tests.support.repository import ROOT
 
@@ -55,7 +55,7 @@ def test_a_converted_model_is_the_model_that_was_written(tmp_path, architecture)
         assert torch.equal(model(ids).logits, loaded(ids).logits)
     tokenizer = checkpoint.tokenizer()
     assert tokenizer.eos_token == ("<eos>" if architecture == "gemma3" else "<|im_end|>")
-    assert "assistant" in template(tokenizer)[1]
+    assert "assistant" in split_template(tokenizer)[1]
     assert checkpoint.longest() == 1024
 
 
@@ -153,7 +153,7 @@ def test_a_template_that_reaches_out_of_its_sandbox_is_refused(tmp_path):
     write_gguf(path, template="{{ cycler.__init__.__globals__.os.system('touch " + str(found) + "') }}")
     tokenizer = Checkpoint("tiny", find_model(str(path))).tokenizer()
     with pytest.raises(SettingError, match="^model: its chat template cannot be rendered"):
-        template(tokenizer)
+        split_template(tokenizer)
     assert not found.exists()
 
 
@@ -196,7 +196,7 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path, models, monkeypatch, c
     spoil, line = BAD[case]
     spoil(path)
     results.mkdir()
-    code, out, err = answer(["model=hf", f"model.path={path}", f"results={results}"], monkeypatch, capsys)
+    code, out, err = run_cli(["model=hf", f"model.path={path}", f"results={results}"], monkeypatch, capsys)
     begun = f"kvbench: converting {path.name} into "  # where only the tensors show what is wrong
     err = "".join(own for own in err.splitlines(keepends=True) if not own.startswith(begun))
     assert_refused((code, out, err), f"model.path={path}: {line}", results)
@@ -208,7 +208,7 @@ def test_a_gguf_file_has_no_revision(tmp_path, monkeypatch, capsys):
     write_gguf(path)
     results.mkdir()
     arguments = ["model=hf", f"model.path={path}", "model.revision=main", f"results={results}"]
-    assert_refused(answer(arguments, monkeypatch, capsys), "model.revision=main: is of the hub", results)
+    assert_refused(run_cli(arguments, monkeypatch, capsys), "model.revision=main: is of the hub", results)
     assert Checkpoint("tiny", find_model(str(path))).longest() == 1024
 
 
@@ -217,7 +217,7 @@ def test_a_run_reads_a_gguf_file(tmp_path, monkeypatch, capsys):
     write_gguf(path, quantisation="Q8_0")
     arguments = ["model=hf", f"model.path={path}", f"results={tmp_path / 'results'}", "method=knorm", "budget=0.5"]
     arguments += ["task=niah", "task.lengths=[900]", "task.depths=[50]", "task.trials=1"]
-    code, out, err = answer(arguments, monkeypatch, capsys)
+    code, out, err = run_cli(arguments, monkeypatch, capsys)
     assert code == 0 and out.startswith("model: tiny.Q8_0\n"), err
 
 
@@ -361,7 +361,7 @@ def test_wrong_arguments_of_fetch_are_one_line(models, monkeypatch, capsys, tmp_
 def test_smollm2_without_its_files_names_the_command(tmp_path, monkeypatch, capsys):
     results = tmp_path / "results"
     results.mkdir()
-    found = answer(["model=smollm2", f"results={results}"], monkeypatch, capsys)
+    found = run_cli(["model=smollm2", f"results={results}"], monkeypatch, capsys)
     assert_refused(found, "model=smollm2: is not here yet; `make model` downloads it", results)
 
 
@@ -380,5 +380,5 @@ def test_the_real_file_is_the_known_model(monkeypatch, tmp_path, capsys):
     assert tokenizer.tokenize("in 2048  tokens") == ["in", "Ġ", "2", "0", "4", "8", "Ġ", "Ġtokens"]
     results = tmp_path / "results"
     results.mkdir()
-    found = answer(["model=smollm2", "task.length=16384", f"results={results}"], monkeypatch, capsys)
+    found = run_cli(["model=smollm2", "task.length=16384", f"results={results}"], monkeypatch, capsys)
     assert_refused(found, "task.length=16384: smollm2 takes at most 8192 tokens", results)

@@ -8,14 +8,14 @@ import torch
 
 import kvbench
 from kvbench.cache.policy import CachePolicy
-from kvbench.config.catalogue import build, settings
+from kvbench.config.catalogue import build, load_settings
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.replicate import replicate
 from kvbench.engine.shared_prefill import prefill
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.codec import Codec
-from kvbench.models.transformers_port import plain_cache, rotation
+from kvbench.models.transformers_port import make_plain_cache, make_rotation
 from tests.support.tiny_models import heads, ids, rope, tiny
 
 ORIGINAL = 64  # places from which on dynamic scaling and LongRoPE have other frequencies
@@ -50,7 +50,7 @@ def llama(kind: str) -> torch.nn.Module:
 def context(
     model: torch.nn.Module, method: str, budget: float | int = 13, block: int | None = None
 ) -> GenerationContext:
-    own = build("method", settings("method", method, METHODS.get(method)))
+    own = build("method", load_settings("method", method, METHODS.get(method)))
     amount = Budget(1.0 if method == "full" else budget)
     return GenerationContext(
         model, CachePolicy(own, Allocator("uniform"), Codec("raw")), amount, block, (0,), compile=False
@@ -117,7 +117,7 @@ def test_methods_that_turn_rows_are_asked_with_the_contexts_own(kind, method):
 def test_the_full_cache_gives_what_transformers_gives(kind):
     used, fresh = llama(kind), llama(kind)
     read_outside(used)
-    held, cache = kvbench.prefill(used, ids(LONG)), plain_cache(fresh)
+    held, cache = kvbench.prefill(used, ids(LONG)), make_plain_cache(fresh)
     with torch.no_grad():
         own = [fresh(input_ids=ids(LONG), past_key_values=cache).logits[:, -1]]
         for token in ids(MORE, seed=1).split(1, dim=1):
@@ -210,7 +210,7 @@ def test_earlier_places_are_turned_with_the_frequencies_of_now(kind):
     for some in (slice(0, 10), slice(0, LONG), slice(100, 120)):
         found = held.cache.layers[0].rotation(places[some][None])
         assert all(torch.equal(part, own[:, some]) for part, own in zip(found, expected, strict=True))
-    original = rotation(model, "full_attention")(places[None, :10])
+    original = make_rotation(model, "full_attention")(places[None, :10])
     assert not torch.equal(original[0], expected[0][:, :10])
 
 

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 
 from kvbench.cli import papers
 from kvbench.config.catalogue import CONF
-from kvbench.efficiency.plan import cells
+from kvbench.efficiency.plan import expand_cells
 from kvbench.papers.build import build_table, write_tables
 from kvbench.papers.table_spec import TABLES, read_published, read_tables
 from kvbench.store.efficiency_csv import COLUMNS, LAST_QUANTITY, append_lines
@@ -94,7 +94,7 @@ def test_all_tables_are_there_and_what_is_empty_says_what_fills_it(results):
             filled = dict(re.findall(r"^\* \[(\d+)\] (`python run\.py.*`)$", text, re.M))
             assert asked == set(filled) and asked, name
             line = re.findall(r"`python run\.py(?: -m)? ([^`]*)`", text)[0]
-            first, *_ = cells([line])
+            first, *_ = expand_cells([line])
             assert compose("config", overrides=first).model.like == line.split("model.like=")[1].split()[0]
 
 

@@ -17,8 +17,8 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
 from kvbench.cli import papers
-from kvbench.config.catalogue import CONF, names
-from kvbench.efficiency.plan import cells
+from kvbench.config.catalogue import CONF, list_choices
+from kvbench.efficiency.plan import expand_cells
 from kvbench.papers import build
 from kvbench.papers.build import build_table
 from kvbench.papers.cell_values import RunIndex
@@ -41,7 +41,7 @@ from kvbench.papers.table_spec import (
 from kvbench.store import dataframes
 from kvbench.store.run_folder import RunFolder
 from kvbench.sweeps.compose import SweepOverrides
-from tests.support.command_line import answer
+from tests.support.command_line import run_cli
 
 TABLES = {name: spec for name, spec in load_specs().items() if not is_cost_table(spec)}
 BOOK = {"model": "llama32_3b", "task": "phonebook", "task.preset": "keydiff", "question": "visible", "block_size": 128}
@@ -372,7 +372,7 @@ def offline(monkeypatch):
     run is known by of both is no part of a protocol.
     """
     from kvbench.models.checkpoint import Checkpoint
-    from kvbench.models.configuration import configuration
+    from kvbench.models.configuration import load_configuration
     from kvbench.runs import spec
     from kvbench.tasks.longbench import task
     from kvbench.tasks.mathematics import task as math_problems
@@ -396,7 +396,7 @@ def offline(monkeypatch):
     instead(scbench.data, "load", "miniature")
     monkeypatch.setattr(lm_eval_port.RulerLmEval, "fingerprint", lambda self: "data")
     monkeypatch.setattr(
-        Checkpoint, "config", lambda self: configuration(str(CONF / "model" / "shapes" / f"{self.name}.json"))
+        Checkpoint, "config", lambda self: load_configuration(str(CONF / "model" / "shapes" / f"{self.name}.json"))
     )
     monkeypatch.setattr(Checkpoint, "identity", lambda self: "weights")
     monkeypatch.setattr(spec, "source_hash", lambda names: "sources")
@@ -408,7 +408,7 @@ def composed(line: str) -> list[ExperimentKey]:
 
     words = shlex.split(line)
     assert words[:2] == ["python", "run.py"]
-    own = list(cells([" ".join(word for word in words[2:] if word != "-m")]))
+    own = list(expand_cells([" ".join(word for word in words[2:] if word != "-m")]))
     assert (words[2] == "-m") == (len(own) > 1)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return [ExperimentKey.of(RunSpec.from_config(compose("config", overrides=one)).value) for one in own]
@@ -480,10 +480,10 @@ def test_every_table_has_a_preset_or_says_why_not():
         assert bool(own) == (preset is not None) and len(spec.get("no_preset", "because")) > 5, name
         if own:
             found.setdefault(preset, set()).add(frozenset(own))
-    assert sorted(found) == names("preset") and {len(own) for own in found.values()} == {1}
+    assert sorted(found) == list_choices("preset") and {len(own) for own in found.values()} == {1}
 
 
-@pytest.mark.parametrize("preset", names("preset"))
+@pytest.mark.parametrize("preset", list_choices("preset"))
 def test_a_preset_has_cells_of_its_table(offline, preset):
     """Every value of its axes, and as many as make all runs but for the full cache's, which every budget shares."""
     own = runnable(next(name for name, spec in TABLES.items() if find_preset(name, spec) == preset))
@@ -494,7 +494,7 @@ def test_a_preset_has_cells_of_its_table(offline, preset):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("preset", names("preset"))
+@pytest.mark.parametrize("preset", list_choices("preset"))
 def test_a_preset_is_its_whole_table(offline, preset):
     own = runnable(next(name for name, spec in TABLES.items() if find_preset(name, spec) == preset))
     assert protocols(preset, product(*axes(preset))) == own
@@ -537,7 +537,7 @@ def ran() -> dict[str, tuple[dict, list[Path]]]:
     return {}
 
 
-@pytest.mark.parametrize("preset", names("preset"))
+@pytest.mark.parametrize("preset", list_choices("preset"))
 def test_a_cell_of_a_preset_runs_on_made_data(ran, tmp_path, monkeypatch, capsys, preset):
     """The sweep that a user starts, of one cell and with the embedded model for the paper's, leaves graded records."""
     own = runnable(next(name for name, spec in TABLES.items() if find_preset(name, spec) == preset))
@@ -547,7 +547,7 @@ def test_a_cell_of_a_preset_runs_on_made_data(ran, tmp_path, monkeypatch, capsys
         monkeypatch.setattr("kvbench.integrations.math_verify.grade", lambda folder: None)
         asked = ["-m", f"preset={preset}", "model=reference", *first_cut(preset, task), *SMALL[task], "limit=1"]
         where = [f"results={tmp_path}", f"hydra.sweep.dir={tmp_path}/sweep", "device=cpu"]
-        code, out, err = answer([*asked, *where], monkeypatch, capsys)
+        code, out, err = run_cli([*asked, *where], monkeypatch, capsys)
         assert code == 0 and "kvbench:" not in err and f"\ntask: {task}" in out, err
         [planned] = json.loads((tmp_path / "sweep" / "cells.json").read_text())
         ran[key] = planned, [tmp_path / "runs" / name for name in planned["runs"]]

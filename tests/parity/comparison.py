@@ -27,17 +27,17 @@ from transformers import (
 )
 
 from kvbench.cache.policy import CachePolicy
-from kvbench.config.catalogue import build, settings
+from kvbench.config.catalogue import build, load_settings
 from kvbench.engine import shared_prefill
 from kvbench.engine.compressed_cache import CompressedCache, choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
-from kvbench.models.chat_template import make_prompt_encoder, template
+from kvbench.models.chat_template import make_prompt_encoder, split_template
 from kvbench.models.embedded import REFERENCE
 from kvbench.tasks.common import synthetic_prose
-from tests.support.method_files import made
+from tests.support.method_files import make_method_args
 from tests.support.repository import ROOT
-from tests.support.tiny_models import COMMON, draw, heads, without_head_dim
+from tests.support.tiny_models import COMMON, draw_model, heads, without_head_dim
 
 SCRIPT = Path(__file__).parent / "kvpress_reference.py"
 PACKAGES = ROOT / ".versions" / "kvpress"  # where `make parity` installs kvpress and its transformers
@@ -306,17 +306,17 @@ def load_subject(name: str, folder: Path, make_prompts: Callable[[Any, int], Ite
     prompts = {len(ids): ids for ids in make_prompts(tokenizer, model.config.vocab_size)}
     shortest = torch.tensor(prompts[min(prompts)])
     files = {
-        method: made(method, f"parity-{name}", model, shortest[:300].split(100))["path"]
+        method: make_method_args(method, f"parity-{name}", model, shortest[:300].split(100))["path"]
         for method in ("qfilters", "duo_attention")
     }
-    prefix = len(tokenizer.encode(template(tokenizer)[0], add_special_tokens=False))
+    prefix = len(tokenizer.encode(split_template(tokenizer)[0], add_special_tokens=False))
     return Subject(name, folder, prompts, prefix, files, model, tokenizer)
 
 
 def english_prompts(tokenizer: Any, vocabulary: int) -> Iterator[list[int]]:
     """Chats about a licence and, where the prompt is longer than that, the prose of the RULER tasks."""
-    before, after = template(tokenizer)
-    text = (ROOT / "LICENSE").read_text() + " ".join(synthetic_prose.words()[:4000])
+    before, after = split_template(tokenizer)
+    text = (ROOT / "LICENSE").read_text() + " ".join(synthetic_prose.write_words()[:4000])
     start = tokenizer.encode(before + text, add_special_tokens=False)
     end = tokenizer.encode("\n\nWhat is this text about?" + after, add_special_tokens=False)
     for tokens in (301, 1024, 1999, 4000):
@@ -342,7 +342,7 @@ def save_tiny(name: str, folder: Path) -> None:
         "qwen2": lambda: Qwen2Config(**(common | without_head_dim(4, 2))),
         "qwen3": lambda: Qwen3Config(**common, **heads(6, 3)),
     }[name]()
-    draw(lambda: AutoModelForCausalLM.from_config(config), seed=sum(map(ord, name))).save_pretrained(folder)
+    draw_model(lambda: AutoModelForCausalLM.from_config(config), seed=sum(map(ord, name))).save_pretrained(folder)
     PreTrainedTokenizerFast.from_pretrained(REFERENCE).save_pretrained(folder)
 
 
@@ -433,9 +433,9 @@ def make_choice(subject: Subject, case: Case) -> CachePolicy:
     if own.cuts_answer:
         args["decode_size"] = case.quota
     return choose_cache(
-        build("method", settings("method", own.method, args)),
-        build("allocator", settings("allocator", own.allocator, own.allocator_args)),
-        build("codec", settings("codec", "raw")),
+        build("method", load_settings("method", own.method, args)),
+        build("allocator", load_settings("allocator", own.allocator, own.allocator_args)),
+        build("codec", load_settings("codec", "raw")),
     )
 
 

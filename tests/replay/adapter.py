@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import kvbench
 from kvbench.cli import run as command
 from kvbench.cli.command import run_command
-from kvbench.config.catalogue import build, names, settings
+from kvbench.config.catalogue import build, list_choices, load_settings
 from kvbench.engine import shared_prefill
 from kvbench.engine.compressed_cache import CompressedCache, choose_cache
 from kvbench.engine.generation import GenerationContext
@@ -134,7 +134,7 @@ def play(cell: Mapping[str, Any], noise: float = 0.0) -> dict[str, Any]:
 
 def list_names(group: str) -> list[str]:
     """The methods, allocators or codecs that there are."""
-    return names(group)
+    return list_choices(group)
 
 
 def arguments(cell: Mapping[str, Any], group: str) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def read(model: torch.nn.Module, prompts: torch.Tensor, cell: Mapping[str, Any])
     seeds = tuple(cell["seed"] + number for number in range(cell["batch"]))
     contexts = []
     for other in [*({**DEFAULTS, "method": name, "budget": 0.5} for name in cell["with"]), cell]:
-        parts = (build(group, settings(group, other[group], arguments(other, group))) for group in GROUPS)
+        parts = (build(group, load_settings(group, other[group], arguments(other, group))) for group in GROUPS)
         budget = Budget(1.0 if other["method"] == "full" else other["budget"], other["budget_of"])
         contexts.append(
             GenerationContext(model, choose_cache(*parts), budget, cell["block_size"], seeds, cell["prefix"])

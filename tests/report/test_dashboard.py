@@ -19,8 +19,8 @@ from kvbench.report.dashboard import Server
 from kvbench.report.page import content_security_policy
 from kvbench.sweeps import status
 from tests.support.browser import CHROMIUM, SIZES, draw_charts
-from tests.support.command_line import answer
-from tests.support.report_store import VALUE, records, small, write
+from tests.support.command_line import run_cli
+from tests.support.report_store import VALUE, make_records, write_run, write_small_store
 from tests.support.repository import ROOT
 
 DEADLINE = 120  # seconds; a process that makes the page imports much, and others may use the machine
@@ -71,8 +71,8 @@ def until(server: Server, wanted) -> dict:
 
 def begun(results: Path, value: dict, count: int, error: str | None = None) -> Path:
     """A run of 24 samples, of which it has some; its folder."""
-    own = dict(list(records(value["budget"], 50, seconds=30.0, error=error).items())[:count])
-    path = write(results, own, finish=False, **value)
+    own = dict(list(make_records(value["budget"], 50, seconds=30.0, error=error).items())[:count])
+    path = write_run(results, own, finish=False, **value)
     (path / "samples").write_text("24\n")
     return path
 
@@ -80,8 +80,8 @@ def begun(results: Path, value: dict, count: int, error: str | None = None) -> P
 def some(results: Path) -> Path:
     """A sweep with a cell of each state; the folder of the run that is to run."""
     full = VALUE | {"method": {"name": "full"}}
-    write(results, records(1.0, 100, seconds=30.0), method=full["method"])
-    write(results, records(0.05, 50, seconds=30.0), budget=0.05)
+    write_run(results, make_records(1.0, 100, seconds=30.0), method=full["method"])
+    write_run(results, make_records(0.05, 50, seconds=30.0), budget=0.05)
     values = {f"budget={own}": VALUE | {"budget": own} for own in (0.05, 0.1, 0.2, 0.3, 0.4)}
     folder = results / "sweeps" / "2026-01-02_03-04-05"
     cells = [status.SweepCell(label, value, full) for label, value in values.items()]
@@ -130,7 +130,7 @@ def test_what_is_damaged_is_named_and_the_rest_shown(served, running):
     said = until(served, lambda said: said["page"])
     assert [own["name"] for own in said["sweeps"]] == ["2026-01-03", "2026-01-02_03-04-05", "2025-01-02"]
     assert "no cells.json there" in said["sweeps"][0]["wrong"] and said["sweeps"][1]["counts"]["done"] == 1
-    bad = write(running.parents[1], records(0.5, 50), budget=0.5)
+    bad = write_run(running.parents[1], make_records(0.5, 50), budget=0.5)
     (bad / "run.yaml").write_text("format: [")
     until(served, lambda now: now["page"] not in ("", said["page"]) and not now["making"])
     data = called(served, "/data.js", "kvbenchData")
@@ -143,7 +143,7 @@ def test_a_sweep_is_followed(served, tmp_path, monkeypatch, capsys):
     assert (said["sweeps"], said["page"], said["problem"]) == ([], "", "") and not list(tmp_path.iterdir())
     assert called(served, "/data.js", "kvbenchData")["panels"] == []
     quick = ["task.subtasks=niah_single_1", "task.samples=2", "task.length=512", f"results={tmp_path}"]
-    answer(["-m", "method=sink,kvzip", "block_size=128", "budget=0.2", *quick], monkeypatch, capsys)
+    run_cli(["-m", "method=sink,kvzip", "block_size=128", "budget=0.2", *quick], monkeypatch, capsys)
     said = until(served, lambda said: said["page"] and not said["making"])
     [own] = said["sweeps"]
     assert (own["counts"]["done"], own["counts"]["refused"]) == (1, 1)
@@ -158,7 +158,7 @@ def test_a_sweep_is_followed(served, tmp_path, monkeypatch, capsys):
 
 
 def test_only_the_reports_files_are_served(served, tmp_path):
-    small(tmp_path)
+    write_small_store(tmp_path)
     (tmp_path / "report").mkdir()
     (tmp_path / "secret.js").write_text("secret")
     (tmp_path / "report" / "notes.txt").write_text("secret")
@@ -234,7 +234,7 @@ def test_what_cannot_be_served_is_one_line(tmp_path, capsys):
 
 
 def test_ctrl_c_ends_it(tmp_path):
-    small(tmp_path)
+    write_small_store(tmp_path)
     code = (  # as in a terminal: what a shell starts in the background ignores Ctrl-C, and so do its children
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from kvbench.cli.dashboard import main\nsys.exit(main(sys.argv[1:]))"
@@ -272,7 +272,7 @@ def test_the_page_follows_a_sweep(served, running, chromium, width):
     page.locator(".sample").nth(22).evaluate("node => node.scrollIntoView()")
     link, where = page.url, "document.querySelectorAll('.sample')[22].getBoundingClientRect().top"
     before = page.evaluate(where)
-    write(served.board.results, records(0.6, 50), budget=0.6)
+    write_run(served.board.results, make_records(0.6, 50), budget=0.6)
     page.wait_for_function("document.querySelectorAll('#runs tbody tr').length === 3")
     page.wait_for_timeout(300)
     assert page.url == link and page.locator(".sample").count() == 24

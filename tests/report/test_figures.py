@@ -18,7 +18,7 @@ from kvbench.report.figures import INCHES, make_slug
 from kvbench.report.panels import build_panels
 from kvbench.store.runs import find_baseline, find_finished, load_finished
 from kvbench.validation import SettingError
-from tests.support.report_store import BUDGETS, TASKS, records, small, write
+from tests.support.report_store import BUDGETS, TASKS, make_records, write_run, write_small_store
 
 TAGS = {"svg", "g", "rect", "path", "line", "text", "tspan", "defs", "linearGradient", "stop"}
 ONE = ("question=visible", "method=snapkv,keydiff")
@@ -26,7 +26,7 @@ ONE = ("question=visible", "method=snapkv,keydiff")
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> Path:
-    return small(tmp_path_factory.mktemp("store"))
+    return write_small_store(tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_tasks_and_costs_have_the_numbers_of_the_table(store, drawn):
 
 
 def test_grids_are_means_of_their_cells(drawn):
-    own, full = records(0.05, 30), records(1.0, 100)
+    own, full = make_records(0.05, 30), make_records(1.0, 100)
     uids = [uid for uid in own if own[uid]["meta"].get("length") == 512 and own[uid]["meta"]["depth"] == 50]
     means = [sum(side[uid]["score"] for uid in uids) / len(uids) for side in (own, full)]
     for kind in ("grid", "change"):
@@ -201,8 +201,8 @@ def test_subtasks_and_rows_make_curves_of_their_own(store, tmp_path):
 def test_names_that_would_be_more_than_text(tmp_path):
     name = "</text><script>alert(1)</script> & \\textbf{$x_1$} %\x1b[31m ../../up " + "long " * 60
     value = {"task": {"name": name, "length": 1}, "model": {"name": f"../{name}", "identity": "0"}}
-    write(tmp_path, records(1.0, 100), **value | {"method": {"name": "full"}})
-    write(tmp_path, records(0.1, 50), **value | {"method": {"name": f"=1+1 {name}"}, "budget": 0.1})
+    write_run(tmp_path, make_records(1.0, 100), **value | {"method": {"name": "full"}})
+    write_run(tmp_path, make_records(0.1, 50), **value | {"method": {"name": f"=1+1 {name}"}, "budget": 0.1})
     assert draw_figures([str(tmp_path)]) == 0
     files = list((tmp_path / "figures").iterdir())
     assert len(files) == 4 * len(INCHES) and all(re.fullmatch(r"[A-Za-z0-9._-]{1,200}", path.name) for path in files)
@@ -214,13 +214,13 @@ def test_names_that_would_be_more_than_text(tmp_path):
 
 def test_damaged_runs_and_other_protocols_stay_out(tmp_path, capsys):
     for seed in (0, 1):
-        write(tmp_path, records(1.0, 100), method={"name": "full"}, seed=seed)
-        write(tmp_path, records(0.1, 50), budget=0.1, seed=seed)
-    torn = write(tmp_path, records(0.3, 50), budget=0.3)
+        write_run(tmp_path, make_records(1.0, 100), method={"name": "full"}, seed=seed)
+        write_run(tmp_path, make_records(0.1, 50), budget=0.1, seed=seed)
+    torn = write_run(tmp_path, make_records(0.3, 50), budget=0.3)
     file = next(torn.glob("records*.jsonl"))
     file.write_bytes(file.read_bytes()[:-9])
-    odd = write(tmp_path, {uid: {"uid": uid} for uid in records(0.4, 50)}, budget=0.4)
-    write(tmp_path, records(0.5, 50), finish=False, budget=0.5)
+    odd = write_run(tmp_path, {uid: {"uid": uid} for uid in make_records(0.4, 50)}, budget=0.4)
+    write_run(tmp_path, make_records(0.5, 50), finish=False, budget=0.5)
     assert draw_figures([str(tmp_path), "subtask=niah"]) == 0
     out, err = capsys.readouterr()
     assert sorted(line.split()[2] for line in err.splitlines()) == sorted([torn.name, odd.name])
@@ -230,12 +230,12 @@ def test_damaged_runs_and_other_protocols_stay_out(tmp_path, capsys):
 
 
 def test_a_curve_says_how_many_samples_each_method_answered(tmp_path):
-    write(tmp_path, records(1.0, 100), method={"name": "full"})
-    write(tmp_path, records(0.1, 50), budget=0.1)
-    few = records(0.1, 50)
+    write_run(tmp_path, make_records(1.0, 100), method={"name": "full"})
+    write_run(tmp_path, make_records(0.1, 50), budget=0.1)
+    few = make_records(0.1, 50)
     for uid in list(few)[:4]:
         few[uid] |= {"score": None, "error": "out_of_memory"}
-    write(tmp_path, few, method={"name": "keydiff"}, budget=0.1)
+    write_run(tmp_path, few, method={"name": "keydiff"}, budget=0.1)
     assert draw_figures([str(tmp_path), "--kind", "curve"]) == 0
     [path] = (tmp_path / "figures").glob("*.svg")
     assert "20 to 24 samples (0 to 4 not answered everywhere)" in " ".join(texts(path))

@@ -24,7 +24,7 @@ from kvbench.report.samples import LONGEST, QUESTION, escape_invisible, format_s
 from kvbench.report.style import COLOURS, ORDER, choose_style
 from kvbench.validation import SettingError
 from tests.support import report_store
-from tests.support.report_store import BUDGETS, HOSTILE, TASKS, records, small, write
+from tests.support.report_store import BUDGETS, HOSTILE, TASKS, make_records, write_run, write_small_store
 from tests.support.repository import ROOT
 
 NOW = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
@@ -32,7 +32,7 @@ NOW = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 
 @pytest.fixture
 def store(tmp_path) -> Path:
-    return small(tmp_path)
+    return write_small_store(tmp_path)
 
 
 def data_of(path: Path) -> dict:
@@ -58,12 +58,12 @@ def test_every_number_is_recomputed_from_the_records(store):
     assert [(panel["question"], len(panel["series"])) for panel in page["panels"]] == [("hidden", 4), ("visible", 4)]
     panel = page["panels"][1]
     assert [own["label"] for own in panel["series"]] == ["keydiff", "keydiff · block 128", "newest", "snapkv"]
-    full = records(1.0, 100)
+    full = make_records(1.0, 100)
     for place, own in enumerate(panel["series"]):
         salt = {"snapkv": 0, "keydiff": 1, "keydiff · block 128": 2, "newest": 3}[own["label"]]
         points = [point for point in panel["points"] if point["s"] == place == own["s"]]
         for (budget, chance), point in zip(BUDGETS.items(), points, strict=True):
-            method = records(budget, chance + 15 * (salt % 2), salt)
+            method = make_records(budget, chance + 15 * (salt % 2), salt)
             scores = {}
             for task in TASKS:
                 uids = [uid for uid in full if full[uid]["subtask"] == task]
@@ -92,7 +92,11 @@ def test_every_number_is_recomputed_from_the_records(store):
                 (cell,) = [cell for cell in panel["cells"] if (cell["order"], cell["column"]) == (row["order"], column)]
                 assert [cell[name] for name in CHANGE] == pytest.approx(numbers(compare_subtasks([one])), abs=1e-4)
     grid = next(one for one in panel["grids"] if one["row"] == "snapkv · 5\u202f%")
-    own = [one for one in records(0.05, 30).values() if one["meta"].get("depth") == 50 and one["meta"]["length"] == 512]
+    own = [
+        one
+        for one in make_records(0.05, 30).values()
+        if one["meta"].get("depth") == 50 and one["meta"]["length"] == 512
+    ]
     cell = next(cell for cell in grid["cells"] if (cell["length"], cell["depth"]) == (512, 50))
     assert cell["score"] == sum(one["score"] for one in own) / len(own) and cell["n"] == len(own)
 
@@ -121,9 +125,9 @@ def test_the_front_is_what_nothing_beats(store):
 
 
 def test_a_full_cache_that_is_faster_and_better_takes_a_point_off_the_front(tmp_path):
-    write(tmp_path, records(1.0, 100, ttft_ms=290.0), method={"name": "full"})
-    write(tmp_path, records(0.1, 50, ttft_ms=305.0), budget=0.1)  # fewer bytes, but slower and worse
-    write(tmp_path, records(0.3, 85, ttft_ms=280.0), budget=0.3)
+    write_run(tmp_path, make_records(1.0, 100, ttft_ms=290.0), method={"name": "full"})
+    write_run(tmp_path, make_records(0.1, 50, ttft_ms=305.0), budget=0.1)  # fewer bytes, but slower and worse
+    write_run(tmp_path, make_records(0.3, 85, ttft_ms=280.0), budget=0.3)
     page = write_report(tmp_path, NOW)
     [panel] = data_of(page)["panels"]
     [full] = panel["free"]
@@ -136,10 +140,10 @@ def test_a_full_cache_that_is_faster_and_better_takes_a_point_off_the_front(tmp_
 
 def test_times_have_intervals(store):
     """The mean of three subtasks' medians: errors of medians of 8, by the second and the seventh of them."""
-    own = records(0.05, 30)
+    own = make_records(0.05, 30)
     for place, record in enumerate(own.values()):
         record["ttft_ms"] = 100.0 + 10 * (place % 8)
-    write(store, own, method={"name": "timed"}, budget=0.05)
+    write_run(store, own, method={"name": "timed"}, budget=0.05)
     panel = next(one for one in data_of(write_report(store, NOW))["panels"] if one["question"] == "visible")
     row = next(one for one in panel["costs"] if one["row"].startswith("timed"))
     chance = 2 * sum(comb(8, k) for k in range(2)) / 2**8
@@ -151,9 +155,9 @@ def test_times_have_intervals(store):
 
 def test_runs_of_different_protocols_never_share_a_panel(store):
     for changed in ({"seed": 1}, {"data": "d1"}, {"task": {"name": "ruler", "length": 4096}}):
-        write(store, records(1.0, 100), method={"name": "full"}, **changed)
-        write(store, records(0.1, 50), budget=0.1, **changed)
-    write(store, records(0.1, 50), budget=0.1, question="asked")  # without a full cache
+        write_run(store, make_records(1.0, 100), method={"name": "full"}, **changed)
+        write_run(store, make_records(0.1, 50), budget=0.1, **changed)
+    write_run(store, make_records(0.1, 50), budget=0.1, question="asked")  # without a full cache
     page = gather_results(store, NOW).page
     assert len(page["panels"]) == 6
     said = {(panel["question"], *panel["also"]) for panel in page["panels"]}
@@ -279,18 +283,18 @@ def test_who_makes_the_page_is_alone(store, monkeypatch):
 
 def test_what_is_damaged_is_named_and_the_rest_is_shown(store):
     method = {"name": "snapkv"}
-    old = write(store, records(0.2, 50), budget=0.2, method=method)
+    old = write_run(store, make_records(0.2, 50), budget=0.2, method=method)
     (old / "run.yaml").write_text("format: [")
-    torn = write(store, records(0.25, 50), budget=0.25, method=method)
+    torn = write_run(store, make_records(0.25, 50), budget=0.25, method=method)
     file = next(torn.glob("records*.jsonl"))
     file.write_bytes(file.read_bytes()[:-9])
     odd = [
-        write(store, {uid: {"uid": uid} for uid in records(0.4, 50)}, budget=0.4, method=method),
-        write(store, records(0.5, 50, score=1e9), budget=0.5, method=method),
-        write(store, records(0.6, 50, meta=None), budget=0.6, method=method),
-        write(store, records(0.7, 50, prompt_hash="another"), budget=0.7, method=method),
+        write_run(store, {uid: {"uid": uid} for uid in make_records(0.4, 50)}, budget=0.4, method=method),
+        write_run(store, make_records(0.5, 50, score=1e9), budget=0.5, method=method),
+        write_run(store, make_records(0.6, 50, meta=None), budget=0.6, method=method),
+        write_run(store, make_records(0.7, 50, prompt_hash="another"), budget=0.7, method=method),
     ]
-    write(store, records(0.8, 50), finish=False, budget=0.8, method=method)
+    write_run(store, make_records(0.8, 50), finish=False, budget=0.8, method=method)
     page = data_of(write_report(store, NOW))
     said = " ".join(f"{name} {why}" for name, why in page["damaged"])
     for path in (old, torn, *odd):
@@ -314,8 +318,8 @@ def test_the_page_says_what_it_is_made_of(store):
 
 
 def test_the_costs_say_that_prompts_were_shared(tmp_path):
-    write(tmp_path, records(1.0, 100), method={"name": "full"})
-    write(tmp_path, records(0.1, 55, shared_prefill=12), budget=0.1)
+    write_run(tmp_path, make_records(1.0, 100), method={"name": "full"})
+    write_run(tmp_path, make_records(0.1, 55, shared_prefill=12), budget=0.1)
     [panel] = data_of(write_report(tmp_path, NOW))["panels"]
     assert panel["costs"] and [note for note in panel["notes"] if note == SHARED_PREFILL_NOTE.format("method")]
 
@@ -323,7 +327,7 @@ def test_the_costs_say_that_prompts_were_shared(tmp_path):
 def test_a_large_study_stays_small(tmp_path, monkeypatch):
     """20 methods, 10 budgets, 2 questions, 21 subtasks."""
     monkeypatch.setattr(report_store, "TASKS", tuple(f"a_rather_long_name_{place}" for place in range(21)))
-    page = gather_results(small(tmp_path), NOW).page
+    page = gather_results(write_small_store(tmp_path), NOW).page
     for panel in page["panels"]:  # 12 runs to 204
         for name in ("points", "rows", "cells", "costs", "grids", "series"):
             panel[name] = panel[name] * (17 if name != "series" else 5)
@@ -367,6 +371,6 @@ def test_a_folder_without_runs_is_refused(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2 and not (tmp_path / "report.html").exists()
     (tmp_path / "runs").mkdir()
     assert main([str(tmp_path)]) == 0 and data_of(tmp_path / "report.html")["panels"] == []
-    write(tmp_path, records(1.0, 100), method={"name": "full"})
+    write_run(tmp_path, make_records(1.0, 100), method={"name": "full"})
     assert main([str(tmp_path)]) == 0 and data_of(tmp_path / "report.html")["panels"][0]["series"] == []
     assert "report.html" in capsys.readouterr().out

@@ -8,15 +8,15 @@ import pytest
 
 from kvbench.report.page import write_report
 from tests.support.browser import CHROMIUM, SIZES, draw_charts
-from tests.support.report_store import records, small, write
+from tests.support.report_store import make_records, write_run, write_small_store
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium: make test-browser")]
 
 
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory) -> Path:
-    store = small(tmp_path_factory.mktemp("store"))
-    (write(store, records(0.2, 50), budget=0.2) / "run.yaml").write_text("format: [")
+    store = write_small_store(tmp_path_factory.mktemp("store"))
+    (write_run(store, make_records(0.2, 50), budget=0.2) / "run.yaml").write_text("format: [")
     return write_report(store, datetime(2026, 1, 2, 3, 4, tzinfo=UTC))
 
 
@@ -187,7 +187,7 @@ def test_an_address_of_another_store_is_ignored(page, page_file):
 
 def test_numbers_beside_the_page_come_when_they_are_near(chromium, tmp_path, monkeypatch):
     monkeypatch.setattr("kvbench.report.page.MOST", 1000)
-    write(small(tmp_path), records(0.2, 50), budget=0.2, question="hidden")
+    write_run(write_small_store(tmp_path), make_records(0.2, 50), budget=0.2, question="hidden")
     file = write_report(tmp_path, datetime(2026, 1, 2, 3, 4, tzinfo=UTC))
     page = chromium.new_page(viewport={"width": 1440, "height": 900})
     said = []

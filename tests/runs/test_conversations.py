@@ -20,12 +20,12 @@ from kvbench.interfaces.task import Graded, Sample
 from kvbench.models.embedded import REFERENCE
 from kvbench.runs.prompt import encode_all
 from kvbench.runs.resources import Resources
-from kvbench.runs.responder import Responder, seed_of
-from kvbench.runs.runner import execute
+from kvbench.runs.responder import Responder, derive_seed
+from kvbench.runs.runner import execute_run
 from kvbench.runs.spec import RunSpec
 from kvbench.runs.survival import measure_survival
 from kvbench.validation import SettingError
-from tests.support.conversations import ASKED, CONTEXT, SAID, turns
+from tests.support.conversations import ASKED, CONTEXT, SAID, make_turns
 from tests.support.recorded_runs import TIMES
 
 CHATML = (
@@ -110,7 +110,7 @@ def greedy(model, ids, tokens: int) -> list[int]:
 @pytest.mark.parametrize("said", [SAID, (None,) * 3, ("a monk.", None, "x")])
 def test_with_the_full_cache_every_turn_is_transformers_own(reader, template, question, said):
     """Each output is the greedy continuation of all that was said before, read at once."""
-    samples = turns(said)
+    samples = make_turns(said)
     own = reader(samples, f"question={question}", "method=full", template=template)
     found, prompts = records(own, samples), encode_all(own.tokenizer, samples)
     ids: list[int] = []
@@ -131,13 +131,13 @@ def test_with_a_method_every_turn_is_what_the_same_steps_give(reader, monkeypatc
     """Prefill, extend, generate; what is not to stay, in a branch. `graph`: the step of a CUDA graph, without one."""
     if method == "graph":
         monkeypatch.setattr("kvbench.engine.context.can_capture", lambda model: True)
-    samples, tokens, name = turns(said, tokens=12), 12, "snapkv" if method == "graph" else method
+    samples, tokens, name = make_turns(said, tokens=12), 12, "snapkv" if method == "graph" else method
     own = reader(samples, f"question={question}", f"method={name}", "budget=0.5")
     found, prompts = records(own, samples), [prompt for _, prompt in encode_all(own.tokenizer, samples).values()]
     assert {record["decoding"] for record in found} == {"graph" if method == "graph" else "modules"}
     monkeypatch.undo()
     first = prompts[0].context + (prompts[0].rest if question == "visible" else ())
-    more = {"seed": seed_of(own.run.seed, "talk"), "tokenizer": own.tokenizer, "prefix": prompts[0].prefix}
+    more = {"seed": derive_seed(own.run.seed, "talk"), "tokenizer": own.tokenizer, "prefix": prompts[0].prefix}
     held = kvbench.prefill(own.model, torch.tensor([first]), name, 0.5, **more)
     for turn, (prompt, record) in enumerate(zip(prompts, found, strict=True)):
         if turn or question == "hidden":
@@ -154,7 +154,7 @@ def test_with_a_method_every_turn_is_what_the_same_steps_give(reader, monkeypatc
 
 
 def test_an_own_answer_that_ended_is_followed_by_the_templates_end(reader, monkeypatch):
-    samples = turns((None,) * 3)
+    samples = make_turns((None,) * 3)
     own = reader(samples, "method=full", template=CHATML)
     prompts = [prompt for _, prompt in encode_all(own.tokenizer, samples).values()]
     answer = greedy(own.model, prompts[0].ids, 7)
@@ -182,7 +182,7 @@ def lines(base):
 
 @pytest.mark.parametrize("template", [CHATML, HEADERS, INSTRUCT])
 def test_a_turns_ids_are_the_templates_on_the_whole_conversation(lines, template):
-    samples, messages = turns(), []
+    samples, messages = make_turns(), []
     lines.chat_template, tokenizer = template, lines
     for sample, prompt in encode_all(tokenizer, samples).values():
         content = (CONTEXT if not messages else "") + sample.question
@@ -194,7 +194,7 @@ def test_a_turns_ids_are_the_templates_on_the_whole_conversation(lines, template
 
 def test_ids_differ_from_the_whole_conversations_only_where_an_answer_begins(reader):
     """GPT-2's pattern parts two line breaks before a letter, which it does not know of when the prompt ends there."""
-    samples = turns(("a monk.", "in spring", "for bread"))
+    samples = make_turns(("a monk.", "in spring", "for bread"))
     tokenizer = reader(samples, template=HEADERS).tokenizer
     (_, first), (_, second), _ = encode_all(tokenizer, samples).values()
     messages = [("user", CONTEXT + ASKED[0]), ("assistant", SAID[0]), ("user", ASKED[1])]
@@ -208,7 +208,7 @@ def test_ids_differ_from_the_whole_conversations_only_where_an_answer_begins(rea
 
 def test_without_a_template_a_turn_is_what_the_benchmark_tokenises(reader):
     """Answer and next question as one text: a token may hold the end of one and the beginning of the other."""
-    samples = turns()
+    samples = make_turns()
     tokenizer = reader(samples).tokenizer
     found = [prompt for _, prompt in encode_all(tokenizer, samples).values()]
     assert list(found[0].ids) == tokenizer.encode(CONTEXT + ASKED[0])
@@ -219,18 +219,18 @@ def test_without_a_template_a_turn_is_what_the_benchmark_tokenises(reader):
 
 def test_a_template_that_shows_turns_otherwise_than_they_were_read_is_refused(reader):
     with pytest.raises(SettingError, match="^model: its chat template does not show the turns of a conversation as"):
-        encode_all(reader(turns(), template=THINKS).tokenizer, turns())
+        encode_all(reader(make_turns(), template=THINKS).tokenizer, make_turns())
 
 
 def test_turns_of_a_conversation_that_was_cut_off_are_made_again_and_are_the_same(reader, tmp_path):
-    samples = (*turns((None,) * 3), *turns((None, "x", None), "other"))
+    samples = (*make_turns((None,) * 3), *make_turns((None, "x", None), "other"))
     own = reader(samples, "method=tova", "budget=0.5", "temperature=1.0")
     bench = Resources(own.run, {"model": own.model, "tokenizer": own.tokenizer})
 
     def plain(found):
         return {uid: {k: v for k, v in own.items() if k not in TIMES} for uid, own in found.items()}
 
-    whole = execute(own.run, tmp_path / "whole", bench)
+    whole = execute_run(own.run, tmp_path / "whole", bench)
     assert [record["turn"] for record in whole.values()] == [0, 1, 2, 0, 1, 2]
     assert [record["conversation"] for record in whole.values()] == ["talk"] * 3 + ["other"] * 3
     [folder] = (tmp_path / "whole" / "runs").iterdir()
@@ -240,14 +240,14 @@ def test_turns_of_a_conversation_that_was_cut_off_are_made_again_and_are_the_sam
         cut = tmp_path / f"{kept}" / "runs" / folder.name
         (cut / "done").unlink()
         (cut / written.name).write_text("".join(written.read_text().splitlines(keepends=True)[:kept]))
-        assert plain(execute(own.run, tmp_path / f"{kept}", bench)) == plain(whole)
+        assert plain(execute_run(own.run, tmp_path / f"{kept}", bench)) == plain(whole)
 
 
 def test_own_answers_count_against_the_window(reader, tmp_path):
-    length = len(encode_all(reader(turns()).tokenizer, turns((None,) * 3))["talk/2"][1].ids)
+    length = len(encode_all(reader(make_turns()).tokenizer, make_turns((None,) * 3))["talk/2"][1].ids)
     fits = (4096 - length) // 3
     for tokens, good in ((fits, True), (fits + 1, False)):
-        samples = turns((None,) * 3, tokens=tokens)
+        samples = make_turns((None,) * 3, tokens=tokens)
         own = reader(samples, "method=full")
         bench = Resources(own.run, {"model": own.model, "tokenizer": own.tokenizer})
         prompt = bench.prompts["talk/2"][1]
@@ -257,7 +257,7 @@ def test_own_answers_count_against_the_window(reader, tmp_path):
             with pytest.raises(
                 SettingError, match=rf"^task: talk/2 needs {length + 3 * tokens} tokens, the model takes"
             ):
-                execute(own.run, tmp_path, bench)
+                execute_run(own.run, tmp_path, bench)
             assert not (tmp_path / "runs").exists()
 
 

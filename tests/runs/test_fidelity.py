@@ -10,7 +10,7 @@ import torch
 
 import kvbench as package
 from kvbench.cli import curves as curves_command
-from kvbench.config.catalogue import build, names, settings
+from kvbench.config.catalogue import build, list_choices, load_settings
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
@@ -20,11 +20,11 @@ from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.embedded import REFERENCE
 from kvbench.models.gguf import find_converted
 from kvbench.runs import fidelity, responder
-from kvbench.runs.fidelity import divergence, likelihood, pack, predict, unpack
+from kvbench.runs.fidelity import kl_divergence, mean_nll, pack_predictions, predict, unpack_predictions
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError
 from tests.support.gguf_files import write_gguf
-from tests.support.method_files import chosen
+from tests.support.method_files import build_policy
 from tests.support.recorded_runs import TIMES, read_runs
 from tests.support.tiny_models import distinct, tiny
 
@@ -34,7 +34,7 @@ ANSWER = [5, 17, 9, 30, 44, 8]
 
 def read(method: str, budget: float = 0.3, codec: str = "raw", tokens: int = 90, batch: int = 1) -> GenerationContext:
     """A prompt in the compressed cache of a tiny model."""
-    choice = choose_cache(*chosen(method, "uniform", "llama", codec))
+    choice = choose_cache(*build_policy(method, "uniform", "llama", codec))
     context = GenerationContext(tiny("llama"), choice, Budget(1.0 if method == "full" else budget), None, (0,) * batch)
     context.prefill(torch.cat([distinct(tokens, seed) for seed in range(batch)]))
     return context
@@ -52,11 +52,11 @@ def test_the_full_cache_predicts_what_the_model_does():
     found = predict(read("full"), [ANSWER])[0]
     assert torch.allclose(found.double(), expected, atol=1e-4)
     mean = -sum(expected[place, token].item() for place, token in enumerate(ANSWER)) / len(ANSWER)
-    assert likelihood(found, ANSWER) == pytest.approx(mean, abs=1e-4)
+    assert mean_nll(found, ANSWER) == pytest.approx(mean, abs=1e-4)
 
 
 @pytest.mark.parametrize("codec", ["raw", "kivi"])
-@pytest.mark.parametrize("method", names("method"))
+@pytest.mark.parametrize("method", list_choices("method"))
 def test_an_answer_that_is_read_predicts_as_one_that_is_decoded(method, codec):
     try:
         context = read(method, codec=codec)
@@ -77,7 +77,7 @@ def test_an_answer_that_is_read_predicts_as_one_that_is_decoded(method, codec):
 def test_answers_of_a_batch_are_predicted_as_alone(method):
     both = predict(read(method, batch=2), [ANSWER, ANSWER[:2]])
     for place, own in ((0, ANSWER), (1, ANSWER[:2])):
-        choice = choose_cache(*chosen(method, "uniform", "llama"))
+        choice = choose_cache(*build_policy(method, "uniform", "llama"))
         context = GenerationContext(tiny("llama"), choice, Budget(0.3), None, (0,))
         context.prefill(distinct(90, place))
         alone = predict(context, [own])[0]
@@ -96,7 +96,7 @@ def exact(p: np.ndarray, q: np.ndarray) -> float:
 def test_the_divergence_is_that_of_the_likely_tokens_and_the_rest(monkeypatch):
     generator = np.random.default_rng(0)
     p, q = (torch.from_numpy(3 * generator.normal(size=(5, 300))).log_softmax(-1) for _ in range(2))
-    found = divergence(pack(p), q)
+    found = kl_divergence(pack_predictions(p), q)
     top = p.topk(fidelity.TOP, dim=1).indices
     parts = []
     for own in (p, q):
@@ -106,24 +106,24 @@ def test_the_divergence_is_that_of_the_likely_tokens_and_the_rest(monkeypatch):
     everything = exact(p.exp().numpy(), q.exp().numpy())
     assert 0 < found <= everything + 1e-6
     monkeypatch.setattr(fidelity, "TOP", 300)
-    assert divergence(pack(p), q) == pytest.approx(everything, abs=1e-4)
+    assert kl_divergence(pack_predictions(p), q) == pytest.approx(everything, abs=1e-4)
 
 
 def test_the_divergence_from_itself_is_zero_and_from_certainty_finite():
     p = torch.randn(4, 200, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    assert divergence(pack(p), p) == pytest.approx(0, abs=1e-6)
+    assert kl_divergence(pack_predictions(p), p) == pytest.approx(0, abs=1e-6)
     certain = torch.full((4, 200), -200.0)
     certain[:, 3] = 0
-    assert 1 < divergence(pack(p), certain) < 1000
+    assert 1 < kl_divergence(pack_predictions(p), certain) < 1000
 
 
 def test_packed_predictions_are_read_back():
     p = torch.randn(3, 100, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    found, values = unpack(pack(p), 3)
+    found, values = unpack_predictions(pack_predictions(p), 3)
     expected = p.topk(fidelity.TOP, dim=1)
     assert torch.equal(found, expected.indices) and torch.equal(values, expected.values.double())
     few = torch.zeros(2, 5).log_softmax(-1)
-    assert divergence(pack(few), few) == pytest.approx(0, abs=1e-6)
+    assert kl_divergence(pack_predictions(few), few) == pytest.approx(0, abs=1e-6)
 
 
 SETTINGS = ("task.subtasks=[niah_single_1,niah_multivalue]", "task.length=512", "task.samples=2")
@@ -261,7 +261,7 @@ OVERLAP = ("gov_report", "multi_news", "qmsum", "samsum")  # scored by overlap, 
 @pytest.mark.parametrize("task", TASKS)
 def test_tasks_give_the_text_of_a_right_answer(task):
     """Their own score says that it is right."""
-    own = build("task", settings("task", task, {"limit": 1} | TASKS[task]))
+    own = build("task", load_settings("task", task, {"limit": 1} | TASKS[task]))
     tokenizer = Checkpoint("reference", str(REFERENCE)).tokenizer()
     samples = [sample for sample in own.samples(tokenizer, 0, 16384) if not sample.subtask.startswith(OVERLAP)]
     assert samples

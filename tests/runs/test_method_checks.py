@@ -22,7 +22,7 @@ def verdicts(out: str) -> list[str]:
 
 
 def method_class(name: str) -> type:
-    return type(catalogue.build("method", catalogue.settings("method", name)))
+    return type(catalogue.build("method", catalogue.load_settings("method", name)))
 
 
 def test_a_method_that_keeps_the_laws_passes(capsys):

@@ -10,9 +10,9 @@ import yaml
 
 from kvbench.cli import audit as audit_command
 from kvbench.cli import replay as replay_command
-from kvbench.config.catalogue import names
+from kvbench.config.catalogue import list_choices
 from kvbench.store import audit
-from tests.support.command_line import answer
+from tests.support.command_line import run_cli
 from tests.support.recorded_runs import read_records
 
 QUICK = ("task.subtasks=[niah_single_1]", "task.length=512", "task.samples=2")
@@ -27,9 +27,9 @@ def store(checkpoint, tmp_path_factory) -> Path:
         patch.chdir(folder)
         capture = type("Capture", (), {"readouterr": staticmethod(lambda: ("", ""))})
         base = ["model=hf", f"model.path={checkpoint}", "device=cpu"]
-        assert answer([*base, *SEVERAL], patch, capture)[0] == 0
+        assert run_cli([*base, *SEVERAL], patch, capture)[0] == 0
         hidden = ("method=keydiff", "budget=64", "block_size=256", "question=hidden", *QUICK, "limit=1")
-        assert answer([*base, *hidden], patch, capture)[0] == 0
+        assert run_cli([*base, *hidden], patch, capture)[0] == 0
     return folder / "results"
 
 
@@ -171,7 +171,7 @@ def test_the_weights_are_loaded_once(store, call, monkeypatch):
 
 def test_a_conversation_is_executed_as_a_whole(tmp_path, call, monkeypatch, capsys):
     base = ["task=scbench", "task.max_turns=2", "limit=1", "device=cpu", "budget=0.1", "task.subtasks=[scbench_kv]"]
-    assert answer([*base, "method=knorm", "task.length=1024"], monkeypatch, capsys)[0] == 0
+    assert run_cli([*base, "method=knorm", "task.length=1024"], monkeypatch, capsys)[0] == 0
     results = tmp_path / "results"
     assert count(results) == 4
     assert call(results, 2, seed=1) == (0, ["replay: 2 agree, 0 damaged, executed as they were then"])
@@ -228,7 +228,7 @@ def test_settings_of_every_choice_make_the_same_run_again(group):
     from kvbench.store.run_folder import to_json_value
 
     with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        for name in names(group):
+        for name in list_choices(group):
             config = compose("config", [f"{group}={name}"])
             again = OmegaConf.create(to_json_value(composed(config)))
             for own in ("method", "allocator", "codec", "task"):

@@ -13,7 +13,7 @@ import kvbench
 from kvbench.cache.policy import CachePolicy
 from kvbench.cache.storage import StoredRows
 from kvbench.config import catalogue
-from kvbench.config.catalogue import names
+from kvbench.config.catalogue import list_choices
 from kvbench.engine import timing
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
@@ -22,12 +22,12 @@ from kvbench.runs import responder, survival
 from kvbench.runs import survival as kvbench_survival
 from kvbench.runs.prompt import encode_all
 from kvbench.runs.resources import Resources
-from kvbench.runs.responder import Responder, shortened
-from kvbench.runs.runner import execute
+from kvbench.runs.responder import Responder, shorten
+from kvbench.runs.runner import execute_run
 from kvbench.runs.spec import RunSpec
 from kvbench.runs.survival import BINS, find_evidence, measure_survival
-from tests.support.conversations import turns
-from tests.support.method_files import chosen
+from tests.support.conversations import make_turns
+from tests.support.method_files import build_policy
 from tests.support.tiny_models import ids, tiny
 
 
@@ -105,12 +105,12 @@ def held_places(context: GenerationContext) -> list[list[list[list[int]]]]:
 
 
 @pytest.mark.parametrize(("name", "block_size"), [("llama", None), ("llama", 40), ("gemma3", 40)])
-@pytest.mark.parametrize("method", names("method"))
+@pytest.mark.parametrize("method", list_choices("method"))
 def test_what_every_method_holds_of_a_batch(method, name, block_size):
     """With codecs and ragged allocators that it goes with, after the prompt and after more tokens."""
     prompts = torch.cat([ids(150, 1), ids(150, 2)])
     for allocator, codec in (("uniform", "raw"), ("ada", "raw"), ("cake", "raw"), ("uniform", "kivi")):
-        choice = CachePolicy(*chosen(method, allocator, name, codec))
+        choice = CachePolicy(*build_policy(method, allocator, name, codec))
         if choice.method.refuses(choice.allocator, choice.codec) or (choice.method.one_block and block_size):
             continue
         budget = Budget(1.0 if method == "full" else 0.3)
@@ -153,12 +153,12 @@ def bench():
 )
 def test_records_say_what_the_python_interface_shows(bench, settings, question, tmp_path):
     run = run_of(*settings, *SMALL, "budget=0.2", f"question={question}")
-    records = execute(run, tmp_path, bench)
+    records = execute_run(run, tmp_path, bench)
     for sample, prompt in bench.prompts.values():
         record, chosen_ = records[sample.uid], run.groups
         first = prompt.context + (prompt.rest if question == "visible" else ())
         own = {
-            "seed": responder.seed_of(0, sample.group or sample.uid),
+            "seed": responder.derive_seed(0, sample.group or sample.uid),
             "tokenizer": bench.tokenizer,
             "prefix": prompt.prefix,
         }
@@ -210,14 +210,16 @@ def test_targets_stand_where_their_words_do(bench, context, answers, places):
 
 
 def test_a_conversations_turns_have_places_of_their_own(bench):
-    samples = [replace(own, answers=(word,)) for own, word in zip(turns(), ("mill", "Nobody", "river"), strict=True)]
+    samples = [
+        replace(own, answers=(word,)) for own, word in zip(make_turns(), ("mill", "Nobody", "river"), strict=True)
+    ]
     found = [find_evidence(*own, 60) for own in encode_all(bench.tokenizer, samples).values()]
     assert found == [[6, 15], [8], [2]]
 
 
 def test_a_long_question_says_that_its_middle_is_not_there():
-    assert shortened("a" * 1000) == "a" * 1000
-    assert shortened("a" * 700 + "b" * 701) == "a" * 500 + " […401 characters…] " + "b" * 500
+    assert shorten("a" * 1000) == "a" * 1000
+    assert shorten("a" * 700 + "b" * 701) == "a" * 500 + " […401 characters…] " + "b" * 500
 
 
 def test_what_looking_takes_is_no_part_of_the_peak(bench, monkeypatch):

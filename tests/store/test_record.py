@@ -11,7 +11,7 @@ from kvbench.cli import record_schema
 from kvbench.store import audit, record
 from kvbench.store.record import ANSWERED, FIELD_TYPES, SINCE, VERSION, Record, find_problems, is_of_type, read_version
 from kvbench.store.run_folder import RunFolder, read_run_value
-from tests.support.made_up_runs import write
+from tests.support.made_up_runs import write_run
 from tests.support.repository import ROOT
 
 OLD = ROOT / "tests" / "stores" / "0.1"
@@ -121,7 +121,7 @@ def test_old_records_hold_what_the_table_says():
 
 def test_a_later_versions_record_keeps_its_fields(tmp_path):
     later = Record(**answered(uid="a/1")).to_json() | {"version": VERSION + 1, "warmth": {"of": 3}, "tint": "blue"}
-    run = write(tmp_path, {"a/0": Record(**answered(uid="a/0")).to_json(), "a/1": later})
+    run = write_run(tmp_path, {"a/0": Record(**answered(uid="a/0")).to_json(), "a/1": later})
     assert RunFolder(tmp_path / "runs", run.value).records()["a/1"] == later
     frame = kvbench.load(tmp_path).records(["uid", "version", "tint"]).set_index("uid")
     assert list(frame.loc["a/1"]) == [VERSION + 1, "blue"] and frame["version"]["a/0"] == VERSION

@@ -10,7 +10,7 @@ from kvbench.papers.cell_values import RunIndex
 from kvbench.store import audit
 from kvbench.store.runs import FoundRuns, RunRecords, find_finished, find_runs, flatten, load_runs
 from kvbench.sweeps.status import SampleTimes
-from tests.support.made_up_runs import write
+from tests.support.made_up_runs import write_run
 
 
 def records(count: int = 3) -> dict[str, dict]:
@@ -25,7 +25,7 @@ def records(count: int = 3) -> dict[str, dict]:
 def store(tmp_path) -> dict[str, Path]:
     """One run of each kind: what it is -> its folder."""
     found = {
-        name: write(tmp_path, records(), finish, budget=0.1 * (1 + place)).folder.path
+        name: write_run(tmp_path, records(), finish, budget=0.1 * (1 + place)).folder.path
         for place, (name, finish) in enumerate(
             {"good": True, "begun": False, "killed": False, "lost": True, "zeros": True, "yaml": True}.items()
         )
@@ -86,8 +86,8 @@ def test_who_reads_some_runs_only_tells_of_those(store, tmp_path, capsys):
 
 @pytest.mark.parametrize("lacks", ["model", "task", "method", "allocator", "codec", "budget"])
 def test_a_run_that_lacks_a_setting_is_left_out(tmp_path, lacks):
-    run = write(tmp_path, records())
-    other = write(tmp_path, records(), **{lacks: None})
+    run = write_run(tmp_path, records())
+    other = write_run(tmp_path, records(), **{lacks: None})
     found = find_runs(tmp_path)
     assert [own.hash for own in found.runs] == [run.hash]
     assert found.damaged[other.hash].startswith("run.yaml lacks a setting (")
@@ -96,7 +96,7 @@ def test_a_run_that_lacks_a_setting_is_left_out(tmp_path, lacks):
 def test_the_audit_holds_records_to_their_version(tmp_path):
     own = records(2)
     own["a/1"] |= {"version": 2, "rows_held": "many"}
-    run = write(tmp_path, own)
+    run = write_run(tmp_path, own)
     [(name, state, wrong)] = audit.audit_runs(tmp_path)
     assert (name, state) == (run.hash, "damaged") and "a/1: rows_held is 'many', expected float, a/1: index" in wrong[0]
     assert RunRecords(run.folder.path).problems == [] and list(RunRecords(run.folder.path)) == list(own.values())

@@ -10,7 +10,7 @@ from kvbench.cli import run as command
 from kvbench.cli.command import run_command
 
 
-def answer(
+def run_cli(
     arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> tuple[int, str, str]:
     """Exit code, output and errors of `run.py` with these arguments."""

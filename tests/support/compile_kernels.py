@@ -30,13 +30,13 @@ def main(module: str) -> None:
         print(kernel.__name__, made.metadata.shared)
 
 
-def typed(kernel: object, pointers: dict[str, str], constants: dict[str, int], **options: int) -> tuple:
+def list_kernel(kernel: object, pointers: dict[str, str], constants: dict[str, int], **options: int) -> tuple:
     """An entry of `ahead()`: arguments that are neither `pointers`, as {"keys": "*bf16"}, nor constants are "i32"."""
     types = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
     return kernel, types, constants, options
 
 
-def compiled(kernel, kinds, constants):
+def list_typed_kernel(kernel, kinds, constants):
     """A kernel with the types of all arguments, integers where nothing else is said, its constants and options."""
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
     names = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}

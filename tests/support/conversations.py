@@ -7,7 +7,7 @@ ASKED = ("\n\nWho built it? Answer:", "\n\nAnd when? Answer:", "\n\nWhy, then? A
 SAID = ("a monk.", "in spring", "for bread")
 
 
-def turns(said=SAID, name="talk", tokens=7, **more) -> tuple[Sample, ...]:
+def make_turns(said=SAID, name="talk", tokens=7, **more) -> tuple[Sample, ...]:
     return tuple(
         Sample(f"{name}/{i}", f"turn{i}", CONTEXT, asked, "", ("x",), tokens, name, conversation=name, said=own, **more)
         for i, (asked, own) in enumerate(zip(ASKED, said, strict=True))

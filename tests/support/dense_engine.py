@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
-from tests.support.tiny_models import double
+from tests.support.tiny_models import make_double
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Head:
 
 
 @dataclass
-class Glance:
+class HeadView:
     """What the dense engine shows of one KV head when a block was read."""
 
     layer: int
@@ -36,11 +36,11 @@ class Glance:
     tokens: int  # read so far
 
 
-Cut = Callable[[list[Glance]], list[Head]]
+Cut = Callable[[list[HeadView]], list[Head]]
 
 
 @dataclass
-class Dense:
+class DenseEngine:
     """Reads blocks with plain attention over what each head holds; transformers does the rest. `cut` is asked after
     every block of the prompt (and while decoding if `cuts_decoding`) with the glances of a layer's KV heads and gives
     what they hold from then on.
@@ -67,7 +67,7 @@ class Dense:
 
     @torch.no_grad()
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        model = double(self.name)
+        model = make_double(self.name)
         AttentionInterface.register("dense", self.attention)
         model.set_attn_implementation("dense")
         positions = torch.arange(self.seen, self.seen + tokens.shape[1])[None]
@@ -86,7 +86,7 @@ class Dense:
             group = query.shape[1] // len(fresh)
             queries = query[0, index * group : (index + 1) * group].numpy()
             found = np.stack([self.attend(q, rows, places, scaling, sliding_window) for q in queries])
-            glances.append(Glance(layer, index, queries, found, rows, scaling, self.seen + tokens))
+            glances.append(HeadView(layer, index, queries, found, rows, scaling, self.seen + tokens))
             outputs.extend(found)
         cut = self.cutting and sliding_window is None
         self.held[layer] = self.cut(glances) if cut else [glance.rows for glance in glances]

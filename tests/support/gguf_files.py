@@ -100,7 +100,11 @@ def write_gguf(path: Path, architecture: str = "llama", quantisation: str = "F32
     for key, value in fields.items():
         writer.add_string(key.replace("__", "."), str(value))
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_hidden_layers)
-    own = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight" or not tied(model)}
+    own = {
+        name: value
+        for name, value in model.state_dict().items()
+        if name != "lm_head.weight" or not has_tied_embeddings(model)
+    }
     for name, value in own.items():
         base, _, kind = name.rpartition(".")
         if architecture == "llama" and base.endswith(("q_proj", "k_proj")):
@@ -122,7 +126,7 @@ def write_gguf(path: Path, architecture: str = "llama", quantisation: str = "F32
     return model
 
 
-def tied(model: torch.nn.Module) -> bool:
+def has_tied_embeddings(model: torch.nn.Module) -> bool:
     return model.config.tie_word_embeddings
 
 

@@ -8,12 +8,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def poisoned(monkeypatch):
+def poison_memory(monkeypatch):
     """Memory that a kernel is given to write holds NaN."""
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(math.nan))
 
 
-def same(found, expected):
+def assert_equal_sums(found, expected):
     """But for the order of sums, which follows that of the memory."""
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -26,7 +26,7 @@ VALUE = {
 }
 
 
-def write(
+def write_run(
     results: Path,
     own: Mapping[str, dict],
     finish: bool = True,

@@ -245,5 +245,5 @@ x:1+2 ~ 2+x:1
 """
 
 
-def pairs(text: str) -> list[tuple[str, str]]:
+def parse_pairs(text: str) -> list[tuple[str, str]]:
     return [tuple(line.split(" ~ ")) for line in text.strip().splitlines()]

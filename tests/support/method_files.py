@@ -11,23 +11,23 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from kvbench.config.catalogue import build, settings
-from kvbench.models.transformers_port import layout
-from kvbench.training.query_filters import query_filters
+from kvbench.config.catalogue import build, load_settings
+from kvbench.models.transformers_port import read_layout
+from kvbench.training.query_filters import compute_query_filters
 from tests.support.tiny_models import ids, tiny
 
 FOLDER = tempfile.TemporaryDirectory()
 atexit.register(FOLDER.cleanup)
 
 
-def filters(model: torch.nn.Module, sequences: Sequence[torch.Tensor], path: Path) -> None:
+def write_filters(model: torch.nn.Module, sequences: Sequence[torch.Tensor], path: Path) -> None:
     """Query filters."""
-    save_file({"q_filters": query_filters(model, sequences, count=200)}, str(path))
+    save_file({"q_filters": compute_query_filters(model, sequences, count=200)}, str(path))
 
 
-def pattern(model: torch.nn.Module, sequences: Sequence[torch.Tensor], path: Path) -> None:
+def write_pattern(model: torch.nn.Module, sequences: Sequence[torch.Tensor], path: Path) -> None:
     """A folder of head gates as published, drawn here: they are trained, which is no part of the project."""
-    shape = layout(model)
+    shape = read_layout(model)
     generator = torch.Generator().manual_seed(5)
     gates = torch.rand(shape.layers, shape.heads, generator=generator)
     gates[list(shape.sliding)] = torch.nan
@@ -36,10 +36,10 @@ def pattern(model: torch.nn.Module, sequences: Sequence[torch.Tensor], path: Pat
     (path / "config.json").write_text(json.dumps({"sink_size": 3, "recent_size": 6}))
 
 
-MAKE = {"qfilters": filters, "duo_attention": pattern}
+MAKE = {"qfilters": write_filters, "duo_attention": write_pattern}
 
 
-def made(method: str, name: str, model: torch.nn.Module, sequences: Sequence[torch.Tensor]) -> dict:
+def make_method_args(method: str, name: str, model: torch.nn.Module, sequences: Sequence[torch.Tensor]) -> dict:
     """`method_args` for a method on a model of this name, its file made once from `sequences` (tokens,)."""
     if method not in MAKE:
         return {"first": [5, 6, 7], "later": [9, 8], "chunk": 50} if method == "kvzip" else {}
@@ -49,12 +49,15 @@ def made(method: str, name: str, model: torch.nn.Module, sequences: Sequence[tor
     return {"path": str(path)}
 
 
-def needed(method: str, name: str) -> dict:
+def make_tiny_method_args(method: str, name: str) -> dict:
     """The same for a model of tests/support/tiny_models.py."""
-    return made(method, name, tiny(name), [ids(100, seed)[0] for seed in range(4)])
+    return make_method_args(method, name, tiny(name), [ids(100, seed)[0] for seed in range(4)])
 
 
-def chosen(method: str, allocator: str, name: str, codec: str = "raw", **more: object) -> list:
+def build_policy(method: str, allocator: str, name: str, codec: str = "raw", **more: object) -> list:
     """Method, with `more` settings, allocator and codec as a user of a tiny model gets them."""
-    args, groups = {"method": needed(method, name) | more}, {"method": method, "allocator": allocator, "codec": codec}
-    return [build(group, settings(group, own, args.get(group))) for group, own in groups.items()]
+    args, groups = (
+        {"method": make_tiny_method_args(method, name) | more},
+        {"method": method, "allocator": allocator, "codec": codec},
+    )
+    return [build(group, load_settings(group, own, args.get(group))) for group, own in groups.items()]

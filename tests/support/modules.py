@@ -9,13 +9,13 @@ MODULE_FILES = sorted(
 )
 
 
-def name_of(path: Path) -> str:
+def find_module_name(path: Path) -> str:
     """What Python calls the module in a file of the repository."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "kvbench" else ("kvbench", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def within(name: str, *roots: str) -> bool:
+def is_within(name: str, *roots: str) -> bool:
     """Whether a module is one of `roots` or lies below one."""
     return any(name == root or name.startswith(f"{root}.") for root in roots)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from tests.support.dense_engine import Glance, Head
-from tests.support.oracles import Score, keeps, nothing, shrink, top, uniform
-from tests.support.tiny_models import double
+from tests.support.dense_engine import Head, HeadView
+from tests.support.oracles import Score, find_top, fit_protected, keep_by_score, protect_nothing, share_uniformly
+from tests.support.tiny_models import make_double
 
 
 def unit(x: np.ndarray) -> np.ndarray:
@@ -27,10 +27,10 @@ SIMILAR = {
 }
 
 
-def unlike(anchor: str, metric: str) -> Score:
+def score_unlike(anchor: str, metric: str) -> Score:
     similar = SIMILAR[metric]
 
-    def score(glance: Glance) -> np.ndarray:
+    def score(glance: HeadView) -> np.ndarray:
         keys = glance.rows.keys
         if anchor == "pairwise":
             return np.array([-np.mean([similar(key, other) for other in keys]) for key in keys])
@@ -40,7 +40,7 @@ def unlike(anchor: str, metric: str) -> Score:
     return score
 
 
-def attention(glance: Glance, window: int) -> np.ndarray:
+def attention(glance: HeadView, window: int) -> np.ndarray:
     """(G, w, n) probabilities of the block's last min(w, T) queries over all rows."""
     rows, count = glance.rows, min(window, glance.queries.shape[1])
     found = np.zeros((len(glance.queries), count, len(rows.places)))
@@ -62,8 +62,8 @@ def pool(scores: np.ndarray, kernel: int, pooling: str) -> np.ndarray:
     return np.array([max(near) if pooling == "max" else sum(near) / kernel for near in neighbours])
 
 
-def votes(window: int, kernel: int, pooling: str, group: str) -> Score:
-    def score(glance: Glance) -> np.ndarray:
+def score_votes(window: int, kernel: int, pooling: str, group: str) -> Score:
+    def score(glance: HeadView) -> np.ndarray:
         outside = glance.rows.places < glance.tokens - window
         if not outside.any():  # the window covers all that is held: then rows of the block only have no votes
             outside = glance.rows.places < glance.tokens - glance.queries.shape[1]
@@ -77,8 +77,8 @@ def votes(window: int, kernel: int, pooling: str, group: str) -> Score:
     return score
 
 
-def residual(window: int, kernel: int, pooling: str, epsilon: float, p_dtype: str) -> Score:
-    def score(glance: Glance) -> np.ndarray:
+def score_residual(window: int, kernel: int, pooling: str, epsilon: float, p_dtype: str) -> Score:
+    def score(glance: HeadView) -> np.ndarray:
         p = attention(glance, window)
         if p_dtype == "bf16":
             p = torch.from_numpy(p).bfloat16().double().numpy()
@@ -92,7 +92,7 @@ def residual(window: int, kernel: int, pooling: str, epsilon: float, p_dtype: st
     return score
 
 
-def merged(middle: list[list], chunk: int | None, r: float, surplus: int) -> list[list]:
+def merge_round(middle: list[list], chunk: int | None, r: float, surplus: int) -> list[list]:
     """One round. A row: [place, mass, key, value]; even rows of a chunk join their most similar odd row."""
     size = chunk or len(middle)
     edges = []
@@ -119,8 +119,10 @@ def merged(middle: list[list], chunk: int | None, r: float, surplus: int) -> lis
     return result
 
 
-def centroids(quota: int, sinks: int, recents: int, chunk: int | None, r: float, rounds: list[int] | None = None):
-    def cut(glances: list[Glance]) -> list[Head]:
+def cut_to_centroids(
+    quota: int, sinks: int, recents: int, chunk: int | None, r: float, rounds: list[int] | None = None
+):
+    def cut(glances: list[HeadView]) -> list[Head]:
         kept = []
         for glance in glances:
             rows = glance.rows
@@ -128,12 +130,14 @@ def centroids(quota: int, sinks: int, recents: int, chunk: int | None, r: float,
                 kept.append(rows)
                 continue
             protect = (rows.places < sinks) | (rows.places >= glance.tokens - recents)
-            protect = shrink(protect if quota > 1 else np.zeros_like(protect), quota, (rows.places < sinks).sum())
+            protect = fit_protected(
+                protect if quota > 1 else np.zeros_like(protect), quota, (rows.places < sinks).sum()
+            )
             everything = [list(row) for row in zip(rows.places, rows.mass, rows.keys, rows.values, strict=True)]
             middle = [row for row, safe in zip(everything, protect, strict=True) if not safe]
             count = 0
             while len(middle) > quota - protect.sum():
-                middle = merged(middle, chunk, r, len(middle) - (quota - protect.sum()))
+                middle = merge_round(middle, chunk, r, len(middle) - (quota - protect.sum()))
                 count += 1
             if rounds is not None:
                 rounds.append(count)
@@ -145,8 +149,8 @@ def centroids(quota: int, sinks: int, recents: int, chunk: int | None, r: float,
     return cut
 
 
-def along_the_output(window: int) -> Callable[[Glance], np.ndarray]:
-    def score(glance: Glance) -> np.ndarray:
+def score_along_output(window: int) -> Callable[[HeadView], np.ndarray]:
+    def score(glance: HeadView) -> np.ndarray:
         p, total = attention(glance, window), np.zeros(len(glance.rows.places))
         for g in range(len(p)):
             for t, output in enumerate(glance.outputs[g, -p.shape[1] :]):
@@ -157,10 +161,10 @@ def along_the_output(window: int) -> Callable[[Glance], np.ndarray]:
     return score
 
 
-def stays(window: int, chunk: int, first: int) -> Callable[[Glance, int], np.ndarray]:
+def protect_chunks(window: int, chunk: int, first: int) -> Callable[[HeadView, int], np.ndarray]:
     """Rows of the first chunks and of the last window // chunk ones."""
 
-    def protect(glance: Glance, quota: int) -> np.ndarray:
+    def protect(glance: HeadView, quota: int) -> np.ndarray:
         n = len(glance.rows.places)
         count = -(-n // chunk)
         return np.array([j // chunk < first or j // chunk >= count - window // chunk for j in range(n)])
@@ -168,12 +172,12 @@ def stays(window: int, chunk: int, first: int) -> Callable[[Glance, int], np.nda
     return protect
 
 
-def chunk_by_chunk(window: int, kernel: int, chunk: int, first: int) -> Callable[[Glance], np.ndarray]:
+def score_chunks(window: int, kernel: int, chunk: int, first: int) -> Callable[[HeadView], np.ndarray]:
     """c_{t,m} = Σ_{j in m} p_{t,j} v_j of pooled p; anchor_t = Σ c_{t,m} of droppable m; Σ_t ⟨c_{t,m}, anchor_t⟩."""
 
-    def score(glance: Glance) -> np.ndarray:
+    def score(glance: HeadView) -> np.ndarray:
         p, n, d = attention(glance, window), *glance.rows.values.shape
-        safe = stays(window, chunk, first)(glance, 0)
+        safe = protect_chunks(window, chunk, first)(glance, 0)
         total = np.zeros(n)
         for g in range(len(p)):
             for t in range(p.shape[1]):
@@ -188,9 +192,9 @@ def chunk_by_chunk(window: int, kernel: int, chunk: int, first: int) -> Callable
     return score
 
 
-def projected(model: str, glance: Glance) -> np.ndarray:
+def project_norms(model: str, glance: HeadView) -> np.ndarray:
     """‖W_o^h v_j‖₁, mean over the group's query heads h."""
-    weight = double(model).model.layers[glance.layer].self_attn.o_proj.weight.detach().numpy()
+    weight = make_double(model).model.layers[glance.layer].self_attn.o_proj.weight.detach().numpy()
     groups, dim = len(glance.queries), glance.rows.values.shape[1]
     total = np.zeros(len(glance.rows.values))
     for g in range(groups):
@@ -200,58 +204,60 @@ def projected(model: str, glance: Glance) -> np.ndarray:
     return total / groups
 
 
-def two_stages(model, base, quota, alpha, epsilon, protect=nothing, share=uniform, safe_share=0.0) -> Callable:
-    def cut(glances: list[Glance]) -> list[Head]:
+def cut_in_two_stages(
+    model, base, quota, alpha, epsilon, protect=protect_nothing, share=share_uniformly, safe_share=0.0
+) -> Callable:
+    def cut(glances: list[HeadView]) -> list[Head]:
         if sum(len(glance.rows.places) for glance in glances) <= quota * len(glances):
             return [glance.rows for glance in glances]
         scores = [base(glance) for glance in glances]
-        safe = [shrink(protect(glance, quota), quota) for glance in glances]
+        safe = [fit_protected(protect(glance, quota), quota) for glance in glances]
         raised = [np.where(own, np.inf, score) for own, score in zip(safe, scores, strict=True)]
         kept = []
         for glance, score, high, own, count in zip(
             glances, scores, raised, safe, share(raised, safe, quota), strict=True
         ):
-            second = (score + epsilon) * projected(model, glance)
-            second[top(high, int(alpha * count)).astype(int)] = np.inf
+            second = (score + epsilon) * project_norms(model, glance)
+            second[find_top(high, int(alpha * count)).astype(int)] = np.inf
             second[own] = np.inf
-            second[top(high, max(round(safe_share * quota), int(own.sum()))).astype(int)] = np.inf
-            kept.append(glance.rows.take(top(second, count)))
+            second[find_top(high, max(round(safe_share * quota), int(own.sum()))).astype(int)] = np.inf
+            kept.append(glance.rows.take(find_top(second, count)))
         return kept
 
     return cut
 
 
-def mean_votes(**args) -> Callable[[Glance], np.ndarray]:
+def score_mean_votes(**args) -> Callable[[HeadView], np.ndarray]:
     """SnapKV's votes as means over the window's queries."""
-    return lambda glance: votes(**args)(glance) / min(args["window"], glance.queries.shape[1])
+    return lambda glance: score_votes(**args)(glance) / min(args["window"], glance.queries.shape[1])
 
 
 SNAPKV = dict(window=4, kernel=3, pooling="max", group="after")
 
 
-class Heavy:
+class HeavyHitters:
     """Votes of every query head for every place, from every block, also one after which nothing is cut."""
 
     def __init__(self, norm: str, gqa: str) -> None:
         self.norm, self.gqa, self.votes = norm, gqa, {}
 
-    def keeps(self, quota: int, *more) -> Callable[[list[Glance]], list[Head]]:
-        cut = keeps(self.score, quota, *more)
+    def keeps(self, quota: int, *more) -> Callable[[list[HeadView]], list[Head]]:
+        cut = keep_by_score(self.score, quota, *more)
 
-        def count_and_cut(glances: list[Glance]) -> list[Head]:
+        def count_and_cut(glances: list[HeadView]) -> list[Head]:
             for glance in glances:
                 self.count(glance)
             return cut(glances)
 
         return count_and_cut
 
-    def count(self, glance: Glance) -> None:
+    def count(self, glance: HeadView) -> None:
         for g, row in enumerate(attention(glance, glance.queries.shape[1]).sum(1)):
             for place, vote in zip(glance.rows.places, row, strict=True):
                 key = (glance.layer, glance.head, g, place)
                 self.votes[key] = self.votes.get(key, 0.0) + vote
 
-    def score(self, glance: Glance) -> np.ndarray:
+    def score(self, glance: HeadView) -> np.ndarray:
         scores = []
         for place in glance.rows.places:
             own = [self.votes[glance.layer, glance.head, g, place] for g in range(len(glance.queries))]

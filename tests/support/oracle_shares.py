@@ -7,36 +7,38 @@ import numpy as np
 import torch
 
 import kvbench
-from tests.support.dense_engine import Dense, Glance, Head
+from tests.support.dense_engine import DenseEngine, Head, HeadView
 from tests.support.oracle_scores import attention, pool
-from tests.support.oracles import CLOSE, same_rows, shrink, top
+from tests.support.oracles import CLOSE, assert_same_rows, find_top, fit_protected
 from tests.support.tiny_models import distinct, tiny
 
 
-def winners(scores: list[np.ndarray], total: int) -> list[int]:
+def count_winners(scores: list[np.ndarray], total: int) -> list[int]:
     everything = sorted((-s, h, j) for h, own in enumerate(scores) for j, s in enumerate(own) if s > -np.inf)
     return [sum(h == head for _, h, _ in everything[:total]) for head in range(len(scores))]
 
 
-def safeguard(alpha: float):
+def share_safeguarded(alpha: float):
     def share(scores, protected, quota):
         safe = [min(max(int(alpha * quota), 1, int(own.sum())), len(own)) for own in protected]
         open_ = []
         for own, count in zip(scores, safe, strict=True):
             own = own.copy()
-            own[top(own, count)] = -np.inf
+            own[find_top(own, count)] = -np.inf
             open_.append(own)
-        won = winners(open_, quota * len(scores) - sum(safe))
+        won = count_winners(open_, quota * len(scores) - sum(safe))
         return [a + b for a, b in zip(safe, won, strict=True)]
 
     return share
 
 
-def interpolate(alpha: float):
+def share_interpolated(alpha: float):
     def share(scores, protected, quota):
         own = [int(p.sum()) for p in protected]
         free = quota - own[0]
-        won = winners([np.where(p, -np.inf, s) for s, p in zip(scores, protected, strict=True)], free * len(scores))
+        won = count_winners(
+            [np.where(p, -np.inf, s) for s, p in zip(scores, protected, strict=True)], free * len(scores)
+        )
         targets = [c * (1 - alpha) + free * alpha for c in won]
         counts = [math.floor(t + 1e-9) for t in targets]
         by_remainder = sorted(range(len(won)), key=lambda h: (counts[h] - targets[h], h))
@@ -47,7 +49,7 @@ def interpolate(alpha: float):
     return share
 
 
-def exact(targets: list[float], most: list[int], total: int) -> list[int]:
+def round_shares(targets: list[float], most: list[int], total: int) -> list[int]:
     """Rounded down, then single rows to whoever lacks most, none beyond what there is."""
     counts = [min(math.floor(target), high) for target, high in zip(targets, most, strict=True)]
     while sum(counts) < min(total, sum(most)):
@@ -58,7 +60,7 @@ def exact(targets: list[float], most: list[int], total: int) -> list[int]:
     return counts
 
 
-def side_by_side(dense, model, method, budget, block, allocator, decoding=False, tokens=60, **args):
+def assert_allocator_agrees(dense, model, method, budget, block, allocator, decoding=False, tokens=60, **args):
     """Both engines over one prompt and seven tokens more hold the same rows. Returns held."""
     prompt, more = distinct(tokens + 7).split([tokens, 7], dim=1)
     expected = dense.prefill(prompt, block)
@@ -67,11 +69,11 @@ def side_by_side(dense, model, method, budget, block, allocator, decoding=False,
         tiny(model), prompt, method, budget, block, name, method_args=args, allocator_args=allocator_args
     )
     torch.testing.assert_close(held.logits[0].double(), expected, **CLOSE)
-    same_rows(held, dense)
+    assert_same_rows(held, dense)
     dense.cuts_decoding = decoding
     for part in more.split([1, 1, 5], dim=1):
         torch.testing.assert_close(held.extend(part)[0].double(), dense.extend(part), **CLOSE)
-        same_rows(held, dense)
+        assert_same_rows(held, dense)
     return held
 
 
@@ -87,7 +89,7 @@ class CakeRule:
     tau1: float
     tau2: float
     cascade: bool
-    dense: Dense | None = None
+    dense: DenseEngine | None = None
     tokens: int = 10**9  # of the prompt: what is read beyond is decoding
     preferences: list[float] = field(default_factory=list)
     most: list[int] = field(default_factory=list)
@@ -95,7 +97,7 @@ class CakeRule:
     shares: list[int] = field(default_factory=list)
     differed: bool = False  # shares of some cut
 
-    def indicator(self, glance: Glance) -> dict[int, float]:
+    def indicator(self, glance: HeadView) -> dict[int, float]:
         """Score by place."""
         decoding = glance.tokens > self.tokens
         p = attention(glance, 1 if decoding else self.window)
@@ -108,7 +110,7 @@ class CakeRule:
             total += pool((own.mean(0) + self.gamma * varies)[outside], self.kernel, "avg") / len(p)
         return dict(zip(glance.rows.places, [*total, *np.zeros((~outside).sum())], strict=True))
 
-    def preference(self, glances: list[Glance]) -> float:
+    def preference(self, glances: list[HeadView]) -> float:
         entropy = variance = 0.0
         for glance in glances:
             outside = glance.rows.places < glance.tokens - self.window
@@ -120,10 +122,10 @@ class CakeRule:
     def choose(self, rows: Head, scores: dict[int, float], quota: int, tokens: int) -> Head:
         if len(rows.places) <= quota:
             return rows
-        safe = shrink(rows.places >= tokens - self.window, quota)
-        return rows.take(top(np.where(safe, np.inf, [scores[place] for place in rows.places]), quota))
+        safe = fit_protected(rows.places >= tokens - self.window, quota)
+        return rows.take(find_top(np.where(safe, np.inf, [scores[place] for place in rows.places]), quota))
 
-    def cut(self, glances: list[Glance]) -> list[Head]:
+    def cut(self, glances: list[HeadView]) -> list[Head]:
         layer, tokens = glances[0].layer, glances[0].tokens
         number, own = self.layers.index(layer), [glance.rows for glance in glances]
         if number == 0:
@@ -143,7 +145,7 @@ class CakeRule:
             parts = [one / total if total else 1 / len(self.most) for one in self.preferences]
             free = len(self.layers) * (self.quota - self.window)
             targets = [self.window + part * free for part in parts]
-            self.shares = exact(targets, self.most, free + self.window * len(self.most))
+            self.shares = round_shares(targets, self.most, free + self.window * len(self.most))
             self.differed |= len(set(self.shares)) > 1
             for earlier, share in zip(self.layers[:number], self.shares, strict=False):
                 before = zip(self.dense.held[earlier], self.indicators[earlier], strict=True)
@@ -152,13 +154,15 @@ class CakeRule:
         return [self.choose(rows, scores, self.shares[number], tokens) for rows, scores in pairs]
 
 
-def cake(model, cascade, block, quota=17, tokens=60, tau=(1.6, 0.4)):
+def assert_cake_agrees(model, cascade, block, quota=17, tokens=60, tau=(1.6, 0.4)):
     config = tiny(model).config
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     layers = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
     args = dict(window=6, kernel=5, gamma=200.0)
     rule = CakeRule(quota, layers, **args, tau1=tau[0], tau2=tau[1], cascade=cascade, tokens=tokens)
-    rule.dense = Dense(model, rule.cut)
+    rule.dense = DenseEngine(model, rule.cut)
     shares = dict(tau1=tau[0], tau2=tau[1], window=6, cascade=cascade)
-    held = side_by_side(rule.dense, model, "cake", quota, block, ("cake", shares), decoding=True, tokens=tokens, **args)
+    held = assert_allocator_agrees(
+        rule.dense, model, "cake", quota, block, ("cake", shares), decoding=True, tokens=tokens, **args
+    )
     return held, rule

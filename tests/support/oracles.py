@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 import kvbench
-from tests.support.dense_engine import Dense, Glance, Head
+from tests.support.dense_engine import DenseEngine, Head, HeadView
 from tests.support.tiny_models import distinct, tiny
 
 CLOSE = dict(rtol=3e-4, atol=3e-4)
-Score = Callable[[Glance], np.ndarray]
+Score = Callable[[HeadView], np.ndarray]
 
 
-def shrink(protected: np.ndarray, quota: int, sinks: int = 0) -> np.ndarray:
+def fit_protected(protected: np.ndarray, quota: int, sinks: int = 0) -> np.ndarray:
     """Protected rows that fit, one row free where the quota is over 1: the first `sinks` rows from the first on, then
     the others from the newest on.
     """
@@ -28,64 +28,68 @@ def shrink(protected: np.ndarray, quota: int, sinks: int = 0) -> np.ndarray:
     return kept
 
 
-def top(scores: np.ndarray, quota: int) -> np.ndarray:
+def find_top(scores: np.ndarray, quota: int) -> np.ndarray:
     """Indices of the `quota` largest, ties to the lower index, ascending."""
     order = sorted(range(len(scores)), key=lambda row: (-scores[row], row))
     return np.array(sorted(order[:quota]))
 
 
-def newest(count: int) -> Callable[[Glance, int], np.ndarray]:
+def protect_newest(count: int) -> Callable[[HeadView, int], np.ndarray]:
     return lambda glance, quota: glance.rows.places >= glance.tokens - count
 
 
-def first(count: int) -> Callable[[Glance, int], np.ndarray]:
+def protect_first(count: int) -> Callable[[HeadView, int], np.ndarray]:
     return lambda glance, quota: glance.rows.places < count
 
 
-def nothing(glance: Glance, quota: int) -> np.ndarray:
+def protect_nothing(glance: HeadView, quota: int) -> np.ndarray:
     return np.zeros(len(glance.rows.places), dtype=bool)
 
 
-def uniform(scores: list[np.ndarray], protected: list[np.ndarray], quota: int) -> list[int]:
+def share_uniformly(scores: list[np.ndarray], protected: list[np.ndarray], quota: int) -> list[int]:
     return [quota] * len(scores)
 
 
-def keeps(score: Score, quota: int, protect=nothing, share=uniform, prompt=60) -> Callable[[list[Glance]], list[Head]]:
+def keep_by_score(
+    score: Score, quota: int, protect=protect_nothing, share=share_uniformly, prompt=60
+) -> Callable[[list[HeadView]], list[Head]]:
     """What every head keeps of a layer: `quota` rows on average, by score; shares stay once the prompt is read."""
     before: dict[int, list[int]] = {}
 
-    def cut(glances: list[Glance]) -> list[Head]:
+    def cut(glances: list[HeadView]) -> list[Head]:
         if sum(len(glance.rows.places) for glance in glances) <= quota * len(glances):
             return [glance.rows for glance in glances]
         scores = [score(glance) for glance in glances]
-        protected = [shrink(protect(glance, quota), quota) for glance in glances]
+        protected = [fit_protected(protect(glance, quota), quota) for glance in glances]
         raised = [np.where(safe, np.inf, own) for own, safe in zip(scores, protected, strict=True)]
         if glances[0].tokens <= prompt or glances[0].layer not in before:
             before[glances[0].layer] = share(raised, protected, quota)
         counts = before[glances[0].layer]
-        return [g.rows.take(top(own, n)) for g, own, n in zip(glances, raised, counts, strict=True)]
+        return [g.rows.take(find_top(own, n)) for g, own, n in zip(glances, raised, counts, strict=True)]
 
     return cut
 
 
-def agree(model, cut, method, budget, block=None, tokens=60, seed=0, allocator="uniform", decoding=False, **args):
+def assert_engines_agree(
+    model, cut, method, budget, block=None, tokens=60, seed=0, allocator="uniform", decoding=False, **args
+):
     """Both engines read the same prompt, then seven tokens more, and hold the same rows; logits agree. Returns held."""
     prompt, more = distinct(tokens + 7, seed).split([tokens, 7], dim=1)
-    dense = Dense(model, cut, cuts_decoding=decoding)
+    dense = DenseEngine(model, cut, cuts_decoding=decoding)
     expected = dense.prefill(prompt, block)
     allocator, allocator_args = allocator if isinstance(allocator, tuple) else (allocator, {})
     held = kvbench.prefill(
         tiny(model), prompt, method, budget, block, allocator, method_args=args, allocator_args=allocator_args
     )
     torch.testing.assert_close(held.logits[0].double(), expected, **CLOSE)
-    same_rows(held, dense)
+    assert_same_rows(held, dense)
     for part in more.split([1, 1, 5], dim=1):
         torch.testing.assert_close(held.extend(part)[0].double(), dense.extend(part), **CLOSE)
-        same_rows(held, dense)
+        assert_same_rows(held, dense)
     return held
 
 
-def same_rows(held, dense):
+def assert_same_rows(held, dense):
     for layer in set(dense.held) - set(held.sliding_layers):
         for head, rows in enumerate(dense.held[layer]):
             assert held.places(layer, head).tolist() == rows.places.tolist(), (layer, head)

@@ -26,6 +26,6 @@ def read_runs(results: Path) -> dict[str, tuple[Path, list[dict]]]:
     return found
 
 
-def strip_own(records: dict[str, dict]) -> dict[str, dict]:
+def strip_circumstances(records: dict[str, dict]) -> dict[str, dict]:
     """What records say wherever, whenever and beside whichever others they were made."""
     return {uid: {key: item for key, item in own.items() if key not in OWN} for uid, own in records.items()}

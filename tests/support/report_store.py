@@ -26,7 +26,7 @@ HOSTILE = (
 )
 
 
-def recorded(draw: np.random.Generator, budget: float, index: int) -> dict:
+def draw_late_fields(draw: np.random.Generator, budget: float, index: int) -> dict:
     """What older records lack, here those of the largest budget: the question, and which rows survived."""
     if budget == max(BUDGETS):
         return {}
@@ -36,7 +36,7 @@ def recorded(draw: np.random.Generator, budget: float, index: int) -> dict:
     return {"asked": asked, "survived": bytes(percents.tolist()).hex(), "evidence": [20 + index], "rows_seen": 200}
 
 
-def records(budget: float, chance: float, salt: int = 0, count: int = 8, **changed: object) -> dict[str, dict]:
+def make_records(budget: float, chance: float, salt: int = 0, count: int = 8, **changed: object) -> dict[str, dict]:
     """Three subtasks of `count` samples; of the first, cells of a grid."""
     found = {}
     for subtask in TASKS:
@@ -53,25 +53,25 @@ def records(budget: float, chance: float, salt: int = 0, count: int = 8, **chang
                 "score": (100.0 if index % 5 else 50.0) * right, "stop": "eos", "tokens_out": 9,
                 "ttft_ms": 100.0 + 200 * budget + salt, "decode_ms": 80 + 40 * budget, "resident_bytes": 1000 * budget,
                 "full_bytes": 1000, "rows_attended": 200 * budget + 2, "rows_seen_decoding": 200,
-                **recorded(draw, budget, index),
+                **draw_late_fields(draw, budget, index),
             } | changed  # fmt: skip
     return found
 
 
-def write(results: Path, own: Mapping[str, dict], finish: bool = True, **changed: object) -> Path:
+def write_run(results: Path, own: Mapping[str, dict], finish: bool = True, **changed: object) -> Path:
     """A run on the disk; its folder."""
-    return made_up_runs.write(results, own, finish, MACHINE, **VALUE | changed).folder.path
+    return made_up_runs.write_run(results, own, finish, MACHINE, **VALUE | changed).folder.path
 
 
-def small(results: Path) -> Path:
+def write_small_store(results: Path) -> Path:
     """Two questions, three methods, one of them in blocks too, three budgets."""
     for question in ("visible", "hidden"):
-        write(results, records(1.0, 100), method={"name": "full"}, question=question)
+        write_run(results, make_records(1.0, 100), method={"name": "full"}, question=question)
         for salt, (method, block) in enumerate(
             (("snapkv", None), ("keydiff", None), ("keydiff", 128), ("newest", None))
         ):
             for budget, chance in BUDGETS.items():
-                own = records(budget, chance + 15 * (salt % 2), salt)
+                own = make_records(budget, chance + 15 * (salt % 2), salt)
                 changed = {"method": {"name": method}, "budget": budget, "block_size": block, "question": question}
-                write(results, own, **changed)
+                write_run(results, own, **changed)
     return results

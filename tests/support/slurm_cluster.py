@@ -62,13 +62,13 @@ for job in asked:
 """
 
 
-def missing() -> list[str]:
+def find_missing_programs() -> list[str]:
     """Programs of SLURM that are not installed."""
     return [name for name in NEEDED if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
 
 
 @contextmanager
-def running() -> Iterator[dict[str, str]]:
+def run_cluster() -> Iterator[dict[str, str]]:
     """The environment in which sbatch and its kin reach it. Whatever was started is stopped in the end."""
     state = Path(tempfile.mkdtemp(prefix="kvbench-slurm-", dir="/tmp"))  # a socket's path must be short
     path = f"{state}/bin:{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -81,7 +81,9 @@ def running() -> Iterator[dict[str, str]]:
     key.chmod(0o600)
     host = socket.gethostname().split(".")[0]
     (state / "slurm.conf").write_text(
-        CONFIGURATION.format(state=state, host=host, controller=port(), node=port(), cpus=os.cpu_count())
+        CONFIGURATION.format(
+            state=state, host=host, controller=find_free_port(), node=find_free_port(), cpus=os.cpu_count()
+        )
     )
     sacct = state / "bin" / "sacct"
     sacct.write_text(SACCT.format(python=sys.executable))
@@ -95,10 +97,10 @@ def running() -> Iterator[dict[str, str]]:
     try:
         own = [f"--{name}={state}/munge/{name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
         start("munged", "--foreground", "--force", f"--key-file={key}", *own)
-        wait(lambda: (state / "munge" / "socket").exists())
+        wait_until(lambda: (state / "munge" / "socket").exists())
         start("slurmctld", "-D", "-c")
         start("slurmd", "-D", "-N", host)
-        wait(lambda: b"idle" in subprocess.run(["sinfo", "-h"], env=environment, capture_output=True).stdout)
+        wait_until(lambda: b"idle" in subprocess.run(["sinfo", "-h"], env=environment, capture_output=True).stdout)
         yield environment
     finally:
         with suppress(OSError, subprocess.TimeoutExpired):
@@ -114,7 +116,7 @@ def running() -> Iterator[dict[str, str]]:
         shutil.rmtree(state, ignore_errors=True)
 
 
-def wait(ready, seconds: float = 60.0) -> None:
+def wait_until(ready, seconds: float = 60.0) -> None:
     """Until `ready()`; TimeoutError after `seconds`."""
     end = time.monotonic() + seconds
     while not ready():
@@ -123,7 +125,7 @@ def wait(ready, seconds: float = 60.0) -> None:
         time.sleep(0.2)
 
 
-def port() -> int:
+def find_free_port() -> int:
     """A free one."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

@@ -95,16 +95,16 @@ MADE: dict[str, torch.nn.Module] = {}
 def tiny(name: str) -> torch.nn.Module:
     """A random model in float32 whose attention is far from uniform; made once, the same in every process."""
     if name not in MADE:
-        MADE[name] = make(name)
+        MADE[name] = make_fresh(name)
     return MADE[name]
 
 
-def make(name: str) -> torch.nn.Module:
+def make_fresh(name: str) -> torch.nn.Module:
     """A fresh one, to be changed by a test."""
-    return draw(BUILD[name], seed=sum(map(ord, name)))
+    return draw_model(BUILD[name], seed=sum(map(ord, name)))
 
 
-def draw(build: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Module:
+def draw_model(build: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Module:
     """A model with random weights whose attention is far from uniform."""
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
@@ -123,7 +123,7 @@ def draw(build: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Module:
 
 
 @cache
-def double(name: str) -> torch.nn.Module:
+def make_double(name: str) -> torch.nn.Module:
     """The same model in float64."""
     return copy.deepcopy(tiny(name)).double()
 

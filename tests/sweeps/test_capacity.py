@@ -3,12 +3,12 @@
 import pytest
 
 from kvbench.config.catalogue import CONF
-from kvbench.models.checkpoint import Checkpoint, parameters
-from kvbench.models.configuration import configuration
+from kvbench.models.checkpoint import Checkpoint, count_parameters
+from kvbench.models.configuration import load_configuration
 from kvbench.sweeps import capacity
 from kvbench.sweeps.compose import SweepOverrides
 from kvbench.validation import SettingError
-from tests.support.command_line import answer, assert_refused
+from tests.support.command_line import assert_refused, run_cli
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def shapes(monkeypatch):
     from kvbench.tasks.ruler.lm_eval_port import RulerLmEval
 
     monkeypatch.setattr(
-        Checkpoint, "config", lambda self: configuration(str(CONF / "model" / "shapes" / f"{self.name}.json"))
+        Checkpoint, "config", lambda self: load_configuration(str(CONF / "model" / "shapes" / f"{self.name}.json"))
     )
     monkeypatch.setattr(RulerLmEval, "fingerprint", lambda self: "data")
 
@@ -27,7 +27,7 @@ def check(overrides: list[str]) -> None:
 
 
 def test_parameters_are_counted_without_memory():
-    assert parameters(configuration(str(CONF / "model" / "shapes" / "llama31_8b.json"))) == 8_030_261_248
+    assert count_parameters(load_configuration(str(CONF / "model" / "shapes" / "llama31_8b.json"))) == 8_030_261_248
 
 
 def test_what_is_too_large_is_refused(shapes, monkeypatch, tmp_path, capsys):
@@ -35,7 +35,7 @@ def test_what_is_too_large_is_refused(shapes, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(capacity, "count_available_bytes", lambda run: 33_000_000_000)
     given = ["preset=dropkv_table5", "dtype=bfloat16", f"results={tmp_path}"]
     line = "preset=dropkv_table5: model=llama31_8b needs 33.2 GB for weights and full cache, this machine has 33.0 GB"
-    assert_refused(answer(["-m", *given], monkeypatch, capsys), line, tmp_path)
+    assert_refused(run_cli(["-m", *given], monkeypatch, capsys), line, tmp_path)
     monkeypatch.setattr(capacity, "count_available_bytes", lambda run: 34_000_000_000)
     check(given)
     monkeypatch.setattr(capacity, "count_available_bytes", lambda run: 20_000_000_000)
@@ -49,7 +49,7 @@ def test_what_is_too_large_is_refused(shapes, monkeypatch, tmp_path, capsys):
 
 
 def test_a_preset_alone_is_refused(monkeypatch, tmp_path, capsys):
-    found = answer(["preset=dropkv_table5", f"results={tmp_path}"], monkeypatch, capsys)
+    found = run_cli(["preset=dropkv_table5", f"results={tmp_path}"], monkeypatch, capsys)
     assert_refused(found, "preset=dropkv_table5: is a sweep; python run.py -m preset=dropkv_table5", tmp_path)
 
 
@@ -64,5 +64,5 @@ def test_a_hub_out_of_reach_is_asked_once_for_a_model(monkeypatch):
     monkeypatch.setattr("kvbench.models.transformers_port.AutoConfig.from_pretrained", unreachable)
     for name in ("some/one", "some/one", "some/other"):
         with pytest.raises(SettingError, match=rf"^model.path={name}: no readable model there \(no network\)$"):
-            configuration(name)
+            load_configuration(name)
     assert asked == ["some/one", "some/other"]

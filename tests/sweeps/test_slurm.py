@@ -13,7 +13,7 @@ from kvbench.store import audit
 from kvbench.store.run_folder import parse_record as whole
 from kvbench.sweeps import status
 from tests.support.repository import ROOT
-from tests.support.slurm_cluster import missing, running, wait
+from tests.support.slurm_cluster import find_missing_programs, run_cluster, wait_until
 
 SAMPLES = 24
 CELLS = ["method=snapkv,keydiff,dropkv,sink", "budget=0.05,0.1,0.3"]
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.slurm
 
 @pytest.fixture(scope="module")
 def environment():
-    assert not missing(), f"SLURM is not installed: no {', '.join(missing())}"
-    with running() as found:
+    assert not find_missing_programs(), f"SLURM is not installed: no {', '.join(find_missing_programs())}"
+    with run_cluster() as found:
         yield found
 
 
@@ -83,7 +83,7 @@ def test_a_sweep_survives_what_happens_to_its_jobs(environment, tmp_path):
             found[:] = [at_work(environment, harmed)]
             return found[0] is not None and sum(records(tmp_path).values()) > before + 2
 
-        wait(working, 300)
+        wait_until(working, 300)
         harm(*found[0])
         harmed.append(found[0][0])
     out, err = first.communicate(timeout=900)

@@ -11,7 +11,7 @@ from kvbench.cli import run, sweep_status
 from kvbench.store.run_folder import RunFolder, read_run_value
 from kvbench.sweeps import status
 from kvbench.validation import SettingError
-from tests.support.command_line import answer
+from tests.support.command_line import run_cli
 from tests.support.repository import ROOT
 
 QUICK = ["task.subtasks=niah_single_1", "task.samples=2", "task.length=512"]
@@ -162,15 +162,15 @@ def test_status_says_why(tmp_path):
 
 def test_a_sweep_from_the_command_line(tmp_path, monkeypatch, capsys):
     arguments = ["-m", "method=sink,kvzip", "block_size=128", "budget=0.2", f"results={tmp_path}", *QUICK]
-    code, out, err = answer(arguments, monkeypatch, capsys)
+    code, out, err = run_cli(arguments, monkeypatch, capsys)
     assert code == 2 and "Traceback" not in err
     first, *rest = out.splitlines()
     assert first == "2 cells: 1 refused, 1 missing; 1 cells have no measured time to go by"
     assert rest[0].split() == ["method=sink", "missing"] and rest[1].split()[:2] == ["method=kvzip", "refused:"]
     assert rest[-1] == "1 done, 1 refused" and rest[-3].split() == ["method=sink", "done"]
-    again = answer(arguments, monkeypatch, capsys)[1].splitlines()
+    again = run_cli(arguments, monkeypatch, capsys)[1].splitlines()
     assert again[0] == "2 cells: 1 done, 1 refused"
-    code, out, err = answer(["-m", "method=sink,kvzip", "budgets=0.1,0.2"], monkeypatch, capsys)
+    code, out, err = run_cli(["-m", "method=sink,kvzip", "budgets=0.1,0.2"], monkeypatch, capsys)
     assert (code, out) == (2, "") and err.startswith("kvbench: budgets: no such setting")
     assert sweep_status.main([str(tmp_path)]) == 0 and sweep_status.main([str(tmp_path / "nowhere")]) == 2
     assert len(json.loads((status.find_newest(tmp_path) / "cells.json").read_text())) == 2
@@ -180,7 +180,7 @@ def test_what_is_refused_is_named_before_anything_is_read(tmp_path, monkeypatch,
     """Where cells share their prompts too, each pair that cannot work, with its reason."""
     monkeypatch.setattr(run, "run_cell", lambda: None)
     cells = ["method=knorm,quest", "allocator=uniform,ada", "codec=raw,kivi"]
-    code, out, err = answer(["-m", *cells, f"results={tmp_path}", *QUICK], monkeypatch, capsys)
+    code, out, err = run_cli(["-m", *cells, f"results={tmp_path}", *QUICK], monkeypatch, capsys)
     first, *lines = out.splitlines()[:9]
     refused = {tuple(line.split()[:3]): line.partition("refused: ")[2] for line in lines if "refused: " in line}
     assert (code, err) == (0, "") and first.startswith("8 cells: 4 refused, 4 missing") and len(refused) == 4, out
@@ -197,7 +197,7 @@ def test_what_is_refused_is_named_before_anything_is_read(tmp_path, monkeypatch,
 def test_a_preset_runs_with_the_embedded_model(preset, own, tmp_path, monkeypatch, capsys):
     """What is given takes the place of the preset's own axis, in the plan and in the runs."""
     given = [f"preset={preset}", "model=reference", "task.path=miniature", "limit=1", *own, f"results={tmp_path}"]
-    code, out, _ = answer(["-m", *given], monkeypatch, capsys)
+    code, out, _ = run_cli(["-m", *given], monkeypatch, capsys)
     labels = ["row=full", "row=centroidkv"] if preset == "centroidkv_table4" else ["(one cell)"]
     first, *plan = out.splitlines()
     assert code == 0 and first.startswith(f"{len(labels)} cells: {len(labels)} missing")
@@ -211,21 +211,21 @@ def test_a_preset_runs_with_the_embedded_model(preset, own, tmp_path, monkeypatc
 def test_no_job_is_queued_for_a_sweep_that_is_done(monkeypatch, capsys, tmp_path):
     """There is no SLURM here: to ask for a job would fail. A refused cell has its exit code as it has without jobs."""
     own = ["-m", "method=full", f"results={tmp_path}", *QUICK]
-    answer(own, monkeypatch, capsys)
-    code, out, err = answer([*own, "hydra/launcher=slurm"], monkeypatch, capsys)
+    run_cli(own, monkeypatch, capsys)
+    code, out, err = run_cli([*own, "hydra/launcher=slurm"], monkeypatch, capsys)
     assert (code, err) == (0, "") and out.startswith("1 cells: 1 done") and out.endswith("1 done\n")
     own += ["block_size=null,0", "hydra/launcher=slurm"]
-    code, out, err = answer(own, monkeypatch, capsys)
+    code, out, err = run_cli(own, monkeypatch, capsys)
     assert (code, err) == (2, "") and out.endswith("1 done, 1 refused\n")
 
 
 def test_launchers(monkeypatch, capsys, tmp_path):
     for launcher, said in (("slurm", "SlurmLauncher"), ("local", "BasicLauncher")):
-        code, out, _ = answer([f"hydra/launcher={launcher}", "--cfg", "all"], monkeypatch, capsys)
+        code, out, _ = run_cli([f"hydra/launcher={launcher}", "--cfg", "all"], monkeypatch, capsys)
         assert code == 0 and said in out
     asked = []
-    monkeypatch.setattr("kvbench.runs.workers.check", lambda workers, device: asked.append(workers) or 1)
+    monkeypatch.setattr("kvbench.runs.workers.count_workers", lambda workers, device: asked.append(workers) or 1)
     for own in ([], ["workers=1"]):
-        answer(["-m", "hydra/launcher=local", "method=full", f"results={tmp_path}", *QUICK, *own], monkeypatch, capsys)
-    answer(["method=full", f"results={tmp_path}", *QUICK], monkeypatch, capsys)
+        run_cli(["-m", "hydra/launcher=local", "method=full", f"results={tmp_path}", *QUICK, *own], monkeypatch, capsys)
+    run_cli(["method=full", f"results={tmp_path}", *QUICK], monkeypatch, capsys)
     assert asked == ["auto", 1, 1]

@@ -11,13 +11,13 @@ from transformers import AutoTokenizer
 
 from kvbench.config import catalogue
 from kvbench.interfaces.task import Sample
-from kvbench.models.chat_template import template_tokens
+from kvbench.models.chat_template import count_template_tokens
 from kvbench.models.embedded import REFERENCE
 from kvbench.runs.prompt import encode
-from kvbench.tasks.ledger.answer_parser import Written, read
-from kvbench.tasks.ledger.task import PREFIX, STARTS, Ledger, LedgerTask, Step, draw
+from kvbench.tasks.ledger.answer_parser import WrittenSum, parse_answer
+from kvbench.tasks.ledger.task import PREFIX, STARTS, Ledger, LedgerTask, Step, draw_ledger
 from kvbench.validation import SettingError
-from tests.support.command_line import answer, assert_refused
+from tests.support.command_line import assert_refused, run_cli
 from tests.support.recorded_runs import read_runs
 
 
@@ -28,7 +28,7 @@ def tokenizer():
 
 def ledger_task(**own) -> LedgerTask:
     own = {"seed": 0, "limit": None} | own
-    return catalogue.build("task", catalogue.settings("task", "ledger", own))
+    return catalogue.build("task", catalogue.load_settings("task", "ledger", own))
 
 
 def worked_out(context: str) -> dict[int, int]:
@@ -54,7 +54,7 @@ DRAWS = {
 @settings(max_examples=60, deadline=None)
 @given(**DRAWS)
 def test_every_ledger_keeps_its_promises(steps, recalled, early, largest, seed):
-    ledger = draw(steps, recalled, early, largest, random.Random(seed))
+    ledger = draw_ledger(steps, recalled, early, largest, random.Random(seed))
     results = worked_out(ledger.context())
     assert list(results) == list(range(1, steps + 1)) and all(10 <= result <= 99 for result in results.values())
     assert {line: step.result for line, step in ledger.steps.items()} == results
@@ -64,7 +64,7 @@ def test_every_ledger_keeps_its_promises(steps, recalled, early, largest, seed):
     for line, step in ledger.steps.items():
         assert step.line is None if line <= STARTS else 1 <= step.line < line
         assert line <= last or step.line not in ledger.recalled
-    text, _, end = ledger.solved().partition("Results")
+    text, _, end = ledger.render_solution().partition("Results")
     behind = "\n".join(text.splitlines()[last:])
     assert not any(re.search(rf"\b[Ll]ine {line}\b", behind) for line in ledger.recalled)
     assert [int(line) for line in re.findall(r"line (\d+)", end)] == list(ledger.recalled)
@@ -73,14 +73,14 @@ def test_every_ledger_keeps_its_promises(steps, recalled, early, largest, seed):
 @settings(max_examples=60, deadline=None)
 @given(**DRAWS)
 def test_the_solved_answer_is_read_as_it_was_meant(steps, recalled, early, largest, seed):
-    ledger = draw(steps, recalled, early, largest, random.Random(seed))
-    sums, results = read(ledger.solved(), ledger.recalled)
-    assert sums == [(n, Written(s.line, s.left, s.sign, s.right, s.result)) for n, s in ledger.steps.items()]
+    ledger = draw_ledger(steps, recalled, early, largest, random.Random(seed))
+    sums, results = parse_answer(ledger.render_solution(), ledger.recalled)
+    assert sums == [(n, WrittenSum(s.line, s.left, s.sign, s.right, s.result)) for n, s in ledger.steps.items()]
     assert list(results.items()) == [(line, ledger.steps[line].result) for line in ledger.recalled]
 
 
 def test_lines_build_on_near_and_far_ones_in_short_chains():
-    ledgers = [draw(60, 5, 0.5, 50, random.Random(seed)) for seed in range(20)]
+    ledgers = [draw_ledger(60, 5, 0.5, 50, random.Random(seed)) for seed in range(20)]
     distances = [line - step.line for own in ledgers for line, step in own.steps.items() if step.line]
     assert min(distances) == 1 and max(distances) > 50 and 15 < sum(distances) / len(distances) < 35
     for own in ledgers:
@@ -108,7 +108,7 @@ def test_the_prompt(tokenizer):
 def test_a_chat_model_is_asked_and_its_answer_opened():
     own = AutoTokenizer.from_pretrained(REFERENCE)
     own.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-    [sample] = ledger_task(samples=1).samples(own, template_tokens(own), 4096)
+    [sample] = ledger_task(samples=1).samples(own, count_template_tokens(own), 4096)
     prompt = encode(own, sample)
     assert own.decode(prompt.context) == f"<user>{sample.context}"
     assert own.decode(prompt.rest) == f"{sample.question}<assistant>\n"
@@ -118,7 +118,7 @@ def test_an_answer_takes_a_thousand_tokens_and_has_room(tokenizer):
     task = ledger_task(samples=5)
     task.check()
     for sample in task.samples(tokenizer, 0, 4096):
-        solved = task._ledger(60, sample.uid).solved()
+        solved = task._ledger(60, sample.uid).render_solution()
         tokens = len(tokenizer.encode(solved, add_special_tokens=False))
         # a piece for each word, sign and digit, which no tokenizer with single digits undercuts
         assert len(re.findall(r"[A-Za-z]+|\d|[^\sA-Za-z\d]+|\n", solved)) >= 1000
@@ -187,7 +187,7 @@ def score():
     ],
 )
 def test_a_result_is_recalled_exactly_or_not(score, end, points):
-    solved = SMALL.solved().partition("Results")[0]
+    solved = SMALL.render_solution().partition("Results")[0]
     graded = score(solved + end)
     assert graded.score == points
     # what stands at the end is no step
@@ -209,13 +209,13 @@ def test_a_result_is_recalled_exactly_or_not(score, end, points):
     ],
 )
 def test_forms_of_a_step(score, line):
-    lines = SMALL.solved().splitlines()
+    lines = SMALL.render_solution().splitlines()
     also = score("\n".join([*lines[:2], line, *lines[3:]])).also
     assert all(value in (True, 100) for value in also.values())
 
 
 def changed(line: int, new: str) -> str:
-    lines = SMALL.solved().splitlines()
+    lines = SMALL.render_solution().splitlines()
     return "\n".join([*lines[: line - 1], *([new] if new else []), *lines[line:]])
 
 
@@ -234,7 +234,7 @@ def changed(line: int, new: str) -> str:
             100, {"recalled_own": 100, "steps": 500 / 6, "holds": 100, "read": 100, "carried": 50, "ended": True},
         ),
         (
-            SMALL.solved().replace("line 3 is 37.", "line 3 is 33."),
+            SMALL.render_solution().replace("line 3 is 37.", "line 3 is 33."),
             50, {"recalled_own": 50, "steps": 100, "holds": 100, "read": 100, "carried": 100, "ended": True},
         ),
         # lost a row of the prompt: another line, another number, another sign
@@ -257,17 +257,17 @@ def changed(line: int, new: str) -> str:
         ),
         # cut in the middle, and in the results
         (
-            SMALL.solved().partition("Line 5")[0],
+            SMALL.render_solution().partition("Line 5")[0],
             0, {"recalled_own": 0, "steps": 400 / 6, "holds": 100, "read": 100, "carried": 100, "ended": False},
         ),
         (
-            SMALL.solved().partition(", line 3 is")[0],
+            SMALL.render_solution().partition(", line 3 is")[0],
             50, {"recalled_own": 50, "steps": 100, "holds": 100, "read": 100, "carried": 100, "ended": False},
         ),
         # nothing, and the ledger again
         ("", 0, {"recalled_own": 0, "steps": 0, "holds": None, "read": None, "carried": None, "ended": False}),
         (
-            SMALL.asked() + "\nLine 901: 31 + 24 = 55",
+            SMALL.render_lines() + "\nLine 901: 31 + 24 = 55",
             0, {"recalled_own": 0, "steps": 0, "holds": None, "read": None, "carried": None, "ended": False},
         ),
     ],
@@ -278,7 +278,7 @@ def test_what_went_wrong_can_be_told(score, output, points, also):
 
 
 def test_of_a_line_written_twice_the_last_counts(score):
-    solved = SMALL.solved()
+    solved = SMALL.render_solution()
     assert score(solved.replace("25 + 12 = 37", "25 + 12 = 38") + "\n" + solved).also["holds"] == 100
     but = score(solved + "\nBut line 3 is 38.")
     assert but.score == 50 and but.answer == "line 4 is 30" and score(solved).answer == "line 4 is 30, line 3 is 37"
@@ -294,7 +294,7 @@ def test_an_answer_that_loops_is_read_in_time(score):
 
 
 def test_a_number_that_never_ends_is_none(score):
-    solved, endless = SMALL.solved(), "7" * 5000
+    solved, endless = SMALL.render_solution(), "7" * 5000
     for line in (f"Line 3: 25 + 12 = {endless}", f"Line {endless}: 25 + 12 = 37", f"Line 3: line {endless}"):
         assert score(f"{line}\n{solved}") == score(solved)
     assert score(solved.replace("line 3 is 37", f"line 3 is {endless}")).answer == "line 4 is 30"
@@ -340,7 +340,7 @@ def test_two_methods_and_both_questions(tmp_path, monkeypatch, capsys):
         for method in (("snapkv", "method.decoding=true", "budget=0.5"), ("keydiff", "budget=1.0")):
             own = ("task.steps=[18]", "task.max_new_tokens=48", "limit=1", "device=cpu", f"question={question}")
             name, *more = method
-            code, out, err = answer(
+            code, out, err = run_cli(
                 ["task=ledger", f"method={name}", "method.decode_size=64", f"results={results}", *more, *own],
                 monkeypatch,
                 capsys,
@@ -362,7 +362,7 @@ def test_two_methods_and_both_questions(tmp_path, monkeypatch, capsys):
 )
 def test_what_does_not_fit_the_model_leaves_nothing(own, named, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    found = answer(
+    found = run_cli(
         ["task=ledger", f"task.{own}", "model=reference_v1", "method=snapkv", "device=cpu"], monkeypatch, capsys
     )
     assert_refused(found, named, tmp_path)

@@ -11,10 +11,10 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
-from kvbench.tasks.lm_eval.loader import PACKAGE, REFUSED, find, load, seeded
+from kvbench.tasks.lm_eval.loader import PACKAGE, REFUSED, find_tasks, load_task, seed_generators
 from kvbench.tasks.lm_eval.task import LmEval
 from kvbench.validation import SettingError
-from tests.support.command_line import answer, assert_refused
+from tests.support.command_line import assert_refused, run_cli
 
 ROWS = [
     {"context": f"Row {i % 3} is {i % 3 * 7}.", "question": f"What is row {i}?", "answer": str(i)} for i in range(6)
@@ -122,7 +122,7 @@ def test_the_context_is_split_off_and_shared(own):
 
 def test_with_a_chat_template_the_texts_are_lm_evals_messages(own):
     folder, seen = own(), []
-    task = load("facts", folder / "facts.yaml", folder, {}, 0)
+    task = load_task("facts", folder / "facts.yaml", folder, {}, 0)
     task.set_config("num_fewshot", 2)
     task.set_fewshot_seed(1234)
     for document in task.eval_docs:
@@ -151,7 +151,7 @@ def test_samples_depend_on_the_task_and_the_seed_alone(own):
     assert list(made("facts", limit=2).items()) == list(alone.items())[:2]
     assert made("facts", seed=1) != alone
     random.setstate(state)
-    with seeded(3):
+    with seed_generators(3):
         random.random()
     assert random.getstate() == state
 
@@ -243,20 +243,20 @@ def test_broken_data_is_refused_with_the_line(own, rows, line):
 def test_tasks_of_lm_eval_that_are_no_use_here_say_why(folder):
     path = next(path for path in sorted((PACKAGE / folder).rglob("*.yaml")) if "\ntask:" in f"\n{path.read_text()}")
     with pytest.raises(SettingError, match="^task.tasks=some: ") as raised:
-        load("some", path, PACKAGE, {}, 0)
+        load_task("some", path, PACKAGE, {}, 0)
     assert REFUSED[folder] in str(raised.value)
 
 
 def test_names_are_found_without_lm_evals_index():
     names = ["gsm8k", "ifeval", "infinitebench_passkey", "niah_single_1", "miniature_vt"]
-    found = find(names, None)
+    found = find_tasks(names, None)
     assert list(found) == names and all(path.read_text().count(f"task: {name}") for name, (path, _) in found.items())
     for name, line in {
         "infinitebench": "a group of lm-eval; name the tasks",
         "nothing": "no such task in lm-eval",
     }.items():
         with pytest.raises(SettingError, match=f"^task.tasks={name}: {line}"):
-            find([name], None)
+            find_tasks([name], None)
 
 
 BAD = {
@@ -281,7 +281,7 @@ def test_a_bad_setting_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kvbench.models.checkpoint.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
     given = ["task=lm_eval", "question=hidden", "device=cpu", setting]
-    assert_refused(answer(given, monkeypatch, capsys), BAD[setting], tmp_path)
+    assert_refused(run_cli(given, monkeypatch, capsys), BAD[setting], tmp_path)
 
 
 def test_a_metric_beyond_its_best_is_no_score(own):
@@ -304,7 +304,7 @@ def test_the_miniature_runs_from_the_command_line(tmp_path, monkeypatch, capsys,
     scores = {}
     for method in ("random", "snapkv"):
         given = ["task=lm_eval", f"method={method}", "budget=0.2", f"question={question}", "limit=1", "device=cpu"]
-        code, out, err = answer(given, monkeypatch, capsys)
+        code, out, err = run_cli(given, monkeypatch, capsys)
         assert code == 0 and "miniature_vt" in out, err
     for file in Path("results/runs").rglob("records*.jsonl"):
         for record in map(json.loads, file.read_text().splitlines()):

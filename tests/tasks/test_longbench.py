@@ -28,13 +28,13 @@ from kvbench.runs.prompt import encode
 from kvbench.runs.spec import RunSpec
 from kvbench.tasks.lm_eval.loader import PACKAGE
 from kvbench.tasks.longbench import task
-from kvbench.tasks.longbench.miniature import rows
-from kvbench.tasks.longbench.prompts import prompt
+from kvbench.tasks.longbench.miniature import make_rows
+from kvbench.tasks.longbench.prompts import load_official_prompt
 from kvbench.tasks.longbench.subtasks import CATEGORIES, NAMES, SUBTASKS
 from kvbench.tasks.longbench.task import LongBench
-from kvbench.tasks.longbench.truncation import CONTEXT, NOTHING, QUESTION, middle
+from kvbench.tasks.longbench.truncation import CONTEXT, NOTHING, QUESTION, truncate_middle
 from kvbench.validation import SettingError
-from tests.support.command_line import answer, assert_refused
+from tests.support.command_line import assert_refused, run_cli
 
 NO_TEMPLATE = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
 TOKENIZER = AutoTokenizer.from_pretrained(REFERENCE)
@@ -54,7 +54,7 @@ def folder(tmp_path) -> Path:
     """The miniature as files."""
     (tmp_path / "copy" / "data").mkdir(parents=True)
     for name in NAMES:
-        lines = "".join(json.dumps(row) + "\n" for _, row in rows(name))
+        lines = "".join(json.dumps(row) + "\n" for _, row in make_rows(name))
         (tmp_path / "copy" / "data" / f"{name}.jsonl").write_text(lines)
     return tmp_path / "copy"
 
@@ -64,7 +64,7 @@ def folder(tmp_path) -> Path:
 
 def test_the_prompts_are_the_official_ones():
     """The hash is that of config/dataset2prompt.json's 16 strings, in the order of NAMES."""
-    texts = ["".join(prompt(name).render("{context}", "{input}")) for name in NAMES]
+    texts = ["".join(load_official_prompt(name).render("{context}", "{input}")) for name in NAMES]
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     assert digest == "c9543dd43c893ba18b183361b6d7207fe97ac48f6aaad2f3c3494e63de317305"
 
@@ -72,8 +72,8 @@ def test_the_prompts_are_the_official_ones():
 def test_context_and_question_joined_are_the_prompt(every):
     made = iter(every)
     for name in NAMES:
-        for (_, row), sample in zip(rows(name), made, strict=False):
-            own = prompt(name)
+        for (_, row), sample in zip(make_rows(name), made, strict=False):
+            own = load_official_prompt(name)
             assert sample.context == own.before + row["context"] and sample.answer_prefix == ""
             assert sample.question == own.after.replace("{{question}}", row["input"])
             assert row["input"] in sample.question and sample.answers == tuple(row["answers"])
@@ -83,8 +83,8 @@ def test_context_and_question_joined_are_the_prompt(every):
 
 
 def test_a_place_for_the_question_in_a_row_is_text():
-    assert prompt("qasper").render("{{question}}", "{{context}}")[0].endswith("Article: {{question}}")
-    assert "Question: {{context}}\n" in prompt("qasper").render("", "{{context}}")[1]
+    assert load_official_prompt("qasper").render("{{question}}", "{{context}}")[0].endswith("Article: {{question}}")
+    assert "Question: {{context}}\n" in load_official_prompt("qasper").render("", "{{context}}")[1]
 
 
 def test_limits_templates_and_ends(every):
@@ -144,7 +144,7 @@ words = st.lists(
 @given(words, words, st.integers(2, 60), st.sampled_from([TOKENIZER, Lossy()]))
 def test_the_two_parts_are_the_official_prompt(before, after, most, tokenizer):
     context, question = " ".join(before), "\n\nNow, " + " ".join(after)
-    short, rest, of = middle(tokenizer, context, question, most)
+    short, rest, of = truncate_middle(tokenizer, context, question, most)
     assert short + rest == official(tokenizer, context + question, most)
     if of == NOTHING:
         assert (short, rest) == (context, question) and len(tokenizer.encode(context + question)) <= most
@@ -157,16 +157,16 @@ def test_the_two_parts_are_the_official_prompt(before, after, most, tokenizer):
 def test_where_a_prompt_is_cut():
     context, question = "river " * 100, "Where does it end ?"
     tokens = len(TOKENIZER.encode(context + question))
-    assert middle(TOKENIZER, context, question, tokens) == (context, question, NOTHING)
-    short, rest, of = middle(TOKENIZER, context, question, tokens - 1)
+    assert truncate_middle(TOKENIZER, context, question, tokens) == (context, question, NOTHING)
+    short, rest, of = truncate_middle(TOKENIZER, context, question, tokens - 1)
     assert (rest, of) == (question, CONTEXT) and short.startswith("river river") and len(short) < len(context)
-    assert middle(TOKENIZER, context, question, 51) == middle(TOKENIZER, context, question, 50)
+    assert truncate_middle(TOKENIZER, context, question, 51) == truncate_middle(TOKENIZER, context, question, 50)
     few = len(TOKENIZER.encode(question)) - 2  # fewer than the question: it is cut, and its beginning goes
-    short, rest, of = middle(TOKENIZER, context, question, few)
+    short, rest, of = truncate_middle(TOKENIZER, context, question, few)
     assert of == QUESTION and set(short.split()) == {"river"} and question.endswith(rest) and rest != question
-    short, rest, of = middle(TOKENIZER, "river", question * 9, 20)  # the front reaches the question
+    short, rest, of = truncate_middle(TOKENIZER, "river", question * 9, 20)  # the front reaches the question
     assert of == QUESTION and short == "river" and rest.startswith("Where") and rest.endswith("end ?")
-    short, rest, of = middle(Lossy(), context, "\n\nWhere , and when?", 40)
+    short, rest, of = truncate_middle(Lossy(), context, "\n\nWhere , and when?", 40)
     assert of == CONTEXT and rest == "\n\nWhere, and when?" and set(short.split()) == {"river"}
 
 
@@ -177,7 +177,7 @@ def test_the_window_says_how_long_a_prompt_may_be(monkeypatch):
         asked.append(most)
         return context, question, NOTHING
 
-    monkeypatch.setattr(task, "middle", seen)
+    monkeypatch.setattr(task, "truncate_middle", seen)
     for longest in (4096, 8192, 16384, 32768, 131072):
         samples(longest, subtasks="trec", limit=1)
     samples(subtasks="trec", limit=1, max_length=7950, longest=8192)
@@ -278,7 +278,7 @@ def test_lm_evals_prompts_stop_texts_and_limits():
     assert [sample.subtask for sample in made] == list(NAMES)
     official = samples(limit=1)
     for sample, its in zip(made, official, strict=True):
-        [(_, row), own] = next(rows(sample.subtask)), port(sample.subtask)
+        [(_, row), own] = next(make_rows(sample.subtask)), port(sample.subtask)
         document = row | {"question": row["input"]}
         assert sample.context + sample.question == apply_template(own["doc_to_text"], document)
         assert sample.context == its.context and not sample.chat and sample.answer_prefix == ""
@@ -299,7 +299,7 @@ def test_lm_evals_scores(metrics, name):
     draw, task = random.Random(name), LongBench(protocol="lm_eval", subtasks=name)
     grade = getattr(metrics, port(name)["process_results"].removeprefix("metrics."))
     seen = set()
-    for sample, (_, row) in zip(task.samples(TOKENIZER, 1, 4096), rows(name), strict=True):
+    for sample, (_, row) in zip(task.samples(TOKENIZER, 1, 4096), make_rows(name), strict=True):
         words_ = WORDS + " ".join(sample.answers).split() + list(sample.answers)
         for _ in range(100):
             output = "".join(draw.choices(words_, k=draw.randint(0, 6)))
@@ -403,7 +403,7 @@ BAD_ROWS = {  # changes of the second row of a subtask, and what is said
 @pytest.mark.parametrize("case", BAD_ROWS)
 def test_a_row_that_cannot_be_used_is_named(case, folder):
     name, changes, said = BAD_ROWS[case]
-    first, second, *_ = (row for _, row in rows(name))
+    first, second, *_ = (row for _, row in make_rows(name))
     (folder / "data" / f"{name}.jsonl").write_text(broken(first) + broken(second, **changes))
     with pytest.raises(SettingError, match=re.escape(f"task.path: {name}.jsonl {said}")):
         LongBench(path=str(folder)).check()
@@ -414,11 +414,11 @@ def test_a_file_that_cannot_be_used_is_one_line_and_nothing_is_written(folder, t
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
-    file, row = folder / "data" / "musique.jsonl", next(rows("musique"))[1]
+    file, row = folder / "data" / "musique.jsonl", next(make_rows("musique"))[1]
 
     def refused(line: str, *settings: str) -> None:
         base = ["task=longbench", "device=cpu", *(settings or [f"task.path={folder}"])]
-        assert_refused(answer(base, monkeypatch, capsys), line, work)
+        assert_refused(run_cli(base, monkeypatch, capsys), line, work)
 
     file.write_text("")
     refused("task.path: no rows of musique")
@@ -455,7 +455,7 @@ def test_two_methods_and_both_values_of_question(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = ("multifieldqa_en", "samsum")
     settings = ["task=longbench", f"task.subtasks=[{','.join(names)}]", "limit=1", "device=cpu", "task.max_length=900"]
-    code, out, _ = answer(
+    code, out, _ = run_cli(
         [*settings, "method=snapkv,keydiff", "budget=0.3", "question=visible,hidden", "-m"], monkeypatch, capsys
     )
     assert code == 0 and out.count("\ntask: longbench (miniature)\n") == 4  # a wide table has its rows in two blocks

@@ -9,13 +9,13 @@ from rouge import Rouge
 
 from kvbench.tasks.longbench.metrics import (
     STEPS,
-    classification,
+    classification_score,
     code_line,
     code_sim,
-    count,
+    count_score,
     first_line,
     qa_f1,
-    retrieval,
+    retrieval_score,
     rouge,
 )
 
@@ -34,11 +34,11 @@ FOODS = ["Food", "Food and drink", "Sport"]
         (qa_f1, "The U.S.A.", "an usa", 1.0),
         (qa_f1, "the", "the", 0.0),
         (qa_f1, "b b c", "b b b", 2 / 3),
-        (count, "There are 7 of 10", "7", 0.5),
-        (count, "seven", "7", 0.0),
-        (count, "07", "7", 0.0),
-        (retrieval, "Paragraph 12 or 3 or 12", "Paragraph 12", 2 / 3),
-        (retrieval, "12", "Paragraph 1", 0.0),
+        (count_score, "There are 7 of 10", "7", 0.5),
+        (count_score, "seven", "7", 0.0),
+        (count_score, "07", "7", 0.0),
+        (retrieval_score, "Paragraph 12 or 3 or 12", "Paragraph 12", 2 / 3),
+        (retrieval_score, "12", "Paragraph 1", 0.0),
         (code_sim, "\n# c\nreturn x+1\n", "return x + 1", 0.91),
         (code_sim, " \nreturn x + 1", "return x + 1", 0.15),
         (code_sim, "```\nreturn x + 1\n```", "return x + 1", 1.0),
@@ -63,7 +63,7 @@ def test_golden_values(metric, output, reference, expected):
     ],
 )
 def test_golden_classes(output, reference, classes, expected):
-    assert classification(output, reference, classes) == expected
+    assert classification_score(output, reference, classes) == expected
 
 
 def test_which_line_is_graded():

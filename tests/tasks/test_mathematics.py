@@ -16,14 +16,14 @@ from kvbench.cli import check_data as check
 from kvbench.interfaces.task import Graded
 from kvbench.models.embedded import REFERENCE
 from kvbench.tasks.common import dataset_rows
-from kvbench.tasks.mathematics.equivalence import LONGEST, normal, same
-from kvbench.tasks.mathematics.extraction import boxed, first_box, flexible
-from kvbench.tasks.mathematics.miniature import miniature
-from kvbench.tasks.mathematics.rows import SOURCES, read
+from kvbench.tasks.mathematics.equivalence import LONGEST, is_same_answer, normalize
+from kvbench.tasks.mathematics.extraction import extract_boxed, extract_first_box, extract_flexible
+from kvbench.tasks.mathematics.miniature import make_problems
+from kvbench.tasks.mathematics.rows import SOURCES, load_problems
 from kvbench.tasks.mathematics.task import MathProblems
 from kvbench.validation import SettingError
-from tests.support.command_line import answer, assert_refused
-from tests.support.math_pairs import EQUAL, UNEQUAL, pairs
+from tests.support.command_line import assert_refused, run_cli
+from tests.support.math_pairs import EQUAL, UNEQUAL, parse_pairs
 
 PIECES = [
     *(r"\frac", r"\dfrac", "{", "}", r"\{", r"\}", "(", ")", "[", "]", "1", "23", "000", ",", ", ", ".", "-", "+", "/"),
@@ -48,24 +48,24 @@ def tokenizer():
 # Comparing
 
 
-@pytest.mark.parametrize("one, other", pairs(EQUAL))
+@pytest.mark.parametrize("one, other", parse_pairs(EQUAL))
 def test_equal_answers(one, other):
-    assert same(one, other) and same(other, one)
+    assert is_same_answer(one, other) and is_same_answer(other, one)
 
 
-@pytest.mark.parametrize("one, other", pairs(UNEQUAL))
+@pytest.mark.parametrize("one, other", parse_pairs(UNEQUAL))
 def test_unequal_answers(one, other):
-    assert not same(one, other) and not same(other, one)
+    assert not is_same_answer(one, other) and not is_same_answer(other, one)
 
 
 def test_there_are_enough_pairs():
-    assert len(set(pairs(EQUAL))) >= 80 and len(set(pairs(UNEQUAL))) >= 40
+    assert len(set(parse_pairs(EQUAL))) >= 80 and len(set(parse_pairs(UNEQUAL))) >= 40
 
 
 def test_no_pair_contradicts_the_rule_of_the_authors():
     """lm-eval's port of Hendrycks's rule accepts fewer equal pairs (30 of 143), and none of the unequal ones."""
-    assert 20 < sum(is_equiv(*pair) for pair in pairs(EQUAL)) < len(pairs(EQUAL))
-    assert not any(is_equiv(*pair) for pair in pairs(UNEQUAL))
+    assert 20 < sum(is_equiv(*pair) for pair in parse_pairs(EQUAL)) < len(parse_pairs(EQUAL))
+    assert not any(is_equiv(*pair) for pair in parse_pairs(UNEQUAL))
 
 
 @settings(max_examples=400)
@@ -73,10 +73,10 @@ def test_no_pair_contradicts_the_rule_of_the_authors():
 @example("100, 200", "100,200")
 @example("\\\\\\\\frac12", "1 or 2 or 3")
 def test_any_text_has_one_spelling_and_is_itself(one, other):
-    spelling = normal(one)
-    assert normal(spelling) == spelling
-    assert same(one, one) and same(spelling, one)
-    assert same(one, other) == same(other, one)
+    spelling = normalize(one)
+    assert normalize(spelling) == spelling
+    assert is_same_answer(one, one) and is_same_answer(spelling, one)
+    assert is_same_answer(one, other) == is_same_answer(other, one)
 
 
 TERMS = st.sampled_from(["x", "2y", "x^{n-1}", "3", r"\sqrt{5}", r"\frac{x+1}{2}", "(x-1)(y+2)", r"2\pi r", "x y", "i"])
@@ -89,8 +89,8 @@ def test_a_sum_is_that_of_the_same_terms(one, other, shuffle):
     mixed = shuffle.sample(one, len(one))
     for form in ("%s", r"\frac{%s}{2}", "2(%s)z - 1", r"(%s, \sqrt{%s})"):
         written = [form.replace("%s", " ".join(f"{sign} {term}" for sign, term in own)) for own in (one, mixed, other)]
-        assert same(written[0], written[1])
-        assert same(written[0], written[2]) == (sorted(one) == sorted(other))
+        assert is_same_answer(written[0], written[1])
+        assert is_same_answer(written[0], written[2]) == (sorted(one) == sorted(other))
 
 
 def test_what_is_no_answer_takes_no_time():
@@ -99,7 +99,7 @@ def test_what_is_no_answer_takes_no_time():
     for piece in pieces:
         for size in (LONGEST // len(piece), 20_000):
             text, begun = piece * size, time.perf_counter()
-            same(text, text + "1"), boxed(text), flexible(text)
+            is_same_answer(text, text + "1"), extract_boxed(text), extract_flexible(text)
             assert time.perf_counter() - begun < 5
 
 
@@ -130,7 +130,7 @@ def last_box(text: str) -> str | None:
 @given(st.lists(st.sampled_from([r"\boxed{", r"\fbox {", "{", "}", r"\{", r"\}", "\\\\", "1", " ", "x"]), max_size=16))
 def test_boxes_are_those_of_a_stack_of_braces(pieces):
     text = "".join(pieces)
-    assert boxed(text) == last_box(text)
+    assert extract_boxed(text) == last_box(text)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_boxes_are_those_of_a_stack_of_braces(pieces):
     ],
 )
 def test_readings(output, box, loose, first):
-    assert (boxed(output), flexible(output), first_box(output)) == (box, loose, first)
+    assert (extract_boxed(output), extract_flexible(output), extract_first_box(output)) == (box, loose, first)
 
 
 def test_score_and_what_stands_beside_it(tokenizer):
@@ -196,10 +196,10 @@ def written(folder, rows, name="test.jsonl"):
 @pytest.mark.parametrize("name", ["test.jsonl", "test.json", "test.parquet"])
 def test_forms_of_a_file_give_the_same_rows(tmp_path, name):
     path = written(tmp_path, ROWS, name)
-    assert read("math500", path) == [
+    assert load_problems("math500", path) == [
         {"id": f"test/{n}", "problem": f"What is {n} + 0?", "answer": f"{n}"} for n in (7, 70)
     ]
-    assert read("math500", str(tmp_path)) == read("math500", path)
+    assert load_problems("math500", str(tmp_path)) == load_problems("math500", path)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_forms_of_a_file_give_the_same_rows(tmp_path, name):
     ],
 )
 def test_columns_of_the_copies_of_aime(tmp_path, row):
-    [found] = read("aime24", written(tmp_path, [row]))
+    [found] = load_problems("aime24", written(tmp_path, [row]))
     assert found["problem"] == "p" and int(found["answer"]) == 70 and set(found) == {"id", "problem", "answer"}
 
 
@@ -223,20 +223,20 @@ def test_opencompass_has_two_files_and_an_answer_in_degrees(tmp_path, capsys):
     for exam, own in answers.items():
         rows = [{"question": f"{exam}-{number}", "answer": answer} for number, answer in enumerate(own, 1)]
         written(tmp_path, rows, f"aime2025-{exam}.jsonl")
-    found = read("aime25", str(tmp_path))
+    found = load_problems("aime25", str(tmp_path))
     assert [row["problem"] for row in found] == [f"{exam}-{n}" for exam in ("I", "II") for n in range(1, 16)]
     assert found[19]["answer"] == "336" and [row["answer"] for row in found[:15]] == answers["I"]
     assert len({row["id"] for row in found}) == 30
     assert check.main(["aime25", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert re.search(r"aime25 +30 rows\n", said)
-    assert read("aime25", str(tmp_path / "aime2025-II.jsonl")) == found[15:]
+    assert load_problems("aime25", str(tmp_path / "aime2025-II.jsonl")) == found[15:]
     written(tmp_path, [{"problem": "p", "answer": 1}], "test.jsonl")  # as math-ai/aime25
-    assert [row["problem"] for row in read("aime25", str(tmp_path))] == ["p"]
+    assert [row["problem"] for row in load_problems("aime25", str(tmp_path))] == ["p"]
     (tmp_path / "test.jsonl").unlink()
     (tmp_path / "aime2025-II.jsonl").unlink()
     with pytest.raises(SettingError, match=r"^task.path: aime2025-II.jsonl cannot be read \(No such file or directory"):
-        read("aime25", str(tmp_path))
+        load_problems("aime25", str(tmp_path))
     assert check.main(["aime25", str(tmp_path)]) == 2 and capsys.readouterr().err.count("\n") == 1
 
 
@@ -247,8 +247,8 @@ def test_maxwell_jia_has_a_file_of_its_own_name(tmp_path, capsys):
         for exam in ("I", "II") for n in range(1, 16)
     ]  # fmt: skip
     path = written(tmp_path, rows, "aime_2024_problems.parquet")
-    found = read("aime24", str(tmp_path))
-    assert found == read("aime24", path) and len(found) == 30
+    found = load_problems("aime24", str(tmp_path))
+    assert found == load_problems("aime24", path) and len(found) == 30
     assert found[0] == {"id": "2024-I-1", "problem": "I-1", "answer": "33"}
     assert check.main(["aime24", str(tmp_path)]) == 0
     assert re.search(r"aime24 +30 rows\n", capsys.readouterr().out)
@@ -256,7 +256,7 @@ def test_maxwell_jia_has_a_file_of_its_own_name(tmp_path, capsys):
 
 @pytest.mark.parametrize("answer_", ["336^\\circ", "336^{\\circ}", "336 ^ { \\circ }", "336°", " 336 "])
 def test_a_degree_sign_is_no_part_of_an_answer_of_aime(tmp_path, answer_):
-    [row] = read("aime25", written(tmp_path, [{"question": "p", "answer": answer_}]))
+    [row] = load_problems("aime25", written(tmp_path, [{"question": "p", "answer": answer_}]))
     assert row["answer"].strip() == "336"
 
 
@@ -283,7 +283,7 @@ BAD = {
 @pytest.mark.parametrize("said", BAD)
 def test_a_bad_row_is_one_line(tmp_path, said):
     with pytest.raises(SettingError) as error:
-        read("aime25", written(tmp_path, BAD[said]))
+        load_problems("aime25", written(tmp_path, BAD[said]))
     assert said in str(error.value) and str(error.value).startswith("task.path: ") and "\n" not in str(error.value)
 
 
@@ -292,7 +292,7 @@ def test_a_broken_line_has_its_number_and_nothing_is_written(tmp_path, monkeypat
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr("kvbench.models.checkpoint.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
-    found = answer(["task=math500", "task.path=../bad.jsonl"], monkeypatch, capsys)
+    found = run_cli(["task=math500", "task.path=../bad.jsonl"], monkeypatch, capsys)
     assert_refused(found, "task.path: bad.jsonl line 2 is not JSON", tmp_path / "here")
 
 
@@ -304,31 +304,31 @@ def test_the_hub_is_asked_for_a_pinned_revision(monkeypatch):
         return [{"problem": f"p{n}", "answer": n, "id": n} for n in range(30)]
 
     monkeypatch.setattr("datasets.load_dataset", load)
-    assert len(read("aime25", "hub")) == 30
+    assert len(load_problems("aime25", "hub")) == 30
     revision = "563bb8404243c5f09de6ec262f2db674fe5bce9b"
     assert asked == [("math-ai/aime25", None, {"split": "test", "revision": revision})]
     assert all(re.fullmatch("[0-9a-f]{40}", source.revision) for source in SOURCES.values())
     with pytest.raises(SettingError, match="task.path=hub: HuggingFaceH4/MATH-500 has 30 problems, expected 500"):
-        read("math500", "hub")
+        load_problems("math500", "hub")
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: exec("raise ConnectionError('no network')"))
     with pytest.raises(SettingError, match="task.path=hub: HuggingFaceH4/aime_2024 is out of reach"):
-        read("aime24", "hub")
+        load_problems("aime24", "hub")
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_the_miniature_is_a_file_of_the_same_form(tmp_path, name, capsys):
-    path = written(tmp_path, [row for _, row in miniature(name, SOURCES[name].integers)])
-    assert read(name, path) == read(name, "miniature")
+    path = written(tmp_path, [row for _, row in make_problems(name, SOURCES[name].integers)])
+    assert load_problems(name, path) == load_problems(name, "miniature")
     assert check.main([name, path]) == 0
     said = capsys.readouterr().out
-    assert re.search(rf"{name} +12 rows\n", said) and dataset_rows.fingerprint(path, read(name, path)) in said
+    assert re.search(rf"{name} +12 rows\n", said) and dataset_rows.hash_rows(path, load_problems(name, path)) in said
     (tmp_path / "test.jsonl").write_text((tmp_path / "test.jsonl").read_text().replace("Document 1", "Document 0", 1))
-    assert dataset_rows.fingerprint(path, read(name, path)) not in said
+    assert dataset_rows.hash_rows(path, load_problems(name, path)) not in said
 
 
 def test_a_copy_of_the_miniature_is_another_run(tmp_path):
     """There answers may be longer and are read from a box: what null stands for."""
-    path = written(tmp_path, [row for _, row in miniature("math500", False)])
+    path = written(tmp_path, [row for _, row in make_problems("math500", False)])
     assert problems(path=path).fingerprint() == problems(path=path).fingerprint() != problems().fingerprint()
 
 
@@ -376,7 +376,7 @@ WRONG = {
 def test_a_wrong_setting_is_one_line(tmp_path, monkeypatch, capsys, setting):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kvbench.models.checkpoint.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
-    assert_refused(answer(["task=aime24", setting], monkeypatch, capsys), WRONG[setting], tmp_path)
+    assert_refused(run_cli(["task=aime24", setting], monkeypatch, capsys), WRONG[setting], tmp_path)
 
 
 # Runs
@@ -397,7 +397,7 @@ def kvbench(tmp_path, monkeypatch, capsys):
     """The command line, in tmp_path; no second opinions, which tests/integrations/test_math_verify.py is about."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kvbench.integrations.math_verify.grade", lambda folder: None)
-    return lambda *settings: answer([*settings, "device=cpu"], monkeypatch, capsys)
+    return lambda *settings: run_cli([*settings, "device=cpu"], monkeypatch, capsys)
 
 
 def test_two_methods_end_to_end_and_seeds_of_their_own(kvbench, tmp_path):

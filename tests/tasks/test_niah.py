@@ -17,14 +17,14 @@ from transformers import AutoTokenizer
 from kvbench.analysis import needle_grid
 from kvbench.cli import grid
 from kvbench.config import catalogue
-from kvbench.models.chat_template import template_tokens
+from kvbench.models.chat_template import count_template_tokens
 from kvbench.models.embedded import REFERENCE
 from kvbench.runs.prompt import encode
-from kvbench.tasks.common.axes import axis
-from kvbench.tasks.niah.haystack import ARCHIVE, COMMIT, Haystack, Passage, load
+from kvbench.tasks.common.axes import parse_axis
+from kvbench.tasks.niah.haystack import ARCHIVE, COMMIT, Haystack, Passage, load_haystack
 from kvbench.tasks.niah.task import Niah
 from kvbench.validation import SettingError
-from tests.support.command_line import answer, assert_refused
+from tests.support.command_line import assert_refused, run_cli
 
 CHAT = (
     "{% for m in messages %}<user>{{ m['content'] }}</user>\n{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
@@ -43,7 +43,7 @@ def counter(tokenizer):
 
 def niah(preset: str = "magic_number", **own) -> Niah:
     own = {"preset": preset, "seed": 0, "limit": None} | own
-    return catalogue.build("task", catalogue.settings("task", "niah", own))
+    return catalogue.build("task", catalogue.load_settings("task", "niah", own))
 
 
 # The grid
@@ -61,7 +61,7 @@ def test_the_published_grids():
 def test_steps_are_those_of_numpy(start, stop, steps):
     expected = np.round(np.linspace(start, stop, num=steps, endpoint=True)).astype(int).tolist()
     if len(set(expected)) == steps:
-        assert axis("x", {"start": start, "stop": stop, "steps": steps}, 0) == expected
+        assert parse_axis("x", {"start": start, "stop": stop, "steps": steps}, 0) == expected
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -95,7 +95,7 @@ def upstream(tokenizer, text: str, needle: str, depth: float) -> str:
 
 @pytest.mark.parametrize("depth", [0, 1, 11, 33.3, 50, 78, 99, 100])
 def test_the_needle_goes_where_upstream_puts_it(tokenizer, depth):
-    haystack, count = load(None), counter(tokenizer)
+    haystack, count = load_haystack(None), counter(tokenizer)
     for first, words in ((0, 300), (haystack.ends[40], 1200)):
         passage = Passage(haystack, first, count)
         place = passage.place(words, depth, "sentence")
@@ -136,7 +136,7 @@ def test_between_words_and_needle_stands_what_stood_between_the_words():
 
 
 def test_a_needle_may_stand_between_any_words(tokenizer):
-    passage = Passage(load(None), 0, counter(tokenizer))
+    passage = Passage(load_haystack(None), 0, counter(tokenizer))
     places = [passage.place(1000, depth, "word") for depth in range(0, 101, 10)]
     assert [round(passage.tokens(place) / passage.tokens(1000), 2) for place in places] == [i / 10 for i in range(11)]
 
@@ -151,8 +151,8 @@ def test_a_prompt_fits_and_one_more_word_would_not(preset, chat):
     tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
     tokenizer.chat_template = CHAT if chat else None
     task = niah(preset, lengths=[500, 1111], depths=[0, 37, 100], trials=2)
-    haystack, count = load(None), counter(tokenizer)
-    for sample in task.samples(tokenizer, template_tokens(tokenizer), 4096):
+    haystack, count = load_haystack(None), counter(tokenizer)
+    for sample in task.samples(tokenizer, count_template_tokens(tokenizer), 4096):
         length = sample.meta["length"]
         need = len(encode(tokenizer, sample).ids) + sample.max_new_tokens
         assert need <= length
@@ -269,7 +269,7 @@ def test_hub_folder_and_file_give_the_same_text(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "datasets.DownloadManager.download", lambda self, url: asked.append(url) or str(essays(tmp_path))
     )
-    hub = load.__wrapped__("hub")
+    hub = load_haystack.__wrapped__("hub")
     folder = tmp_path / "folder"
     folder.mkdir()
     for name, text in (("b.txt", "Second “essay”.\n"), ("a.txt", "First essay.\n"), ("c.md", "none")):
@@ -277,23 +277,26 @@ def test_hub_folder_and_file_give_the_same_text(tmp_path, monkeypatch):
     (tmp_path / "all.txt").write_text(hub.text)
     (tmp_path / "all.json").write_text(json.dumps({"text": hub.text}))
     assert asked == [ARCHIVE] and COMMIT in ARCHIVE and hub.text == "First essay.\nSecond “essay”.\n"
-    others = [load(str(tmp_path / name)) for name in ("folder", "all.txt", "all.json")]
+    others = [load_haystack(str(tmp_path / name)) for name in ("folder", "all.txt", "all.json")]
     assert all(other.text == hub.text and other.origin == hub.origin.replace("hub:", "file:") for other in others)
-    assert load(None).origin == "generated" and niah(haystack_path=str(folder)).fingerprint() != niah().fingerprint()
+    assert (
+        load_haystack(None).origin == "generated"
+        and niah(haystack_path=str(folder)).fingerprint() != niah().fingerprint()
+    )
 
 
 def test_a_hub_that_is_out_of_reach_or_broken_is_a_wrong_setting(tmp_path, monkeypatch):
     (tmp_path / "page.html").write_text("not found")
     monkeypatch.setattr("datasets.DownloadManager.download", lambda self, url: str(tmp_path / "page.html"))
     with pytest.raises(SettingError, match="^task.haystack_path=hub: .* came as no archive; give a path, or null$"):
-        load.__wrapped__("hub")
+        load_haystack.__wrapped__("hub")
 
     def refuse(self, url):
         raise ConnectionError("no network")
 
     monkeypatch.setattr("datasets.DownloadManager.download", refuse)
     with pytest.raises(SettingError, match=r"^task.haystack_path=hub: \S+ is out of reach \(ConnectionError\); "):
-        load.__wrapped__("hub")
+        load_haystack.__wrapped__("hub")
 
 
 # Settings
@@ -373,7 +376,7 @@ def test_what_only_the_tokenizer_shows_too_small_names_what_is_needed(tokenizer)
 @pytest.fixture
 def kvbench(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    return lambda *own: answer(["task=niah", "device=cpu", *own], monkeypatch, capsys)
+    return lambda *own: run_cli(["task=niah", "device=cpu", *own], monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 from kvbench.config import catalogue
 from kvbench.interfaces.task import Graded, Sample
 from kvbench.models.embedded import REFERENCE
-from kvbench.tasks.phonebook import PHONES, Phonebook, _book, needles
+from kvbench.tasks.phonebook import PHONES, Phonebook, _book, make_needle_book
 from kvbench.tasks.ruler.niah import NIAH
 from kvbench.validation import SettingError
-from tests.support.command_line import answer, assert_refused
+from tests.support.command_line import assert_refused, run_cli
 from tests.support.recorded_runs import read_runs
 
 
@@ -25,7 +25,7 @@ def tokenizer():
 
 def phonebook(preset: str = "small", **own) -> Phonebook:
     own = {"preset": preset, "seed": 0, "limit": None} | own
-    return catalogue.build("task", catalogue.settings("task", "phonebook", own))
+    return catalogue.build("task", catalogue.load_settings("task", "phonebook", own))
 
 
 def entries(sample: Sample) -> list[tuple[str, str]]:
@@ -39,7 +39,7 @@ def test_the_published_sizes():
     assert task.length is None and replace(task, size_of="tokens").length == 3500
 
 
-@pytest.mark.parametrize("wording", [PHONES, needles()], ids=["book", "needles"])
+@pytest.mark.parametrize("wording", [PHONES, make_needle_book()], ids=["book", "needles"])
 def test_names_and_numbers_of_a_book_differ(wording):
     import random
 
@@ -173,7 +173,7 @@ def test_two_methods_and_both_questions(tmp_path, monkeypatch, capsys):
         results = tmp_path / question
         for method in ("sink", "keydiff"):
             own = (f"method={method}", f"question={question}", f"results={results}", "budget=0.5")
-            code, out, err = answer(
+            code, out, err = run_cli(
                 ["task=phonebook", "task.sizes=[6]", "limit=2", "device=cpu", *own], monkeypatch, capsys
             )
             assert code == 0 and "phonebook_6" in out, err
@@ -188,5 +188,5 @@ def test_two_methods_and_both_questions(tmp_path, monkeypatch, capsys):
 
 def test_a_bad_setting_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    found = answer(["task=phonebook", "task.preset=large"], monkeypatch, capsys)
+    found = run_cli(["task=phonebook", "task.preset=large"], monkeypatch, capsys)
     assert_refused(found, "task.preset=large: choose one of small, keydiff", tmp_path)

@@ -27,16 +27,25 @@ from transformers import PreTrainedTokenizerFast
 
 from kvbench.config import catalogue
 from kvbench.interfaces.task import Graded, Sample
-from kvbench.models.chat_template import template_tokens
+from kvbench.models.chat_template import count_template_tokens
 from kvbench.runs.prompt import encode
 from kvbench.tasks.common import synthetic_prose
-from kvbench.tasks.common.sample_cache import tokenizer_hash
-from kvbench.tasks.ruler.fit import TRIES, fit, settle
-from kvbench.tasks.ruler.niah import DEPTHS, Niah
-from kvbench.tasks.ruler.sentences import punkt
-from kvbench.tasks.ruler.task import FAMILIES, FITS, SUBTASKS, Ruler, draw, least_units, load_texts, render
-from kvbench.tasks.ruler.templates import wordings
-from kvbench.tasks.ruler.variable_tracking import chain, example_units
+from kvbench.tasks.common.sample_cache import hash_tokenizer
+from kvbench.tasks.ruler.fit import TRIES, fit_units, step_down
+from kvbench.tasks.ruler.niah import DEPTHS, NiahFamily
+from kvbench.tasks.ruler.sentences import load_punkt
+from kvbench.tasks.ruler.task import (
+    FAMILIES,
+    FITS,
+    SUBTASKS,
+    Ruler,
+    count_least_units,
+    draw_sample,
+    load_texts,
+    render_sample,
+)
+from kvbench.tasks.ruler.templates import load_wordings
+from kvbench.tasks.ruler.variable_tracking import draw_chain, fit_example
 from kvbench.validation import SettingError
 from tests.support.repository import ROOT
 
@@ -120,9 +129,9 @@ def test_a_prompt_fits_and_one_more_unit_would_not(tokenizer, name, length, temp
     assert tokens(tokenizer, sample) <= room
 
     def drawn(units):
-        example = example_units(lambda text: len(tokenizer.encode(text, add_special_tokens=False)))
+        example = fit_example(lambda text: len(tokenizer.encode(text, add_special_tokens=False)))
         rng = random.Random(f"0/{name}/{length}/0")
-        return render(name, draw(name, units, rng, TEXTS, length, index=0, example=example), TEXTS)
+        return render_sample(name, draw_sample(name, units, rng, TEXTS, length, index=0, example=example), TEXTS)
 
     units = sample.meta["units"]
     assert drawn(units).prompt == sample.context + sample.question + sample.answer_prefix
@@ -140,7 +149,7 @@ def test_fit_finds_the_edge_in_few_guesses(steps, room, most):
         asked.append(count)
         return costs[count]
 
-    found = fit(cost, most, room)
+    found = fit_units(cost, most, room)
     affordable = [i for i in range(most + 1) if costs[i] <= room]
     assert found == (affordable[-1] if affordable else None)
     assert len(asked) <= 20
@@ -161,7 +170,7 @@ def upstreams(name: str, length: int, count, template: int, samples: int) -> lis
     found, fixed = [], {}
 
     def prompt(units, rng, index=0):
-        return render(name, draw(name, units, rng, TEXTS, length, index=index, **fixed), TEXTS).prompt
+        return render_sample(name, draw_sample(name, units, rng, TEXTS, length, index=index, **fixed), TEXTS).prompt
 
     if name == "ruler_fwe":  # freq_words_extraction.py: grow until the text is long enough, then one step back
         room, units = length - new - template, (length - new) // 6
@@ -176,15 +185,15 @@ def upstreams(name: str, length: int, count, template: int, samples: int) -> lis
         return found
 
     shown, step = 0, 10
-    opening = wordings().vt.template[:20]
+    opening = load_wordings().vt.template[:20]
     if "niah" in name:  # niah.py
         step = 5 if length < 4096 else 25
         step = 500 if family_of(name).haystack == "essay" else step
     if name == "ruler_vt":  # variable_tracking.py: first an example of 500 tokens
 
         def chained(units):
-            drawn = chain(3, units, search)
-            whole = render(name, {"example": drawn, **drawn}, TEXTS).prompt
+            drawn = draw_chain(3, units, search)
+            whole = render_sample(name, {"example": drawn, **drawn}, TEXTS).prompt
             return whole[whole.rindex(opening) :], whole[: whole.rindex(opening)].removesuffix("\n")
 
         most = max(int(500 / (count(chained(5)[0]) / 5) * 3), 10)
@@ -236,7 +245,7 @@ def test_upstreams_fit_leaves_the_room_that_was_measured(tokenizer):
 def test_the_fit_is_part_of_a_run_and_of_a_cached_sample(tmp_path, tokenizer):
     own = {"seed": 0, "limit": None, "cache": None}
     default, *hashed = (
-        catalogue.task_identity(catalogue.settings("task", "ruler", own | more))
+        catalogue.task_identity(catalogue.load_settings("task", "ruler", own | more))
         for more in ({}, *({"fit": kind} for kind in FITS))
     )
     assert default == hashed[0] != hashed[1]
@@ -247,9 +256,9 @@ def test_the_fit_is_part_of_a_run_and_of_a_cached_sample(tmp_path, tokenizer):
 
 
 def test_upstreams_steps_end_where_its_own_would_not(tmp_path, tokenizer):
-    assert list(settle(23, 10, 1)) == [23, 13] + [3] * (1 + TRIES)
-    assert list(settle(9, 10, 1)) == [9] * (1 + TRIES)
-    assert list(settle(17, 10, 10)) == [17] + [10] * (1 + TRIES), "hotpot's ten documents stay"
+    assert list(step_down(23, 10, 1)) == [23, 13] + [3] * (1 + TRIES)
+    assert list(step_down(9, 10, 1)) == [9] * (1 + TRIES)
+    assert list(step_down(17, 10, 10)) == [17] + [10] * (1 + TRIES), "hotpot's ten documents stay"
     task = ruler(subtasks="ruler_cwe", length=2048, fit="upstream", samples=1)
     with pytest.raises(SettingError, match=r"^task.length=700: at least \d+ for ruler_cwe .* task.fit=upstream draws"):
         list(replace(task, samples=1, length=700).samples(tokenizer, 0, 4096))
@@ -277,7 +286,7 @@ def test_cwes_example_is_a_turn_of_its_own_under_a_chat_template(kind):
     """As upstream's scripts write it: the model's template around the task's, and around the example's too."""
     plain, chat = bpe(2500), bpe(2500)
     chat.chat_template = CHAT
-    [sample] = ruler(subtasks="ruler_cwe", samples=1, fit=kind).samples(chat, template_tokens(chat), 4096)
+    [sample] = ruler(subtasks="ruler_cwe", samples=1, fit=kind).samples(chat, count_template_tokens(chat), 4096)
     bare = sample.context + sample.question + sample.answer_prefix
     assert plain.decode(encode(plain, sample).ids) == bare
     prompt = encode(chat, sample)
@@ -323,7 +332,7 @@ def test_the_example_of_vt_has_500_tokens(tokenizer):
 
 @pytest.mark.parametrize("length", [4095, 4096])
 def test_cwe_repeats_words_more_from_4096_on(length):
-    draws = draw("ruler_cwe", 25, random.Random(0), TEXTS, length)
+    draws = draw_sample("ruler_cwe", 25, random.Random(0), TEXTS, length)
     example, main = Counter(draws["example"]["words"]), Counter(draws["words"])
     expected = (
         (Counter({3: 10, 1: 10}), Counter({6: 10, 1: 15}))
@@ -335,7 +344,7 @@ def test_cwe_repeats_words_more_from_4096_on(length):
 
 
 def test_fwe_counts_fall_as_the_square_of_the_rank():
-    draws = draw("ruler_fwe", 1000, random.Random(0), TEXTS, 4096)
+    draws = draw_sample("ruler_fwe", 1000, random.Random(0), TEXTS, 4096)
     counts = Counter(draws["words"])
     assert [counts[word] for word in ("...", *draws["top"])] == [int(1000 / k**2 / zeta(2)) for k in (1, 2, 3, 4)]
     assert max(n for word, n in counts.items() if word not in ("...", *draws["top"])) < counts[draws["top"][2]]
@@ -365,7 +374,9 @@ def ported(file: str, *names: str, **given) -> dict:
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("family", [*NIAH, Niah("many", "noise", keys=3, values=2, asked=2)], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "family", [*NIAH, NiahFamily("many", "noise", keys=3, values=2, asked=2)], ids=lambda f: f.name
+)
 def test_niah_is_upstreams_to_the_byte(family, seed):
     units, essay = 6 + 37 * seed, family.haystack == "essay"
     ends = set(TEXTS.ends)
@@ -416,7 +427,9 @@ def test_niah_is_upstreams_to_the_byte(family, seed):
     }
 
     generator()
-    haystack = {"essay": list(TEXTS.words), "noise": wordings().noise, "needle": wordings().needle}[family.haystack]
+    haystack = {"essay": list(TEXTS.words), "noise": load_wordings().noise, "needle": load_wordings().needle}[
+        family.haystack
+    ]
     text, answers, query = space["generate_input_output"](
         units,
         haystack,
@@ -426,7 +439,7 @@ def test_niah_is_upstreams_to_the_byte(family, seed):
         num_needle_v=family.values,
         type_needle_v=family.value,
         num_needle_q=family.asked,
-        template=wordings().niah.template,
+        template=load_wordings().niah.template,
     )
     rendered = family.render(draws, TEXTS)
     assert rendered.context + rendered.question == text
@@ -450,9 +463,9 @@ def test_fwe_is_upstreams_to_the_byte(units):
     short = type("Tokens", (), {"input_ids": ()})
     text, answers, _ = space["generate_input_output"](10**6, lambda _: short, num_words=units, vocab_size=81)
     words = text[text.index("words. ") + len("words. ") : text.index("\nQuestion")].split(" ")
-    rendered = render("ruler_fwe", {"words": words, "top": answers}, TEXTS)
+    rendered = render_sample("ruler_fwe", {"words": words, "top": answers}, TEXTS)
     assert rendered.prompt == text and rendered.answers == tuple(answers)
-    ours = draw("ruler_fwe", units, random.Random(0), TEXTS, 4096)["words"]
+    ours = draw_sample("ruler_fwe", units, random.Random(0), TEXTS, 4096)["words"]
     assert sorted(Counter(ours).values()) == sorted(Counter(words).values())
 
 
@@ -479,7 +492,7 @@ def test_cwe_is_upstreams_to_the_byte(length):
 
     shown = [piece.rsplit(" ", 1)[0] for piece in (solution[3:] + " 0").split(". ")]
     draws = {"example": {"words": listed(example), "common": shown}, "words": listed(text), "common": answers}
-    rendered = render("ruler_cwe", draws, TEXTS)
+    rendered = render_sample("ruler_cwe", draws, TEXTS)
     assert rendered.prompt == expected and rendered.answers == tuple(answers)
     assert rendered.answer_prefix == " Answer: The top 10 words that appear most often in the list are:"
 
@@ -496,7 +509,7 @@ def test_qa_is_upstreams_to_the_byte(name, units):
     units = max(units, len(chosen.questions[5].documents))
     text, answers = space["generate_input_output"](5, units, rows, list(chosen.documents))
     order = sorted((text.index(f"\n{d}"), i) for i, d in enumerate(chosen.documents) if f":\n{d}\n\n" in text)
-    rendered = render(name, {"question": 5, "documents": [i for _, i in order]}, TEXTS)
+    rendered = render_sample(name, {"question": 5, "documents": [i for _, i in order]}, TEXTS)
     assert rendered.context + rendered.question == text and rendered.answer_prefix == " Answer:"
     assert rendered.answers == tuple(answers) and len(order) == units
     assert rendered.context.startswith("Answer the question") and "\n\nDocument 1:\n" in rendered.context
@@ -512,9 +525,9 @@ def test_vt_is_upstreams_to_the_byte():
         "value": "12345",
         "places": [1, 2, 3, 5, 6],
     }
-    noise = wordings().noise
-    before, after = wordings().vt.template.split("{context}")
-    prefix = wordings().vt.prefix
+    noise = load_wordings().noise
+    before, after = load_wordings().vt.template.split("{context}")
+    prefix = load_wordings().vt.prefix
     example = (
         before + f"VAR ABC = 54321\n{noise}\nVAR DEF = VAR ABC \n{noise}\nVAR GHI = VAR DEF \n{noise}\n"
         f"VAR JKL = VAR GHI \n{noise}\n{noise}\nVAR MNO = VAR JKL \n{noise}"
@@ -526,7 +539,7 @@ def test_vt_is_upstreams_to_the_byte():
         before + f"{noise}\nVAR AAAAA = 12345\n{noise}\nVAR BBBBB = VAR AAAAA \n{noise}\nVAR CCCCC = VAR BBBBB \n"
         f"{noise}\n{noise}\nVAR DDDDD = VAR CCCCC \n{noise}\nVAR EEEEE = VAR DDDDD \n{noise}"
     )
-    rendered = render("ruler_vt", draws, TEXTS)
+    rendered = render_sample("ruler_vt", draws, TEXTS)
     assert rendered.context == example + main
     assert rendered.question + rendered.answer_prefix == (after + prefix).format(query="12345", num_v=5)
     assert rendered.answer_prefix.endswith("5 variables are assigned the value 12345, they are: ")
@@ -540,13 +553,13 @@ def test_names_of_a_chain_differ_and_are_not_the_keyword():
         def choices(self, population, k):
             return list(self.names.pop(0)) if k == 3 else super().choices(population, k=k)
 
-    draws = draw("ruler_vt", 9, Scripted(0), TEXTS, 2048)
+    draws = draw_sample("ruler_vt", 9, Scripted(0), TEXTS, 2048)
     assert draws["example"]["names"] == ["ABC", "DEF", "GHI", "JKL", "MNO"]
 
 
 def test_prompt_strings_are_the_official_ones():
     """The hash of upstream's strings at c3f5e3b: another lm-eval may change them, and scores with them."""
-    assert wordings().fingerprint() == "c3042cd916fe8430811bb8182761a8836cd13fc229da8700a4485a10f321892d"
+    assert load_wordings().fingerprint() == "c3042cd916fe8430811bb8182761a8836cd13fc229da8700a4485a10f321892d"
     assert DEPTHS == tuple(np.round(np.linspace(0, 100, num=40, endpoint=True)).astype(int))
 
 
@@ -587,12 +600,14 @@ def test_scores_are_upstreams(name, answers, output, score, extracted):
 
 
 def test_prose_is_varied_and_without_needles():
-    sentences = " ".join(synthetic_prose.words()).rstrip(".").split(". ")
-    assert len(synthetic_prose.words()) > 100_000 and len(set(sentences)) == len(sentences)
+    sentences = " ".join(synthetic_prose.write_words()).rstrip(".").split(". ")
+    assert len(synthetic_prose.write_words()) > 100_000 and len(set(sentences)) == len(sentences)
     assert all(5 <= len(sentence.split()) <= 25 and sentence[0].isupper() for sentence in sentences)
-    runs = Counter(tuple(synthetic_prose.words()[i : i + 14]) for i in range(len(synthetic_prose.words()) - 13))
+    runs = Counter(
+        tuple(synthetic_prose.write_words()[i : i + 14]) for i in range(len(synthetic_prose.write_words()) - 13)
+    )
     assert max(runs.values()) == 1
-    assert not any(c.isdigit() for c in "".join(synthetic_prose.words()))
+    assert not any(c.isdigit() for c in "".join(synthetic_prose.write_words()))
     assert list(itertools.accumulate(len(s.split()) for s in sentences)) == TEXTS.ends
 
 
@@ -650,12 +665,12 @@ def test_official_questions_are_read_as_upstream_does(tmp_path, tokenizer):
     assert texts.squad.questions[1].documents == (1,) and texts.squad.questions[1].related == (0, 2, 3)
     assert texts.hotpot.documents[0] == "Title 0\nOne. Two 0." and texts.hotpot.questions[2].documents == (2, 3, 4)
     for units, chosen in ((3, {0, 1, 2, 3}), (5, {0, 1, 2, 3, 4, 5})):
-        drawn = draw("ruler_qa_squad", units, random.Random(0), texts, 2048, index=1)["documents"]
+        drawn = draw_sample("ruler_qa_squad", units, random.Random(0), texts, 2048, index=1)["documents"]
         assert len(set(drawn)) == units and 1 in drawn and set(drawn) <= chosen
-    assert {0, 1, 2, 3} <= set(draw("ruler_qa_squad", 5, random.Random(0), texts, 2048, index=1)["documents"])
-    shuffled = [draw("ruler_qa_squad", 3, random.Random(i), texts, 2048, index=1)["documents"] for i in range(9)]
+    assert {0, 1, 2, 3} <= set(draw_sample("ruler_qa_squad", 5, random.Random(0), texts, 2048, index=1)["documents"])
+    shuffled = [draw_sample("ruler_qa_squad", 3, random.Random(i), texts, 2048, index=1)["documents"] for i in range(9)]
     assert len({documents.index(1) for documents in shuffled}) == 3
-    every = draw("ruler_qa_squad", 15, random.Random(0), texts, 2048, index=7)
+    every = draw_sample("ruler_qa_squad", 15, random.Random(0), texts, 2048, index=7)
     assert every["question"] == 1 and Counter(every["documents"]) == Counter([0, 1, 2, 3, 4, 5] * 2 + [0, 1, 2])
     [sample] = ruler(subtasks="ruler_qa_squad", qa_path=str(tmp_path), samples=1).samples(tokenizer, 0, 4096)
     assert sample.meta["qa"] == texts.qa and "Q0?" in sample.question
@@ -690,7 +705,7 @@ def punkts(monkeypatch, tmp_path):
     lists["ortho_context"] = {"nobody": 46}
 
     def make(kind: str, **own) -> None:
-        load_texts.cache_clear(), punkt.cache_clear()
+        load_texts.cache_clear(), load_punkt.cache_clear()
         if kind == "package":
             given = SimpleNamespace(**lists | own)
             monkeypatch.setitem(sys.modules, "punkt", SimpleNamespace(load_model=lambda _: given, __spec__=given))
@@ -703,7 +718,7 @@ def punkts(monkeypatch, tmp_path):
 
     make("none")
     yield make
-    load_texts.cache_clear(), punkt.cache_clear()
+    load_texts.cache_clear(), load_punkt.cache_clear()
 
 
 ESSAY = "See Fig. two first.[1] It rained (a lot). They left. " * 40
@@ -766,9 +781,9 @@ def test_data_of_punkt_that_cannot_be_read_is_said_in_one_line(punkts, tmp_path,
 def test_no_other_needle_has_a_key_that_is_asked():
     few = replace(TEXTS, adjectives=("wry",), nouns=("ox", "elk", "hen"))
     for seed in range(20):
-        draws = draw("niah_multikey_2", 9, random.Random(seed), few, 2048)
+        draws = draw_sample("niah_multikey_2", 9, random.Random(seed), few, 2048)
         assert draws["keys"][0] not in [key for key, _ in draws["others"]]
-    many = Niah("many", "noise", keys=3).draw(9, random.Random(0), few, 2048)
+    many = NiahFamily("many", "noise", keys=3).draw(9, random.Random(0), few, 2048)
     assert sorted(many["keys"]) == ["wry-elk", "wry-hen", "wry-ox"]
 
 
@@ -780,7 +795,7 @@ def test_a_given_haystack_is_used_and_repeated(tmp_path, tokenizer, name):
     task = ruler(subtasks="niah_single_2", haystack_path=str(path), samples=1)
     task.check()
     [sample] = task.samples(tokenizer, 0, 4096)
-    needle = wordings().needle.format(type_needle_v="numbers", key="", value="").split(" for ")[0]
+    needle = load_wordings().needle.format(type_needle_v="numbers", key="", value="").split(" for ")[0]
     before, _, after = sample.context.split("\n", 1)[1].partition(f"{needle} for ")
     after = after[after.index(f"{sample.answers[0]}.") + len(sample.answers[0]) + 1 :]
     words = (before + after).split()
@@ -875,7 +890,7 @@ def test_the_cache_knows_what_made_its_samples(tmp_path, tokenizer):
 def test_a_tokenizer_without_a_backend_is_known_by_its_vocabulary():
     vocabularies = {"a": 0, "b": 1}, {"b": 1, "a": 0}, {"a": 1}
     slow = [type("Slow", (), {"get_vocab": lambda self, known=known: known})() for known in vocabularies]
-    first, same, other = map(tokenizer_hash, slow)
+    first, same, other = map(hash_tokenizer, slow)
     assert first == same != other
 
 
@@ -953,6 +968,6 @@ def test_good_settings_pass():
 @pytest.mark.parametrize("name", SUBTASKS)
 def test_the_fewest_units_can_be_drawn(name):
     for index in range(3):
-        units = least_units(name, TEXTS, 2048, index)
-        draws = draw(name, units, random.Random(index), TEXTS, 2048, index=index)
-        assert render(name, json.loads(json.dumps(draws)), TEXTS).answers, "draws are plain JSON"
+        units = count_least_units(name, TEXTS, 2048, index)
+        draws = draw_sample(name, units, random.Random(index), TEXTS, 2048, index=index)
+        assert render_sample(name, json.loads(json.dumps(draws)), TEXTS).answers, "draws are plain JSON"

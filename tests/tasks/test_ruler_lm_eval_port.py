@@ -11,10 +11,10 @@ from lm_eval.tasks import TaskManager
 
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.embedded import REFERENCE
-from kvbench.tasks.lm_eval.loader import PACKAGE, quiet, seeded
-from kvbench.tasks.ruler.lm_eval_port import OFFLINE, RulerLmEval, context_of
+from kvbench.tasks.lm_eval.loader import PACKAGE, seed_generators, silence_output
+from kvbench.tasks.ruler.lm_eval_port import OFFLINE, RulerLmEval, find_context
 from kvbench.validation import SettingError
-from tests.support.command_line import answer, assert_refused
+from tests.support.command_line import assert_refused, run_cli
 
 LENGTH = 1024
 
@@ -53,7 +53,7 @@ def test_documents_are_those_of_lm_eval_for_a_subtask_that_runs_alone(tokenizer,
     monkeypatch.setenv("LOCAL_RANK", "1")  # no download when its modules are imported
     manager = TaskManager(include_defaults=False, metadata={"tokenizer": str(REFERENCE), "max_seq_lengths": [LENGTH]})
     for name, file in (("ruler_vt", "vt"), ("niah_multikey_2", "niah_multikey_2")):
-        with seeded(0), quiet():
+        with seed_generators(0), silence_output():
             [task] = manager.load([str(PACKAGE / "ruler" / f"{file}.yaml")])["tasks"].values()
             for index in range(2):
                 document = task.eval_docs[index]
@@ -75,7 +75,7 @@ def test_the_question_is_apart_from_the_context(offline):
         assert sample.context and sample.question.startswith("\n") and sample.question.rstrip().count("\n") == 1
         assert len(sample.question) < 300 and ("What" in sample.question or "Find" in sample.question), uid
         assert sample.meta["note"].startswith("RULER in lm-eval's port") and sample.max_new_tokens in (30, 50, 120, 128)
-    assert context_of("a\nQuestion: b\n\nQuestion: c\nd") == "a\nQuestion: b\n"
+    assert find_context("a\nQuestion: b\n\nQuestion: c\nd") == "a\nQuestion: b\n"
 
 
 def test_scores_are_lm_evals_with_its_share_of_answers_in_qa(tokenizer, offline, monkeypatch):
@@ -147,13 +147,13 @@ BAD = {
 @pytest.mark.parametrize("setting", BAD)
 def test_a_bad_setting_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, setting):
     monkeypatch.chdir(tmp_path)
-    assert_refused(answer(["task=ruler_lmeval", "device=cpu", setting], monkeypatch, capsys), BAD[setting], tmp_path)
+    assert_refused(run_cli(["task=ruler_lmeval", "device=cpu", setting], monkeypatch, capsys), BAD[setting], tmp_path)
 
 
 def test_it_runs_from_the_command_line_and_says_what_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     chosen = ["task=ruler_lmeval", "task.subtasks=ruler_vt", "task.length=1000", "limit=1", "device=cpu", "budget=0.3"]
-    code, out, err = answer([*chosen, "model=reference_v1", "method=snapkv", "question=hidden"], monkeypatch, capsys)
+    code, out, err = run_cli([*chosen, "model=reference_v1", "method=snapkv", "question=hidden"], monkeypatch, capsys)
     assert code == 0 and "RULER in lm-eval's port, which differs from the official one" in " ".join(out.split()), err
     records = [json.loads(line) for file in Path("results").rglob("records*") for line in file.read_text().splitlines()]
     assert [record["score"] for record in records if record["budget"] == 1.0] == [100.0]

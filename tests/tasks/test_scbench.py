@@ -12,12 +12,12 @@ from kvbench.cli.check_data import examine
 from kvbench.models.embedded import REFERENCE
 from kvbench.runs.prompt import encode_all
 from kvbench.tasks.scbench import metrics
-from kvbench.tasks.scbench.miniature import miniature
-from kvbench.tasks.scbench.prompts import fingerprint, forms
+from kvbench.tasks.scbench.miniature import make_rows
+from kvbench.tasks.scbench.prompts import hash_prompts, load_forms
 from kvbench.tasks.scbench.rows import DATASET, REVISION
 from kvbench.tasks.scbench.task import TASKS, SCBench
 from kvbench.validation import SettingError
-from tests.support.command_line import answer, assert_refused
+from tests.support.command_line import assert_refused, run_cli
 from tests.support.recorded_runs import read_runs
 
 
@@ -128,38 +128,38 @@ def test_own_answers_are_followed_by_the_end_token_where_there_is_no_template(wr
 
 def test_prompt_strings_are_those_of_the_installed_package():
     """Changes when lm-eval's files, a prompt of ours or a token limit do."""
-    assert fingerprint() == "9ed942f25f73534d"
-    assert [form.name for form in forms()] == list(TASKS) and len(TASKS) == 10
-    limits = [[own.new_tokens for own in form.metrics.values()] for form in forms()]
+    assert hash_prompts() == "9ed942f25f73534d"
+    assert [form.name for form in load_forms()] == list(TASKS) and len(TASKS) == 10
+    limits = [[own.new_tokens for own in form.metrics.values()] for form in load_forms()]
     assert limits == [[150], [150], [30], [40], [40], [40], [10], [200], [5], [800, 15]]
 
 
 # Metrics. Golden values were worked out by hand from the definitions in upstream's compute_scores.py.
 
 GOLDEN = [
-    (metrics.contained, "the value is 5f-2.", ("5f-2",), 100),
-    (metrics.contained, "5F-2", ("5f-2",), 0),
-    (metrics.share, "a, c", ("A", "B", "C"), 67),
-    (metrics.share, "b", ("A", "B", "C"), 33),
-    (metrics.any_contained, " by ann smith", ("Ann",), 100),
-    (metrics.any_contained, "An n", ("Ann",), 0),
-    (metrics.any_character, "(b)", ("B",), 100),
-    (metrics.any_character, "(a)", ("B",), 0),
-    (metrics.any_character, "x)", ("(A)",), 100),  # a character of the label is enough
+    (metrics.contains_label, "the value is 5f-2.", ("5f-2",), 100),
+    (metrics.contains_label, "5F-2", ("5f-2",), 0),
+    (metrics.share_found, "a, c", ("A", "B", "C"), 67),
+    (metrics.share_found, "b", ("A", "B", "C"), 33),
+    (metrics.contains_any, " by ann smith", ("Ann",), 100),
+    (metrics.contains_any, "An n", ("Ann",), 0),
+    (metrics.contains_any_character, "(b)", ("B",), 100),
+    (metrics.contains_any_character, "(a)", ("B",), 0),
+    (metrics.contains_any_character, "x)", ("(A)",), 100),  # a character of the label is enough
     (metrics.chinese_f1, "安平。", ("安平",), 200 / 3),  # one character of two
     (metrics.chinese_f1, "安", ("安",), 100),
     (metrics.chinese_f1, "在 北 山", ("南村",), 0),
-    (metrics.choice, "B. Ann", ("Ann", "B"), 100),
-    (metrics.choice, "C", ("Ann", "B"), 0),
-    (metrics.choice, "", ("Ann", "B"), 0),
-    (metrics.choice, "Ann", ("Ann", "B"), 0),  # its first letter is an A
-    (metrics.choice, "Zoe", ("Zoe", "B"), 100),
-    (metrics.choice, "the answer is: B", ("Ann", "B"), 100),
-    (metrics.choice, "the answer is Zoe", ("Zoe", "B"), 100),
-    (metrics.choice, "the answer is", ("Zoe", "B"), 0),
-    (metrics.choice, "the option is\n\nB", ("Ann", "B"), 100),
-    (metrics.choice, "I take B, not C", ("Ann", "B"), 100),
-    (metrics.choice, "no idea", ("Ann", "B"), 0),
+    (metrics.choice_score, "B. Ann", ("Ann", "B"), 100),
+    (metrics.choice_score, "C", ("Ann", "B"), 0),
+    (metrics.choice_score, "", ("Ann", "B"), 0),
+    (metrics.choice_score, "Ann", ("Ann", "B"), 0),  # its first letter is an A
+    (metrics.choice_score, "Zoe", ("Zoe", "B"), 100),
+    (metrics.choice_score, "the answer is: B", ("Ann", "B"), 100),
+    (metrics.choice_score, "the answer is Zoe", ("Zoe", "B"), 100),
+    (metrics.choice_score, "the answer is", ("Zoe", "B"), 0),
+    (metrics.choice_score, "the option is\n\nB", ("Ann", "B"), 100),
+    (metrics.choice_score, "I take B, not C", ("Ann", "B"), 100),
+    (metrics.choice_score, "no idea", ("Ann", "B"), 0),
     (metrics.first_number, "It is 42.9, not 7", ("42",), 100),
     (metrics.first_number, "42.9", ("42.9",), 100),
     (metrics.first_number, "-3", ("3",), 100),
@@ -179,10 +179,10 @@ def test_golden_values(metric, output, answers, points):
 
 
 def test_what_the_odd_metrics_mean_stands_beside_them():
-    assert metrics.any_character("x)", ("(A)",)).also == {"contained": 0.0}
+    assert metrics.contains_any_character("x)", ("(A)",)).also == {"contained": 0.0}
     assert metrics.chinese_f1("安平。", ("安平",)).also == {"f1": 100.0}
     assert metrics.chinese_f1("", ("安平",)).also == {"f1": 0.0}
-    assert metrics.choice("the option is Bo", ("Bo", "C")).answer == "Bo"
+    assert metrics.choice_score("the option is Bo", ("Bo", "C")).answer == "Bo"
 
 
 def test_rouge_is_what_evaluate_computes():
@@ -190,7 +190,7 @@ def test_rouge_is_what_evaluate_computes():
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL", "rougeLsum"], use_stemmer=False)
-    texts = [turn["answer"] for row in miniature("scbench_summary") for turn in row["multi_turns"]]
+    texts = [turn["answer"] for row in make_rows("scbench_summary") for turn in row["multi_turns"]]
     for one, other in zip(texts, texts[1:], strict=False):
         assert metrics.rouge(one, (other,)).score == 100 * scorer.score(other, one)["rougeLsum"].fmeasure
 
@@ -207,9 +207,9 @@ def test_the_miniature_is_made_alike_and_read_by_the_same_reader(tmp_path, token
     assert len({sample.uid for sample in samples}) == len(samples)
     assert all(made.score(sample, sample.answers[-1]).score > 0 for sample in samples)
     for name in TASKS:
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in miniature(name)))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(name)))
         (tmp_path / name).mkdir()
-        pandas.DataFrame(miniature(name)).to_parquet(tmp_path / name / "test-00000-of-00001.parquet")
+        pandas.DataFrame(make_rows(name)).to_parquet(tmp_path / name / "test-00000-of-00001.parquet")
     local = list(task(tmp_path).samples(tokenizer, 1, 4096))
     assert [replace(sample, meta={}) for sample in local] == [replace(sample, meta={}) for sample in samples]
     assert task(tmp_path).fingerprint() == task(tmp_path).fingerprint() != made.fingerprint()
@@ -233,7 +233,7 @@ def test_the_hub_is_asked_for_each_config_at_a_pinned_revision(monkeypatch, toke
 
     def load_dataset(name, config, split, revision):
         asked.append((name, config, split, revision))
-        return miniature(config)
+        return make_rows(config)
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     [*samples] = task("hub", ["scbench_kv", "scbench_mf"]).samples(tokenizer, 1, 4096)
@@ -310,14 +310,14 @@ WRONG = {
 @pytest.mark.parametrize("setting", WRONG)
 def test_a_wrong_setting_is_said_in_one_line(setting, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert_refused(answer(["task=scbench", "device=cpu", setting], monkeypatch, capsys), WRONG[setting], tmp_path)
+    assert_refused(run_cli(["task=scbench", "device=cpu", setting], monkeypatch, capsys), WRONG[setting], tmp_path)
 
 
 def test_answers_before_a_query_and_one_file_for_all_are_refused(tmp_path):
     with pytest.raises(SettingError, match="^task.answers=own: shared_context has no answers before"):
         task(mode="shared_context", answers="own")
     file = tmp_path / "mine.jsonl"
-    file.write_text(json.dumps(miniature("scbench_kv")[0]))
+    file.write_text(json.dumps(make_rows("scbench_kv")[0]))
     with pytest.raises(SettingError, match=f"^task.path={file}: one file is one subtask's"):
         task(file)
     assert task(file, "scbench_kv").inventory() == {"scbench_kv": 1}
@@ -328,7 +328,7 @@ def test_answers_before_a_query_and_one_file_for_all_are_refused(tmp_path):
 def test_a_long_context_loses_its_middle_and_all_turns_fit(tmp_path, tokenizer, chatting, settings, name):
     """Of Chinese each byte or so is a token, so that a cut may fall into a character."""
     text = "".join(f"{i}号" for i in range(4000))
-    turns = miniature(name)[1]["multi_turns"]
+    turns = make_rows(name)[1]["multi_turns"]
     (tmp_path / f"{name}.jsonl").write_text(json.dumps({"context": text, "multi_turns": turns}))
     for own, template in ((tokenizer, 1), (chatting, 21)):
         for most in (1800, 1801, 1802, 1803):
@@ -337,7 +337,7 @@ def test_a_long_context_loses_its_middle_and_all_turns_fit(tmp_path, tokenizer, 
             ).values():
                 need = len(prompt.ids) + prompt.unknown + sample.max_new_tokens
                 assert need <= most
-                whole = next(form for form in forms() if form.name == name).wording.before + text
+                whole = next(form for form in load_forms() if form.name == name).wording.before + text
                 head = next(i for i, (a, b) in enumerate(zip(sample.context, whole, strict=False)) if a != b)
                 assert head > 100 and whole.endswith(sample.context[head:]) and "\ufffd" not in sample.context
 
@@ -375,7 +375,7 @@ def test_whole_runs_on_the_miniature(tmp_path, monkeypatch, capsys):
     for name, mode, question, method in cells:
         own = [f"task.subtasks={name}", f"method={method}", f"question={question}", f"task.mode={mode}"]
         own += [f"results={mode}{question}"]
-        code, out, _ = answer([*base, *own], monkeypatch, capsys)
+        code, out, _ = run_cli([*base, *own], monkeypatch, capsys)
         assert code == 0 and name in out
         found = read_runs(tmp_path / f"{mode}{question}")
         full, other = (sorted(found[name][1], key=lambda one: one["index"]) for name in ("full", method))

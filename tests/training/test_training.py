@@ -21,11 +21,11 @@ from kvbench.config import catalogue
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.embedded import EMBEDDED_MODELS, REFERENCE
 from kvbench.runs.resources import Resources
-from kvbench.runs.runner import execute_all
+from kvbench.runs.runner import execute_runs
 from kvbench.runs.spec import RunSpec
 from kvbench.training import evaluate, train, training_data
 from kvbench.training.architecture import Llama
-from kvbench.training.recipe import Recipe, load
+from kvbench.training.recipe import Recipe, load_recipe
 from kvbench.validation import EMBEDDED_MODELS as MARKED
 from kvbench.validation import SettingError
 
@@ -38,7 +38,7 @@ ASKED = ("task.subtasks=[niah_multikey_2,niah_multivalue,ruler_qa_squad]", "task
 
 @pytest.fixture(scope="module")
 def maker():
-    return training_data.Maker("test", training_data.load(REFERENCE), Recipe(confusable=1.0))
+    return training_data.SampleMaker("test", training_data.load_tokenizer(REFERENCE), Recipe(confusable=1.0))
 
 
 def test_every_embedded_model_is_whole_and_small():
@@ -50,11 +50,13 @@ def test_every_embedded_model_is_whole_and_small():
 
 
 def test_settings_of_a_recipe(tmp_path):
-    own = Recipe().changed(["layers=2", STAGES, "rate=1", 'mix={"ledger": 2}'])
+    own = Recipe().with_settings(["layers=2", STAGES, "rate=1", 'mix={"ledger": 2}'])
     assert (own.layers, own.rate, own.stages, own.mix) == (2, 1.0, ((0, 128), (0.5, 256)), {"ledger": 2})
     own.save(tmp_path)
-    assert load(tmp_path) == own
-    assert load(REFERENCE).config() == json.loads((REFERENCE / "config.json").read_text())  # the shipped weights' own
+    assert load_recipe(tmp_path) == own
+    assert load_recipe(REFERENCE).config() == json.loads(
+        (REFERENCE / "config.json").read_text()
+    )  # the shipped weights' own
     assert own.lengths(0.4) == [128] and own.lengths(0.5) == [128, 256]
     kinds = ("depth=2", "layers=two", "layers=true", "layers=1.5", "stages=3", "mix=[1]", "rate", "hidden=Infinity")
     values = ("rate=NaN", "rate=-1", "tokens=0", "kv_heads=0", "kv_heads=3", "turns=1.5", "turns=0.9", "context=1024",
@@ -62,20 +64,20 @@ def test_settings_of_a_recipe(tmp_path):
               "warmup=0", "look_ramp=0", "steady=1", "look_ahead=1")  # fmt: skip
     for wrong in (*kinds, *values):
         with pytest.raises(SettingError, match=wrong.partition("=")[0]):
-            Recipe().changed([wrong])
+            Recipe().with_settings([wrong])
     for mix in ({"ledgers": 5}, {"ledger": "x"}, {"ledger": -1}, dict.fromkeys(training_data.NAMES, 0)):
         with pytest.raises(SettingError, match="mix"):
-            training_data.shares(Recipe(mix=mix))
+            training_data.compute_shares(Recipe(mix=mix))
 
 
 def test_no_sample_is_waited_for_that_cannot_be():
-    own = Recipe().changed(["ledgers=1", "turns=0", "needles=0"])
+    own = Recipe().with_settings(["ledgers=1", "turns=0", "needles=0"])
     with pytest.raises(ValueError, match="no sample of 128 tokens"):
-        training_data.Maker("test", training_data.load(REFERENCE), own).sample(128)
+        training_data.SampleMaker("test", training_data.load_tokenizer(REFERENCE), own).sample(128)
     full = queue.Queue()
     full.put("what a worker died of")
-    with pytest.raises(train.Starved, match="0 of 1 workers"):
-        next(train.batches(full, [SimpleNamespace(is_alive=lambda: False)]))
+    with pytest.raises(train.NoSamples, match="0 of 1 workers"):
+        next(train.receive_batches(full, [SimpleNamespace(is_alive=lambda: False)]))
 
 
 def test_the_shipped_weights_keep_what_informed_methods_keep(tmp_path):
@@ -85,7 +87,7 @@ def test_the_shipped_weights_keep_what_informed_methods_keep(tmp_path):
         with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
             asked = [f"question={question}", *ASKED]
             runs = [RunSpec.from_config(compose("config", [*asked, f"method={method}"])) for method in methods]
-        folders = execute_all(runs, tmp_path, Resources(runs[0]))
+        folders = execute_runs(runs, tmp_path, Resources(runs[0]))
         return {
             name: mean(r["score"] for r in own.records().values()) for name, own in zip(methods, folders, strict=True)
         }
@@ -129,7 +131,7 @@ def test_confusable_values_are_all_different_and_alike(maker):
 
 
 def test_the_look_ahead_asks_questions_for_tokens_of_their_answers(maker):
-    made = training_data.batch(maker, 512, 0.0)
+    made = training_data.make_batch(maker, 512, 0.0)
     length, offsets = 512, maker.recipe.offsets
     assert made.ids.shape == (maker.recipe.tokens // length, length + 1)
     assert [*offsets] == [*range(2, 41)] and made.pairs.shape == (39, maker.recipe.places)
@@ -145,7 +147,7 @@ def test_where_the_look_ahead_looks_from(maker):
     """Two answers, each with a question of 60 tokens: never from the context or the other one, and as often as said."""
     ids = np.arange(301)[None]
     spans = [(0, 100, 160, 190), (0, 190, 250, 280)]  # row, question, answer, end
-    pairs, targets = training_data.look(maker, ids, spans)
+    pairs, targets = training_data.draw_look_ahead(maker, ids, spans)
     counts = dict.fromkeys(("end", "rest", "answer"), 0)
     for offset, places, tokens in zip(maker.recipe.offsets, pairs, targets, strict=True):
         assert (places + offset == tokens).all()
@@ -167,9 +169,9 @@ def test_where_the_look_ahead_looks_from(maker):
 
 
 def test_the_trained_model_is_transformers_llama(tmp_path):
-    own = Recipe().changed([*TINY, "layers=2", "heads=2"])
+    own = Recipe().with_settings([*TINY, "layers=2", "heads=2"])
     model = Llama(own, seed=1)
-    train.save(model, tmp_path)
+    train.save_model(model, tmp_path)
     with torch.no_grad():  # what was saved, in bf16
         for weight in model.weights:
             weight.copy_(weight.bfloat16())
@@ -182,14 +184,14 @@ def test_the_trained_model_is_transformers_llama(tmp_path):
     again.take(tmp_path)
     torch.testing.assert_close(again(tokens[:, :-1], tokens[:, 1:])[0], losses)
     pairs = torch.randint(128, (len(own.offsets), 2))
-    looked = model.look(last, pairs, tokens[:, 1:].flatten()[pairs])  # maps begin as the identity
+    looked = model.compute_look_ahead_loss(last, pairs, tokens[:, 1:].flatten()[pairs])  # maps begin as the identity
     torch.testing.assert_close(looked.flatten(), losses.flatten()[pairs.flatten()])
 
 
 def test_large_weights_are_shards_that_transformers_loads(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "SHARD", 300_000)
-    model = Llama(Recipe().changed(TINY), seed=1)
-    train.save(model, tmp_path)
+    model = Llama(Recipe().with_settings(TINY), seed=1)
+    train.save_model(model, tmp_path)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     held = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all((held[name] == weight).all() for name, weight in model.export().items())
@@ -203,7 +205,7 @@ def trained(tmp_path, monkeypatch):
         monkeypatch.setattr("sys.argv", ["train", "--out", str(out), "--workers", "1", "--device", "cpu", *given])
         return command.answered(train_command.main)
 
-    monkeypatch.setattr(train.Log, "EVERY", 1)
+    monkeypatch.setattr(train.TrainingLog, "EVERY", 1)
     assert command("--minutes", "60", "--steps", "2", "--set", *TINY[:4], "--set", *TINY[4:]) == 0
     return tmp_path / "own", command
 
@@ -269,7 +271,7 @@ def test_an_evaluation_adds_to_its_file(trained, monkeypatch, capsys):
     assert [(one["task"], one["length"], one["samples"]) for one in held["scores"]] == [
         ("niah_single_1", 512, 1), ("niah_single_1", 1024, 1),
     ]  # fmt: skip
-    monkeypatch.setattr(evaluate, "outputs", None)  # nothing is made again
+    monkeypatch.setattr(evaluate, "generate_answers", None)  # nothing is made again
     assert evaluated() == 0 and json.loads(out.read_text()) == held
     assert evaluated("--samples", "2", "--seconds", "0") == 1 and json.loads(out.read_text()) == held
     out.write_text(json.dumps(held | {"weights": "other"}))

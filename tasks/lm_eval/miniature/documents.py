@@ -5,7 +5,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from kvbench.tasks.ruler.task import draw, render
+from kvbench.tasks.ruler.task import draw_sample, render_sample
 from kvbench.tasks.ruler.texts import load_texts
 
 COUNT, LENGTH = 20, 1024  # documents, and the length of RULER's whose parameters they have
@@ -28,8 +28,8 @@ def _documents(subtask: str, units: int) -> Dataset:
     texts = load_texts(None, None)
     made = []
     for index in range(COUNT):
-        drawn = draw(subtask, units, random.Random(f"miniature/{subtask}/{index}"), texts, LENGTH, index=index)
-        own = render(subtask, drawn, texts)
+        drawn = draw_sample(subtask, units, random.Random(f"miniature/{subtask}/{index}"), texts, LENGTH, index=index)
+        own = render_sample(subtask, drawn, texts)
         made.append({"context": own.context, "question": own.question, "answer_prefix": own.answer_prefix,
                      "answers": list(own.answers)})  # fmt: skip
     return Dataset.from_list(made)

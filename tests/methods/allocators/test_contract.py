@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvbench.config.catalogue import build, names, settings
+from kvbench.config.catalogue import build, list_choices, load_settings
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.allocator import Allocator
@@ -23,7 +23,7 @@ from kvbench.methods.allocators.ada import Ada
 from kvbench.methods.codecs.raw import Raw
 from kvbench.methods.knorm import Knorm
 from kvbench.validation import ContractError, SettingError, exact_share
-from tests.support.dense_engine import Dense
+from tests.support.dense_engine import DenseEngine
 from tests.support.oracles import CLOSE
 from tests.support.tiny_models import ids, tiny
 
@@ -160,7 +160,7 @@ def test_ada_modes_differ():
 
 @pytest.mark.parametrize("preset", ["official_code", "kvpress"])
 def test_ada_presets(preset):
-    own = build("allocator", settings("allocator", "ada", {"preset": preset}))
+    own = build("allocator", load_settings("allocator", "ada", {"preset": preset}))
     assert (own.mode, own.alpha) == ({"official_code": "interpolate", "kvpress": "safeguard"}[preset], 0.2)
     with pytest.raises(SettingError, match="mode"):
         Ada("ada", "greedy", 0.2)
@@ -196,7 +196,7 @@ class Last(Method):
 def test_what_a_reader_does_not_look_at_is_as_if_evicted():
     context = context_of("mistral", Last("last", 10))
     context.prefill(ids(50))
-    dense = Dense("mistral")
+    dense = DenseEngine("mistral")
     dense.prefill(ids(50), None)
     dense.held = {layer: [head.take(slice(-9, None)) for head in heads] for layer, heads in dense.held.items()}
     torch.testing.assert_close(context.extend(ids(1))[0].double(), dense.extend(ids(1)), **CLOSE)
@@ -271,5 +271,5 @@ def test_state_is_born_with_a_sample():
 
 
 def test_every_allocator_declares_a_name_and_is_found():
-    for name in names("allocator"):
-        assert build("allocator", settings("allocator", name)).name == name
+    for name in list_choices("allocator"):
+        assert build("allocator", load_settings("allocator", name)).name == name

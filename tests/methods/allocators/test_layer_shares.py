@@ -4,16 +4,16 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.config.catalogue import build, settings
+from kvbench.config.catalogue import build, load_settings
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.observation import Observation
 from kvbench.validation import SettingError
-from tests.support.dense_engine import Dense, Glance, Head
-from tests.support.oracle_scores import votes
-from tests.support.oracle_shares import CakeRule, cake, exact, side_by_side
-from tests.support.oracles import CLOSE, keeps, newest
+from tests.support.dense_engine import DenseEngine, Head, HeadView
+from tests.support.oracle_scores import score_votes
+from tests.support.oracle_shares import CakeRule, assert_allocator_agrees, assert_cake_agrees, round_shares
+from tests.support.oracles import CLOSE, keep_by_score, protect_newest
 from tests.support.tiny_models import distinct, ids, tiny
 
 # cake
@@ -23,7 +23,7 @@ from tests.support.tiny_models import distinct, ids, tiny
 @pytest.mark.parametrize("cascade", [True, False])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "mistral"])
 def test_cake(model, cascade, block):
-    held, rule = cake(model, cascade, block, tokens=30 if block == 1 else 60)
+    held, rule = assert_cake_agrees(model, cascade, block, tokens=30 if block == 1 else 60)
     assert block == 1 or rule.differed
     assert held.contexts[0].own_layers[0].state.shared["allocation"] == "preferences"
 
@@ -35,7 +35,9 @@ def test_cake_where_the_window_covers_all_that_is_held(block):
     rule = CakeRule(10, [0, 1, 2], **args, tau1=1.0, tau2=1.0, cascade=False, tokens=80)
     cut = lambda glances: [rule.choose(g.rows, rule.indicator(g), 10, g.tokens) for g in glances]  # noqa: E731
     none = ("uniform", {})
-    held = side_by_side(Dense("llama", cut), "llama", "cake", 10, block, none, decoding=True, tokens=80, **args)
+    held = assert_allocator_agrees(
+        DenseEngine("llama", cut), "llama", "cake", 10, block, none, decoding=True, tokens=80, **args
+    )
     free = {held.places(layer, head)[0].item() for layer in range(3) for head in range(2)}
     assert len(free) > 1
 
@@ -70,7 +72,7 @@ def test_the_cascade_saves_memory_on_the_way():
 def test_layers_that_were_first_left_whole_are_cut_too(model, quota, block):
     """The first layer may have the budget of all, more than there are rows; once all are read the budget is met."""
     choice = choose_cache(
-        *(build(g, settings(g, n)) for g, n in dict(method="cake", allocator="cake", codec="raw").items())
+        *(build(g, load_settings(g, n)) for g, n in dict(method="cake", allocator="cake", codec="raw").items())
     )
     context, counts = GenerationContext(tiny(model), choice, Budget(quota), block, (0,)), []
     own = context.own_layers
@@ -129,7 +131,7 @@ def test_samples_of_a_batch_have_their_own_shares(cascade, block):
     def read(sample: slice) -> tuple[torch.Tensor, list]:
         groups = dict(method="cake", allocator="cake", codec="raw")
         own = {"allocator": {"window": 6, "cascade": cascade, "tau2": 0.4}, "method": {"window": 6}}
-        choice = choose_cache(*(build(g, settings(g, name, own.get(g))) for g, name in groups.items()))
+        choice = choose_cache(*(build(g, load_settings(g, name, own.get(g))) for g, name in groups.items()))
         context = GenerationContext(tiny("llama"), choice, Budget(20), block, (0,) * len(prompts[sample]))
         context.prefill(prompts[sample])
         before = [layer.rows.counts().tolist() for layer in context.own_layers]
@@ -180,7 +182,7 @@ def line(quota: float, tokens: int, layer: int, layers: int, window: int, beta: 
 def asked(budget: float | int, tokens: int, layers: int, **args) -> tuple[list[int], str]:
     """The allocator's answer for a prompt in one block, without a model."""
     quota, share = Budget(budget).rows(tokens, tokens), Budget(budget).share(tokens, tokens)
-    allocator = build("allocator", settings("allocator", "pyramid", args))
+    allocator = build("allocator", load_settings("allocator", "pyramid", args))
     shared: dict = {}
     found = []
     for layer in range(layers):
@@ -282,20 +284,22 @@ def test_pyramid(model, arithmetic, block):
     held_before = dict.fromkeys(layers, 0)
     shares: dict[int, int] = {}
 
-    def cut(glances: list[Glance]) -> list[Head]:
+    def cut(glances: list[HeadView]) -> list[Head]:
         layer, tokens = glances[0].layer, glances[0].tokens
         if layer == layers[0]:
             rule = official if arithmetic == "official" else line
             targets = [float(rule(quota, tokens, i, len(layers), 4, beta)) for i in range(len(layers))]
             targets = targets if tokens > quota else [float(quota)] * len(layers)
             new = glances[0].queries.shape[1]
-            found = exact(targets, [held_before[i] + new for i in layers], quota * len(layers))
+            found = round_shares(targets, [held_before[i] + new for i in layers], quota * len(layers))
             shares.update(zip(layers, found, strict=True))
             held_before.update(shares)
-        return keeps(votes(**args), shares[layer], newest(4))(glances)
+        return keep_by_score(score_votes(**args), shares[layer], protect_newest(4))(glances)
 
     allocator = ("pyramid", dict(beta=beta, window=4, arithmetic=arithmetic))
-    held = side_by_side(Dense(model, cut), model, "snapkv", quota, block, allocator, tokens=prompt, **args)
+    held = assert_allocator_agrees(
+        DenseEngine(model, cut), model, "snapkv", quota, block, allocator, tokens=prompt, **args
+    )
     assert sum(shares.values()) == quota * len(layers) and len(set(shares.values())) > 1
     assert held.contexts[0].own_layers[0].state.shared["allocation"] == "pyramid"
 
@@ -305,9 +309,9 @@ def test_pyramid(model, arithmetic, block):
 def test_the_share_is_exact_in_blocks_and_while_decoding(block, of):
     """Half of 31 tokens: with 15 rows in place of 15.5 no layer would have more than another."""
     choice = choose_cache(
-        build("method", settings("method", "snapkv", dict(window=4, decoding=True))),
-        build("allocator", settings("allocator", "pyramid", dict(beta=20, window=4, arithmetic="kvpress"))),
-        build("codec", settings("codec", "raw")),
+        build("method", load_settings("method", "snapkv", dict(window=4, decoding=True))),
+        build("allocator", load_settings("allocator", "pyramid", dict(beta=20, window=4, arithmetic="kvpress"))),
+        build("codec", load_settings("codec", "raw")),
     )
     context = GenerationContext(tiny("llama"), choice, Budget(0.5, of), block, (0,))
     context.prefill(distinct(31))

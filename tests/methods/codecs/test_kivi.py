@@ -7,16 +7,16 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.config.catalogue import build, methods_available, names, settings
+from kvbench.config.catalogue import build, list_choices, load_settings, methods_available
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.codec import join, split
 from kvbench.kernels.quantize import dequantize, quantize
 from kvbench.validation import SettingError
-from tests.support.dense_engine import Dense, Head
-from tests.support.method_files import chosen, needed
-from tests.support.tiny_models import double, ids, tiny
+from tests.support.dense_engine import DenseEngine, Head
+from tests.support.method_files import build_policy, make_tiny_method_args
+from tests.support.tiny_models import ids, make_double, tiny
 
 SMALL = dict(bits=2, group=8, residual=24)
 
@@ -43,7 +43,7 @@ def kivi(rows: Head, bits: int, group: int, residual: int) -> Head:
 
 
 @dataclass
-class Oracle(Dense):
+class Oracle(DenseEngine):
     """Keeps all raw rows and rounds them anew at every step. `kept`: places that each head keeps of the prompt."""
 
     prompt: int = 0
@@ -93,7 +93,7 @@ def test_the_full_cache_packed(model, tokens, block, args):
     """17 rows: fewer than the residual; 48: no key is left raw. Twenty further tokens fill residuals."""
     oracle = Oracle(model, prompt=tokens, args=args)
     expected = oracle.prefill(ids(tokens), block)
-    held = kvbench.prefill(double(model), ids(tokens), block_size=block, codec="kivi", codec_args=args)
+    held = kvbench.prefill(make_double(model), ids(tokens), block_size=block, codec="kivi", codec_args=args)
     same(held.logits[0], expected)
     for step, token in enumerate(ids(20, seed=1).split(1, dim=1), start=1):
         same(held.extend(token)[0], oracle.extend(token))
@@ -107,10 +107,10 @@ def test_the_full_cache_packed(model, tokens, block, args):
 def test_the_rows_that_stayed_are_packed(allocator, block):
     """Per head; with ada heads differ in length, and so in when their keys are packed."""
     setup = dict(method="snapkv", budget=0.5, block_size=block, allocator=allocator, method_args={"window": 4})
-    raw = kvbench.prefill(double("llama"), ids(110), **setup)
+    raw = kvbench.prefill(make_double("llama"), ids(110), **setup)
     kept = {(layer, head): raw.places(layer, head).tolist() for layer in range(3) for head in range(2)}
     assert allocator == "uniform" or len(set(map(len, kept.values()))) > 2
-    held = kvbench.prefill(double("llama"), ids(110), **setup, codec="kivi", codec_args=SMALL)
+    held = kvbench.prefill(make_double("llama"), ids(110), **setup, codec="kivi", codec_args=SMALL)
     assert torch.equal(held.logits, raw.logits)  # packed after the last cut: the prefill is exact
     cut = dict(kept)
     if block is None:
@@ -137,11 +137,11 @@ def test_merged_rows_keep_their_masses():
 
 
 @pytest.mark.parametrize("method", methods_available())
-@pytest.mark.parametrize("allocator", names("allocator"))
+@pytest.mark.parametrize("allocator", list_choices("allocator"))
 def test_every_method_and_allocator(method, allocator):
     """The same rows as raw, smaller; or refused, with the reason."""
-    one, other, codec = chosen(method, allocator, "llama", "kivi")
-    args = needed(method, "llama")
+    one, other, codec = build_policy(method, allocator, "llama", "kivi")
+    args = make_tiny_method_args(method, "llama")
     if one.decoding:
         with pytest.raises(SettingError, match=f"codec=kivi: {method} cuts.*never repacked|allocator="):
             kvbench.prefill(tiny("llama"), ids(140), method, 100, None, allocator, "kivi", args)
@@ -161,14 +161,14 @@ def test_every_method_and_allocator(method, allocator):
 
 def test_a_batch_gives_what_its_samples_give_alone():
     choice = choose_cache(
-        build("method", settings("method", "snapkv", {"window": 4})),
-        build("allocator", settings("allocator", "ada")),
-        build("codec", settings("codec", "kivi", SMALL)),
+        build("method", load_settings("method", "snapkv", {"window": 4})),
+        build("allocator", load_settings("allocator", "ada")),
+        build("codec", load_settings("codec", "kivi", SMALL)),
     )
     prompts, more = torch.cat([ids(90, 1), ids(90, 2)]), ids(30, 3, batch=2)
 
     def read(prompts, more):
-        context = GenerationContext(double("llama"), choice, Budget(0.5), None, (0,) * len(prompts))
+        context = GenerationContext(make_double("llama"), choice, Budget(0.5), None, (0,) * len(prompts))
         context.prefill(prompts)
         return context, context.extend(more)
 
@@ -190,7 +190,7 @@ def test_several_tokens_are_read_one_by_one():
 
 @pytest.mark.parametrize("parts", [[71], [1] * 71, [30, 1, 40]])
 def test_rows_packed_in_parts_are_the_rows_packed_at_once_and_the_formula(parts):
-    codec = build("codec", settings("codec", "kivi", SMALL))
+    codec = build("codec", load_settings("codec", "kivi", SMALL))
     lengths = torch.tensor([[3, 24], [50, 47]])
     draw = torch.Generator().manual_seed(0)
     heads = [torch.randn(2, length + 71, 16, generator=draw, dtype=torch.float64) for length in lengths.flatten()]
@@ -259,7 +259,7 @@ def test_variants_differ():
 
 def test_keys_are_grouped_per_channel_and_values_per_token():
     """One large channel costs a key nothing and a value its group; one large row the other way round."""
-    codec = build("codec", settings("codec", "kivi", SMALL))
+    codec = build("codec", load_settings("codec", "kivi", SMALL))
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(48, 16, generator=draw)
     channel, row = rows.clone(), rows.clone()
@@ -332,6 +332,6 @@ def test_settings_are_checked():
         (dict(preset="foo"), "codec.preset=foo: choose one of paper, bits4, scbench"),
     ):
         with pytest.raises(SettingError, match=f"^{message}"):
-            build("codec", settings("codec", "kivi", args))
+            build("codec", load_settings("codec", "kivi", args))
     with pytest.raises(SettingError, match="codec.group=64: heads of 32 channels"):
         kvbench.prefill(tiny("llama"), ids(60), codec="kivi", codec_args=dict(group=64, residual=64))
