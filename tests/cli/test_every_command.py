@@ -57,7 +57,7 @@ def test_every_command_is_answered():
     texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in found}
     scripts = {name for name, text in texts.items() if '__name__ == "__main__"' in text}
     assert scripts == {*ANSWER, "kvbench/__main__.py", "run.py"}
-    assert all("answered(" in texts[name] for name in scripts - ANSWER)
+    assert all("run_command(" in texts[name] for name in scripts - ANSWER)
 
 
 def test_another_pipe_that_breaks_is_an_error():

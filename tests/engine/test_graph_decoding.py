@@ -113,7 +113,7 @@ def test_rows_grow_to_the_size_that_an_answer_is_cut_to(interval, monkeypatch):
     choice = choice_of("keydiff", decoding=True, decode_interval=interval, decode_size=97)
     modules, step = contexts(tiny("llama"), choice, 1.0)
     answers = [list(context.generate(90, Sampling(), frozenset())) for context in (modules, step)]
-    assert torch.equal(*map(torch.stack, answers)) and made == ["GrowingRows", "SteadyRows"]
+    assert torch.equal(*map(torch.stack, answers)) and made == ["GrowingRows", "FixedQuotaRows"]
     assert_same(modules, step)
     modules, step = contexts(tiny("llama"), choice, 1.0)
     for context in (modules, step):  # ended before the first cut that takes anything

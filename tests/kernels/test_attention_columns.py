@@ -118,9 +118,9 @@ def test_votes_of_one_shot_add_up_to_its_queries():
 
 def test_what_is_refused():
     queries, keys, mass, lse = made((1, 1, 2, 5, 9, 16), torch.float32)
-    with pytest.raises(ValueError, match="votes: group"):
+    with pytest.raises(ValueError, match="accumulated_attention: group"):
         accumulated_attention(queries, keys, mass, lse, 1.0, group="max")
-    with pytest.raises(ValueError, match="votes: keys"):
+    with pytest.raises(ValueError, match="accumulated_attention: keys"):
         accumulated_attention(queries, keys, mass[..., 1:], lse, 1.0)
     for op in (
         lambda x, **how: accumulated_attention(x, keys.to(x.dtype), mass, lse, 1.0, **how),

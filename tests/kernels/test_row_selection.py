@@ -110,7 +110,7 @@ def test_take_writes_where_it_is_told():
         gather_rows(kept_indices(kept, 24), keys, values, into=into, implementation=name)
         for part, rows in zip(room, expected, strict=True):
             assert torch.equal(part[:, :, :4].flatten(0, 1), rows) and part[:, :, 4:].isnan().all()
-    with pytest.raises(ValueError, match="^take: 24 rows into"):
+    with pytest.raises(ValueError, match="^gather_rows: 24 rows into"):
         gather_rows(kept_indices(kept, 24), keys, values, into=(into[0][:, :, :3], into[1][:, :, :3]))
 
 

@@ -161,7 +161,7 @@ def test_centroids_are_those_of_the_reference(rows, chunk, quota, monkeypatch):
     cuts = []
     for implementation in ("reference", "triton"):
         for op in (kvbench.kernels.soft_matching, kvbench.kernels.row_selection):
-            monkeypatch.setattr(op, "choose", lambda *_, chosen=implementation: chosen)
+            monkeypatch.setattr(op, "choose_implementation", lambda *_, chosen=implementation: chosen)
         cuts.append(method.cut(held, mass, torch.full((2, 2), quota, device=DEVICE), safe, quota))
     monkeypatch.setattr("kvbench.methods.centroidkv.SCRATCH", 10**9)
     together = method.cut(held, mass, torch.full((2, 2), quota, device=DEVICE), safe)

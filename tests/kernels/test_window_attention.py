@@ -380,13 +380,13 @@ def test_what_does_not_fit_is_refused():
             andpro(**arguments)
         with pytest.raises(ValueError, match="^dropkv: keys"):
             dropkv(**arguments, epsilon=1e-6, rounded=True)
-    with pytest.raises(ValueError, match="^glance: of"):
+    with pytest.raises(ValueError, match="^window_statistics: of"):
         window_statistics(*inputs.looked, ("median",))
     with pytest.raises(ValueError, match="^pool_group: scores"):
         pool_group(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3), 1, "max")
     long, apart = torch.zeros(1, 8, 65, 128, device=DEVICE), queries.mT.contiguous().mT
     for other in (long, apart, queries.bfloat16()):
-        with pytest.raises(ValueError, match="^glance: implementation triton takes 64 queries"):
+        with pytest.raises(ValueError, match="^window_statistics: implementation triton takes 64 queries"):
             window_statistics(other, keys, mass, scaling, **TRITON)
     clean = inputs.double().keys.float()
     for other in (long, apart):  # nothing was asked for by name

@@ -126,7 +126,7 @@ def test_the_fused_log_sum_exp_is_the_reference(heads, groups, tokens):
 
 def test_votes_refuses_shapes_that_do_not_fit():
     x = torch.zeros(1, 3, 4, 8)
-    with pytest.raises(ValueError, match="votes"):
+    with pytest.raises(ValueError, match="accumulated_attention"):
         accumulated_attention(x, x[:, :2], torch.ones(1, 2, 4), x[..., 0], 1.0)
-    with pytest.raises(ValueError, match="votes"):
+    with pytest.raises(ValueError, match="accumulated_attention"):
         accumulated_attention(x, x, torch.ones(1, 3, 4), x[..., :3, 0], 1.0)

@@ -149,7 +149,7 @@ def refused(path: str, reason: str) -> None:
 
 
 def test_files_that_are_refused(tmp_path):
-    with pytest.raises(SettingError, match=r"^method\.path=null: .*kvbench.cli.calibrate qfilters"):
+    with pytest.raises(SettingError, match=r"^method\.path=null: .*kvbench calibrate qfilters"):
         kvbench.prefill(tiny("llama"), ids(20), "qfilters", 0.5)
     refused(str(tmp_path / "missing"), "no readable file")
     broken = tmp_path / "broken"

@@ -19,7 +19,7 @@ from tests.support.oracle_scores import (
     score_unlike,
     score_votes,
 )
-from tests.support.oracle_shares import assert_cake_agrees, share_interpolated, share_safeguarded
+from tests.support.oracle_shares import MODES, assert_cake_agrees
 from tests.support.oracles import assert_engines_agree, keep_by_score, protect_first, protect_newest
 from tests.support.tiny_models import tiny
 
@@ -95,12 +95,10 @@ def test_cake(model, cascade):
 
 
 @pytest.mark.parametrize("model", ["llama3", "yarn", "phi3", "mistral", "gemma3"])
-@pytest.mark.parametrize("mode", [share_interpolated, share_safeguarded])
-def test_ada(model, mode):
-    cut = keep_by_score(score_votes(**WINDOW), 17, protect_newest(6), mode(0.2))
-    assert_engines_agree(
-        model, cut, "snapkv", 17, 9, allocator=("ada", {"mode": mode.__name__, "alpha": 0.2}), **WINDOW
-    )
+@pytest.mark.parametrize(("mode", "share"), MODES)
+def test_ada(model, mode, share):
+    cut = keep_by_score(score_votes(**WINDOW), 17, protect_newest(6), share(0.2))
+    assert_engines_agree(model, cut, "snapkv", 17, 9, allocator=("ada", {"mode": mode, "alpha": 0.2}), **WINDOW)
 
 
 @each_model

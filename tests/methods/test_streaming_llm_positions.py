@@ -159,5 +159,5 @@ def test_rolling_over_packed_and_ragged_rows(allocator):
 
 
 def test_turn_says_what_it_cannot_do():
-    with pytest.raises(ValueError, match="^turn: 6 rotated channels of 4"):
+    with pytest.raises(ValueError, match="^rerotate: 6 rotated channels of 4"):
         rerotate(torch.ones(1, 4), (torch.ones(1, 6),) * 2, (torch.ones(1, 6),) * 2)

@@ -225,7 +225,7 @@ def ask(path: Path, models: Path, limit: int | None = None) -> subprocess.Popen:
     """A process that converts a file, and may write files of `limit` bytes only."""
     code = (
         "import resource, sys; from pathlib import Path; from kvbench.models import local_models\n"
-        f"model_cache.MODELS = Path({str(models)!r})\n"
+        f"local_models.MODELS = Path({str(models)!r})\n"
         "from kvbench.cli.command import run_command; from kvbench.models.checkpoint import find_model\n"
         f"limit = {limit}\n"
         "if limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))\n"

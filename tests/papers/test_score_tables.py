@@ -389,11 +389,11 @@ def offline(monkeypatch):
 
         monkeypatch.setattr(module, name, fetched)
 
-    instead(task, "load", "miniature")
-    instead(math_problems, "read", "miniature", place=1)
-    instead(needle, "load", None)
+    instead(task, "load_rows", "miniature")
+    instead(math_problems, "load_problems", "miniature", place=1)
+    instead(needle, "load_haystack", None)
     instead(ruler, "load_texts", None, None)
-    instead(scbench.data, "load", "miniature")
+    instead(scbench.data, "load_rows", "miniature")
     monkeypatch.setattr(lm_eval_port.RulerLmEval, "fingerprint", lambda self: "data")
     monkeypatch.setattr(
         Checkpoint, "config", lambda self: load_configuration(str(CONF / "model" / "shapes" / f"{self.name}.json"))

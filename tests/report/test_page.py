@@ -342,7 +342,7 @@ def test_no_store_is_too_large(store, monkeypatch):
     for panel in whole.page["panels"]:
         panel |= {name: panel[name] * 60 for name in ("rows", "cells", "costs", "grids", "series")}
     whole.page["runs"] *= 60
-    monkeypatch.setattr("kvbench.report.page.gather", lambda results, now: whole)
+    monkeypatch.setattr("kvbench.report.page.gather_results", lambda results, now: whole)
     path, folder = write_report(store, NOW), store / "report"
     assert path.stat().st_size < 1_000_000
 

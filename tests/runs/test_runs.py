@@ -215,7 +215,7 @@ def test_a_batch_that_does_not_fit_is_freed_before_its_samples_are_read_alone(mo
 
     monkeypatch.setattr(Responder, "_measure", measure)
     monkeypatch.setattr(
-        Responder, "_records", lambda self, batch, found, started: [found[0] | {"uid": batch[0][0].uid}]
+        Responder, "_make_records", lambda self, batch, found, started: [found[0] | {"uid": batch[0][0].uid}]
     )
     samples = [Sample(uid, "", "", "", "", (), 1) for uid in "ab"]
     records = Responder.answer(Responder.__new__(Responder), [(sample, None) for sample in samples])

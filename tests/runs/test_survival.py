@@ -14,7 +14,6 @@ from kvbench.cache.policy import CachePolicy
 from kvbench.cache.storage import StoredRows
 from kvbench.config import catalogue
 from kvbench.config.catalogue import list_choices
-from kvbench.engine import timing
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.task import Sample
@@ -228,8 +227,8 @@ def test_what_looking_takes_is_no_part_of_the_peak(bench, monkeypatch):
     run = run_of("method=snapkv", "budget=0.2", *SMALL)
     reader = Responder(run, bench)
     look, prefill = kvbench_survival.measure_survival, GenerationContext.prefill
-    monkeypatch.setattr(timing, "peak", lambda device: counter[0])
-    monkeypatch.setattr(timing, "forget_peak", lambda device: counter.__setitem__(0, 10))
+    monkeypatch.setattr(responder, "peak", lambda device: counter[0])
+    monkeypatch.setattr(responder, "forget_peak", lambda device: counter.__setitem__(0, 10))
     monkeypatch.setattr(
         kvbench_survival, "measure_survival", lambda *own: (counter.__setitem__(0, 1000), look(*own))[1]
     )

@@ -166,3 +166,6 @@ def assert_cake_agrees(model, cascade, block, quota=17, tokens=60, tau=(1.6, 0.4
         rule.dense, model, "cake", quota, block, ("cake", shares), decoding=True, tokens=tokens, **args
     )
     return held, rule
+
+
+MODES = (("interpolate", share_interpolated), ("safeguard", share_safeguarded))  # of allocator=ada

@@ -61,7 +61,7 @@ def test_a_hub_out_of_reach_is_asked_once_for_a_model(monkeypatch):
         asked.append(path)
         raise OSError("no network\nmore")
 
-    monkeypatch.setattr("kvbench.models.transformers_port.AutoConfig.from_pretrained", unreachable)
+    monkeypatch.setattr("kvbench.models.configuration.AutoConfig.from_pretrained", unreachable)
     for name in ("some/one", "some/one", "some/other"):
         with pytest.raises(SettingError, match=rf"^model.path={name}: no readable model there \(no network\)$"):
             load_configuration(name)

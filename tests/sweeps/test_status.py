@@ -12,6 +12,7 @@ from kvbench.store.run_folder import RunFolder, read_run_value
 from kvbench.sweeps import status
 from kvbench.validation import SettingError
 from tests.support.command_line import run_cli
+from tests.support.made_up_runs import VALUE
 from tests.support.repository import ROOT
 
 QUICK = ["task.subtasks=niah_single_1", "task.samples=2", "task.length=512"]
@@ -20,7 +21,7 @@ QUICK = ["task.subtasks=niah_single_1", "task.samples=2", "task.length=512"]
 def value(method="snapkv", **own):
     groups = {"method": {"name": method}, "allocator": {"name": "uniform"}, "codec": {"name": "raw"}}
     common = {"model": {"name": "reference"}, "task": {"name": "ruler", "length": 2048}, "device": {"type": "cpu"}}
-    return groups | common | {"budget": 0.1, "block_size": None} | own
+    return VALUE | groups | common | {"budget": 0.1, "block_size": None} | own
 
 
 def begun(results, own, records, total=4, finish=False, **more):

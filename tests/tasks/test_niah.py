@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from kvbench.analysis import needle_grid
-from kvbench.cli import grid
+from kvbench.cli import grid as grid_command
 from kvbench.config import catalogue
 from kvbench.models.chat_template import count_template_tokens
 from kvbench.models.embedded import REFERENCE
@@ -400,7 +400,7 @@ def test_two_methods_and_both_questions_make_a_grid(kvbench, tmp_path, capsys):
             code, out, err = kvbench(f"method={method}", f"question={question}", *grid)
             assert code == 0, err
             assert "niah_200" in out and "Generated text (haystack)" in out
-    assert grid.main(["results"]) == 0
+    assert grid_command.main(["results"]) == 0
     lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert len(lines) == 6 * 2 and {line["finished"] for line in lines} == {"True"}
     assert {(line["length"], line["depth"]) for line in lines} == {("200", "0"), ("200", "50")}
@@ -446,6 +446,6 @@ def test_the_grid_of_records_is_their_mean(tmp_path, capsys):
         "kept": "0.5", "place": "23.0",
     }  # fmt: skip
     assert (cell["also_rouge1"], cell["also_all"], cell["finished"]) == ("6.0", "0.5", "False")
-    assert grid.main([str(tmp_path / "runs")]) == grid.main([]) == 2
+    assert grid_command.main([str(tmp_path / "runs")]) == grid_command.main([]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert "no run there" in first and "required: results" in second

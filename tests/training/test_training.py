@@ -14,9 +14,9 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvbench.cli import command
 from kvbench.cli import evaluate as evaluate_command
 from kvbench.cli import train as train_command
+from kvbench.cli.command import run_command
 from kvbench.config import catalogue
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.embedded import EMBEDDED_MODELS, REFERENCE
@@ -203,7 +203,7 @@ def trained(tmp_path, monkeypatch):
 
     def command(*given, out=tmp_path / "own"):
         monkeypatch.setattr("sys.argv", ["train", "--out", str(out), "--workers", "1", "--device", "cpu", *given])
-        return command.answered(train_command.main)
+        return run_command(train_command.main)
 
     monkeypatch.setattr(train.TrainingLog, "EVERY", 1)
     assert command("--minutes", "60", "--steps", "2", "--set", *TINY[:4], "--set", *TINY[4:]) == 0
@@ -261,7 +261,7 @@ def test_an_evaluation_adds_to_its_file(trained, monkeypatch, capsys):
 
     def evaluated(*given):
         monkeypatch.setattr("sys.argv", ["evaluate", "--model", str(folder), "--samples", "1", "--steps", "0", *given])
-        return command.run_command(evaluate_command.main)
+        return run_command(evaluate_command.main)
 
     monkeypatch.setattr(evaluate, "SUBTASKS", ("niah_single_1",))
     threads = SimpleNamespace(Pool=ThreadPool)  # no processes to start

@@ -306,7 +306,7 @@ def test_constant_groups_extremes_and_bad_shapes():
     codes = quantize(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), 2, 4).codes
     assert codes.tolist() == [[0 | 1 << 2 | 2 << 4 | 3 << 6]]  # the first in the lowest bits
     for x, bits, group in ((torch.ones(2, 9), 2, 8), (torch.ones(2, 9), 3, 3), (torch.ones(2, 6), 2, 3)):
-        with pytest.raises(ValueError, match="^pack: "):
+        with pytest.raises(ValueError, match="^quantize: "):
             quantize(x, bits, group)
 
 
