@@ -63,8 +63,8 @@ def explain_sources(folder: RunFolder) -> list[str]:
         now = source_hashes([module for module in modules if is_importable(module)])
     lines = []
     if net := folder.machine(uid).get("replay"):
-        same = "as today" if net == replay_hash() else "another one today: kvbench computes something else"
-        lines.append(f"{net[:8]:8}  the replay net's data, {same}")
+        note = "" if net == replay_hash() else "  (another one today: kvbench computes something else)"
+        lines.append(f"{net[:8]:8}  data of the replay net{note}")
     for module, own in then.items():
         note = "" if now.get(module) == own else "  (does something else today)" if module in now else "  (gone today)"
         lines.append(f"{own[:8]:8}  {module}{note}")
