@@ -1,4 +1,4 @@
-"""Imports point one way through the packages, and the hash of the sources follows them."""
+"""Imports point one way through the packages (docs/architecture.md), and no test module imports another."""
 
 import ast
 import subprocess

@@ -32,7 +32,7 @@ def test_each_names_its_source(group, name):
 
 
 def test_the_published_taus():
-    """methods.md 1.8: τ1, τ2 with 1024 rows per layer and with 128; any other size: 1, 1."""
+    """τ1, τ2 with 1024 rows per layer and with 128; any other size: 1, 1."""
     published = {
         "llama31_8b": ((1.6, 0.4), (1.6, 0.6)),
         "mistral_7b_v03": ((0.8, 0.5), (1.0, 0.8)),

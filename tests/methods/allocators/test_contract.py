@@ -147,7 +147,7 @@ def test_safeguard_is_that_of_kvpress(layer, alpha):
 
 
 def test_ada_modes_differ():
-    """The same α makes the safeguard's shares more extreme (methods.md 1.11)."""
+    """The same α makes the safeguard's shares more extreme."""
     scores = torch.arange(40.0).view(1, 2, 20)
     none = torch.zeros(1, 2, 20, dtype=torch.bool)
     assert Ada("ada", "interpolate", 0.2).heads(scores, none, 10).tolist() == [[2, 18]]
