@@ -55,7 +55,7 @@ def refusals(tmp_path_factory) -> dict[str, list]:
         "import io, json, shlex, sys\nfrom contextlib import redirect_stderr, redirect_stdout\nimport run\nfound = {}\n"
         "for given in json.load(sys.stdin):\n    sys.argv = ['run.py', *shlex.split(given)]\n"
         "    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:\n"
-        "        try:\n            code = run.answered(run.main)\n"
+        "        try:\n            code = run.run_command(run.main)\n"
         "        except SystemExit as stop:\n            code = stop.code\n"
         "    heavy = [name for name in ('torch', 'transformers') if name in sys.modules]\n"
         "    found[given] = code, out.getvalue(), err.getvalue(), heavy\n"

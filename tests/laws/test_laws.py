@@ -1,4 +1,4 @@
-"""The seven laws of docs/architecture.md, for every method of conf/method/ with every allocator, over blocks and budgets.
+"""The seven laws of docs/architecture.md, for every method of conf/method/ with every allocator, in blocks.
 
 A pairwise covering selection runs always, the full cross with `make test-all`. What the set-up refuses is asserted to
 be refused. No method is known by name here.
