@@ -13,7 +13,7 @@ writes it now, or was killed, and the next writer cuts it off.
 
 import json
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -141,18 +141,12 @@ class StoredRun:
         return json.dumps({group: self.value[group] for group in CACHE_GROUPS}, sort_keys=True)
 
 
-def flatten(value: Mapping[str, Any], nested: Collection[str] | None = None) -> dict[str, Any]:
-    """Return {"task.length": 2048, …} of nested mappings; an empty one leaves nothing.
-
-    Args:
-        value: The mapping.
-        nested: Only the mappings under these keys are taken apart, by one level; None: all, however deep.
-    """
+def flatten(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {"task.length": 2048, …} of nested mappings, however deep; an empty one leaves nothing."""
     flat: dict[str, Any] = {}
     for key, item in value.items():
-        if (nested is None or key in nested) and isinstance(item, Mapping):
-            inner = flatten(item) if nested is None else item
-            flat |= {f"{key}.{name}": own for name, own in inner.items()}
+        if isinstance(item, Mapping):
+            flat |= {f"{key}.{name}": own for name, own in flatten(item).items()}
         else:
             flat[key] = item
     return flat

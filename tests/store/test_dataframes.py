@@ -190,12 +190,9 @@ def test_export_writes_what_load_shows(tmp_path):
     assert not list((tmp_path / "export").glob("*.draft*"))
 
 
-@pytest.mark.parametrize(
-    ("runs", "seconds"),
-    [(4, 5), pytest.param(20, 5, marks=pytest.mark.full), pytest.param(200, 60, marks=pytest.mark.full)],
-)
-def test_records_load_in_time_and_memory(tmp_path, runs, seconds, capsys):
-    """20,000, 100,000 and 1,000,000 records, in a process of its own."""
+@pytest.mark.parametrize("runs", [4, *(pytest.param(runs, marks=pytest.mark.full) for runs in (20, 200))])
+def test_records_load_in_time_and_memory(tmp_path, runs, capsys):
+    """20,000, 100,000 and 1,000,000 records, in a process of its own; the time as a ratio of reading the JSON alone."""
     text = {"output": "word " * 40, "asked": "word " * 40, "survived": "0564" * 32, "evidence": [3, 4]}
     line = json.dumps(record(0) | {f"number{i}": i / 7 for i in range(35)} | text)
     for run in range(runs):
@@ -206,14 +203,18 @@ def test_records_load_in_time_and_memory(tmp_path, runs, seconds, capsys):
         text = "".join(line.replace("niah/0", f"niah/{index}") + "\n" for index in range(5000))
         (folder / "records-a.jsonl").write_text(text)
     code = (
-        "import kvbench, sys, time\n"
-        "began = time.perf_counter(); found = kvbench.load(sys.argv[1]).records()\n"
+        "import json, pathlib, sys, time; from kvbench import load\n"
+        "began = time.perf_counter()\n"
+        "for path in pathlib.Path(sys.argv[1]).rglob('*.jsonl'):\n"
+        "    with open(path, 'rb') as lines: [json.loads(line) for line in lines]\n"
+        "plain = time.perf_counter() - began; began = time.perf_counter(); found = load(sys.argv[1]).records()\n"
+        "ratio = (time.perf_counter() - began) / plain\n"
         "most = next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM'))\n"
-        "print(len(found), time.perf_counter() - began, most)\n"
+        "print(len(found), ratio, most)\n"
         "assert 'torch' not in sys.modules"
     )
     run = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, cwd=ROOT, check=True)
-    count, spent, kilobytes = map(float, run.stdout.split())
+    count, ratio, kilobytes = map(float, run.stdout.split())
     with capsys.disabled():
-        print(f"{count:.0f} records: {spent:.1f} s, {kilobytes / 1e6:.2f} GB")
-    assert count == 5000 * runs and spent < seconds and kilobytes < 2e6
+        print(f"{count:.0f} records: {ratio:.1f} times the JSON alone, {kilobytes / 1e6:.2f} GB")
+    assert count == 5000 * runs and ratio < 3 and kilobytes < 2e6
