@@ -12,9 +12,10 @@ import kvbench
 from kvbench.cli import calibrate
 from kvbench.config.catalogue import build, load_settings
 from kvbench.validation import SettingError
-from tests.support.dense_engine import DenseEngine, Head, HeadView
+from tests.support.dense_engine import Head, HeadView
 from tests.support.method_files import make_tiny_method_args
-from tests.support.tiny_models import distinct, ids, tiny
+from tests.support.oracles import assert_engines_agree
+from tests.support.tiny_models import ids, tiny
 
 CLOSE = dict(rtol=3e-4, atol=3e-4)
 
@@ -69,22 +70,10 @@ def stream(alpha: np.ndarray, count, sinks: int, recent: int, quota: int = 10**9
 
 def agree(name: str, cut, quota: int, block: int | None, decoding: bool = True, **args):
     """Both engines hold the same rows after the prompt and after seven more tokens."""
-    prompt, more = distinct(67, seed=6).split([60, 7], dim=1)
-    dense = DenseEngine(name, cut, cuts_decoding=decoding)
-    expected = dense.prefill(prompt, block)
-    held = kvbench.prefill(tiny(name), prompt, "duo_attention", quota, block, method_args=args | {"decoding": decoding})
-    torch.testing.assert_close(held.logits[0].double(), expected, **CLOSE)
-    same_rows(held, dense)
-    for part in more.split([1, 5, 1], dim=1):
-        torch.testing.assert_close(held.extend(part)[0].double(), dense.extend(part), **CLOSE)
-        same_rows(held, dense)
-    return held
-
-
-def same_rows(held, dense):
-    for layer in set(dense.held) - set(held.sliding_layers):
-        for head, rows in enumerate(dense.held[layer]):
-            assert held.places(layer, head).tolist() == rows.places.tolist(), (layer, head)
+    settings = args | {"decoding": decoding}
+    return assert_engines_agree(
+        name, cut, "duo_attention", quota, block, seed=6, dense_cuts=decoding, parts=(1, 5, 1), **settings
+    )
 
 
 @pytest.mark.parametrize("quota", [2, 5, 9, 10, 17, 30, 59])

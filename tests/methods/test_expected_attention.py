@@ -23,6 +23,7 @@ from kvbench.methods.expected_attention import mean_rotation, rotations
 from kvbench.models.transformers_port import make_rotation
 from kvbench.validation import SettingError
 from tests.support.dense_engine import DenseEngine, Head, HeadView
+from tests.support.oracles import assert_engines_agree, assert_same_rows
 from tests.support.tiny_models import distinct, ids, make_double, tiny
 
 CLOSE = dict(rtol=3e-4, atol=3e-4)
@@ -155,26 +156,22 @@ class Oracle:
 
 def agree(name: str, quota: int, block: int | None, tokens: int = 60, decode=False, start=None, **args):
     """Both engines hold the same rows after the prompt and after seven more tokens."""
-    prompt, more = distinct(tokens + 7, seed=4).split([tokens, 7], dim=1)
     known = {key: value for key, value in args.items() if key in Oracle.__dataclass_fields__}
     with Watch(name).watching() as watch:
         oracle = Oracle(watch, quota, prompt=tokens, start=start, interval=args.get("decode_interval", 1), **known)
-        dense = DenseEngine(name, oracle.cut, cuts_decoding=decode)
-        expected = dense.prefill(prompt, block)
-        method = args | {"decoding": decode}
-        held = kvbench.prefill(tiny(name), prompt, "expected_attention", quota, block, method_args=method)
-        torch.testing.assert_close(held.logits[0].double(), expected, **CLOSE)
-        same_rows(held, dense)
-        for part in more.split([1, 1, 1, 2, 1, 1], dim=1):
-            torch.testing.assert_close(held.extend(part)[0].double(), dense.extend(part), **CLOSE)
-            same_rows(held, dense)
-    return held
-
-
-def same_rows(held, dense):
-    for layer in set(dense.held) - set(held.sliding_layers):
-        for head, rows in enumerate(dense.held[layer]):
-            assert held.places(layer, head).tolist() == rows.places.tolist(), (layer, head)
+        settings = args | {"decoding": decode}
+        return assert_engines_agree(
+            name,
+            oracle.cut,
+            "expected_attention",
+            quota,
+            block,
+            tokens,
+            seed=4,
+            dense_cuts=decode,
+            parts=(1, 1, 1, 2, 1, 1),
+            **settings,
+        )
 
 
 @pytest.mark.parametrize("block", [None, 1, 9])
@@ -300,7 +297,7 @@ def beside_kvpress(name: str, rows: int | None, parts: list[int], **args) -> Dec
         torch.testing.assert_close(held.logits[0].double(), expected, **CLOSE)
         for part in more:
             torch.testing.assert_close(held.extend(part)[0].double(), dense.extend(part), **CLOSE)
-            same_rows(held, dense)
+            assert_same_rows(held, dense)
     return press
 
 

@@ -23,7 +23,7 @@ def test_h2o(model, norm, gqa, block):
     args = dict(recent=0.5, norm=norm, gqa=gqa)
     tokens = 30 if block == 1 else 50
     assert_engines_agree(
-        model, HeavyHitters(norm, gqa).keeps(13, protect_newest(6)), "h2o", 13, block, tokens, decoding=True, **args
+        model, HeavyHitters(norm, gqa).keeps(13, protect_newest(6)), "h2o", 13, block, tokens, dense_cuts=True, **args
     )
 
 
@@ -46,7 +46,7 @@ def test_h2o_shares_rows_among_heads(block):
     share = share_interpolated(0.2)
     ada = ("ada", {"mode": "interpolate", "alpha": 0.2})
     cut = HeavyHitters("none", "mean").keeps(13, protect_newest(6), share)
-    assert_engines_agree("llama", cut, "h2o", 13, block, 45, allocator=ada, decoding=True, preset="paper")
+    assert_engines_agree("llama", cut, "h2o", 13, block, 45, allocator=ada, dense_cuts=True, preset="paper")
 
 
 @pytest.mark.parametrize("block", [None, 9])

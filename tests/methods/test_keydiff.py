@@ -13,14 +13,20 @@ from tests.support.oracles import assert_engines_agree, keep_by_score, protect_n
 def test_keydiff(anchor, metric, block):
     for model in ("llama", "qwen3") if anchor != "pairwise" else ("qwen3",):
         cut = keep_by_score(score_unlike(anchor, metric), 17)
-        assert_engines_agree(model, cut, "keydiff", 17, block, decoding=True, anchor=anchor, metric=metric)
+        assert_engines_agree(model, cut, "keydiff", 17, block, dense_cuts=True, anchor=anchor, metric=metric)
 
 
 @pytest.mark.parametrize("block", [None, 1, 9])
 def test_keydiff_keeps_its_recents(block):
     score = score_unlike("mean_normalised", "cosine")
     held = assert_engines_agree(
-        "llama", keep_by_score(score, 20, protect_newest(4)), "keydiff", 20, block, decoding=True, preset="paper_window"
+        "llama",
+        keep_by_score(score, 20, protect_newest(4)),
+        "keydiff",
+        20,
+        block,
+        dense_cuts=True,
+        preset="paper_window",
     )
     assert all(held.places(layer, head).tolist()[-4:] == [63, 64, 65, 66] for layer in range(3) for head in range(2))
     assert_engines_agree("llama", keep_by_score(score, 20), "keydiff", 20, block, preset="kvpress")
@@ -32,14 +38,14 @@ def test_keydiff_anchor_ignores_absent_rows():
     for alpha in (0.0, 0.5):
         cut = keep_by_score(score, 12, share=share_safeguarded(alpha))
         ada = ("ada", {"mode": "safeguard", "alpha": alpha})
-        assert_engines_agree("llama", cut, "keydiff", 12, 9, allocator=ada, decoding=True, anchor="mean_raw")
+        assert_engines_agree("llama", cut, "keydiff", 12, 9, allocator=ada, dense_cuts=True, anchor="mean_raw")
         cut = keep_by_score(score_unlike("mean_normalised", "euclidean"), 12, share=share_safeguarded(alpha))
-        assert_engines_agree("llama", cut, "keydiff", 12, 9, allocator=ada, decoding=True, metric="euclidean")
+        assert_engines_agree("llama", cut, "keydiff", 12, 9, allocator=ada, dense_cuts=True, metric="euclidean")
         cut = keep_by_score(score_unlike("median", "euclidean"), 12, share=share_safeguarded(alpha))
         assert_engines_agree(
-            "llama", cut, "keydiff", 12, 9, allocator=ada, decoding=True, anchor="median", metric="euclidean"
+            "llama", cut, "keydiff", 12, 9, allocator=ada, dense_cuts=True, anchor="median", metric="euclidean"
         )
         cut = keep_by_score(score_unlike("pairwise", "dot"), 12, share=share_safeguarded(alpha))
         assert_engines_agree(
-            "llama", cut, "keydiff", 12, 9, allocator=ada, decoding=True, anchor="pairwise", metric="dot"
+            "llama", cut, "keydiff", 12, 9, allocator=ada, dense_cuts=True, anchor="pairwise", metric="dot"
         )

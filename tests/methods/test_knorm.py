@@ -18,7 +18,7 @@ def small_norm(glance: HeadView) -> np.ndarray:
 @pytest.mark.parametrize("block", [None, 1, 9])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "phi3"])
 def test_knorm(model, block):
-    assert_engines_agree(model, keep_by_score(small_norm, 17), "knorm", 17, block, decoding=True)
+    assert_engines_agree(model, keep_by_score(small_norm, 17), "knorm", 17, block, dense_cuts=True)
     assert_engines_agree(model, keep_by_score(small_norm, 17), "knorm", 17, block, preset="kvpress")
 
 

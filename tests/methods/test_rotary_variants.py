@@ -49,7 +49,7 @@ def test_dropkv(model):
 @pytest.mark.parametrize("anchor", ["mean_normalised", "mean_raw"])
 def test_keydiff(model, anchor):
     assert_engines_agree(
-        model, keep_by_score(score_unlike(anchor, "cosine"), 17), "keydiff", 17, 9, decoding=True, anchor=anchor
+        model, keep_by_score(score_unlike(anchor, "cosine"), 17), "keydiff", 17, 9, dense_cuts=True, anchor=anchor
     )
 
 
@@ -63,7 +63,7 @@ def test_centroidkv(model):
 def test_h2o(model, norm, gqa):
     args = dict(recent=0.5, norm=norm, gqa=gqa)
     assert_engines_agree(
-        model, HeavyHitters(norm, gqa).keeps(13, protect_newest(6)), "h2o", 13, 9, 45, decoding=True, **args
+        model, HeavyHitters(norm, gqa).keeps(13, protect_newest(6)), "h2o", 13, 9, 45, dense_cuts=True, **args
     )
 
 
@@ -105,7 +105,7 @@ def test_ada(model, mode, share):
 def test_sink_at_original_positions(model):
     score = lambda glance: glance.rows.places.astype(float)  # noqa: E731
     assert_engines_agree(
-        model, keep_by_score(score, 17, protect_first(4)), "sink", 17, 9, decoding=True, positions="original"
+        model, keep_by_score(score, 17, protect_first(4)), "sink", 17, 9, dense_cuts=True, positions="original"
     )
 
 

@@ -24,11 +24,11 @@ def test_sink(block):
 def test_sink_logits(block):
     score = lambda glance: glance.rows.places.astype(float)  # noqa: E731
     assert_engines_agree(
-        "llama3", keep_by_score(score, 17, protect_first(4)), "sink", 17, block, decoding=True, positions="original"
+        "llama3", keep_by_score(score, 17, protect_first(4)), "sink", 17, block, dense_cuts=True, positions="original"
     )
     assert_engines_agree(
-        "yarn", keep_by_score(score, 17, protect_first(4)), "sink", 17, block, decoding=True, positions="original"
+        "yarn", keep_by_score(score, 17, protect_first(4)), "sink", 17, block, dense_cuts=True, positions="original"
     )
     assert_engines_agree(
-        "phi3", keep_by_score(score, 17, protect_first(4)), "sink", 17, block, decoding=True, positions="original"
+        "phi3", keep_by_score(score, 17, protect_first(4)), "sink", 17, block, dense_cuts=True, positions="original"
     )

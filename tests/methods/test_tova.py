@@ -42,7 +42,7 @@ def one_set(quota: int, recent: int = 0) -> Callable[[list[HeadView]], list[Head
 @pytest.mark.parametrize("block", [None, 1, 9])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "mistral", "gemma3", "phi3", "llama3", "yarn"])
 def test_tova(model, block):
-    held = assert_engines_agree(model, one_set(13), "tova", 13, block, 40, decoding=True)
+    held = assert_engines_agree(model, one_set(13), "tova", 13, block, 40, dense_cuts=True)
     layer = max(set(range(2)) - set(held.sliding_layers), default=2)
     assert held.places(layer, 0).tolist() == held.places(layer, 1).tolist()
     assert_engines_agree(
@@ -52,7 +52,7 @@ def test_tova(model, block):
         13,
         block,
         40,
-        decoding=True,
+        dense_cuts=True,
         preset="keydiff_paper",
     )
     assert_engines_agree(model, one_set(13, 1), "tova", 13, block, 40, preset="kvpress")
@@ -87,7 +87,7 @@ def test_groups_may_share_rows_layers_may_not(block):
     ada = {"mode": "safeguard", "alpha": 0.2}
     cut = keep_by_score(last_query, 13, protect_nothing, share_safeguarded(0.2), prompt=40)
     assert_engines_agree(
-        "llama", cut, "tova", 13, block, 40, allocator=("ada", ada), decoding=True, preset="keydiff_paper"
+        "llama", cut, "tova", 13, block, 40, allocator=("ada", ada), dense_cuts=True, preset="keydiff_paper"
     )
     with pytest.raises(SettingError, match="^allocator=ada: tova .*method.scope=group"):
         kvbench.prefill(tiny("llama"), ids(20), "tova", 5, allocator="ada")

@@ -71,11 +71,25 @@ def keep_by_score(
 
 
 def assert_engines_agree(
-    model, cut, method, budget, block=None, tokens=60, seed=0, allocator="uniform", decoding=False, **args
+    model,
+    cut,
+    method,
+    budget,
+    block=None,
+    tokens=60,
+    seed=0,
+    allocator="uniform",
+    dense_cuts=False,
+    parts=PARTS,
+    **args,
 ):
-    """Both engines read the same prompt, then seven tokens more, and hold the same rows; logits agree. Returns held."""
+    """Both engines read the same prompt, then seven tokens more, and hold the same rows; logits agree. Returns held.
+
+    `dense_cuts`: whether the dense engine cuts while decoding too; the method does what its settings say. `parts`: how
+    many of the seven are read at once.
+    """
     prompt, more = distinct(tokens + 7, seed).split([tokens, 7], dim=1)
-    dense = DenseEngine(model, cut, cuts_decoding=decoding)
+    dense = DenseEngine(model, cut, cuts_decoding=dense_cuts)
     expected = dense.prefill(prompt, block)
     allocator, allocator_args = allocator if isinstance(allocator, tuple) else (allocator, {})
     held = kvbench.prefill(
@@ -83,7 +97,7 @@ def assert_engines_agree(
     )
     torch.testing.assert_close(held.logits[0].double(), expected, **CLOSE)
     assert_same_rows(held, dense)
-    for part in more.split([1, 1, 5], dim=1):
+    for part in more.split(parts, dim=1):
         torch.testing.assert_close(held.extend(part)[0].double(), dense.extend(part), **CLOSE)
         assert_same_rows(held, dense)
     return held
