@@ -12,21 +12,18 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # a hub out of reach is said once, by `main`
 
-from hydra import compose, initialize_config_dir
-
 from kvbench.cli.command import run_command
 from kvbench.config import catalogue
+from kvbench.config.compose import compose_config
 from kvbench.validation import SettingError, require_choice
 
 
 def examine(name: str, path: str) -> str:
     """Rows of each subtask and the fingerprint; SettingError."""
-    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        require_choice("TASK", name, catalogue.list_choices("task"))
-        composed = {task: compose("config", [f"task={task}"]).task for task in catalogue.list_choices("task")}
-    settings = catalogue.resolve("task", composed[name])
+    require_choice("TASK", name, catalogue.list_choices("task"))
+    settings = catalogue.resolve("task", compose_config([f"task={name}"]).task)
     if "path" not in settings:
-        own = [task for task, its in composed.items() if "path" in its]
+        own = [task for task in catalogue.list_choices("task") if "path" in compose_config([f"task={task}"]).task]
         raise SettingError(f"TASK={name}: its data is not read from one place; choose one of {', '.join(own)}")
     task = catalogue.build("task", settings | {"path": str(Path(path).expanduser())})
     task.check()

@@ -1,184 +1,289 @@
-"""Run one cell or a sweep: `python run.py method=dropkv budget=0.05 task=ruler` (conf/config.yaml has the settings)."""
+"""Run one cell or a sweep: a model, a method, a budget and a benchmark.
+
+python run.py method=dropkv budget=0.05 task=ruler
+"""
 
 import os
 import shutil
 import sys
 import textwrap
+from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach `main`, which says them in one line
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # a hub out of reach is said once, by `print_refusal`
-
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig
-
-from kvbench.config import catalogue
-from kvbench.integrations.loggers import make_logger
-from kvbench.runs import checks
+from kvbench.cli.command import CommandParser
 from kvbench.validation import ContractError, SettingError, describe_write_error, name_file_in_errors
 
-MULTIRUN_OPTIONS = {"-m", "--multirun"}
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # `print_refusal` says once that the hub is out of reach
+
+EXAMPLES = """\
+An override is `setting=value`. conf/config.yaml lists the settings and their defaults, and every folder of conf/ is a
+group: `method=snapkv` takes conf/method/snapkv.yaml, `method.window=16` changes a setting in it.
+
+  python run.py method=snapkv budget=0.1                 one run, and the full cache on the same samples
+  python run.py -m method=snapkv,keydiff budget=0.1,0.2  a sweep: every combination
+  python run.py -m preset=dropkv_table5                  all runs of a paper's table
+  python run.py row=dropkv_snapkv                        a method as that paper sets it
+  python run.py -m hydra/launcher=slurm …                one SLURM job a cell
+  python run.py method=snapkv --cfg job                  print the settings and run nothing
+"""
 
 
-@hydra.main(version_base="1.3", config_path=str(catalogue.CONF), config_name="config")
-def run_cell(config: DictConfig) -> None:
-    """One run and its baseline, from the store or made now, and the table of both."""
-    runs, log, swept = [], None, HydraConfig.get().mode == RunMode.MULTIRUN
-    choices = HydraConfig.get().runtime.choices
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the arguments ask for, by default those of the process; return the exit code.
+
+    The code is 2, with one line on stderr, for a setting that cannot be used.
+    """
+    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    from kvbench.config import catalogue, compose
+
     try:
-        if swept:
-            write_reason("failed", None)
-            write_reason("refused", None)
-        elif preset := choices.get("preset"):
-            raise SettingError(f"preset={preset}: is a sweep; python run.py -m preset={preset}")
-        elif choices["hydra/launcher"] == "slurm":
-            raise SettingError("hydra/launcher=slurm: needs -m, which makes each cell a job; or hydra/launcher=local")
-        catalogue.check_choices(config, choices)
-        checked = checks.check_settings(config)
-        log = make_logger(config)
-        if log is not None and getattr(checked.task, "measures", False):
-            raise SettingError(f"logger={config.logger.name}: task={config.task.name} keeps no records; logger=none")
-        from kvbench.analysis.closing_table import build_run_table
-        from kvbench.efficiency import measure
-        from kvbench.integrations import math_verify
-        from kvbench.runs.resources import Resources
-        from kvbench.runs.runner import execute_run, execute_runs
-        from kvbench.runs.spec import RunSpec
-        from kvbench.runs.workers import count_workers, execute_in_workers
-        from kvbench.store.run_folder import run_hash
-        from kvbench.sweeps.compose import sharing_groups
+        if options.config_dir is not None:
+            compose.add_folder(Path(options.config_dir))
+        if options.cfg is not None:
+            print_settings(options)
+            return 0
+        return run_sweep(options.overrides) if options.multirun else run_single(options.overrides)
+    except (SettingError, ContractError):
+        raise
+    except Exception as error:
+        if (line := catalogue.error_message(error)) is None:
+            raise
+        return print_refusal(line)
 
-        run = RunSpec.from_config(config, checked)
-        if run.measures:
-            print(measure.summarize_lines(*measure.measure_once(run, Path(config.results))))
-            return
-        results, bench, workers = (
-            Path(config.results),
-            Resources(run),
-            count_workers(choose_workers(config), run.device),
+
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
+    parser = CommandParser("kvbench run", __doc__)
+    parser.formatter_class, parser.epilog = RawDescriptionHelpFormatter, EXAMPLES
+    parser.add_argument("overrides", nargs="*", metavar="override", help="such as method=snapkv or budget=0.1")
+    parser.add_argument("-m", "--multirun", action="store_true", help="run every combination of values between commas")
+    parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"), help="print the settings and run nothing")
+    parser.add_argument("-p", "--package", help="with --cfg: print this part of the settings, such as method")
+    parser.add_argument("-cd", "--config-dir", help="a folder with more files such as method/mine.yaml")
+    return parser.parse_intermixed_args(arguments)
+
+
+def print_settings(options: Namespace) -> None:
+    """Print the composed settings as YAML."""
+    from omegaconf import OmegaConf
+
+    from kvbench.config.compose import compose
+    from kvbench.sweeps.plan import resolve_rows
+
+    found = compose(resolve_rows(options.overrides))
+    parts = {"job": found.config, "hydra": {"hydra": found.hydra}, "all": {"hydra": found.hydra} | dict(found.config)}
+    shown = OmegaConf.create(parts[options.cfg])
+    if options.package is not None and (shown := OmegaConf.select(shown, options.package)) is None:
+        raise SettingError(f"--package={options.package}: no such part of the settings")
+    print(OmegaConf.to_yaml(shown, resolve=True) if OmegaConf.is_config(shown) else shown)
+
+
+def run_single(overrides: Sequence[str]) -> int:
+    """Run one cell and print its table; return the exit code."""
+    from kvbench.config.compose import compose
+    from kvbench.sweeps.plan import make_run, resolve_rows
+
+    composition = compose(resolve_rows(overrides))
+    launcher = composition.choices["hydra/launcher"]
+    if launcher == "slurm":
+        raise SettingError("hydra/launcher=slurm: needs -m, which makes each cell a job; or hydra/launcher=local")
+    run, log = make_run(composition.config)
+    try:
+        execute_cell(run, composition.config, log, launcher)
+    except KeyboardInterrupt as stop:
+        stop.args = (describe_progress(run, Path(composition.config.results)),)
+        raise
+    return 0
+
+
+def run_sweep(overrides: Sequence[str]) -> int:
+    """Run the cells of a sweep and print their tables; return the exit code."""
+    from kvbench.sweeps.plan import Sweep
+
+    sweep = Sweep.plan(overrides)
+    sweep.announce()
+    if sweep.finished:
+        return sweep.exit_code
+    try:
+        with name_file_in_errors(sweep.folder):
+            if sweep.launcher == "slurm":
+                launch_on_slurm(sweep)
+            else:
+                run_here(sweep)
+    except KeyboardInterrupt as stop:
+        stop.args, sweep = (sweep.progress_note,), None
+        raise
+    finally:
+        if sweep is not None:
+            sweep.print_end()
+    return sweep.exit_code
+
+
+def run_here(sweep: Any) -> None:
+    """Run the cells of a sweep one after the other in this process."""
+    from kvbench.sweeps.plan import sharing_groups
+
+    cells = [(own.cell.names, own.cell.readings, lambda own=own: own.run) for own in sweep.cells if own.run]
+    for number, own in enumerate(sweep.cells):
+        groups = (
+            sharing_groups(cells, [own.run.baseline(), own.run], sweep.results) if own.run and sweep.counted else []
         )
-        base = run.baseline()
-        runs = [base] if run.value == base.value else [base, run]
-        together = sharing_groups(Path(HydraConfig.get().sweep.dir), runs, results) if swept else []
+        run_sweep_cell(sweep.folder / str(number), own, sweep.launcher, groups)
+
+
+def run_sweep_cell(folder: Path, own: Any, launcher: str, groups: Sequence[Sequence[Any]]) -> None:
+    """Run a cell of a sweep. If it is refused or fails, its folder says why, and the sweep continues.
+
+    Args:
+        folder: The cell's folder.
+        own: A `kvbench.sweeps.plan.MadeCell`.
+        launcher: How the sweep is launched.
+        groups: Runs of the sweep that read prompts together with this cell's.
+    """
+    write_reason(folder, "failed", None)
+    write_reason(folder, "refused", None)
+    reason: dict[str, str] = {}
+    try:
+        if own.run is None:
+            raise SettingError(own.refused)
+        execute_cell(own.run, own.composition.config, own.log, launcher, groups)
+    except (SettingError, ContractError) as error:
+        print_refusal(f"{' '.join(own.overrides)}: {error}")
+        reason["failed" if isinstance(error, ContractError) else "refused"] = str(error)
+    except Exception as error:
+        line = describe_write_error(error) if isinstance(error, OSError) else None
+        if line is None or launcher == "slurm":  # on this machine the next cell would not find a better disk
+            reason["failed"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        for name, text in reason.items():
+            write_reason(folder, name, text)
+
+
+def launch_on_slurm(sweep: Any) -> None:
+    """Run the cells of a sweep as SLURM jobs and wait for them."""
+    from kvbench.config.compose import folders
+    from kvbench.sweeps.slurm import CellJob, launch_jobs
+
+    more = tuple(map(str, folders()[1:]))
+    jobs = [
+        CellJob(run_job, sweep.folder.absolute(), number, tuple(own.overrides), more)
+        for number, own in enumerate(sweep.cells)
+    ]
+    launch_jobs(sweep.composition.hydra.launcher, jobs)
+
+
+def run_job(folder: Path, number: int, overrides: Sequence[str], more: Sequence[str]) -> None:
+    """What a SLURM job does for a cell. `more`: folders of configuration files beside conf/."""
+    from kvbench.config import compose
+    from kvbench.sweeps import status
+    from kvbench.sweeps.plan import make_cell, sharing_groups
+
+    for path in more:
+        if Path(path) not in compose.folders():
+            compose.add_folder(Path(path))
+    own = make_cell(overrides)
+    groups = []
+    if own.run is not None and not own.run.measures:
+        known = status.read_cells(folder)
+        cells = [(cell["runs"], cell["readings"], lambda cell=cell: make_cell(cell["overrides"]).run) for cell in known]
+        groups = sharing_groups(cells, [own.run.baseline(), own.run], Path(own.composition.config.results))
+    run_sweep_cell(folder / str(number), own, "slurm", groups)
+
+
+def execute_cell(
+    run: Any, config: Mapping[str, Any], log: Any, launcher: str, groups: Sequence[Sequence[Any]] = ()
+) -> None:
+    """Make the records of a run and of the full cache on the same samples, where they are not in the store yet, and
+    print the table of both.
+
+    Args:
+        run: The `kvbench.runs.spec.RunSpec`.
+        config: The settings that it was made of.
+        log: The logger, or None.
+        launcher: How the sweep is launched; "local" takes all GPUs unless `workers` says otherwise.
+        groups: Runs of the sweep that read prompts together with these.
+    """
+    from kvbench.efficiency import measure
+    from kvbench.runs.resources import Resources
+    from kvbench.runs.runner import execute_run, execute_runs
+    from kvbench.runs.workers import count_workers, execute_in_workers
+
+    results = Path(config.results)
+    if run.measures:
+        print(measure.summarize_lines(*measure.measure_once(run, results)))
+        return
+    base = run.baseline()
+    runs = [base] if run.value == base.value else [base, run]
+    try:
+        bench = Resources(run)
+        default = "auto" if launcher == "local" else 1
+        workers = count_workers(config.workers if config.workers is not None else default, run.device)
         if workers > 1:
-            execute_in_workers([*together, *([own] for own in runs)], results, workers)
+            execute_in_workers([*groups, *([own] for own in runs)], results, workers)
         else:
-            for company in together:
-                execute_runs(company, results, bench)
-        full, *more = found = [execute_run(own, results, bench) for own in runs]
-        method = more[0] if more else None
-        width = shutil.get_terminal_size(fallback=(120, 24)).columns
-        print(build_run_table(run.value, full, method).to_text(max(width, 80)))
-        for own, records in zip(runs, found, strict=True):
-            if not any(record["meta"].get("verify") for record in records.values()):
-                continue
-            folder = results / "runs" / run_hash(own.value)
-            try:
-                math_verify.grade(folder)
-            except SettingError as error:  # the answers are there, and can be graded later
-                print_refusal(f"{error}, then python -m kvbench grade {results}")
-            for note in math_verify.describe_verdicts(own.groups["method"]["name"], folder):
-                print("\n".join(textwrap.wrap(note, max(width, 80), subsequent_indent="  ")))
+            for group in groups:
+                execute_runs(group, results, bench)
+        print_table(runs, [execute_run(own, results, bench) for own in runs], results)
         if log is not None:
             log.finished(runs)
-    except (SettingError, ContractError) as error:
-        broken = isinstance(error, ContractError)
-        if broken and log is not None:
-            log.failed(runs, error)
-        if not swept:
-            code = print_refusal(str(error))
-            sys.exit(1 if broken else code)
-        print_refusal(f"{' '.join(HydraConfig.get().overrides.task)}: {error}")
-        # Hydra would announce an error itself; `Sweep.exit_code` reads these files
-        write_reason("failed" if broken else "refused", str(error))
-    except KeyboardInterrupt as stop:
-        if not swept:
-            stop.args = (describe_progress([own.value for own in runs], Path(str(config.results))),)
+    except SettingError:
         raise
     except Exception as error:
         if log is not None:
             log.failed(runs, error)
-        line = describe_write_error(error) if isinstance(error, OSError) else None
-        if line is not None and choices["hydra/launcher"] != "slurm":  # the next cell would not find a better disk
-            print_refusal(line)
-            sys.exit(1)
-        if swept:  # for whoever asks for the sweep's state
-            write_reason("failed", f"{type(error).__name__}: {error}")
         raise
 
 
-def write_reason(name: str, reason: str | None) -> None:
-    """Write why a cell of a sweep has no records into its folder, where the disk takes it; None: take it away."""
-    path = Path(HydraConfig.get().runtime.output_dir, name)
+def print_table(runs: Sequence[Any], records: Sequence[Mapping[str, Any]], results: Path) -> None:
+    """Print the closing table of a run, whose full cache's run stands before it, and grade its answers where the task
+    leaves that to math-verify.
+    """
+    from kvbench.analysis.closing_table import build_run_table
+    from kvbench.integrations import math_verify
+    from kvbench.store.run_folder import run_hash
+
+    width = max(shutil.get_terminal_size(fallback=(120, 24)).columns, 80)
+    full, *method = records
+    print(build_run_table(runs[-1].value, full, method[0] if method else None).to_text(width))
+    for own, found in zip(runs, records, strict=True):
+        if not any(record["meta"].get("verify") for record in found.values()):
+            continue
+        folder = results / "runs" / run_hash(own.value)
+        try:
+            math_verify.grade(folder)
+        except SettingError as error:  # the answers are in the store and can be graded later
+            print_refusal(f"{error}, then python -m kvbench grade {results}")
+        for note in math_verify.describe_verdicts(own.groups["method"]["name"], folder):
+            print("\n".join(textwrap.wrap(note, width, subsequent_indent="  ")))
+
+
+def write_reason(folder: Path, name: str, reason: str | None) -> None:
+    """Write why a cell of a sweep has no records into its folder, if the disk takes it; None removes the file."""
     with suppress(OSError):
         if reason is None:
-            path.unlink(missing_ok=True)
+            (folder / name).unlink(missing_ok=True)
         else:
-            path.write_text(f"{reason}\n", encoding="utf-8", errors="backslashreplace")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(f"{reason}\n", encoding="utf-8", errors="backslashreplace")
 
 
-def describe_progress(values: Sequence[Mapping[str, Any]], results: Path) -> str:
-    """Say how many samples of these runs are done and that the others can follow."""
+def describe_progress(run: Any, results: Path) -> str:
+    """Say how many samples of a run and its full cache are done, and that the others can follow."""
     from kvbench.store.run_folder import run_hash
     from kvbench.sweeps.status import read_state
 
-    states = [read_state(results, run_hash(value)) for value in values]
+    values = {run_hash(own.value): own for own in (run.baseline(), run)} if not run.measures else {}
+    states = [read_state(results, name) for name in values]
     total = next((state.total for state in states if state.total), None)
     where = f" at {sum(state.records for state in states)} of {total * len(states)}" if total else ""
     return f"{where}; the same command goes on"
 
 
-def choose_workers(config: DictConfig) -> object:
-    """What `workers` says, or what the launcher makes of it where it says nothing."""
-    local = HydraConfig.get().runtime.choices.get("hydra/launcher") == "local"
-    return config.workers if config.workers is not None else "auto" if local else 1
-
-
 def print_refusal(line: str) -> int:
-    """Say in one line what cannot be used; returns the exit code for it."""
+    """Say in one line what cannot be used; return the exit code for it."""
     print(f"kvbench: {line}", file=sys.stderr)
     return 2
-
-
-def main(given: Sequence[str] | None = None) -> int:
-    """Exit code 2 and one line for a setting that cannot be used."""
-    if given is not None:
-        sys.argv[1:] = given  # Hydra reads them there
-    if "--cfg" in sys.argv or "-c" in sys.argv:
-        sys.argv.append("--resolve")
-    swept = None
-    try:
-        if MULTIRUN_OPTIONS & set(sys.argv) and not {"--cfg", "-c", "--info", "-i", "--help", "-h"} & set(sys.argv):
-            from kvbench.sweeps import capacity
-            from kvbench.sweeps.compose import Sweep, SweepOverrides
-
-            asked = SweepOverrides.of([argument for argument in sys.argv[1:] if not argument.startswith("-")])
-            capacity.check_capacity(asked)
-            swept = Sweep.begin(asked)
-            if (code := swept.early_exit_code) is not None:
-                return code
-            options = [
-                argument for argument in sys.argv[1:] if argument.startswith("-") and argument not in MULTIRUN_OPTIONS
-            ]
-            sys.argv[1:] = ["-m", *asked.overrides, f"hydra.sweep.dir={swept.folder}", *options]
-        with name_file_in_errors(swept.folder) if swept is not None else nullcontext():  # Hydra writes there too
-            run_cell()
-    except KeyboardInterrupt as stop:
-        if swept is not None:
-            stop.args, swept = (swept.progress_note,), None
-        raise
-    except Exception as error:
-        line = catalogue.error_message(error)
-        if line is None:
-            raise
-        return print_refusal(line)
-    finally:
-        if swept is not None:
-            swept.print_end()
-    return swept.exit_code if swept is not None else 0

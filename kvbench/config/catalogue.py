@@ -1,5 +1,7 @@
-"""What conf/ offers, by name: methods, allocators, codecs, with their presets. A file there is all it takes. What it
-does not offer is said in one line.
+"""Look up methods, allocators, codecs, tasks, models and loggers by the name of their file in conf/, and build them.
+
+A file in conf/<group>/ is all that it takes to add one. A name, a file or a class that cannot be used is a SettingError
+of one line.
 """
 
 import io
@@ -8,7 +10,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from importlib import import_module
@@ -16,24 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kvbench.config.compose import CONF, compose, folders, list_choices, show_path
 from kvbench.config.provenance import content_hash
 from kvbench.validation import SettingError, require_choice
 
 IMPORT_SECONDS = 60  # that the file of a method, an allocator, a codec or a task may take to import
-CONF = Path(__file__).resolve().parents[2] / "conf"
 SHAPES = CONF / "model" / "shapes"
-NAMED = ("model", "method", "allocator", "codec", "task", "logger")  # groups of which each file says its name
-BUILT = ("method", "allocator", "codec", "task")  # groups of which each file says its class
-
-
-def list_choices(group: str) -> list[str]:
-    """Names that `group=` takes: every file of conf/<group>/."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
 def list_shapes() -> list[str]:
@@ -47,18 +41,19 @@ def methods_available() -> list[str]:
 
 
 @cache
-def _text(group: str, name: str) -> str:
+def _compose_choice(group: str, name: str) -> Mapping[str, Any]:
+    """The settings of a group's file, with its defaults, not resolved."""
     require_choice(group, name, list_choices(group))
-    return (CONF / group / f"{name}.yaml").read_text()
+    try:
+        config = compose([f"{group}={name}"]).config[group]
+    except (yaml.YAMLError, HydraException, OmegaConfBaseException) as error:
+        raise SettingError(error_message(error) or " ".join(str(error).split())) from None
+    return OmegaConf.to_container(config)
 
 
 def load_settings(group: str, name: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The resolved settings of conf/<group>/<name>.yaml with `overrides`; SettingError for an unknown one."""
-    try:
-        config = OmegaConf.create(yaml.safe_load(_text(group, name)))
-    except yaml.YAMLError as error:
-        raise SettingError(describe_damage(error, CONF / group / f"{name}.yaml")) from None
-    check_choice(group, name, config)
+    config = OmegaConf.create(_compose_choice(group, name))
     own = [key for key in config if key not in ("_target_", "name", "presets")]
     for key, value in (overrides or {}).items():
         if not own:
@@ -69,35 +64,6 @@ def load_settings(group: str, name: str, overrides: Mapping[str, Any] | None = N
         except OmegaConfBaseException:
             raise SettingError(f"{group}.{key}={value}: not a value that a setting can have") from None
     return resolve(group, config)
-
-
-def compose_overrides(overrides: Sequence[str]) -> DictConfig:
-    """What Hydra composes of the overrides, inside `initialize_config_dir`; SettingError for a group's file that cannot
-    be used.
-    """
-    config = compose("config", list(overrides), return_hydra_config=True)
-    check_choices(config, config.hydra.runtime.choices)
-    with open_dict(config):
-        del config["hydra"]
-    return config
-
-
-def check_choices(config: DictConfig, choices: Mapping[str, str | None]) -> None:
-    """Raise a SettingError unless the group files that Hydra composed `config` of (group -> name) can be used."""
-    for group in NAMED:
-        if (name := choices.get(group)) is not None:  # Hydra refuses null
-            check_choice(group, name, config[group])
-
-
-def check_choice(group: str, name: str, config: object) -> None:
-    """Raise a SettingError unless conf/<group>/<name>.yaml, read as `config`, has a class and the name of its file."""
-    file = f"conf/{group}/{name}.yaml"
-    if not isinstance(config, DictConfig) or not config or "name" not in config:
-        raise SettingError(f"{group}={name}: {file} has no settings; name: {name} is one that it needs")
-    if group in BUILT and not isinstance(config.get("_target_"), str):
-        raise SettingError(f"{group}={name}: {file} has no _target_, a class such as kvbench.methods.sink.Sink")
-    if config.name != name:  # tables and records would show another one's results under this name
-        raise SettingError(f"{group}.name={config.name}: must be {name}, as its file {file}")
 
 
 def resolve(group: str, config: DictConfig) -> dict[str, Any]:
@@ -222,11 +188,12 @@ def describe_damage(error: yaml.YAMLError, path: Path | None = None) -> str | No
     """Say which file of conf/ is no YAML, where and why; None if the error is about another file."""
     mark = getattr(error, "problem_mark", None)
     path = path or Path(mark.name if mark else getattr(error, "name", ""))
-    if not path.is_relative_to(CONF):
+    folder = next((own for own in folders() if path.is_relative_to(own)), None)
+    if folder is None:
         return None
     where = f" line {mark.line + 1}" if mark else ""
     reason = getattr(error, "problem", None) or getattr(error, "reason", None) or type(error).__name__
-    return f"{path.parent.name}={path.stem}: conf/{path.relative_to(CONF)}{where} is no YAML ({reason})"
+    return f"{path.parent.name}={path.stem}: {show_path(path)}{where} is no YAML ({reason})"
 
 
 def explain_quoting(override: str) -> str:

@@ -20,7 +20,8 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
@@ -29,6 +30,7 @@ from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from pkgutil import iter_modules
 from site import getsitepackages, getusersitepackages
+from typing import Any
 
 import kvbench
 from kvbench.config.syntax import canonicalize
@@ -58,6 +60,7 @@ UNCOUNTED = {  # modules that runs import and that change no number of a record 
     "kvbench.config.syntax": "names runs",
 }
 _hashes: dict[object, tuple[dict[Path, object], dict[str, str]]] = {}  # what was asked for -> files' stamps, hashes
+_unchanging: dict[Any, Any] | None = None  # inside `sources_unchanging`: what was found
 _reported: set[str] = set()  # places that a line on stderr has named
 
 
@@ -79,6 +82,8 @@ def source_hashes(modules: Iterable[str]) -> dict[str, str]:
     """
     asked = tuple(sorted(set(modules))), tuple(sys.path), tuple(kvbench.__path__)
     stamps, found = _hashes.get(asked, ({}, {}))
+    if stamps and _unchanging is not None and asked in _unchanging:
+        return dict(found)
     if not stamps or any(_stamp(path) != own for path, own in stamps.items()):
         files, followed = set(), map_imports(asked[0])
         found = {}
@@ -91,7 +96,20 @@ def source_hashes(modules: Iterable[str]) -> dict[str, str]:
         found |= dict.fromkeys(sorted(find_packages(set().union(*followed.values()))), "")
         _hashes[asked] = {path: _stamp(path) for path in files}, found
         _report_unfollowed(followed)
+    if _unchanging is not None:
+        _unchanging[asked] = None
     return dict(found)
+
+
+@contextmanager
+def sources_unchanging() -> Iterator[None]:
+    """Inside, every source is read once, because a sweep asks for the hashes of hundreds of runs at one moment."""
+    global _unchanging
+    before, _unchanging = _unchanging, {} if _unchanging is None else _unchanging
+    try:
+        yield
+    finally:
+        _unchanging = before
 
 
 def replay_hash() -> str:
@@ -227,6 +245,15 @@ def find_unfollowed(modules: Iterable[str]) -> list[str]:
 
 
 def list_imports(module: str) -> set[str]:
+    """The same as `_list_imports`, once a module inside `sources_unchanging`."""
+    if _unchanging is None:
+        return _list_imports(module)
+    if module not in _unchanging:
+        _unchanging[module] = _list_imports(module)
+    return _unchanging[module]
+
+
+def _list_imports(module: str) -> set[str]:
     """What a followed module imports directly, by full name ("kvbench.interfaces.rows", "torch.nn").
 
     For a kernel's package: what any of its files imports. Importing a.b.c imports a and a.b too.
@@ -302,6 +329,15 @@ def _is_package(module: str) -> bool:
 
 
 def _files(module: str) -> list[Path]:
+    """The same as `_find_files`, once a module inside `sources_unchanging`."""
+    if _unchanging is None:
+        return _find_files(module)
+    if (key := ("files", module)) not in _unchanging:
+        _unchanging[key] = _find_files(module)
+    return _unchanging[key]
+
+
+def _find_files(module: str) -> list[Path]:
     """The files of a followed module: one, or all of a kernel's package; none for what is not followed, and for a
     folder without `__init__.py`.
     """

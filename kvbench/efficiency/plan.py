@@ -9,16 +9,12 @@ on, unless the GPU itself cannot be used any more.
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from itertools import product
 from pathlib import Path
 
 import torch
 import yaml
-from hydra import initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from kvbench.config.catalogue import CONF, compose_overrides
+from kvbench.config.compose import CONF, compose_config, expand_cells
 from kvbench.efficiency import caches
 from kvbench.efficiency import measure as efficiency
 from kvbench.engine import timing
@@ -29,21 +25,9 @@ PLAN = CONF / "efficiency" / "plan.yaml"
 EVERY = ("task=efficiency", "model=random")
 
 
-def expand_cells(lines: Sequence[str]) -> Iterator[list[str]]:
-    """The settings of every cell, lists multiplied out as `run.py -m` does: the last one turns fastest."""
-    parser = OverridesParser.create()
-    for line in lines:
-        several = []
-        for override in parser.parse_overrides(line.split()):
-            name = override.input_line.split("=")[0]
-            values = list(override.sweep_string_iterator()) if override.is_sweep_override() else None
-            several.append([f"{name}={value}" for value in values] if values else [override.input_line])
-        yield from (list(own) for own in product(*several))
-
-
 def measure_cell(settings: list[str], results: Path, loaded: tuple | None) -> tuple:
     """Measure one cell; returns what is loaded now: the model before, if another one, is dropped first."""
-    run = RunSpec.from_config(compose_overrides([*EVERY, *settings, f"results={results}"]))
+    run = RunSpec.from_config(compose_config([*EVERY, *settings, f"results={results}"]))
     key = (run.checkpoint, run.dtype, run.device)
     if loaded not in (None, key):
         caches.load_weights.cache_clear()
@@ -67,15 +51,14 @@ def measure_plan(options: Namespace) -> int:
     begin, loaded = time.monotonic(), None
     plan = yaml.safe_load(options.plan.read_text())
     require_choice("list", options.list, plan)
-    todo = list(expand_cells(plan[options.list]))
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        for number, settings in enumerate(todo, 1):
-            if time.monotonic() - begin > 60 * options.minutes:
-                print(f"{options.minutes:g} minutes are over: {len(todo) - number + 1} of {len(todo)} cells are left")
-                return 1
-            print(f"[{number}/{len(todo)}] {' '.join(settings)}", flush=True)
-            try:
-                loaded = measure_cell(settings, options.results, loaded)
-            except SettingError as error:
-                print(f"refused: {error}", flush=True)
+    todo = [cell for line in plan[options.list] for cell in expand_cells(line.split())]
+    for number, settings in enumerate(todo, 1):
+        if time.monotonic() - begin > 60 * options.minutes:
+            print(f"{options.minutes:g} minutes are over: {len(todo) - number + 1} of {len(todo)} cells are left")
+            return 1
+        print(f"[{number}/{len(todo)}] {' '.join(settings)}", flush=True)
+        try:
+            loaded = measure_cell(settings, options.results, loaded)
+        except SettingError as error:
+            print(f"refused: {error}", flush=True)
     return 0

@@ -17,19 +17,17 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
-from hydra import initialize_config_dir
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config import catalogue
+from kvbench.config.compose import compose_config, expand_cells, parse_override
 from kvbench.efficiency.measure import collect_versions, machine_name
 from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_runs
 from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import append_lines, check_columns
-from kvbench.sweeps.compose import SweepOverrides
 from kvbench.validation import SettingError, require_int, require_writable
 
 METHODS = ("snapkv", "keydiff", "dropkv", "knorm", "tova", "expected_attention")
@@ -76,16 +74,13 @@ def time_runs(runs: Sequence[RunSpec], bench: Resources, together: bool) -> floa
         return time.perf_counter() - begin
 
 
-def compose_runs(asked: SweepOverrides, *more: str) -> tuple[DictConfig, list[RunSpec]]:
+def compose_runs(overrides: Sequence[str], *more: str) -> tuple[DictConfig, list[RunSpec]]:
     """The full cache's run and those of all cells; SettingError unless all read their prompts together."""
-    given = [axis.key_or_group for axis in asked.axes] + [line.partition("=")[0] for line in asked.fixed]
+    given = [parse_override(text).key_or_group for text in overrides]
     usual = {"method": METHODS, "budget": BUDGETS}
     lines = [f"{name}={','.join(map(str, own))}" for name, own in usual.items() if name not in given]
-    axes = [*asked.axes, *SweepOverrides.of(lines).axes]
-    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        [chosen] = BasicSweeper.split_arguments(axes, None)
-        configs = [catalogue.compose_overrides([*asked.fixed, *own, *more]) for own in chosen]
-        runs = [RunSpec.from_config(config) for config in configs]
+    configs = [compose_config([*own, *more]) for own in expand_cells([*overrides, *lines])]
+    runs = [RunSpec.from_config(config) for config in configs]
     runs = list({str(run.value): run for run in [runs[0].baseline(), *runs]}.values())
     if len({run.reading for run in runs}) > 1 or runs[0].reading is None or len(runs) < 3:
         raise SettingError("method: cells that read their prompts together, two at least; not all of these do")
@@ -97,7 +92,7 @@ def run_sharing_bench(arguments: Sequence[str]) -> None:
     rounds = int(rounds) if rounds.isdecimal() else rounds
     require_int("rounds", rounds, 1)
     try:
-        asked = SweepOverrides.of([own for own in arguments if not own.startswith(ROUNDS)])
+        asked = [own for own in arguments if not own.startswith(ROUNDS)]
         config, runs = compose_runs(asked)
     except (HydraException, OmegaConfBaseException) as error:
         raise SettingError(catalogue.error_message(error) or " ".join(str(error).split())) from None

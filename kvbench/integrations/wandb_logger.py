@@ -177,7 +177,7 @@ def load_settings(overrides: Mapping[str, str]) -> dict[str, Any]:
 
     own = yaml.safe_load((ROOT / "conf/logger/wandb.yaml").read_text())
     for name, text in overrides.items():
-        require_choice("logger setting", name, [key for key in own if key != "name"])
+        require_choice("logger setting", name, [key for key in own if key not in ("_target_", "name")])
         try:
             own[name] = yaml.safe_load(text)
         except yaml.YAMLError:

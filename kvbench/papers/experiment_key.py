@@ -1,7 +1,7 @@
 """What a run would be known by, from settings of run.py alone: to find in a store the run that a cell of a table wants.
 
 `{"model": "llama31_8b", "task": "longbench", "method": "snapkv", "method.preset": "dropkv_paper", "budget": 0.05}` and
-the value of a stored run (kvbench.runs.spec.RunSpec.value) have the same Protocol if the run answers the same question:
+the value of a stored run (kvbench.runs.spec.RunSpec.value) have the same key if the run answers the same question:
 model, method, allocator and codec with all their settings, budget, block, question, seed, sampling and the task with
 all its settings. Which of its subtasks a task reads is left out, since they do not change one another: whoever takes a
 run looks for the subtasks. Also left out are machine, revisions and sources. No torch is needed.
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import yaml
-from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from kvbench.config import catalogue
+from kvbench.config.compose import GROUPS as CONFIG_GROUPS
+from kvbench.config.compose import compose, compose_config
 from kvbench.papers.paper_table import Settings
 from kvbench.validation import format_value
 
@@ -122,18 +123,17 @@ def may_change_task(name: str) -> bool:
 
 @cache
 def resolve_task(overrides: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        composed = compose("config", [f"{name}={own}" for name, own in overrides])
+    composed = compose_config([f"{name}={own}" for name, own in overrides])
     return catalogue.task_identity(catalogue.resolve("task", composed.task))
 
 
 @cache
 def read_defaults() -> dict[str, Any]:
     """What conf/config.yaml says where nothing else is said."""
-    config = yaml.safe_load((catalogue.CONF / "config.yaml").read_text())
-    chosen = [own for own in config["defaults"] if isinstance(own, dict)]
-    named = {name: own for one in chosen for name, own in one.items() if " " not in name}
-    return named | {name: own for name, own in config.items() if not isinstance(own, dict | list)}
+    found = compose()
+    plain = OmegaConf.to_container(found.config)
+    chosen = {group: found.choices[group] for group in CONFIG_GROUPS}
+    return chosen | {name: own for name, own in plain.items() if not isinstance(own, dict | list)}
 
 
 def to_json(value: object) -> str:

@@ -6,8 +6,7 @@
     measured, over   columns of a line of results/efficiency/<gpu>.csv, and what it is divided by
     scale, digits    of what is measured
     averages    averages that the paper's own cells contradict (kvbench.papers.printed_averages)
-    preset      of conf/preset/, the sweep that fills the table; without it the one named after the table. A row that
-                needs a file is in none
+    preset      the sweep that fills the table (kvbench.papers.paper_runs); without it the one named after the table
     no_preset   why there is none
     checks      what the notes say of published values and a test recomputes
 
@@ -62,8 +61,12 @@ def list_papers() -> list[str]:
 
 def read_tables(path: Path) -> dict[str, Select]:
     """A file of tables; x-: shared by tables."""
-    own = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return {name: spec for name, spec in own.items() if not name.startswith("x-")}
+    return {name: spec for name, spec in read_yaml(path).items() if not name.startswith("x-")}
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A file of conf/papers/ as it is."""
+    return yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def find_preset(name: str, spec: Select) -> str | None:

@@ -15,17 +15,8 @@ from kvbench.analysis import solvable_subtasks
 from kvbench.config import catalogue
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.task import Task
-from kvbench.models.local_models import FETCHED_MODELS, check_fetched
-from kvbench.validation import (
-    EMBEDDED_MODELS,
-    SettingError,
-    check_model_path,
-    check_sampling,
-    format_value,
-    is_gguf,
-    require_choice,
-    require_int,
-)
+from kvbench.models.model_kinds import ModelKind
+from kvbench.validation import SettingError, check_sampling, format_value, require_choice, require_int
 
 CACHE = ("method", "allocator", "codec")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -61,7 +52,8 @@ def check_settings(config: DictConfig) -> CheckedSettings:
     check_workers(config.workers)
     check_sampling(config.temperature, config.top_p)
     budget = Budget(config.budget, config.budget_of)
-    check_model(config.model)
+    solvable_subtasks.check_card(config.model)
+    find_model_kind(config.model).check()
     task = catalogue.build("task", settings)
     if config.question == "hidden" and not getattr(task, "has_context", True):
         name = settings["name"]
@@ -85,24 +77,8 @@ def check_workers(workers: object) -> None:
         require_int("workers", workers, 1)
 
 
-def check_model(config: DictConfig) -> None:
-    """Raise a SettingError unless conf/model/<name>.yaml and its overrides point at a model."""
-    solvable_subtasks.check_card(config)
-    own = config.name in (*EMBEDDED_MODELS, *FETCHED_MODELS)
-    if config.device_map is not None and (own or config.name == "random"):
-        raise SettingError(f"model.device_map={config.device_map}: model={config.name} fits one GPU; null")
-    if config.name == "random":
-        require_choice("model.like", config.like, catalogue.list_shapes())
-        require_choice("model.tokenizer", config.tokenizer, (None, "reference"))
-    elif own:
-        if config.path is not None or config.revision is not None:
-            given = "path" if config.path is not None else "revision"
-            raise SettingError(f"model.{given}={config[given]}: model={config.name} has its own; add model=hf")
-        if config.name in FETCHED_MODELS:
-            check_fetched(config.name)
-    elif config.path is None:
-        raise SettingError(f"model.path=null: model={config.name} needs a local folder or a hub id")
-    else:
-        check_model_path(str(config.path))
-        if is_gguf(str(config.path)) and config.revision is not None:
-            raise SettingError(f"model.revision={config.revision}: is of the hub, a GGUF file has none; null")
+def find_model_kind(config: DictConfig) -> ModelKind:
+    """The kind of model that conf/model/<name>.yaml names. Settings of older records name none: their file says it."""
+    settings = OmegaConf.to_container(config, resolve=True)
+    target = settings.get("_target_") or catalogue.load_settings("model", settings["name"])["_target_"]
+    return catalogue.load_class(f"model={settings['name']}", target)(settings)

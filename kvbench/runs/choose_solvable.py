@@ -16,13 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra import initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.analysis import solvable_subtasks
 from kvbench.config import catalogue
+from kvbench.config.compose import compose_config
 from kvbench.runs import checks
 from kvbench.validation import SettingError, require_writable
 
@@ -41,21 +41,18 @@ def compose_configs(options: Namespace) -> list[DictConfig]:
         if name in OWN:
             raise SettingError(f"{override}: is chosen here: the full cache, seed {SEED}, --lengths and --samples")
     own = ["method=full", f"seed={SEED}"]
-    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        try:
-            task = catalogue.compose_overrides([*options.settings, *own]).task
-            solvable_subtasks.list_listable("task", task.name)
-            if lacking := [name for name in ("seed", "samples", "length") if name not in task]:
-                raise SettingError(
-                    f"task={task.name}: has no task.{lacking[0]}, so no list can be made with other samples"
-                )
-            own.append(f"task.samples={options.samples}")
-            found = [
-                catalogue.compose_overrides([*options.settings, *own, f"task.length={length}"])
-                for length in options.lengths or [task.length]
-            ]
-        except (HydraException, OmegaConfBaseException) as error:
-            raise SettingError(catalogue.error_message(error) or " ".join(str(error).split())) from None
+    try:
+        task = compose_config([*options.settings, *own]).task
+        solvable_subtasks.list_listable("task", task.name)
+        if lacking := [name for name in ("seed", "samples", "length") if name not in task]:
+            raise SettingError(f"task={task.name}: has no task.{lacking[0]}, so no list can be made with other samples")
+        own.append(f"task.samples={options.samples}")
+        found = [
+            compose_config([*options.settings, *own, f"task.length={length}"])
+            for length in options.lengths or [task.length]
+        ]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise SettingError(catalogue.error_message(error) or " ".join(str(error).split())) from None
     for config in found:
         checks.check_settings(config)
     require_writable("results", Path(found[0].results))

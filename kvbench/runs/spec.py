@@ -1,11 +1,9 @@
 """A run is a value: every resolved setting that may change a number. Its hash names the folder of its records."""
 
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,18 +18,17 @@ from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.task import Task
-from kvbench.models.checkpoint import KNOWN_MODELS, Checkpoint, find_model
-from kvbench.models.random_weights import RandomCheckpoint
+from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.transformers_port import read_config_layout
 from kvbench.runs import checks
-from kvbench.runs.checks import CheckedSettings, check_settings
+from kvbench.runs.checks import CheckedSettings, check_settings, find_model_kind
 from kvbench.store.run_folder import run_hash
 from kvbench.validation import SettingError
 
 IDENTITY = 2  # how a run is named; runs that were named in another way are shown, and never paired with these
 DTYPES = {name: getattr(torch, name) for name in checks.DTYPES}
 UNCUT = {"method": "full", "allocator": "uniform", "codec": "raw"}
-# read by `Run.from_config`; `workers` is left out: how many processes share a run changes nothing
+# read by `RunSpec.from_config`; `workers` is left out: how many processes share a run changes nothing
 READ = ("model", "task", *UNCUT, "budget", "budget_of", "block_size", "question", "seed", "limit", "temperature")
 READ += ("top_p", "device", "dtype", "max_batch", "fidelity", "sweep")
 
@@ -57,8 +54,20 @@ class RunSpec:
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as composed: `from_config`
 
     @classmethod
-    def from_config(cls, config: DictConfig, checked: CheckedSettings | None = None) -> "RunSpec":
-        """Check every setting; SettingError names the first that cannot be used. `checked`: what `check` made of it."""
+    def from_config(
+        cls, config: DictConfig, checked: CheckedSettings | None = None, known: list["RunSpec"] | None = None
+    ) -> "RunSpec":
+        """Check every setting.
+
+        Args:
+            config: The composed settings.
+            checked: What `check_settings` made of them, if it was asked before.
+            known: Runs of the same sweep. They share the checkpoint and the baseline with this one where these are
+                equal, so that a model's files and its identity are read once.
+
+        Raises:
+            SettingError: It names the first setting that cannot be used.
+        """
         checked = checked or check_settings(config)
         groups, budget = dict(checked.groups), checked.budget
         if config.device == "cuda" and not torch.cuda.is_available():
@@ -70,7 +79,9 @@ class RunSpec:
         if groups["method"]["name"] == "full":  # nothing is cut: what says how much does not matter
             groups["allocator"], budget = catalogue.load_settings("allocator", UNCUT["allocator"]), Budget(1.0)
         run = cls(
-            checkpoint=make_checkpoint(config.model, config.seed),
+            checkpoint=share_equal(
+                find_model_kind(config.model).checkpoint(config.seed), [own.checkpoint for own in known or ()]
+            ),
             groups=groups,
             budget=budget,
             block_size=config.block_size,
@@ -84,9 +95,13 @@ class RunSpec:
             max_batch=config.max_batch,
             fidelity=OmegaConf.select(config, "fidelity", default=False),  # older records have no such setting
             compile=config.model.compile == "auto",
-            settings=compose(config),
+            settings=keep_settings(config),
         )
         run.check()
+        if known is not None:
+            baseline = share_equal(run.baseline(), [own.baseline() for own in known])
+            run.__dict__["_baseline"] = baseline  # where a cached property keeps its value
+            known.append(run)
         return run
 
     def check(self) -> None:
@@ -181,14 +196,15 @@ class RunSpec:
         return ["kvbench.runs.runner", *self.modules()]
 
     def modules(self) -> list[str]:
-        """Of the method, allocator, codec and task."""
+        """Of the method, allocator, codec, task and kind of model."""
         chosen = [*self.groups.values(), self.task_settings]
+        chosen += [own for own in [self.settings.get("model", {})] if "_target_" in own]
         chosen += [own["base"] for own in chosen if "base" in own]
         return [own["_target_"].rpartition(".")[0] for own in chosen]
 
 
-def compose(config: DictConfig) -> dict[str, Any]:
-    """The resolved settings that `Run.from_config` reads, paths among them: enough to make the same run again."""
+def keep_settings(config: DictConfig) -> dict[str, Any]:
+    """The resolved settings that `RunSpec.from_config` reads, paths among them: enough to make the same run again."""
     found = {}
     for name in (key for key in config if key in READ):
         own = config[name]
@@ -199,25 +215,6 @@ def compose(config: DictConfig) -> dict[str, Any]:
     return found
 
 
-def make_checkpoint(config: DictConfig, seed: int) -> Checkpoint:
-    """The model that conf/model/<name>.yaml and its overrides point at, which `check_model` found to be one. `seed`: of
-    random weights.
-    """
-    if config.name == "random":
-        return RandomCheckpoint.like(config.like, seed, config.tokenizer)
-    if config.name in KNOWN_MODELS:
-        return Checkpoint(config.name, find_model(config.name))
-    name = config.name if config.name != "hf" else describe(str(config.path))
-    return Checkpoint(name, find_model(str(config.path)), config.revision, config.device_map)
-
-
-def describe(path: str) -> str:
-    """The name of a checkpoint: that of its folder or GGUF file, or the last part of its hub id. A folder of the hub's
-    cache, which is named by a commit (models--<owner>--<name>/snapshots/<commit>), has its repository's name.
-    """
-    folder = Path(path).expanduser()
-    if not folder.exists():
-        return path.rstrip("/").split("/")[-1]
-    *_, repository, parent, own = ("", "", *Path(os.path.abspath(folder)).parts)
-    cached = parent == "snapshots" and repository.startswith("models--")
-    return repository.split("--")[-1] if cached else own.removesuffix(".gguf")
+def share_equal(own: Any, known: Iterable[Any]) -> Any:
+    """The first of `known` that equals `own`, or `own` itself."""
+    return next((other for other in known if other == own), own)

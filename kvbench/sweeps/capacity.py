@@ -8,17 +8,10 @@ passes may still be too large.
 """
 
 import os
-from itertools import chain
+from collections.abc import Iterable
 from typing import Any
 
-from hydra import initialize_config_dir
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-
-from kvbench.config import catalogue
-from kvbench.sweeps.compose import SweepOverrides
 from kvbench.validation import SettingError
-
-SIZES = ("model", "task")  # settings that decide how much a run needs
 
 
 def count_needed_bytes(run: Any) -> int:
@@ -43,26 +36,16 @@ def count_available_bytes(run: Any) -> int:
     return sum(torch.cuda.get_device_properties(index).total_memory for index in range(count))
 
 
-def check_capacity(asked: SweepOverrides) -> None:
-    """SettingError if a preset that a sweep is asked for has runs that the machine cannot hold.
+def check_capacity(preset: str, runs: Iterable[Any]) -> None:
+    """Raise a SettingError if a preset's runs need more memory than this machine has.
 
-    What cannot be composed is left to the sweep, which refuses it cell by cell.
+    Args:
+        preset: Its name, for the message.
+        runs: The runs of its cells that are not refused.
     """
-    preset = asked.config.hydra.runtime.choices.get("preset")
-    if preset is None:
-        return
-    from kvbench.runs.spec import RunSpec  # imports torch, for presets only
-
-    named = any(line.startswith("model=") for line in [*asked.fixed, *(axis.input_line for axis in asked.axes)])
-    deciding = SIZES if named else (*SIZES, "row")  # a row may bring its model
-    axes = [axis for axis in asked.axes if axis.key_or_group.split(".")[0] in deciding]
-    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        for chosen in chain(*BasicSweeper.split_arguments(axes, None)):
-            try:
-                run = RunSpec.from_config(catalogue.compose_overrides([*asked.fixed, *chosen]))
-            except SettingError:
-                continue
-            if (wanted := count_needed_bytes(run)) > (there := count_available_bytes(run)):
-                what = f"preset={preset}: model={run.checkpoint.name} needs {wanted / 1e9:.1f} GB"
-                has = f"this machine has {there / 1e9:.1f} GB ({run.device})"
-                raise SettingError(f"{what} for weights and full cache, {has}")
+    largest = {(run.checkpoint, run.task.length, run.dtype, run.device): run for run in runs if not run.measures}
+    for run in largest.values():
+        if (wanted := count_needed_bytes(run)) > (there := count_available_bytes(run)):
+            what = f"preset={preset}: model={run.checkpoint.name} needs {wanted / 1e9:.1f} GB"
+            has = f"this machine has {there / 1e9:.1f} GB ({run.device})"
+            raise SettingError(f"{what} for weights and full cache, {has}")

@@ -102,6 +102,11 @@ def read_cell_state(
     return state
 
 
+def read_cell_records(results: Path, name: str) -> dict[str, dict]:
+    """The records of the run of this hash, by uid."""
+    return {record["uid"]: record for record in RunRecords(results / "runs" / name)}
+
+
 def read_total(path: Path) -> int | None:
     """How many samples a run has, as its first writer knew."""
     try:
@@ -187,12 +192,17 @@ def describe_plan(results: Path, cells: Sequence[SweepCell]) -> str:
         f"  {cell.label:<60} {state}" + (f", about {own / 60:.1f} min" if own else "")
         for cell, state, own in zip(cells, states, spent, strict=True)
     ]
-    said = ", ".join(f"{count} {name}" for name in STATES if (count := sum(own.name == name for own in states)))
+    said = count_states(states)
     total, unknown = sum(own or 0.0 for own in spent), spent.count(None)
     hours = f"about {total / 3600:.2f} hours are left on one worker" if total else ""
     if unknown:
         hours += f"{'; ' if hours else ''}{unknown} cells have no measured time to go by"
     return "\n".join([f"{len(cells)} cells: {said}" + (f"; {hours}" if hours else ""), *lines])
+
+
+def count_states(states: Sequence[RunState]) -> str:
+    """ "3 done, 1 refused"."""
+    return ", ".join(f"{count} {name}" for name in STATES if (count := sum(own.name == name for own in states)))
 
 
 def estimate_left(
@@ -259,4 +269,4 @@ def print_states(results: Path, folder: Path) -> None:
     print(folder)
     for label, state in found:
         print(f"  {label:<60} {state}")
-    print(", ".join(f"{count} {name}" for name in STATES if (count := sum(own.name == name for _, own in found))))
+    print(count_states([own for _, own in found]))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra import initialize_config_dir
 
 from kvbench.analysis import solvable_subtasks
 from kvbench.analysis.budget_series import SOLVABLE, CurveOptions
@@ -20,12 +19,13 @@ from kvbench.cli import choose_solvable as choose_solvable_command
 from kvbench.cli import curves as curves_command
 from kvbench.cli import figures as figures_command
 from kvbench.config import catalogue
+from kvbench.config.compose import compose_config
 from kvbench.integrations.wandb_process import LoggedRun
 from kvbench.interfaces.task import Graded
 from kvbench.report.page import NUMBERS
 from kvbench.report.panels import build_panels
 from kvbench.runs import checks
-from kvbench.runs.spec import RunSpec, compose
+from kvbench.runs.spec import RunSpec, keep_settings
 from kvbench.store.runs import find_finished
 from kvbench.tasks.ruler.task import Ruler
 from kvbench.validation import SettingError
@@ -143,8 +143,7 @@ BAD = {
 
 
 def config_of(*overrides: str) -> object:
-    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        return catalogue.compose_overrides(["device=cpu", *overrides])
+    return compose_config(["device=cpu", *overrides])
 
 
 @pytest.mark.parametrize("text", BAD)
@@ -170,7 +169,7 @@ def test_a_list_is_no_part_of_what_a_run_is_known_by(write_card):
     run = RunSpec.from_config(config)
     assert config.model.solvable.ruler[2048] == list(LIST)  # Hydra composes it
     assert run.value == before.value
-    assert json.dumps(compose(config)) == json.dumps(before.settings)  # what replays the run
+    assert json.dumps(keep_settings(config)) == json.dumps(before.settings)  # what replays the run
     for override in ("model.solvable=null", "model.solvable.seed=8", "model.solvable.longbench=[qasper]"):
         with pytest.raises(SettingError, match=r"^model\.solvable=.*conf/model/reference.yaml has it$"):
             checks.check_settings(config_of(override))

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from torch import Tensor
 
 import kvbench
 from kvbench.cache.guard import Handed, same_bits, without_gradients
 from kvbench.cache.policy import CachePolicy
 from kvbench.config import catalogue
+from kvbench.config.compose import compose_config
 from kvbench.engine import rehearsal, shared_prefill
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
@@ -541,8 +541,7 @@ SMALL = ("task.subtasks=niah_single_1", "task.length=256", "task.samples=1", "de
 
 
 def run_of(*settings: str) -> RunSpec:
-    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        return RunSpec.from_config(compose("config", [*SMALL, *settings]))
+    return RunSpec.from_config(compose_config([*SMALL, *settings]))
 
 
 @pytest.fixture(scope="module")

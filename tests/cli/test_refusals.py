@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from kvbench.config import catalogue
+from kvbench.config import catalogue, compose
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
 from tests.support.repository import ROOT
@@ -158,10 +158,10 @@ def test_a_file_of_conf_that_cannot_be_used_is_one_line(project, case, many):
     [("", "no settings"), ("- a", "no settings"), ("a: [", "line 1 is no YAML"), ("name: y", "no _target_")],
 )
 def test_so_it_is_from_python(tmp_path, monkeypatch, text, line):
-    monkeypatch.setattr(catalogue, "CONF", tmp_path)
-    catalogue._text.cache_clear()
-    (tmp_path / "method").mkdir()
-    (tmp_path / "method" / "x.yaml").write_text(text)
+    shutil.copytree(ROOT / "conf", tmp_path / "conf")
+    monkeypatch.setattr(compose, "CONF", tmp_path / "conf")
+    catalogue._compose_choice.cache_clear()
+    (tmp_path / "conf" / "method" / "x.yaml").write_text(text)
     with pytest.raises(SettingError, match=f"^method=x: conf/method/x.yaml .*{line}"):
         catalogue.load_settings("method", "x")
-    catalogue._text.cache_clear()
+    catalogue._compose_choice.cache_clear()

@@ -174,14 +174,14 @@ def full_beyond(size: int) -> Iterator[None]:
         (("method=snapkv",), 7000, RECORDS),
         (("-m", "method=snapkv,knorm"), 7000, RECORDS),
         (("method=snapkv", "workers=2"), 7000, RECORDS),
-        (("-m", "method=snapkv,knorm"), 4000, r"sweeps/[^/]*"),  # what Hydra writes of a sweep
+        (("-m", "method=snapkv,knorm"), 4000, r"sweeps/[^/]*"),  # what a sweep keeps
     ],
 )
 def test_a_full_disk_ends_a_run_in_one_line(many, size, where, tmp_path, monkeypatch, capsys):
     """A sweep too: the next cell would find no more room."""
     # what cells.json holds is longer
     monkeypatch.setattr("kvbench.sweeps.status.write_cells", lambda folder, cells: None)
-    monkeypatch.setattr("kvbench.sweeps.compose.Sweep.print_end", lambda own: None)
+    monkeypatch.setattr("kvbench.sweeps.plan.Sweep.print_end", lambda own: None)
     samples = 30 if "workers=2" in many else 9  # more than two workers and the process that waits for them can write
     given = [*many, "budget=0.3", f"results={tmp_path}", *QUICK, f"task.samples={samples}"]
     assert run_cli(["method=full", *given[-len(QUICK) - 2 :]], monkeypatch, capsys)[0] == 0

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from hydra import compose, initialize_config_dir
 
 from kvbench.cli import efficiency
-from kvbench.config.catalogue import CONF, build, load_settings, methods_available
+from kvbench.config.catalogue import build, load_settings, methods_available
+from kvbench.config.compose import compose_config, expand_cells
 from kvbench.efficiency import plan
 from kvbench.efficiency.caches import KVBenchCache, TransformersDynamic, TransformersStatic
 from kvbench.efficiency.roofline import Machine, WeightSizes, decode_ms, load_needs, prefill_ms
@@ -109,19 +109,18 @@ SCORED = [name for name in methods_available() if name not in ("full", "qfilters
 def test_every_method_is_scored_or_says_why_not():
     refused = set()
     base = ["task=efficiency", "model=random", "model.like=tiny", "device=cpu", "budget=0.5"]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        for name in SCORED:
-            own = [*base, f"method={name}", "task.measure=scoring", "task.length=70"]
-            run = RunSpec.from_config(compose("config", overrides=own))
-            try:
-                made = prepare_score(run)
-            except SettingError as error:
-                assert f"{name} scores nothing" in str(error)
-                refused.add(name)
-                continue
-            found = made.call()
-            rows = found.shape[2] if run.choice().method.scores else int(found[-1].sum(-1).max())  # tokens, of a cut
-            assert rows == 70, name
+    for name in SCORED:
+        own = [*base, f"method={name}", "task.measure=scoring", "task.length=70"]
+        run = RunSpec.from_config(compose_config(own))
+        try:
+            made = prepare_score(run)
+        except SettingError as error:
+            assert f"{name} scores nothing" in str(error)
+            refused.add(name)
+            continue
+        found = made.call()
+        rows = found.shape[2] if run.choice().method.scores else int(found[-1].sum(-1).max())  # tokens, of a cut
+        assert rows == 70, name
     assert refused == {"quest", "omnikv", "kvzip"} and set(load_needs()) <= set(methods_available())
 
 
@@ -315,9 +314,8 @@ def test_a_list_goes_on_after_refusals_and_failures(tmp_path, monkeypatch, capsy
 def test_the_plan_s_lines_are_settings_that_exist():
     lists = yaml.safe_load(plan.PLAN.read_text())
     assert set(lists) == {"quick", "bars", "full", "cpu"}
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        for lines in lists.values():
-            for line in lines:
-                first, *_ = plan.expand_cells([line])
-                config = compose("config", overrides=[*plan.EVERY, *first])
-                assert config.model.like in list_shapes() and config.task.name == "efficiency"
+    for lines in lists.values():
+        for line in lines:
+            first, *_ = expand_cells(line.split())
+            config = compose_config([*plan.EVERY, *first])
+            assert config.model.like in list_shapes() and config.task.name == "efficiency"

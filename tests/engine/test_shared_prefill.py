@@ -7,11 +7,10 @@ from functools import cache
 import pytest
 import torch
 import yaml
-from hydra import compose, initialize_config_dir
 
 from kvbench.cache.policy import CachePolicy
-from kvbench.config import catalogue
 from kvbench.config.catalogue import list_choices
+from kvbench.config.compose import compose_config
 from kvbench.engine import shared_prefill
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
@@ -25,7 +24,7 @@ from kvbench.runs.spec import RunSpec
 from kvbench.runs.workers import execute_in_workers
 from kvbench.store.run_folder import run_hash
 from kvbench.sweeps import status
-from kvbench.sweeps.compose import compose_cell
+from kvbench.sweeps.plan import describe_cell, make_cell
 from kvbench.validation import ContractError, SettingError
 from tests.support.command_line import run_cli
 from tests.support.method_files import build_policy
@@ -100,8 +99,7 @@ def test_rows_before_the_cut_are_written_once():
 
 @cache
 def run_of(*settings: str) -> RunSpec:
-    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        return RunSpec.from_config(compose("config", [*SMALL, *settings]))
+    return RunSpec.from_config(compose_config([*SMALL, *settings]))
 
 
 @pytest.fixture
@@ -232,8 +230,7 @@ def test_who_may_read_together(runs):
     sliding = replace(runs[0], checkpoint=Windows("windows", "nowhere"))
     assert sliding.reading is None
     timed = ["task=efficiency", "model=random", "model.like=tiny"]
-    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        timed, plain = (compose_cell([], own)[0].readings for own in (timed, ["method=sink"]))
+    timed, plain = (describe_cell(make_cell(own)).cell.readings for own in (timed, ["method=sink"]))
     assert timed == [] and len(plain) == 2 and None not in plain
 
 

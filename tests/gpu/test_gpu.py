@@ -9,12 +9,11 @@ import sys
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
-from kvbench.config import catalogue
 from kvbench.config.catalogue import build, load_settings
+from kvbench.config.compose import compose_config
 from kvbench.engine import shared_prefill
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
@@ -270,10 +269,7 @@ def test_contexts_of_one_prefill_hold_and_answer_what_each_does_alone(model, lse
 
 def test_runs_of_one_prefill_write_the_records_of_lone_ones(tmp_path):
     small = ["task.subtasks=[niah_single_2]", "task.length=2048", "limit=2", "device=cuda", "budget=0.2"]
-    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        runs = [
-            RunSpec.from_config(compose("config", [*small, f"method={name}"])) for name in ("snapkv", "keydiff", "sink")
-        ]
+    runs = [RunSpec.from_config(compose_config([*small, f"method={name}"])) for name in ("snapkv", "keydiff", "sink")]
     bench = Resources(runs[0])
     shared = [folder.records() for folder in execute_runs(runs, tmp_path / "shared", bench)]
     alone = [execute_run(run, tmp_path / "alone", bench) for run in runs]

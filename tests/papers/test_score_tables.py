@@ -8,21 +8,18 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain, product
 from pathlib import Path
 
 import pytest
-import yaml
-from hydra import compose, initialize_config_dir
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
 from kvbench.cli import papers
-from kvbench.config.catalogue import CONF, list_choices
-from kvbench.efficiency.plan import expand_cells
+from kvbench.config.catalogue import CONF
+from kvbench.config.compose import compose_config, expand_cells
 from kvbench.papers import build
 from kvbench.papers.build import build_table
 from kvbench.papers.cell_values import RunIndex
 from kvbench.papers.experiment_key import ExperimentKey, drop_unused, resolve_value
+from kvbench.papers.paper_runs import Settings, expand_preset, is_of_cache, list_presets, read_rows
 from kvbench.papers.paper_table import make_commands
 from kvbench.papers.printed_averages import find_contradictions, list_leaves
 from kvbench.papers.table_spec import (
@@ -40,7 +37,8 @@ from kvbench.papers.table_spec import (
 )
 from kvbench.store import dataframes
 from kvbench.store.run_folder import RunFolder
-from kvbench.sweeps.compose import SweepOverrides
+from kvbench.sweeps.plan import expand_sweep
+from kvbench.validation import SettingError
 from tests.support.command_line import run_cli
 
 TABLES = {name: spec for name, spec in load_specs().items() if not is_cost_table(spec)}
@@ -408,10 +406,9 @@ def composed(line: str) -> list[ExperimentKey]:
 
     words = shlex.split(line)
     assert words[:2] == ["python", "run.py"]
-    own = list(expand_cells([" ".join(word for word in words[2:] if word != "-m")]))
+    own = expand_cells([word for word in words[2:] if word != "-m"])
     assert (words[2] == "-m") == (len(own) > 1)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return [ExperimentKey.of(RunSpec.from_config(compose("config", overrides=one)).value) for one in own]
+    return [ExperimentKey.of(RunSpec.from_config(compose_config(one)).value) for one in own]
 
 
 def check(settings: list[dict]) -> None:
@@ -446,30 +443,30 @@ def test_commands_cross_only_what_is_wanted_crossed():
     )
 
 
-def axes(preset: str) -> list[list[str]]:
-    """The settings that each axis of a preset goes through."""
-    return [
-        list(chain(*chain(*BasicSweeper.split_arguments([axis], None))))
-        for axis in SweepOverrides.of([f"preset={preset}"]).axes
-    ]
-
-
-def diagonal(preset: str) -> list[tuple[str, ...]]:
-    """As few cells as have every value of every axis, the full cache's in each."""
-    own = axes(preset)
-    return [tuple(axis[place % len(axis)] for axis in own) for place in range(max(map(len, own)))]
+def covering(preset: str) -> list[Settings]:
+    """As few runs of a preset as have every value of every setting."""
+    left, chosen = list(expand_preset(preset)), []
+    missing = {pair for run in left for pair in run.items()}
+    while missing:
+        chosen.append(max(left, key=lambda run: len(missing & set(run.items()))))
+        missing -= set(chosen[-1].items())
+    return chosen
 
 
 def runnable(name: str) -> set[ExperimentKey]:
     return {ExperimentKey.from_settings(run) for row in wanted(TABLES[name]) for run in row}
 
 
-def protocols(preset: str, found: Iterable[Sequence[str]]) -> set[ExperimentKey]:
+def protocols(cells: Iterable[Sequence[str]]) -> set[ExperimentKey]:
+    """What the runs of these cells are known by."""
     from kvbench.runs.spec import RunSpec
 
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        configs = [compose("config", overrides=[f"preset={preset}", *own]) for own in found]
-        return {ExperimentKey.of(RunSpec.from_config(config).value) for config in configs}
+    return {ExperimentKey.of(RunSpec.from_config(compose_config(cell)).value) for cell in cells}
+
+
+def type_settings(run: Settings) -> list[str]:
+    """A run's settings as a user types them."""
+    return [f"{name}={value}" for name, value in run.items()]
 
 
 def test_every_table_has_a_preset_or_says_why_not():
@@ -480,24 +477,51 @@ def test_every_table_has_a_preset_or_says_why_not():
         assert bool(own) == (preset is not None) and len(spec.get("no_preset", "because")) > 5, name
         if own:
             found.setdefault(preset, set()).add(frozenset(own))
-    assert sorted(found) == list_choices("preset") and {len(own) for own in found.values()} == {1}
+    assert sorted(found) == list_presets() and {len(own) for own in found.values()} == {1}
 
 
-@pytest.mark.parametrize("preset", list_choices("preset"))
+@pytest.mark.parametrize("preset", list_presets())
 def test_a_preset_has_cells_of_its_table(offline, preset):
-    """Every value of its axes, and as many as make all runs but for the full cache's, which every budget shares."""
     own = runnable(next(name for name, spec in TABLES.items() if find_preset(name, spec) == preset))
-    assert protocols(preset, diagonal(preset)) <= own
-    cut = [cell for cell in product(*axes(preset)) if not re.search(r"row=\[?full\b", " ".join(cell))]
-    full = ExperimentKey.from_settings({"method": "full"}).cache
-    assert len(cut) == sum(protocol.cache != full for protocol in own)
+    assert protocols(map(type_settings, covering(preset))) <= own and len(expand_preset(preset)) >= len(own)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("preset", list_choices("preset"))
+@pytest.mark.parametrize("preset", list_presets())
 def test_a_preset_is_its_whole_table(offline, preset):
     own = runnable(next(name for name, spec in TABLES.items() if find_preset(name, spec) == preset))
-    assert protocols(preset, product(*axes(preset))) == own
+    assert protocols(expand_sweep([f"preset={preset}"])) == own
+
+
+def test_rows_are_those_of_the_tables():
+    """A row's settings are of runs that some preset makes; a preset's `row=` leaves the others out."""
+    caches = [
+        {name: own for name, own in run.items() if is_of_cache(name)}
+        for p in list_presets()
+        for run in expand_preset(p)
+    ]
+    assert all(settings in caches for settings in read_rows().values())
+    assert len(expand_sweep(["preset=dropkv_table5", "row=dropkv_snapkv,full"])) == 3 * 3 + 3
+    assert expand_sweep(["row=dropkv_snapkv", "budget=0.1"]) == [
+        ["method=snapkv", "method.preset=dropkv_paper", "budget=0.1"]
+    ]
+    assert expand_sweep(["row=dropkv_snapkv", "method=knorm"]) == [["method=knorm"]]
+    for given, line in (
+        (
+            ["preset=dropkv_table5", "row=keydiff_h2o"],
+            "^row=keydiff_h2o: preset=dropkv_table5 has none; choose from full, ",
+        ),
+        (["row=snapkv"], "^row=snapkv: choose one of "),
+        (["preset=dropkv"], "^preset=dropkv: choose one of "),
+    ):
+        with pytest.raises(SettingError, match=line):
+            expand_sweep(given)
+
+
+def test_what_is_given_takes_the_place_of_a_presets_setting():
+    cells = expand_sweep(["preset=dropkv_table1", "model=reference", "budget=0.2,0.3"])
+    assert len(cells) == 2 * 8 + 1 and sum("method=full" in cell for cell in cells) == 1
+    assert all("model=reference" in cell and not any("budget=0.05" in text for text in cell) for cell in cells)
 
 
 MADE = ["task.path=miniature"]
@@ -518,31 +542,25 @@ def without_sizes(protocol: ExperimentKey) -> ExperimentKey:
 
 
 def first_cut(preset: str, task: str) -> tuple[str, ...]:
-    """The settings of the first cell of a preset that cuts anything, beside those of SMALL and a model."""
-    cell = next(own for own in product(*axes(preset)) if not re.search(r"row=\[?full\b", " ".join(own)))
+    """The settings of the first run of a preset that cuts anything, beside those of SMALL and a model."""
+    run = next(own for own in expand_preset(preset) if own["method"] != "full")
+    run = {"allocator": "uniform", "codec": "raw"} | run  # so that these settings make one cell of all
     given = [own.split("=")[0] for own in (*SMALL[task], "model=reference")]
-    return tuple(own for own in cell if own.split("=")[0] not in given)
-
-
-def same_with(preset: str, task: str) -> str:
-    """Presets of which this is the same have the same first cell, once SMALL stands beside them."""
-    body = yaml.safe_load((CONF / "preset" / f"{preset}.yaml").read_text())
-    own = {name: value for name, value in body["task"].items() if not any(f"task.{name}=" in s for s in SMALL[task])}
-    return json.dumps([{**body, "task": own, "hydra": None}, first_cut(preset, task)], sort_keys=True)
+    return tuple(f"{name}={value}" for name, value in run.items() if name not in given)
 
 
 @pytest.fixture(scope="module")
-def ran() -> dict[str, tuple[dict, list[Path]]]:
+def ran() -> dict[tuple[str, ...], tuple[dict, list[Path]]]:
     """What has run of a preset that is the same as others: the cell as planned, and the folders of its two runs."""
     return {}
 
 
-@pytest.mark.parametrize("preset", list_choices("preset"))
+@pytest.mark.parametrize("preset", list_presets())
 def test_a_cell_of_a_preset_runs_on_made_data(ran, tmp_path, monkeypatch, capsys, preset):
     """The sweep that a user starts, of one cell and with the embedded model for the paper's, leaves graded records."""
     own = runnable(next(name for name, spec in TABLES.items() if find_preset(name, spec) == preset))
     task = json.loads(next(iter(own)).task)["name"]
-    key = same_with(preset, task)
+    key = first_cut(preset, task)
     if key not in ran:
         monkeypatch.setattr("kvbench.integrations.math_verify.grade", lambda folder: None)
         asked = ["-m", f"preset={preset}", "model=reference", *first_cut(preset, task), *SMALL[task], "limit=1"]

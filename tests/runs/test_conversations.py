@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer
@@ -15,7 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import kvbench
-from kvbench.config import catalogue
+from kvbench.config.compose import compose_config
 from kvbench.interfaces.task import Graded, Sample
 from kvbench.models.embedded import REFERENCE
 from kvbench.runs.prompt import encode_all
@@ -81,9 +80,8 @@ def reader(base, monkeypatch):
     def make(samples, *settings, template=None) -> Responder:
         checkpoint, tokenizer, model, composed = base
         if settings not in composed:
-            with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-                where = ["model=hf", f"model.path={checkpoint}", "device=cpu", "task.subtasks=niah_single_1"]
-                composed[settings] = RunSpec.from_config(compose("config", [*where, *settings]))
+            where = ["model=hf", f"model.path={checkpoint}", "device=cpu", "task.subtasks=niah_single_1"]
+            composed[settings] = RunSpec.from_config(compose_config([*where, *settings]))
         run = replace(composed[settings], task=Talk(tuple(samples)))
         monkeypatch.setattr(tokenizer, "chat_template", template)
         made = Responder(run, Resources(run, {"model": model, "tokenizer": tokenizer}))

@@ -19,8 +19,8 @@ import yaml
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.task import Sample
 from kvbench.models.checkpoint import Checkpoint
+from kvbench.models.model_kinds import name_checkpoint
 from kvbench.runs.responder import Responder
-from kvbench.runs.spec import describe
 from tests.support.command_line import assert_refused
 from tests.support.recorded_runs import TIMES, read_runs
 from tests.support.repository import ROOT
@@ -111,7 +111,7 @@ def test_a_checkpoint_is_called_by_its_name(checkpoint, kvbench, tmp_path, monke
     names = {"name": "my-llama", "identity": Checkpoint("x", str(checkpoint)).identity()}
     assert [own["model"] for own in values] == [names, names]
     monkeypatch.chdir(cached)
-    assert [describe(path) for path in (".", f"{checkpoint}/", "owner/name", "owner/name/")] == [
+    assert [name_checkpoint(path) for path in (".", f"{checkpoint}/", "owner/name", "owner/name/")] == [
         "my-llama", checkpoint.name, "name", "name"
     ]  # fmt: skip
 

@@ -5,15 +5,14 @@ from functools import cache
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hypothesis import given
 from hypothesis import strategies as st
 
 import kvbench
 from kvbench.cache.policy import CachePolicy
 from kvbench.cache.storage import StoredRows
-from kvbench.config import catalogue
 from kvbench.config.catalogue import list_choices
+from kvbench.config.compose import compose_config
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.task import Sample
@@ -128,8 +127,7 @@ SMALL = ("task.subtasks=niah_single_1", "task.length=512", "task.samples=2")
 
 @cache
 def run_of(*settings: str) -> RunSpec:
-    with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-        return RunSpec.from_config(compose("config", ["device=cpu", *settings]))
+    return RunSpec.from_config(compose_config(["device=cpu", *settings]))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from kvbench.config.catalogue import CONF
 from kvbench.models.checkpoint import Checkpoint, count_parameters
 from kvbench.models.configuration import load_configuration
 from kvbench.sweeps import capacity
-from kvbench.sweeps.compose import SweepOverrides
+from kvbench.sweeps.plan import Sweep
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
 
@@ -23,7 +23,7 @@ def shapes(monkeypatch):
 
 
 def check(overrides: list[str]) -> None:
-    capacity.check_capacity(SweepOverrides.of(overrides))
+    Sweep.plan(overrides)
 
 
 def test_parameters_are_counted_without_memory():
@@ -42,8 +42,7 @@ def test_what_is_too_large_is_refused(shapes, monkeypatch, tmp_path, capsys):
     with pytest.raises(SettingError, match="needs 33.2 GB"):
         check(given)
     check([*given, "task.length=16384"])  # 18.2 GB
-    check(["method=snapkv,keydiff", "dtype=bfloat16"])  # no preset
-    check([*given, "model=reference"])
+    check(["method=snapkv,keydiff", "model=llama31_8b", "dtype=bfloat16"])  # no preset
     with pytest.raises(SettingError, match="deltakv_table9: model=qwen25_32b needs 65.5 GB"):  # named by its rows
         check(["preset=deltakv_table9", "dtype=bfloat16", "task.path=miniature"])
 

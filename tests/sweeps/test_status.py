@@ -179,27 +179,27 @@ def test_a_sweep_from_the_command_line(tmp_path, monkeypatch, capsys):
 
 def test_what_is_refused_is_named_before_anything_is_read(tmp_path, monkeypatch, capsys):
     """Where cells share their prompts too, each pair that cannot work, with its reason."""
-    monkeypatch.setattr(run, "run_cell", lambda: None)
+    monkeypatch.setattr(run, "run_sweep_cell", lambda *own: None)
     cells = ["method=knorm,quest", "allocator=uniform,ada", "codec=raw,kivi"]
     code, out, err = run_cli(["-m", *cells, f"results={tmp_path}", *QUICK], monkeypatch, capsys)
     first, *lines = out.splitlines()[:9]
     refused = {tuple(line.split()[:3]): line.partition("refused: ")[2] for line in lines if "refused: " in line}
-    assert (code, err) == (0, "") and first.startswith("8 cells: 4 refused, 4 missing") and len(refused) == 4, out
+    assert (code, err) == (2, "") and first.startswith("8 cells: 4 refused, 4 missing") and len(refused) == 4, out
     assert all(reason.startswith(("allocator=ada: quest", "codec=kivi: knorm")) for reason in refused.values()), refused
 
 
 @pytest.mark.parametrize(
     ("preset", "own"),
     [
-        ("centroidkv_table4", ["row=full,centroidkv", "task.subtasks=[qasper]"]),
-        ("keydiff_table4", ["row=[keydiff_window,keydiff_4k_1024]", "task.max_new_tokens=8", "task.repeats=1"]),
+        ("centroidkv_table4", ["row=full,centroidkv_centroidkv", "task.subtasks=[qasper]"]),
+        ("keydiff_table4", ["row=keydiff_keydiff_20_recent", "budget=1024", "task.max_new_tokens=8", "task.repeats=1"]),
     ],
 )
 def test_a_preset_runs_with_the_embedded_model(preset, own, tmp_path, monkeypatch, capsys):
     """What is given takes the place of the preset's own axis, in the plan and in the runs."""
     given = [f"preset={preset}", "model=reference", "task.path=miniature", "limit=1", *own, f"results={tmp_path}"]
     code, out, _ = run_cli(["-m", *given], monkeypatch, capsys)
-    labels = ["row=full", "row=centroidkv"] if preset == "centroidkv_table4" else ["(one cell)"]
+    labels = ["method=centroidkv", "method=full"] if preset == "centroidkv_table4" else ["(one cell)"]
     first, *plan = out.splitlines()
     assert code == 0 and first.startswith(f"{len(labels)} cells: {len(labels)} missing")
     assert [line.partition("  ")[0] for line in map(str.strip, plan[: len(labels)])] == labels
@@ -214,19 +214,20 @@ def test_no_job_is_queued_for_a_sweep_that_is_done(monkeypatch, capsys, tmp_path
     own = ["-m", "method=full", f"results={tmp_path}", *QUICK]
     run_cli(own, monkeypatch, capsys)
     code, out, err = run_cli([*own, "hydra/launcher=slurm"], monkeypatch, capsys)
-    assert (code, err) == (0, "") and out.startswith("1 cells: 1 done") and out.endswith("1 done\n")
+    assert (code, err) == (0, "") and out.startswith("1 cells: 1 done\n") and "full cache" in out
     own += ["block_size=null,0", "hydra/launcher=slurm"]
     code, out, err = run_cli(own, monkeypatch, capsys)
-    assert (code, err) == (2, "") and out.endswith("1 done, 1 refused\n")
+    assert (code, err) == (2, "") and out.startswith("2 cells: 1 done, 1 refused\n") and "block_size=0" in out
 
 
 def test_launchers(monkeypatch, capsys, tmp_path):
-    for launcher, said in (("slurm", "SlurmLauncher"), ("local", "BasicLauncher")):
+    for launcher, said in (("slurm", "array_parallelism: 32"), ("local", "BasicLauncher")):
         code, out, _ = run_cli([f"hydra/launcher={launcher}", "--cfg", "all"], monkeypatch, capsys)
         assert code == 0 and said in out
     asked = []
     monkeypatch.setattr("kvbench.runs.workers.count_workers", lambda workers, device: asked.append(workers) or 1)
     for own in ([], ["workers=1"]):
-        run_cli(["-m", "hydra/launcher=local", "method=full", f"results={tmp_path}", *QUICK, *own], monkeypatch, capsys)
-    run_cli(["method=full", f"results={tmp_path}", *QUICK], monkeypatch, capsys)
+        given = ["-m", "hydra/launcher=local", "method=full", f"results={tmp_path}/{len(own)}"]
+        run_cli([*given, *QUICK, *own], monkeypatch, capsys)
+    run_cli(["method=full", f"results={tmp_path}/0", *QUICK], monkeypatch, capsys)
     assert asked == ["auto", 1, 1]

@@ -14,14 +14,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.utils import apply_template
 from transformers import AutoTokenizer
 
 from kvbench.cli.check_data import examine
-from kvbench.config import catalogue
+from kvbench.config.compose import compose_config
 from kvbench.interfaces.task import Sample
 from kvbench.models.embedded import REFERENCE
 from kvbench.runs.prompt import encode
@@ -371,8 +370,7 @@ def test_make_data_counts_rows_and_the_fingerprint_follows_them(folder):
 
 def test_a_run_is_known_by_what_a_copy_holds(folder):
     def value(*settings: str) -> dict:
-        with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-            return RunSpec.from_config(compose("config", ["task=longbench", "task.subtasks=lcc", *settings])).value
+        return RunSpec.from_config(compose_config(["task=longbench", "task.subtasks=lcc", *settings])).value
 
     first, same = value(f"task.path={folder}"), value(f"task.path={folder / 'data'}")
     assert first == same != value(f"task.path={folder}", "task.max_length=7950")

@@ -10,14 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvbench.cli import evaluate as evaluate_command
 from kvbench.cli import train as train_command
 from kvbench.cli.command import run_command
-from kvbench.config import catalogue
+from kvbench.config.compose import compose_config
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.embedded import EMBEDDED_MODELS, REFERENCE
 from kvbench.runs.resources import Resources
@@ -84,9 +83,8 @@ def test_the_shipped_weights_keep_what_informed_methods_keep(tmp_path):
     """SnapKV, which sees the question, far above StreamingLLM and that above random; without it KeyDiff far above."""
 
     def scores(question: str, *methods: str) -> dict[str, float]:
-        with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-            asked = [f"question={question}", *ASKED]
-            runs = [RunSpec.from_config(compose("config", [*asked, f"method={method}"])) for method in methods]
+        asked = [f"question={question}", *ASKED]
+        runs = [RunSpec.from_config(compose_config([*asked, f"method={method}"])) for method in methods]
         folders = execute_runs(runs, tmp_path, Resources(runs[0]))
         return {
             name: mean(r["score"] for r in own.records().values()) for name, own in zip(methods, folders, strict=True)

@@ -1,0 +1,116 @@
+"""The kinds of models that a file of conf/model/ can name with `_target_`.
+
+A kind takes the settings of the group `model`. `check` refuses wrong ones before torch is imported; `checkpoint` gives
+the model, whose weights are not loaded yet. A kind of one's own is a class with these two methods.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbench.config.catalogue import list_shapes
+from kvbench.models.local_models import check_fetched
+from kvbench.validation import SettingError, check_model_path, is_gguf, require_choice
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """A model as conf/model/<name>.yaml and its overrides describe it."""
+
+    settings: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The file's name, which tables show."""
+        return self.settings["name"]
+
+    def check(self) -> None:
+        """Check the settings without torch.
+
+        Raises:
+            SettingError: One of them cannot be used.
+        """
+        raise NotImplementedError
+
+    def checkpoint(self, seed: int) -> Any:
+        """The `kvbench.models.checkpoint.Checkpoint`. `seed`: of random weights."""
+        raise NotImplementedError
+
+    def _refuse_device_map(self) -> None:
+        if self.settings["device_map"] is not None:
+            given = self.settings["device_map"]
+            raise SettingError(f"model.device_map={given}: model={self.name} fits one GPU; null")
+
+
+@dataclass(frozen=True)
+class EmbeddedModel(ModelKind):
+    """A version of the embedded model, whose weights are part of kvbench."""
+
+    def check(self) -> None:
+        self._refuse_device_map()
+        for setting in ("path", "revision"):
+            if (given := self.settings[setting]) is not None:
+                raise SettingError(f"model.{setting}={given}: model={self.name} has its own; add model=hf")
+
+    def checkpoint(self, seed: int) -> Any:
+        from kvbench.models.checkpoint import Checkpoint, find_model
+
+        return Checkpoint(self.name, find_model(self.name))
+
+
+@dataclass(frozen=True)
+class FetchedModel(EmbeddedModel):
+    """A model that `kvbench model` downloads and converts once."""
+
+    def check(self) -> None:
+        super().check()
+        check_fetched(self.name)
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel(ModelKind):
+    """A local folder, a GGUF file or an id of Hugging Face's hub."""
+
+    def check(self) -> None:
+        path, revision = self.settings["path"], self.settings["revision"]
+        if path is None:
+            raise SettingError(f"model.path=null: model={self.name} needs a local folder or a hub id")
+        check_model_path(str(path))
+        if is_gguf(str(path)) and revision is not None:
+            raise SettingError(f"model.revision={revision}: is of the hub, a GGUF file has none; null")
+
+    def checkpoint(self, seed: int) -> Any:
+        from kvbench.models.checkpoint import Checkpoint, find_model
+
+        path = str(self.settings["path"])
+        name = self.name if self.name != "hf" else name_checkpoint(path)
+        return Checkpoint(name, find_model(path), self.settings["revision"], self.settings["device_map"])
+
+
+@dataclass(frozen=True)
+class RandomModel(ModelKind):
+    """Random weights in the shape of a model."""
+
+    def check(self) -> None:
+        self._refuse_device_map()
+        require_choice("model.like", self.settings["like"], list_shapes())
+        require_choice("model.tokenizer", self.settings["tokenizer"], (None, "reference"))
+
+    def checkpoint(self, seed: int) -> Any:
+        from kvbench.models.random_weights import RandomCheckpoint
+
+        return RandomCheckpoint.like(self.settings["like"], seed, self.settings["tokenizer"])
+
+
+def name_checkpoint(path: str) -> str:
+    """Name a checkpoint by its folder or GGUF file, or by the last part of its hub id. A folder of the hub's cache,
+    which is named by a commit (models--<owner>--<name>/snapshots/<commit>), gets its repository's name.
+    """
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        return path.rstrip("/").split("/")[-1]
+    *_, repository, parent, own = ("", "", *Path(os.path.abspath(folder)).parts)
+    cached = parent == "snapshots" and repository.startswith("models--")
+    return repository.split("--")[-1] if cached else own.removesuffix(".gguf")

@@ -1,0 +1,113 @@
+"""The runs that fill the papers' tables, for `row=` and `preset=` on the command line.
+
+Both are derived from conf/papers/. `preset=dropkv_table5` stands for every run that a cell of that table needs.
+`row=dropkv_snapkv` stands for the method, allocator and codec of one line of that paper's tables, with the settings
+that the paper gives them. Rows that need a file, such as a trained pattern, are in no preset.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from kvbench.papers.experiment_key import GROUPS, drop_unused
+from kvbench.papers.table_spec import (
+    PAPERS,
+    Select,
+    expand_each,
+    find_preset,
+    is_cost_table,
+    load_specs,
+    merge_parts,
+    read_yaml,
+)
+from kvbench.validation import format_value, require_choice
+
+Settings = dict[str, str]  # setting of the command line -> its value as it is typed
+FULL = "full"  # the row of the full cache, which all papers share
+
+
+@cache
+def read_specs() -> Mapping[str, Select]:
+    return load_specs()
+
+
+@cache
+def find_tables() -> Mapping[str, str]:
+    """Preset -> the first table that it fills."""
+    found: dict[str, str] = {}
+    for name, spec in read_specs().items():
+        if not is_cost_table(spec) and "_table" in name and (preset := find_preset(name, spec)) is not None:
+            found.setdefault(preset, name)
+    return found
+
+
+def list_presets() -> list[str]:
+    """The names that `preset=` takes."""
+    return sorted(find_tables())
+
+
+@cache
+def expand_preset(preset: str) -> tuple[Settings, ...]:
+    """The settings of every run of a table, each run once.
+
+    Raises:
+        SettingError: There is no such preset.
+    """
+    require_choice("preset", preset, list_presets())
+    spec = read_specs()[find_tables()[preset]]
+    columns = list(expand_each(spec["columns"]))
+    runs = [merge_parts(spec, row, column).get("run") for row in expand_each(spec["rows"]) for column in columns]
+    found = {}
+    for run in runs:
+        if run is not None and "method.path" not in run:
+            settings = {name: format_value(value) for name, value in drop_unused(run).items()}
+            found[tuple(sorted(settings.items()))] = settings
+    return tuple(found.values())
+
+
+def list_rows() -> list[str]:
+    """The names that `row=` takes."""
+    return sorted(read_rows())
+
+
+@cache
+def read_rows() -> Mapping[str, Settings]:
+    """Row -> the settings of its method, allocator and codec. Where a paper means two things by one label, the second
+    name has the table's in it.
+    """
+    found: dict[str, Settings] = {FULL: {"method": FULL}}
+    for path in sorted(PAPERS.glob("*.yaml")):
+        for table, spec in read_yaml(path).items():
+            for part in find_methods(spec):
+                settings = {name: format_value(own) for name, own in part["run"].items() if is_of_cache(name)}
+                names = name_row(path.stem, part["label"]), name_row(f"{path.stem}_{table}", part["label"])
+                if settings not in (found[FULL], found.get(names[0])):
+                    found.setdefault(names[names[0] in found], settings)
+    return found
+
+
+def find_methods(own: object) -> Iterator[Mapping[str, Any]]:
+    """The lines of a paper's table, however deep, that name a method, how much of the cache it keeps, and nothing else
+    of a run. A method that needs a file is left out.
+    """
+    if isinstance(own, Mapping):
+        run = own.get("run")
+        runs = "label" in own and isinstance(run, Mapping) and "method" in run and "method.path" not in run
+        if runs and all(is_of_cache(name) or name == "budget" for name in run):
+            yield own
+        own = list(own.values())
+    if isinstance(own, list):
+        for part in own:
+            yield from find_methods(part)
+
+
+def is_of_cache(name: str) -> bool:
+    """Whether a setting is one of the method, allocator or codec."""
+    return name.split(".")[0] in GROUPS
+
+
+def name_row(paper: str, label: str) -> str:
+    """`deltakv_quest` for the label "Quest, 30 % read" in the paper deltakv, without shares of rows and remarks."""
+    plain = re.sub(r", \d+ %( read)?$|\(.*\)", "", label)
+    return "_".join([paper, *re.findall(r"[a-z0-9]+", plain.lower())])

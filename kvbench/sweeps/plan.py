@@ -1,0 +1,295 @@
+"""Plan a sweep: which cells it has, what each of them runs, and what is done, before the first of them runs.
+
+A sweep's cells come from the values between commas on the command line, from `preset=`, which stands for all runs of a
+paper's table, or from both. Every cell is composed and checked once. A cell that is refused does not stop the others.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from kvbench.config.compose import Composition, compose, expand_cells, expand_override, is_group, parse_override
+from kvbench.config.provenance import sources_unchanging
+from kvbench.integrations.loggers import make_logger
+from kvbench.papers.experiment_key import CUT_SETTINGS
+from kvbench.papers.paper_runs import FULL, Settings, expand_preset, is_of_cache, list_rows, read_rows
+from kvbench.runs.checks import check_results, check_settings
+from kvbench.store.run_folder import RunFolder
+from kvbench.sweeps import status
+from kvbench.sweeps.capacity import check_capacity
+from kvbench.sweeps.results import describe_results
+from kvbench.validation import ContractError, SettingError, require_choice, require_writable
+
+PAPER_KEYS = ("preset", "row")  # keys of the command line that stand for settings of the papers' runs
+
+
+def resolve_rows(overrides: Sequence[str]) -> list[str]:
+    """The overrides of one run, in which `row=` is replaced by the settings that it stands for.
+
+    Raises:
+        SettingError: There are several runs, or no such row.
+    """
+    for text in overrides:
+        own = parse_override(text)
+        if own.key_or_group == "preset" and own.value() is not None:
+            raise SettingError(f"{text}: is a sweep; python run.py -m {text}")
+        if own.is_sweep_override():
+            raise SettingError(f"{text}: has several values; python run.py -m {text}")
+    [found] = expand_sweep(overrides)
+    return found
+
+
+def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
+    """The overrides of every cell, each cell once.
+
+    What is given takes the place of a preset's own settings. With a preset, `row=` chooses among its rows.
+    """
+    presets, rows = (_read_names(overrides, key) for key in PAPER_KEYS)
+    for row in rows:
+        require_choice("row", row, list_rows())
+    if presets:
+        bases = [base for preset in presets for base in _choose_rows(preset, rows)]
+    else:
+        bases = [read_rows()[row] for row in rows] or [{}]
+    plain = [text for text in overrides if parse_override(text).key_or_group not in PAPER_KEYS]
+    cells = [_merge(base, own) for base in bases for own in expand_cells(plain)]
+    return [list(own) for own in dict.fromkeys(map(tuple, cells))]
+
+
+def _read_names(overrides: Sequence[str], key: str) -> list[str]:
+    """The names that `preset=` or `row=` gives."""
+    found = [parse_override(text) for text in overrides]
+    texts = [text for own in found if own.key_or_group == key for text in expand_override(own)]
+    return [name for text in texts if (name := text.partition("=")[2]) not in ("", "null")]
+
+
+def _choose_rows(preset: str, rows: Sequence[str]) -> list[Settings]:
+    """The runs of a preset, of these rows alone where there are any."""
+    runs = expand_preset(preset)
+    if not rows:
+        return list(runs)
+    caches = [{name: own for name, own in run.items() if is_of_cache(name)} for run in runs]
+    for row in rows:
+        if read_rows()[row] not in caches:
+            there = [name for name, settings in read_rows().items() if settings in caches]
+            raise SettingError(f"row={row}: preset={preset} has none; choose from {', '.join(there)}")
+    wanted = [read_rows()[row] for row in rows]
+    return [run for run, cache in zip(runs, caches, strict=True) if cache in wanted]
+
+
+def _merge(base: Mapping[str, str], own: Sequence[str]) -> list[str]:
+    """The settings of a paper's run with what is given in their place. Another choice of a group leaves nothing of the
+    group's settings, and how much is cut means nothing for the full cache.
+    """
+    if not base:
+        return list(own)
+    given = {parse_override(text).key_or_group for text in own}
+    groups = {name for name in given if is_group(name)}
+    kept = {name: value for name, value in base.items() if name not in given and name.split(".")[0] not in groups}
+    found = [f"{name}={value}" for name, value in kept.items()] + list(own)
+    if f"method={FULL}" not in found:
+        return found
+    return [text for text in found if parse_override(text).key_or_group.split(".")[0] not in CUT_SETTINGS]
+
+
+@dataclass(frozen=True)
+class MadeCell:
+    """A cell, composed and checked."""
+
+    overrides: Sequence[str]
+    composition: Composition
+    run: Any = None
+    """Its `kvbench.runs.spec.RunSpec`, None where it is refused."""
+    log: Any = None
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class PlannedCell(MadeCell):
+    """A cell and what the sweep's folder keeps of it."""
+
+    cell: status.SweepCell = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep that is about to begin: its cells, where its records go and where it leaves what it did."""
+
+    composition: Composition  # of what its cells share
+    cells: Sequence[PlannedCell]
+    results: Path
+    folder: Path
+
+    @classmethod
+    def plan(cls, overrides: Sequence[str]) -> "Sweep":
+        """Compose and check the cells.
+
+        Raises:
+            SettingError: A folder cannot be written, there is no SLURM here, or all cells are refused for one reason.
+        """
+        expanded = expand_sweep(overrides)
+        shared = compose(expanded[0])  # all cells have the same folders and launcher
+        config, launcher = shared.config, shared.choices["hydra/launcher"]
+        check_results(config.results)
+        results, folder = Path(config.results), Path(shared.hydra.sweep.dir)
+        require_writable("results", results)
+        require_writable("hydra.sweep.dir", folder)
+        make_logger(config)  # says once what it cannot use
+        shown = tqdm(expanded, desc="checking cells", unit="cell", leave=False, disable=None)
+        known: list[Any] = []
+        made = [make_cell(own, known) for own in shown]
+        for preset in _read_names(overrides, "preset"):
+            check_capacity(preset, [own.run for own in made if own.run is not None])
+        with sources_unchanging():
+            cells = [describe_cell(own, label) for own, label in zip(made, label_cells(expanded), strict=True)]
+        reasons = {own.cell.refused for own in cells}
+        if len(reasons) == 1 and None not in reasons:  # all for the same reason: there is nothing to launch
+            raise SettingError(reasons.pop())
+        sweep = cls(shared, cells, results, folder)
+        absent = [name for name in ("sbatch", "srun") if launcher == "slurm" and which(name) is None]
+        if absent and not sweep.finished:
+            raise SettingError(
+                f"hydra/launcher=slurm: no {' and no '.join(absent)} on PATH; a host that submits to SLURM, or "
+                "hydra/launcher=local"
+            )
+        return sweep
+
+    @property
+    def launcher(self) -> str:
+        """How its cells are launched: basic, local or slurm."""
+        return self.composition.choices["hydra/launcher"]
+
+    @property
+    def counted(self) -> bool:
+        """False for cells that measure cost and have no samples."""
+        return not any(own.run and own.run.measures for own in self.cells)
+
+    @cached_property
+    def states(self) -> list[status.RunState]:
+        """How far the cells are now, before the first is launched."""
+        return [
+            status.RunState("refused", reason=own.cell.refused)
+            if own.cell.refused is not None
+            else status.read_cell_state(self.results, own.cell.names)
+            for own in self.cells
+        ]
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do: every cell is refused, or all its records are there."""
+        return self.counted and all(own.name in ("done", "refused") for own in self.states)
+
+    def announce(self) -> None:
+        """Say what the cells are and how far, and keep it in the sweep's folder; if all are done, what they found."""
+        if not self.counted:
+            return
+        cells = [own.cell for own in self.cells]
+        if self.finished:
+            lines = describe_results(self.results, cells)
+            print("\n".join([f"{len(cells)} cells: {status.count_states(self.states)}", *lines]), flush=True)
+        else:
+            print(status.describe_plan(self.results, cells), flush=True)
+            status.write_cells(self.folder, cells)
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a cell failed, 2 if one was refused."""
+        failed, refused = (any(self.folder.glob(f"*/{name}")) for name in ("failed", "refused"))
+        return 1 if failed else 2 if refused or any(own.cell.refused for own in self.cells) else 0
+
+    @property
+    def progress_note(self) -> str:
+        """Say how many cells are done and that the others can follow."""
+        states = [state for _, state in status.read_states(self.results, self.folder)] if self.counted else []
+        where = f" at {sum(state.name == 'done' for state in states)} of {len(states)}" if states else ""
+        return f"{where}; the same command goes on"
+
+    def print_end(self) -> None:
+        """Say how far the cells are now."""
+        if self.counted:
+            status.print_states(self.results, self.folder)
+
+
+def label_cells(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Of each cell the overrides that tell it from the others."""
+    values: dict[str, set[str | None]] = {}
+    settings = [dict(text.split("=", 1) if "=" in text else (text, "") for text in own) for own in cells]
+    names = dict.fromkeys(name for own in settings for name in own)
+    for name in names:
+        uncut = name.split(".")[0] in CUT_SETTINGS  # the full cache has none of these
+        values[name] = {own.get(name) for own in settings if name in own or not uncut}
+    told = [[f"{name}={own[name]}" for name in own if len(values[name]) > 1] for own in settings]
+    return [" ".join(own) or "(one cell)" for own in told]
+
+
+def make_cell(overrides: Sequence[str], known: list[Any] | None = None) -> MadeCell:
+    """Compose and check a cell; a refusal is kept in it. `known`: runs of the same sweep, to which its own is added."""
+    composition = compose(overrides)
+    try:
+        return MadeCell(overrides, composition, *make_run(composition.config, known))
+    except (SettingError, ContractError) as error:
+        return MadeCell(overrides, composition, refused=str(error))
+
+
+def describe_cell(made: MadeCell, label: str = "(one cell)") -> PlannedCell:
+    """Name the runs of a cell. `label`: what tells it from the others."""
+    own = dict(vars(made))
+    try:
+        if made.refused is not None:
+            raise SettingError(made.refused)
+        both = made.run, made.run.baseline()
+        shares = made.composition.config.sweep.share_prefill and not made.run.measures
+        readings = [run.reading for run in both] if shares else []
+        values = [run.value for run in both]
+    except (SettingError, ContractError) as error:
+        own |= {"run": None, "refused": str(error)}
+        return PlannedCell(**own, cell=status.SweepCell(label, refused=str(error), overrides=made.overrides))
+    return PlannedCell(**own, cell=status.SweepCell(label, *values, overrides=made.overrides, readings=readings))
+
+
+def make_run(config: DictConfig, known: list[Any] | None = None) -> tuple[Any, Any]:
+    """The run that composed settings describe, and its logger or None. `known`: runs of the same sweep.
+
+    Raises:
+        SettingError: It cannot be made; settings are checked before torch is imported.
+    """
+    checked = check_settings(config)
+    log = make_logger(config)
+    if log is not None and getattr(checked.task, "measures", False):
+        raise SettingError(f"logger={config.logger.name}: task={config.task.name} keeps no records; logger=none")
+    from kvbench.runs.spec import RunSpec  # imports torch, which no refusal waits for
+
+    return RunSpec.from_config(config, checked, known), log
+
+
+def sharing_groups(
+    cells: Iterable[tuple[Sequence[str], Sequence[str | None], Callable[[], Any]]], runs: Sequence[Any], results: Path
+) -> list[list[Any]]:
+    """Runs of a sweep that read prompts together, one list for each reading that any of `runs` which is not finished
+    takes part in.
+
+    Args:
+        cells: Of each cell the hashes of its run and its full cache, their readings, and a function that makes its run.
+        runs: The runs that are about to be executed.
+        results: The folder of results.
+    """
+    left = [own for run in runs if not (own := RunFolder(results / "runs", run.value)).finished]
+    if not left:
+        return []
+    cells = list(cells)
+    readings = {name: own for names, shared, _ in cells for name, own in zip(names, shared, strict=False)}
+    found: dict[str, dict[str, Any]] = {readings[own.hash]: {} for own in left if readings.get(own.hash)}
+    for names, _, make in cells:
+        here = {name: found[readings[name]] for name in names if readings.get(name) in found}
+        if new := [name for name, some in here.items() if name not in some]:
+            run = make()
+            for name, own in zip(names, (run, run.baseline()), strict=True):
+                if name in new:
+                    here[name][name] = own
+    return [list(some.values()) for some in found.values() if len(some) > 1]

@@ -1,0 +1,65 @@
+"""Launch the cells of a sweep as jobs on SLURM, one job a cell, through submitit."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import submitit
+from omegaconf import DictConfig, OmegaConf
+
+SHARED = (
+    "name",
+    "nodes",
+    "tasks_per_node",
+    "gpus_per_node",
+    "cpus_per_task",
+    "mem_gb",
+    "timeout_min",
+    "stderr_to_stdout",
+)
+
+
+@dataclass(frozen=True)
+class CellJob:
+    """What a job does. It is pickled, and unpickled on the machine that the job runs on."""
+
+    work: Callable[[Path, int, Sequence[str], Sequence[str]], None]
+    folder: Path
+    """The sweep's."""
+    number: int
+    """The cell's."""
+    overrides: tuple[str, ...]
+    config_folders: tuple[str, ...] = ()
+    """Folders of configuration files beside conf/."""
+
+    def __call__(self) -> None:
+        self.work(self.folder, self.number, self.overrides, self.config_folders)
+
+    def checkpoint(self) -> submitit.helpers.DelayedSubmission:
+        """What submitit queues when the job's time is over: the same again, which continues where its records end."""
+        return submitit.helpers.DelayedSubmission(self)
+
+
+def launch_jobs(settings: DictConfig, jobs: Sequence[CellJob]) -> None:
+    """Submit one job array and wait until all jobs have ended.
+
+    Args:
+        settings: Those of conf/hydra/launcher/slurm.yaml.
+        jobs: What the jobs do.
+
+    Raises:
+        submitit.core.utils.UncompletedJobError: Jobs were killed or cancelled; the others ended.
+        Exception: A job raised it.
+    """
+    own: dict[str, Any] = OmegaConf.to_container(settings, resolve=True)
+    own = {name: value for name, value in own.items() if value is not None and name != "_target_"}
+    requeued = own.pop("max_num_timeout", 0)
+    logs = jobs[0].folder / ".submitit" / "%j"
+    executor = submitit.AutoExecutor(logs, cluster="slurm", slurm_max_num_timeout=requeued)
+    executor.update_parameters(**{name if name in SHARED else f"slurm_{name}": own for name, own in own.items()})
+    with executor.batch():
+        found = [executor.submit(job) for job in jobs]
+    failures = [error for job in found if (error := job.exception()) is not None]
+    if failures:
+        raise failures[0]
