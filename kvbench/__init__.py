@@ -1,10 +1,9 @@
 """kvbench: what a KV-cache method costs and what it loses, on the same prompts, at the same measured memory."""
 
-from pathlib import Path
+from kvbench.config.paths import IS_CHECKOUT, ROOT
 
-# kernels/, methods/ and tasks/ stand beside this package and are imported as kvbench.kernels…: a root package
-# called `kernels` would shadow the distribution of that name which transformers imports.
-__path__.append(str(Path(__file__).resolve().parent.parent))
+if IS_CHECKOUT:  # kernels/, methods/ and tasks/ stand beside this package there, and are imported as kvbench.kernels, …
+    __path__.append(str(ROOT))
 
 
 def __getattr__(name: str) -> object:

@@ -21,11 +21,11 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from kvbench.config.paths import CONF
 from kvbench.config.provenance import content_hash
 from kvbench.validation import SettingError, require_choice
 
 IMPORT_SECONDS = 60  # that the file of a method, an allocator, a codec or a task may take to import
-CONF = Path(__file__).resolve().parents[2] / "conf"
 SHAPES = CONF / "model" / "shapes"
 NAMED = ("model", "method", "allocator", "codec", "task", "logger")  # groups of which each file says its name
 BUILT = ("method", "allocator", "codec", "task")  # groups of which each file says its class
