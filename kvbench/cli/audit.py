@@ -3,7 +3,6 @@
 python -m kvbench audit [results] [--replay n] [--seed s]
 """
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,7 +10,8 @@ from pathlib import Path
 from secrets import randbelow
 
 from kvbench.cli.command import CommandParser, run_command
-from kvbench.store.audit import ROOT, audit_runs, draw_records
+from kvbench.config.paths import make_environment
+from kvbench.store.audit import audit_runs, draw_records
 from kvbench.validation import SettingError
 
 
@@ -55,11 +55,6 @@ def run_audit(arguments: Sequence[str]) -> int:
             or code
         )
     return code
-
-
-def make_environment() -> dict[str, str]:
-    """The environment, in which a new process finds this kvbench wherever it is started."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 def main(arguments: Sequence[str]) -> int:
