@@ -83,7 +83,7 @@ $(FILES)/duo_attention: | setup
 
 # whether a local copy of a benchmark's data can be used: rows, fingerprint, or what is wrong with it
 data: setup
-	@$(BIN)/python -m kvbench check-data "$(TASK)" "$(DATA)"
+	@$(BIN)/python -m kvbench data "$(TASK)" "$(DATA)"
 
 # the store: runs and records as Parquet; whether every run is whole. REPLAY=n executes n random records again and
 # compares them; SEED=s, which it prints, draws the same ones

@@ -159,7 +159,12 @@ def find_revision(root: Path = ROOT) -> str:
             return f"git {commit}{' dirty' if _git(root, 'status', '--porcelain', '--', *CODE) else ''}"
     except (OSError, subprocess.CalledProcessError):
         pass
-    return f"version {read_project(root)['version'] if IS_CHECKOUT else version('kvbench')}"
+    return f"version {find_version(root)}"
+
+
+def find_version(root: Path = ROOT) -> str:
+    """Return the version of kvbench: from pyproject.toml in a checkout, else from what pip wrote down."""
+    return read_project(root)["version"] if IS_CHECKOUT else version("kvbench")
 
 
 def _git(root: Path, *arguments: str) -> str:
