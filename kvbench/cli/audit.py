@@ -1,9 +1,12 @@
-"""Say whether every run of a store is whole; execute some of its records again.
+"""Check that every run of a store is whole, and run some of its records again.
 
-python -m kvbench audit [results] [--replay n] [--seed s]
+Examples:
+  kvbench audit
+  kvbench audit results --replay 10 --seed 1
+
+The exit code is 1 if a run or a record is damaged. An unfinished run is not damaged.
 """
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,24 +14,34 @@ from pathlib import Path
 from secrets import randbelow
 
 from kvbench.cli.command import CommandParser, run_command
-from kvbench.store.audit import ROOT, audit_runs, draw_records
+from kvbench.config.paths import make_environment
 from kvbench.validation import SettingError
 
 
+def make_parser() -> CommandParser:
+    parser = CommandParser("audit", __doc__)
+    parser.add_argument("results", nargs="?", default="results", type=Path, help="folder of results (default: results)")
+    parser.add_argument("--replay", metavar="N", help="run N records again, drawn at random, and compare them")
+    parser.add_argument("--seed", metavar="S", help="draw the same records as another audit, which prints its seed")
+    return parser
+
+
 def parse_int(name: str, text: str, least: int) -> int:
-    """A whole number that the command line gives; SettingError for another text."""
+    """Return the whole number that an argument gives.
+
+    Raises:
+        SettingError: The text is no whole number, or one below `least`.
+    """
     if not (text.isascii() and text.isdecimal() and int(text) >= least):
         raise SettingError(f"{name}={text}: a whole number of at least {least}")
     return int(text)
 
 
 def run_audit(arguments: Sequence[str]) -> int:
-    """Print what `audit` finds, and what executing records again gives; 1 if a run or a record is damaged."""
-    parser = CommandParser("kvbench audit", __doc__)
-    parser.add_argument("results", nargs="?", default="results", type=Path)
-    parser.add_argument("--replay")
-    parser.add_argument("--seed")
-    own = parser.parse_args(arguments)
+    """Print the state of every run, then what running records again gives. Return 1 if anything is damaged."""
+    own = make_parser().parse_args(arguments)
+    from kvbench.store.audit import audit_runs, draw_records
+
     again = []
     if own.replay is None and own.seed is not None:
         raise SettingError(f"SEED={own.seed}: draws the records of REPLAY=n, which is missing")
@@ -50,16 +63,9 @@ def run_audit(arguments: Sequence[str]) -> int:
     if again:
         print(f"replay: {count} of {there} records, drawn with SEED={seed}", flush=True)
         # in a process of its own, so that this module and all that read the store do without torch
-        code = (
-            subprocess.run([sys.executable, "-m", "kvbench", "replay", *again], env=make_environment()).returncode
-            or code
-        )
+        command = [sys.executable, "-m", "kvbench", "replay", *again]
+        code = subprocess.run(command, env=make_environment()).returncode or code
     return code
-
-
-def make_environment() -> dict[str, str]:
-    """The environment, in which a new process finds this kvbench wherever it is started."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 def main(arguments: Sequence[str]) -> int:

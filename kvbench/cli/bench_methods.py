@@ -1,37 +1,53 @@
-"""Time every method's prefill.
+"""Time every method's prefill as a ratio of the full cache's.
 
-python -m kvbench bench-methods --cross snapkv --set qfilters.path=FILE
+Examples:
+  kvbench bench-methods --cross snapkv --set qfilters.path=FILE
 """
 
 import shlex
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.cli.command import CommandParser, run_command
-from kvbench.config.catalogue import methods_available
-from kvbench.efficiency.prefill_bench import parse_value, run_prefill_bench
 
 
-def parse_arguments(argv: Sequence[str] | None) -> Namespace:
-    parser = CommandParser("kvbench bench-methods", "Time every method's prefill.")
+def parse_budget(text: str) -> object:
+    """Return the budget that an argument gives, as the command `run` reads it."""
+    from kvbench.efficiency.prefill_bench import parse_value
+
+    return parse_value(text)
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser("bench-methods", __doc__)
     parser.add_argument("--model", default="reference", help="reference, reference_v1, a local folder or a hub id")
-    parser.add_argument("--tokens", type=int, default=4096, help="of the prompt")
-    parser.add_argument("--budget", type=parse_value, default=0.1, help="as in run.py")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--methods", nargs="+", default=methods_available(), help="default: all of conf/method/")
-    parser.add_argument("--cross", help="the method to run with every allocator and codec too")
-    parser.add_argument("--set", action="append", default=[], help="a method's setting: METHOD.KEY=VALUE")
-    parser.add_argument("--out", type=Path, default=Path("results/efficiency/prefill.csv"), help="CSV to write")
-    return parser.parse_args(argv)
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the prompt (default: 4096)")
+    parser.add_argument("--budget", type=parse_budget, default=0.1, help="as in kvbench run (default: 0.1)")
+    parser.add_argument("--rounds", type=int, default=5, help="times that each method is timed (default: 5)")
+    parser.add_argument("--methods", nargs="+", help="default: all of conf/method/")
+    parser.add_argument("--cross", metavar="METHOD", help="run this method with every allocator and codec too")
+    parser.add_argument("--set", action="append", default=[], metavar="METHOD.KEY=VALUE", help="a method's setting")
+    parser.add_argument("--out", type=Path, default=Path("results/efficiency/prefill.csv"), help="CSV file to write")
+    return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 2 and one line for a setting that cannot be used."""
-    given = sys.argv[1:] if argv is None else argv
-    return run_command(
-        lambda: run_prefill_bench(
-            parse_arguments(given), shlex.join(["python", "-m", "kvbench", "bench-methods", *given])
-        )
-    )
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
+    """Return the options; all methods where none is named."""
+    options = make_parser().parse_args(arguments)
+    from kvbench.config.catalogue import methods_available
+
+    options.methods = options.methods or methods_available()
+    return options
+
+
+def time_methods(arguments: Sequence[str]) -> int | None:
+    """Time the methods and write the CSV file with the command that makes it."""
+    options = parse_arguments(arguments)
+    from kvbench.efficiency.prefill_bench import run_prefill_bench
+
+    return run_prefill_bench(options, shlex.join(["kvbench", "bench-methods", *arguments]))
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: time_methods(arguments))

@@ -1,14 +1,29 @@
-"""Measure what reading a prompt once for many runs saves.
+"""Measure the time saved by reading a prompt once for many runs.
 
-python -m kvbench bench-share task.length=4096 limit=1      # `make bench-share`; settings are those of
-run.py -m
+Examples:
+  kvbench bench-share task.length=4096 limit=1 rounds=3
 """
 
 from collections.abc import Sequence
 
-from kvbench.cli.command import run_command
-from kvbench.efficiency.sharing_bench import run_sharing_bench
+from kvbench.cli.command import CommandParser, run_command
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser("bench-share", __doc__)
+    parser.add_argument(
+        "settings", nargs="*", metavar="SETTING=VALUE,VALUE", help="of kvbench run -m; and rounds=N, 1 by default"
+    )
+    return parser
+
+
+def measure(arguments: Sequence[str]) -> None:
+    """Measure, and append a line to the machine's CSV file."""
+    options = make_parser().parse_args(arguments)
+    from kvbench.efficiency.sharing_bench import run_sharing_bench
+
+    run_sharing_bench(options.settings)
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run_command(lambda: run_sharing_bench(arguments))
+    return run_command(lambda: measure(arguments))

@@ -1,59 +1,72 @@
 """Make the file that a method needs, for a model.
 
-    python -m kvbench calibrate qfilters --model reference --out FILE
-    python -m kvbench calibrate duo_attention --model reference --out FOLDER
+Examples:
+  kvbench calibrate qfilters --model reference --out FILE
+  kvbench calibrate duo_attention --model reference --out FOLDER
 
-qfilters (NathanGodey/qfilters, make_filters.py): rotated queries at random places of some texts; per query head the
-first right singular vector v of the matrix of its queries, its sign set so that most of them project on it
-positively; filter = mean of -v over the query heads of a KV head. (A singular vector has no sign of its own: without
-the majority, half of the filters would keep exactly the wrong rows; NathanGodey/qfilters#6.)
+qfilters (NathanGodey/qfilters, make_filters.py): The command rotates queries to random positions of some texts. Per
+query head it takes the first right singular vector v of the matrix of queries, with the sign on which most queries
+project positively. The filter of a KV head is the mean of -v over its query heads. (A singular vector has no sign of
+its own. Without the majority, half of the filters would keep exactly the wrong rows; NathanGodey/qfilters#6.)
 
-duo_attention: a pattern for a model that has no trained one, by KVzip's head scores (snu-mllab/KVzip, test.py
---save_head_score): α of a head is the largest of its rows' KVzip scores over a text, the mean of it over several texts.
-The pattern's config.json says so; the trained gates of DuoAttention's authors are something else.
+duo_attention: The command makes a pattern for a model that has no trained one, from KVzip's head scores
+(snu-mllab/KVzip, test.py --save_head_score). The score of a head in a text is the largest KVzip score of its rows;
+alpha is the mean of it over several texts. The pattern's config.json says so, because the gates that DuoAttention's
+authors trained are something else.
 """
 
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-
 from kvbench.cli.command import CommandParser, run_command
-from kvbench.models.chat_template import make_prompt_encoder
-from kvbench.models.checkpoint import Checkpoint, find_model
-from kvbench.tasks.common import synthetic_prose
-from kvbench.training.head_patterns import compute_head_scores, write_pattern
-from kvbench.training.query_filters import compute_query_filters, split_text
 from kvbench.validation import SettingError, require_choice, require_int
 
 ROOM = 32  # tokens for what is read about a text beside the text
 
 
-def parse_arguments(argv: Sequence[str] | None) -> Namespace:
-    parser = CommandParser("kvbench calibrate", "Make the file that a method needs.")
+def make_parser() -> CommandParser:
+    parser = CommandParser("calibrate", __doc__)
     parser.add_argument("method", choices=["qfilters", "duo_attention"])
     parser.add_argument("--model", required=True, help="reference, reference_v1, a local folder or a hub id")
-    parser.add_argument("--out", required=True, type=Path, help="what to write: a safetensors file, or a folder")
-    parser.add_argument("--text", type=Path, help="text file; default: the essays of tasks/common/synthetic_prose.py")
-    parser.add_argument("--sequences", type=int, help="texts read (official: 20 for qfilters, 1 for duo_attention)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a text (official: 2048)")
-    parser.add_argument("--queries", type=int, default=3000, help="queries sampled per head (official: about 3000)")
-    parser.add_argument("--sinks", type=int, default=128, help="first rows of a streaming head (duo_attention)")
-    parser.add_argument("--recent", type=int, default=256, help="newest rows of a streaming head (duo_attention)")
+    parser.add_argument("--out", required=True, type=Path, help="safetensors file (qfilters) or folder to write")
+    parser.add_argument("--text", type=Path, help="text file (default: the essays of tasks/common/synthetic_prose.py)")
+    parser.add_argument("--sequences", type=int, help="texts to read (default: 20 for qfilters, 1 for duo_attention)")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a text (default: 2048, as the authors')")
+    parser.add_argument("--queries", type=int, default=3000, help="queries per head of qfilters (default: 3000)")
+    parser.add_argument("--sinks", type=int, default=128, help="first rows of a streaming head (default: 128)")
+    parser.add_argument("--recent", type=int, default=256, help="newest rows of a streaming head (default: 256)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args(argv)
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 2 and one line for a setting that cannot be used."""
-    return run_command(lambda: calibrate(parse_arguments(argv)))
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
+    return make_parser().parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: calibrate(parse_arguments(arguments)))
 
 
 def calibrate(options: Namespace) -> None:
-    """Make the file or folder that is asked for."""
+    """Make the file or folder, and print its path.
+
+    Args:
+        options: What `make_parser` reads.
+
+    Raises:
+        SettingError: An option cannot be used, or the model or the text cannot be read.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    from kvbench.models.chat_template import make_prompt_encoder
+    from kvbench.models.checkpoint import Checkpoint, find_model
+    from kvbench.tasks.common import synthetic_prose
+    from kvbench.training.head_patterns import compute_head_scores, write_pattern
+    from kvbench.training.query_filters import compute_query_filters, split_text
+
     try:
         pattern = options.method == "duo_attention"
         sequences = options.sequences if options.sequences is not None else 1 if pattern else 20
@@ -64,8 +77,9 @@ def calibrate(options: Namespace) -> None:
             raise SettingError(f"--out={options.out}: a folder, and there is a file")
         if any(own.is_file() for own in options.out.parents) or (not pattern and options.out.is_dir()):
             raise SettingError(f"--out={options.out}: no {'folder' if pattern else 'file'} can be there")
-        require_choice("--device", options.device, ("cpu", "cuda"))
-        if options.device == "cuda" and not torch.cuda.is_available():
+        device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        require_choice("--device", device, ("cpu", "cuda"))
+        if device == "cuda" and not torch.cuda.is_available():
             raise SettingError("--device=cuda: there is no CUDA device here")
         checkpoint = Checkpoint("calibrated", find_model(options.model))
         checkpoint.config()
@@ -78,8 +92,8 @@ def calibrate(options: Namespace) -> None:
         )
         tokenizer = checkpoint.tokenizer()
         pieces = split_text(tokenizer, text, sequences, length)
-        dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
-        model = checkpoint.weights(dtype, options.device)
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        model = checkpoint.weights(dtype, device)
         if pattern:
             made = compute_head_scores(model, pieces, make_prompt_encoder(tokenizer), len(tokenizer("").input_ids))
             source = f"KVzip head scores of {checkpoint.identity()}, {len(pieces)} texts of {length} tokens"

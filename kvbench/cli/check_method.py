@@ -1,27 +1,35 @@
-"""Check one method against the laws, and what its hooks may do wrong.
+"""Check one method against the laws that every method obeys.
 
-python -m kvbench check-method mymethod [--set window=16 preset=paper] [--model reference]
+Examples:
+  kvbench check-method snapkv
+  kvbench check-method mymethod --set window=16 preset=paper --model reference
 """
 
 from collections.abc import Sequence
 
-import torch
-import yaml
-
-from kvbench.cache.guard import check_shape
 from kvbench.cli.command import CommandParser, run_command
-from kvbench.models.checkpoint import Checkpoint, find_model
-from kvbench.models.transformers_port import read_layout
-from kvbench.runs.method_checks import MethodUnderTest, print_subject, run_checks
 from kvbench.validation import SettingError
 
 
-def check_method(arguments: Sequence[str]) -> int:
-    parser = CommandParser("kvbench check-method", __doc__)
+def make_parser() -> CommandParser:
+    parser = CommandParser("check-method", __doc__)
     parser.add_argument("method", help="its name in conf/method")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the method")
     parser.add_argument("--model", default="reference", help="an embedded model, or the folder of a small one")
-    chosen = parser.parse_args(arguments)
+    return parser
+
+
+def check_method(arguments: Sequence[str]) -> int:
+    """Print what each check finds. Return 1 if one fails."""
+    chosen = make_parser().parse_args(arguments)
+    import torch
+    import yaml
+
+    from kvbench.cache.guard import check_shape
+    from kvbench.models.checkpoint import Checkpoint, find_model
+    from kvbench.models.transformers_port import read_layout
+    from kvbench.runs.method_checks import MethodUnderTest, print_subject, run_checks
+
     overrides = {}
     for text in chosen.set:
         key, equals, value = text.partition("=")

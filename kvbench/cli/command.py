@@ -1,11 +1,12 @@
-"""What every command does: it reads its arguments, and says in one line what stops it."""
+"""What all commands share: their parser, their exit codes, and the one line that says what stopped them."""
 
 import os
 import select
 import signal
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import NoReturn
 
 from kvbench.validation import ContractError, SettingError, Terminated, describe_write_error, raise_on_sigterm
@@ -14,12 +15,26 @@ READER_GONE = 141  # exit code: what a shell says of a program that SIGPIPE ende
 
 
 class CommandParser(ArgumentParser):
-    """What the command `python -m <module and command>` takes; SettingError, with its usage, for anything else."""
+    """The parser of `kvbench <command>`.
 
-    def __init__(self, module: str, doc: str | None) -> None:
-        super().__init__(f"python -m {module}", description=(doc or "").partition("\n")[0])
+    Args:
+        command: The command's name.
+        doc: The docstring of its module. The help prints all of it.
+        help_option: Whether `--help` prints that. A command with a help of its own reads the option itself.
+    """
+
+    def __init__(self, command: str, doc: str | None, help_option: bool = True) -> None:
+        first, _, rest = (doc or "").strip().partition("\n")
+        super().__init__(
+            f"kvbench {command}",
+            description=first,
+            epilog=rest.strip("\n"),
+            formatter_class=RawDescriptionHelpFormatter,
+            add_help=help_option,
+        )
 
     def error(self, message: str) -> NoReturn:
+        """Raise a SettingError that says what is wrong and how the command is used."""
         raise SettingError(f"{message}; {' '.join(self.format_usage().split())}")
 
 
@@ -56,6 +71,21 @@ def run_command(work: Callable[[], int | None]) -> int:
             raise  # another pipe broke
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail when Python ends
         return READER_GONE
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Refuse a command whose packages are not installed.
+
+    Args:
+        extra: The extra of kvbench that installs them.
+        modules: What the command imports from them.
+
+    Raises:
+        SettingError: A module cannot be found. The message names the package's extra.
+    """
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise SettingError(f"{', '.join(missing)}: not installed; pip install 'kvbench[{extra}]' installs it")
 
 
 def is_reader_gone(descriptor: int) -> bool:

@@ -1,52 +1,67 @@
-"""Print curves over budgets.
+"""Print scores over budgets, with the area below each curve.
 
-python -m kvbench curves results task=ruler question=hidden method=snapkv,knorm
+Examples:
+  kvbench curves results task=ruler question=hidden method=snapkv,knorm
+  kvbench curves --against rows --range 0.05:0.4
 """
 
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-from kvbench.analysis.budget_curve import KEEP
-from kvbench.analysis.budget_series import EACH, SHARES, SOLVABLE, CurveOptions
-from kvbench.analysis.curves import parse_shares, report_curves
 from kvbench.cli.command import CommandParser, run_command
-from kvbench.store.runs import parse_selection
 from kvbench.validation import escape, require_choice
 
 
-def parse_arguments(given: Sequence[str]) -> Namespace:
-    """SettingError for what cannot be used."""
-    parser = CommandParser("kvbench curves", __doc__)
+def make_parser() -> CommandParser:
+    parser = CommandParser("curves", __doc__)
     parser.add_argument(
-        "chosen", nargs="*", metavar="RESULTS | SETTING=VALUE,VALUE", help="folder of the records; runs"
+        "chosen",
+        nargs="*",
+        metavar="RESULTS | SETTING=VALUE,VALUE",
+        help="folder of results (default: results); settings of the runs to compare",
     )
-    parser.add_argument("--range", help="LOW:HIGH, kept shares between which the area lies; default: all in common")
-    parser.add_argument("--against", default="bytes", help="bytes held, or rows attended while decoding")
-    parser.add_argument("--keep", default=str(KEEP), help="share of the full cache's score")
-    parser.add_argument(
-        "--average", help=f"name of one of the task's averages, {EACH} or {SOLVABLE}; default: its first"
-    )
-    parser.add_argument("--full", metavar="HASH", help="run of the full cache, where there are several")
-    options = parser.parse_intermixed_args(given)
+    parser.add_argument("--range", help="LOW:HIGH, kept shares between which the area lies (default: all in common)")
+    parser.add_argument("--against", default="bytes", help="bytes (bytes held) or rows (rows attended while decoding)")
+    parser.add_argument("--keep", help="share of the full cache's score (default: 0.95)")
+    parser.add_argument("--average", help="one of the task's averages, each or solvable (default: the task's first)")
+    parser.add_argument("--full", metavar="HASH", help="the full cache's run, where there are several")
+    return parser
+
+
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
+    """Return the options, with the choices that they name.
+
+    Raises:
+        SettingError: An argument cannot be used.
+    """
+    options = make_parser().parse_intermixed_args(arguments)
+    from kvbench.analysis.budget_curve import KEEP
+    from kvbench.analysis.budget_series import SHARES, CurveOptions
+    from kvbench.analysis.curves import parse_shares
+    from kvbench.store.runs import parse_selection
+
     options.results, options.filters = parse_selection(options.chosen)
     subtask = options.filters.pop("subtask", None)
     require_choice("--against", options.against, SHARES)
     options.choice = CurveOptions(options.against, options.average, subtask, options.full)
-    options.keep = parse_shares("--keep", options.keep, 1)[0]
+    options.keep = parse_shares("--keep", str(KEEP) if options.keep is None else options.keep, 1)[0]
     options.range = parse_shares("--range", options.range, 2) if options.range else None
     return options
 
 
-def main(given: Sequence[str]) -> int:
-    return run_command(lambda: print_curves(given))
+def print_curves(arguments: Sequence[str]) -> int:
+    """Print the curves, and on stderr why some runs make none. Return 2 if there are such runs."""
+    options = parse_arguments(arguments)
+    from kvbench.analysis.curves import report_curves
 
-
-def print_curves(given: Sequence[str]) -> int:
-    """Print curves, and what makes none; 2 if anything does."""
-    lines, refused = report_curves(parse_arguments(given), 120)
+    lines, refused = report_curves(options, 120)
     if lines:
         print("\n".join(lines))
     for line in refused:
         print(f"kvbench: {escape(line)}", file=sys.stderr)
     return 2 if refused else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: print_curves(arguments))

@@ -1,23 +1,31 @@
-"""Serve the report page, which follows runs as they go.
+"""Serve the report page in a browser and update it while runs go on.
 
-python -m kvbench dashboard [results] [--port N]
+Examples:
+  kvbench dashboard
+  kvbench dashboard results --port 9000
 """
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.cli.command import CommandParser, run_command
-from kvbench.report.dashboard import PORT, Server
+from kvbench.cli.command import CommandParser, require_extra, run_command
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser("dashboard", __doc__)
+    parser.add_argument("results", nargs="?", default="results", type=Path, help="folder of results (default: results)")
+    parser.add_argument("--port", type=int, help="port on 127.0.0.1 (default: 8765)")
+    return parser
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """Until Ctrl-C."""
-    parser = CommandParser("kvbench dashboard", __doc__)
-    parser.add_argument("results", nargs="?", default="results", type=Path)
-    parser.add_argument("--port", type=int, default=PORT)
-    given = parser.parse_args(arguments)
-    with Server(given.results, given.port) as server:
+    """Serve the page until Ctrl-C."""
+    given = make_parser().parse_args(arguments)
+    require_extra("report", "altair", "vl_convert")
+    from kvbench.report.dashboard import PORT, Server
+
+    with Server(given.results, PORT if given.port is None else given.port) as server:
         os.nice(10)  # what runs comes first
         try:
             print(f"{server.address}  (Ctrl-C ends it)", flush=True)

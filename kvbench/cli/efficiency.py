@@ -1,6 +1,10 @@
 """Measure time, memory and throughput for a list of conf/efficiency/plan.yaml.
 
-python -m kvbench efficiency quick [--minutes 6] [--results results]
+Examples:
+  kvbench efficiency quick --minutes 6
+  kvbench efficiency full
+
+The exit code is 1 if the minutes were over before the list was. The same command goes on with the rest.
 """
 
 from argparse import Namespace
@@ -8,18 +12,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.cli.command import CommandParser, run_command
-from kvbench.efficiency.plan import PLAN, measure_plan
+from kvbench.config.paths import CONF
 
 
-def parse_arguments(argv: Sequence[str] | None) -> Namespace:
-    parser = CommandParser("kvbench efficiency", __doc__)
+def make_parser() -> CommandParser:
+    parser = CommandParser("efficiency", __doc__)
     parser.add_argument("list", help="a key of conf/efficiency/plan.yaml")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="no cell is begun after as many")
-    parser.add_argument("--results", type=Path, default=Path("results"))
-    parser.add_argument("--plan", type=Path, default=PLAN)
-    return parser.parse_args(argv)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no cell after so many minutes")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="folder of results (default: results)")
+    parser.add_argument(
+        "--plan", type=Path, default=CONF / "efficiency" / "plan.yaml", help="another file with lists of cells"
+    )
+    return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 2 and one line for a list that does not exist; 1 if the time was over before the list was."""
-    return run_command(lambda: measure_plan(parse_arguments(argv)))
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
+    return make_parser().parse_args(arguments)
+
+
+def measure(arguments: Sequence[str]) -> int | None:
+    """Measure the cells of the list that have no line yet."""
+    options = parse_arguments(arguments)
+    from kvbench.efficiency.plan import measure_plan
+
+    return measure_plan(options)
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: measure(arguments))

@@ -1,11 +1,12 @@
-"""Say what the hash of a run is made of.
+"""Show how the hash of a run comes about.
 
-    python -m kvbench explain 4c18e060                 # of the store in results/
-    python -m kvbench explain 4c18e060 /data/results
+Examples:
+  kvbench explain 4c18e060
+  kvbench explain 4c18e060 /data/results
 
-A run is known by its settings, its model's weights, its data, the machine's kind and the sources that can change its
-numbers. This command prints them as a tree, each with a short hash, so that two runs can be compared line by line. Of
-the sources it says which of them do something else today: a run of the same settings gets another hash then.
+A run is identified by its settings, its model's weights, its data, the machine's kind and the sources that can change
+its numbers. The command prints them as a tree, each with a short hash, so that two runs can be compared line by line.
+It marks the sources that do something else today, because a run with the same settings gets another hash then.
 """
 
 import json
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.cli.command import CommandParser
+from kvbench.cli.command import CommandParser, run_command
 from kvbench.config.provenance import replay_hash, source_hashes
 from kvbench.store.run_folder import RunFolder, read_run_value, run_hash
 from kvbench.store.runs import list_folders
@@ -51,7 +52,7 @@ def find_run(results: Path, name: str) -> RunFolder:
 
 
 def explain_sources(folder: RunFolder) -> list[str]:
-    """One line for each module and package that the run's sources are made of, and what differs today."""
+    """Return one line for each module and package that the run's sources consist of, with what differs today."""
     uid = next(iter(folder.records()), None)
     then = folder.machine(uid).get("sources") if uid is not None else None
     if not isinstance(then, Mapping):
@@ -82,14 +83,24 @@ def is_importable(module: str) -> bool:
 
 
 def shorten(value: Any) -> str:
+    """Return a value as text of at most MAX_CHARACTERS characters, and an ellipsis if there are more."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…"
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    parser = CommandParser("kvbench explain", __doc__)
+def make_parser() -> CommandParser:
+    parser = CommandParser("explain", __doc__)
     parser.add_argument("run", help="the hash of a run, or its beginning")
-    parser.add_argument("results", nargs="?", type=Path, default=Path("results"), help="the folder of results")
-    options = parser.parse_args(given)
+    parser.add_argument("results", nargs="?", default="results", type=Path, help="folder of results (default: results)")
+    return parser
+
+
+def print_explanation(arguments: Sequence[str]) -> None:
+    """Print the tree."""
+    options = make_parser().parse_args(arguments)
     for line in explain(options.results, options.run):
         print(line)
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: print_explanation(arguments))

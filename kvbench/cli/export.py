@@ -1,23 +1,29 @@
-"""Write a store as two Parquet files.
+"""Write a store as two Parquet files, runs.parquet and records.parquet.
 
-python -m kvbench export results results/export      # runs.parquet, records.parquet (`make export`)
+Examples:
+  kvbench export results results/export
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.cli.command import CommandParser, run_command
-from kvbench.store.dataframes import export_parquet
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser("export", __doc__)
+    parser.add_argument("results", type=Path, help="folder of results")
+    parser.add_argument("out", type=Path, help="folder of the Parquet files")
+    return parser
+
+
+def export_store(arguments: Sequence[str]) -> None:
+    """Write the files and print their paths."""
+    given = make_parser().parse_args(arguments)
+    from kvbench.store.dataframes import export_parquet
+
+    print(*export_parquet(given.results, given.out), sep="\n")
 
 
 def main(arguments: Sequence[str]) -> int:
     return run_command(lambda: export_store(arguments))
-
-
-def export_store(arguments: Sequence[str]) -> None:
-    """Export, and print the files."""
-    parser = CommandParser("kvbench export", __doc__)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("out", type=Path, help="folder of the Parquet files")
-    given = parser.parse_args(arguments)
-    print(*export_parquet(given.results, given.out), sep="\n")

@@ -1,7 +1,8 @@
-"""Draw the charts of a store for print.
+"""Draw the charts of a store for print, as PDF, SVG, PNG and CSV.
 
-python -m kvbench figures results                                       # `make figures`: all that the store
-holds python -m kvbench figures results question=hidden method=snapkv,dropkv --kind curve,cost --width 5.5
+Examples:
+  kvbench figures results
+  kvbench figures results question=hidden method=snapkv,dropkv --kind curve,cost --width 5.5
 """
 
 import sys
@@ -9,16 +10,21 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.analysis.budget_series import EACH, SHARES, SOLVABLE, list_subtasks
-from kvbench.cli.command import CommandParser, run_command
-from kvbench.report.figures import INCHES, list_averages, make_figures, parse_inches
-from kvbench.store.runs import check_folder, filter_runs, find_finished, parse_selection
+from kvbench.cli.command import CommandParser, require_extra, run_command
 from kvbench.validation import SettingError, escape, require_choice, require_writable
 
 
 def draw_figures(given: Sequence[str]) -> int:
-    """Write the figures; SettingError, and nothing is written, where there is nothing to draw."""
+    """Write the figures and print their paths.
+
+    Raises:
+        SettingError: There is nothing to draw. Nothing is written then.
+    """
     options = parse_arguments(given)
+    from kvbench.analysis.budget_series import EACH, list_subtasks
+    from kvbench.report.figures import list_averages, make_figures
+    from kvbench.store.runs import check_folder, filter_runs, find_finished
+
     check_folder(options.results)
     found = find_finished(options.results)
     wanted = filter_runs(found.runs, options.filters)
@@ -45,16 +51,34 @@ def draw_figures(given: Sequence[str]) -> int:
     return 0
 
 
+def make_parser() -> CommandParser:
+    parser = CommandParser("figures", __doc__)
+    parser.add_argument(
+        "chosen",
+        nargs="*",
+        metavar="RESULTS | SETTING=VALUE,VALUE",
+        help="folder of results (default: results); settings of the runs to draw",
+    )
+    parser.add_argument("--kind", help="of curve,tasks,grid,change,cost (default: all)")
+    parser.add_argument("--width", help="inches at most (default: 3.25 for curves, 6.75 for other charts)")
+    parser.add_argument("--against", default="bytes", help="of curves: bytes (bytes held) or rows (rows attended)")
+    parser.add_argument("--average", help="of curves: one of the task's averages, each or solvable")
+    parser.add_argument("--out", type=Path, help="folder of the files (default: RESULTS/figures)")
+    return parser
+
+
 def parse_arguments(given: Sequence[str]) -> Namespace:
-    """SettingError for what cannot be used."""
-    parser = CommandParser("kvbench figures", __doc__)
-    parser.add_argument("chosen", nargs="*", metavar="RESULTS | SETTING=VALUE,VALUE", help="folder; runs")
-    parser.add_argument("--kind", help=f"of {','.join(INCHES)}; default: all")
-    parser.add_argument("--width", help="inches at most; default: 3.25 for curves, else 6.75")
-    parser.add_argument("--against", default="bytes", help="of curves: bytes held, or rows attended while decoding")
-    parser.add_argument("--average", help=f"of curves: name of one of the task's averages, {EACH} or {SOLVABLE}")
-    parser.add_argument("--out", type=Path, help="folder of the files; default: RESULTS/figures")
-    options = parser.parse_intermixed_args(given)
+    """Return the options, with the choices that they name.
+
+    Raises:
+        SettingError: An argument cannot be used.
+    """
+    options = make_parser().parse_intermixed_args(given)
+    require_extra("report", "altair", "vl_convert")
+    from kvbench.analysis.budget_series import SHARES
+    from kvbench.report.figures import INCHES, parse_inches
+    from kvbench.store.runs import parse_selection
+
     options.results, options.filters = parse_selection(options.chosen)
     subtasks = options.filters.pop("subtask", None)
     options.subtasks = list(dict.fromkeys(subtasks.split(","))) if subtasks is not None else []

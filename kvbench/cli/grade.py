@@ -1,22 +1,29 @@
-"""Let math-verify judge answers that it has not seen.
+"""Let math-verify judge the answers that it has not judged yet.
 
-python -m kvbench grade results
+Examples:
+  kvbench grade results --seconds 20
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.cli.command import CommandParser, run_command
-from kvbench.integrations.math_verify import SECONDS, grade_all
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser("grade", __doc__)
+    parser.add_argument("results", nargs="?", default="results", type=Path, help="folder of results (default: results)")
+    parser.add_argument("--seconds", type=float, help="time limit for one answer (default: 10)")
+    return parser
+
+
+def grade_runs(arguments: Sequence[str]) -> None:
+    """Judge the answers of every run that asks for it."""
+    given = make_parser().parse_args(arguments)
+    from kvbench.integrations.math_verify import SECONDS, grade_all
+
+    grade_all(given.results, SECONDS if given.seconds is None else given.seconds)
 
 
 def main(arguments: Sequence[str]) -> int:
     return run_command(lambda: grade_runs(arguments))
-
-
-def grade_runs(arguments: Sequence[str]) -> None:
-    parser = CommandParser("kvbench grade", __doc__)
-    parser.add_argument("results", nargs="?", default="results", type=Path)
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for one answer")
-    given = parser.parse_args(arguments)
-    grade_all(given.results, given.seconds)

@@ -1,44 +1,62 @@
 """Write the papers' tables, published and measured side by side.
 
-python -m kvbench papers [results] [paper] [table]      # into <results>/papers/
-python -m kvbench papers --beside                       # tables of cost, into <results>/efficiency/<gpu>/
+Examples:
+  kvbench papers                        all tables, into results/papers/
+  kvbench papers results dropkv         the tables of one paper
+  kvbench papers --beside               the tables of cost alone, into results/efficiency/<gpu>/
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvbench.cli.command import CommandParser, run_command
-from kvbench.papers.build import write_cost_tables, write_tables
-from kvbench.papers.table_spec import is_cost_table, load_specs
-from kvbench.store.efficiency_csv import find_measurements
 from kvbench.validation import SettingError, require_writable
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(lambda: write_papers(argv))
+def make_parser() -> CommandParser:
+    parser = CommandParser("papers", __doc__)
+    parser.add_argument("results", nargs="?", default="results", type=Path, help="folder of results (default: results)")
+    parser.add_argument("paper", nargs="?", help="name of a paper in conf/papers (default: all)")
+    parser.add_argument("table", nargs="?", help="number of a table; print it too (default: all)")
+    parser.add_argument("--beside", action="store_true", help="write the tables of cost beside their measurements")
+    return parser
 
 
-def write_papers(argv: Sequence[str] | None) -> None:
-    """Print the tables' files, or the text of the one that is named."""
-    parser = CommandParser("kvbench papers", __doc__)
-    parser.add_argument("results", nargs="?", default="results", type=Path)
-    parser.add_argument("paper", nargs="?")
-    parser.add_argument("table", nargs="?", help="its number; default: all")
-    parser.add_argument(
-        "--beside", action="store_true", help="write the tables of cost, and no others, beside their measurements"
-    )
-    given = parser.parse_args(argv)
-    results, wanted = given.results, load_specs(given.paper, given.table)
+def write_papers(arguments: Sequence[str]) -> None:
+    """Write the tables and print their files, or the text of the one that is named."""
+    given = make_parser().parse_args(arguments)
+    for text in emit_tables(given.results, given.paper, given.table, given.beside):
+        print(text)
+
+
+def emit_tables(results: Path, paper: str | None, table: str | None, beside: bool = False) -> Iterable[str]:
+    """Write tables and yield the paths of their files, or the text of the one table that is named.
+
+    Args:
+        results: Folder of results.
+        paper: Name of a paper in conf/papers; None writes the tables of all papers.
+        table: Number of a table of the paper; None writes all of them.
+        beside: Whether to write the tables of cost, and no others, beside their measurements.
+
+    Raises:
+        SettingError: There is no such folder, paper or table.
+    """
+    from kvbench.papers.build import write_cost_tables, write_tables
+    from kvbench.papers.table_spec import is_cost_table, load_specs
+    from kvbench.store.efficiency_csv import find_measurements
+
+    wanted = load_specs(paper, table)
     if not results.is_dir():
         raise SettingError(f"results={results}: no such folder")
     require_writable("results", results)
-    written = (
-        write_cost_tables(results, wanted, results / "efficiency") if given.beside else write_tables(results, wanted)
-    )
-    texts = map(str, written)
-    if given.table is not None:
-        texts = (path.read_text(encoding="utf-8") for path in written if path.suffix == ".md")
-    for text in texts:
-        print(text)
+    written = write_cost_tables(results, wanted, results / "efficiency") if beside else write_tables(results, wanted)
+    if table is None:
+        yield from map(str, written)
+    else:
+        yield from (path.read_text(encoding="utf-8") for path in written if path.suffix == ".md")
     if any(map(is_cost_table, wanted.values())) and not any(find_measurements(results / "efficiency")):
-        print(f"no measurements in {results}/efficiency: `make efficiency` makes them")
+        yield f"no measurements in {results}/efficiency: `make efficiency` makes them"
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: write_papers(arguments))

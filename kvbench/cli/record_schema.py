@@ -1,19 +1,25 @@
-"""Print docs/records.md: the fields of a record, with their types, units and meanings.
+"""Print docs/records.md: the fields of a record with their types, units and meanings.
 
-python -m kvbench record-schema > docs/records.md
+Examples:
+  kvbench record-schema > docs/records.md
 """
 
 from collections.abc import Sequence
 
 from kvbench.cli.command import CommandParser, run_command
-from kvbench.store.record import format_schema
 
 
-def main(arguments: Sequence[str]) -> int:
-    return run_command(lambda: print_schema(arguments))
+def make_parser() -> CommandParser:
+    return CommandParser("record-schema", __doc__)
 
 
 def print_schema(arguments: Sequence[str]) -> None:
     """Print the page."""
-    CommandParser("kvbench record-schema", __doc__).parse_args(arguments)
+    make_parser().parse_args(arguments)
+    from kvbench.store.record import format_schema
+
     print(format_schema(), end="")
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: print_schema(arguments))

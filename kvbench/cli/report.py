@@ -1,20 +1,32 @@
-"""Write the report page of a store."""
+"""Write the report page of a store: results/report.html, which needs no network.
+
+Examples:
+  kvbench report
+  kvbench report /data/results
+"""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from kvbench.cli.command import CommandParser, run_command
-from kvbench.report.page import write_report
+from kvbench.cli.command import CommandParser, require_extra, run_command
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser("report", __doc__)
+    parser.add_argument("results", nargs="?", default="results", type=Path, help="folder of results (default: results)")
+    return parser
+
+
+def make_report(arguments: Sequence[str]) -> None:
+    """Write the page, and print its path and size."""
+    given = make_parser().parse_args(arguments)
+    require_extra("report", "altair", "vl_convert")
+    from kvbench.report.page import write_report
+
+    path = write_report(given.results, datetime.now(UTC))
+    print(f"{path}  {path.stat().st_size / 1e6:.2f} MB")
 
 
 def main(arguments: Sequence[str]) -> int:
     return run_command(lambda: make_report(arguments))
-
-
-def make_report(arguments: Sequence[str]) -> None:
-    """Make the page; print where it is and what it weighs."""
-    parser = CommandParser("kvbench report", __doc__)
-    parser.add_argument("results", nargs="?", default="results", type=Path)
-    path = write_report(parser.parse_args(arguments).results, datetime.now(UTC))
-    print(f"{path}  {path.stat().st_size / 1e6:.2f} MB")

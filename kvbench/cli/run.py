@@ -7,29 +7,18 @@ import os
 import shutil
 import sys
 import textwrap
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kvbench.cli.command import CommandParser
+from kvbench.cli.run_help import format_run_help
 from kvbench.validation import ContractError, SettingError, describe_write_error, name_file_in_errors
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # `print_refusal` says once that the hub is out of reach
-
-EXAMPLES = """\
-An override is `setting=value`. conf/config.yaml lists the settings and their defaults, and every folder of conf/ is a
-group: `method=snapkv` takes conf/method/snapkv.yaml, `method.window=16` changes a setting in it.
-
-  python run.py method=snapkv budget=0.1                 one run, and the full cache on the same samples
-  python run.py -m method=snapkv,keydiff budget=0.1,0.2  a sweep: every combination
-  python run.py -m preset=dropkv_table5                  all runs of a paper's table
-  python run.py row=dropkv_snapkv                        a method as that paper sets it
-  python run.py -m hydra/launcher=slurm …                one SLURM job a cell
-  python run.py method=snapkv --cfg job                  print the settings and run nothing
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The code is 2, with one line on stderr, for a setting that cannot be used.
     """
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    if options.help:
+        print(format_run_help())
+        return 0
     from kvbench.config import catalogue, compose
 
     try:
@@ -56,13 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
-    parser = CommandParser("kvbench run", __doc__)
-    parser.formatter_class, parser.epilog = RawDescriptionHelpFormatter, EXAMPLES
-    parser.add_argument("overrides", nargs="*", metavar="override", help="such as method=snapkv or budget=0.1")
-    parser.add_argument("-m", "--multirun", action="store_true", help="run every combination of values between commas")
-    parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"), help="print the settings and run nothing")
-    parser.add_argument("-p", "--package", help="with --cfg: print this part of the settings, such as method")
-    parser.add_argument("-cd", "--config-dir", help="a folder with more files such as method/mine.yaml")
+    parser = CommandParser("run", __doc__, help_option=False)
+    parser.add_argument("overrides", nargs="*", metavar="setting=value")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
+    parser.add_argument("-p", "--package")
+    parser.add_argument("-cd", "--config-dir")
     return parser.parse_intermixed_args(arguments)
 
 

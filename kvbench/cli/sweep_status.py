@@ -1,23 +1,29 @@
-"""Say how far the cells of a sweep are.
+"""Print how far the cells of a sweep are.
 
-python -m kvbench sweep-status [results] [folder of the sweep, else the newest]      # `make sweep-status`
+Examples:
+  kvbench sweep-status
+  kvbench sweep-status results results/sweeps/2026-01-31_12-00-00
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.cli.command import CommandParser, run_command
-from kvbench.sweeps.status import find_newest, print_states
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser("sweep-status", __doc__)
+    parser.add_argument("results", nargs="?", default="results", type=Path, help="folder of results (default: results)")
+    parser.add_argument("folder", nargs="?", type=Path, help="folder of the sweep (default: the newest)")
+    return parser
 
 
 def print_status(arguments: Sequence[str]) -> None:
-    """Print how far the cells of a sweep are, of the newest where none is named."""
-    parser = CommandParser("kvbench sweep-status", __doc__)
-    parser.add_argument("results", nargs="?", default="results", type=Path)
-    parser.add_argument("folder", nargs="?", type=Path, help="of the sweep; default: the newest")
-    given = parser.parse_args(arguments)
-    folder = given.folder or find_newest(given.results)
-    print_states(given.results, folder)
+    """Print the state of every cell."""
+    given = make_parser().parse_args(arguments)
+    from kvbench.sweeps.status import find_newest, print_states
+
+    print_states(given.results, given.folder or find_newest(given.results))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,8 +1,9 @@
 """Train the embedded model.
 
-python -m kvbench train --out FOLDER --minutes 16 --seed 0 [--set look_ahead=0 …]
-python -m kvbench train --out FOLDER --resume
-python -m kvbench train --out FOLDER --weights FOLDER …      # begins with other weights, not from scratch
+Examples:
+  kvbench train --out FOLDER --minutes 16 --seed 0 --set look_ahead=0
+  kvbench train --out FOLDER --resume
+  kvbench train --out FOLDER --weights FOLDER     begin with other weights, not from scratch
 """
 
 import math
@@ -11,31 +12,40 @@ from collections.abc import Sequence
 from pathlib import Path
 from shutil import copyfile
 
-import torch
-
-from kvbench.cli.command import CommandParser
-from kvbench.models.checkpoint import Checkpoint
-from kvbench.models.embedded import EMBEDDED_MODELS
-from kvbench.training import recipe, tokenizer, training_data
-from kvbench.training.recipe import Recipe
-from kvbench.training.train import STATE, Training, check_weights, train
+from kvbench.cli.command import CommandParser, run_command
 from kvbench.validation import SettingError, require_choice, require_int, require_writable
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    parser = CommandParser("kvbench train", __doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, help="of all sessions together; default: 16")
+def make_parser() -> CommandParser:
+    parser = CommandParser("train", __doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the weights and of the training's state")
+    parser.add_argument("--minutes", type=float, help="minutes of all sessions together (default: 16)")
     parser.add_argument("--seed", type=int, help="default: 0")
-    parser.add_argument("--set", nargs="*", action="extend", default=[], help="settings of the recipe, name=value")
-    parser.add_argument("--weights", type=Path, help="begin with this folder's")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
-    parser.add_argument("--tokenizer", action="store_true", help="learn one anew, instead of taking version 2's")
-    parser.add_argument("--resume", action="store_true", help="go on with what is in --out")
+    parser.add_argument("--set", nargs="*", action="extend", default=[], metavar="NAME=VALUE", help="of the recipe")
+    parser.add_argument("--weights", type=Path, help="folder of the weights to begin with")
+    parser.add_argument(
+        "--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="processes that draw data"
+    )
+    parser.add_argument("--tokenizer", action="store_true", help="train a new tokenizer instead of taking version 2's")
+    parser.add_argument("--resume", action="store_true", help="go on with the training in --out")
     parser.add_argument("--pause", type=float, default=math.inf, help="minutes after which to stop, for --resume")
     parser.add_argument("--steps", type=int, help="stop after so many steps, for a trial")
-    parser.add_argument("--device", default="cuda", help="cpu: for a trial, a thousand times slower")
-    options = parser.parse_args(given)
+    parser.add_argument("--device", default="cuda", help="cpu is for a trial, a thousand times slower (default: cuda)")
+    return parser
+
+
+def train_model(arguments: Sequence[str]) -> int:
+    """Train, or go on with a training, and return what `kvbench.training.train` returns."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    import torch
+
+    from kvbench.models.checkpoint import Checkpoint
+    from kvbench.models.embedded import EMBEDDED_MODELS
+    from kvbench.training import recipe, tokenizer, training_data
+    from kvbench.training.recipe import Recipe
+    from kvbench.training.train import STATE, Training, check_weights, train
+
     require_int("--workers", options.workers, 1)
     require_choice("--device", options.device, ("cuda", "cpu"))
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -74,3 +84,7 @@ def main(given: Sequence[str] | None = None) -> int:
                 copyfile(path, options.out / path.name)
     steps = math.inf if options.steps is None else options.steps
     return train(training, options.device, options.workers, 60 * options.pause, steps, options.weights)
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: train_model(arguments))

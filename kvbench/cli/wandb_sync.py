@@ -1,28 +1,39 @@
 """Log the runs of a store to Weights & Biases again.
 
-python run.py method=snapkv budget=0.1 logger=wandb                  # logger.mode=online logger.project=mine python -m
-kvbench.integrations.wandb_logger results method=snapkv logger.mode=online # `make wandb-sync`: all of a store again
+Examples:
+  kvbench wandb-sync results
+  kvbench wandb-sync results method=snapkv logger.mode=online logger.project=mine
+
+A run is logged once it is finished if it was started with logger=wandb. This command logs it whether or not it was. The
+exit code is 1 if a run could not be logged.
 """
 
 import sys
 from collections.abc import Sequence
 
-from kvbench.cli.command import run_command
-from kvbench.integrations.wandb_logger import WandbLogger, load_settings
-from kvbench.integrations.wandb_process import LoggedRun
+from kvbench.cli.command import CommandParser, run_command
 from kvbench.validation import SettingError, escape
 
 
-def main(arguments: Sequence[str]) -> int:
-    """`results`, filters and settings of the logger; one line a run. Exit code 1 if any could not be logged."""
-    return run_command(lambda: sync(arguments))
+def make_parser() -> CommandParser:
+    parser = CommandParser("wandb-sync", __doc__)
+    parser.add_argument(
+        "chosen",
+        nargs="*",
+        metavar="RESULTS | SETTING=VALUE,VALUE",
+        help="folder of results (default: results); settings of the runs to log; logger.KEY=VALUE",
+    )
+    return parser
 
 
 def sync(arguments: Sequence[str]) -> int:
-    """Log a store again; 1 if a run could not be."""
+    """Log the chosen runs and print one line for each. Return 1 if one could not be logged."""
+    chosen = make_parser().parse_args(arguments).chosen
+    from kvbench.integrations.wandb_logger import WandbLogger, load_settings
+    from kvbench.integrations.wandb_process import LoggedRun
     from kvbench.store.runs import filter_runs, find_baseline, load_runs, parse_selection
 
-    results, given = parse_selection(arguments)
+    results, given = parse_selection(chosen)
     log = WandbLogger.of(
         load_settings({name[7:]: own for name, own in given.items() if name.startswith("logger.")}), results
     )
@@ -44,3 +55,7 @@ def sync(arguments: Sequence[str]) -> int:
         count += wrong is None
     print(f"{count} of {len(found)} runs logged: {log.where}")
     return 0 if count == len(found) else 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: sync(arguments))

@@ -22,7 +22,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.config.compose import CONF, compose, folders, list_choices, show_path
+from kvbench.config.compose import compose, folders, list_choices, show_path
+from kvbench.config.paths import CONF
 from kvbench.config.provenance import content_hash
 from kvbench.validation import SettingError, require_choice
 

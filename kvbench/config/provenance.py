@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import Distribution
+from importlib.metadata import Distribution, requires, version
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from pkgutil import iter_modules
@@ -33,10 +33,10 @@ from site import getsitepackages, getusersitepackages
 from typing import Any
 
 import kvbench
+from kvbench.config.paths import IS_CHECKOUT, REPLAY, ROOT
 from kvbench.config.syntax import canonicalize
 
 NO_SOURCE = (".md", ".pyc")
-ROOT = Path(__file__).resolve().parents[2]
 CODE = ("kvbench", "kernels", "methods", "tasks", "conf", "run.py")  # of a checkout
 STANDARD = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")})
 SITES = tuple(Path(folder).resolve() for folder in (*getsitepackages(), getusersitepackages()))
@@ -58,6 +58,7 @@ UNCOUNTED = {  # modules that runs import and that change no number of a record 
     "kvbench.config.provenance": "names runs",
     "kvbench.store.run_folder": "writes records; a file that it writes otherwise has another format's number",
     "kvbench.config.syntax": "names runs",
+    "kvbench.config.paths": "names folders",
 }
 _hashes: dict[object, tuple[dict[Path, object], dict[str, str]]] = {}  # what was asked for -> files' stamps, hashes
 _unchanging: dict[Any, Any] | None = None  # inside `sources_unchanging`: what was found
@@ -113,15 +114,12 @@ def sources_unchanging() -> Iterator[None]:
 
 
 def replay_hash() -> str:
-    """Return 16 hex digits over the data of the replay net (tests/replay), "" where kvbench is no checkout.
+    """Return 16 hex digits over the data of the replay net (tests/replay).
 
     The data changes only with what kvbench computes. A published result carries this hash beside that of its sources:
     while it stays, a later move or renaming of files has changed nothing that the result depends on.
     """
-    folder = Path(__file__).resolve().parents[2] / "tests" / "replay"
-    files = [folder / name for name in ("cells.jsonl", "runs.jsonl")]
-    if not all(file.is_file() for file in files):
-        return ""
+    files = [REPLAY / name for name in ("cells.jsonl", "runs.jsonl")]
     return _short("".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files))
 
 
@@ -178,7 +176,12 @@ def find_revision(root: Path = ROOT) -> str:
             return f"git {commit}{' dirty' if _git(root, 'status', '--porcelain', '--', *CODE) else ''}"
     except (OSError, subprocess.CalledProcessError):
         pass
-    return f"version {tomllib.loads((root / 'pyproject.toml').read_text())['project']['version']}"
+    return f"version {find_version(root)}"
+
+
+def find_version(root: Path = ROOT) -> str:
+    """Return the version of kvbench: from pyproject.toml in a checkout, else from what pip wrote down."""
+    return read_project(root)["version"] if IS_CHECKOUT else version("kvbench")
 
 
 def _git(root: Path, *arguments: str) -> str:
@@ -220,9 +223,20 @@ def find_packages(names: Iterable[str]) -> set[str]:
 
 @cache
 def read_dependencies() -> frozenset[str]:
-    """The packages that pyproject.toml names, as packaging normalises names."""
-    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    return frozenset(_normalise(re.match(r"[\w.-]+", line)[0]) for line in named)
+    """Return the packages that kvbench requires without its extras, as packaging normalises names.
+
+    A checkout names them in pyproject.toml, a wheel in its metadata.
+    """
+    if IS_CHECKOUT:
+        lines = read_project(ROOT)["dependencies"]
+    else:
+        lines = [line for line in requires("kvbench") or [] if "extra ==" not in line]
+    return frozenset(_normalise(re.match(r"[\w.-]+", line)[0]) for line in lines)
+
+
+def read_project(root: Path) -> dict[str, Any]:
+    """Return what a checkout's pyproject.toml says of the project."""
+    return tomllib.loads((root / "pyproject.toml").read_text())["project"]
 
 
 def find_unfollowed(modules: Iterable[str]) -> list[str]:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from kvbench.config import catalogue
+from kvbench.config.paths import IS_CHECKOUT
 from kvbench.config.provenance import replay_hash, source_hash
 from kvbench.efficiency.latency import measure_latency
 from kvbench.efficiency.scoring_time import measure_scoring
@@ -153,7 +154,7 @@ def collect_versions(run: RunSpec) -> Mapping[str, Any]:
     own |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version()}
     own |= {"cuda": torch.version.cuda or "", "sources": hash_sources(run), "replay": replay_hash()}
     own |= {"commit": "", "driver": ""}
-    asked = {"commit": ["git", "rev-parse", "--short=12", "HEAD"]}
+    asked = {"commit": ["git", "rev-parse", "--short=12", "HEAD"]} if IS_CHECKOUT else {}
     if run.device != "cpu":
         asked["driver"] = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     for name, command in asked.items():

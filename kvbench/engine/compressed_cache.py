@@ -1,4 +1,4 @@
-"""The Python interface: read a prompt into a compressed cache and look at what is held."""
+"""The Python interface: `prefill` reads a prompt and returns its compressed cache."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,25 +20,84 @@ from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.checkpoint import find_stop_tokens
-from kvbench.validation import SettingError, require_int
+from kvbench.models.configuration import find_max_tokens
+from kvbench.validation import SettingError, format_value, require_int
+
+REPLACEABLE = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 
 
 def choose_cache(method: Method, allocator: Allocator, codec: Codec) -> CachePolicy:
-    """The three together; SettingError for a pair that cannot work, with the reason."""
+    """Return the policy of a cache.
+
+    Raises:
+        SettingError: Two of the three cannot work together. The message says why.
+    """
     reason = reason_against(method, allocator, codec)
     if reason is not None:
         raise SettingError(reason)
     return CachePolicy(method, allocator, codec)
 
 
+def make_part(group: str, kind: type, given: Any, args: Mapping[str, Any] | None) -> Any:
+    """Return a method, an allocator or a codec.
+
+    Args:
+        group: "method", "allocator" or "codec".
+        kind: The interface that an object must implement.
+        given: A name of conf/<group>, or the object itself.
+        args: Settings for a name; an object has its own.
+
+    Raises:
+        SettingError: There is no such name or setting, or the object is of another kind.
+    """
+    if isinstance(given, kind):
+        if args:
+            raise SettingError(f"{group}_args: {group} is an object, which has its settings already")
+        return given
+    if not isinstance(given, str | None):
+        raise SettingError(f"{group}={format_value(given)}: a name of conf/{group} or a {kind.__name__} object")
+    return build(group, load_settings(group, given, args))
+
+
+def check_attention(model: torch.nn.Module) -> None:
+    """Refuse a model whose own attention would be replaced while kvbench reads.
+
+    Raises:
+        SettingError: The text model has an attention implementation that is not one of transformers' own.
+    """
+    own = model.config.get_text_config(decoder=True)._attn_implementation
+    if own is not None and own not in REPLACEABLE:
+        raise SettingError(
+            f"model: has the attention implementation {own}, which kvbench would replace; "
+            "model.set_attn_implementation('sdpa') allows that"
+        )
+
+
+def check_length(model: torch.nn.Module, name: str, tokens: int) -> None:
+    """Refuse more tokens than the model has positions for.
+
+    Args:
+        model: A transformers model.
+        name: The argument that the message names.
+        tokens: Tokens read so far, those to read and those to generate.
+
+    Raises:
+        SettingError: The model takes fewer tokens.
+    """
+    longest = find_max_tokens(model.config)
+    positions = model.config.get_text_config(decoder=True).max_position_embeddings
+    if tokens > longest >= positions:  # the engine refuses what a model of sliding layers alone cannot read
+        raise SettingError(f"{name}: {tokens} tokens with those read before, and the model takes {longest}")
+
+
 def prefill(
     model: torch.nn.Module,
     input_ids: Tensor,
-    method: str = "full",
+    method: str | Method = "full",
     budget: float | int = 1.0,
     block_size: int | None = None,
-    allocator: str = "uniform",
-    codec: str = "raw",
+    allocator: str | Allocator = "uniform",
+    codec: str | Codec = "raw",
     method_args: Mapping[str, Any] | None = None,
     seed: int = 0,
     *,
@@ -48,14 +107,34 @@ def prefill(
     tokenizer: Any = None,
     prefix: int = 0,
 ) -> "CompressedCache":
-    """Read `input_ids` (batch, tokens), prompts of one length, and cut the cache as `method` says.
+    """Read a prompt and compress its KV cache.
 
-    `budget`: float in (0, 1] or int >= 2 rows per layer and KV head, held, or looked at where a
-    method holds all and reads few; `block_size`: tokens, None for one block;
-    `method_args`: settings of conf/method/<method>.yaml, `preset` among them; `prefix`: tokens in front of the user's
-    text and `tokenizer`: a Hugging Face one, for methods that let the model read more. The model's attention
-    implementation is put back afterwards. SettingError (a ValueError) names a setting that cannot be used. On the CPU
-    a batch is read sample by sample, so that each gives exactly what it gives alone.
+    On the CPU the samples of a batch are read one by one, so that each gives exactly what it gives alone.
+
+    Args:
+        model: A supported transformers model. Its attention implementation is restored on return.
+        input_ids: Token ids, shape ``(batch, tokens)``. All prompts have the same length.
+        method: Name of a method in ``conf/method``, or a ``Method`` object.
+        budget: Fraction of rows to keep, in (0, 1], or the number of rows per layer and KV head, at least 2. A method
+            that keeps all rows and reads few of them reads so many.
+        block_size: Number of tokens read between two evictions. ``None`` reads the prompt as one block.
+        allocator: Name in ``conf/allocator``, or an ``Allocator`` object. It divides the budget over heads or layers.
+        codec: Name in ``conf/codec``, or a ``Codec`` object. It stores the rows.
+        method_args: Settings of the named method, ``preset`` among them. An object has its own.
+        seed: Seed of everything that is drawn, from 0.
+        allocator_args: Settings of the named allocator.
+        codec_args: Settings of the named codec.
+        budget_of: Reference of a fraction: "prompt", or "seen" for the tokens read at each eviction.
+        tokenizer: A Hugging Face tokenizer, for methods that let the model read more than the prompt.
+        prefix: Number of tokens in front of the user's text, for the same methods.
+
+    Returns:
+        The compressed cache. It reports which rows were kept and can continue generating.
+
+    Raises:
+        SettingError: A setting is invalid, the prompt is longer than the model reads, or the model has an attention
+            implementation of its own. The message names the setting and the allowed values.
+        ContractError: A method, an allocator or a codec broke its interface.
     """
     ids = "a LongTensor of shape (batch, tokens) with prompts of one length"
     if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
@@ -73,13 +152,15 @@ def prefill(
     if block_size is not None:
         require_int("block_size", block_size, 1)
     require_int("prefix", prefix, 0)
+    check_attention(model)
+    check_length(model, "input_ids", input_ids.shape[1])
     choice = choose_cache(
-        build("method", load_settings("method", method, method_args)),
-        build("allocator", load_settings("allocator", allocator, allocator_args)),
-        build("codec", load_settings("codec", codec, codec_args)),
+        make_part("method", Method, method, method_args),
+        make_part("allocator", Allocator, allocator, allocator_args),
+        make_part("codec", Codec, codec, codec_args),
     )
     amount = Budget(budget, budget_of)
-    if method == "full":
+    if choice.method.name == "full":
         amount = Budget(1.0)
     input_ids = input_ids.to(next(model.parameters()).device)
     alone = input_ids.device.type == "cpu"
@@ -93,10 +174,24 @@ def prefill(
 
 
 class CompressedCache:
-    """What is held of a batch of prompts. Layers count from 0, heads are KV heads."""
+    """The compressed KV cache of a batch of prompts. Layers and samples count from 0; heads are KV heads."""
 
     def __init__(self, contexts: list[GenerationContext]) -> None:
         self.contexts = contexts
+
+    def __repr__(self) -> str:
+        first = self.contexts[0]
+        samples = sum(len(context.seeds) for context in self.contexts)
+        counts = [layer.rows.counts() for context in self.contexts for layer in context.own_layers]
+        held = sorted({row for own in counts for row in own.flatten().tolist()})
+        rows = " to ".join(map(str, dict.fromkeys([held[0], held[-1]]))) if held else "no"
+        choice = first.choice
+        return (
+            f"CompressedCache(method={choice.method.name}, allocator={choice.allocator.name}, "
+            f"codec={choice.codec.name}, budget={first.budget.value}: {samples} "
+            f"{'sample' if samples == 1 else 'samples'}, {first.seen} tokens seen, {rows} rows held per layer and "
+            f"head, {self.resident_bytes} of {self.full_bytes} bytes)"
+        )
 
     @property
     def logits(self) -> Tensor:
@@ -160,11 +255,23 @@ class CompressedCache:
     def generate(
         self, max_new_tokens: int = 64, temperature: float = 0.0, top_p: float = 1.0, stop: frozenset[int] | None = None
     ) -> Tensor:
-        """Continuation, greedy unless `temperature` > 0: token ids (batch, up to max_new_tokens), ended by the model's
-        end token, which is repeated where other samples go on. `stop`: other ids to end at (empty: none).
+        """Generate a continuation.
+
+        Args:
+            max_new_tokens: Largest number of tokens to generate.
+            temperature: 0 is greedy.
+            top_p: Share of the probability from which tokens are drawn.
+            stop: Ids that end a continuation. ``None`` takes the model's end tokens; an empty set takes none.
+
+        Returns:
+            Token ids, shape ``(batch, up to max_new_tokens)``. A sample that ends early repeats its last token.
+
+        Raises:
+            SettingError: A setting is invalid, or the model has fewer positions than the tokens would need.
         """
         require_int("max_new_tokens", max_new_tokens, 1)
         model = self.contexts[0].model
+        check_length(model, f"max_new_tokens={max_new_tokens}", self.contexts[0].seen + max_new_tokens)
         stop = find_stop_tokens(model) if stop is None else stop
         sampling = Sampling(temperature, top_p)
         answers = []

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from kvbench.config.paths import make_environment
 from kvbench.store.run_folder import RunFolder, read_run_value
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError, name_file_in_errors
@@ -48,10 +49,9 @@ class Verifier:
     def verdict(self, output: str, reference: str) -> bool | str:
         """True, False, "timeout" or "error"."""
         if self.process is None:
-            command = [sys.executable, "-m", "kvbench.integrations.math_verify_process"]
-            root = Path(__file__).resolve().parents[2]
+            command = [sys.executable, "-P", "-m", "kvbench.integrations.math_verify_process"]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            self.process = subprocess.Popen(command, cwd=root, **pipes)
+            self.process = subprocess.Popen(command, env=make_environment(), **pipes)
             if self._line(START) != "ready":
                 self._kill()
                 raise SettingError(

@@ -20,10 +20,10 @@ from tempfile import TemporaryFile
 from threading import Event
 from typing import Any
 
+from kvbench.config.paths import CONF, make_environment
 from kvbench.integrations.wandb_process import REASON, LoggedRun
 from kvbench.validation import SettingError, escape, is_number, require_choice, require_writable
 
-ROOT = Path(__file__).resolve().parents[2]
 FORBIDDEN = "/\\#?%:"  # in W&B's names of projects and entities
 UNANSWERED = ("not done after", "CommError")  # what is said of a hub that does not answer, by us and by W&B
 LONGEST = {"project": 128, "entity": 128, "group": 128, "tags": 64}
@@ -90,11 +90,13 @@ class WandbLogger:
             "results": str(self.results), "settings": dict(self.settings), "where": self.where, "again": again,
             "subjects": [{"value": own.value, "baseline": own.baseline, "failure": own.failure} for own in subjects],
         }  # fmt: skip
-        command = [sys.executable, "-m", "kvbench.integrations.wandb_process"]
+        command = [sys.executable, "-P", "-m", "kvbench.integrations.wandb_process"]
         with TemporaryFile() as file:  # a pipe would be waited for until the process reads it
             file.write(json.dumps(request).encode())
             file.seek(0)
-            process = subprocess.Popen(command, cwd=ROOT, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                command, env=make_environment(), stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
         end = time.monotonic() + self.settings["seconds"]
         try:
             for _ in subjects:
@@ -175,7 +177,7 @@ def load_settings(overrides: Mapping[str, str]) -> dict[str, Any]:
     """conf/logger/wandb.yaml with these; SettingError for one that it does not have."""
     import yaml
 
-    own = yaml.safe_load((ROOT / "conf/logger/wandb.yaml").read_text())
+    own = yaml.safe_load((CONF / "logger" / "wandb.yaml").read_text())
     for name, text in overrides.items():
         require_choice("logger setting", name, [key for key in own if key not in ("_target_", "name")])
         try:

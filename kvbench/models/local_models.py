@@ -1,4 +1,4 @@
-"""The folder `.models` of the checkout, in which downloaded and converted models lie.
+"""The folder in which downloaded and converted models lie: `.models` in a checkout, else one in the user's cache.
 
 Each model is a folder with a file `conversion.json`, which says what it was made of and how large its files are. A
 folder appears under its name only when it is complete, and one that has lost a file since is made again.
@@ -13,9 +13,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from kvbench.config.paths import MODELS
 from kvbench.validation import SettingError
 
-MODELS = Path(__file__).resolve().parents[2] / ".models"  # git ignores it
 FETCHED_MODELS = ("smollm2",)  # names of the models that `make model` downloads
 VERSION = 1  # of the conversion: a folder that another version made is made again
 NOTE = "conversion.json"

@@ -22,12 +22,12 @@ from typing import Any
 
 import yaml
 
+from kvbench.config.paths import CONF, PUBLISHED
 from kvbench.papers.experiment_key import merge_settings
 from kvbench.validation import SettingError, require_choice
 
-ROOT = Path(__file__).resolve().parents[2]
-TABLES = ROOT / "conf" / "efficiency" / "tables.yaml"
-PAPERS = ROOT / "conf" / "papers"
+TABLES = CONF / "efficiency" / "tables.yaml"
+PAPERS = CONF / "papers"
 LEFT_OUT = "left_out"
 REMOVABLE_KEYS = ("published", "measured", "run", "over", "of")  # what a part may take away, with null
 
@@ -84,7 +84,7 @@ def read_published(results: Path, file: str | None) -> Lines:
     if file is None:
         return ()
     own = results / "published" / file
-    with (own if own.exists() else ROOT / "results" / "published" / file).open(newline="", encoding="utf-8") as text:
+    with (own if own.exists() else PUBLISHED / file).open(newline="", encoding="utf-8") as text:
         return list(DictReader(text))
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from kvbench.config.provenance import ROOT
+from kvbench.config.paths import make_environment
 from kvbench.report.labels import describe_error, shorten
 from kvbench.report.page import FOLDER, content_security_policy, render_html
 from kvbench.report.panels import DATA_ERRORS, gather_found
@@ -149,10 +149,10 @@ class Dashboard:
         if self.maker is None and self.make.is_due and finished and finished != self.made_of:
             self.make.begin()
             self.made_of = finished
-            command = [sys.executable, "-m", "kvbench", "report", str(self.results.resolve())]
+            command = [sys.executable, "-P", "-m", "kvbench", "report", str(self.results.resolve())]
             self.maker = subprocess.Popen(
-                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                text=True, errors="replace", start_new_session=True,
+                command, env=make_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
             )  # fmt: skip
 
     def _read_sweep(self, folder: Path) -> dict[str, Any]:

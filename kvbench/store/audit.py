@@ -20,7 +20,6 @@ from kvbench.store.runs import UNSHARED_SETTINGS, RunRecords, StoredRun, check_f
 from kvbench.validation import SettingError
 
 HASHES = ("prompt_hash", "target_hash")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def comparison_key(value: Mapping[str, Any]) -> str:

@@ -307,7 +307,7 @@ def test_the_command_makes_a_list_that_tables_use(tmp_path, write_card, monkeypa
     assert {(value["method"]["name"], value["task"]["seed"]) for value in values} == {("full", seed)}
     assert sorted(value["task"]["length"] for value in values) == [256, 384] and seed != 0
     comments = "".join(line.lstrip("# ") + " " for line in out.splitlines() if line.startswith("#"))
-    assert comments.startswith("python -m kvbench choose-solvable model=reference_v1 ") and "2 samples" in comments
+    assert comments.startswith("kvbench choose-solvable model=reference_v1 ") and "2 samples" in comments
     assert "256: niah_single_1 100.0, niah_single_2 49.0 384: " in comments
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "results/runs").rglob("records*")}
     assert choose_solvable_command.main(given) == 0 and capsys.readouterr().out == out
@@ -337,7 +337,7 @@ def test_the_command_makes_a_list_that_tables_use(tmp_path, write_card, monkeypa
         (["--lengths", "64"], "task.length=64: at least "),
         (["device=cpu", "--lengths", "1024,32768"], "task.length=32768: reference takes at most 16384 tokens"),
         (["--samples", "0"], "--samples=0: a whole number of at least 1"),
-        (["--nix"], "unrecognized arguments: --nix; usage: python -m kvbench choose-solvable"),
+        (["--nix"], "unrecognized arguments: --nix; usage: kvbench choose-solvable"),
     ],
 )
 def test_what_the_command_cannot_use_is_one_line(tmp_path, monkeypatch, capsys, given, line):

@@ -82,7 +82,8 @@ def test_no_arrow_turns_back(module):
 def test_nothing_stands_at_the_top_but_what_all_use():
     """A few base modules, and at most 15 packages, all of them in the order."""
     top = [path for path in (ROOT / "kvbench").iterdir() if path.name != "__pycache__"]
-    assert {path.name for path in top if path.is_file()} <= {"__init__.py", "__main__.py", "validation.py", "atomic.py"}
+    base = {"__init__.py", "__main__.py", "validation.py", "atomic.py", "py.typed"}
+    assert {path.name for path in top if path.is_file()} <= base
     folders = {path.name for path in top if path.is_dir() and any(path.glob("*.py"))}
     assert len(folders) <= 15 and {f"kvbench.{name}" for name in folders} <= RANK.keys()
 

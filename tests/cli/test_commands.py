@@ -1,30 +1,124 @@
-"""`python -m kvbench <command>` finds its file, imports no other, and says which commands there are."""
+"""`kvbench <command>`: the help is complete and quick, a wrong name gets a hint, and a command imports no other one."""
 
+import re
 import subprocess
 import sys
-from pathlib import Path
+import tomllib
+from importlib import import_module
+from itertools import chain
 
-import kvbench
-from kvbench.__main__ import list_commands, main
+import pytest
 
-ROOT = Path(kvbench.__file__).parents[1]
+from kvbench.__main__ import format_help, list_commands, main
+from kvbench.analysis.budget_curve import KEEP
+from kvbench.analysis.budget_series import EACH, SHARES, SOLVABLE
+from kvbench.cli import GROUPS
+from kvbench.config.catalogue import list_choices
+from kvbench.efficiency.plan import PLAN
+from kvbench.integrations.math_verify import SECONDS
+from kvbench.report.dashboard import PORT
+from kvbench.report.figures import INCHES
+from kvbench.runs.choose_solvable import SAMPLES
+from kvbench.training.evaluate import LENGTHS, STEPS
+from tests.support.repository import ROOT
+
+COMMANDS = tuple(chain(*GROUPS.values()))
+SHARED = {"__init__", "command", "run_help"}  # modules of kvbench/cli/ that are no command
+HEAVY = ("torch", "transformers", "pandas", "numpy", "scipy", "hydra", "omegaconf", "wandb")
 
 
-def test_no_command_and_an_unknown_one_list_all(capsys):
-    for given, first in (([], "kvbench: which command? one of"), (["no"], "kvbench: no: no such command; one of")):
-        assert main(given) == 2
-        out, err = capsys.readouterr()
-        lines = err.splitlines()
-        assert not out and lines[0] == first and len(lines) == 1 + len(list_commands())
-        assert "  curves " in err and "  sweep-status " in err
+def test_every_module_is_a_command_that_the_help_lists_once():
+    files = {path.stem.replace("_", "-") for path in (ROOT / "kvbench/cli").glob("*.py") if path.stem not in SHARED}
+    assert sorted(COMMANDS) == sorted(files)
+    text = format_help()
+    for name, said in list_commands().items():
+        assert 10 < len(said) < 130 and said.endswith("."), name
+        assert text.count(f"\n  {name} ") == 1 and said in text
 
 
-def test_every_command_says_what_it_does_and_has_a_main():
-    known = list_commands()
-    assert len(known) > 15
-    for name, text in known.items():
-        assert 10 < len(text) < 120, name
-        assert "\ndef main(" in (ROOT / f"kvbench/cli/{name.replace('-', '_')}.py").read_text()
+def test_no_command_prints_the_help_as_an_error(capsys):
+    assert main([]) == 2
+    assert capsys.readouterr() == ("", format_help() + "\n")
+    for option in ("-h", "--help"):
+        assert main([option]) == 0
+        assert capsys.readouterr() == (format_help() + "\n", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("repot", "did you mean report?"),
+        ("check_method", "did you mean check-method?"),
+        ("sweepstatus", "did you mean sweep-status?"),
+        ("xyz", "kvbench --help lists the commands"),
+        ("--nor", "kvbench --help lists the commands"),
+        ("", "kvbench --help lists the commands"),
+    ],
+)
+def test_an_unknown_command_is_one_line_with_a_hint(name, hint, capsys):
+    assert main([name]) == 2
+    assert capsys.readouterr() == ("", f"kvbench: {name}: no such command; {hint}\n")
+
+
+def test_the_version_is_the_projects(capsys):
+    assert main(["--version"]) == 0
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert capsys.readouterr() == (f"kvbench {version}\n", "")
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_no_help_imports_what_takes_long():
+    """The heaviest of them alone takes longer than a help may: 1 s."""
+    code = f"""
+import sys
+from kvbench.__main__ import main
+
+def ask(*given):
+    try:
+        return main([*given, "--help"])
+    except SystemExit as stop:
+        return stop.code
+
+codes = [ask(), *map(ask, {COMMANDS!r})]
+heavy = [name for name in {HEAVY!r} if name in sys.modules]
+sys.exit(f"{{codes}} {{heavy}}" if any(codes) or heavy else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in COMMANDS:
+        assert f"usage: kvbench {name}" in done.stdout
+
+
+def test_the_help_of_a_run_lists_what_conf_offers(capsys):
+    assert main(["run", "--help"]) == 0
+    text = capsys.readouterr().out
+    for group in ("model", "method", "allocator", "codec", "task", "logger"):
+        assert f"  {group}={'|'.join(list_choices(group))}\n" in text
+    assert "\n  budget: 0.05 " in text and "\n  hydra:" not in text and "\n  defaults:" not in text
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("choose_solvable", f"(default: {SAMPLES})"),
+        ("curves", f"(default: {KEEP})"),
+        ("curves", f"{EACH} or {SOLVABLE}"),
+        *(("curves", f"{name} ({name} ") for name in SHARES),
+        ("dashboard", f"(default: {PORT})"),
+        ("evaluate", f"default: {LENGTHS[0]} to {LENGTHS[-1]}"),
+        ("evaluate", f"(default: {STEPS})"),
+        ("figures", f"of {','.join(INCHES)} (default: all)"),
+        ("figures", f"default: {INCHES['curve']} for curves, {INCHES['tasks']} for other charts"),
+        ("grade", f"(default: {SECONDS:g})"),
+    ],
+)
+def test_the_help_says_defaults_that_a_module_it_does_not_import_decides(command, said):
+    text = import_module(f"kvbench.cli.{command}").make_parser().format_help()
+    assert said in re.sub(r"\s+", " ", text)
+
+
+def test_the_plan_of_the_cost_is_the_one_that_is_measured():
+    assert import_module("kvbench.cli.efficiency").parse_arguments(["quick"]).plan == PLAN
 
 
 def test_a_command_imports_what_it_needs():
@@ -35,3 +129,21 @@ def test_a_command_imports_what_it_needs():
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 3, found.stderr
     assert found.stderr.startswith("kvbench: ") and found.stderr.count("\n") == 1
+
+
+def test_a_missing_extra_is_one_line(capsys, monkeypatch):
+    from kvbench.cli import command, report
+
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert report.main(["nowhere"]) == 2
+    said = "altair, vl_convert: not installed; pip install 'kvbench[report]' installs it"
+    assert capsys.readouterr() == ("", f"kvbench: {said}\n")
+
+
+def test_a_table_is_printed(tmp_path, capsys):
+    assert main(["table", "dropkv", "1", "--results", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    assert main(["papers", str(tmp_path), "dropkv", "1"]) == 0
+    assert capsys.readouterr().out == table != ""
+    assert main(["table", "dropkv", "99", "--results", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("kvbench: TABLE=99: choose one of ")

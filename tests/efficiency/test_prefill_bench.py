@@ -78,7 +78,7 @@ def test_the_command_prints_and_writes_every_set_up(tmp_path, capsys):
         assert f"{line['method']} " in printed and line["not_run"] in printed
         assert line["not_run"] or float(line["ratio"]) == pytest.approx(float(line["ms"]) / float(line["full_ms"]))
         assert line["tokens"] == "60" and line["torch"] == torch.__version__
-        assert line["command"].startswith("python -m kvbench bench-methods --tokens=60 --rounds=1")
+        assert line["command"].startswith("kvbench bench-methods --tokens=60 --rounds=1")
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,64 @@ def test_the_contract_in_one_call():
     assert blocks.peak_rows == 50 and blocks.peak_rows_attended == 80
 
 
+def test_objects_do_what_their_names_do():
+    names = kvbench.prefill(tiny("llama"), ids(60), "knorm", 12, allocator="ada", codec="raw", seed=3)
+    parts = [build(group, load_settings(group, name)) for group, name in (("method", "knorm"), ("allocator", "ada"))]
+    objects = kvbench.prefill(tiny("llama"), ids(60), parts[0], 12, allocator=parts[1], codec=Raw("raw"), seed=3)
+    assert torch.equal(names.logits, objects.logits) and repr(names) == repr(objects)
+    for layer, head in product(range(3), range(2)):
+        assert torch.equal(names.places(layer, head), objects.places(layer, head))
+    for arguments, message in (
+        ({"method": 3}, "method=3: a name of conf/method or a Method object"),
+        ({"method": parts[1]}, "method=.*: a name of conf/method or a Method object"),
+        ({"codec": parts[0]}, "codec=.*: a name of conf/codec or a Codec object"),
+        ({"method": parts[0], "method_args": {"sinks": 2}}, "method_args: method is an object, which has its settings"),
+    ):
+        with pytest.raises(SettingError, match=f"^{message}"):
+            kvbench.prefill(tiny("llama"), ids(9), **arguments)
+
+
+def test_a_cache_says_what_it_is():
+    held = kvbench.prefill(tiny("llama"), ids(200, batch=2), "knorm", 0.25)
+    assert repr(held) == (
+        "CompressedCache(method=knorm, allocator=uniform, codec=raw, budget=0.25: 2 samples, 200 tokens seen, "
+        f"50 rows held per layer and head, {held.resident_bytes} of {held.full_bytes} bytes)"
+    )
+    held.extend(ids(3, batch=2))
+    assert " 203 tokens seen, 50 rows held" in repr(held)  # knorm evicts while it decodes
+    uneven = kvbench.prefill(tiny("llama"), ids(200), "knorm", 0.25, allocator="ada")
+    counts = [len(uneven.places(layer, head)) for layer, head in product(range(3), range(2))]
+    assert f"1 sample, 200 tokens seen, {min(counts)} to {max(counts)} rows held" in repr(uneven)
+
+
+def test_a_prompt_longer_than_the_model_is_refused():
+    model = tiny("llama")
+    longest = model.config.max_position_embeddings
+    with pytest.raises(SettingError, match=f"^input_ids: {longest + 1} tokens with those read before, and the model"):
+        kvbench.prefill(model, ids(longest + 1))
+    held = kvbench.prefill(model, ids(longest - 2), "knorm", 8)
+    with pytest.raises(SettingError, match=f"^max_new_tokens=3: {longest + 1} tokens with those read before"):
+        held.generate(3)
+    assert held.generate(2, stop=frozenset()).shape == (1, 2)
+
+
+def test_an_attention_of_ones_own_is_not_replaced():
+    model = make_fresh("llama")
+    model.config._attn_implementation = "mine"
+    with pytest.raises(SettingError, match="^model: has the attention implementation mine, which kvbench would replac"):
+        kvbench.prefill(model, ids(9))
+    assert model.config._attn_implementation == "mine"
+
+
+def test_the_interface_is_listed():
+    text = kvbench.__doc__
+    for name in kvbench.__all__:
+        assert getattr(kvbench, name) is not None and name in dir(kvbench) and name in text, name
+    assert kvbench.Method is Method and kvbench.SettingError is SettingError
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        kvbench.nothing  # noqa: B018
+
+
 def test_defaults_are_the_full_cache():
     held = kvbench.prefill(tiny("llama"), ids(20))
     assert held.places(2, 1).tolist() == list(range(20)) and held.resident_bytes == held.full_bytes

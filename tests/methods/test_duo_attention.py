@@ -11,6 +11,7 @@ import torch
 import kvbench
 from kvbench.cli import calibrate
 from kvbench.config.catalogue import build, load_settings
+from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.validation import SettingError
 from tests.support.dense_engine import Head, HeadView
 from tests.support.method_files import make_tiny_method_args
@@ -208,7 +209,7 @@ def test_a_pattern_made_from_kvzips_head_scores(tmp_path, capsys):
     assert (config["sink_size"], config["recent_size"]) == (2, 9) and config["source"].startswith("KVzip head scores")
     alpha = gates(str(out))
     assert alpha.shape == (6, 2) and (alpha > 0).all() and (alpha <= 1).all() and len(np.unique(alpha)) > 6
-    model = calibrate.Checkpoint("reference", calibrate.find_model("reference")).weights(torch.float32, "cpu")
+    model = Checkpoint("reference", find_model("reference")).weights(torch.float32, "cpu")
     held = kvbench.prefill(model, ids(90), "duo_attention", 0.5, method_args={"path": str(out)})
     full = {(i, h) for i in range(6) for h in range(2) if len(held.places(i, h)) == 90}
     gate = np.sort(alpha.ravel())[::-1]

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 import kvbench
 from kvbench.cli import calibrate
 from kvbench.config.catalogue import identity_settings
+from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.embedded import REFERENCE
 from kvbench.tasks.common.synthetic_prose import write_words
 from kvbench.training import query_filters
@@ -110,7 +111,7 @@ def test_the_sign():
     """Of a trained model: queries of a text that the calibration has not seen project positively on minus the filter,
     on average, so a large score is a key that queries look at.
     """
-    checkpoint = calibrate.Checkpoint("reference", str(REFERENCE))
+    checkpoint = Checkpoint("reference", str(REFERENCE))
     model, tokenizer = checkpoint.weights(torch.float32, "cpu"), checkpoint.tokenizer()
     own = query_filters.compute_query_filters(
         model, query_filters.split_text(tokenizer, " ".join(write_words()[:2000]), 4, 256), count=400
@@ -197,7 +198,7 @@ def test_the_command(tmp_path, capsys):
     assert calibrate.main([*command, *few]) == 0 and torch.equal(load_file(out)["q_filters"], prose)
     assert calibrate.main([*command, *few, "--text", str(text)]) == 0
     assert not torch.equal(load_file(out)["q_filters"], prose)
-    model = calibrate.Checkpoint("reference", str(REFERENCE)).weights(torch.float32, "cpu")
+    model = Checkpoint("reference", str(REFERENCE)).weights(torch.float32, "cpu")
     held = kvbench.prefill(model, torch.arange(90)[None], "qfilters", 0.5, method_args={"path": str(out)})
     assert len(held.places(0, 0)) == 45
     capsys.readouterr()

@@ -24,7 +24,6 @@ from kvbench.papers.paper_table import make_commands
 from kvbench.papers.printed_averages import find_contradictions, list_leaves
 from kvbench.papers.table_spec import (
     PAPERS,
-    ROOT,
     PublishedValues,
     expand_each,
     find_preset,
@@ -40,6 +39,7 @@ from kvbench.store.run_folder import RunFolder
 from kvbench.sweeps.plan import expand_sweep
 from kvbench.validation import SettingError
 from tests.support.command_line import run_cli
+from tests.support.repository import ROOT
 
 TABLES = {name: spec for name, spec in load_specs().items() if not is_cost_table(spec)}
 BOOK = {"model": "llama32_3b", "task": "phonebook", "task.preset": "keydiff", "question": "visible", "block_size": 128}

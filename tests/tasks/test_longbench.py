@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from lm_eval.utils import apply_template
 from transformers import AutoTokenizer
 
-from kvbench.cli.check_data import examine
+from kvbench.cli.data import examine
 from kvbench.config.compose import compose_config
 from kvbench.interfaces.task import Sample
 from kvbench.models.embedded import REFERENCE

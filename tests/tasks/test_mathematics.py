@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lm_eval.tasks.aime.utils import is_equiv
 from transformers import AutoTokenizer
 
-from kvbench.cli import check_data as check
+from kvbench.cli import data as check
 from kvbench.interfaces.task import Graded
 from kvbench.models.embedded import REFERENCE
 from kvbench.tasks.common import dataset_rows

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvbench.cli.check_data import examine
+from kvbench.cli.data import examine
 from kvbench.models.embedded import REFERENCE
 from kvbench.runs.prompt import encode_all
 from kvbench.tasks.scbench import metrics

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvbench.cli import evaluate as evaluate_command
 from kvbench.cli import train as train_command
-from kvbench.cli.command import run_command
 from kvbench.config.compose import compose_config
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.embedded import EMBEDDED_MODELS, REFERENCE
@@ -200,8 +199,7 @@ def trained(tmp_path, monkeypatch):
     """A tiny training's folder after two steps, and the command."""
 
     def command(*given, out=tmp_path / "own"):
-        monkeypatch.setattr("sys.argv", ["train", "--out", str(out), "--workers", "1", "--device", "cpu", *given])
-        return run_command(train_command.main)
+        return train_command.main(["--out", str(out), "--workers", "1", "--device", "cpu", *given])
 
     monkeypatch.setattr(train.TrainingLog, "EVERY", 1)
     assert command("--minutes", "60", "--steps", "2", "--set", *TINY[:4], "--set", *TINY[4:]) == 0
@@ -258,8 +256,7 @@ def test_an_evaluation_adds_to_its_file(trained, monkeypatch, capsys):
     (folder / "config.json").write_text((folder / "config.json").read_text().replace(": 256,", ": 1024,"))
 
     def evaluated(*given):
-        monkeypatch.setattr("sys.argv", ["evaluate", "--model", str(folder), "--samples", "1", "--steps", "0", *given])
-        return run_command(evaluate_command.main)
+        return evaluate_command.main(["--model", str(folder), "--samples", "1", "--steps", "0", *given])
 
     monkeypatch.setattr(evaluate, "SUBTASKS", ("niah_single_1",))
     threads = SimpleNamespace(Pool=ThreadPool)  # no processes to start
