@@ -403,7 +403,7 @@ def test_rows_that_a_cut_leaves_are_checked(hook):
         "mass, .* float": lambda found: replace(found, mass=found.mass.long()),
         "keys, .* expected torch.float32": lambda found: replace(found, keys=found.keys.double()),
         "values, .* not finite": lambda found: replace(found, values=found.values / 0),
-        "more or fewer rows": lambda found: replace(found, mass=torch.ones_like(found.mass)),
+        "a number of rows that differs": lambda found: replace(found, mass=torch.ones_like(found.mass)),
     }
     for line, wrong in rows.items():
         method = saboteur(BASES.get(hook, Honest), hook, lambda honest, *own, wrong=wrong: wrong(honest()))("saboteur")
