@@ -223,7 +223,7 @@ def attend_triton(
     rows = min(max(16, triton.next_power_of_2(group * tokens)), 32 if exact else 64 if sizes["D"] > 128 else 128)
     block, tiles = 32 if exact or sizes["D"] > 128 else 64, triton.cdiv(group * tokens, rows)
     splits = min(max(1, PROGRAMS[rows] // (batch * heads * tiles)), triton.cdiv(longest, 2 * block), 128)
-    parts = outputs, outputs, outputs
+    parts = [outputs, outputs, outputs]
     if splits > 1:
         parts = [
             torch.empty(batch * heads, splits, group * tokens, *more, dtype=torch.float32, device=queries.device)

@@ -5,6 +5,8 @@ Products of bfloat16 keys with float32 matrices are two bfloat16 products: x = h
 float16 rows use three TF32 products, float32 rows IEEE arithmetic.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -173,7 +175,7 @@ def moments_triton(queries: Tensor, scatter: bool, turn: tuple[Tensor, Tensor] |
     splits = max(1, min(QUERY_PROGRAMS // (batch * heads * quarters), triton.cdiv(tokens, 4 * own["BLOCK_T"])))
     per = triton.cdiv(triton.cdiv(tokens, splits), own["BLOCK_T"]) * own["BLOCK_T"]
     splits = triton.cdiv(tokens, per)
-    new = dict(dtype=torch.float32, device=queries.device)
+    new: dict[str, Any] = dict(dtype=torch.float32, device=queries.device)
     sums, shifts = (torch.empty(splits, batch, heads, dim, **new) for _ in range(2))
     mean, whole = torch.empty(batch, heads, dim, **new), None
     scatters = made = mean
@@ -335,7 +337,7 @@ def logits_triton(
     tile = own["BLOCK_N"]
     per = tile * max(1, rows * batch * query_heads // (tile * KEY_PROGRAMS))
     parts = triton.cdiv(rows, per)
-    new = dict(dtype=torch.float32, device=keys.device)
+    new: dict[str, Any] = dict(dtype=torch.float32, device=keys.device)
     logits = torch.empty(batch, query_heads, rows, **new)
     tops, totals = (torch.empty(batch, query_heads, parts, **new) for _ in range(2))
     logits_kernel[(query_heads // heads, parts, batch * heads)](
