@@ -495,12 +495,12 @@ def test_what_an_allocator_gives_is_checked(hook):
 def test_an_allocator_that_overspends_is_found_out():
     """By a row a head, in a cut of the prompt and while decoding."""
     more = saboteur(Allocator, "layer", lambda honest, *own: honest() + 1)("mine")
-    with pytest.raises(ContractError, match="allocator=mine: the layers hold more rows than the budget, 20 a head"):
+    with pytest.raises(ContractError, match="allocator=mine: the layers hold more rows than the budget of 20 per head"):
         run_alone(Honest("honest"), more)
     late = saboteur(Allocator, "layer", lambda honest, quota, observation, *own: honest() + observation.decoding)(
         "mine"
     )
-    with pytest.raises(ContractError, match="allocator=mine: the layers hold more rows than the budget, 20 a head"):
+    with pytest.raises(ContractError, match="allocator=mine: the layers hold more rows than the budget of 20 per head"):
         run_alone(Honest("honest", decoding=True), late)
 
 
