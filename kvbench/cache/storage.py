@@ -271,7 +271,7 @@ class StoredRows:
         keys, values, mass = self.attention_view()
         batch, heads = keys.shape[:2]
         places = torch.arange(self.seen - self.tail, self.seen, device=keys.device).expand(batch, heads, -1)
-        if self.places is not None:
+        if self.stored is not None and self.places is not None:
             places = torch.cat([self._spread(self.places.long(), absent=-1), places], 2)
         columns = {name: pad(column, (0, keys.shape[2] - column.shape[2])) for name, column in self.columns.items()}
         if mass is None:
