@@ -162,10 +162,10 @@ def cut(path: Path, size: int) -> None:
 
 
 BAD = {
-    "no GGUF": (lambda path: path.write_bytes(b"PK\3\4 something else"), "is no GGUF file"),
-    "empty": (lambda path: path.write_bytes(b""), "is no GGUF file"),
-    "header cut": (lambda path: cut(path, 300), "is damaged or truncated"),
-    "tensors cut": (lambda path: cut(path, path.stat().st_size - 4096), "is damaged or truncated"),
+    "no GGUF": (lambda path: path.write_bytes(b"PK\3\4 something else"), "it is no GGUF file"),
+    "empty": (lambda path: path.write_bytes(b""), "it is no GGUF file"),
+    "header cut": (lambda path: cut(path, 300), "it is damaged or truncated"),
+    "tensors cut": (lambda path: cut(path, path.stat().st_size - 4096), "it is damaged or truncated"),
     "architecture": (lambda path: write_gguf(path, called="falcon"), "its architecture falcon cannot be read"),
     "pre-tokenizer": (lambda path: write_gguf(path, pre="tekken"), "its pre-tokenizer tekken cannot be read"),
     "tokenizer": (lambda path: write_gguf(path, tokenizer="bert"), "its tokenizer bert cannot be read"),
@@ -177,15 +177,15 @@ BAD = {
     "scaled": (lambda path: write_gguf(path, scale_linear=4.0), "its RoPE scaling cannot be read"),
     "end token": (
         lambda path: write_gguf(path, special={"eos": 999}),
-        "is damaged: {'eos': 999} are not among its 264",
+        "it is damaged: {'eos': 999} are not among its 264",
     ),
     "tensor lacks": (
         lambda path: write_gguf(path, without=["blk.0.ffn_gate.weight"]),
-        "has 19 tensors with ",
+        "it has 19 tensors with ",
     ),
     "tensor too many": (
         lambda path: write_gguf(path, tensors={"blk.0.attn_q.bias": np.ones(128, np.float32)}),
-        "has 21 tensors with ",
+        "it has 21 tensors with ",
     ),
     "absent": (lambda path: path.unlink(), "no such file"),
     "folder": (lambda path: (path.unlink(), path.mkdir()), "no such file"),
