@@ -1,4 +1,4 @@
-"""Which of an op's implementations runs. One that is asked for by name runs, or says why it cannot."""
+"""Choose the implementation of an operation. One that is asked for by name runs, or an error says why it cannot."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,10 @@ WITHIN: ContextVar[str | None] = ContextVar("implementation", default=None)
 
 @contextmanager
 def force_implementation(implementation: str | None) -> Iterator[None]:
-    """Inside, ops that are asked for no implementation by name run this one: to time a method with either."""
+    """Use this implementation inside the `with` block for all calls that name none.
+
+    Benchmarks use it to time a method with either implementation.
+    """
     token = WITHIN.set(implementation)
     try:
         yield
@@ -22,16 +25,24 @@ def force_implementation(implementation: str | None) -> Iterator[None]:
 
 
 def is_interpreting() -> bool:
-    """Triton runs its kernels in its interpreter: on the CPU, slowly, to test them."""
+    """Return whether Triton runs its kernels in its interpreter, which is slow and runs on the CPU, for tests."""
     import triton
 
     return triton.knobs.runtime.interpret
 
 
 def choose_implementation(op: str, asked: str | None, like: Tensor, others: tuple[str, ...] = ()) -> str:
-    """What was asked for: "reference", "triton" or one of `others`; of None, what `force_implementation` says, else
-    triton for `like` on a GPU in a dtype that its kernels know, else the reference. ValueError for a name that does not
-    exist or cannot run here.
+    """Return the name of the implementation to run.
+
+    Args:
+        op: The operation's name, for messages.
+        asked: "reference", "triton", one of `others`, or None. None takes the name that `force_implementation` set.
+            Without one it takes "triton" on a GPU in a dtype that the kernels support, otherwise "reference".
+        like: A tensor with the device and dtype of the arguments.
+        others: Further names that this operation knows.
+
+    Raises:
+        ValueError: There is no such implementation, or it cannot run here.
     """
     asked = WITHIN.get() if asked is None else asked
     if asked is None:
@@ -40,7 +51,7 @@ def choose_implementation(op: str, asked: str | None, like: Tensor, others: tupl
         names = ", ".join(("reference", "triton", *others))
         raise ValueError(f"{op}: implementation {asked!r}; one of {names}")
     if asked == "triton" and like.dtype not in FAST:
-        raise ValueError(f"{op}: implementation triton knows float32, bfloat16 and float16, not {like.dtype}")
+        raise ValueError(f"{op}: implementation triton supports float32, bfloat16 and float16, not {like.dtype}")
     if asked == "triton" and not (like.is_cuda or is_interpreting()):
         raise ValueError(f"{op}: implementation triton needs a GPU, or TRITON_INTERPRET=1")
     return asked

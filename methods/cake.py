@@ -1,12 +1,19 @@
-"""cake: rows that the last queries attend to, steadily or by turns, stay (CAKE's indicator).
+"""cake: keep the rows that the last queries attend to, steadily or with changes (the indicator of CAKE).
 
-Source: the CAKE paper; antgroup/cakekv, cake/cake_cache.py. Over the last w queries t, per query head:
-s_j = pool_κ(mean_t p_{t,j} + γ·var_t p_{t,j}), unbiased variance (0 for one query), window rows dropped before pooling
-and always kept; then the mean over the group. While decoding: the newest query's attention instead of the mean, no
-variance. How many rows each layer has is allocator=cake; DropKV's table calls the indicator alone CAKE.
-The source cuts nothing while L ≤ cache size + w, though w counts in its size; here every prompt above the quota is cut.
-Where the window covers all that a head holds (not defined there), rows of the block only are without a score.
-Pooling runs over rows in order of place; the published decoding pools over rows in the order of their scores.
+Source: the CAKE paper; antgroup/cakekv, cake/cake_cache.py. Symbols: w the number of last queries t, p_{t,j} their
+attention to row j, κ the width of the average pooling.
+
+    s_j = pool_κ(mean_t p_{t,j} + γ·var_t p_{t,j})
+
+The variance is unbiased (0 for one query). The scores are per query head. The rows of the window are left out before
+pooling and always stay. The last step is the mean over the group. While decoding, the newest query's attention replaces
+the mean, and there is no variance. The number of rows of each layer is the matter of allocator=cake. DropKV's table
+calls the indicator alone CAKE.
+
+Differences from the source: it cuts nothing while L ≤ cache size + w, although its cache size includes w; here every
+prompt above the quota is cut. If the window covers everything that a head holds, which the source does not define, only
+the rows of the block have no score. Pooling here runs over rows in the order of the text; the published decoding pools
+over rows in the order of their scores.
 """
 
 from dataclasses import dataclass
@@ -17,25 +24,21 @@ from torch import Tensor
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import setting
 from kvbench.kernels.window_attention import window_statistics
 from kvbench.kernels.window_attention.pooling import pool_group
-from kvbench.validation import SettingError, is_number, require_int, require_odd
 
 
 @dataclass(frozen=True)
 class Cake(Method):
-    """`window` w, `kernel` κ of the average pooling, `gamma` γ."""
+    """Score rows by the mean and the variance of the last queries' attention."""
 
-    window: int
-    kernel: int
-    gamma: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_int("method.window", self.window, 1)
-        require_odd("method.kernel", self.kernel)
-        if not is_number(self.gamma) or not self.gamma >= 0:
-            raise SettingError(f"method.gamma={self.gamma}: a number from 0 on")
+    window: int = setting(minimum=1)
+    """Number of last queries that score, w. Their own rows always stay."""
+    kernel: int = setting(minimum=1, odd=True)
+    """Width of the average pooling, κ."""
+    gamma: float = setting(minimum=0)
+    """Weight of the variance, γ."""
 
     def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
         return rows.places >= observation.tokens - self.window

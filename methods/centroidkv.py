@@ -1,11 +1,14 @@
-"""centroidkv: similar rows are merged into centroids that attention weighs by how many tokens they stand for.
+"""centroidkv: merge similar rows into centroids, which attention weighs by the number of tokens they stand for.
 
-Source: the CentroidKV paper (Chelsea, arXiv 2506.11418), Sections 4 and 5; no code is public. Sinks and recents stay
-out. The middle is cut into chunks; in each, even rows propose to their most similar odd row (cosine of keys); the most
-similar edges of all chunks are kept and merged, in rounds until the quota is met exactly. Not stated there and chosen
-here: matching per KV head on the rows as stored (post-RoPE); sinks and recents are a head's first and last rows and
-count in the budget; where it has no room for both, recents give way before sinks; a centroid keeps its odd row's place;
-every round keeps at most the share r of its edges, the last one exactly as many as needed.
+Source: the CentroidKV paper (Chelsea, arXiv 2506.11418), Sections 4 and 5. Its code is not public. Sinks and recent
+rows are not merged. The rows between them are cut into chunks. In each chunk every even row proposes to its most
+similar odd row (cosine of the keys). The most similar pairs of all chunks are merged, in rounds, until the quota is met
+exactly.
+
+The paper leaves open, and this file chooses: pairs are found per KV head on the rows as stored (post-RoPE). Sinks and
+recent rows are a head's first and last rows and count in the budget. If the budget has no room for both, recent rows
+give way first. A centroid keeps the position of its odd row. Every round merges at most the share r of its pairs, and
+the last round merges exactly as many as needed.
 """
 
 from dataclasses import dataclass
@@ -16,38 +19,32 @@ from torch import Tensor
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import setting
 from kvbench.kernels.row_selection import top_k_mask
 from kvbench.kernels.soft_matching import edge_count, join, match
-from kvbench.validation import SettingError, exact_share, is_number, require_int
+from kvbench.validation import exact_share
 
-SCRATCH = 64_000_000  # bytes of keys and values, about, that a round may leave behind
+SCRATCH = 64_000_000  # bytes of keys and values that a round may write, roughly
 
 
 @dataclass(frozen=True)
 class CentroidKV(Method):
-    """`sinks`, `recents`: first and last rows left alone; `chunk`: rows of a chunk, None for one; `r`: share of a
-    round's edges that are kept, in (0, 1].
-    """
+    """Merge similar rows instead of dropping rows."""
 
-    sinks: int
-    recents: int
-    chunk: int | None
-    r: float
+    sinks: int = setting(minimum=0)
+    """Number of first rows that are never merged."""
+    recents: int = setting(minimum=0)
+    """Number of last rows that are never merged."""
+    chunk: int | None = setting(minimum=2)
+    """Number of rows of a chunk; `None` makes one chunk of all rows."""
+    r: float = setting(above=0, maximum=1)
+    """Share of a round's pairs that are merged at most."""
 
     scores = False
     merges = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_int("method.sinks", self.sinks, 0)
-        require_int("method.recents", self.recents, 0)
-        if self.chunk is not None:
-            require_int("method.chunk", self.chunk, 2)
-        if not is_number(self.r) or not 0 < self.r <= 1:
-            raise SettingError(f"method.r={self.r}: a share in (0, 1]")
-
     def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
-        if quota == 1:  # the one row must be free to stand for all
+        if quota == 1:  # the only row must be free to stand for all others
             return None
         return (torch.arange(len(rows), device=rows.mass.device) < self.sinks).expand_as(rows.mass)
 
@@ -57,11 +54,13 @@ class CentroidKV(Method):
         return (torch.arange(len(rows), device=rows.mass.device) >= len(rows) - self.recents).expand_as(rows.mass)
 
     def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor, each: int | None = None) -> Rows:
-        """Rounds of matching over the middle, of as many heads at once as there is scratch for. All heads have the same
-        number of rows and quotas, and protect the same slots, so that nothing is asked of the device.
+        """Merge the rows between sinks and recent rows, for as many heads at once as the scratch memory allows.
+
+        All heads have the same number of rows, the same quota and the same protected slots, so the host never waits for
+        the device.
         """
         quota, count = int(quotas[0, 0]) if each is None else each, len(rows)
-        first = min(self.sinks, quota - 1)  # as `shrink` has it: recents give way to sinks
+        first = min(self.sinks, quota - 1)  # as in `fit_protected`: recent rows give way to sinks
         last = 0 if quota == 1 else min(self.recents, quota - 1 - first)
         columns = [x.flatten(0, 1)[None] for x in (rows.keys, rows.values, rows.places, rows.mass)]
         left = [x.new_empty(1, x.shape[1], quota, *x.shape[3:]) for x in columns]
@@ -73,10 +72,11 @@ class CentroidKV(Method):
             free = [old[:, some, first : count - last] for old in columns]
             for new, own in zip(left, self.centroids(free, quota - last - first), strict=True):
                 new[:, some, first : quota - last] = own
-        return Rows(*(x.view(*rows.mass.shape[:2], *x.shape[2:]) for x in left))
+        keys, values, places, mass = (x.view(*rows.mass.shape[:2], *x.shape[2:]) for x in left)
+        return Rows(keys, values, places, mass)
 
     def centroids(self, columns: list[Tensor], quota: int) -> list[Tensor]:
-        """Keys, values, places and masses of `quota` rows that all are merged into, round by round."""
+        """Merge rows round by round until `quota` are left; return their keys, values, places and masses."""
         keys, values, places, mass = columns
         while (count := places.shape[2]) > quota:
             similar, partner = match(keys, self.chunk)

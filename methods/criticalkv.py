@@ -1,12 +1,14 @@
-"""criticalkv: half of the quota goes by another method's scores, the rest by scores weighed with the projected values.
+"""criticalkv: fill a part of the quota by another method's scores and the rest by scores times projected values.
 
 Source: the CriticalKV paper, Algorithm 1; NVIDIA/kvpress, criticalkv_press.py (by its authors). Symbols: s_j the base
 method's score, n_j = mean over the group's query heads h of ‖W_o^h v_j‖₁, q a head's quota. Stage 1 keeps the ⌊α·q⌋
-rows of largest s_j, stage 2 fills up to q by (s_j + ε)·n_j; s_j should not be negative. Rows that the base method
-protects stay in both stages (the source multiplies their padding by n_j too, so there they may go where α·q < w).
-CriticalAdaKV is criticalkv with allocator=ada mode=safeguard: heads compete by s_j, then both stages run on each
-head's own quota; the safe rows of a head stay in both.
-When to cut is this method's `decoding` and `decode_interval`; the base method's own are replaced by them.
+rows with the largest s_j. Stage 2 fills up to q rows by (s_j + ε)·n_j. The scores s_j should not be negative.
+
+Rows that the base method protects stay in both stages. The source multiplies their padding by n_j too, so it can drop
+them if α·q < w. CriticalAdaKV is criticalkv with allocator=ada mode=safeguard: heads compete by s_j, and then both
+stages run on each head's own quota. The safe rows of a head stay in both stages.
+
+This method's `decoding`, `decode_interval` and `decode_size` replace those of the base method.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,32 +23,37 @@ from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, State
 from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import setting
 from kvbench.kernels.projected_norms import projected_norms
-from kvbench.validation import SettingError, is_number
+from kvbench.validation import SettingError
 
 NORM = "projected_norm"
 
 
 @dataclass(frozen=True)
 class CriticalKV(Method):
-    """`base`: the method whose scores count; `alpha` α in [0, 1]; `epsilon` ε."""
+    """Combine another method's scores with the norms of the projected values."""
 
-    base: Method
-    alpha: float
-    epsilon: float
+    base: Method = setting()
+    """The method whose scores count."""
+    alpha: float = setting(minimum=0, maximum=1)
+    """Share of the quota that the base method's scores fill alone, α."""
+    epsilon: float = setting(minimum=0)
+    """Number that is added to the scores before they are multiplied, ε."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.base.overrides("score"):
             raise SettingError(f"method.base={self.base.name}: {self.name} needs a method that scores rows")
-        if not is_number(self.alpha) or not 0 <= self.alpha <= 1:
-            raise SettingError(f"method.alpha={self.alpha}: a share in [0, 1]")
-        if not is_number(self.epsilon) or not self.epsilon >= 0:
-            raise SettingError(f"method.epsilon={self.epsilon}: a number from 0 on")
         if self.base.weighs_values:
             raise SettingError(f"method.base={self.base.name}: values would count twice; use it without its value norm")
-        when = {"decoding": self.decoding, "decode_interval": self.decode_interval, "decode_size": self.decode_size}
-        object.__setattr__(self, "base", replace(self.base, **when))
+        base = replace(
+            self.base,
+            decoding=self.decoding,
+            decode_interval=self.decode_interval,
+            decode_size=self.decode_size,
+        )
+        object.__setattr__(self, "base", base)
 
     @property
     def wants_lse(self) -> bool:
@@ -84,7 +91,7 @@ class CriticalKV(Method):
         return self.base.skips_layer(layer, layers)
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
-        """The base method's columns, and n_j of the rows that are new."""
+        """Return the base method's columns, and n_j of every row."""
         if observation.decoding and not self.decoding:
             return rows.columns
         new = observation.queries.shape[2]

@@ -1,10 +1,13 @@
-"""dropkv: rows whose removal would change the attention output most stay.
+"""dropkv: keep the rows whose removal would change the attention output most.
 
-Source: the DropKV paper; AozhongZhang/DropKV, patches/dropkv_transformers.patch (the paper's runs) and
-dropkv_cache.py (average pooling). Removing row j changes the output a_t of query t by p/(1-p)·(a_t - v_j), so
-s_j = mean over the group of Σ_t (p_{t,j}/(1 - p_{t,j} + ε))²·‖a_t - v_j‖² over the last w queries t, then pooled
-over all rows; the last w rows stay. The published code rounds p to bfloat16 first: a sink's p rounds to 1 and its
-score becomes about 1/ε².
+Source: the DropKV paper; AozhongZhang/DropKV, patches/dropkv_transformers.patch (the paper's runs) and dropkv_cache.py
+(average pooling). Symbols: w the number of last queries t, p_{t,j} their attention to row j, a_t their attention
+outputs, v_j the values. Removing row j changes a_t by p/(1-p)·(a_t - v_j), so
+
+    s_j = mean over the group of Σ_t (p_{t,j}/(1 - p_{t,j} + ε))²·‖a_t - v_j‖²
+
+The scores are then pooled over all rows. The last w rows always stay. The published code rounds p to bfloat16 first, so
+the p of a sink rounds to 1 and its score becomes about 1/ε².
 """
 
 from dataclasses import dataclass
@@ -14,31 +17,27 @@ from torch import Tensor
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import setting
 from kvbench.kernels.removal_scores import dropkv
 from kvbench.kernels.window_attention.pooling import POOLINGS, pool_group
-from kvbench.validation import SettingError, is_number, require_choice, require_int, require_odd
 
 
 @dataclass(frozen=True)
 class DropKV(Method):
-    """`window` w, `kernel` κ, `pooling` max|avg, `epsilon` ε, `p_dtype` bf16 (p is rounded) | fp32 (it is not)."""
+    """Score rows by how much their removal changes the attention output."""
 
-    window: int
-    kernel: int
-    pooling: str
-    epsilon: float
-    p_dtype: str
+    window: int = setting(minimum=1)
+    """Number of last queries that score, w. Their own rows always stay."""
+    kernel: int = setting(minimum=1, odd=True)
+    """Width of the pooling, κ."""
+    pooling: str = setting(choices=POOLINGS)
+    """How neighbouring scores are pooled."""
+    epsilon: float = setting(above=0)
+    """Number that keeps the denominator above 0, ε."""
+    p_dtype: str = setting(choices=("bf16", "fp32"))
+    """Whether p is rounded to bfloat16 (as in the published code) or not."""
 
     position_free = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_int("method.window", self.window, 1)
-        require_odd("method.kernel", self.kernel)
-        require_choice("method.pooling", self.pooling, POOLINGS)
-        require_choice("method.p_dtype", self.p_dtype, ("bf16", "fp32"))
-        if not is_number(self.epsilon) or not self.epsilon > 0:
-            raise SettingError(f"method.epsilon={self.epsilon}: a number above 0")
 
     def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
         return rows.places >= observation.tokens - self.window

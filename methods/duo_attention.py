@@ -1,14 +1,21 @@
-"""duo_attention: whole heads are full or streaming; a streaming head holds the first rows and the newest.
+"""duo_attention: each head is full or streaming. A streaming head holds only its first and its newest rows.
 
 Source: the DuoAttention paper (arXiv 2410.10819); mit-han-lab/duo-attention, duo_attn/utils.py (pattern files, the
-quantile) and attn_patterns/; NVIDIA/kvpress, duo_attention_press.py (a rounded count). Symbols: α trained gate of a
-layer and KV head, N heads of all layers, n tokens read, w = sinks + recent, b mean rows per head (the budget).
-The heads with the smallest α stream. How many: by `sparsity` σ, quantile: those below the σ-quantile of all α (it is
-⌈σ·(N-1)⌉ of them, none for σ=0, all for σ=1), or round: σ·N rounded; or, without it, the fewest that keep to the
-budget, ⌈N·(n-b)/(n-w)⌉ (ours). Equal α: the lower layer, then the lower head, stays full (official: unseeded noise).
+quantile) and attn_patterns/; NVIDIA/kvpress, duo_attention_press.py (a rounded count). Symbols: α the trained gate of a
+layer and KV head, N the number of heads of all layers, n tokens read, w = sinks + recent, b the mean number of rows per
+head (the budget).
 
-Pattern: a folder as published, full_attention_heads.tsv (a line of α per layer) and config.json (sink_size,
-recent_size); α is nan in layers with a sliding window, which no method cuts.
+The heads with the smallest α stream. How many heads stream depends on the settings:
+
+- `sparsity` σ, count=quantile: those below the σ-quantile of all α. That is ⌈σ·(N-1)⌉ heads, none for σ=0 and all for
+  σ=1.
+- `sparsity` σ, count=round: σ·N heads, rounded.
+- no `sparsity`: the fewest heads that keep to the budget, ⌈N·(n-b)/(n-w)⌉. This rule is kvbench's own.
+
+Of equal α the lower layer, then the lower head, stays full. (The official code adds unseeded noise.)
+
+A pattern is a folder as published: full_attention_heads.tsv has a line of α per layer, and config.json has sink_size
+and recent_size. α is nan in layers with a sliding window, which no method cuts.
 """
 
 import json
@@ -23,24 +30,28 @@ from torch import Tensor
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
-from kvbench.validation import SettingError, is_number, require_choice, require_int
+from kvbench.interfaces.settings import setting
+from kvbench.validation import SettingError, require_int
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """`alpha` by layer and KV head, nan where nothing is cut; rows that a streaming head holds."""
+    """A trained pattern: which heads need the full cache."""
 
     alpha: list[list[float]]
+    """The gate α of each layer and KV head; nan in layers that are not cut."""
     sinks: int
+    """First rows that a streaming head holds."""
     recent: int
+    """Newest rows that a streaming head holds."""
 
     @property
     def sliding(self) -> tuple[int, ...]:
-        """Layers without α."""
+        """Layers without α, which have a sliding window."""
         return tuple(layer for layer, own in enumerate(self.alpha) if all(map(math.isnan, own)))
 
     def order(self) -> list[tuple[int, int]]:
-        """(layer, head) of all that can stream; those that stream first come last."""
+        """Return (layer, head) of every head that can stream. The heads that stream first come last."""
         heads = [(layer, head) for layer, own in enumerate(self.alpha) for head in range(len(own))]
         cut = [place for place in heads if place[0] not in self.sliding]
         return sorted(cut, key=lambda place: -self.alpha[place[0]][place[1]])
@@ -48,29 +59,26 @@ class Pattern:
 
 @dataclass(frozen=True)
 class DuoAttention(Method):
-    """`path` of the pattern's folder; `sparsity`: share of heads that stream, None to follow the budget; `count`:
-    quantile | round; `sinks`, `recent`: rows of a streaming head, None for the pattern's own.
-    """
+    """Make the heads with the smallest trained gates stream."""
 
-    path: str | None
-    sparsity: float | None
-    count: str
-    sinks: int | None
-    recent: int | None
+    path: str | None = setting()
+    """The pattern's folder."""
+    sparsity: float | None = setting(minimum=0, maximum=1, allowed="a share in [0, 1], or null to follow the budget")
+    """Share of the heads that stream, σ. `None` follows the budget."""
+    count: str = setting(choices=("quantile", "round"))
+    """How a share becomes a number of heads."""
+    sinks: int | None = setting(minimum=0)
+    """First rows of a streaming head; `None` takes the pattern's number."""
+    recent: int | None = setting(minimum=1)
+    """Newest rows of a streaming head; `None` takes the pattern's number."""
     pattern: Pattern = field(init=False, repr=False, compare=False)
+    """The pattern that was read from `path`."""
 
     scores = False
     sets_head_quotas = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("method.count", self.count, ("quantile", "round"))
-        if self.sparsity is not None and not (is_number(self.sparsity) and 0 <= self.sparsity <= 1):
-            raise SettingError(f"method.sparsity={self.sparsity}: a share in [0, 1], or null to follow the budget")
-        if self.sinks is not None:
-            require_int("method.sinks", self.sinks, 0)
-        if self.recent is not None:
-            require_int("method.recent", self.recent, 1)
         own = read(self.path)
         sinks = own.sinks if self.sinks is None else self.sinks
         recent = own.recent if self.recent is None else self.recent
@@ -80,17 +88,18 @@ class DuoAttention(Method):
         found = (len(self.pattern.alpha), len(self.pattern.alpha[0]))
         if found != (layers, heads):
             raise SettingError(
-                f"method.path={self.path}: a pattern for (layers, KV heads) {found}, the model has {(layers, heads)}"
+                f"method.path={self.path}: the pattern has (layers, KV heads) {found}, the model {(layers, heads)}"
             )
         if self.pattern.sliding != sliding:
             raise SettingError(
-                f"method.path={self.path}: layers {self.pattern.sliding} have no α (nan), the model's layers with a "
-                f"sliding window are {sliding}"
+                f"method.path={self.path}: layers {self.pattern.sliding} have no α (nan), but the model's layers with "
+                f"a sliding window are {sliding}"
             )
 
     def head_quotas(self, quota: int, observation: Observation, state: State) -> Tensor:
-        """All rows for a full head, `window` for a streaming one. Chosen at the cuts of the prompt; a head that
-        streams never stops to.
+        """Return all rows for a full head and `window` rows for a streaming one.
+
+        Which heads stream is decided at the cuts of the prompt. A head that streams keeps streaming.
         """
         streaming, window = state.layer.get("streaming", 0), state.layer.get("window", 0)
         if not observation.decoding:
@@ -103,7 +112,7 @@ class DuoAttention(Method):
         return torch.tensor([window if (observation.layer, head) in stream else observation.tokens for head in heads])
 
     def streaming(self, quota: int, tokens: int) -> tuple[int, int]:
-        """How many heads of all layers stream, and the rows that each of them may hold."""
+        """Return how many heads of all layers stream, and how many rows each of them may hold."""
         heads, window = len(self.pattern.order()), self.pattern.sinks + self.pattern.recent
         if self.sparsity is None:
             if quota >= tokens:
@@ -117,7 +126,7 @@ class DuoAttention(Method):
         return math.ceil((heads - 1) * share), window
 
     def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor, each: int | None = None) -> Rows:
-        """First and newest rows of every head; where `sinks + recent` do not fit, both give way alike."""
+        """Keep the first and the newest rows of every head. If they do not all fit, both shrink in proportion."""
         sinks = quotas * self.pattern.sinks // (self.pattern.sinks + self.pattern.recent)
         sinks = sinks.clamp(max=self.pattern.sinks)[..., None]
         worth = torch.where(rows.places < sinks, torch.inf, rows.places.double())
@@ -125,10 +134,14 @@ class DuoAttention(Method):
 
 
 def read(path: str | None) -> Pattern:
-    """The pattern of a folder; SettingError if there is none."""
+    """Read the pattern of a folder.
+
+    Raises:
+        SettingError: There is no pattern, or it cannot be read.
+    """
     if path is None:
         raise SettingError(
-            "method.path=null: a folder with full_attention_heads.tsv and config.json, as in "
+            "method.path=null: give a folder with full_attention_heads.tsv and config.json, as in "
             "mit-han-lab/duo-attention attn_patterns/ or from python -m kvbench calibrate duo_attention"
         )
     if not isinstance(path, str | Path):
@@ -143,7 +156,9 @@ def read(path: str | None) -> Pattern:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SettingError(f"method.path={path}: no readable pattern ({reason})") from None
     if not alpha or len({len(own) for own in alpha}) > 1 or any(len(set(map(math.isnan, own))) > 1 for own in alpha):
-        raise SettingError(f"method.path={path}: full_attention_heads.tsv is no table of one α per layer and KV head")
+        raise SettingError(
+            f"method.path={path}: full_attention_heads.tsv must be a table with one α per layer and KV head"
+        )
     require_int("method.path: sink_size", sinks, 0)
     require_int("method.path: recent_size", recent, 1)
     return Pattern([[min(max(own, 0.0), 1.0) if own == own else own for own in line] for line in alpha], sinks, recent)

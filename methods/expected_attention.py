@@ -1,22 +1,27 @@
-"""expected_attention: rows that future queries are expected to look at stay.
+"""expected_attention: keep the rows that future queries are expected to attend to.
 
-Source: the Expected Attention paper (Eq. 9, Listing 1); NVIDIA/kvpress, expected_attention_press.py, with its
-decoding_press.py for decoding. Symbols: μ, Σ mean and biased covariance of a head's queries before rotation, over all
-tokens since the sinks; R̄ mean rotation of the T positions after the last token read (not orthogonal: fast pairs
-average towards 0; the identity where a model rotates only a part of d); s the scaling of the logits; m_j mass.
-z_j = s·(R̄μ)·k_j + s²·k_jᵀ(R̄ΣR̄ᵀ)k_j/2 + log m_j, p = softmax over the rows that are no sinks, per query head;
-score (mean of p over the group + ε)·‖v_j‖. With fewer than two queries the newest rows stay.
+Source: the Expected Attention paper (Eq. 9, Listing 1); NVIDIA/kvpress, expected_attention_press.py, and for decoding
+its decoding_press.py. Symbols: μ, Σ mean and biased covariance of a head's queries before rotation, over all tokens
+after the sinks; R̄ the mean rotation of the T positions after the last token read (not orthogonal: fast pairs average
+towards 0; it is the identity on dimensions that the model does not rotate); s the scaling of the logits; m_j the mass.
 
-The queries are the layer's own (after its QK norm, if any), turned back by the model's own rotary embedding: no
-hidden states are kept.
+    z_j = s·(R̄μ)·k_j + s²·k_jᵀ(R̄ΣR̄ᵀ)k_j/2 + log m_j
+    p = softmax of z over the rows that are no sinks, per query head
+    score_j = (mean of p_j over the group + ε)·‖v_j‖
 
-While decoding, decode_queries says whose moments a cut takes. text: those of the last `buffer` queries of the text but
-its sinks, the prompt's too, and R̄ is of the positions after them. buffer: as kvpress's DecodingPress has it. It keeps
-the queries of the last `buffer` passes of the model since the prompt or the last cut, and those of the cut's own pass
-come on top: 257 at 256. Of these it drops the first `sinks`, and R̄ is of the T positions that begin at the number of
-all, as if the text began with the buffer. A pass counts as one step of decode_interval however many tokens it reads (a
-question is one pass), and a pass of as many tokens as a cut leaves rows is followed by a cut at once. The source has no
-scores where the buffer has no more than `sinks` queries; here the newest rows stay then.
+With fewer than two queries the newest rows stay. The queries are the layer's own (after its QK norm, if any), rotated
+back by the model's own rotary embedding, so no hidden states are kept.
+
+While decoding, `decode_queries` says whose moments a cut uses:
+
+- text: the last `buffer` queries of the text except its sinks, including the prompt's. R̄ averages the positions after
+  them.
+- buffer: as in kvpress's DecodingPress. It keeps the queries of the last `buffer` passes of the model since the prompt
+  or the last cut, plus those of the cut's own pass (257 at 256). It drops the first `sinks` of them. R̄ averages the T
+  positions that begin at the number of all queries kept, as if the text began with the buffer. A pass counts as one
+  step of decode_interval, however many tokens it reads (a question is one pass). If a pass reads as many tokens as a
+  cut leaves rows, a cut follows at once. If the buffer has no more than `sinks` queries, the source has no scores; here
+  the newest rows stay.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,42 +34,37 @@ from torch import Tensor
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import setting
 from kvbench.kernels.expected_attention import Moments, expected_scores, merge, moments
-from kvbench.validation import SettingError, is_number, require_choice, require_int
 
-PLACES = 8192  # rotations that are made at once
+PLACES = 8192  # rotations that are computed at once
 
 
 @dataclass(frozen=True)
 class ExpectedAttention(Method):
-    """`positions` T that the rotation is averaged over; `sinks` that stay and whose queries do not count; `epsilon` ε;
-    `use_covariance`: without it z has no Σ; `use_vnorm`: without it the score is p; `buffer`: queries (text) or passes
-    (buffer) remembered for cuts while decoding; `decode_queries` text | buffer.
-    """
+    """Score rows by the attention that future queries are expected to pay them."""
 
-    positions: int
-    sinks: int
-    epsilon: float
-    use_covariance: bool
-    use_vnorm: bool
-    buffer: int
-    decode_queries: str
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_int("method.positions", self.positions, 1)
-        require_int("method.sinks", self.sinks, 0)
-        require_int("method.buffer", self.buffer, 2)
-        require_choice("method.decode_queries", self.decode_queries, ("text", "buffer"))
-        if not is_number(self.epsilon) or not self.epsilon >= 0:
-            raise SettingError(f"method.epsilon={self.epsilon}: a number of at least 0")
+    positions: int = setting(minimum=1)
+    """Number of future positions that the rotation is averaged over, T."""
+    sinks: int = setting(minimum=0)
+    """Number of first rows that always stay. Their queries do not enter the moments."""
+    epsilon: float = setting(minimum=0)
+    """Number that is added to the probabilities, ε."""
+    use_covariance: bool = setting()
+    """Whether z contains the term with Σ."""
+    use_vnorm: bool = setting()
+    """Whether the score is multiplied by the norm of the value."""
+    buffer: int = setting(minimum=2)
+    """Number of queries (text) or passes (buffer) that are remembered for cuts while decoding."""
+    decode_queries: str = setting(choices=("text", "buffer"))
+    """Which queries a cut while decoding uses."""
 
     @property
     def weighs_values(self) -> bool:
         return self.use_vnorm
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
-        """Moments of the prompt's queries (`count`, `mean`, `scatter`), and `recent`, the last queries as they came."""
+        """Remember the moments of the prompt's queries (`count`, `mean`, `scatter`) and the last queries (`recent`)."""
         if self.decode_queries == "buffer" and observation.decoding:
             self.fill(observation, state)
             return {}
@@ -84,8 +84,9 @@ class ExpectedAttention(Method):
         return {}
 
     def fill(self, observation: Observation, state: State) -> None:
-        """Put the queries of this pass into the buffer `recent`, which is empty after a cut; `passes`: the tokens that
-        each pass in it read.
+        """Append the queries of this pass to the buffer `recent`, which is empty after a cut.
+
+        `passes` holds the number of tokens of each pass in the buffer.
         """
         passes = () if state.layer.get("emptied", True) else state.layer["passes"][-self.buffer :]
         before = state.layer["recent"][:, :, -sum(passes) :] if passes else observation.queries[:, :, :0]
@@ -94,7 +95,10 @@ class ExpectedAttention(Method):
         state.layer["emptied"] = observation.share is not None
 
     def steps(self, tokens: int, quota: int | None) -> int:
-        """One a token, or of kvpress's buffer one a pass, and all where a pass is as long as what a cut leaves."""
+        """Count one step per token with decode_queries=text.
+
+        With decode_queries=buffer a pass is one step, or a whole interval if it reads as many tokens as a cut leaves.
+        """
         if self.decode_queries == "text":
             return tokens
         return self.decode_interval if quota is not None and tokens >= quota else 1
@@ -117,14 +121,14 @@ class ExpectedAttention(Method):
         covariance = found.covariance
         if covariance is not None:
             covariance = turn @ covariance @ turn.mT
-        competing = rows.mass.masked_fill(rows.places < self.sinks, 0)  # a sink that finds no room goes first
+        competing = rows.mass.masked_fill(rows.places < self.sinks, 0)  # a sink that does not fit the quota goes first
         values = rows.values if self.use_vnorm else None
         return expected_scores(
             found.mean @ turn.mT, covariance, rows.keys, competing, observation.scaling, values, self.epsilon
         )
 
     def moments(self, observation: Observation, state: State) -> Moments | None:
-        """Of the prompt's queries, or of the last ones while decoding."""
+        """Return the moments of the prompt's queries or, while decoding, of the last queries; None without queries."""
         if not observation.decoding:
             return self.prompt_moments(state) if "count" in state.layer else None
         if "recent" not in state.layer:
@@ -138,11 +142,15 @@ class ExpectedAttention(Method):
 
     @staticmethod
     def prompt_moments(state: State) -> Moments:
+        """Return the moments of the prompt's queries."""
         return Moments(state.layer["count"], state.layer["mean"], state.layer["scatter"])
 
 
 def shared(name: str, observation: Observation, state: State, make: Callable[[], Any]) -> Any:
-    """What depends on places alone, made by a block's first layer and dropped by its last."""
+    """Compute a value that depends on positions alone once for all layers of a block.
+
+    The block's first layer computes it and the last one drops it.
+    """
     about = observation.tokens, observation.queries.shape[2], observation.queries.device
     before, found = state.shared.pop(name, (None, None))
     if before != about:
@@ -153,12 +161,15 @@ def shared(name: str, observation: Observation, state: State, make: Callable[[],
 
 
 def shared_rotations(observation: Observation, tokens: int, state: State) -> tuple[Tensor, Tensor]:
+    """Return `rotations`, computed once for all layers of a block."""
     return shared("rotations", observation, state, lambda: rotations(observation, tokens))
 
 
 def rotations(observation: Observation, tokens: int) -> tuple[Tensor, Tensor]:
-    """cos and sin (tokens, r/2), one for each pair, that the last queries read were rotated with; in the dtype of the
-    queries, as the model rotated them. Made in parts: the model's own are float32 and twice as wide.
+    """Return the cos and sin that the last queries were rotated with, (tokens, r/2) each, one for each pair.
+
+    They have the dtype of the queries, as in the model. They are computed in parts, because the model's own are float32
+    and twice as wide.
     """
     places = torch.arange(observation.tokens - tokens, observation.tokens, device=observation.queries.device)
     made: list[Tensor] = []
@@ -172,14 +183,14 @@ def rotations(observation: Observation, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def mean_rotation(observation: Observation, first: int, positions: int, like: Tensor) -> Tensor:
-    """R̄ (d, d), averaged over `positions` places from `first` on; the dtype and dimension d of `like` (…, d)."""
+    """Return R̄ (d, d), the mean over `positions` positions from `first` on, like `like` (…, d) in dtype and size."""
     places = torch.arange(first, first + positions, device=like.device)
     cos, sin = (part[0].mean(0) for part in observation.rotation(places[None]))
     return turned(torch.eye(like.shape[-1], dtype=like.dtype, device=like.device), cos, sin).mT  # column by column
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """R·x over the last dimension: pairs (i, i + r/2) of the first r dimensions turn, the others stay as they are."""
+    """Rotate the pairs (i, i + r/2) of the first r dimensions of x; the other dimensions stay as they are."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     part, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
     one, other = part.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""full: the full cache, the baseline of every run. Nothing is ever cut."""
+"""full: keep the full cache. This is the baseline of every run; nothing is ever cut."""
 
 from kvbench.interfaces.method import Method as Full
 

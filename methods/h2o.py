@@ -1,10 +1,12 @@
-"""h2o: rows that got most attention from all queries so far stay, and the newest (heavy hitters).
+"""h2o: keep the rows that got most attention from all queries so far (heavy hitters), and the newest rows.
 
-Source: FMInference/H2O, h2o_hf/utils_real_drop/modify_llama.py (the variant that really evicts). The votes of row j
-are s_j = Σ p_{t,j} over all queries t that were read while it was held, in prefill and decoding; they leave with it.
-norm none ranks by s_j, which favours early rows; count by s_j / (queries that could see row j), which is
-NVIDIA/kvpress, observed_attention_press.py. Groups of query heads are an extension, the source has none: mean or max
-of the group's votes.
+Source: FMInference/H2O, h2o_hf/utils_real_drop/modify_llama.py (the variant that really evicts). The votes of row j are
+s_j = Σ p_{t,j} over all queries t that were read while the row was held, in prefill and decoding. They are dropped with
+the row.
+
+norm=none ranks rows by s_j, which favours early rows. norm=count ranks by s_j / (number of queries that could see row
+j), as in NVIDIA/kvpress, observed_attention_press.py. The source has no groups of query heads; `gqa` is kvbench's
+extension.
 """
 
 from collections.abc import Mapping
@@ -16,33 +18,36 @@ from torch import Tensor
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import setting
 from kvbench.kernels.accumulated_attention import accumulated_attention
-from kvbench.validation import SettingError, exact_share, is_number, require_choice
+from kvbench.validation import SettingError, exact_share
+
+RECENT = "a share in [0, 1) such as 0.5, or a whole number of rows of at least 0"
 
 
 @dataclass(frozen=True)
 class H2O(Method):
-    """`recent`: the newest rows that stay, a share of the quota (float) or rows (int); `norm` none|count; `gqa`
-    mean|max.
-    """
+    """Score rows by the attention that they have received so far."""
 
-    recent: float | int
-    norm: str
-    gqa: str
+    recent: float | int = setting(minimum=0, allowed=RECENT)
+    """The newest rows that stay: a share of the quota (float) or a number of rows (int)."""
+    norm: str = setting(choices=("none", "count"))
+    """What the votes are divided by: nothing, or the number of queries that could see the row."""
+    gqa: str = setting(choices=("mean", "max"))
+    """How the votes of the group's query heads are combined."""
 
     wants_lse = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("method.norm", self.norm, ("none", "count"))
-        require_choice("method.gqa", self.gqa, ("mean", "max"))
-        if not is_number(self.recent) or self.recent < 0 or (isinstance(self.recent, float) and self.recent >= 1):
-            raise SettingError(f"method.recent={self.recent}: a share in [0, 1) such as 0.5, or whole rows from 0 on")
+        if isinstance(self.recent, float) and self.recent >= 1:
+            raise SettingError(f"method.recent={self.recent}: {RECENT}")
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
-        """Votes so far, one column for the group, or one for each of its query heads where their maximum is asked."""
+        """Return the votes so far: one column for the group with gqa=mean, one per query head of the group with max."""
         if observation.decoding and not self.decoding:
             return rows.columns
+        assert observation.lse is not None  # the method sets `wants_lse`
         group = "mean" if self.gqa == "mean" else None
         found = accumulated_attention(
             observation.queries, rows.keys, rows.mass, observation.lse, observation.scaling, group=group

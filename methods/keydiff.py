@@ -1,9 +1,12 @@
-"""keydiff: rows whose keys differ most from the cache's mean key stay.
+"""keydiff: keep the rows whose keys differ most from the cache's mean key.
 
-Source: the KeyDiff paper, Eq. 8 and Section 5 (anchor and metric ablations, its Tables 15 and 16);
-NVIDIA/kvpress, keydiff_press.py. Symbols: μ anchor over the layer's rows, k_j post-RoPE key, k̂ = k/‖k‖.
-s_j = -cos(μ, k_j), with μ the mean of k̂ (mean_normalised), of k (mean_raw) or the component-wise median of k;
-or, pairwise, the mean similarity to every row in place of the similarity to μ.
+Source: the KeyDiff paper, Eq. 8 and Section 5 (ablations of anchor and metric, its Tables 15 and 16); NVIDIA/kvpress,
+keydiff_press.py. Symbols: μ the anchor over the layer's rows, k_j the post-RoPE key, k̂ = k/‖k‖.
+
+    s_j = -cos(μ, k_j)
+
+The anchor μ is the mean of k̂ (mean_normalised), the mean of k (mean_raw), or the component-wise median of k (median).
+With anchor=pairwise the mean similarity to every row replaces the similarity to μ.
 """
 
 from dataclasses import dataclass
@@ -15,28 +18,25 @@ from torch.nn.functional import normalize
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import setting
 from kvbench.kernels.key_similarity import anchor, similarity
-from kvbench.validation import SettingError, exact_share, is_number, require_choice
+from kvbench.validation import exact_share
 
-CHUNK = 256  # rows compared with all others at once
+CHUNK = 256  # number of rows that are compared with all others at once
 
 
 @dataclass(frozen=True)
 class KeyDiff(Method):
-    """`recent`: share of the quota that the newest rows have for sure (20 % in the paper's Math-500 runs)."""
+    """Score rows by how much their keys differ from an anchor."""
 
-    anchor: str
-    metric: str
-    recent: float
+    anchor: str = setting(choices=("mean_normalised", "mean_raw", "median", "pairwise"))
+    """What a key is compared with."""
+    metric: str = setting(choices=("cosine", "dot", "euclidean"))
+    """How it is compared."""
+    recent: float = setting(minimum=0, below=1)
+    """Share of the quota that always goes to the newest rows (0.2 in the paper's Math-500 runs)."""
 
     position_free = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_choice("method.anchor", self.anchor, ("mean_normalised", "mean_raw", "median", "pairwise"))
-        require_choice("method.metric", self.metric, ("cosine", "dot", "euclidean"))
-        if not is_number(self.recent) or not 0 <= self.recent < 1:
-            raise SettingError(f"method.recent={self.recent}: a share in [0, 1)")
 
     def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
         return None if self.recent == 0 else rows.places >= observation.tokens - exact_share(self.recent, quota)
@@ -49,14 +49,23 @@ class KeyDiff(Method):
         return -similarity(rows.keys, self.mean(rows), self.metric)
 
     def mean(self, rows: Rows) -> Tensor:
-        """(B, H, d) anchor over the rows that are present."""
+        """Return the anchor over the rows that are present, (B, H, d)."""
         if self.anchor == "median":
             keys = rows.keys.to(rows.mass.dtype)
             return keys.masked_fill(~rows.present[..., None], torch.nan).nanmedian(dim=2).values
         return anchor(rows.keys, rows.mass, normalised=self.anchor == "mean_normalised")
 
     def pairs(self, some: Tensor, keys: Tensor, mass: Tensor) -> Tensor:
-        """(B, H, m) mean similarity of `some` keys (B, H, m, d) to all that are present, themselves included."""
+        """Return the mean similarity of some keys to all keys that are present, themselves included.
+
+        Args:
+            some: (B, H, m, d)
+            keys: All keys of the layer, (B, H, n, d).
+            mass: (B, H, n)
+
+        Returns:
+            (B, H, m)
+        """
         if self.metric == "cosine":
             similar = normalize(some, dim=-1) @ normalize(keys, dim=-1).mT
         elif self.metric == "dot":

@@ -1,7 +1,8 @@
-"""knorm: rows whose keys have a small norm stay: s_j = -‖k_j‖₂ (L2 norm method).
+"""knorm: keep the rows whose keys have a small norm, s_j = -‖k_j‖₂ (L2 norm method).
 
-Source: alessiodevoto/l2compress, cache.py. RoPE keeps the norm, so the stored key serves. Its setting prune_after
-leaves a layer of fewer than 2048 rows as it is; it is not built: every layer that holds more than its quota is cut.
+Source: alessiodevoto/l2compress, cache.py. RoPE preserves the norm, so the stored key can be used. The source's setting
+prune_after, which leaves a layer of fewer than 2048 rows as it is, does not exist here: every layer that holds more
+than its quota is cut.
 """
 
 from dataclasses import dataclass
@@ -11,15 +12,17 @@ from torch import Tensor
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import setting
 from kvbench.kernels.key_similarity import norms
 from kvbench.validation import SettingError, require_int
 
 
 @dataclass(frozen=True)
 class Knorm(Method):
-    """`skip_layers`: layers that are never cut; what they hold comes on top of the budget and is measured."""
+    """Score rows by the norm of their keys."""
 
-    skip_layers: tuple[int, ...]
+    skip_layers: tuple[int, ...] = setting()
+    """Layers that are never cut. Their rows come on top of the budget and are measured."""
 
     position_free = True
 

@@ -1,19 +1,24 @@
-"""kvzip: rows that the model looks at when it is asked to repeat the text stay (KVzip).
+"""kvzip: keep the rows that the model attends to when it is asked to repeat the text (KVzip).
 
 Source: the KVzip paper (arXiv 2505.23416); snu-mllab/KVzip, model/wrapper.py, attention/score.py; NVIDIA/kvpress,
-kvzip_press.py. When the prompt was read, the model reads, over the whole cache, a request to repeat it and the text
-itself, `chunk` tokens at a time: request (with the last `postfix` tokens before the chunk, for all but the first), what
-the chat template has between a message and its answer, the chunk. Then s_j = max over these queries and over the
-group's query heads of the probability of row j, of a softmax over the prefix's rows, the chunk's and those just read;
-all that was read is forgotten and the cache is cut.
+kvzip_press.py. After the prompt the model reads, over the whole cache, a request to repeat the text and then the text
+itself, `chunk` tokens at a time. One such read consists of the request, the last `postfix` tokens before the chunk (for
+all chunks but the first), the tokens that the chat template puts between a message and its answer, and the chunk. Then
 
-The prefix (what stands in front of the user's text) is neither repeated nor cut. With `sinks`, as in kvpress, the first
-so many rows of the prompt are safe in its place, also where the prefix is shorter or none; rows of a longer prefix
-score 0, and the softmax has those sinks that stand before the chunk. (Without a chat template the source repeats the
-tokenizer's first token too.) scope model: rows of all layers and heads compete for the whole
-budget; head: every head has its quota, or what an allocator gives it. Ours: the prefix counts in the budget, no head
-falls below one row, the softmax is in float32 and ties go to the lower layer, head and place (the source takes what is
-strictly above a threshold, which may be less than asked).
+    s_j = max over these queries and over the group's query heads of p_j
+
+where p is a softmax over the rows of the prefix, of the chunk and of the read itself. The read is then forgotten and
+the cache is cut.
+
+The prefix is what stands before the user's text. It is neither repeated nor cut. With `sinks`, as in kvpress, that many
+first rows of the prompt are safe instead, even if the prefix is shorter or empty. The other rows of a longer prefix
+score 0, and the softmax contains those sinks that stand before the chunk. (Without a chat template the source also
+repeats the tokenizer's first token.)
+
+With scope=model the rows of all layers and heads compete for the whole budget. With scope=head every head has its
+quota, or what an allocator gives it. kvbench's own choices: the prefix counts in the budget, every head keeps at least
+one row, the softmax is in float32, and ties go to the lower layer, head and position. (The source keeps what is
+strictly above a threshold, which may be fewer rows than asked.)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,34 +33,34 @@ from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, State
 from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import setting
 from kvbench.kernels.max_attention import max_attention
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.validation import SettingError, require_choice, require_int
+from kvbench.validation import SettingError
 
 
 @dataclass(frozen=True)
 class KVzip(Method):
-    """`chunk` tokens repeated at a time, `postfix` tokens quoted before them; `first` and `later`: the requests, text
-    or token ids; `sinks`: first rows that are safe, None for the prefix; `scope` model|head.
-    """
+    """Score rows by the attention they receive while the model repeats the prompt."""
 
-    chunk: int
-    postfix: int
-    first: Any  # no union of text and list: the settings' library has none
-    later: Any
-    sinks: int | None
-    scope: str
+    chunk: int = setting(minimum=1)
+    """Number of tokens that are repeated at a time."""
+    postfix: int = setting(minimum=0)
+    """Number of tokens before a chunk that its request quotes."""
+    first: Any = setting()
+    """The request for the first chunk, a text or token ids. (OmegaConf supports no union of text and list.)"""
+    later: Any = setting()
+    """The request for every other chunk, a text or token ids."""
+    sinks: int | None = setting(minimum=0)
+    """Number of first rows that always stay; `None` keeps the prefix."""
+    scope: str = setting(choices=("model", "head"))
+    """Whether the rows of all layers and heads compete, or those of each head."""
 
     one_block = True
     needs_extra_reads = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_int("method.chunk", self.chunk, 1)
-        require_int("method.postfix", self.postfix, 0)
-        if self.sinks is not None:
-            require_int("method.sinks", self.sinks, 0)
-        require_choice("method.scope", self.scope, ("model", "head"))
         for name in ("first", "later"):
             own = getattr(self, name)
             ids = isinstance(own, Sequence) and all(type(token) is int and token >= 0 for token in own)
@@ -83,7 +88,7 @@ class KVzip(Method):
             start += chunk.shape[1]
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
-        """Scores of the rows that the reading is about; nothing was cut yet, so a row's index is its place."""
+        """Score the rows that the read is about. Nothing has been cut yet, so a row's index is its position."""
         if observation.about is None:
             return {}
         (start, stop), new = observation.about, observation.queries.shape[2]
@@ -95,12 +100,12 @@ class KVzip(Method):
         scores = state.layer.get("scores", found.new_zeros(*found.shape[:2], observation.prompt)).clone()
         scores[..., start:stop] = found
         state.layer["scores"] = scores
-        if self.sets_head_quotas:  # else no other layer asks for them, and nothing would free them
+        if self.sets_head_quotas:  # otherwise no layer would read and free them
             state.shared["scores"] = {**state.shared.get("scores", {}), observation.layer: scores}
         return {}
 
     def safe(self, observation: Observation) -> int:
-        """First rows that stay."""
+        """Return how many first rows always stay."""
         return observation.prefix if self.sinks is None else self.sinks
 
     def forget(self, state: State) -> None:
@@ -113,8 +118,9 @@ class KVzip(Method):
         return state.layer["scores"]
 
     def head_quotas(self, quota: int, observation: Observation, state: State) -> Tensor:
-        """(B, H): how many of the largest scores of all layers and heads this layer's heads have. Every head has its
-        safe rows and at least one, which do not compete.
+        """Return how many of the largest scores of all layers and heads each head of this layer has, (B, H).
+
+        Every head keeps its safe rows, and at least one row. These do not compete.
         """
         if "allotted" not in state.shared:
             found = state.shared.pop("scores")

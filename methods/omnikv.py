@@ -1,16 +1,20 @@
-"""omnikv: every row stays; a few filter layers choose which of the prompt's rows the layers behind them look at.
+"""omnikv: keep every row; a few filter layers choose the prompt's rows that the layers behind them attend to.
 
 Source: the OmniKV paper (ICLR 2025); antgroup/OmniKV, modeling/omnikv.py, modeling/spec_cache.py and
-configs/example.json. At each decoded token a filter layer scores the prompt's rows by its own queries and hands one
-set of k rows, the same for all heads, to the layers behind it up to the next filter layer. Layers before the first
-filter, filters, and `wait` layers behind each look at everything; all others at the k rows and every row after the
-prompt. A block of several tokens looks at everything. k is the budget: rows of the prompt, the others come on top.
+configs/example.json. For each decoded token a filter layer scores the prompt's rows by its own queries. It hands one
+set of k rows, the same for all heads, to the layers behind it, up to the next filter layer. Layers before the first
+filter, the filters, and the `wait` layers behind each filter attend to all rows. The other layers attend to the k rows
+and to every row after the prompt. A block of several tokens attends to all rows. k is the budget; it counts only rows
+of the prompt.
 
-Score of row j, q the last w queries with weight a_t, maxima over all query heads:
-last: max_h q_h·k_j of the token itself; softmax_last: the same after softmax over the prompt's rows;
-uniform, exp: Σ_t a_t max_h softmax_j(q_{t,h}·k_j) with a_t = 1, or 2^-age. There the window's own rows of the prompt,
-while it has some, are not scored: they are looked at, and k shrinks by their number, to 1 at least.
-The code rotates the window's queries all by the current position; here each keeps its own.
+Score of row j by the last w queries with weights a_t; maxima run over all query heads:
+
+- last: max_h q_h·k_j, of the newest token alone.
+- softmax_last: the same after a softmax over the prompt's rows.
+- uniform, exp: Σ_t a_t max_h softmax_j(q_{t,h}·k_j), with a_t = 1 or a_t = 2^-age. Rows of the prompt that are inside
+  the window are attended to without a score, and k shrinks by their number, but not below 1.
+
+The source rotates all queries of the window by the current position. Here each query keeps its own position.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,22 +26,27 @@ from torch import Tensor
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import setting
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.validation import SettingError, require_choice, require_int
+from kvbench.validation import SettingError, require_int
 
 
 @dataclass(frozen=True)
 class OmniKV(Method):
-    """`filters`: layers that choose, of a model of `depth` layers, and in proportion for one of another depth (None:
-    exactly those); `wait`: dense layers behind a filter; `selector`: last | softmax_last | uniform | exp; `window`:
-    queries of the last two.
-    """
+    """Let filter layers choose which rows the layers behind them attend to."""
 
-    filters: tuple[int, ...]
-    depth: int | None
-    wait: int
-    selector: str
-    window: int
+    filters: tuple[int, ...] = setting()
+    """Layers that choose, in ascending order, of a model with `depth` layers."""
+    depth: int | None = setting()
+    """Number of layers that `filters` refers to. For another model the filters move in proportion. `None` takes exactly
+    these layers in any model.
+    """
+    wait: int = setting(minimum=0)
+    """Number of layers behind a filter that still attend to all rows."""
+    selector: str = setting(choices=("last", "softmax_last", "uniform", "exp"))
+    """How a filter scores rows."""
+    window: int = setting(minimum=1)
+    """Number of last queries that score with uniform and exp, w."""
 
     scores = False
     attends_subset = True
@@ -46,15 +55,16 @@ class OmniKV(Method):
         super().__post_init__()
         filters = list(self.filters)
         if not filters or sorted(set(filters)) != filters or not all(isinstance(i, int) and i >= 0 for i in filters):
-            raise SettingError(f"method.filters={filters}: layers from 0 on, ascending")
+            raise SettingError(f"method.filters={filters}: layers from 0 on, in ascending order")
         if self.depth is not None:
             require_int("method.depth", self.depth, filters[-1] + 1)
-        require_int("method.wait", self.wait, 0)
-        require_choice("method.selector", self.selector, ("last", "softmax_last", "uniform", "exp"))
-        require_int("method.window", self.window, 1)
 
     def filter_of(self, layer: int, layers: int) -> int | None:
-        """The last filter at or before a layer, None before the first; SettingError for a filter that is not there."""
+        """Return the last filter at or before a layer, or None before the first filter.
+
+        Raises:
+            SettingError: The model has fewer layers than a filter needs.
+        """
         own = [i * layers // self.depth for i in self.filters] if self.depth else list(self.filters)
         if own[-1] >= layers:
             raise SettingError(f"method.filters={own}: the model has layers 0 to {layers - 1}")
@@ -62,6 +72,7 @@ class OmniKV(Method):
 
     @property
     def windowed(self) -> bool:
+        """Whether several queries score rows."""
         return self.selector in ("uniform", "exp")
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
@@ -78,16 +89,23 @@ class OmniKV(Method):
             decoded = request.first + 1 - prompt
             keys = rows().keys[:, :, :prompt]
             state.shared["look"] = self.choose(queries, keys, quota, decoded, request.scaling, state)
-        if layer <= chooser + self.wait or "look" not in state.shared:  # a filter with a sliding window chooses nothing
+        if (
+            layer <= chooser + self.wait or "look" not in state.shared
+        ):  # a filter layer with a sliding window chooses no rows
             return None
         after = queries.new_ones(len(queries), request.first + 1 - prompt, dtype=torch.bool)
         look = torch.cat([state.shared["look"].to(after.device), after], 1)
         return look[:, None].expand(-1, queries.shape[1], -1)
 
     def choose(self, queries: Tensor, keys: Tensor, quota: int, decoded: int, scaling: float, state: State) -> Tensor:
-        """(B, prompt) bool: rows to look at; `decoded` tokens were read after the prompt, this one included."""
+        """Return the rows to attend to, (B, prompt) bool.
+
+        `decoded` is the number of tokens read after the prompt, this one included.
+        """
         prompt = keys.shape[2]
-        own = min(max(0, self.window - decoded), prompt) if self.windowed else 0  # the prompt's rows in the window
+        own = (
+            min(max(0, self.window - decoded), prompt) if self.windowed else 0
+        )  # rows of the prompt that are inside the window
         if self.windowed:
             queries = self.recent(queries, state)
         scores = self.score_rows(queries, keys[:, :, : prompt - own], scaling)
@@ -95,7 +113,7 @@ class OmniKV(Method):
         return torch.cat([chosen, chosen.new_ones(len(chosen), own)], 1)
 
     def score_rows(self, queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
-        """(B, n) scores of keys (B, H, n, d) by queries (B, H·G, w, d), in float32 (float64 for float64 keys)."""
+        """Score keys (B, H, n, d) by queries (B, H·G, w, d): (B, n) in float32, or float64 for float64 keys."""
         dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
         grouped = queries.to(dtype).unflatten(1, (keys.shape[1], -1))
         logits = grouped @ keys.to(dtype)[:, :, None].mT * scaling
@@ -108,7 +126,7 @@ class OmniKV(Method):
         return p.sum(1)
 
     def recent(self, queries: Tensor, state: State) -> Tensor:
-        """(B, H·G, up to window, d): the newest queries, these included."""
+        """Return the newest queries, these included, (B, H·G, up to window, d)."""
         queries = queries[:, :, -self.window :]
         known = state.layer.get("queries", queries[:, :, :0])
         return torch.cat([known, queries], 2)[:, :, -self.window :].clone()

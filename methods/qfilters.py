@@ -1,12 +1,14 @@
-"""qfilters: rows whose keys point where the model's queries usually point stay; one fixed vector per KV head.
+"""qfilters: keep the rows whose keys point where the model's queries usually point, by one fixed vector per KV head.
 
-Source: the Q-Filters paper (arXiv 2503.02812); NathanGodey/qfilters, make_filters.py and src/hf_cache.py (recent rows
-kept, cuts at every step); NVIDIA/kvpress, qfilter_press.py (the score alone). Symbols: f the filter of a layer and KV
-head: minus the first right singular vector of its query heads' rotated queries, its sign set so that most queries
-project on it positively, mean over the group. s_j = -⟨f, k_j⟩.
+Source: the Q-Filters paper (arXiv 2503.02812); NathanGodey/qfilters, make_filters.py and src/hf_cache.py (it keeps
+recent rows and cuts at every step); NVIDIA/kvpress, qfilter_press.py (the score alone). Symbols: f the filter of a
+layer and KV head. It is minus the first right singular vector of a query head's rotated queries, with the sign for
+which most queries project on it positively, averaged over the group.
 
-The filters come from a safetensors file with `q_filters` (layers, KV heads, d), as published by the authors or as
-`python -m kvbench calibrate qfilters` makes it for any model.
+    s_j = -⟨f, k_j⟩
+
+The filters come from a safetensors file with `q_filters` (layers, KV heads, d), either as published by the authors or
+as `python -m kvbench calibrate qfilters` computes it for any model.
 """
 
 from dataclasses import dataclass
@@ -20,32 +22,37 @@ from torch import Tensor
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import setting
 from kvbench.kernels.key_similarity import similarity
-from kvbench.validation import SettingError, require_int
+from kvbench.validation import SettingError
 
 
 @dataclass(frozen=True)
 class QFilters(Method):
-    """`path` of the filters; `recent`: newest rows that stay."""
+    """Score rows by the projection of their keys on a fixed vector."""
 
-    path: str | None
-    recent: int
+    path: str | None = setting()
+    """The file of the filters."""
+    recent: int = setting(minimum=0)
+    """Number of newest rows that always stay."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_int("method.recent", self.recent, 0)
-        _ = self.filters  # a file that cannot be used is refused now
+        _ = self.filters  # refuse an unusable file at once
 
     @cached_property
     def filters(self) -> Tensor:
-        """(layers, H, d); no field, so that a method which holds this one can be built like any other."""
+        """The filters, (layers, H, d).
+
+        This is no dataclass field, because Hydra could not construct a method that has this one as its base.
+        """
         return read(self.path)
 
     def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
         if self.filters.shape != (layers, heads, dim):
             raise SettingError(
-                f"method.path={self.path}: filters for (layers, KV heads, dimensions) {tuple(self.filters.shape)}, "
-                f"the model has {(layers, heads, dim)}"
+                f"method.path={self.path}: the filters have (layers, KV heads, dimensions) "
+                f"{tuple(self.filters.shape)}, the model {(layers, heads, dim)}"
             )
 
     def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
@@ -57,10 +64,14 @@ class QFilters(Method):
 
 
 def read(path: str | None) -> Tensor:
-    """Filters (layers, H, d) of a file; SettingError if there are none."""
+    """Read the filters of a file, (layers, H, d).
+
+    Raises:
+        SettingError: The file has no filters, or it cannot be read.
+    """
     if path is None:
         raise SettingError(
-            "method.path=null: a safetensors file of filters; make one with "
+            "method.path=null: give a safetensors file of filters; make one with "
             "python -m kvbench calibrate qfilters --model MODEL --out FILE"
         )
     if not isinstance(path, str | Path):
@@ -70,7 +81,7 @@ def read(path: str | None) -> Tensor:
             filters = file.get_tensor("q_filters")
     except (OSError, SafetensorError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SettingError(f"method.path={path}: no readable file of filters ({reason})") from None
+        raise SettingError(f"method.path={path}: cannot read the filters ({reason})") from None
     if filters.dim() != 3 or not filters.is_floating_point() or not torch.isfinite(filters).all():
-        raise SettingError(f"method.path={path}: q_filters is no finite tensor (layers, KV heads, dimensions)")
+        raise SettingError(f"method.path={path}: q_filters must be a finite tensor (layers, KV heads, dimensions)")
     return filters

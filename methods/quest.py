@@ -1,11 +1,15 @@
-"""quest: every row stays, and each query head looks at the pages that could hold its largest logits.
+"""quest: keep every row; each query head attends to the pages that could hold its largest logits.
 
 Source: the Quest paper (arXiv 2406.10774), Algorithm 1; mit-han-lab/Quest, evaluation/quest_attention.py (accuracy) and
-quest/utils/controller.py (CUDA path). Rows lie in pages of P; with the elementwise bounds of a page's post-RoPE keys,
-u_page = Σ_d max(q_d·low_d, q_d·high_d). Each query head looks at all rows of its max(least, ⌊min(quota, n)/P⌋) pages
-of largest u, ties to the older page; `quota`, the budget, is rows looked at. The first layers look at everything, and
-so does a block of several tokens. The last, partial page competes like any other (evaluation code), or is always one
-of the pages (CUDA path). A quota of all rows looks at all rows: there the code may leave out one page.
+quest/utils/controller.py (CUDA path). Rows lie in pages of P rows. From the elementwise bounds of a page's post-RoPE
+keys follows an upper bound of its logits:
+
+    u_page = Σ_d max(q_d·low_d, q_d·high_d)
+
+Each query head attends to all rows of the max(least, ⌊min(quota, n)/P⌋) pages with the largest u; of equal pages the
+older one comes first. The budget is the number of rows attended to. The first layers attend to all rows, and so does a
+block of several tokens. The last, partial page competes like any other (evaluation code) or is always chosen (CUDA
+path). A quota of all rows attends to all rows; the source may then leave out one page.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,34 +21,30 @@ from torch import Tensor
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import setting
 from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.validation import require_choice, require_int
 
 
 @dataclass(frozen=True)
 class Quest(Method):
-    """`page` P; `least` pages; `dense_layers` first layers that look at everything; `question` dense: known tokens
-    after the prefill are one block, tokens: they take the sparse path one by one; `force_last`: the newest page is
-    always looked at.
-    """
+    """Attend only to the pages whose keys could give large logits."""
 
-    page: int
-    least: int
-    dense_layers: int
-    question: str
-    force_last: bool
+    page: int = setting(minimum=1)
+    """Number of rows of a page, P."""
+    least: int = setting(minimum=1)
+    """Smallest number of pages."""
+    dense_layers: int = setting(minimum=0)
+    """Number of first layers that attend to all rows."""
+    question: str = setting(choices=("dense", "tokens"))
+    """How known tokens after the prefill are read: as one block that attends to all rows (dense), or one by one, each
+    attending to its pages (tokens).
+    """
+    force_last: bool = setting()
+    """Whether the newest page is always chosen."""
 
     scores = False
     attends_subset = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_int("method.page", self.page, 1)
-        require_int("method.least", self.least, 1)
-        require_int("method.dense_layers", self.dense_layers, 0)
-        require_choice("method.question", self.question, ("dense", "tokens"))
-        require_choice("method.force_last", self.force_last, (True, False))
 
     @property
     def token_by_token(self) -> bool:
@@ -68,7 +68,7 @@ class Quest(Method):
         return top_k_mask(above, chosen).repeat_interleave(self.page, -1)[..., :held]
 
     def bounds(self, keys: Tensor, state: State) -> tuple[Tensor, Tensor]:
-        """Of all pages; those that were whole before are not looked at again."""
+        """Return the bounds of all pages. Those of pages that were already full are reused."""
         own = state.layer
         if own.get("rows") != keys.shape[2]:
             done = own.get("rows", 0) // self.page

@@ -1,4 +1,4 @@
-"""random: rows stay by a seeded draw per (seed, layer, head, place); the floor that every informed method must beat."""
+"""random: keep random rows, drawn per (seed, layer, head, position). Every informed method must beat this baseline."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from kvbench.interfaces.rows import Rows
 
 @dataclass(frozen=True)
 class Random(Method):
-    """A row keeps its draw for as long as it is held, so the choice does not depend on blocks or batches."""
+    """Score rows at random. A row keeps its score while it is held, so blocks and batches do not change the choice."""
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
         device = rows.places.device
@@ -23,7 +23,7 @@ class Random(Method):
 
 
 def scramble(x: Tensor) -> Tensor:
-    """The splitmix64 finaliser (Steele, Lea, Flood 2014) on int64, wrapping."""
+    """Apply the splitmix64 finaliser (Steele, Lea, Flood 2014) to int64 numbers, with overflow."""
     x = x + (0x9E3779B97F4A7C15 - (1 << 64))
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * (0xBF58476D1CE4E5B9 - (1 << 64))
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * (0x94D049BB133111EB - (1 << 64))

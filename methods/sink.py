@@ -1,11 +1,12 @@
-"""sink: the first rows and the newest (StreamingLLM).
+"""sink: keep the first rows and the newest rows (StreamingLLM).
 
-Source: mit-han-lab/streaming-llm, streaming_llm/kv_cache.py and pos_shift/modify_llama.py. positions rolling, the
-official definition: keys are rotated by their slot in the cache, the query by its own, so positions have no gaps and
-never pass the rows held. positions original: as the model rotated them, in NVIDIA/kvpress, microsoft/MInference and
-most re-implementations. They differ once something was evicted. Where a model's frequencies follow the longest place
-(longrope, dynamic), rolling takes those of the largest slot: a long text of which few rows are held is then attended to
-with the frequencies of a short one.
+Source: mit-han-lab/streaming-llm, streaming_llm/kv_cache.py and pos_shift/modify_llama.py. With positions=rolling, the
+official definition, each key is rotated by its slot in the cache and the query by its own slot. Positions then have no
+gaps and never exceed the number of rows held. With positions=original, keys stay as the model rotated them, as in
+NVIDIA/kvpress, microsoft/MInference and most re-implementations. The two differ once a row has been evicted.
+
+If a model's frequencies follow the largest position (longrope, dynamic), rolling uses the frequencies of the largest
+slot. The rows that are left of a long text are then attended to with the frequencies of a short text.
 """
 
 from dataclasses import dataclass
@@ -15,20 +16,17 @@ from torch import Tensor
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
-from kvbench.validation import require_choice, require_int
+from kvbench.interfaces.settings import setting
 
 
 @dataclass(frozen=True)
 class Sink(Method):
-    """`sinks`: first tokens that stay, the rest of the quota goes to the newest; `positions` rolling | original."""
+    """Keep the first rows; the newest rows fill the rest of the quota."""
 
-    sinks: int
-    positions: str
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_int("method.sinks", self.sinks, 0)
-        require_choice("method.positions", self.positions, ("rolling", "original"))
+    sinks: int = setting(minimum=0)
+    """Number of first rows that always stay."""
+    positions: str = setting(choices=("rolling", "original"))
+    """Whether positions are slots in the cache (rolling) or in the text (original)."""
 
     @property
     def uses_cache_positions(self) -> bool:

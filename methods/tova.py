@@ -1,8 +1,8 @@
-"""tova: rows that the newest query attends to stay, at every step; nothing is protected.
+"""tova: keep the rows that the newest query attends to, at every step. No row is protected.
 
-Source: schwartz-lab-NLP/TOVA, src/tova_cache.py: s_j = mean over all query heads of p_{last,j}, one set of rows for
-all KV heads of a layer. scope group: mean within the group, each KV head its own rows, as the KeyDiff paper runs it.
-NVIDIA/kvpress, tova_press.py, keeps the last row for sure.
+Source: schwartz-lab-NLP/TOVA, src/tova_cache.py. With scope=layer, s_j is the mean over all query heads of p_{last,j},
+and all KV heads of a layer keep the same rows. With scope=group it is the mean within the group, and each KV head keeps
+its own rows, as the KeyDiff paper runs it. NVIDIA/kvpress, tova_press.py, always keeps the last row.
 """
 
 from dataclasses import dataclass
@@ -14,28 +14,25 @@ from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import setting
 from kvbench.kernels.window_attention import window_statistics
-from kvbench.validation import require_choice, require_int
 
 
 @dataclass(frozen=True)
 class TOVA(Method):
-    """`scope` layer|group: whose query heads vote together; `recent`: newest rows that stay for sure."""
+    """Score rows by the attention of the newest query."""
 
-    scope: str
-    recent: int
+    scope: str = setting(choices=("layer", "group"))
+    """Whose query heads are averaged: all of the layer, or those of the KV head's group."""
+    recent: int = setting(minimum=0)
+    """Number of newest rows that always stay."""
 
     position_free = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_choice("method.scope", self.scope, ("layer", "group"))
-        require_int("method.recent", self.recent, 0)
 
     def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
         if self.scope == "layer" and not allocator.even:
             return (
-                f"allocator={allocator.name}: {self.name} scores all heads of a layer alike, they cannot compete; "
+                f"allocator={allocator.name}: {self.name} scores all heads of a layer alike, so they cannot compete; "
                 "use method.scope=group"
             )
         return super().refuses(allocator, codec)

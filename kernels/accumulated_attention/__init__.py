@@ -1,4 +1,4 @@
-"""How much attention each row got from a block: column sums of the attention probabilities."""
+"""Sum the attention that each row got from a block: the column sums of the attention probabilities."""
 
 from torch import Tensor
 
@@ -16,12 +16,22 @@ def accumulated_attention(
     group: str | None = None,
     implementation: str | None = None,
 ) -> Tensor:
-    """Σ_t exp(q_t·k_j·scaling + log mass_j - lse_t), in float32 (float64 for float64 masses): (B, H, G, n), or
-    (B, H, n) with group "mean", the mean over a KV head's G query heads.
+    """Return Σ_t exp(q_t·k_j·scaling + log mass_j - lse_t) for each row j.
 
-    queries (B, H·G, T, d), whose last belongs to the last row, query t sees rows up to n - T + t; keys (B, H, n, d);
-    mass (B, H, n) >= 0; lse (B, H·G, T), the log-sum-exp of the same logits. implementation: "reference" | "triton";
-    None chooses. ValueError for shapes that do not fit.
+    Args:
+        queries: (B, H·G, T, d). The last query belongs to the last row; query t sees rows up to n - T + t.
+        keys: (B, H, n, d)
+        mass: Tokens that each row stands for, (B, H, n), at least 0.
+        lse: The log-sum-exp of the same logits, (B, H·G, T).
+        scaling: The factor of the logits.
+        group: "mean" averages over the G query heads of a KV head; None does not.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        (B, H, G, n), or (B, H, n) with group "mean"; float32, or float64 for float64 masses.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
     if queries.shape[1] % keys.shape[1] or queries.shape[2] > keys.shape[2] or lse.shape != queries.shape[:3]:
         raise ValueError(

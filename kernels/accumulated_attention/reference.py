@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 20  # logits held at once: what stays in a core's cache
+CHUNK = 1 << 20  # logits that are held at once; they fit the cache of a core
 
 
 def accumulated_attention_reference(queries: Tensor, keys: Tensor, mass: Tensor, lse: Tensor, scaling: float) -> Tensor:
@@ -16,7 +16,7 @@ def accumulated_attention_reference(queries: Tensor, keys: Tensor, mass: Tensor,
     step = max(1, CHUNK // (batch * query_heads * rows))
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
-        past, end = rows - tokens + start, rows - tokens + stop  # all of the chunk's queries see rows before `past`
+        past, end = rows - tokens + start, rows - tokens + stop  # every query of the chunk sees the rows before `past`
         logits = grouped[..., start:stop, :] @ keys[:, :, None, :end].mT * scaling + bias[..., :end]
         later = torch.ones(stop - start, stop - start, dtype=torch.bool, device=keys.device).triu(1)
         logits[..., past:].masked_fill_(later, -torch.inf)

@@ -1,9 +1,9 @@
-"""Columns of the attention probabilities reduced over the queries: their sum (votes) or their maximum (peaks).
+"""Reduce the columns of the attention probabilities over the queries: their sum or their maximum.
 
-A program owns a tile of rows of one KV head and goes through all queries that see one of them, query head after query
-head: nothing is added by two programs, so a result is the same every time. Sums stay spread over a tile's queries until
-the end, so a loop has no reduction and reads one log-sum-exp a query. Symbols: logits in units of log 2, so that
-exp2 serves; mass is a factor of a column and is applied once, at the end.
+A program owns a tile of rows of one KV head and goes through all queries that see one of them, query head by query
+head. No two programs add to the same number, so results are reproducible. Partial sums per query of a tile are added
+only at the end, so the loop has no reduction and reads one log-sum-exp per query. Logits are in units of log 2, so that
+exp2 can be used. Mass is a factor of a column and is applied once, at the end.
 """
 
 import torch
@@ -22,7 +22,10 @@ def over_queries(
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, MAXIMUM: tl.constexpr, DIAGONAL: tl.constexpr,
     UNIT: tl.constexpr, CAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`found` (BLOCK_T, BLOCK_N) with the queries `begin` to `end` of one head; DIAGONAL: some do not see all rows."""
+    """Add the queries from `begin` to `end` of one head to `found` (BLOCK_T, BLOCK_N).
+
+    DIAGONAL: some of the queries do not see all rows.
+    """
     member, channel = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     queries += begin.to(tl.int64) * stride_t
     lse += begin.to(tl.int64) * stride_l
@@ -45,7 +48,7 @@ def over_queries(
 
 @triton.jit
 def store(out, found, mass, row, rows, stride, share, MAXIMUM: tl.constexpr, HAS_MASS: tl.constexpr):
-    """A tile's columns, weighed: 0 for rows of mass 0, whatever they hold."""
+    """Weight a tile's columns. Rows of mass 0 get 0, whatever they hold."""
     held = row < rows
     value = tl.exp2(tl.max(found, 0)) if MAXIMUM else tl.sum(found, 0) * share
     if HAS_MASS:
@@ -62,10 +65,12 @@ def columns_kernel(
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     CAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """TOGETHER: one column for the group (the mean of sums, the largest of maxima), else one for each query head.
-    UNIT: what brings an lse to units of log 2.
+    """Reduce all queries for one tile of rows.
+
+    TOGETHER: one column for the group (the mean of sums, or the largest of maxima), otherwise one per query head. UNIT
+    is the factor that converts an lse to units of log 2.
     """
-    first = tl.program_id(0) * BLOCK_N  # early rows are seen by most queries and start first
+    first = tl.program_id(0) * BLOCK_N  # most queries see the early rows, so these start first
     sample, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     row, channel = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     held = row < rows
@@ -100,8 +105,10 @@ def columns_kernel(
 
 
 def blocks(dtype: torch.dtype, dim: int, tokens: int) -> dict[str, int]:
-    """Rows and queries of a tile, warps and stages. One group of four warps to a block and three blocks on an SM at
-    d = 128: the exponentials of one hide under the products of another. No more queries than there are.
+    """Choose rows and queries of a tile, warps and stages.
+
+    At d = 128 a block has one group of four warps, and three blocks share an SM, so that the exponentials of one block
+    overlap with the products of another. A tile has no more queries than there are.
     """
     few = max(16, triton.next_power_of_2(tokens))
     if dtype == torch.float32:
@@ -113,7 +120,7 @@ def columns(
     queries: Tensor, keys: Tensor, mass: Tensor | None, lse: Tensor, scaling: float, together: bool, maximum: bool,
     unit: float,
 ) -> Tensor:  # fmt: skip
-    """(B, H, n) if `together`, else (B, H, G, n), float32; `lse` times `unit` is in units of log 2."""
+    """Return (B, H, n) if `together`, otherwise (B, H, G, n), float32. `lse` times `unit` is in units of log 2."""
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
     group = query_heads // heads

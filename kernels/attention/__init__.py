@@ -1,4 +1,4 @@
-"""Attention over rows with mass: softmax(q·k·scaling + log mass)·v, causal within the block."""
+"""Attend to rows with mass: softmax(q·k·scaling + log mass)·v, causal within the block."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from kvbench.kernels.attention.reference import attend_reference, pad_ragged
 from kvbench.kernels.attention.sdpa import attend_cudnn, attend_sdpa, attend_sdpa_lse, cudnn_serves
 from kvbench.kernels.dispatch import FAST, choose_implementation
 
-LONG = 512  # tokens of a block from which on cuDNN takes it; chosen by trial on an H200
+LONG = 512  # smallest block that goes to cuDNN, in tokens; chosen by trial on an H200
 
 
 def attend(
@@ -23,12 +23,23 @@ def attend(
     lse: bool = False,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Outputs (B, Hq, T, d) in the queries' dtype and, if `lse`, the log-sum-exp (B, Hq, T) in at least float32.
+    """Attend to padded rows.
 
-    queries (B, Hq, T, d); keys, values (B, H, n, d), H dividing Hq, whose last T rows are the block: query t sees
-    rows up to n - T + t. mass (B, H, n) >= 0, None for all ones; rows of mass 0 do not exist. look (B, Hq, n) bool:
-    rows a query head may see, None for all. implementation: "reference" | "sdpa"; None chooses.
-    ValueError for shapes that do not fit and for an implementation that cannot do what is asked.
+    Args:
+        queries: (B, Hq, T, d)
+        keys: (B, H, n, d); H divides Hq. The last T rows are the block: query t sees rows up to n - T + t.
+        values: (B, H, n, d)
+        mass: Tokens that each row stands for, (B, H, n), at least 0; None for one each. Rows of mass 0 do not exist.
+        scaling: The factor of the logits.
+        look: Rows that each query head may attend to, (B, Hq, n) bool; None for all.
+        lse: Whether the log-sum-exp is returned.
+        implementation: "reference" or "sdpa"; None chooses.
+
+    Returns:
+        The outputs, (B, Hq, T, d) in the queries' dtype, and the log-sum-exp, (B, Hq, T) in at least float32, or None.
+
+    Raises:
+        ValueError: Shapes do not fit, or the implementation does not support the arguments.
     """
     batch, query_heads, tokens, dim = queries.shape
     if keys.shape != values.shape or keys.shape[0] != batch or keys.shape[3] != dim:
@@ -57,17 +68,25 @@ def attend(
 
 @dataclass(frozen=True)
 class RaggedRows:
-    """R rows of several heads, row after row: those of head (b, h), the i-th of B·H, are `lengths[i]` from `starts[i]`
-    on.
+    """R rows of several heads, one after the other.
+
+    The i-th of the B·H heads has the `lengths[i]` rows from `starts[i]` on.
     """
 
-    keys: Tensor  # (R, d), contiguous
-    values: Tensor  # (R, d), contiguous
-    mass: Tensor | None  # (R,) tokens that each row stands for, > 0; None: one each
-    starts: Tensor  # (B·H,) int64
-    lengths: Tensor  # (B·H,) int64
-    longest: int  # of the lengths
-    even: bool = False  # all heads have the longest's length
+    keys: Tensor
+    """(R, d), contiguous"""
+    values: Tensor
+    """(R, d), contiguous"""
+    mass: Tensor | None
+    """Tokens that each row stands for, (R,), above 0; None for one each."""
+    starts: Tensor
+    """(B·H,) int64"""
+    lengths: Tensor
+    """(B·H,) int64"""
+    longest: int
+    """The largest of the lengths."""
+    even: bool = False
+    """Whether all lengths are equal."""
 
 
 def attend_ragged(
@@ -82,12 +101,25 @@ def attend_ragged(
     step: Tensor | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same as `attend` over `held` rows and, behind those of every head, the first `tail` (None: all) of keys and
-    values (B, H, m, d), of which the last T rows are the block. No rows are copied together.
+    """Attend to ragged rows and to a tail behind them, without copying them together.
 
-    step: int32 on the device, so many rows more are in the tail (for graphs, whose arguments are fixed).
-    implementation: "reference" | "triton" | "cudnn" (a block over even heads of single tokens); None chooses.
-    ValueError for shapes that do not fit and for an implementation that cannot do what is asked.
+    Args:
+        queries: (B, Hq, T, d)
+        held: The ragged rows; None for none.
+        keys: Keys of the tail, (B, H, m, d).
+        values: Values of the tail, (B, H, m, d).
+        scaling: The factor of the logits.
+        lse: Whether the log-sum-exp is returned.
+        tail: Number of rows of the tail that exist; None for all m. The last T of them are the block.
+        step: Further rows that exist in the tail, int32 on the device. A CUDA graph needs it, because all other
+            arguments of a graph are fixed.
+        implementation: "reference", "triton" or "cudnn" (for a block over even heads of single tokens); None chooses.
+
+    Returns:
+        The outputs, (B, Hq, T, d) in the queries' dtype, and the log-sum-exp, (B, Hq, T) in at least float32, or None.
+
+    Raises:
+        ValueError: Shapes do not fit, or the implementation does not support the arguments.
     """
     batch, query_heads, tokens, dim = queries.shape
     heads, room = keys.shape[1:3]
@@ -105,12 +137,12 @@ def attend_ragged(
     )
     if implementation == "cudnn":
         keys, values = keys[:, :, :tail], values[:, :, :tail]
-        earlier = [x[:, :, : tail - tokens] for x in (keys, values)] if tail > tokens else []
+        earlier = (keys[:, :, : tail - tokens], values[:, :, : tail - tokens]) if tail > tokens else None
         if held is not None:
-            cut = [x.view(batch, heads, held.longest, dim) for x in (held.keys, held.values)]
-            earlier = [torch.cat(both, 2) for both in zip(cut, earlier, strict=True)] if earlier else cut
+            cut = held.keys.view(batch, heads, held.longest, dim), held.values.view(batch, heads, held.longest, dim)
+            earlier = (torch.cat([cut[0], earlier[0]], 2), torch.cat([cut[1], earlier[1]], 2)) if earlier else cut
         keys, values = keys[:, :, tail - tokens :], values[:, :, tail - tokens :]
-        outputs, sums = attend_cudnn(queries, tuple(earlier) or None, keys, values, scaling)
+        outputs, sums = attend_cudnn(queries, earlier, keys, values, scaling)
         return outputs, sums if lse else None
     if implementation == "triton":
         from kvbench.kernels.attention.triton import attend_triton
@@ -129,7 +161,7 @@ def attend_ragged(
 
 
 def choose_cudnn(queries: Tensor, held: RaggedRows | None, keys: Tensor, tail: int, step: Tensor | None) -> str | None:
-    """Name of cuDNN's for a long block over even heads of single tokens, where it can serve them; else None."""
+    """Return "cudnn" for a long block over even heads of single tokens if cuDNN supports it, otherwise None."""
     plain = step is None and (held is None or (held.even and held.mass is None))
-    earlier = tail - queries.shape[2] + (0 if held is None else held.longest)  # of one row it refuses to be asked
+    earlier = tail - queries.shape[2] + (0 if held is None else held.longest)  # cuDNN refuses a single row
     return "cudnn" if plain and queries.shape[2] >= LONG and earlier != 1 and cudnn_serves(queries, keys) else None

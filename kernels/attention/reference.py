@@ -1,13 +1,13 @@
-"""The equation in PyTorch, in float32, or float64 for an oracle; outputs in the dtype of the queries."""
+"""The equation in PyTorch, computed in float32, or in float64 for an oracle. Outputs have the dtype of the queries."""
 
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 24  # logits held at once
+CHUNK = 1 << 24  # logits that are held at once
 
 
 def visible_mask(tokens: int, start: int, stop: int, rows: int, device: torch.device) -> Tensor:
-    """(stop - start, rows) bool: row j is seen by the block's query t, start <= t < stop, if j <= rows - tokens + t."""
+    """Return which rows the queries from `start` to `stop` see, (stop - start, rows) bool: j <= rows - tokens + t."""
     last = torch.arange(start, stop, device=device)[:, None] + rows - tokens
     return torch.arange(rows, device=device) <= last
 
@@ -39,7 +39,7 @@ def pad_ragged(
     held_keys: Tensor, held_values: Tensor, mass: Tensor | None, starts: Tensor, lengths: Tensor,
     keys: Tensor, values: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Keys, values (B, H, n, d) and mass (B, H, n) of ragged rows and the tail behind them; absent rows on the left."""
+    """Pad ragged rows and the tail behind them to keys and values (B, H, n, d) and mass (B, H, n), absent rows left."""
     batch, heads, tail, dim = keys.shape
     longest = int(lengths.max())
     dtype = torch.promote_types(keys.dtype, torch.float32)
@@ -50,6 +50,9 @@ def pad_ragged(
         some_keys[head, longest - length :] = held_keys[here]
         some_values[head, longest - length :] = held_values[here]
         some_mass[head, longest - length :] = 1 if mass is None else mass[here].to(dtype)
-    parts = [x.view(batch, heads, longest, *x.shape[2:]) for x in (some_keys, some_values, some_mass)]
     ones = torch.ones(batch, heads, tail, dtype=dtype, device=keys.device)
-    return tuple(torch.cat(both, 2) for both in zip(parts, (keys, values, ones), strict=True))
+    return (
+        torch.cat([some_keys.view(batch, heads, longest, dim), keys], 2),
+        torch.cat([some_values.view(batch, heads, longest, dim), values], 2),
+        torch.cat([some_mass.view(batch, heads, longest), ones], 2),
+    )

@@ -1,4 +1,4 @@
-"""The same through torch's scaled_dot_product_attention: no logits in memory where torch has a fused kernel for it."""
+"""Attend through torch's scaled_dot_product_attention, which needs no memory for logits if it has a fused kernel."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def attend_sdpa(
         return scaled_dot_product_attention(
             queries, keys, values, is_causal=True, scale=scaling, enable_gqa=heads != query_heads
         )
-    # one query head per row of the group: keys and values are read once for the whole group
+    # the query heads of a group become further queries, so keys and values are read once for the whole group
     groups = query_heads // heads
     grouped = queries.reshape(batch, heads, groups, tokens, dim)
     outputs = torch.empty_like(grouped)
@@ -31,8 +31,9 @@ def attend_sdpa(
 
 
 def attend_sdpa_lse(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exp (B, Hq, T) of a whole prompt on the CPU: torch's fused kernel has both, its public
-    function returns the outputs only.
+    """Return the outputs and the log-sum-exp (B, Hq, T) of a whole prompt on the CPU.
+
+    torch's fused kernel computes both, but its public function returns only the outputs.
     """
     groups = queries.shape[1] // keys.shape[1]
     keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
@@ -42,7 +43,7 @@ def attend_sdpa_lse(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
 
 
 def cudnn_serves(queries: Tensor, keys: Tensor) -> bool:
-    """Whether cuDNN's attention, the fastest for long blocks on Hopper, takes these."""
+    """Return whether cuDNN's attention, the fastest for long blocks on Hopper, supports these tensors."""
     if not queries.is_cuda or queries.dtype not in (torch.bfloat16, torch.float16):
         return False
     given = torch.backends.cuda.SDPAParams(queries, keys, keys, None, 0.0, True, queries.shape[1] != keys.shape[1])
@@ -52,8 +53,9 @@ def cudnn_serves(queries: Tensor, keys: Tensor) -> bool:
 def attend_cudnn(
     queries: Tensor, earlier: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exp (B, Hq, T) of a block over itself, causal, and over all rows `earlier`, keys and values
-    (B, H, m, d): two calls joined by their log-sum-exps, neither of which has a mask.
+    """Return the outputs and the log-sum-exp (B, Hq, T) of a block over itself, causal, and over all earlier rows.
+
+    `earlier` are keys and values (B, H, m, d). Two calls without a mask are joined by their log-sum-exps.
     """
     fused = torch.ops.aten._scaled_dot_product_cudnn_attention
     outputs, lse = fused(queries, keys, values, None, True, 0.0, True, scale=scaling)[:2]
@@ -62,7 +64,7 @@ def attend_cudnn(
         return outputs, lse
     others, other = fused(queries, *earlier, None, True, 0.0, False, scale=scaling)[:2]
     other = other.view(lse.shape)
-    share = torch.sigmoid(other - lse)[..., None].to(outputs.dtype)  # of the earlier rows in the softmax
+    share = torch.sigmoid(other - lse)[..., None].to(outputs.dtype)  # the earlier rows' share of the softmax
     return torch.lerp(outputs, others, share), torch.logaddexp(lse, other)
 
 
@@ -70,7 +72,7 @@ def _bias(
     batch: int, heads: int, groups: int, tokens: int, start: int, stop: int,
     mass: Tensor | None, look: Tensor | None, rows: int, like: Tensor,
 ) -> Tensor | None:  # fmt: skip
-    """(B or 1, H or 1, groups·(stop - start), rows): log mass, -inf where a query does not see a row."""
+    """Return the log mass, -inf where a query does not see a row: (B or 1, H or 1, groups·(stop - start), rows)."""
     if mass is None and look is None:
         if tokens == 1:
             return None
@@ -86,8 +88,17 @@ def _bias(
 
 
 def attend_windowed(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
-    """Outputs (B, Hq, T, d) over keys (B, H, n, d) whose last T rows are the block: query t sees rows up to
-    n - T + t, and of those the last `window` only.
+    """Attend within a sliding window.
+
+    Args:
+        queries: (B, Hq, T, d)
+        keys: (B, H, n, d). The last T rows are the block: query t sees rows up to n - T + t.
+        values: (B, H, n, d)
+        scaling: The factor of the logits.
+        window: Number of last rows that a query sees; None for all.
+
+    Returns:
+        The outputs, (B, Hq, T, d).
     """
     tokens, rows = queries.shape[2], keys.shape[2]
     step = max(1, CHUNK // (queries.shape[0] * queries.shape[1] * rows))

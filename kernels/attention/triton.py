@@ -1,6 +1,7 @@
-"""Attention over a ragged part and a tail in Triton: few queries split over the rows, many over the queries.
+"""Attention over a ragged part and a tail in Triton.
 
-Both kernels walk the two parts one after the other with an online softmax in float32, in base 2. Derivation: README.md.
+For few queries the programs split the rows; for many queries they split the queries. Both kernels read the two parts
+one after the other, with an online softmax in float32 and in base 2. Derivation: README.md.
 """
 
 import torch
@@ -9,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
-PROGRAMS = {16: 512, 32: 512, 64: 264, 128: 132}  # that rows are split into at most, by the queries of a program
-FEW = 64  # queries of a KV head that one program takes, however many heads there are
+PROGRAMS = {16: 512, 32: 512, 64: 264, 128: 132}  # most programs that rows are split into, by a program's queries
+FEW = 64  # queries of a KV head that one program always takes together
 ENOUGH = 256  # programs, each with 128 queries of a head, that fill a GPU without splitting the rows
 
 
@@ -19,8 +20,10 @@ def _tile(
     q, m, norm, acc, keys, values, mass, stride_k, stride_v, row, stop, limit, offset, columns, dim,
     scale, MASS: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows: `row` (N,) their index, of which those before `stop` exist; with MASKED a query sees rows up to
-    `limit` (M,). `offset`: elements from keys and values to row 0.
+    """Process one tile of rows.
+
+    `row` (N,) are the rows' indices; those before `stop` exist. With MASKED a query sees rows up to `limit` (M,).
+    `offset` is the number of elements from keys and values to row 0.
     """
     here = row < stop
     where = here[:, None] if WHOLE else here[:, None] & (columns < dim)[None]
@@ -28,7 +31,7 @@ def _tile(
     v = tl.load(values + row[:, None].to(tl.int64) * stride_v + columns[None], mask=where, other=0.0)
     if CAST:
         k, v = k.to(tl.float32), v.to(tl.float32)
-    logits = tl.dot(q, k.T, input_precision="ieee") * scale  # ieee: of float32 inputs, others are exact anyway
+    logits = tl.dot(q, k.T, input_precision="ieee") * scale  # for float32 inputs; other products are exact anyway
     if MASS:
         weight = tl.load(mass + offset + row, mask=here, other=1).to(tl.float32)
         logits += tl.log2(weight)[None]
@@ -54,8 +57,9 @@ def _few(
     HELD: tl.constexpr, MASS: tl.constexpr, STEP: tl.constexpr, SINGLE: tl.constexpr, LSE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """A program: M of the queries of one KV head, (query head of the group, token) one after the other, over one of
-    `splits` ranges of its rows.
+    """Attend with M queries of one KV head to one of `splits` ranges of its rows.
+
+    The queries are in the order (query head of the group, token).
     """
     head, split = tl.program_id(0), tl.program_id(1)
     b, h = head // heads, head % heads
@@ -117,7 +121,7 @@ def _combine(
     part_acc, part_max, part_norm, outputs, lse, tokens, group, splits, dim,
     LSE: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """One query's outputs from its splits; a program for each (sample, query head, token)."""
+    """Join the splits of one query. There is a program for each (sample, query head, token)."""
     place = tl.program_id(0).to(tl.int64)
     head, rest = place // (group * tokens), place % (group * tokens)
     split, columns = tl.arange(0, S), tl.arange(0, D)
@@ -142,7 +146,7 @@ def _many(
     HELD: tl.constexpr, MASS: tl.constexpr, LSE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """A program: M queries of one query head over all rows that they see; the last queries, which see most, first."""
+    """Attend with M queries of one query head to the rows that they see. The last queries see most and come first."""
     block, query_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     b, own = query_head // query_heads, query_head % query_heads
     h = own // (query_heads // heads)
@@ -167,7 +171,7 @@ def _many(
             )  # fmt: skip
     keys = tail_keys + b.to(tl.int64) * sk_b + h.to(tl.int64) * sk_h
     values = tail_values + b.to(tl.int64) * sv_b + h.to(tl.int64) * sv_h
-    whole = (tail - tokens + block * M + 1) // N * N  # rows before this one are seen by all of the queries
+    whole = (tail - tokens + block * M + 1) // N * N  # all queries see the rows before this one
     for first in range(0, whole, N):
         m, norm, acc = _tile(
             q, m, norm, acc, keys, values, held_mass, sk_n, sv_n,
@@ -195,7 +199,7 @@ def attend_triton(
     lse: bool,
     step: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `attend_ragged`; `longest`: rows that the longest head may have."""
+    """See `attend_ragged`. `longest` is the largest number of rows that a head may have."""
     batch, query_heads, tokens, dim = queries.shape
     heads = keys.shape[1]
     group = query_heads // heads
@@ -223,7 +227,7 @@ def attend_triton(
     rows = min(max(16, triton.next_power_of_2(group * tokens)), 32 if exact else 64 if sizes["D"] > 128 else 128)
     block, tiles = 32 if exact or sizes["D"] > 128 else 64, triton.cdiv(group * tokens, rows)
     splits = min(max(1, PROGRAMS[rows] // (batch * heads * tiles)), triton.cdiv(longest, 2 * block), 128)
-    parts = outputs, outputs, outputs
+    parts = [outputs, outputs, outputs]
     if splits > 1:
         parts = [
             torch.empty(batch * heads, splits, group * tokens, *more, dtype=torch.float32, device=queries.device)

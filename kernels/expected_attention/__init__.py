@@ -1,4 +1,4 @@
-"""What a Gaussian query expects to look at: moments of queries, and the expected logits and scores of keys."""
+"""Moments of queries, and the logits and scores that keys can expect from a Gaussian query with these moments."""
 
 from torch import Tensor
 
@@ -16,11 +16,20 @@ def moments(
     *,
     implementation: str | None = None,
 ) -> Moments:
-    """Count, mean (B, H, d) and, if wanted, scatter (B, H, d, d) of `queries` (B, H, T, d), T >= 1, about their mean.
+    """Return the count, mean and scatter of queries.
 
-    turn: cos and sin (T, r/2) that channels i and i + r/2 of the queries were rotated with; then the moments are of
-    queries as they were before. In float32, in float64 for float64 queries. implementation: "reference" | "triton";
-    None chooses. ValueError for shapes that do not fit.
+    Args:
+        queries: (B, H, T, d), with at least one query.
+        scatter: Whether the scatter is computed.
+        turn: The cos and sin (T, r/2) that channels i and i + r/2 of the queries were rotated with. The moments are
+            then those of the queries before the rotation.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        Moments in float32, or in float64 for float64 queries.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
     if queries.dim() != 4 or queries.shape[2] == 0:
         raise ValueError(f"moments: queries {tuple(queries.shape)}")
@@ -38,10 +47,20 @@ def moments(
 def expected_logits(
     mean: Tensor, covariance: Tensor | None, keys: Tensor, scaling: float, *, implementation: str | None = None
 ) -> Tensor:
-    """log E[exp(q·k·s)] of q ~ N(mean, covariance): (B, H·G, n) in the mean's dtype.
+    """Return log E[exp(q·k·scaling)] of q ~ N(mean, covariance) for every key.
 
-    mean (B, H·G, d); covariance (B, H·G, d, d), symmetric, or None for none; keys (B, H, n, d). implementation:
-    "reference" | "triton"; None chooses. ValueError if heads or dimensions do not fit.
+    Args:
+        mean: (B, H·G, d)
+        covariance: (B, H·G, d, d), symmetric; None for 0.
+        keys: (B, H, n, d)
+        scaling: The factor of the logits.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        (B, H·G, n) in the mean's dtype.
+
+    Raises:
+        ValueError: Heads or dimensions do not fit.
     """
     check_shapes("expected_logits", mean, covariance, keys)
     if choose_implementation("expected_logits", implementation, keys) == "triton":
@@ -62,10 +81,23 @@ def expected_scores(
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """(B, H, n) mean over a KV head's query heads of softmax_j(expected logit + log mass), then, with `values`
-    (B, H, n, d), plus epsilon and times ‖v_j‖. Rows of mass (B, H, n) 0 score 0 and take no part.
+    """Return the mean over a KV head's query heads of softmax_j(expected logit + log mass).
 
-    The rest as for `expected_logits`.
+    Args:
+        mean: (B, H·G, d)
+        covariance: (B, H·G, d, d), symmetric; None for 0.
+        keys: (B, H, n, d)
+        mass: Tokens that each row stands for, (B, H, n). Rows of mass 0 score 0 and do not enter the softmax.
+        scaling: The factor of the logits.
+        values: (B, H, n, d). If given, the result is (p_j + epsilon)·‖v_j‖ instead of p_j.
+        epsilon: See `values`.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        (B, H, n)
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
     check_shapes("expected_scores", mean, covariance, keys)
     if mass.shape != keys.shape[:3] or (values is not None and values.shape[:3] != mass.shape):
@@ -78,7 +110,7 @@ def expected_scores(
 
 
 def check_shapes(op: str, mean: Tensor, covariance: Tensor | None, keys: Tensor) -> None:
-    """ValueError if heads or dimensions do not fit."""
+    """Raise a ValueError if heads or dimensions do not fit."""
     heads, (keys_heads, _, dim) = mean.shape[1], keys.shape[1:]
     if heads % keys_heads or mean.shape[2] != dim:
         raise ValueError(f"{op}: mean {tuple(mean.shape)}, keys {tuple(keys.shape)}")

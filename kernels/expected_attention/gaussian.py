@@ -1,4 +1,4 @@
-"""Count, mean and scatter: what a Gaussian of queries is known by."""
+"""Count, mean and scatter of queries, which describe a Gaussian."""
 
 from dataclasses import dataclass
 
@@ -7,24 +7,27 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Moments:
-    """Of queries, per head: how many, their mean, and the sum of outer products of what differs from it."""
+    """The moments of each head's queries."""
 
     count: int
-    mean: Tensor  # (B, H, d)
-    scatter: Tensor | None  # (B, H, d, d), None where it is not wanted
+    """Number of queries."""
+    mean: Tensor
+    """(B, H, d)"""
+    scatter: Tensor | None
+    """The sum of the outer products of the differences from the mean, (B, H, d, d); None if not computed."""
 
     @property
     def covariance(self) -> Tensor | None:
-        """(B, H, d, d), biased: divided by the count."""
+        """The biased covariance (divided by the count), (B, H, d, d), or None."""
         return None if self.scatter is None else self.scatter / self.count
 
 
 def merge(one: Moments, other: Moments) -> Moments:
-    """Moments of both together (Chan, Golub, LeVeque 1979): nothing large is subtracted from anything large."""
+    """Return the moments of both together (Chan, Golub, LeVeque 1979), without cancellation of large numbers."""
     count = one.count + other.count
     step = other.mean - one.mean
     mean = one.mean + step * (other.count / count)
-    if one.scatter is None:
+    if one.scatter is None or other.scatter is None:
         return Moments(count, mean, None)
     between = step[..., :, None] * step[..., None, :] * (one.count * other.count / count)
     return Moments(count, mean, one.scatter + other.scatter + between)

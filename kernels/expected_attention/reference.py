@@ -1,17 +1,17 @@
-"""Moments of queries and what keys may expect under them, in PyTorch. Derivation: README.md."""
+"""Moments of queries and the expected logits of keys in PyTorch. Derivation: README.md."""
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.expected_attention.gaussian import Moments
 
-CHUNK = 1024  # keys whose products with all covariances of their group are held at once
+CHUNK = 1024  # keys that are multiplied with all covariances of their group at once
 
 
 def undo_rotation(queries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """queries (B, H, T, d), rotated with cos, sin (T, r/2) in pairs of channels i and i + r/2, as they were before."""
+    """Undo the rotation of queries (B, H, T, d) by cos, sin (T, r/2) in pairs of channels i and i + r/2."""
     cos, sin = cos.to(queries.dtype), sin.to(queries.dtype)
-    square = cos.square() + sin.square()  # a model may scale as it rotates (yarn)
+    square = cos.square() + sin.square()  # a model may also scale (YaRN)
     cos, sin, half = cos / square, sin / square, cos.shape[-1]
     one, other, rest = queries.split([half, half, queries.shape[-1] - 2 * half], dim=-1)
     return torch.cat([one * cos + other * sin, other * cos - one * sin, rest], -1)
@@ -29,7 +29,7 @@ def logits_reference(mean: Tensor, covariance: Tensor | None, keys: Tensor, scal
     batch, heads, rows, dim = keys.shape
     linear = scaling * mean.view(batch, heads, -1, dim)
     group = linear.shape[2]
-    if covariance is not None:  # Σ of a group side by side: (B, H, d, G·d)
+    if covariance is not None:  # the Σ of a group side by side, (B, H, d, G·d)
         square = (scaling**2 / 2) * covariance.view(batch, heads, group, dim, dim)
         square = square.transpose(2, 3).reshape(batch, heads, dim, group * dim)
     parts = []

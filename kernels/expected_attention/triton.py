@@ -1,9 +1,11 @@
 """Moments of queries and expected scores of keys, each by streaming kernels. Derivation: README.md.
 
-Products of bfloat16 keys with float32 matrices are two bfloat16 products: x = high + low, each with 8 bits, is x to
-2^-17, at what one TF32 product (2^-11) costs. Factors of the scatter of bfloat16 queries are rounded to bfloat16.
-float16 rows use three TF32 products, float32 rows IEEE arithmetic.
+A product of bfloat16 keys with float32 matrices is computed as two bfloat16 products. x = high + low, with 8 bits each,
+equals x to 2^-17, and costs as much as one TF32 product (2^-11). Factors of the scatter of bfloat16 queries are rounded
+to bfloat16. float16 rows use three TF32 products, float32 rows IEEE arithmetic.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -22,8 +24,9 @@ PRECISION = {torch.float32: "ieee", torch.float16: "tf32x3", torch.bfloat16: "ie
 def upright(
     queries, cos, sin, token, end, q_t, q_d, c_t, c_d, s_t, s_d, DIM: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr
 ):
-    """Two (tokens, C) in float32, turned back; 0 from token `end` on: channels `halves` of each token, of which the
-    first 2·HALF turn in pairs.
+    """Load two halves of the channels of some tokens, (tokens, C) each in float32, and rotate them back.
+
+    Tokens from `end` on are 0. The first 2·HALF channels are rotated in pairs.
     """
     first, second, pair = halves(DIM, HALF, C)
     here = (token < end)[:, None]
@@ -38,14 +41,14 @@ def upright(
         c = tl.load(cos + token[:, None] * c_t + pair[None, :] * c_d, mask=turns, other=1.0).to(tl.float32)
         s = tl.load(sin + token[:, None] * s_t + pair[None, :] * s_d, mask=turns, other=0.0).to(tl.float32)
         scale = 1.0 / (c * c + s * s)
-        c, s = c * scale, s * scale  # not x and y: a product that is rounded later would differ from the shift's
+        c, s = c * scale, s * scale  # x and y stay, because a product rounded later would differ from the shift's
         x, y = x * c + y * s, y * c - x * s
     return x, y
 
 
 @triton.jit
 def halves(DIM: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr):
-    """(C,) channels of two halves of a head's, pairs that turn at the same place, and that place."""
+    """Return the channels of both halves of a head, (C,) each, and the index of each pair."""
     pair = tl.arange(0, C)
     first = tl.where(pair < HALF, pair, pair + HALF)
     second = tl.where(pair < HALF, pair + HALF, pair + (DIM + 1) // 2)
@@ -54,7 +57,7 @@ def halves(DIM: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def outer(x, y, total, PRECISION: tl.constexpr):
-    """total + xᵀy."""
+    """Return total + xᵀy."""
     return tl.dot(tl.trans(x), y, total, input_precision=PRECISION)
 
 
@@ -64,8 +67,9 @@ def moments_kernel(
     SCATTER: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
     QUARTERS: tl.constexpr, ROUND: tl.constexpr, CAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of `per` queries of a head: Σ(q - c), c the mean of the first few, and Σ(q - c)(q - c)ᵀ, each factor a bfloat16
-    where ROUND.
+    """Compute Σ(q - c) and Σ(q - c)(q - c)ᵀ over `per` queries of a head, where c is the mean of the first few.
+
+    With ROUND each factor is rounded to bfloat16.
     """
     which, split = tl.program_id(0), tl.program_id(1)  # heads at the same tokens run together and share cos and sin
     first = (split * per).to(tl.int64)
@@ -93,7 +97,7 @@ def moments_kernel(
                 left, right = x.to(tl.bfloat16), y.to(tl.bfloat16)
             if CAST:
                 left, right = left.to(tl.float32), right.to(tl.float32)
-            if QUARTERS:  # a program has one of them, else all
+            if QUARTERS:  # a program computes one quarter, otherwise all
                 quarter = tl.program_id(2)
                 left, right = tl.where(quarter == 2, right, left), tl.where(quarter == 0, left, right)
                 own = outer(left, right, own, PRECISION)
@@ -134,7 +138,7 @@ def join_kernel(
     sums, shifts, scatters, mean, scatter, tokens, per, splits,
     SCATTER: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of a head's mean and scatter from all parts, each about a shift of its own."""
+    """Join the parts of a head's mean and scatter, ROWS at a time. Each part has a shift of its own."""
     which, heads = tl.program_id(0), tl.num_programs(0)
     row, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     own, all_own = row < DIM, column < DIM
@@ -173,7 +177,7 @@ def moments_triton(queries: Tensor, scatter: bool, turn: tuple[Tensor, Tensor] |
     splits = max(1, min(QUERY_PROGRAMS // (batch * heads * quarters), triton.cdiv(tokens, 4 * own["BLOCK_T"])))
     per = triton.cdiv(triton.cdiv(tokens, splits), own["BLOCK_T"]) * own["BLOCK_T"]
     splits = triton.cdiv(tokens, per)
-    new = dict(dtype=torch.float32, device=queries.device)
+    new: dict[str, Any] = dict(dtype=torch.float32, device=queries.device)
     sums, shifts = (torch.empty(splits, batch, heads, dim, **new) for _ in range(2))
     mean, whole = torch.empty(batch, heads, dim, **new), None
     scatters = made = mean
@@ -201,7 +205,7 @@ def query_tiles(dtype: torch.dtype, dim: int) -> dict[str, int]:
 
 @triton.jit
 def load_square(covariance, rows, columns, scale, DIM: tl.constexpr, SPLIT: tl.constexpr, CAST: tl.constexpr):
-    """A block of scale·Σ as high + low bfloat16 where SPLIT, else as it is, twice."""
+    """Return a block of scale·Σ as high and low bfloat16 with SPLIT, otherwise the block itself, twice."""
     inside = (rows < DIM)[:, None] & (columns < DIM)[None, :]
     whole = tl.load(covariance + rows[:, None] * DIM + columns[None, :], mask=inside, other=0.0) * scale
     high, low = whole, whole
@@ -215,7 +219,7 @@ def load_square(covariance, rows, columns, scale, DIM: tl.constexpr, SPLIT: tl.c
 
 @triton.jit
 def times(key, high, low, side, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
-    """side + key·(high + low)."""
+    """Return side + key·(high + low)."""
     side = tl.dot(key, high, side, input_precision=PRECISION)
     if SPLIT:
         side = tl.dot(key, low, side, input_precision=PRECISION)
@@ -228,8 +232,10 @@ def logits_kernel(
     GROUP: tl.constexpr, QUADRATIC: tl.constexpr, HAS_MASS: tl.constexpr, DIM: tl.constexpr, C: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, CAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """s·k·μ + s²·kᵀΣk/2 + log mass of `per` rows and one query head, whose Σ stays, and its part of the softmax: the
-    maximum and the sum of exponentials less it. Σ is symmetric: of its four quarters, three are multiplied.
+    """Compute s·k·μ + s²·kᵀΣk/2 + log mass for `per` rows and one query head, and its part of the softmax.
+
+    That part is the maximum and the sum of exponentials relative to it. The query head's Σ stays in the program.
+    Because Σ is symmetric, only three of its quarters are multiplied.
     """
     part, which = tl.program_id(1), tl.program_id(2)  # query heads of a group run together and share keys
     sample, head = (which // heads).to(tl.int64), (which % heads).to(tl.int64)
@@ -265,7 +271,7 @@ def logits_kernel(
             a, b = k, m
             if CAST or not SPLIT:
                 a, b = k.to(tl.float32), m.to(tl.float32)
-            if C > 64:  # too much to stay
+            if C > 64:  # too large to stay in registers
                 ll, ll_rest = load_square(covariance, low, low, half, DIM, SPLIT, CAST)
             one = times(a, ll, ll_rest, one, SPLIT, PRECISION)
             if C > 64:
@@ -300,7 +306,7 @@ def scores_kernel(
     GROUP: tl.constexpr, WEIGHED: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities, their mean over the group, and, where WEIGHED, (p + ε)·‖v‖, of BLOCK_N rows of a head."""
+    """Compute the mean probability p over the group for BLOCK_N rows of a head; with WEIGHED, (p + ε)·‖v‖."""
     first, which = (tl.program_id(0) * BLOCK_N).to(tl.int64), tl.program_id(1)
     sample, head = (which // heads).to(tl.int64), (which % heads).to(tl.int64)
     member, part = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
@@ -313,7 +319,7 @@ def scores_kernel(
         top = tl.max(maxima, 0)
         top = tl.where(top == float("-inf"), 0.0, top)
         logit = tl.load(logits + asking * rows + first + member, mask=held, other=0.0)
-        score += tl.exp(logit - top) / tl.maximum(tl.sum(sums * tl.exp(maxima - top), 0), 1e-30)  # 0 where no row is
+        score += tl.exp(logit - top) / tl.maximum(tl.sum(sums * tl.exp(maxima - top), 0), 1e-30)  # 0 if there is no row
     score = score / GROUP
     if WEIGHED:
         channel = tl.arange(0, BLOCK_D)
@@ -327,7 +333,7 @@ def scores_kernel(
 def logits_triton(
     mean: Tensor, covariance: Tensor | None, keys: Tensor, mass: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits (B, H·G, n), and of each part of the rows their maximum and sum of exponentials (B, H·G, parts)."""
+    """Return logits (B, H·G, n), and the maximum and sum of exponentials of each part of the rows, (B, H·G, parts)."""
     batch, heads, rows, dim = keys.shape
     query_heads = mean.shape[1]
     mean = mean.contiguous()
@@ -335,7 +341,7 @@ def logits_triton(
     tile = own["BLOCK_N"]
     per = tile * max(1, rows * batch * query_heads // (tile * KEY_PROGRAMS))
     parts = triton.cdiv(rows, per)
-    new = dict(dtype=torch.float32, device=keys.device)
+    new: dict[str, Any] = dict(dtype=torch.float32, device=keys.device)
     logits = torch.empty(batch, query_heads, rows, **new)
     tops, totals = (torch.empty(batch, query_heads, parts, **new) for _ in range(2))
     logits_kernel[(query_heads // heads, parts, batch * heads)](
@@ -348,7 +354,7 @@ def logits_triton(
 
 
 def key_tiles(dtype: torch.dtype, dim: int) -> dict[str, int]:
-    """Rows that pass by three quarters of Σ that stay, C by C channels each."""
+    """Choose the rows of a tile, beside three quarters of Σ of C by C channels each."""
     half = max(16, triton.next_power_of_2(dim) // 2)
     if dtype == torch.bfloat16:
         if half > 64:

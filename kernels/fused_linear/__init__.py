@@ -1,4 +1,4 @@
-"""The projections of a decoded token: x [+] f(norm(x) Wᵀ) for one row or few, weights read once."""
+"""The projections of decoded tokens: x [+] f(norm(x) Wᵀ) for one row or a few, with every weight read once."""
 
 from collections.abc import Sequence
 
@@ -21,10 +21,23 @@ def rms_norm_linear(
     residual: Tensor | None = None,
     implementation: str | None = None,
 ) -> list[Tensor]:
-    """norm(x) Wᵀ + bias [+ residual] for each of one to three weights (N, K): tensors (B, N), x being (B, K).
+    """Return norm(x) Wᵀ + bias [+ residual] for each of one to three weights.
 
-    norm: weight (K,) and ε of an RMS norm. Rounded to x's dtype after the norm, the product and the sum, as the modules
-    of transformers round. ValueError for shapes that do not fit.
+    Results are rounded to x's dtype after the norm, the product and the sum, like in the modules of transformers.
+
+    Args:
+        x: (B, K)
+        weights: (N, K) each.
+        biases: (N,) or None for each weight; None for no biases.
+        norm: The weight (K,) and ε of an RMS norm; None for no norm.
+        residual: (B, N), added to the product with a single weight.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        (B, N) for each weight.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
     if not 1 <= len(weights) <= 3 or any(weight.shape[1] != x.shape[1] for weight in weights):
         raise ValueError(f"rms_norm_linear: x {tuple(x.shape)}, weights {[tuple(weight.shape) for weight in weights]}")
@@ -41,7 +54,21 @@ def rms_norm_linear(
 def rms_norm_swiglu(
     x: Tensor, gate: Tensor, up: Tensor, norm: tuple[Tensor, float], *, implementation: str | None = None
 ) -> Tensor:
-    """silu(norm(x) gateᵀ)·(norm(x) upᵀ), (B, N), rounded as `rms_norm_linear` rounds; gate and up (N, K), x (B, K)."""
+    """Return silu(norm(x) gateᵀ)·(norm(x) upᵀ), rounded like `rms_norm_linear`.
+
+    Args:
+        x: (B, K)
+        gate: (N, K)
+        up: (N, K)
+        norm: The weight (K,) and ε of an RMS norm.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        (B, N)
+
+    Raises:
+        ValueError: Shapes do not fit.
+    """
     if gate.shape != up.shape or gate.shape[1] != x.shape[1]:
         raise ValueError(f"rms_norm_swiglu: x {tuple(x.shape)}, gate {tuple(gate.shape)}, up {tuple(up.shape)}")
     if choose_implementation("rms_norm_swiglu", implementation, x) == "reference":
@@ -58,7 +85,7 @@ def rms_norm_swiglu(
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, implementation: str | None = None) -> Tensor:
-    """RMS norm of x (B, K) over its last dimension, times weight (K,)."""
+    """Return the RMS norm of x (B, K) over its last dimension, times weight (K,)."""
     if choose_implementation("rms_norm", implementation, x) == "reference":
         return rms_norm_reference(x, weight, epsilon)
     from kvbench.kernels.fused_linear.triton import rms_norm_triton

@@ -1,4 +1,4 @@
-"""The projections in PyTorch, rounded where transformers' Llama-like modules round."""
+"""The projections in PyTorch, rounded like the Llama-like modules of transformers."""
 
 from collections.abc import Sequence
 

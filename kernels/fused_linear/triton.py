@@ -1,4 +1,4 @@
-"""Products of one row with matrices in Triton: every weight is read once. Derivation: README.md."""
+"""Multiply one row with matrices in Triton. Every weight is read once. Derivation: README.md."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 8  # outputs of a program; these three were chosen by trial on an H200
-COLUMNS = 512  # of the weights, taken at once
-STAGES = 3  # such parts on their way
+COLUMNS = 512  # columns of the weights that are read at once
+STAGES = 3  # such parts that are loaded ahead
 
 
 @triton.jit
 def _inverse(x, columns, epsilon, K: tl.constexpr):
-    """1/√(mean x² + ε) of one row."""
+    """Return 1/√(mean x² + ε) of one row."""
     total = tl.zeros([K], tl.float32)
     for first in range(0, columns, K):
         at = first + tl.arange(0, K)
@@ -25,7 +25,7 @@ def _inverse(x, columns, epsilon, K: tl.constexpr):
 
 @triton.jit
 def _some(x, inverse, scale, at, here, NORM: tl.constexpr):
-    """A part of the row, normed, as float32 that went through x's dtype."""
+    """Return a part of the normed row in float32, after rounding to x's dtype."""
     own = tl.load(x + at, mask=here, other=0.0)
     if NORM:
         weight = tl.load(scale + at, mask=here, other=0.0)
@@ -40,10 +40,10 @@ def _project(
     NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHTS: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program: N outputs of one of up to three weights."""
+    """Compute N outputs of one of up to three weights."""
     block = tl.program_id(0)
     weight, bias, rows, before = w0, b0, n0, 0
-    if WEIGHTS > 1:  # noqa: SIM102 - a constant: what is in it is not compiled otherwise
+    if WEIGHTS > 1:  # noqa: SIM102 - a constant, so the body is compiled only if it holds
         if block >= tl.cdiv(n0, N):
             block -= tl.cdiv(n0, N)
             weight, bias, rows, before = w1, b1, n1, n0
@@ -75,7 +75,7 @@ def _project(
 
 @triton.jit
 def _silu(gate, up, DTYPE: tl.constexpr):
-    """silu(gate)·up of float32 numbers, rounded to DTYPE after each step."""
+    """Return silu(gate)·up of float32 numbers, rounded to DTYPE after each step."""
     gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
     return (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up
 
@@ -84,7 +84,7 @@ def _silu(gate, up, DTYPE: tl.constexpr):
 def _gated(
     x, scale, gate, up, out, columns, rows, epsilon, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """A program: N outputs, from the same rows of both weights."""
+    """Compute N outputs, from the same rows of both weights."""
     row = tl.program_id(0) * N + tl.arange(0, N)
     there = row < rows
     inverse = _inverse(x, columns, epsilon, K)

@@ -1,4 +1,4 @@
-"""Keys compared with one vector of their head: the mean key as an anchor, similarities to it, norms."""
+"""Compare keys with one vector of their head: the mean key as an anchor, similarities to an anchor, and norms."""
 
 from torch import Tensor
 
@@ -9,10 +9,19 @@ METRICS = ("cosine", "dot", "euclidean")
 
 
 def anchor(keys: Tensor, mass: Tensor, normalised: bool, *, implementation: str | None = None) -> Tensor:
-    """Mean over rows, weighed by mass, of the keys or, if `normalised`, of k/‖k‖: (B, H, d) in the dtype of the mass.
+    """Return the mean of each head's keys, weighted by mass.
 
-    keys (B, H, n, d); mass (B, H, n) >= 0. implementation: "reference" | "triton"; None chooses. ValueError for shapes
-    that do not fit.
+    Args:
+        keys: (B, H, n, d)
+        mass: (B, H, n), at least 0.
+        normalised: Whether k/‖k‖ is averaged instead of k.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        (B, H, d) in the dtype of the mass.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
     if mass.shape != keys.shape[:3]:
         raise ValueError(f"anchor: keys {tuple(keys.shape)}, mass {tuple(mass.shape)}")
@@ -24,11 +33,21 @@ def anchor(keys: Tensor, mass: Tensor, normalised: bool, *, implementation: str 
 
 
 def similarity(keys: Tensor, anchor: Tensor, metric: str, *, implementation: str | None = None) -> Tensor:
-    """(B, H, n) of every key to its head's anchor, in the anchor's dtype: "cosine" k·a/(‖k‖·‖a‖), as torch's
-    cosine_similarity; "dot" k·a; "euclidean" -‖k - a‖. Absent rows have one too, of whatever they hold.
+    """Return the similarity of every key to its head's anchor.
 
-    keys (B, H, n, d); anchor (B, H, d) float32 (float64 for float64 keys). implementation: "reference" | "triton"; None
-    chooses. ValueError for shapes that do not fit and for another metric.
+    The result for an absent row depends on whatever the row holds.
+
+    Args:
+        keys: (B, H, n, d)
+        anchor: (B, H, d) float32, or float64 for float64 keys.
+        metric: "cosine" is k·a/(‖k‖·‖a‖), as in torch's cosine_similarity; "dot" is k·a; "euclidean" is -‖k - a‖.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        (B, H, n) in the anchor's dtype.
+
+    Raises:
+        ValueError: Shapes do not fit, or there is no such metric.
     """
     if anchor.shape != (*keys.shape[:2], keys.shape[3]):
         raise ValueError(f"similarity: keys {tuple(keys.shape)}, anchor {tuple(anchor.shape)}")
@@ -42,9 +61,17 @@ def similarity(keys: Tensor, anchor: Tensor, metric: str, *, implementation: str
 
 
 def norms(rows: Tensor, *, implementation: str | None = None) -> Tensor:
-    """‖x‖₂ of every row of `rows` (B, H, n, d): (B, H, n) in float32, in float64 for float64 rows.
+    """Return ‖x‖₂ of every row.
 
-    implementation: "reference" | "triton"; None chooses. ValueError for another number of dimensions.
+    Args:
+        rows: (B, H, n, d)
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        (B, H, n) in float32, or in float64 for float64 rows.
+
+    Raises:
+        ValueError: The rows have another number of dimensions.
     """
     if rows.dim() != 4:
         raise ValueError(f"norms: rows {tuple(rows.shape)}")

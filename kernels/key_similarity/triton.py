@@ -1,4 +1,4 @@
-"""Two streaming passes over keys: sums for the anchor, split over rows, then one number a row. No key is written.
+"""Two streaming passes over keys: sums for the anchor, split over rows, then one number per row. No key is written.
 
 Absent rows (mass 0) add nothing to a sum, whatever they hold. Symbols: k key, a anchor, both in float32 in registers.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 UNIT = 1e-12  # torch's normalize: k / max(‖k‖, UNIT)
 COSINE = 1e-8  # torch's cosine_similarity: both norms at least COSINE
 PROGRAMS = 2048  # enough to keep every SM's loads in flight
-TILE = 4096  # elements of a tile
+TILE = 4096  # number of elements of a tile
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def sums_kernel(
     keys, mass, sums, weights, rows, per, heads, k_b, k_h, k_n, k_d, m_b, m_h, m_n,
     NORMALISED: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Σ m·k or Σ m·k/‖k‖ and Σ m over `per` rows of a head; elements are summed apart until the end."""
+    """Compute Σ m·k or Σ m·k/‖k‖, and Σ m, over `per` rows of a head. Rows of a tile are added only at the end."""
     split, which = tl.program_id(0), tl.program_id(1)
     sample, head = (which // heads).to(tl.int64), (which % heads).to(tl.int64)
     member, channel = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -49,7 +49,7 @@ def compare_kernel(
     keys, anchor, out, rows, heads, k_b, k_h, k_n, k_d, a_b, a_h, a_d,
     METRIC: tl.constexpr, COSINE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """METRIC cosine | dot | euclidean | norm (which reads no anchor), for BLOCK_N rows of a head."""
+    """Compute a METRIC for BLOCK_N rows of a head: cosine, dot, euclidean, or norm, which reads no anchor."""
     first, which = tl.program_id(0) * BLOCK_N, tl.program_id(1)
     sample, head = (which // heads).to(tl.int64), (which % heads).to(tl.int64)
     member, channel = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -73,7 +73,7 @@ def compare_kernel(
 
 
 def tile(dim: int) -> dict[str, int]:
-    """Rows and channels of a tile, 32 elements a thread."""
+    """Choose rows and channels of a tile, 32 elements per thread."""
     wide = triton.next_power_of_2(dim)
     return {"BLOCK_N": TILE // wide, "BLOCK_D": wide, "num_warps": 4}
 

@@ -1,4 +1,4 @@
-"""The most attention that any query of a block gave to each row."""
+"""Find the largest attention that any query of a block paid to each row."""
 
 from torch import Tensor
 
@@ -7,10 +7,19 @@ from kvbench.kernels.max_attention.reference import max_attention_reference
 
 
 def max_attention(queries: Tensor, keys: Tensor, scaling: float, *, implementation: str | None = None) -> Tensor:
-    """max over the group's query heads and over queries t of softmax(q_t·k·scaling)_j: (B, H, n) in at least float32.
+    """Return the maximum of softmax(q_t·k·scaling)_j over queries t and the group's query heads.
 
-    queries (B, H·G, T, d), whose last belongs to the last row: query t sees rows up to n - T + t; keys (B, H, n, d).
-    implementation: "reference" | "triton"; None chooses. ValueError for shapes that do not fit.
+    Args:
+        queries: (B, H·G, T, d). The last query belongs to the last row; query t sees rows up to n - T + t.
+        keys: (B, H, n, d)
+        scaling: The factor of the logits.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        (B, H, n) in at least float32.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
     if queries.shape[1] % keys.shape[1] or queries.shape[2] > keys.shape[2]:
         raise ValueError(f"max_attention: queries {tuple(queries.shape)}, keys {tuple(keys.shape)}")

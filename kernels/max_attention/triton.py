@@ -1,7 +1,8 @@
-"""Largest probabilities in two passes over queries × keys: the queries' log-sum-exps, then the columns' maxima.
+"""Find the largest probabilities in two passes over queries × keys.
 
-The second pass is the kernel of votes; a maximum over logits less their log-sum-exp needs no exponential but the last.
-Symbols: logits in units of log 2.
+The first pass computes the queries' log-sum-exps, the second the columns' maxima, with the kernel of
+`accumulated_attention`. The maximum of logits minus log-sum-exps needs only one exponential, at the end. Logits are in
+units of log 2.
 """
 
 import torch
@@ -19,7 +20,10 @@ def over_rows(
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, CAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The running maximum and sum of exponentials with the rows `begin` to `end`; `last`: the last row a query sees."""
+    """Add the rows from `begin` to `end` to the running maximum and sum of exponentials.
+
+    `last` is the last row that a query sees.
+    """
     channel = tl.arange(0, BLOCK_D)
     for start in range(begin, end, BLOCK_N):
         row = start + tl.arange(0, BLOCK_N)
@@ -42,7 +46,7 @@ def lse_kernel(
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, CAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_T  # late queries see most rows and start first
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_T  # late queries see most rows, so they start first
     sample, head = (tl.program_id(1) // query_heads).to(tl.int64), (tl.program_id(1) % query_heads).to(tl.int64)
     token, channel = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     place = queries + sample * q_b + head * q_h + token.to(tl.int64)[:, None] * q_t + channel[None, :] * q_d
@@ -52,7 +56,7 @@ def lse_kernel(
     own = keys + sample * k_b + head // group * k_h
     past = rows - tokens
     top, total = tl.full((BLOCK_T,), float("-inf"), tl.float32), tl.zeros((BLOCK_T,), tl.float32)
-    middle = (first + past + 1) // BLOCK_N * BLOCK_N  # all queries of the tile see the rows before it
+    middle = (first + past + 1) // BLOCK_N * BLOCK_N  # all queries of the tile see the rows before this one
     top, total = over_rows(
         top, total, query, own, 0, middle, rows, past + token, scale, k_n, k_d,
         DIM, BLOCK_D, BLOCK_N, False, CAST, PRECISION,
@@ -66,7 +70,7 @@ def lse_kernel(
 
 
 def tiles(dtype: torch.dtype, dim: int, tokens: int) -> dict[str, int]:
-    """Queries that stay and rows that pass by, warps and stages."""
+    """Choose queries and rows of a tile, warps and stages."""
     few = max(16, triton.next_power_of_2(tokens))
     if dtype == torch.float32:
         return {"BLOCK_N": 32, "BLOCK_T": min(32, few), "num_warps": 4, "num_stages": 2}
@@ -74,7 +78,7 @@ def tiles(dtype: torch.dtype, dim: int, tokens: int) -> dict[str, int]:
 
 
 def lse(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
-    """(B, H·G, T) log-sum-exp of every query's logits in units of log 2, float32."""
+    """Return the log-sum-exp of every query's logits in units of log 2, (B, H·G, T) float32."""
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
     out = torch.empty(batch, query_heads, tokens, dtype=torch.float32, device=queries.device)

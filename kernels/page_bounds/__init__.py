@@ -1,4 +1,4 @@
-"""Bounds of the keys of a page, and of what queries can see in it."""
+"""Compute bounds of the keys of a page, and upper bounds of the logits of queries with them."""
 
 from torch import Tensor
 
@@ -7,8 +7,18 @@ from kvbench.kernels.page_bounds.reference import page_bounds_reference, page_up
 
 
 def page_bounds(keys: Tensor, page: int, *, implementation: str | None = None) -> tuple[Tensor, Tensor]:
-    """Elementwise minimum and maximum (B, H, ⌈n/page⌉, d) of the keys (B, H, n, d) of each page; the last page may be
-    partial. ValueError for no keys or page < 1.
+    """Return the elementwise minimum and maximum of the keys of each page. The last page may be partial.
+
+    Args:
+        keys: (B, H, n, d)
+        page: Number of rows of a page.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        Minimum and maximum, (B, H, ⌈n/page⌉, d) each.
+
+    Raises:
+        ValueError: There are no keys, or `page` is below 1.
     """
     if keys.dim() != 4 or page < 1 or keys.shape[2] == 0:
         raise ValueError(f"page_bounds: keys {tuple(keys.shape)} in pages of {page}")
@@ -20,9 +30,19 @@ def page_bounds(keys: Tensor, page: int, *, implementation: str | None = None) -
 
 
 def page_upper_bounds(queries: Tensor, low: Tensor, high: Tensor, *, implementation: str | None = None) -> Tensor:
-    """(B, H·G, pages) in float32 (float64 for float64 inputs): no q·k in the page is larger, but for rounding.
+    """Return an upper bound of q·k over the keys k of each page. It is exact up to rounding.
 
-    queries (B, H·G, d); low, high (B, H, pages, d). ValueError if heads do not divide or dimensions differ.
+    Args:
+        queries: (B, H·G, d)
+        low: Minimum of each page's keys, (B, H, pages, d).
+        high: Maximum of each page's keys, (B, H, pages, d).
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        (B, H·G, pages) in float32, or in float64 for float64 inputs.
+
+    Raises:
+        ValueError: Heads or dimensions do not fit.
     """
     fits = low.dim() == 4 and queries.dim() == 3 and low.shape == high.shape and queries.shape[2] == low.shape[3]
     if not fits or queries.shape[0] != low.shape[0] or queries.shape[1] % low.shape[1]:

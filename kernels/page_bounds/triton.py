@@ -1,12 +1,12 @@
-"""Bounds of pages and of what queries see in them: one pass over the keys, one over the bounds."""
+"""Bounds of pages in one pass over the keys, and of their logits in one pass over the bounds."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 8192  # of keys that a program holds
-PAGES = 32  # whose bounds a program holds
+ELEMENTS = 8192  # elements of keys that a program holds
+PAGES = 32  # pages whose bounds a program holds
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "pages", "page"])

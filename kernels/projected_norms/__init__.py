@@ -1,4 +1,4 @@
-"""How large values are behind the output projection, by row: what CriticalKV weighs attention with."""
+"""Norms of the values after the output projection, by which CriticalKV weights attention."""
 
 from torch import Tensor
 
@@ -7,9 +7,19 @@ from kvbench.kernels.projected_norms.reference import projected_norms_reference
 
 
 def projected_norms(values: Tensor, weight: Tensor, query_heads: int, *, implementation: str | None = None) -> Tensor:
-    """Mean over the group's query heads h of ‖W_o^h v_j‖₁: (B, H, n) in at least float32.
+    """Return the mean over the group's query heads h of ‖W_o^h v_j‖₁.
 
-    values (B, H, n, d); weight (hidden, query_heads·d), the layer's W_o. ValueError for shapes that do not fit.
+    Args:
+        values: (B, H, n, d)
+        weight: The layer's W_o, (hidden, query_heads·d).
+        query_heads: Number of query heads.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        (B, H, n) in at least float32.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
     heads, dim = values.shape[1], values.shape[3]
     if query_heads % heads or weight.dim() != 2 or weight.shape[1] != query_heads * dim:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 22  # projected elements held at once
+CHUNK = 1 << 22  # projected elements that are held at once
 
 
 def projected_norms_reference(values: Tensor, weight: Tensor, query_heads: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The norms in Triton: what is projected is summed where it is computed and never written."""
+"""The norms in Triton. Projected values are summed in registers and never written."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ def _norms(
     values, weight, out, rows, heads, group, dim, hidden, sv_b, sv_h, sv_n, sw,
     N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """A program: N rows of one KV head, all query heads of its group and M projected channels at a time."""
+    """Process N rows of one KV head with all query heads of its group, M projected channels at a time."""
     block, head = tl.program_id(0), tl.program_id(1)
     b, h = head // heads, head % heads
     row, column = block * N + tl.arange(0, N), tl.arange(0, D)

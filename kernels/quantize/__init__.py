@@ -1,4 +1,4 @@
-"""Rounding to 2 or 4 bits in groups, really packed."""
+"""Round numbers to a few bits in groups and pack the codes into bytes."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,19 @@ __all__ = ["Groups", "quantize", "dequantize"]
 
 
 def quantize(x: Tensor, bits: int, group: int, *, implementation: str | None = None) -> Groups:
-    """Codes (…, n·bits/8) uint8, scale and zero (…, n/group) float16 of x (…, n), in groups along the last dimension.
+    """Quantize x in groups along the last dimension. Computed in float32, or in float64 for float64 x.
 
-    Computed in float32 (float64 for float64 x). ValueError unless `bits` is 1, 2, 4 or 8, n is whole groups and a
-    group is whole bytes.
+    Args:
+        x: (…, n)
+        bits: 1, 2, 4 or 8.
+        group: Numbers that share a scale and a zero. It divides n.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        Codes (…, n·bits/8) uint8, and scale and zero (…, n/group) float16.
+
+    Raises:
+        ValueError: `bits` is not allowed, n is not a multiple of `group`, or a group does not fill whole bytes.
     """
     if bits not in (1, 2, 4, 8) or group < 1 or group * bits % 8 or x.shape[-1] % group:
         raise ValueError(f"quantize: {tuple(x.shape)} to {bits} bits in groups of {group}")
@@ -33,8 +42,21 @@ def dequantize(
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """(…, n) in `dtype`: what `quantize` kept of x. `turned`: in memory the last two dimensions may lie the other way
-    round, as they did in a transposed x. ValueError where codes and groups do not fit.
+    """Return the numbers that the codes stand for.
+
+    Args:
+        groups: What `quantize` returned.
+        bits: Bits of a code.
+        group: Numbers that share a scale and a zero.
+        dtype: The dtype of the result.
+        turned: Whether the last two dimensions may be swapped in memory, like in a transposed x.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        (…, n)
+
+    Raises:
+        ValueError: Codes and groups do not fit.
     """
     size = groups.codes.shape[-1] * 8
     if size != groups.scale.shape[-1] * group * bits or groups.scale.shape != groups.zero.shape:

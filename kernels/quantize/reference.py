@@ -1,4 +1,4 @@
-"""The rounding and the packing in PyTorch."""
+"""Rounding and packing in PyTorch."""
 
 from typing import NamedTuple
 
@@ -9,11 +9,14 @@ LARGEST = torch.finfo(torch.float16).max
 
 
 class Groups(NamedTuple):
-    """What is stored of x (…, n)."""
+    """A quantized tensor x (…, n)."""
 
-    codes: Tensor  # (…, n·bits/8) uint8
-    scale: Tensor  # (…, n/group) float16
-    zero: Tensor  # (…, n/group) float16
+    codes: Tensor
+    """(…, n·bits/8) uint8"""
+    scale: Tensor
+    """(…, n/group) float16"""
+    zero: Tensor
+    """(…, n/group) float16"""
 
 
 def quantize_reference(x: Tensor, bits: int, group: int) -> Groups:
@@ -22,7 +25,7 @@ def quantize_reference(x: Tensor, bits: int, group: int) -> Groups:
     low, high = grouped.amin(-1), grouped.amax(-1)
     scale = ((high - low) / (2**bits - 1)).clamp(max=LARGEST).half()
     zero = low.clamp(-LARGEST, LARGEST).half()
-    step = scale.to(work).masked_fill(scale == 0, torch.inf)[..., None]  # a constant group: all codes 0
+    step = scale.to(work).masked_fill(scale == 0, torch.inf)[..., None]  # in a constant group all codes are 0
     codes = ((grouped - zero.to(work)[..., None]) / step).clamp(0, 2**bits - 1).round().to(torch.uint8)
     parts = codes.flatten(-2).unflatten(-1, (-1, 8 // bits))
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=x.device)

@@ -1,5 +1,7 @@
-"""Rounding and packing in one pass each way. A program has some neighbours along the last dimension but one and one
-group of each; keys per channel come as a transposed view, whose neighbours lie side by side, and are not copied.
+"""Quantize and dequantize in one pass each.
+
+A program processes some neighbours along the last dimension but one, and one group of each. Keys per channel are a
+transposed view, whose neighbours are contiguous, so they are not copied.
 """
 
 import math
@@ -9,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LARGEST = tl.constexpr(65504.0)  # of float16
-EVEN = tl.constexpr(12582912.0)  # 1.5·2^23: adding it to a number below 2^22 leaves whole numbers, halves to the even
-ELEMENTS = 2048  # that a program holds
+LARGEST = tl.constexpr(65504.0)  # the largest float16
+EVEN = tl.constexpr(12582912.0)  # 1.5·2^23: adding it to a number below 2^22 rounds it, halves to even
+ELEMENTS = 2048  # elements that a program holds
 
 
 @triton.jit
 def _place(middle, groups, tiles, ROWS: tl.constexpr):
-    """Outer index, rows (ROWS,) of the middle dimension and whether they exist, group."""
+    """Return the outer index, the rows (ROWS,) of the middle dimension, which of them exist, and the group."""
     number, rest = tl.program_id(0) % groups, tl.program_id(0) // groups
     row = rest % tiles * ROWS + tl.arange(0, ROWS)
     return (rest // tiles).to(tl.int64), row, row < middle, number
@@ -39,7 +41,7 @@ def _pack(
     high = tl.max(tl.max(tl.where(own, values, float("-inf")), 2), 1)
     step = tl.minimum(tl.div_rn(high - low, tl.full(low.shape, 2.0**BITS - 1, tl.float32)), LARGEST).to(tl.float16)
     least = tl.minimum(tl.maximum(low, -LARGEST), LARGEST).to(tl.float16)
-    size = tl.where(step == 0, float("inf"), step.to(tl.float32))[:, None, None]  # a constant group: all codes 0
+    size = tl.where(step == 0, float("inf"), step.to(tl.float32))[:, None, None]  # in a constant group all codes are 0
     share = tl.div_rn(values - least.to(tl.float32)[:, None, None], tl.broadcast_to(size, values.shape))
     code = (tl.minimum(tl.maximum(share, 0.0), 2.0**BITS - 1) + EVEN) - EVEN
     packed = tl.sum(code.to(tl.int32) << (part * BITS)[None, None], 2)
@@ -70,12 +72,12 @@ def _unpack(
 
 
 def lines(x: Tensor) -> Tensor:
-    """x as (outer, middle, n); a view for up to three dimensions."""
+    """Return x as (outer, middle, n), which is a view for up to three dimensions."""
     return x.reshape(math.prod(x.shape[:-2]), math.prod(x.shape[-2:-1]), x.shape[-1])
 
 
 def grid(outer: int, middle: int, groups: int, wide: int) -> tuple[int, int, int]:
-    """Programs, tiles of the middle dimension, rows of a tile."""
+    """Choose programs, tiles of the middle dimension, and rows of a tile."""
     rows = min(max(1, ELEMENTS // wide), triton.next_power_of_2(middle))
     tiles = triton.cdiv(middle, rows)
     return outer * groups * tiles, tiles, rows

@@ -1,4 +1,4 @@
-"""What rows add to the outputs of the block's last queries: DropKV's and AnDPro's scores.
+"""Score rows by what they add to the outputs of the block's last queries, as in DropKV and AnDPro.
 
 Symbols: the last w queries t of the G query heads of a KV head, p_{t,j} their attention probabilities
 (kernels/window_attention), a_t their attention outputs, v_j values.
@@ -22,11 +22,24 @@ def dropkv(
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """1/G·Σ_t (p/(1 - p + ε))²·‖a_t - v_j‖², (B, H, n) in float32 (float64 for float64 inputs); 0 for mass 0.
+    """Return DropKV's scores, 1/G·Σ_t (p/(1 - p + ε))²·‖a_t - v_j‖².
 
-    queries, outputs (B, H·G, w, d), the last of which belongs to the last row; keys, values (B, H, n, d); mass
-    (B, H, n) >= 0, None for all ones. `rounded`: p is rounded to bfloat16 first. `implementation`: "reference" |
-    "triton", up to 64 queries; None chooses. ValueError for what does not fit.
+    Args:
+        queries: (B, H·G, w, d). The last query belongs to the last row.
+        keys: (B, H, n, d)
+        values: (B, H, n, d)
+        outputs: The queries' attention outputs, (B, H·G, w, d).
+        mass: Tokens that each row stands for, (B, H, n), at least 0; None for one each.
+        scaling: The factor of the logits.
+        epsilon: ε
+        rounded: Whether p is rounded to bfloat16 first.
+        implementation: "reference", or "triton" for up to 64 queries; None chooses.
+
+    Returns:
+        (B, H, n) in float32, or in float64 for float64 inputs; 0 for rows of mass 0.
+
+    Raises:
+        ValueError: Shapes do not fit, or the implementation does not support the arguments.
     """
     check_value_shapes("dropkv", queries, keys, values, outputs, mass)
     if choose_window_implementation("dropkv", implementation, queries, keys, values, outputs) == "reference":
@@ -46,7 +59,7 @@ def andpro(
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """1/G·Σ_t p·⟨a_t, v_j⟩, (B, H, n); arguments and errors as `dropkv`."""
+    """Return AnDPro's scores, 1/G·Σ_t p·⟨a_t, v_j⟩, (B, H, n). Arguments and errors are those of `dropkv`."""
     check_value_shapes("andpro", queries, keys, values, outputs, mass)
     if choose_window_implementation("andpro", implementation, queries, keys, values, outputs) == "reference":
         return andpro_reference(queries, keys, values, outputs, mass, scaling)
@@ -58,7 +71,7 @@ def andpro(
 def check_value_shapes(
     op: str, queries: Tensor, keys: Tensor, values: Tensor, outputs: Tensor, mass: Tensor | None
 ) -> None:
-    """ValueError unless values are as keys and outputs as queries."""
+    """Raise a ValueError unless values have the shape of keys, and outputs that of queries."""
     check_shapes(op, queries, keys, mass)
     if values.shape != keys.shape or outputs.shape != queries.shape:
         raise ValueError(

@@ -1,9 +1,9 @@
 """DropKV's and AnDPro's scores in two launches: the window's partial sums over keys, then a pass over keys and values.
 
-Symbols and tiles are those of kernels/window_attention/triton.py. A program has all queries of a KV head (a tile of
-them where they are more than 128), so the sum over the group never leaves it. Per row and query it makes p and ⟨a, v⟩
-with two products of tiles; ‖a - v‖² = ‖a‖² + ‖v‖² - 2⟨a, v⟩, but in a tile of rows where some p is over a quarter by
-differences: there the weight grows to 1/ε² while a nears v.
+Symbols and tiles are those of kernels/window_attention/triton.py. A program has all queries of a KV head (or a tile of
+them if there are more than 128), so the sum over the group stays inside it. It computes p and ⟨a, v⟩ for each row and
+query by two tile products. ‖a - v‖² is ‖a‖² + ‖v‖² - 2⟨a, v⟩, except in a tile of rows where some p is over a quarter.
+There it is summed by differences, because the weight grows to 1/ε² while a approaches v.
 """
 
 import torch
@@ -25,13 +25,13 @@ from kvbench.kernels.window_attention.triton import (
     unbound,
 )
 
-LARGE = tl.constexpr(0.25)  # of p: above it distances are summed by differences
-STEP = tl.constexpr(8)  # columns of those in a round
+LARGE = tl.constexpr(0.25)  # if p is larger, distances are summed by differences
+STEP = tl.constexpr(8)  # columns that are summed at once then
 
 
 @triton.jit
 def rounded(p):
-    """float32 p >= 0 to the nearest bfloat16, ties to even, by its bits: the interpreter's conversion cuts them off."""
+    """Round float32 p >= 0 to the nearest bfloat16, ties to even, by its bits; Triton's interpreter would truncate."""
     bits = p.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
 
@@ -41,7 +41,7 @@ def by_differences(
     v_start, a_start, row, tile, rows, tokens, group, v_row, a_head, a_token,
     GT: tl.constexpr, WT: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """(N, M) ‖a - v‖², a column at a time; padding as if a were 0."""
+    """Return ‖a - v‖² (N, M), summed column by column. In the padding a is 0."""
     m = tl.arange(0, GT * WT)
     head, token = tile * GT + m // WT, m % WT
     there = (head < group) & (token < tokens)
@@ -65,7 +65,7 @@ def score_rows(
     GT: tl.constexpr, WT: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, MASS: tl.constexpr,
     REMOVAL: tl.constexpr, ROUNDED: tl.constexpr, CAUSAL: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """Scores of rows first, first + N, … below last."""
+    """Compute the scores of the rows from `first` to `last`, N at a time."""
     for start in range(first, last, N):
         row = start + tl.arange(0, N)
         k = load_rows(k_start, row, rows, k_row, D, DIM, CAST)
@@ -86,7 +86,7 @@ def score_rows(
             terms = weights * weights * distances
         else:
             terms = p * along
-        # what an absent row holds may be no number
+        # an absent row may hold NaN
         score = tl.sum(tl.where(p > 0, terms, 0.0), 1) / group
         tl.store(out + row, score, mask=row < rows)
 
@@ -100,7 +100,7 @@ def score_kernel(
     GT: tl.constexpr, WT: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
     MASS: tl.constexpr, REMOVAL: tl.constexpr, ROUNDED: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """scores (count, B, H, n) float32 of a tile of queries over `span` rows. REMOVAL: DropKV's, else AnDPro's."""
+    """Compute scores (count, B, H, n) of a tile of queries over `span` rows: DropKV's with REMOVAL, else AnDPro's."""
     tile, split, pair = tl.program_id(0) % count, tl.program_id(0) // count, tl.program_id(1)
     batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     q_start = queries + batch * q_batch + head * group * q_head
@@ -136,7 +136,7 @@ def score_triton(
     epsilon: float | None = None,
     rounding: bool = False,
 ) -> Tensor:
-    """DropKV's scores, or AnDPro's without `epsilon`."""
+    """Return DropKV's scores, or AnDPro's without `epsilon`."""
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
     group = query_heads // heads

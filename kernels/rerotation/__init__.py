@@ -1,4 +1,4 @@
-"""Rotated rows from one place to another."""
+"""Rotate rows from one position to another."""
 
 from torch import Tensor
 
@@ -6,9 +6,15 @@ from kvbench.kernels.rerotation.reference import rerotate_reference
 
 
 def rerotate(x: Tensor, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> Tensor:
-    """x (…, d), rotated with cos, sin (…, r) `before`, as if rotated with those `after`; channels from r on stay.
+    """Return rows as if they had been rotated by other angles. Pairs are channels i and i + r/2.
 
-    Pairs are channels i and i + r/2, as in all of transformers' Llama-like models. ValueError for odd r or r > d.
+    Args:
+        x: Rotated rows, (…, d). Channels from r on do not change.
+        before: The cos and sin that they were rotated with, (…, r) each.
+        after: The cos and sin of the result, (…, r) each.
+
+    Raises:
+        ValueError: r is odd or larger than d.
     """
     rotated = before[0].shape[-1]
     if rotated % 2 or rotated > x.shape[-1]:

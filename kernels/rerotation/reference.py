@@ -1,11 +1,11 @@
-"""The turn in PyTorch."""
+"""The rotation in PyTorch."""
 
 import torch
 from torch import Tensor
 
 
 def rotate_half(x: Tensor) -> Tensor:
-    """(−x₂, x₁) of the halves (x₁, x₂) of the last dimension."""
+    """Return (−x₂, x₁), where x₁ and x₂ are the halves of the last dimension."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([-second, first], dim=-1)
 

@@ -1,5 +1,6 @@
-"""What stands between a layer's projections and its attention: norm and rotate queries and keys, write keys and values
-behind the rows held.
+"""The step between a layer's projections and its attention.
+
+It norms and rotates queries and keys, and writes keys and values behind the rows held.
 """
 
 from torch import Tensor
@@ -22,12 +23,29 @@ def append(
     norms: tuple[Tensor, Tensor, float] | None = None,
     implementation: str | None = None,
 ) -> Tensor:
-    """Queries (B, Hq, T, d), rotated; keys, rotated, and values stand in rows `tail` + step to `tail` + step + T of
-    tail_keys and tail_values (B, H, m, d) afterwards.
+    """Norm and rotate queries and keys, and write keys and values into the tail.
 
-    queries (B·T, Hq·d), keys and values (B·T, H·d), as projected; cos, sin (P, r), r <= d, of whose rows step to
-    step + T are these tokens'; step: int32 on the device; norms: weights (d,) of queries' and keys' RMS norm and its ε.
-    Rounded as transformers' Llama-like modules round. ValueError for shapes that do not fit.
+    Keys and values go to the rows from `tail` + step to `tail` + step + T. Results are rounded like in the Llama-like
+    modules of transformers.
+
+    Args:
+        queries: As projected, (B·T, Hq·d).
+        keys: As projected, (B·T, H·d).
+        values: As projected, (B·T, H·d).
+        cos: (P, r), with r at most d. The rows from step to step + T belong to these tokens.
+        sin: (P, r)
+        tail_keys: (B, H, m, d), written in place.
+        tail_values: (B, H, m, d), written in place.
+        tail: Number of rows of the tail when the graph was captured.
+        step: Number of rows written since then, int32 on the device.
+        norms: The weights (d,) of the queries' and the keys' RMS norm, and its ε; None for no norm.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        The rotated queries, (B, Hq, T, d).
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
     batch, heads, _, dim = tail_keys.shape
     if keys.shape != values.shape or keys.shape[1] != heads * dim or queries.shape[1] % (heads * dim):

@@ -1,4 +1,4 @@
-"""Norm, rotation and writing in PyTorch."""
+"""Norm, rotation and write in PyTorch."""
 
 import torch
 from torch import Tensor

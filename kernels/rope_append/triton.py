@@ -1,4 +1,4 @@
-"""Norm, rotation and writing in Triton: a program for each token and head."""
+"""Norm, rotation and write in Triton, with a program for each token and head."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @triton.jit
 def _rounded(x, like):
-    """Float32 numbers rounded to the dtype that the pointer `like` points to."""
+    """Round float32 numbers to the dtype that the pointer `like` points to."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 

@@ -1,4 +1,4 @@
-"""Which rows stay, where they are, and their keys and values one behind the other."""
+"""Choose the rows that stay, find their indices, and gather their keys and values."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,20 @@ from kvbench.kernels.row_selection.reference import gather_rows_reference, kept_
 
 
 def top_k_mask(scores: Tensor, quotas: Tensor | int, *, implementation: str | None = None) -> Tensor:
-    """(B, H, n) bool: each head's `quotas` largest scores, ties to the lower row; all rows where quotas are larger.
+    """Choose each head's largest scores. Of equal scores the lower row comes first.
 
-    scores (B, H, n), NaN counting as larger than anything (the reference on a GPU: where torch sorts it; the engine
-    refuses such scores); quotas (B, H) whole numbers, on the scores' device, or one
-    for all. ValueError for quotas of another shape.
+    Args:
+        scores: (B, H, n). NaN counts as the largest number. (On a GPU the reference puts it where torch sorts it. The
+            engine refuses such scores.)
+        quotas: Number of rows to choose in each head, (B, H) whole numbers on the scores' device, or one number for
+            all heads. A head with fewer rows keeps all of them.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        (B, H, n) bool
+
+    Raises:
+        ValueError: The quotas have another shape.
     """
     if isinstance(quotas, int):
         quotas = torch.full(scores.shape[:2], quotas, device=scores.device)
@@ -26,10 +35,18 @@ def top_k_mask(scores: Tensor, quotas: Tensor | int, *, implementation: str | No
 
 
 def kept_indices(kept: Tensor, total: int | None = None, *, implementation: str | None = None) -> Tensor:
-    """(R,) int64, ascending: where `kept` (B, H, n) bool is true, counted in the order (sample, head, row).
+    """Return the indices of the rows that stay, counted in the order (sample, head, row).
 
-    total: how many there are, where the caller knows; None asks the device, which waits for it. ValueError if `kept` is
-    no bool, and on the CPU if the total is another.
+    Args:
+        kept: Which rows stay, (B, H, n) bool.
+        total: Number of rows that stay, if the caller knows it. None makes the host wait for the device.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        (R,) int64, ascending.
+
+    Raises:
+        ValueError: `kept` is not a bool tensor, or, on the CPU, the total is wrong.
     """
     if kept.dim() != 3 or kept.dtype != torch.bool:
         raise ValueError(f"kept_indices: kept {tuple(kept.shape)} {kept.dtype}")
@@ -44,10 +61,20 @@ def gather_rows(
     index: Tensor, keys: Tensor, values: Tensor, *, into: tuple[Tensor, Tensor] | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Keys and values (R, d) of the rows at `index` (R,) as `kept_indices` counts them, of keys, values (B, H, n, d).
+    """Gather the keys and values of some rows.
 
-    into: where to write them, two of shape (B, H, m, d) with the same strides, R = B·H·m; they are returned. ValueError
-    where keys and values differ in shape or dtype, or `into` does not fit.
+    Args:
+        index: Indices of the rows, as `kept_indices` counts them, (R,).
+        keys: (B, H, n, d)
+        values: (B, H, n, d)
+        into: Tensors to write to, (B, H, m, d) each with the same strides and R = B·H·m. They are returned.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        Keys and values, (R, d) each, or `into`.
+
+    Raises:
+        ValueError: Keys and values differ in shape or dtype, or `into` does not fit.
     """
     if index.dim() != 1 or keys.dim() != 4 or keys.shape != values.shape or keys.dtype != values.dtype:
         raise ValueError(f"gather_rows: {tuple(index.shape)} of keys {tuple(keys.shape)}, values {tuple(values.shape)}")

@@ -1,4 +1,4 @@
-"""The choice by a stable sort, and the rows by indexing."""
+"""Choose rows by a stable sort and gather them by indexing, in PyTorch."""
 
 import torch
 from torch import Tensor

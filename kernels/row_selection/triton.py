@@ -1,8 +1,9 @@
-"""The choice by digits of the scores, counted and never sorted; rows by their index, keys and values together.
+"""Choose rows by counting digits of their scores, without sorting, and gather keys and values together.
 
-A float32 score becomes an unsigned whole number with the same order. The quota-th largest of a head is found eight bits
-at a time: in each of four passes all splits of a head count the digits of the scores that begin with what is known, and
-the next kernel, wherever it runs, reads off the counts which digit it is. No atomics: equal inputs, equal outputs.
+A float32 score becomes an unsigned whole number with the same order. The quota-th largest number of a head is found
+eight bits at a time, in four passes. In each pass all splits of a head count the next digit of the scores that begin
+with the known digits, and every program of the next kernel finds the digit from these counts. There are no atomics, so
+equal inputs give equal outputs.
 """
 
 import torch
@@ -10,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 2048  # scores or marks that a program looks at together
+TILE = 2048  # scores or marks that a program reads together
 ROWS = 32  # rows that a program copies
 
 
 @triton.jit
 def _number(scores):
-    """Unsigned numbers in the order of the scores; 0.0 and -0.0 are equal, NaN is the largest."""
+    """Map scores to unsigned numbers in the same order. 0.0 and -0.0 are equal, and NaN is the largest."""
     x = scores.to(tl.float32)
     bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
     ordered = bits ^ tl.where(bits >> 31 == 1, 0xFFFFFFFF, 0x80000000)
@@ -25,8 +26,10 @@ def _number(scores):
 
 @triton.jit
 def _digit(counts, known, left, quotas, head, rows, PASS: tl.constexpr, SPLITS: tl.constexpr):
-    """After `PASS` passes: the quota-th largest number's first digits, how many rows that begin with them the quota
-    still has room for, and of the last pass the counts (SPLITS,) of rows with its digit.
+    """Return the state after `PASS` passes.
+
+    That is the first digits of the quota-th largest number, how many rows that begin with them still fit the quota, and
+    the number of rows with the last pass's digit in each split, (SPLITS,).
     """
     split = tl.arange(0, SPLITS)
     if PASS == 0:
@@ -57,7 +60,7 @@ def _count(
     scores, quotas, counts, known, left, rows, heads, stride_b, stride_h, stride_n, per_split,
     PASS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Digit `PASS` of the rows of one split of a head that begin like the quota-th largest."""
+    """Count digit `PASS` of the rows of one split of a head that begin like the quota-th largest number."""
     split, head = tl.program_id(0), tl.program_id(1)
     start, room, _ = _digit(counts, known, left, quotas, head, rows, PASS, SPLITS)
     if split == 0:
@@ -81,7 +84,7 @@ def _choose(
     scores, quotas, counts, known, left, chosen, rows, heads, stride_b, stride_h, stride_n, per_split,
     SPLITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """True for what is larger than the quota-th largest, and for the first that equal it, as many as there is room."""
+    """Mark the rows above the quota-th largest number, and the first rows that equal it, as many as fit the quota."""
     split, head = tl.program_id(0), tl.program_id(1)
     least, room, same = _digit(counts, known, left, quotas, head, rows, 4, SPLITS)
     equal = tl.sum(tl.where(tl.arange(0, SPLITS) < split, same, 0))
@@ -104,7 +107,7 @@ def top_k_mask_triton(scores: Tensor, quotas: Tensor) -> Tensor:
     chosen = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
     if chosen.numel() == 0:
         return chosen
-    splits = 1 if rows <= 2 * TILE else 8 if rows <= 32 * TILE else 32  # three, since each is compiled
+    splits = 1 if rows <= 2 * TILE else 8 if rows <= 32 * TILE else 32  # only three values, because each is compiled
     per_split = triton.cdiv(triton.cdiv(rows, splits), TILE) * TILE
     lines = batch * heads
     counts = torch.empty(4, lines, splits, 256, dtype=torch.int32, device=scores.device)
@@ -145,7 +148,7 @@ def kept_indices_triton(kept: Tensor, total: int | None) -> Tensor:
     if tiles:
         _count_marks[tiles,](marks, counts, marks.numel(), TILE=TILE)
     total = int(counts.sum()) if total is None else total
-    places = torch.zeros(total, dtype=torch.int64, device=kept.device)  # a wrong total must not become an address
+    places = torch.zeros(total, dtype=torch.int64, device=kept.device)  # zeros in case the total is wrong
     if total:
         _write_places[tiles,](marks, counts, places, marks.numel(), total, TILE=TILE)
     return places

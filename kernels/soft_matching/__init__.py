@@ -14,21 +14,38 @@ __all__ = ["JoinedRows", "edge_count", "even_rows", "join", "match"]
 class JoinedRows(Protocol):
     """Rows after some of them joined others."""
 
-    index: Tensor  # (R,) int64, ascending: rows that stay, counted in the order (sample, head, row)
+    index: Tensor
+    """Rows that stay, counted in the order (sample, head, row), (R,) int64, ascending."""
 
     def centroids(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Of rows (B, H, m, d), means of those that are one now, weighted by mass, (B, H, m - count, d), and their
-        masses added up, (B, H, m - count). What nothing joined stays as it was; rows of mass 0 add nothing.
+        """Average the rows that were joined, weighted by mass.
+
+        A row that no other joined does not change. Rows of mass 0 add nothing.
+
+        Args:
+            rows: (B, H, m, d)
+
+        Returns:
+            The rows that stay, (B, H, m - count, d), and the sums of their masses, (B, H, m - count).
         """
 
 
 def match(keys: Tensor, chunk: int | None, *, implementation: str | None = None) -> tuple[Tensor, Tensor]:
-    """Edges (B, H, E) from even rows to the odd row of the same chunk with the largest cosine of keys, ties to the
-    lower one.
+    """Find the partner of every even row: the odd row of its chunk with the largest cosine of the keys.
 
-    keys (B, H, m, d); chunk: rows of a chunk, None for one chunk. Returns the similarity in float32 (float64 for
-    float64 keys; -inf where a row found no partner) and the partner's row index; edge e belongs to the e-th even row
-    (`even_rows`), E = number of even rows. ValueError for chunk < 2 or no rows.
+    Of equal cosines the lower row is the partner.
+
+    Args:
+        keys: (B, H, m, d)
+        chunk: Number of rows of a chunk; None for one chunk.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        For each of the E even rows (`even_rows`), the similarity, (B, H, E) in float32 or float64, and the partner's
+        index, (B, H, E). A row without a partner has similarity -inf.
+
+    Raises:
+        ValueError: `chunk` is below 2, or there are no rows.
     """
     if keys.dim() != 4 or keys.shape[2] == 0 or (chunk is not None and chunk < 2):
         raise ValueError(f"match: keys {tuple(keys.shape)}, chunk {chunk}")
@@ -42,10 +59,20 @@ def match(keys: Tensor, chunk: int | None, *, implementation: str | None = None)
 def join(
     mass: Tensor, chosen: Tensor, partner: Tensor, chunk: int | None, count: int, *, implementation: str | None = None
 ) -> JoinedRows:
-    """Even rows whose edge is `chosen` (B, H, E) bool join their `partner` (B, H, E), `count` of each head's.
+    """Join even rows with their partners.
 
-    mass (B, H, m): tokens that each row stands for. On a GPU nothing waits, nor is the count checked. ValueError for
-    shapes that do not fit.
+    On a GPU the host does not wait, so the count is not checked.
+
+    Args:
+        mass: Tokens that each row stands for, (B, H, m).
+        chosen: Which even rows join their partner, (B, H, E) bool.
+        partner: What `match` returned, (B, H, E).
+        chunk: Number of rows of a chunk; None for one chunk.
+        count: Number of rows that join in each head.
+        implementation: "reference" or "triton"; None chooses.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
     edges = even_count(mass.shape[-1], chunk)
     if mass.dim() != 3 or chosen.shape != partner.shape or chosen.shape != (*mass.shape[:2], edges):

@@ -1,4 +1,4 @@
-"""The matching and the merge in PyTorch."""
+"""Matching and merging in PyTorch."""
 
 import torch
 from torch import Tensor
@@ -6,12 +6,12 @@ from torch.nn.functional import normalize, pad
 
 from kvbench.kernels.soft_matching.chunks import even_rows
 
-CHUNK = 1 << 21  # similarities held at once
+CHUNK = 1 << 21  # similarities that are held at once
 
 
 def match_reference(keys: Tensor, chunk: int | None) -> tuple[Tensor, Tensor]:
     batch, heads, rows, dim = keys.shape
-    keys = keys.to(torch.promote_types(keys.dtype, torch.float32))  # in bfloat16 most edges would tie
+    keys = keys.to(torch.promote_types(keys.dtype, torch.float32))  # in bfloat16 most similarities would be equal
     chunk = chunk or rows
     chunks = -(-rows // chunk)
     units = pad(normalize(keys, dim=-1), (0, 0, 0, chunks * chunk - rows)).view(batch, heads, chunks, chunk, dim)
@@ -28,6 +28,8 @@ def match_reference(keys: Tensor, chunk: int | None) -> tuple[Tensor, Tensor]:
 
 
 class JoinedReference:
+    """See `kvbench.kernels.soft_matching.JoinedRows`."""
+
     def __init__(self, mass: Tensor, chosen: Tensor, partner: Tensor, chunk: int | None, count: int) -> None:
         rows = mass.shape[2]
         own = torch.arange(rows, device=mass.device).expand_as(mass)

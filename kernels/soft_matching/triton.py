@@ -1,8 +1,8 @@
-"""Matching and merge in Triton: keys are read as they are stored, and nothing is added up by atomics.
+"""Matching and merging in Triton. Keys are read as they are stored, and there are no atomics.
 
-`_match` holds a tile of even rows and walks the odd rows of their chunk; norms are taken from the tiles and divide the
-products, so no unit vectors are written. `_link` links the rows that join the same row, each to the one before it, and
-`_centroids` follows the links from the rows that stay.
+`_match` holds a tile of even rows and reads the odd rows of their chunk. Norms are computed from the tiles and divide
+the products, so no unit vectors are written. `_link` links each row that joins another to the row before it that joins
+the same one. `_centroids` follows these links from the rows that stay.
 """
 
 import torch
@@ -14,7 +14,7 @@ from kvbench.kernels.dispatch import is_interpreting
 from kvbench.kernels.row_selection import kept_indices
 from kvbench.kernels.soft_matching.chunks import even_count
 
-TILE = 64  # rows that are compared with as many others
+TILE = 64  # even rows of a tile, and odd rows that they are compared with at once
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "chunk", "tiles", "edges"])
@@ -85,7 +85,11 @@ def match_triton(keys: Tensor, chunk: int | None) -> tuple[Tensor, Tensor]:
 
 @triton.jit(do_not_specialize=["rows", "chunk", "tiles", "edges"])
 def _link(chosen, partner, chain, stays, rows, chunk, tiles, edges, TILE: tl.constexpr):
-    """Of each row the last one (before it, if it joins itself) that joins the same row, or -1; whether it stays."""
+    """Link the rows that join the same row.
+
+    For each row, `chain` is the last row that joins the same row (before it, if it joins too), or -1. `stays` says
+    whether the row stays.
+    """
     number, tile, line = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
     first = number * chunk
     stop = tl.minimum(first + chunk, rows)

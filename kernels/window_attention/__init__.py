@@ -1,4 +1,4 @@
-"""What the block's last queries saw: their attention probabilities over all rows, and what is left of them per row."""
+"""The attention of a block's last queries: their probabilities over all rows, and statistics of them per row."""
 
 from torch import Tensor
 
@@ -6,15 +6,24 @@ from kvbench.kernels.dispatch import choose_implementation
 from kvbench.kernels.window_attention.reference import window_probabilities_reference, window_statistics_reference
 
 REDUCTIONS = ("mean", "variance", "entropy")
-WIDEST = 64  # queries that the kernels take
-DEEPEST = 256  # head dimension
+WIDEST = 64  # most queries that the kernels support
+DEEPEST = 256  # largest head dimension that they support
 
 
 def window_probabilities(queries: Tensor, keys: Tensor, mass: Tensor | None, scaling: float) -> Tensor:
-    """Probabilities (B, H, G, w, n) in float32 (float64 for float64 inputs) of the last w queries.
+    """Return the attention probabilities of the last w queries. It computes w·n logits per query head.
 
-    queries (B, H·G, w, d), the last of which belongs to the last row; keys (B, H, n, d); mass (B, H, n) >= 0, None for
-    all ones. Touches w·n logits per query head. ValueError if w > n or shapes do not fit.
+    Args:
+        queries: (B, H·G, w, d). The last query belongs to the last row.
+        keys: (B, H, n, d)
+        mass: Tokens that each row stands for, (B, H, n), at least 0; None for one each.
+        scaling: The factor of the logits.
+
+    Returns:
+        (B, H, G, w, n) in float32, or in float64 for float64 inputs.
+
+    Raises:
+        ValueError: w is larger than n, or shapes do not fit.
     """
     check_shapes("window_probabilities", queries, keys, mass)
     return window_probabilities_reference(queries, keys, mass, scaling)
@@ -29,11 +38,22 @@ def window_statistics(
     *,
     implementation: str | None = None,
 ) -> tuple[Tensor, ...]:
-    """What is asked for of `window_probabilities`'s probabilities p, each (B, H, G, n) in p's dtype, over the w queries
-    t: `of` any of mean, variance (unbiased; 0 for one query) and entropy, -Σ_t p·log(p + 1e-10). Rows of mass 0 have 0.
+    """Return statistics of the probabilities p of `window_probabilities` over the w queries t.
 
-    Arguments as `window_probabilities`; `implementation`: "reference", which holds p, or "triton", which does not and
-    takes up to 64 queries; None chooses. ValueError for what does not fit.
+    Args:
+        queries: (B, H·G, w, d). The last query belongs to the last row.
+        keys: (B, H, n, d)
+        mass: Tokens that each row stands for, (B, H, n), at least 0; None for one each.
+        scaling: The factor of the logits.
+        of: Which statistics: "mean", "variance" (unbiased; 0 for one query) or "entropy", -Σ_t p·log(p + 1e-10).
+        implementation: "reference", which holds p, or "triton", which does not and supports up to 64 queries; None
+            chooses.
+
+    Returns:
+        The statistics in the order of `of`, (B, H, G, n) each in p's dtype. Rows of mass 0 have 0.
+
+    Raises:
+        ValueError: Shapes do not fit, or the implementation does not support the arguments.
     """
     check_shapes("window_statistics", queries, keys, mass)
     if not of or not set(of) <= set(REDUCTIONS):
@@ -46,7 +66,7 @@ def window_statistics(
 
 
 def check_shapes(op: str, queries: Tensor, keys: Tensor, mass: Tensor | None) -> None:
-    """ValueError unless the shapes fit: the last w queries of H·G heads on n >= w rows of H KV heads."""
+    """Raise a ValueError unless the shapes fit: w queries of H·G heads, and n >= w rows of H KV heads."""
     batch, query_heads, tokens, dim = queries.shape
     fits = keys.shape[0] == batch and keys.shape[3] == dim and not query_heads % keys.shape[1]
     if not fits or not 0 < tokens <= keys.shape[2] or (mass is not None and mass.shape != keys.shape[:3]):
@@ -55,7 +75,11 @@ def check_shapes(op: str, queries: Tensor, keys: Tensor, mass: Tensor | None) ->
 
 
 def choose_window_implementation(op: str, asked: str | None, queries: Tensor, *others: Tensor) -> str:
-    """`choose`, knowing what the window's kernels take: few queries, one dtype, rows whose elements lie together."""
+    """Choose an implementation; the kernels support few queries, one dtype, and rows with contiguous elements.
+
+    Raises:
+        ValueError: The kernels were asked for, and they do not support these tensors.
+    """
     chosen, tensors = choose_implementation(op, asked, queries), (queries, *others)
     few = queries.shape[2] <= WIDEST and queries.shape[3] <= DEEPEST
     plain = len({x.dtype for x in tensors}) == 1 and all(x.stride(-1) == 1 for x in tensors)
@@ -64,6 +88,6 @@ def choose_window_implementation(op: str, asked: str | None, queries: Tensor, *o
     if asked is None:
         return "reference"
     raise ValueError(
-        f"{op}: implementation triton takes {WIDEST} queries of dimension {DEEPEST} at most, one dtype and elements "
-        f"side by side, not {', '.join(f'{tuple(x.shape)} {x.dtype} strides {x.stride()}' for x in tensors)}"
+        f"{op}: implementation triton supports at most {WIDEST} queries of dimension {DEEPEST}, one dtype and "
+        f"contiguous elements, not {', '.join(f'{tuple(x.shape)} {x.dtype} strides {x.stride()}' for x in tensors)}"
     )

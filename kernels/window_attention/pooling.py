@@ -1,16 +1,24 @@
-"""Smoothing of scores along rows."""
+"""Smooth scores along rows."""
+
+from collections.abc import Callable
 
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvbench.kernels.dispatch import choose_implementation
 
-POOLINGS = {"avg": avg_pool1d, "max": max_pool1d}
+POOLINGS: dict[str, Callable[..., Tensor]] = {"avg": avg_pool1d, "max": max_pool1d}
 
 
 def pool(scores: Tensor, kernel: int, pooling: str) -> Tensor:
-    """1-D pooling of scores (…, n) over an odd `kernel`, stride 1, same length; zeros beyond the ends count in
-    averages, as in every published implementation. `pooling`: avg | max.
+    """Pool scores along rows with stride 1. The length does not change.
+
+    Zeros beyond the ends count in averages, as in every published implementation.
+
+    Args:
+        scores: (…, n)
+        kernel: Width of the pooling, an odd number.
+        pooling: "avg" or "max".
     """
     if scores.shape[-1] == 0:
         return scores
@@ -27,10 +35,21 @@ def pool_group(
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """(B, H, n) mean over the group of `pool`ed scores (B, H, G, n); `group`: after | before pooling.
+    """Pool scores along rows and average them over the group.
 
-    hidden (B, H, n) bool: rows that count as 0 in their neighbours' pools and have 0 themselves, None for none.
-    `implementation`: "reference" | "triton"; None chooses. ValueError for shapes that do not fit.
+    Args:
+        scores: (B, H, G, n)
+        hidden: Rows that count as 0 in their neighbours' pools and have 0 themselves, (B, H, n) bool; None for none.
+        kernel: Width of the pooling, an odd number.
+        pooling: "avg" or "max".
+        group: Whether the group is averaged "after" or "before" pooling.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        (B, H, n)
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
     if hidden is not None and hidden.shape != scores[:, :, 0].shape:
         raise ValueError(f"pool_group: scores {tuple(scores.shape)}, hidden {tuple(hidden.shape)}")

@@ -1,4 +1,4 @@
-"""softmax(q·k·scaling + log mass), causal within the window, in PyTorch, and what is asked of it over the queries."""
+"""The probabilities softmax(q·k·scaling + log mass), causal within the window, and their statistics in PyTorch."""
 
 import torch
 from torch import Tensor

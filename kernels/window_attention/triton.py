@@ -1,10 +1,10 @@
-"""What the last w queries saw, in two launches and without their probabilities in memory.
+"""Statistics of the last w queries' attention, without their probabilities in memory.
 
-Symbols: M = GT·WT queries of one program, GT query heads of a KV head by WT >= w queries (powers of two; those beyond
-G and w are padding), N rows at once, x = q·k·scaling·log2 e + log2 mass. First the rows are split among programs, each
-finds per query the sum of 2^(x - c) over its rows, c being the maximum of its first ones; these are joined; then every
-program multiplies its keys once more and reduces p over the queries of each head. No atomics: the same numbers every
-time. K is read once per launch where G·w <= 128.
+Symbols: M = GT·WT queries of one program, GT query heads of a KV head by WT >= w queries (powers of two; those beyond G
+and w are padding), N rows at once, x = q·k·scaling·log2 e + log2 mass. First the rows are split among programs. Each
+program computes for every query the sum of 2^(x - c) over its rows, where c is the maximum of its first rows, and the
+sums are joined. Then every program multiplies its keys once more and reduces p over the queries of each head. There are
+no atomics, so results are reproducible. K is read once per launch if G·w <= 128.
 """
 
 from dataclasses import dataclass
@@ -16,28 +16,28 @@ from torch import Tensor
 
 from kvbench.kernels.dispatch import is_interpreting
 
-SPLITS = 128  # parts of the rows, at most: the second launch reads as many partial sums per query
-PROGRAMS = 1056  # to aim at: 8 for each of an H100's or H200's 132 multiprocessors, 4 where each has many queries
-LOWEST = tl.constexpr(-1e30)  # x of a row that a query does not see: finite, so that differences are numbers
-MOST = tl.constexpr(1e30)  # of a sum: beyond it, its terms may have been infinite
+SPLITS = 128  # most parts of the rows; the second launch reads as many partial sums per query
+PROGRAMS = 1056  # target: 8 for each of the 132 multiprocessors of an H100 or H200, 4 if each has many queries
+LOWEST = tl.constexpr(-1e30)  # x of a row that a query does not see; finite, so that differences are not NaN
+MOST = tl.constexpr(1e30)  # largest sum; beyond it, terms may have been infinite
 LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a launch is cut: query heads and queries of a program, rows at once, the padded head dimension."""
+    """How a launch is divided into programs."""
 
-    heads: int  # GT
-    width: int  # WT
-    count: int  # tiles that a group takes
-    rows: int  # N
-    depth: int  # D
+    heads: int  # query heads of a program, GT
+    width: int  # queries of a program, WT
+    count: int  # tiles of a group
+    rows: int  # rows at once, N
+    depth: int  # the padded head dimension, D
     warps: int
     stages: int
 
     @property
     def options(self) -> dict[str, int]:
-        """Of a launch. With 128 registers a thread, two programs of 8 warps run side by side."""
+        """Return the arguments of a launch. With 128 registers per thread, two programs of 8 warps run side by side."""
         return {"num_warps": self.warps, "num_stages": self.stages} | ({"maxnreg": 128} if self.warps == 8 else {})
 
     @property
@@ -46,8 +46,10 @@ class Tiles:
 
 
 def tiles(group: int, tokens: int, dim: int, dtype: torch.dtype, products: int = 1) -> Tiles:
-    """Rules instead of trials: a tile of logits has 32 numbers a thread, wide rows and float32 take fewer queries.
-    `products` per row: 1 with its key, 2 with its value too.
+    """Choose the tiles by rules instead of trials.
+
+    A tile of logits has 32 numbers per thread. With wide rows and float32 it has fewer queries. `products` is 1 if a
+    row's key is multiplied, 2 if its value is too.
     """
     depth, single = max(16, triton.next_power_of_2(dim)), dtype == torch.float32
     most = 64 if depth * dtype.itemsize > 256 else 128
@@ -62,7 +64,7 @@ def tiles(group: int, tokens: int, dim: int, dtype: torch.dtype, products: int =
 
 
 def spans(rows: int, packs: int, cut: Tiles) -> tuple[int, int]:
-    """Rows of a program, a multiple of the tile's, and how many programs that makes for each of `packs`."""
+    """Return the rows of a program, a multiple of the tile's, and the number of programs for each of `packs`."""
     splits = max(1, min(SPLITS, triton.cdiv(PROGRAMS // (2 if cut.queries > 64 else 1), packs)))
     span = triton.cdiv(triton.cdiv(rows, splits), cut.rows) * cut.rows
     return span, triton.cdiv(rows, span)
@@ -73,7 +75,7 @@ def load_queries(
     start, tile, tokens, group, stride_head, stride_token,
     GT: tl.constexpr, WT: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """(M, D) queries of a tile, zeros where there is none; `start` points to the KV head's first."""
+    """Load the queries of a tile, (M, D), zeros in the padding. `start` points to the KV head's first query."""
     m = tl.arange(0, GT * WT)
     head, token, column = tile * GT + m // WT, m % WT, tl.arange(0, D)
     there = ((head < group) & (token < tokens))[:, None] & (column < DIM)[None, :]
@@ -84,7 +86,7 @@ def load_queries(
 
 @triton.jit
 def load_rows(start, row, rows, stride_row, D: tl.constexpr, DIM: tl.constexpr, CAST: tl.constexpr):
-    """(N, D) keys or values of `row` (N,); zeros beyond the last."""
+    """Load the keys or values of `row` (N,), (N, D), zeros beyond the last row."""
     column = tl.arange(0, D)
     at = start + row.to(tl.int64)[:, None] * stride_row + column[None, :]
     if DIM == D:
@@ -96,7 +98,7 @@ def load_rows(start, row, rows, stride_row, D: tl.constexpr, DIM: tl.constexpr, 
 
 @triton.jit
 def unbound(first, last, rows, tokens, N: tl.constexpr):
-    """End of the tiles of rows first to last that every query sees whole; those from there on reach into the window."""
+    """Return the end of the tiles that every query sees entirely. Later tiles reach into the window."""
     return first + tl.maximum(tl.minimum(last, rows - tokens + 1) - first, 0) // N * N
 
 
@@ -104,7 +106,7 @@ def unbound(first, last, rows, tokens, N: tl.constexpr):
 def logits(
     k, q, mass, row, rows, tokens, stride_row, scale, WT: tl.constexpr, MASS: tl.constexpr, CAUSAL: tl.constexpr
 ):
-    """(N, M) x of the rows, LOWEST where the query does not see the row, whatever the row holds there."""
+    """Compute x of the rows, (N, M). It is LOWEST where a query does not see a row, whatever the row holds."""
     x = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
     if MASS:
         own = tl.load(mass + row.to(tl.int64) * stride_row, mask=row < rows, other=0.0)
@@ -124,8 +126,9 @@ def gather_sums(
     N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, GT: tl.constexpr, WT: tl.constexpr,
     MASS: tl.constexpr, HOLD: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """(M,) Σ 2^(x - top) over rows first, first + N, … below last, those before `free` seen by all, one for each place
-    of a tile. HOLD: the first query's x goes to `held` (GT, n).
+    """Return Σ 2^(x - top) over the rows from `first` to `last`, (M,). All queries see the rows before `free`.
+
+    The sums of each element of a tile are joined at the end. HOLD: the first query's x is written to `held` (GT, n).
     """
     sums = tl.zeros((N, GT * WT), tl.float32)
     for start in range(first, free, N):
@@ -147,7 +150,7 @@ def gather_sums(
 
 @triton.jit
 def hold(x, held, row, rows, group, N: tl.constexpr, GT: tl.constexpr, WT: tl.constexpr):
-    """The first query's x (N, M) of each head to `held` (GT, n)."""
+    """Write the x (N, M) of each head's first query to `held` (GT, n)."""
     own = tl.arange(0, GT)
     x = tl.where((tl.arange(0, WT) == 0)[None, None, :], tl.reshape(x, (N, GT, WT)), 0.0)
     there = (row < rows)[:, None] & (own < group)[None, :]
@@ -161,8 +164,10 @@ def partial_kernel(
     GT: tl.constexpr, WT: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
     MASS: tl.constexpr, HOLD: tl.constexpr, AGAIN: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """maxima, sums (splits, B·H·count, M) float32 of a tile of queries over `span` rows; HOLD: x in `held` (B, H, G, n)
-    of one query. The maximum is the first tile's; AGAIN: all tiles', where a sum relative to the first's is too large.
+    """Compute the maxima and sums (splits, B·H·count, M) float32 of a tile of queries over `span` rows.
+
+    HOLD: x of a single query is written to `held` (B, H, G, n). The maximum is that of the first tile. AGAIN: it is
+    that of all tiles, if a sum relative to the first tile's maximum was too large.
     """
     tile, split, pair = tl.program_id(0) % count, tl.program_id(0) // count, tl.program_id(1)
     batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
@@ -195,8 +200,9 @@ def partial_kernel(
 @triton.jit
 def join_kernel(maxima, sums, top, share, tokens, group, count, splits,
                 GT: tl.constexpr, WT: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
-    """top, share (B·H·count, M): each query's maximum of x and 1 / Σ 2^(x - maximum); 0 for padding and a query that
-    sees no row.
+    """Compute each query's maximum of x and 1 / Σ 2^(x - maximum), (B·H·count, M) each.
+
+    The latter is 0 for padding and for a query that sees no row.
     """
     pack, m, split = tl.program_id(0), tl.arange(0, GT * WT), tl.arange(0, SPLITS)
     at = (split * tl.num_programs(0) + pack).to(tl.int64)[:, None] * (GT * WT) + m[None, :]
@@ -212,7 +218,7 @@ def join_kernel(maxima, sums, top, share, tokens, group, count, splits,
 
 @triton.jit
 def load_sums(top, share, pack, M: tl.constexpr):
-    """(M,) each of a tile of queries."""
+    """Load both for a tile of queries, (M,) each."""
     at = pack.to(tl.int64) * M + tl.arange(0, M)
     return tl.load(top + at), tl.load(share + at)
 
@@ -224,7 +230,7 @@ def reduce_rows(
     GT: tl.constexpr, WT: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, MASS: tl.constexpr,
     MEAN: tl.constexpr, VARIANCE: tl.constexpr, ENTROPY: tl.constexpr, CAUSAL: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """What is asked for of rows first, first + N, … below last, at `out` (GT,) + row of the heads that are `real`."""
+    """Write the statistics of the rows from `first` to `last` to `out` (GT,) + row, for the heads that are `real`."""
     for start in range(first, last, N):
         row = start + tl.arange(0, N)
         k = load_rows(k_start, row, rows, stride_row, D, DIM, CAST)
@@ -250,7 +256,7 @@ def reduce_kernel(
     GT: tl.constexpr, WT: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
     MASS: tl.constexpr, MEAN: tl.constexpr, VARIANCE: tl.constexpr, ENTROPY: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """mean, variance, entropy (B, H, G, n) float32, those asked for, of a tile of queries over `span` rows."""
+    """Compute the chosen statistics, (B, H, G, n) float32 each, of a tile of queries over `span` rows."""
     tile, split, pair = tl.program_id(0) % count, tl.program_id(0) // count, tl.program_id(1)
     batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     q_start = queries + batch * q_batch + head * group * q_head
@@ -273,7 +279,7 @@ def reduce_kernel(
 
 @triton.jit
 def share_kernel(held, top, share, group, rows, count, GT: tl.constexpr, WT: tl.constexpr, N: tl.constexpr):
-    """`held` (B, H, G, n): x of one query becomes p, N rows a program."""
+    """Turn x of a single query into p, in place in `held` (B, H, G, n), N rows per program."""
     pair, head = tl.program_id(1) // group, tl.program_id(1) % group
     at = (pair * count + head // GT).to(tl.int64) * (GT * WT) + head % GT * WT
     row = tl.program_id(0) * N + tl.arange(0, N)
@@ -289,8 +295,9 @@ def strides(queries: Tensor, keys: Tensor, mass: Tensor | None) -> tuple[int, ..
 def query_sums(
     queries: Tensor, keys: Tensor, mass: Tensor | None, scaling: float, held: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The first three launches: each query's maximum and one over its sum, (B·H·count, M) each; of one query also x, in
-    `held`.
+    """Run the first three launches.
+
+    Returns each query's maximum and one over its sum, (B·H·count, M) each. For a single query x is written to `held`.
     """
     batch, query_heads, tokens, dim = queries.shape
     heads, rows = keys.shape[1:3]
@@ -324,7 +331,7 @@ def window_statistics_triton(
         name: torch.empty(batch, heads, group, rows, dtype=torch.float32, device=keys.device)
         for name in dict.fromkeys(of)
     }
-    if tokens == 1 and set(of) == {"mean"}:  # of one query x has the size of the result: keys are read once
+    if tokens == 1 and set(of) == {"mean"}:  # for one query x has the size of the result, so keys are read once
         held = made["mean"]
         top, share = query_sums(queries, keys, mass, scaling, held)
         share_kernel[(triton.cdiv(rows, 1024), batch * query_heads)](

@@ -1,4 +1,4 @@
-"""Scores smoothed along rows and averaged over a group, in one launch that reads them once."""
+"""Smooth scores along rows and average them over a group, in one launch that reads them once."""
 
 import torch
 import triton
@@ -11,8 +11,10 @@ def pool_kernel(
     scores, hidden, pooled, group, rows,
     N: tl.constexpr, KERNEL: tl.constexpr, LARGEST: tl.constexpr, BEFORE: tl.constexpr, HIDDEN: tl.constexpr,
 ):  # fmt: skip
-    """pooled (B·H, n) of scores (B·H, G, n), N rows a program. LARGEST: by maximum, else by average. The group's mean
-    is a sum over as many pools, or BEFORE, a pool of sums, divided in the end.
+    """Pool scores (B·H, G, n) to (B·H, n), N rows per program.
+
+    LARGEST: pools take the maximum, otherwise the average. The group's mean is a sum of pools or, with BEFORE, a pool
+    of sums, and is divided at the end.
     """
     pair, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
     result = tl.zeros((N,), tl.float32)

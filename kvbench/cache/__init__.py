@@ -1,1 +1,1 @@
-"""The rows of one layer: stored, attended to, given up, and counted."""
+"""The KV cache: store the rows of each layer, attend to them, evict them and count them."""

@@ -1,4 +1,4 @@
-"""What a cache occupies and what its layers count for the record."""
+"""Count the bytes that a cache occupies and what its layers report to the record."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class MemoryMeter:
-    """Bytes that the layers of a cache occupy, and the most they ever did together."""
+    """The bytes that the layers of a cache occupy, and the peak of their sum."""
 
     def __init__(self, layers: int) -> None:
         self.held = [0] * layers  # bytes of each layer
@@ -15,13 +15,13 @@ class MemoryMeter:
         self.peak = 0
 
     def update(self, layer: int, held: int) -> None:
-        """The storage of a layer changed; it occupies `held` bytes now."""
+        """Set the bytes that a layer occupies after its storage changed."""
         self.total += held - self.held[layer]
         self.held[layer] = held
         self.peak = max(self.peak, self.total)
 
     def snapshot(self) -> tuple[list[int], int]:
-        """What `restore` needs."""
+        """Return what `restore` needs."""
         return list(self.held), self.peak
 
     def restore(self, snapshot: tuple[list[int], int]) -> None:
@@ -31,16 +31,23 @@ class MemoryMeter:
 
 
 def no_rows() -> dict[str, Tensor]:
+    """Return a count of 0 for each kind of protected rows."""
     return {"sinks": torch.tensor(0), "recents": torch.tensor(0)}
 
 
 @dataclass(frozen=True)
 class LayerTally:
-    """What a layer counts for the record, as one value."""
+    """What a layer counts for the record, as one immutable value."""
 
-    evicted: Tensor | None = None  # (B, H) tokens whose rows are gone
-    protected: Tensor = field(default_factory=lambda: torch.tensor(0))  # most rows a head protected at the last cut
-    # most rows of a kind that a head could not protect at any cut, because its quota had no room for them
+    evicted: Tensor | None = None
+    """Tokens whose rows were evicted, (B, H)."""
+    protected: Tensor = field(default_factory=lambda: torch.tensor(0))
+    """The largest number of rows that a head protected at the last cut."""
     given_up: dict[str, Tensor] = field(default_factory=no_rows)
-    peak_rows: int = 0  # most rows a head held after a cut, or after a block of a prompt that is not cut
-    peak_attended: int = 0  # most rows a head ever attended over
+    """For "sinks" and "recents", the largest number of rows that a head could not protect at any cut, because they did
+    not fit its quota.
+    """
+    peak_rows: int = 0
+    """The largest number of rows that a head held after a cut, or after a block of a prompt that is not cut."""
+    peak_attended: int = 0
+    """The largest number of rows that a head attended to."""

@@ -1,7 +1,7 @@
-"""Evict: decide which rows of a layer stay, as a function of what the layer saw and holds.
+"""Decide which rows of a layer stay, as a pure function of what the layer saw and holds.
 
-The five questions of a method in their order: score the rows, protect some of them, share the quota among the heads,
-select, merge. Nothing here changes a layer; `kvbench.cache.layer` asks when a layer must be cut, and stores what stays.
+An eviction has five steps: score the rows, protect some of them, share the quota among the heads, select, merge.
+Nothing here changes a layer. `kvbench.cache.layer` decides when a layer must be cut, and stores the rows that stay.
 
 Symbols: B samples, H KV heads, n rows, padded as in `kvbench.interfaces.rows`.
 """
@@ -18,55 +18,66 @@ from kvbench.interfaces.method import fit_protected
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 
-SCORE = "score"  # the column that holds a block's scores while the layer may be cut again
+SCORE = "score"  # the column with a block's scores, while the layer may be cut again
 
 
 @dataclass(frozen=True)
 class LayerPolicy:
-    """Who decides about the rows of one layer."""
+    """The method and the allocator that decide about the rows of one layer."""
 
     method: GuardedMethod
     allocator: GuardedAllocator
-    state: State  # the method's
+    state: State
+    """The method's state."""
 
 
 @dataclass(frozen=True)
 class HeadShares:
-    """How the heads shared a quota at an earlier cut: while decoding they keep these proportions."""
+    """How the heads shared a quota at an earlier cut. While decoding they keep these proportions."""
 
-    quotas: tuple[int, ...]  # rows per head, one number per sample
-    counts: Tensor  # (B, H) rows of each head
+    quotas: tuple[int, ...]
+    """Rows per head, one number per sample."""
+    counts: Tensor
+    """Rows of each head, (B, H)."""
 
 
 @dataclass(frozen=True)
 class Quota:
     """How many rows the heads of a layer may keep."""
 
-    samples: tuple[int, ...]  # rows per head, one number per sample
-    heads: Tensor | None = None  # (H,) or (B, H) rows of each head, of a method that shares them out itself
-    shares: HeadShares | None = None  # proportions to keep, where the heads shared a quota before
-    each: int | None = None  # rows that every head keeps, where that is known without asking the device
+    samples: tuple[int, ...]
+    """Rows per head, one number per sample."""
+    heads: Tensor | None = None
+    """Rows of each head, (H,) or (B, H), if the method shares them out itself."""
+    shares: HeadShares | None = None
+    """The proportions to keep, if the heads shared a quota before."""
+    each: int | None = None
+    """Rows that every head keeps, if the host knows the number without waiting for the device."""
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """What stays of a layer's rows, and what the record says of the cut."""
+    """The rows of a layer that stay, and what the record says about the cut."""
 
     rows: Rows
-    counts: Tensor  # (B, H) rows that each head keeps
-    evicted: Tensor  # (B, H) int64 tokens whose rows are gone
-    protected: Tensor  # most rows that a head protected
-    given_up: dict[str, Tensor]  # kind -> most rows that a head could not protect: its quota had no room for them
+    counts: Tensor
+    """Rows that each head keeps, (B, H)."""
+    evicted: Tensor
+    """Tokens whose rows are gone, (B, H) int64."""
+    protected: Tensor
+    """The largest number of rows that a head protected."""
+    given_up: dict[str, Tensor]
+    """For "sinks" and "recents", the largest number of rows that a head could not protect within its quota."""
 
 
 def evict(observation: Observation, rows: Rows, policy: LayerPolicy, quota: Quota) -> Eviction:
     """Choose the rows of a layer that stay within the quota. Pure: the same arguments give the same eviction.
 
     Args:
-        observation: What the layer saw of the block. Its tensors are empty where later layers have the layer cut again.
-        rows: All rows held. If they have the column `SCORE`, those are the scores; else the method is asked.
+        observation: What the layer computed for the block. Its tensors are empty if later layers cause this cut.
+        rows: All rows of the layer. If they have the column `SCORE`, it holds the scores. Otherwise the method scores.
         policy: The layer's method and allocator, and the method's state.
-        quota: Rows per head.
+        quota: Rows that each head may keep.
     """
     method = policy.method
     scores = rows.columns[SCORE] if SCORE in rows.columns else score_rows(observation, rows, policy)
@@ -80,21 +91,21 @@ def evict(observation: Observation, rows: Rows, policy: LayerPolicy, quota: Quot
 
 
 def score_rows(observation: Observation, rows: Rows, policy: LayerPolicy) -> Tensor:
-    """(B, H, n) finite scores of the rows."""
+    """Return finite scores of the rows, (B, H, n)."""
     guarded = policy.method
     scores = guarded.score(observation, rows, policy.state).to(rows.mass.dtype) if guarded.method.scores else rows.mass
     return bound_scores(scores)
 
 
 def bound_scores(scores: Tensor) -> Tensor:
-    """Scores without infinities, which mark what is protected and what is absent."""
+    """Make scores finite, because infinite scores mark protected and absent rows."""
     return scores.clamp(min=torch.finfo(scores.dtype).min, max=torch.finfo(scores.dtype).max)
 
 
 def protect_rows(
     observation: Observation, rows: Rows, policy: LayerPolicy, quota: Quota
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(B, H, n) bool rows that are protected within the quota, and how many of each kind could not be."""
+    """Return the protected rows that fit the quota, (B, H, n) bool, and how many of each kind do not fit."""
     given_up: dict[str, Tensor] = {}
 
     def protect(samples: slice, size: int) -> Tensor:
@@ -103,7 +114,7 @@ def protect_rows(
             policy.method.protect(observation, rows, size),
         )
         if sinks is not None and recents is not None:
-            recents = recents & ~sinks  # a row that is both counts once
+            recents = recents & ~sinks  # a row of both kinds counts once
         kept = fit_protected(sinks, recents, rows, size)
         for kind, wanted in (("sinks", sinks), ("recents", recents)):
             if wanted is not None:
@@ -115,7 +126,11 @@ def protect_rows(
 
 
 def share_among_heads(scores: Tensor, protected: Tensor, rows: Rows, policy: LayerPolicy, quota: Quota) -> Tensor:
-    """(B, H) rows that each head keeps: what the method gave it, its share of before, or what the allocator says."""
+    """Return how many rows each head keeps, (B, H).
+
+    The method decides if it shares rows out itself. Otherwise the heads keep their earlier proportions, or the
+    allocator decides.
+    """
     if quota.heads is not None:
         return rows.present.sum(-1).minimum(quota.heads.to(rows.mass.device))
     if quota.shares is not None:
@@ -125,8 +140,9 @@ def share_among_heads(scores: Tensor, protected: Tensor, rows: Rows, policy: Lay
 
 
 def keep_proportions(rows: Rows, protected: Tensor, quota: Quota) -> Tensor:
-    """(B, H) rows per head in the proportions of an earlier cut."""
+    """Share the quota among the heads in the proportions of an earlier cut, (B, H)."""
     shares = quota.shares
+    assert shares is not None  # an earlier cut has shared a quota
     safe, held = protected.sum(-1).tolist(), rows.present.sum(-1).tolist()
     counts = []
     for sample, (before, size) in enumerate(zip(shares.quotas, quota.samples, strict=True)):
@@ -137,22 +153,22 @@ def keep_proportions(rows: Rows, protected: Tensor, quota: Quota) -> Tensor:
 
 
 def find_safe_rows(scores: Tensor, protected: Tensor, counts: Tensor, policy: LayerPolicy, quota: Quota) -> Tensor:
-    """(B, H, n) bool rows that a head keeps whatever the others have, the protected ones among them."""
+    """Return the rows that a head keeps whatever the other heads have, the protected ones included, (B, H, n) bool."""
     safe = policy.allocator.safe
     kept = protected | for_each_quota(quota, lambda own, size: safe(scores[own], protected[own], size))
-    if quota.shares is not None:  # a head's share of another quota may have room for fewer rows than are safe at this
+    if quota.shares is not None:  # a head's share of the earlier quota may hold fewer rows than are safe now
         kept = protected | (kept & policy.method.select(scores, counts))
     return kept
 
 
 def for_each_quota(quota: Quota, work: Callable[[slice, int], Tensor]) -> Tensor:
-    """`work(samples, size)` for all samples at once where their quotas are equal, else one by one."""
+    """Call `work(samples, size)` for all samples at once if their quotas are equal, otherwise one by one."""
     if len(set(quota.samples)) == 1:
         return work(slice(None), quota.samples[0])
     return torch.cat([work(slice(sample, sample + 1), size) for sample, size in enumerate(quota.samples)])
 
 
 def without_tensors(observation: Observation) -> Observation:
-    """What was seen, but for what takes memory."""
+    """Return an observation without the tensors that take memory."""
     empty = observation.queries.new_empty(*observation.queries.shape[:3], 0)
     return replace(observation, queries=empty, outputs=empty, lse=None)

@@ -1,19 +1,19 @@
 """Guard the engine against a method, an allocator or a codec that breaks its contract.
 
-The engine calls every hook through a guard. A hook that raises, that returns something it must not, or that writes
-into a tensor it was handed ends in a `ContractError`: one line that names who, the hook, the layer and the tensor.
-Without it a method that normalises keys in place would change the full cache and every other cell that reads the same
-prompt.
+The engine calls every hook through a guard. If a hook raises, returns something that the interface does not allow, or
+writes into a tensor that it was given, the guard raises a `ContractError`. Its one line names the owner, the hook, the
+layer and the tensor. Without guards, a method that normalises keys in place would change the full cache and every other
+cell that reads the same prompt.
 
-How a write is found: PyTorch counts the in-place writes to a tensor (`Tensor._version`), whichever view or detached
-alias they go through. Reading that number costs the host a tenth of a microsecond and never waits for a GPU. There is
-no such count under `torch.inference_mode`, therefore the engine runs `without_gradients`. A write that goes around
-PyTorch (`.data`, NumPy, DLPack, a kernel of one's own) is not counted. Guards that are `exact` find it too: they copy
-each tensor before a hook and compare afterwards. The runner does so once for every cell, before its first sample, and
-`kvbench.runs.method_checks` does so in all its checks; a method that does it later, at some prompts only, is not found.
+PyTorch counts the in-place writes to a tensor (`Tensor._version`), through whichever view or detached alias they go.
+Reading that number takes the host a tenth of a microsecond and never waits for a GPU. `torch.inference_mode` has no
+such count, so the engine runs `without_gradients`. Writes that bypass PyTorch (`.data`, NumPy, DLPack, a custom kernel)
+are not counted. Guards that are `exact` find them too: they copy each tensor before a hook and compare it afterwards.
+The runner does so once for every cell, before its first sample, and `kvbench.runs.method_checks` does so in all its
+checks. A method that bypasses PyTorch later, for some prompts only, is not found.
 
-A fault that only the device can see (NaN, a wrong count) raises at once on a CPU. On a GPU it is noted and raised when
-the block went through all layers, when the engine looks at the device anyway.
+Some faults can be seen only on the device (NaN, a wrong count). On a CPU the guard raises at once. On a GPU it notes
+the fault and raises after the block has passed all layers, when the engine synchronises with the device anyway.
 """
 
 import traceback
@@ -35,7 +35,7 @@ from kvbench.validation import ContractError, SettingError
 
 T = TypeVar("T")
 Work = TypeVar("Work", bound=Callable[..., Any])
-PASSED_ON = (ContractError, SettingError, torch.cuda.OutOfMemoryError)  # these say themselves what is wrong
+PASSED_ON = (ContractError, SettingError, torch.cuda.OutOfMemoryError)  # their messages already say what is wrong
 ROWS = ("keys", "values", "places", "mass")
 SHOWN = ("queries", "outputs", "lse", "output_weight")
 
@@ -46,12 +46,22 @@ def without_gradients(work: Work) -> Work:
 
 
 def count_writes(tensor: Tensor) -> int:
-    """How often the tensor was written to; 0 for a tensor made under inference_mode, which has no count."""
+    """Return how often a tensor was written to, or 0 for a tensor made under inference_mode, which has no count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def ask(owner: str, hook: str, work: Callable[[], T], where: str = "") -> T:
-    """Call a hook. ContractError if it raises; the message has the last line that is no installed package's."""
+    """Call a hook.
+
+    Args:
+        owner: Who has the hook, such as "method=snapkv".
+        hook: The hook's name.
+        work: Calls the hook.
+        where: Follows the hook's name in the message, such as " of layer 3".
+
+    Raises:
+        ContractError: The hook raised. The message names the last line that is not in an installed package.
+    """
     try:
         return work()
     except PASSED_ON:
@@ -65,12 +75,12 @@ def ask(owner: str, hook: str, work: Callable[[], T], where: str = "") -> T:
 
 
 def check_shape(method: Method, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
-    """Ask a method whether it serves a model of this shape; SettingError if it does not (see `Method.check`)."""
+    """Check that a method can serve a model of this shape (see `Method.check`)."""
     ask(f"method={method.name}", "check", lambda: method.check(layers, heads, dim, sliding))
 
 
 def reason_against(method: Method, allocator: Allocator, codec: Codec) -> str | None:
-    """Why the three cannot work together, None where they can (see `Method.refuses`)."""
+    """Return why the three cannot work together, or None if they can (see `Method.refuses`)."""
     owner = f"method={method.name}"
     found = ask(owner, "refuses", lambda: method.refuses(allocator, codec))
     if found is not None and not isinstance(found, str):
@@ -88,7 +98,7 @@ def is_spared(method: Method, layer: int, layers: int) -> bool:
 
 
 def count_steps(method: Method, tokens: int, quota: int | None) -> int:
-    """Steps towards the next cut that reading `tokens` counts (see `Method.steps`)."""
+    """Return how many steps it counts to read `tokens` tokens at once (see `Method.steps`)."""
     owner = f"method={method.name}"
     found = ask(owner, "steps", lambda: method.steps(tokens, quota))
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
@@ -97,7 +107,7 @@ def count_steps(method: Method, tokens: int, quota: int | None) -> int:
 
 
 class Handed:
-    """Tensors that a hook is handed, by name, with their versions and, of an exact guard, copies."""
+    """Tensors that a hook is given, by name, with their versions. An exact guard also keeps copies."""
 
     def __init__(self, exact: bool = False) -> None:
         self.exact = exact
@@ -107,7 +117,8 @@ class Handed:
         self.copies: list[Tensor] = []
 
     def add(self, name: str, tensor: Tensor | None) -> None:
-        if tensor is not None and (self.exact or not tensor.is_inference()):  # the latter have no versions
+        """Watch a tensor; None adds nothing."""
+        if tensor is not None and (self.exact or not tensor.is_inference()):  # inference tensors have no versions
             self.names.append(name)
             self.tensors.append(tensor)
             self.versions.append(count_writes(tensor))
@@ -115,11 +126,13 @@ class Handed:
                 self.copies.append(tensor.clone())
 
     def add_seen(self, observation: Observation) -> "Handed":
+        """Watch the tensors of an observation."""
         for name in SHOWN:
             self.add(f"observation.{name}", getattr(observation, name))
         return self
 
     def add_rows(self, rows: Rows) -> "Handed":
+        """Watch the tensors of rows."""
         for name in ROWS:
             self.add(f"rows.{name}", getattr(rows, name))
         for name, column in rows.columns.items():
@@ -127,9 +140,9 @@ class Handed:
         return self
 
     def written(self) -> list[str]:
-        """Names of those that were written to, each once."""
+        """Return the names of the tensors that were written to, each once."""
         if not self.exact and [tensor._version for tensor in self.tensors] == self.versions:
-            return []  # the usual case, and often asked: no loop of Python's own
+            return []  # the usual case: compare two lists without a loop in Python
         changed = [count_writes(tensor) != before for tensor, before in zip(self.tensors, self.versions, strict=True)]
         if self.exact:
             pairs = zip(changed, self.tensors, self.copies, strict=True)
@@ -138,18 +151,19 @@ class Handed:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one dtype hold the same bits (NaN equals itself)."""
+    """Return whether two tensors of one dtype hold the same bits (NaN equals itself)."""
     if one.shape != other.shape:
         return False
     return torch.equal(one, other) or torch.equal(as_bytes(one), as_bytes(other))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, flat."""
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
 class Guard:
-    """Calls the hooks of one layer and notes what only the device can see."""
+    """Calls the hooks of one layer and notes faults that only the device can see."""
 
     def __init__(self, layer: int, exact: bool = False) -> None:
         self.layer, self.exact = layer, exact
@@ -158,14 +172,14 @@ class Guard:
         self.watched: tuple[Observation | None, Rows | None, Handed] = (None, None, Handed())
 
     def handed(self, **tensors: Tensor) -> Handed:
-        """Watch these tensors."""
+        """Return these tensors, watched by their names."""
         found = Handed(self.exact)
         for name, tensor in tensors.items():
             found.add(name, tensor)
         return found
 
     def handed_rows(self, observation: Observation | None, rows: Rows | None) -> Handed:
-        """Watch what is seen and rows. Hooks that are handed the same, one after the other, share one list."""
+        """Return an observation and rows, watched. Consecutive hooks that get the same ones share one list."""
         if self.watched[0] is not observation or self.watched[1] is not rows:
             found = Handed(self.exact)
             if observation is not None:
@@ -176,11 +190,15 @@ class Guard:
         return self.watched[2]
 
     def release(self) -> None:
-        """Keep nothing alive that a hook was handed."""
+        """Release the tensors that hooks were given."""
         self.watched = (None, None, Handed())
 
     def call(self, owner: str, hook: str, handed: Handed, work: Callable[[], T]) -> T:
-        """What the hook returns; ContractError if it raised or wrote into what it was handed."""
+        """Call a hook and return its result.
+
+        Raises:
+            ContractError: The hook raised, or it wrote into a tensor that it was given.
+        """
         try:
             found = ask(owner, hook, work, f" of layer {self.layer}")
         except ContractError:
@@ -192,7 +210,7 @@ class Guard:
         return found
 
     def handing(self, handed: Handed, rows: Callable[[], Rows]) -> Callable[[], Rows]:
-        """`rows`, which a hook may ask for, watched from then on."""
+        """Return a function like `rows` that a hook may call. It watches the rows from the first call on."""
         given: list[Rows] = []
 
         def hand_over() -> Rows:
@@ -205,14 +223,19 @@ class Guard:
         return hand_over
 
     def report(self, owner: str, hook: str, names: Sequence[str]) -> NoReturn:
-        """Raise for tensors of these names, which were written to."""
+        """Raise a ContractError because a hook wrote into the tensors with these names."""
         weights = "observation.output_weight" in names
-        lost = "; the model's weights are spoiled, load it again" if weights else ""
+        lost = "; the model's weights have changed, so load the model again" if weights else ""
         line = f"{owner}: {hook} of layer {self.layer} wrote into {', '.join(names)}; it must return new tensors{lost}"
         raise ContractError(line, spoils_model=weights)
 
     def note(self, make: Callable[[], Tensor], line: str) -> None:
-        """A fault where the flag that `make` gives, a bool of no dimension, is true."""
+        """Note a fault if a flag is true.
+
+        Args:
+            make: Returns the flag, a bool tensor without dimensions.
+            line: The message of the ContractError.
+        """
         if not self.noting:
             return
         flag = make()
@@ -224,7 +247,7 @@ class Guard:
 
     @contextmanager
     def unnoted(self) -> Iterator[None]:
-        """What only the device can tell is somebody else's affair inside."""
+        """Note no faults inside the `with` block."""
         self.noting = False
         try:
             yield
@@ -232,7 +255,11 @@ class Guard:
             self.noting = True
 
     def expect(self, owner: str, hook: str, found: object, shape: tuple[int, ...], kind: str, device: Any) -> None:
-        """ContractError unless `found` is a tensor of this shape, kind of dtype and device."""
+        """Check the result of a hook.
+
+        Raises:
+            ContractError: `found` is not a tensor of this shape, kind of dtype and device.
+        """
         if not isinstance(found, Tensor):
             wrong = type(found).__name__
         elif found.shape != shape:
@@ -256,7 +283,7 @@ KINDS: Mapping[str, Callable[[torch.dtype], bool]] = {
 
 
 def extra_reads(method: Method, ids: Tensor, prefix: int, words: PromptEncoder, exact: bool = False) -> list[ExtraRead]:
-    """What a method that `needs_extra_reads` lets the model read about the prompt `ids` (B, n), checked."""
+    """Return what the model must read about the prompt `ids` (B, n), checked (see `Method.extra_reads`)."""
     guard, owner = Guard(0, exact), f"method={method.name}"
     handed = guard.handed(ids=ids)
     found = ask(owner, "extra_reads", lambda: list(method.extra_reads(ids, prefix, words)))
@@ -266,13 +293,13 @@ def extra_reads(method: Method, ids: Tensor, prefix: int, words: PromptEncoder, 
         own = reading.ids if isinstance(reading, ExtraRead) else None
         if not isinstance(own, Tensor) or own.dim() != 2 or len(own) != len(ids) or own.is_floating_point():
             raise ContractError(
-                f"{owner}: extra_reads gave no ExtraRead of token ids ({len(ids)}, t) as number {number}"
+                f"{owner}: extra_reads must give an ExtraRead of token ids ({len(ids)}, t) as number {number}"
             )
     return found
 
 
 def find_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in a method's state, however deep in containers and dataclasses, with the way to it."""
+    """Yield every tensor in a method's state with its path, also inside containers and dataclasses."""
     for name, value in values.items():
         yield from _tensors(str(name), value)
 
@@ -292,7 +319,8 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def copy_containers(value: Any) -> Any:
-    """The same value with its lists, dicts and sets copied, so that a later change in place leaves this one alone.
+    """Copy the lists, dictionaries and sets of a value, so that a later change in place does not change the copy.
+
     Tensors are not copied.
     """
     if isinstance(value, Mapping):

@@ -1,7 +1,8 @@
-"""Methods, allocators and codecs whose hooks are checked at every call (kvbench.cache.guard)."""
+"""Wrap methods, allocators and codecs so that every call of a hook is checked (kvbench.cache.guard)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ HOOKS = ("update", "protect_sinks", "protect", "score", "select", "merge", "cut"
 
 
 class GuardedMethod:
-    """A method's hooks, checked. Arguments and results are those of `kvbench.interfaces.method.Method`. Hooks that the
-    method leaves as they are in `Method` are called without a check: they are kvbench's own.
+    """A method whose hooks are checked.
+
+    Arguments and results are those of `kvbench.interfaces.method.Method`. Hooks that the method does not override are
+    kvbench's own and are called without a check.
     """
 
     def __init__(self, method: Method, guard: Guard) -> None:
@@ -64,7 +67,7 @@ class GuardedMethod:
         return found
 
     def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor, each: int | None) -> Rows:
-        """Rows that stay: what `cut` of the method returns, or its `merge` of what it selects."""
+        """Return the rows that stay: the result of the method's `cut`, or of its `select` and `merge`."""
         if not self.own & {"select", "merge", "cut"}:
             return self.method.cut(rows, scores, quotas, protected, each)
         handed = self.guard.handed(scores=scores, quotas=quotas, protected=protected).add_rows(rows)
@@ -91,7 +94,7 @@ class GuardedMethod:
         return found
 
     def read(self, request: ReadRequest, rows: Callable[[], Rows], state: State, held: int) -> Tensor | None:
-        """`held`: rows of the layer, padded."""
+        """Return what the method's `read` returns. `held` is the number of the layer's rows, padded."""
         if "read" not in self.own:
             return None
         handed = self.guard.handed(queries=request.queries)
@@ -109,7 +112,7 @@ class GuardedMethod:
     def _mask(
         self, name: str, hook: Callable[..., Tensor | None], observation: Observation, rows: Rows, quota: int
     ) -> Tensor | None:
-        """Rows (B, H, n) that are protected, as a bool tensor."""
+        """Return the rows that a hook protects, (B, H, n) bool, or None."""
         if name not in self.own:
             return None
         handed = self.guard.handed_rows(observation, rows)
@@ -138,23 +141,25 @@ class GuardedMethod:
                 raise ContractError(self._said(f"{hook}, {name},", f"{own.dtype}, expected {old.dtype}"))
             if own is not old and kind == "float":
                 line = self._said(f"{hook}, {name},", "numbers that are not finite")
-                self.guard.note(lambda own=own: ~own.isfinite().all(), line)
+                self.guard.note(partial(is_not_finite, own), line)
         for name, column in found.columns.items():
             shape = (*before.mass.shape[:2], count)
             self.guard.expect(self.owner, f"{hook}, column {name!r},", column, shape, "number", before.mass.device)
         asked = quotas.to(found.mass.device)
-        line = self._said(hook, "more or fewer rows than the quota of a head")
+        line = self._said(hook, "a number of rows that differs from the quota of a head")
         self.guard.note(lambda: (found.present.sum(-1) != asked).any(), line)
         if self.method.merges:
-            line = self._said(hook, "masses of more tokens than there were")
+            line = self._said(hook, "masses that stand for more tokens than before")
             self.guard.note(
                 lambda: ((found.mass.sum(-1) > before.mass.sum(-1) + 0.5) | (found.mass < 0).any(-1)).any(), line
             )
 
 
 class GuardedAllocator:
-    """An allocator's hooks, checked. Arguments and results are those of `kvbench.interfaces.allocator.Allocator`, whose
-    own hooks are called without a check.
+    """An allocator whose hooks are checked.
+
+    Arguments and results are those of `kvbench.interfaces.allocator.Allocator`. Hooks that the allocator does not
+    override are called without a check.
     """
 
     def __init__(self, allocator: Allocator, guard: Guard) -> None:
@@ -164,7 +169,7 @@ class GuardedAllocator:
     def layer(
         self, quota: int, observation: Observation, rows: Callable[[], Rows], shared: dict[str, Any]
     ) -> tuple[int, ...]:
-        """Rows per head, one number per sample."""
+        """Return the rows per head, one number per sample."""
         batch = observation.queries.shape[0]
         if "layer" not in self.own:
             return (quota,) * batch
@@ -216,34 +221,41 @@ class GuardedAllocator:
         return f"{self.owner}: {hook} of layer {self.guard.layer} returned {what}"
 
 
+def is_not_finite(tensor: Tensor) -> Tensor:
+    """Return whether a tensor has a number that is not finite, as a bool tensor without dimensions."""
+    return ~tensor.isfinite().all()
+
+
 def is_whole(found: object) -> bool:
+    """Return whether a value is a whole number of at least 1."""
     return isinstance(found, int) and not isinstance(found, bool) and found >= 1
 
 
 class GuardedCodec:
-    """A codec, checked. What it packs comes as `GuardedRows`."""
+    """A codec whose hooks are checked. It packs rows as `GuardedRows`."""
 
     def __init__(self, codec: Codec, guard: Guard) -> None:
         self.codec, self.guard = codec, guard
 
     @property
     def packs(self) -> bool:
+        """Whether the codec packs rows."""
         return self.codec.packs
 
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "GuardedRows":
         owner, guard = f"codec={self.codec.name}", self.guard
         handed = guard.handed(keys=keys, values=values, lengths=lengths)
         found = guard.call(owner, "pack", handed, lambda: self.codec.pack(keys, values, lengths))
-        packed = GuardedRows(found, owner, guard, tuple(keys.shape), keys.dtype, keys.device)
+        packed = GuardedRows(found, owner, guard, (keys.shape[0], keys.shape[1]), keys.dtype, keys.device)
         for name, part in zip(("keys", "values"), packed.read(), strict=True):
-            line = f"{owner}: pack of layer {guard.layer} gives back {name} that are not finite"
-            guard.note(lambda part=part: ~part.isfinite().all(), line)
+            line = f"{owner}: pack of layer {guard.layer} returns {name} that are not finite"
+            guard.note(partial(is_not_finite, part), line)
         return packed
 
 
 @dataclass(frozen=True)
 class GuardedRows:
-    """Packed rows (R, d) of one layer, checked whenever they are read or extended."""
+    """Packed rows (R, d) of one layer that are checked whenever they are read or extended."""
 
     packed: Packed
     owner: str
@@ -269,7 +281,7 @@ class GuardedRows:
     def extend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "GuardedRows":
         handed = self.guard.handed(keys=keys, values=values, lengths=lengths)
         for number, tensor in enumerate(self.tensors()):
-            handed.add(f"tensors()[{number}]", tensor)  # rows that are packed stay what they were: marks refer to them
+            handed.add(f"tensors()[{number}]", tensor)  # snapshots refer to packed rows, so these must not change
         found = self.guard.call(self.owner, "extend", handed, lambda: self.packed.extend(keys, values, lengths))
         shape = (self.shape[0] + len(keys), self.shape[1])
         return GuardedRows(found, self.owner, self.guard, shape, self.dtype, self.device)

@@ -1,4 +1,8 @@
-"""One layer of the cache: attend over (held rows ∪ block), ask the method, cut to the quota, free the rest."""
+"""One layer of the cache.
+
+For every block the layer attends to its rows and the block, asks the method which rows stay, cuts to the quota, and
+frees the other rows.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,8 +27,10 @@ from kvbench.kernels.dispatch import FAST
 
 
 class Layers(list["Layer | None"]):
-    """All layers of a cache, None for one that keeps its own; how far the prompt is read, and the bytes of all layers.
-    Layers refer to this list weakly, so that the memory of a cache is freed at once when the cache is dropped.
+    """All layers of a cache, with the progress of the prompt and the bytes of all layers.
+
+    An entry is None for a layer with a sliding window, which keeps its own cache. Layers refer to this list weakly, so
+    that the memory of a cache is freed at once when the cache is dropped.
     """
 
     def __init__(self, count: int) -> None:
@@ -35,7 +41,7 @@ class Layers(list["Layer | None"]):
 
 @dataclass(frozen=True)
 class LayerSnapshot:
-    """What a layer was at some time. Its rows share their tensors with the layer's."""
+    """The state of a layer at some time. Its rows share their tensors with the layer's."""
 
     rows: StoredRows
     tally: LayerTally
@@ -44,12 +50,14 @@ class LayerSnapshot:
     token_bytes: int
     stamped: Handed
     attended: list[float]
-    state: dict[str, Any]  # the method's, of this layer
-    kept: Handed  # tensors that the method remembered, with their versions
+    state: dict[str, Any]
+    """The method's state of this layer."""
+    kept: Handed
+    """Tensors that the method remembered, with their versions."""
 
 
 class Layer:
-    """Rows of one layer and what happens to them when a block is read."""
+    """The rows of one layer, and everything that happens to them when a block is read."""
 
     def __init__(self, index: int, layers: int, choice: CachePolicy, state: State, cache: Layers):
         self.index, self.layers, self.choice, self.cache = index, layers, choice, proxy(cache)
@@ -60,24 +68,26 @@ class Layer:
         self.codec = GuardedCodec(choice.codec, self.guard)
         self.rows = StoredRows()
         self.tally = LayerTally()
-        self.shares: HeadShares | None = None  # of the last uneven cut
-        self.shown: Observation | None = None  # of this block, while the layer may be cut (again) later
-        self.stamped = Handed(choice.exact)  # what a hook may have kept a reference to, as the engine left it
-        self.output_weight: ref[Tensor] | None = None  # W_o of the model's layer, once a hook was handed it
-        self.token_bytes = 0  # keys and values of one token, all samples and heads
-        self.attended: list[float] = []  # mean rows attended per query head, one number a decoded token
+        self.shares: HeadShares | None = None  # how heads shared the quota at the last uneven cut
+        self.shown: Observation | None = None  # of this block, while a later layer may cut this one
+        self.stamped = Handed(choice.exact)  # tensors that a hook may have kept a reference to
+        self.output_weight: ref[Tensor] | None = None  # W_o of the model's layer, after a hook has seen it
+        self.token_bytes = 0  # bytes of keys and values of one token, all samples and heads
+        self.attended: list[float] = []  # mean rows attended to per query head, one number per token
 
     @property
     def progress(self) -> Progress:
+        """How far the prompt has been read."""
         return self.cache.progress
 
     @property
     def packs(self) -> bool:
+        """Whether the codec packs rows."""
         return self.choice.codec.packs
 
     @cached_property
     def cut_layers(self) -> tuple[int, ...]:
-        """Layers that share the budget."""
+        """The layers that share the budget."""
         method, layers = self.choice.method, self.layers
         return tuple(i for i, layer in enumerate(self.cache) if layer is not None and not is_spared(method, i, layers))
 
@@ -87,10 +97,10 @@ class Layer:
         method, allocator = self.choice.method, self.choice.allocator
         return allocator.even and not method.sets_head_quotas and (len(self.state.seeds) == 1 or not allocator.cascades)
 
-    # a block is read: append, attend, ask the method, cut
+    # reading a block: append, attend, ask the method, cut
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Read a block's keys and values (B, H, T, d)."""
+        """Append a block's keys and values, (B, H, T, d) each."""
         before, flushed = self.rows.tail_keys, self.progress.decoding and self.packs
         self.rows = self.rows.append(keys, values, 0 if flushed else self.progress.room)
         self.token_bytes = 2 * keys[:, :, 0].nbytes
@@ -99,8 +109,10 @@ class Layer:
         self.stamp()
 
     def share_block_of(self, other: "Layer") -> None:
-        """Hold the first block that another layer has just read, in its storage: nothing is copied. Both may write
-        behind it, one after the other, if what the first one wrote is forgotten before the other begins.
+        """Hold the first block that another layer has just read, in the same storage.
+
+        Nothing is copied. Both layers may write behind the block, one after the other, if what the first one wrote is
+        forgotten before the other begins.
         """
         self.rows, self.token_bytes = other.rows, other.token_bytes
         self.update_memory()
@@ -113,7 +125,17 @@ class Layer:
         output_weight: Tensor,
         rotation: Callable[[Tensor], tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """Outputs (B, Hq, T, d) of the block's queries over all rows; the layer is cut before this returns."""
+        """Attend to all rows, then ask the method and cut the layer.
+
+        Args:
+            queries: Queries of the block, (B, H·G, T, d), rotated.
+            scaling: The factor of the logits.
+            output_weight: The layer's output projection W_o.
+            rotation: The model's rotary embedding: positions -> cos, sin.
+
+        Returns:
+            The attention outputs, (B, H·G, T, d).
+        """
         progress, rows = self.progress, self.rows
         view = Lazy(rows.view)
         look, rolled = None, None
@@ -130,14 +152,20 @@ class Layer:
     def run_attention(
         self, queries: Tensor, scaling: float, look: Tensor | None, rolled: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention's outputs and, if the method wants them, log-sum-exps. `look`: rows that each query head sees;
-        `rolled`: queries and keys to take in place of the rows' own.
+        """Return the attention outputs and, if the method wants them, the log-sum-exps.
+
+        Args:
+            queries: (B, H·G, T, d)
+            scaling: The factor of the logits.
+            look: Rows that each query head attends to, (B, H·G, n) bool; None for all.
+            rolled: Queries and keys to use instead of the given queries and the rows' keys.
         """
         rows, lse = self.rows, self.choice.method.wants_lse
         held = rows.stored is not None or queries.shape[2] < rows.tail
         if queries.is_cuda and queries.dtype in FAST and held and rows.is_raw and look is None and rolled is None:
             self.count_attended(None, None)
             self.rows = rows = rows.with_starts()
+            assert rows.tail_keys is not None and rows.tail_values is not None  # the block was appended to the tail
             return attend_ragged(
                 queries, rows.ragged(), rows.tail_keys, rows.tail_values, scaling, lse=lse, tail=rows.tail
             )
@@ -156,7 +184,7 @@ class Layer:
         rotation: Callable[[Tensor], tuple[Tensor, Tensor]],
         view: Callable[[], Rows],
     ) -> None:
-        """What follows attention over the rows that are in `view`: the method is asked and the layer is cut."""
+        """Let the method see the block, then cut the layer if a cut is due. `view` returns the rows."""
         method, progress = self.choice.method, self.progress
         first = self.rows.seen - queries.shape[2]
         if self.output_weight is None:
@@ -166,7 +194,7 @@ class Layer:
             first, progress.prompt, progress.last, progress.decoding, self.cut_layers, progress.prefix, progress.about,
             progress.share,
         )  # fmt: skip
-        self.stamped.add_seen(observation)  # until all hooks were asked: what is seen goes on through the model
+        self.stamped.add_seen(observation)  # until all hooks have returned: the outputs go on through the model
         if method.overrides("update"):
             found = self.method.update(observation, view(), self.state)
             self.rows = self.rows.with_columns({**self.rows.columns, **found})
@@ -188,17 +216,21 @@ class Layer:
             for layer in filter(None, self.cache):
                 layer.count_peak(layer.rows.longest_head)
 
-    # cuts
+    # cutting
 
     def cut(self, observation: Observation, view: Callable[[], Rows], nominal: int) -> None:
-        """Cut every head to its quota, and earlier layers too where the allocator cascades. `nominal`: rows per head,
-        mean over the layers.
+        """Cut every head to its quota, and earlier layers too if the allocator cascades.
+
+        Args:
+            observation: What the layer computed for the block.
+            view: Returns the layer's rows.
+            nominal: Rows per head, as the mean over the layers.
         """
         if self.index not in observation.cut_layers:
             return
         quota = self.find_quota(observation, view, nominal)
         cascades = self.choice.allocator.cascades and not observation.decoding
-        if cascades and observation.tokens > nominal:  # later layers may take more from this one: by the same scores
+        if cascades and observation.tokens > nominal:  # later layers may cut this one again, by the same scores
             rows = view()
             rows = replace(rows, columns={**rows.columns, SCORE: score_rows(observation, rows, self.policy)})
             self.rows, self.shown = self.rows.with_columns(rows.columns), without_tensors(observation)
@@ -213,7 +245,7 @@ class Layer:
                     self.cache[index].forget_scores()
 
     def find_quota(self, observation: Observation, view: Callable[[], Rows], nominal: int) -> Quota:
-        """Rows that the heads of this layer may keep."""
+        """Return how many rows the heads of this layer may keep."""
         samples = self.allocator.layer(nominal, observation, view, self.state.shared)
         if self.choice.method.sets_head_quotas:
             heads = self.method.head_quotas(nominal, observation, self.state, self.rows.shape[1]).cpu()
@@ -221,13 +253,13 @@ class Layer:
         return Quota(samples, shares=self.shares if observation.decoding else None)
 
     def exceeds(self, quota: Quota) -> bool:
-        """True if a head may hold more rows than it may keep."""
+        """Return whether a head may hold more rows than it may keep."""
         if quota.heads is not None:
             return bool((self.rows.counts().cpu() > quota.heads).any())
         return not (self.rows.even and self.rows.longest_head <= min(quota.samples))
 
     def evict(self, observation: Observation, rows: Rows, quota: Quota) -> None:
-        """Cut every head, and free what goes."""
+        """Cut every head and free the rows that go."""
         if self.rows.even and self.even and len(set(quota.samples)) == 1:
             quota = replace(quota, each=min(self.rows.longest_head, quota.samples[0]))
         found = evict(observation, rows, self.policy, quota)
@@ -245,16 +277,18 @@ class Layer:
 
     @property
     def policy(self) -> LayerPolicy:
+        """The method and the allocator, guarded, and the method's state."""
         return LayerPolicy(self.method, self.allocator, self.state)
 
     def cut_again(self, samples: tuple[int, ...]) -> None:
-        """Cut to fewer rows per head, one quota per sample, by the scores of this block."""
+        """Cut to fewer rows per head by the scores of this block. `samples` has one quota per sample."""
         if self.shown is not None and self.rows.longest_head > min(samples):
             self.evict(self.shown, self.rows.view(), Quota(samples))
             self.renew_stamp()
 
     def cut_after_readings(self, quota: int) -> None:
-        """Cut a layer that the model has read about."""
+        """Cut the layer after all extra reads about the prompt."""
+        assert self.shown is not None  # the prompt's last block left it
         self.cut(self.shown, Lazy(self.rows.view), quota)
         self.shown = None
         self.method.forget(self.state)
@@ -262,27 +296,27 @@ class Layer:
         self.update_memory()
 
     def forget_scores(self) -> None:
-        """The block is over: no layer is cut again by its scores."""
+        """Drop the block's scores, because no layer is cut by them again."""
         self.rows = self.rows.with_columns({k: column for k, column in self.rows.columns.items() if k != SCORE})
         self.shown = None
         self.renew_stamp()
         self.update_memory()
 
     def pack_all(self) -> None:
-        """The prefill is over: nothing cuts this layer any more unless the method cuts while decoding."""
+        """Pack the rows if the codec packs. Called when the prefill has ended."""
         if self.packs:
             self.rows = self.rows.pack(self.codec)
         self.update_memory()
 
-    # what a CUDA graph reads
+    # decoding in a CUDA graph
 
     def reserve(self, tokens: int) -> None:
-        """Make room for further tokens, so that their rows have fixed addresses."""
+        """Reserve memory for further tokens, so that their rows have fixed addresses."""
         self.rows = self.rows.reserve(tokens)
         self.update_memory()
 
     def count_appended(self, tokens: int) -> None:
-        """Count tokens that were decoded and attended to all rows, whose keys and values stand behind the tail."""
+        """Count decoded tokens that attended to all rows. Their keys and values are already behind the tail."""
         before = self.rows.mean_rows
         self.rows = self.rows.count_appended(tokens)
         self.attended += [before + token for token in range(1, tokens + 1)]
@@ -291,10 +325,20 @@ class Layer:
     def replace_rows(
         self, stored: Plain, places: Tensor, tail: Sequence[Tensor] | None, tokens: int, interval: int
     ) -> None:
-        """Hold what is left after `tokens` further tokens were read and the layer was cut after every `interval` of
-        them to as many rows as before. `tail`: keys and values (B, H, t, d) read since the last cut.
+        """Take over the rows that a CUDA graph left.
+
+        The graph read `tokens` further tokens and cut the layer after every `interval` of them to as many rows as
+        before.
+
+        Args:
+            stored: Keys and values of the cut part.
+            places: Positions of the cut part.
+            tail: Keys and values read since the last cut, (B, H, t, d) each.
+            tokens: Number of tokens that the graph read.
+            interval: Number of tokens between two cuts.
         """
         rows, before = self.rows, self.rows.tail
+        assert rows.lengths is not None  # the graph starts from a layer that was cut
         cuts = (before + tokens) // interval
         length = before + tokens - cuts * interval
         self.rows = rows.replace_all(stored, places, tail, length, rows.seen + tokens)
@@ -305,10 +349,10 @@ class Layer:
             self.attended += [rows.longest + (before + token) % interval + 1 for token in range(tokens)]
         self.update_memory()
 
-    # what is counted
+    # counting
 
     def count_attended(self, look: Tensor | None, mass: Tensor | None) -> None:
-        """Note how many rows were attended; rows that a head does not have (mass 0) do not count."""
+        """Note how many rows were attended to. Rows that a head does not have (mass 0) do not count."""
         rows = self.rows
         self.count_peak_attended(rows.longest_head)
         if self.progress.decoding:
@@ -317,47 +361,52 @@ class Layer:
             self.attended.append(rows.mean_rows if look is None else look.sum(-1).float().mean().item())
 
     def count_peak(self, rows: int) -> None:
-        """A head held so many rows after a cut or a block."""
+        """Note that a head held this many rows after a cut or a block."""
         if rows > self.tally.peak_rows:
             self.tally = replace(self.tally, peak_rows=rows)
 
     def count_peak_attended(self, rows: int) -> None:
-        """A head attended over so many rows."""
+        """Note that a head attended to this many rows."""
         if rows > self.tally.peak_attended:
             self.tally = replace(self.tally, peak_attended=rows)
 
     def bytes(self) -> Bytes:
-        """What the layer occupies now, counted on its storages."""
+        """Return the bytes that the layer occupies now, counted by the storages of its tensors."""
         held = self.rows.bytes()
         return replace(
             held, state=held.state + count_bytes(v for v in self.state.layer.values() if isinstance(v, Tensor))
         )
 
     def full_bytes(self) -> int:
-        """Bytes that keys and values of all tokens seen would take."""
+        """Return the bytes that keys and values of all tokens read would take."""
         return self.rows.seen * self.token_bytes
 
     def update_memory(self) -> None:
-        """Tell the cache's meter what the layer occupies after its storage changed."""
+        """Tell the cache's meter how many bytes the layer occupies. Called after its storage changed."""
         self.cache.memory.update(self.index, self.bytes().total)
 
     # guards
 
     def stamp(self) -> None:
-        """Note in which state the engine leaves the layer's tensors while a block is read. `check_stamped` finds out
-        whether a method that kept a reference to what it was handed wrote to them.
+        """Note the versions of the layer's tensors, as the engine leaves them.
+
+        `check_stamped` later finds out whether a method that kept a reference to one of them has written to it.
         """
         self.stamped = self.guard.handed(**self.rows.named_tensors())
-        self.stamped.add("observation.output_weight", self.output_weight and self.output_weight())
+        self.stamped.add("observation.output_weight", None if self.output_weight is None else self.output_weight())
 
     def check_stamped(self) -> None:
-        """ContractError if a tensor was written to since `stamp`. No tensor is kept alive any longer for that."""
+        """Check that no tensor was written to since `stamp`, and stop holding the tensors.
+
+        Raises:
+            ContractError: A hook wrote to a tensor.
+        """
         stamped, self.stamped = self.stamped, Handed(self.choice.exact)
         if written := stamped.written():
             self.guard.report(self.choice.owners, "a hook that kept a reference to what it was handed", written)
 
     def renew_stamp(self) -> None:
-        """Check what was noted and note it anew after the engine changed the layer's rows: what it freed is let go."""
+        """Check the tensors, then note those of the changed rows. Freed tensors are released."""
         self.guard.release()
         self.check_stamped()
         self.stamp()
@@ -365,7 +414,7 @@ class Layer:
     # snapshots
 
     def snapshot(self) -> LayerSnapshot:
-        """Everything that `restore` needs. Tensors are shared, not copied."""
+        """Return everything that `restore` needs. Tensors are shared, not copied."""
         state, kept = copy_containers(self.state.layer), self.guard.handed()
         for name, tensor in [*find_tensors({"state": state}), *find_tensors({"rows.columns": self.rows.columns})]:
             kept.add(name, tensor)
@@ -385,8 +434,12 @@ class Layer:
         self.state.layer = copy_containers(snapshot.state)
 
     def check_snapshot(self, snapshot: LayerSnapshot) -> None:
-        """ContractError if the method wrote into tensors that it remembered at the snapshot: what it saw after one
-        question would change the answer to the next.
+        """Check that the method has not written into tensors that it remembered at the snapshot.
+
+        Otherwise one question would change the answer to the next.
+
+        Raises:
+            ContractError: The method wrote into such a tensor.
         """
         if written := snapshot.kept.written():
             self.guard.report(self.choice.owners, "a hook", written)
@@ -394,7 +447,7 @@ class Layer:
 
 @dataclass
 class Lazy:
-    """A value made when first asked for."""
+    """Rows that are computed at the first call."""
 
     make: Callable[[], Rows]
     value: list[Rows] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a cache is made with, and where the reading of its prompt stands."""
+"""The method, allocator and codec of a cache, and how far its prompt has been read."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,31 +10,41 @@ from kvbench.interfaces.method import Method
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a prompt stands. The engine sets it before each block, the layers read it."""
+    """How far a prompt has been read. The engine sets it before each block, and the layers read it."""
 
-    prompt: int = 0  # tokens of the prompt (of the context where the question is hidden)
-    last: bool = False  # the block being read is the prompt's last
-    decoding: bool = False  # tokens after the prompt are being read
-    prefix: int = 0  # tokens of the prompt in front of the user's text
-    about: tuple[int, int] | None = None  # places that the model reads about, of methods that need extra reads
-    quota: int | None = None  # rows per head to cut to after this block, None: no cut
-    share: Fraction | None = None  # the same, not floored to whole rows
-    look: int | None = None  # rows that a query head may look at, of methods that read few of many, None: all
-    room: int = 0  # tokens to reserve room for when storage must grow
+    prompt: int = 0
+    """Tokens of the prompt, or of the context if the question is hidden."""
+    last: bool = False
+    """Whether the block being read is the prompt's last."""
+    decoding: bool = False
+    """Whether the block being read follows the prompt."""
+    prefix: int = 0
+    """Number of tokens before the user's text."""
+    about: tuple[int, int] | None = None
+    """Start and stop of the positions that an extra read is about."""
+    quota: int | None = None
+    """Rows per head that the cut after this block leaves; None if no cut follows."""
+    share: Fraction | None = None
+    """The same number, not rounded down."""
+    look: int | None = None
+    """Rows that a query head may attend to if the method sets `attends_subset`; None for all rows."""
+    room: int = 0
+    """Number of tokens to reserve memory for when storage must grow."""
 
 
 @dataclass(frozen=True)
 class CachePolicy:
-    """What a cache is made with. `exact`: guards compare copies of all that hooks are handed (kvbench.cache.guard)."""
+    """The method, allocator and codec of a cache."""
 
     method: Method
     allocator: Allocator
     codec: Codec
     exact: bool = False
+    """Whether guards compare copies of everything that hooks are handed (kvbench.cache.guard)."""
 
     @property
     def owners(self) -> str:
-        """Who may have kept a reference: the method, and an allocator or a codec that has hooks of its own."""
+        """Name everyone who may have kept a reference to a tensor: the method, and an allocator or codec with hooks."""
         own = [f"method={self.method.name}"]
         own += [f"allocator={self.allocator.name}"] * (not self.allocator.is_uniform)
         own += [f"codec={self.codec.name}"] * self.codec.packs
@@ -42,5 +52,5 @@ class CachePolicy:
 
     @property
     def token_by_token(self) -> bool:
-        """Whether what follows the prefill is read one token at a time, several known tokens too."""
+        """Whether tokens that follow the prefill are read one at a time, even if several are known."""
         return self.method.token_by_token or self.codec.token_by_token

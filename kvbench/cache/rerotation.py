@@ -1,7 +1,7 @@
-"""Positions by slot: a row's number among its head's rows, in place of its original position (StreamingLLM).
+"""Rotate rows by their slot, which is a row's index among its head's rows, instead of their position (StreamingLLM).
 
-Rows stay stored as the model rotated them; for attention keys and queries are turned from their place to their slot,
-so that after an eviction positions have no gaps and never pass the number of rows.
+Rows stay stored as the model rotated them. For attention, keys and queries are rotated from their position to their
+slot. After an eviction positions therefore have no gaps and never exceed the number of rows.
 """
 
 from collections.abc import Callable
@@ -16,19 +16,33 @@ from kvbench.kernels.rerotation import rerotate
 def rotate_by_slot(
     queries: Tensor, rows: Rows, rotation: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Queries (B, H·G, T, d) of the block and keys (B, H, n, d) of all rows, the block's last, rotated by slot."""
+    """Rotate queries and keys by slot.
+
+    Args:
+        queries: Queries of the block, (B, H·G, T, d).
+        rows: All rows of the layer; the block's are the last T.
+        rotation: The model's rotary embedding: positions -> cos, sin.
+
+    Returns:
+        The queries (B, H·G, T, d) and the keys (B, H, n, d).
+    """
     batch, heads, count, _ = rows.keys.shape
     tokens = queries.shape[2]
     places = rows.places.clamp(min=0)
     slots = (rows.present.cumsum(-1) - 1).clamp(min=0)
 
-    def angles(where: Tensor) -> list[Tensor]:
-        return [part.unflatten(0, (batch, heads)) for part in rotation(where.flatten(0, 1))]
+    def angles(where: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = rotation(where.flatten(0, 1))
+        return cos.unflatten(0, (batch, heads)), sin.unflatten(0, (batch, heads))
+
+    def of_block(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        cos, sin = pair
+        return cos[:, :, None, count - tokens :], sin[:, :, None, count - tokens :]
 
     before, after = angles(places), angles(slots)
     stays = (places == slots)[..., None]
     keys = torch.where(stays, rows.keys, rerotate(rows.keys, before, after))
     grouped = queries.unflatten(1, (heads, -1))
-    last = [[part[:, :, None, count - tokens :] for part in pair] for pair in (before, after)]
-    turned = torch.where(stays[:, :, None, count - tokens :], grouped, rerotate(grouped, *last))
+    rotated = rerotate(grouped, of_block(before), of_block(after))
+    turned = torch.where(stays[:, :, None, count - tokens :], grouped, rotated)
     return turned.flatten(1, 2), keys

@@ -1,86 +1,119 @@
-"""How one layer stores its rows: one immutable value of tensors and lengths.
+"""Store the rows of one layer as one immutable value of tensors and lengths.
 
-Every change gives a new value, which shares its tensors with the one before. Whoever keeps a value has a snapshot: the
-layer goes back to it by holding it again, and contexts that read one prompt together hold the same one.
+Every change returns a new value, which shares its tensors with the old one. An old value is therefore a snapshot: a
+layer returns to it by holding it again. Contexts that share one prefill hold the same value.
 
-The rows lie in two parts. The *cut part* is what the last eviction left, flat in the order (sample, head, position),
-because heads may keep different numbers of rows; a codec that packs writes it smaller when the prefill ends. The *tail*
-(B, H, capacity, d) has the tokens read since, from the left. Its capacity may be larger than its length, so that rows
-have fixed addresses while a CUDA graph decodes. Only what lies behind the tail's length is ever written in place:
-nothing that a snapshot counts is overwritten.
+The rows have two parts. The *cut part* is what the last eviction left. It is flat in the order (sample, head,
+position), because heads may keep different numbers of rows. A codec that packs replaces it when the prefill ends. The
+*tail*, (B, H, capacity, d), holds the tokens read since then, from the left. Its capacity may exceed its length, so
+that rows have fixed addresses while a CUDA graph decodes. Only the memory behind the tail's length is written in place,
+so nothing that belongs to a snapshot is overwritten.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvbench.interfaces.codec import Codec, Plain, Stored, join
+from kvbench.interfaces.codec import Packed, Plain, Stored, join
 from kvbench.interfaces.rows import Rows, mass_dtype
 from kvbench.kernels.attention import RaggedRows
 from kvbench.kernels.row_selection import gather_rows, kept_indices
 
 
+class Packer(Protocol):
+    """Whatever packs rows: a codec, or a codec whose hooks are checked."""
+
+    def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> Packed:
+        """See `kvbench.interfaces.codec.Codec.pack`."""
+
+
 @dataclass(frozen=True)
 class StoredRows:
-    """The rows of one layer: R in the cut part, B samples, H KV heads. Every byte it owns is counted by `bytes`."""
+    """The rows of one layer. `bytes` counts every byte that they occupy.
 
-    shape: tuple[int, int] = (0, 0)  # B, H
-    seen: int = 0  # tokens read by every head
-    stored: Stored | None = None  # the cut part's keys and values; None while nothing was cut
-    places: Tensor | None = None  # (R,) int32
-    mass: Tensor | None = None  # (R,) int16 or int32, None while every row stands for one token
-    columns: Mapping[str, Tensor] = field(default_factory=dict)  # (B, H, m) a method's values for the first m rows
-    lengths: Tensor | None = None  # (B, H) int64 rows of the cut part, None while nothing was cut
-    starts: Tensor | None = None  # (B·H,) int64 first row of each head's, None until attention asks (`with_starts`)
-    longest: int = 0  # rows of the longest head in the cut part
-    even: bool = True  # all heads hold `longest` rows
-    tail: int = 0  # tokens in the tail
-    tail_keys: Tensor | None = None  # (B, H, capacity, d)
+    Symbols: B samples, H KV heads, R rows in the cut part, d head dimension.
+    """
+
+    shape: tuple[int, int] = (0, 0)
+    """B and H."""
+    seen: int = 0
+    """Number of tokens that every head has read."""
+    stored: Stored | None = None
+    """Keys and values of the cut part; None before the first cut."""
+    places: Tensor | None = None
+    """Positions of the cut part, (R,) int32; None before the first cut."""
+    mass: Tensor | None = None
+    """Tokens that each row of the cut part stands for, (R,) int16 or int32; None if every row stands for one token."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """The method's values for the first m rows, (B, H, m) by name."""
+    lengths: Tensor | None = None
+    """Rows of each head in the cut part, (B, H) int64; None before the first cut."""
+    starts: Tensor | None = None
+    """Index of each head's first row in the cut part, (B·H,) int64; None until attention needs it (`with_starts`)."""
+    longest: int = 0
+    """Rows of the longest head in the cut part."""
+    even: bool = True
+    """Whether all heads hold `longest` rows in the cut part."""
+    tail: int = 0
+    """Number of tokens in the tail."""
+    tail_keys: Tensor | None = None
+    """(B, H, capacity, d)"""
     tail_values: Tensor | None = None
+    """(B, H, capacity, d)"""
 
     @property
     def longest_head(self) -> int:
-        """Rows of the longest head, tail included."""
+        """Number of rows of the longest head, tail included."""
         return self.longest + self.tail
 
     @property
     def mean_rows(self) -> float:
-        """Rows per head, tail included, mean over samples and heads."""
+        """Mean number of rows per head over samples and heads, tail included."""
         cut = 0 if self.places is None else len(self.places) / (self.shape[0] * self.shape[1])
         return cut + self.tail
 
     @property
     def is_raw(self) -> bool:
-        """Whether what is held is as the model wrote it."""
+        """Whether the rows are as the model wrote them, not packed."""
         return self.stored is None or isinstance(self.stored, Plain)
 
     def counts(self) -> Tensor:
-        """(B, H) rows held by every head."""
+        """Return the number of rows of each head, (B, H)."""
         cut = torch.zeros(self.shape, dtype=torch.int64) if self.lengths is None else self.lengths
         return cut + self.tail
 
-    # changes: each returns the new value
+    # changes: each returns a new value
 
     def append(self, keys: Tensor, values: Tensor, room: int = 0) -> "StoredRows":
-        """Read a block: keys and values (B, H, T, d). `room`: tokens to reserve beyond it if the tail must grow."""
+        """Append a block.
+
+        Args:
+            keys: (B, H, T, d)
+            values: (B, H, T, d)
+            room: Number of further tokens to reserve memory for if the tail must grow.
+        """
         batch, heads, tokens, _ = keys.shape
         need = self.tail + tokens
-        own = self
-        if self.tail_keys is None or need > self.tail_keys.shape[2]:
-            own = replace(self, tail_keys=self._grown(keys, self.tail_keys, need + room),
-                          tail_values=self._grown(keys, self.tail_values, need + room))  # fmt: skip
-        own.tail_keys[:, :, self.tail : need] = keys
-        own.tail_values[:, :, self.tail : need] = values
-        return replace(own, shape=(batch, heads), tail=need, seen=self.seen + tokens)
+        tail_keys, tail_values = self.tail_keys, self.tail_values
+        if tail_keys is None or tail_values is None or need > tail_keys.shape[2]:
+            tail_keys = self._grown(keys, tail_keys, need + room)
+            tail_values = self._grown(keys, tail_values, need + room)
+        tail_keys[:, :, self.tail : need] = keys
+        tail_values[:, :, self.tail : need] = values
+        return replace(
+            self, shape=(batch, heads), tail=need, seen=self.seen + tokens, tail_keys=tail_keys, tail_values=tail_values
+        )
 
     def reserve(self, tokens: int) -> "StoredRows":
-        """Make room for further tokens behind the tail, so that their rows have fixed addresses."""
+        """Reserve memory for further tokens behind the tail, so that their rows have fixed addresses."""
         like = self.tail_keys
         if like is None:
+            assert self.stored is not None  # a layer without a tail was cut after every block
             keys = self.stored.read()[0]
             like = keys.new_empty(*self.shape, 0, keys.shape[1])
         elif self.tail + tokens <= like.shape[2]:
@@ -89,24 +122,28 @@ class StoredRows:
         return replace(self, tail_keys=keys, tail_values=values)
 
     def count_appended(self, tokens: int) -> "StoredRows":
-        """Count tokens whose keys and values were written behind the tail."""
+        """Count tokens whose keys and values a CUDA graph has written behind the tail."""
         return replace(self, tail=self.tail + tokens, seen=self.seen + tokens)
 
     def with_columns(self, columns: Mapping[str, Tensor]) -> "StoredRows":
-        """The same rows with these values of a method beside them, (B, H, n) each."""
+        """Return the same rows with other values of the method, (B, H, n) each."""
         return replace(self, columns=dict(columns))
 
     def with_starts(self) -> "StoredRows":
-        """The same rows with the first row of each head in the cut part, which attention over ragged rows needs."""
-        if self.stored is None or self.starts is not None:
+        """Return the same rows with `starts`, which attention over ragged rows needs."""
+        if self.stored is None or self.lengths is None or self.starts is not None:
             return self
         lengths = self.lengths.flatten()
         return replace(self, starts=lengths.cumsum(0) - lengths)
 
     def keep(self, rows: Rows, even: bool, merged: bool, each: int | None = None) -> "StoredRows":
-        """Hold the rows with mass > 0 and free everything else. `even`: all heads have the same number of them, `each`
-        where the caller knows it (on a GPU nothing waits then, nor is it checked); `merged`: a row may stand for
-        several tokens.
+        """Keep the rows with mass > 0 and free everything else.
+
+        Args:
+            rows: All rows, padded.
+            even: Whether all heads have the same number of rows with mass > 0.
+            merged: Whether a row may stand for several tokens.
+            each: That number, if the caller knows it. On a GPU the host then does not wait to check it.
         """
         present = rows.present
         lengths = present.sum(-1)
@@ -127,27 +164,31 @@ class StoredRows:
             lengths=lengths, longest=each, even=even,
         )  # fmt: skip
 
-    def pack(self, codec: Codec) -> "StoredRows":
-        """Let a codec that packs write all rows, the tail's too: the prefill is over, and with it the cutting."""
-        own = self
+    def pack(self, codec: Packer) -> "StoredRows":
+        """Let a codec pack all rows, the tail's too. Called when the prefill has ended and no cut follows."""
         if self.stored is None:
+            assert self.tail_keys is not None  # the prompt has been read
             none = self.tail_keys.new_empty(0, self.tail_keys.shape[-1])
             places, lengths = none.new_empty(0, dtype=torch.int32), none.new_zeros(self.shape, dtype=torch.int64)
-            own = replace(self, stored=Plain(none, none), places=places, lengths=lengths)
-        return replace(own, stored=codec.pack(*own.stored.read(), own.lengths)).pack_tail()
+            return replace(self, stored=Plain(none, none), places=places, lengths=lengths).pack(codec)
+        assert self.lengths is not None
+        return replace(self, stored=codec.pack(*self.stored.read(), self.lengths)).pack_tail()
 
     def pack_tail(self) -> "StoredRows":
-        """Write the tail behind the packed rows; a new tail starts."""
+        """Pack the tail behind the packed rows and start a new tail."""
         if not self.tail:
             return self
-        before, more, mass = self.lengths, torch.full_like(self.lengths, self.tail), self.mass
+        packed, before, mass = cast(Packed, self.stored), self.lengths, self.mass
+        assert before is not None and self.places is not None  # `pack` has made the cut part
+        assert self.tail_keys is not None and self.tail_values is not None
+        more = torch.full_like(before, self.tail)
         places = torch.arange(self.seen - self.tail, self.seen, dtype=torch.int32, device=before.device)
         if mass is not None:
             mass = join(mass, before, mass.new_ones(more.numel() * self.tail), more)
-        rows = [tail[:, :, : self.tail].flatten(0, 2) for tail in (self.tail_keys, self.tail_values)]
+        keys, values = (tail[:, :, : self.tail].flatten(0, 2) for tail in (self.tail_keys, self.tail_values))
         return StoredRows(
             self.shape, self.seen,
-            stored=self.stored.extend(*rows, before + more),
+            stored=packed.extend(keys, values, before + more),
             places=join(self.places, before, places.repeat(before.numel()), more),
             mass=mass, columns=self.columns, lengths=before + more,
             longest=self.longest + self.tail, even=self.even,
@@ -156,23 +197,35 @@ class StoredRows:
     def replace_all(
         self, stored: Plain, places: Tensor, tail: Sequence[Tensor] | None, length: int, seen: int
     ) -> "StoredRows":
-        """Hold other rows in their place, as many as before in the cut part. `tail`: keys and values (B, H, t, d) with
-        `length` tokens, None for none; `seen`: tokens read.
+        """Replace all rows by others. The cut part keeps its number of rows.
+
+        Args:
+            stored: Keys and values of the cut part.
+            places: Positions of the cut part, (R,) int32.
+            tail: Keys and values of the tail, (B, H, capacity, d) each; None for an empty tail.
+            length: Number of tokens in the tail.
+            seen: Number of tokens read.
         """
         keys, values = tail or (None, None)
         return replace(self, stored=stored, places=places, seen=seen, tail=length, tail_keys=keys, tail_values=values)
 
     def without_cut(self) -> "StoredRows":
-        """The same lengths without the cut part's keys and values: `replace_all` brings others."""
+        """Return the same lengths without keys and values of the cut part, which `replace_all` then sets."""
         return replace(self, stored=None)
 
     def replicate(self, times: int, room: int) -> "StoredRows":
-        """The rows of one sample as those of `times` equal samples, with room for `room` further tokens. Every tensor
-        that holds rows has the sample first. Rows that a codec packed cannot be copied.
+        """Copy the rows of one sample to several equal samples. Packed rows cannot be copied.
+
+        Args:
+            times: Number of samples.
+            room: Number of further tokens to reserve memory for.
         """
 
+        def repeat(tensor: Tensor) -> Tensor:
+            return tensor.repeat(times, *(1 for _ in tensor.shape[1:]))  # the sample is the first dimension
+
         def copies(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.repeat(times, *(1 for _ in tensor.shape[1:]))
+            return None if tensor is None else repeat(tensor)
 
         def roomy(tail: Tensor | None) -> Tensor | None:
             if tail is None:
@@ -184,36 +237,41 @@ class StoredRows:
         return replace(
             self,
             shape=(self.shape[0] * times, self.shape[1]),
-            stored=None if self.stored is None else Plain(*map(copies, self.stored.read())),
+            stored=None if self.stored is None else Plain(*map(repeat, self.stored.read())),
             places=copies(self.places), mass=copies(self.mass), lengths=copies(self.lengths), starts=None,
-            columns={name: copies(column) for name, column in self.columns.items()},
+            columns={name: repeat(column) for name, column in self.columns.items()},
             tail_keys=roomy(self.tail_keys), tail_values=roomy(self.tail_values),
         )  # fmt: skip
 
-    # what is read of it
+    # reading the rows
 
     def ragged(self) -> RaggedRows | None:
-        """The cut part as attention takes it, None where nothing was cut. The rows must be `with_starts`."""
+        """Return the cut part for attention over ragged rows, or None before the first cut.
+
+        Call `with_starts` first.
+        """
         if self.stored is None:
             return None
+        assert self.starts is not None and self.lengths is not None  # `with_starts`
         return RaggedRows(*self.stored.read(), self.mass, self.starts, self.lengths.flatten(), self.longest, self.even)
 
     def attention_view(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys, values (B, H, n, d) and mass (B, H, n), or None for mass where every row is present with mass 1."""
+        """Return keys and values (B, H, n, d) and mass (B, H, n), or None for mass if every row exists with mass 1."""
         parts = []
         if self.stored is not None:
             parts.append([self._spread(packed) for packed in self.stored.read()])
         if self.tail:
+            assert self.tail_keys is not None and self.tail_values is not None
             parts.append([tail[:, :, : self.tail] for tail in (self.tail_keys, self.tail_values)])
         keys, values = parts[0] if len(parts) == 1 else (torch.cat(both, 2) for both in zip(*parts, strict=True))
         return keys, values, None if self.even and self.mass is None else self._mass(keys)
 
     def view(self) -> Rows:
-        """All rows, as a method sees them."""
+        """Return all rows as a method sees them, padded."""
         keys, values, mass = self.attention_view()
         batch, heads = keys.shape[:2]
         places = torch.arange(self.seen - self.tail, self.seen, device=keys.device).expand(batch, heads, -1)
-        if self.stored is not None:
+        if self.stored is not None and self.places is not None:
             places = torch.cat([self._spread(self.places.long(), absent=-1), places], 2)
         columns = {name: pad(column, (0, keys.shape[2] - column.shape[2])) for name, column in self.columns.items()}
         if mass is None:
@@ -221,33 +279,37 @@ class StoredRows:
         return Rows(keys, values, places, mass, MappingProxyType(columns))
 
     def head_places(self, sample: int, head: int) -> Tensor:
-        """(n,) int64 places of one head's rows, ascending."""
+        """Return the positions of one head's rows, (n,) int64, ascending."""
         return self._head(self.view().places, sample, head)
 
     def head_masses(self, sample: int, head: int) -> Tensor:
-        """(n,) tokens that each of one head's rows stands for."""
+        """Return how many tokens each of one head's rows stands for, (n,)."""
         return self._head(self.view().mass, sample, head)
 
     def rank_of(self, places: Sequence[int]) -> Tensor:
-        """(B, H, m) int64: rows held in front of each of m places. It takes 13 bytes a row at most."""
+        """Return how many rows each head holds before each of m positions, (B, H, m) int64.
+
+        It needs at most 13 bytes of memory per row.
+        """
         like = self.tail_keys if self.places is None else self.places
+        assert like is not None  # the layer has read a block
         wanted = torch.tensor(places, dtype=torch.int32, device=like.device).expand(*self.shape, -1)
         tail = (wanted - (self.seen - self.tail)).clamp(0, self.tail).long()
-        if self.places is None:
+        if self.places is None or self.lengths is None:
             return tail
         cut = torch.searchsorted(self._spread(self.places, absent=-1), wanted.contiguous())
         return tail + cut - (self.longest - self.lengths)[..., None]
 
     def bytes(self) -> "Bytes":
-        """What this layer occupies, counted on the storages it owns."""
+        """Return the bytes that the rows occupy, counted by the storages of their tensors."""
         packed = count_bytes(self.stored.tensors()) if self.stored is not None else 0
         tail = count_bytes([self.tail_keys, self.tail_values])
-        used = tail * self.tail // self.tail_keys.shape[2] if tail else 0
+        used = 0 if self.tail_keys is None or not tail else tail * self.tail // self.tail_keys.shape[2]
         metadata = count_bytes([self.places, self.mass, self.lengths, self.starts])
         return Bytes(packed + used, metadata, count_bytes(self.columns.values()), tail - used)
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Every tensor held, by a name for messages."""
+        """Return every tensor by a name for messages."""
         found = {"keys": self.tail_keys, "values": self.tail_values, "places": self.places, "mass": self.mass}
         found |= {"lengths": self.lengths} | {f"columns[{name!r}]": own for name, own in self.columns.items()}
         if self.stored is not None:
@@ -257,14 +319,16 @@ class StoredRows:
         return {name: own for name, own in found.items() if own is not None}
 
     def _grown(self, like: Tensor, before: Tensor | None, capacity: int) -> Tensor:
-        """A tail of this capacity, shaped like `like`, with the rows of the one before."""
+        """Return a tail of this capacity, shaped like `like`, with the rows of the tail before."""
         grown = like.new_empty(*like.shape[:2], capacity, like.shape[3])
         if self.tail:
+            assert before is not None
             grown[:, :, : self.tail] = before[:, :, : self.tail]
         return grown
 
     def _spread(self, packed: Tensor, absent: int = 0) -> Tensor:
-        """(R, …) packed rows as (B, H, longest, …), absent rows filled and on the left."""
+        """Pad flat rows (R, …) to (B, H, longest, …). Absent rows are on the left and have the value `absent`."""
+        assert self.lengths is not None  # there is a cut part
         batch, heads = self.lengths.shape
         if self.even:
             return packed.view(batch, heads, self.longest, *packed.shape[1:])
@@ -275,6 +339,7 @@ class StoredRows:
         return out
 
     def _mass(self, keys: Tensor) -> Tensor:
+        assert self.places is not None  # there is a cut part
         mass = torch.ones_like(self.places) if self.mass is None else self.mass
         mass = self._spread(mass).to(mass_dtype(keys))
         return torch.cat([mass, mass.new_ones(*mass.shape[:2], self.tail)], 2)
@@ -286,14 +351,16 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of a layer or a cache: keys and values of the rows held; places, masses, lengths; a method's state;
-    room reserved for tokens to come.
-    """
+    """The bytes that a layer or a cache occupies."""
 
     rows: int = 0
+    """Keys and values of the rows held."""
     metadata: int = 0
+    """Positions, masses, lengths and starts."""
     state: int = 0
+    """What the method remembers."""
     headroom: int = 0
+    """Memory reserved for further tokens."""
 
     def __add__(self, other: "Bytes") -> "Bytes":
         return Bytes(
@@ -305,10 +372,11 @@ class Bytes:
 
     @property
     def total(self) -> int:
+        """The sum of all parts."""
         return self.rows + self.metadata + self.state + self.headroom
 
 
 def count_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the storages behind these tensors, each storage once."""
+    """Return the bytes of the storages behind these tensors. A storage that several tensors share counts once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
     return sum(storages.values())

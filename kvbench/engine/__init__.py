@@ -1,1 +1,1 @@
-"""Reading prompts into caches and generating from them, step by step, in graphs, and for many runs at once."""
+"""The engine: read prompts into caches and generate from them, by modules, in CUDA graphs, or for many runs at once."""

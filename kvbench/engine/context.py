@@ -1,12 +1,14 @@
-"""Blocks in, cuts inside the loop: for every block each layer attends over (held rows ∪ block), the method is asked,
-the layer is cut to its quota, and only then the next block is read. Decoding is the same loop with one token.
+"""Read a prompt into a compressed cache, block by block.
+
+For every block, each layer attends to its rows and the block, asks the method, and is cut to its quota. Only then is
+the next block read. Decoding is the same loop with blocks of one token.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -34,20 +36,28 @@ from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.observation import ExtraRead, PromptEncoder, State
 from kvbench.kernels.dispatch import FAST
 from kvbench.models.decoder_weights import collect_weights
-from kvbench.models.transformers_port import Frequencies, forward, kvbench_attention, make_cache, read_layout
+from kvbench.models.transformers_port import (
+    Frequencies,
+    forward,
+    kvbench_attention,
+    make_cache,
+    read_layout,
+    text_config,
+)
 from kvbench.validation import ContractError, SettingError
 
-MOST = 8192  # tokens of blocks that are read as one: what they take beside the cache stays small
-FEW = 4  # whole blocks from which on graphs are captured for them
-ROOM = 64  # tokens that growing storage reserves beyond what it needs when the engine does not know how many will come
+MOST = 8192  # most tokens that are read at once in place of several blocks, so that activations stay small
+FEW = 4  # a graph is captured for this many whole blocks or more
+ROOM = 64  # tokens that growing storage reserves ahead if the engine does not know how many will come
 
 
 @dataclass(frozen=True)
 class ContextSnapshot:
-    """What a context was at some time."""
+    """The state of a context at some time."""
 
     layers: list[LayerSnapshot]
-    sliding: list[tuple[Tensor, Tensor, int]]  # keys, values, tokens of the layers with a sliding window
+    sliding: list[tuple[Tensor, Tensor, int]]
+    """Keys, values and number of tokens of each layer with a sliding window."""
     frequencies: Frequencies | None
     seen: int
     since_cut: int
@@ -55,14 +65,12 @@ class ContextSnapshot:
     logits: Tensor | None
     progress: Progress
     memory: tuple[list[int], int]
-    shared: dict[str, Any]  # the method's state of all layers
+    shared: dict[str, Any]
+    """The method's state that all layers share."""
 
 
 class PromptContext:
-    """A batch of prompts of one length in one compressed cache. `ids` (B, tokens), the first `prefix` in front of the
-    user's text; `words`: for methods that have some of their own for the model;
-    `compile`: decode in a CUDA graph where that is possible; `answer`: tokens to keep room for where nothing is cut.
-    """
+    """A batch of prompts of one length in one compressed cache."""
 
     def __init__(
         self,
@@ -76,6 +84,22 @@ class PromptContext:
         compile: bool = True,
         answer: int = 0,
     ) -> None:
+        """Make an empty cache.
+
+        Args:
+            model: A supported transformers model.
+            choice: The method, allocator and codec.
+            budget: How many rows may stay.
+            block_size: Number of tokens read between two cuts. `None` reads the prompt as one block.
+            seeds: One seed per sample.
+            prefix: Number of tokens before the user's text.
+            words: Turns a method's own words to the model into token ids.
+            compile: Whether to use CUDA graphs if possible.
+            answer: Number of tokens to reserve memory for if nothing is cut.
+
+        Raises:
+            SettingError: The method cannot serve this model.
+        """
         self.model, self.choice, self.budget, self.block_size, self.seeds = model, choice, budget, block_size, seeds
         self.device = next(model.parameters()).device.type
         self.prefix, self.words, self.answer = prefix, words or PromptEncoder(), answer
@@ -88,46 +112,58 @@ class PromptContext:
             self.layers.append(own)
         self.window = shape.window
         self.cache = make_cache(model, self.layers)
-        self.logits: Tensor | None = None  # (B, vocab) of the last token read
+        self.logits: Tensor | None = None  # of the last token read, (B, vocab)
         self.seen = 0
         self.since_cut = 0
-        self.drawn = 0  # tokens given: a further answer goes on in the stream of draws
-        self.reread_tokens, self.reread_ms = 0, 0.0  # what reading about the prompt took
-        self.stamps: list[float] = []  # seconds from the start of `generate` to each of its tokens, but for capturing
-        self.capture_ms = 0.0  # what capturing graphs took
-        self.decoding = "modules"  # or "graph": what read the answer's tokens
-        self.lent: list[tuple[int, ref[Tensor]]] = []  # layer, keys or values that other contexts may hold (together)
-        self.path: DecodePath | None = None  # reads the answer that is under way
+        self.drawn = 0  # tokens generated; a further answer continues the stream of random numbers
+        self.reread_tokens, self.reread_ms = 0, 0.0  # tokens and time of extra reads
+        self.stamps: list[float] = []  # seconds from the start of `generate` to each token, without capturing
+        self.capture_ms = 0.0  # time that capturing graphs took
+        self.decoding = "modules"  # how the answer's tokens were read: "modules" or "graph"
+        self.lent: list[tuple[int, ref[Tensor]]] = []  # layer, and keys or values that other contexts may share
+        self.path: DecodePath | None = None  # reads the current answer
         usable = compile and can_capture(model) and only_appends(choice)
-        self.weights = collect_weights(model) if usable else None  # of models that can be decoded in a graph
+        self.weights = collect_weights(model) if usable else None  # None if the model cannot be decoded in a graph
 
     @property
     def progress(self) -> Progress:
+        """How far the prompt has been read."""
         return self.layers.progress
 
     def set_progress(self, **changes: Any) -> None:
-        """Tell the layers where the prompt stands (`Progress`)."""
+        """Tell the layers how far the prompt has been read (fields of `Progress`)."""
         self.layers.progress = replace(self.progress, **changes)
 
     @property
     def memory(self) -> MemoryMeter:
-        """Bytes that the layers occupy, and the most they ever did; sliding-window layers are not among them."""
+        """The bytes that the layers occupy, and their peak. Layers with a sliding window are not included."""
         return self.layers.memory
 
     @property
     def own_layers(self) -> list[Layer]:
-        """The layers that hold rows (all but sliding-window layers)."""
+        """The layers that hold rows, which are all layers without a sliding window."""
         return [layer for layer in self.layers if layer is not None]
 
     @without_gradients
     def prefill(self, ids: Tensor, each: Callable[[Tensor], None] | None = None) -> Tensor:
-        """Read the prompt in blocks, cutting after each. Returns the last token's logits (B, vocab). `each` is given
-        every block's (B, tokens, vocab), which were computed over the rows held before it and the block.
+        """Read the prompt in blocks and cut after each block.
+
+        Args:
+            ids: Token ids, (B, tokens).
+            each: Called with the logits of every block, (B, tokens, vocab), before the next block is read.
+
+        Returns:
+            The logits of the last token, (B, vocab).
+
+        Raises:
+            SettingError: The method needs the prompt as one block, or the prompt is longer than the model's window.
+            ContractError: A hook broke its contract.
         """
         prompt = ids.shape[1]
         if self.choice.method.one_block and self.block_size is not None and self.block_size < prompt:
             raise SettingError(f"block_size={self.block_size}: {self.choice.method.name} needs the prompt as one block")
         self.begin(prompt)
+        rows: int | None = None
         again, size = self._readings(ids), self.block_size or prompt
         captured = self.weights is not None and is_shift_invariant(self.choice) and size <= SHORT and not each
         captured = captured and self.budget.of == "prompt"
@@ -135,31 +171,39 @@ class PromptContext:
         with kvbench_attention(self.model):
             while self.seen < prompt:
                 tokens = min(size, prompt - self.seen)
-                if quota is not None and self.seen < quota:  # blocks that fit the quota are cut by nothing: read as one
+                if (
+                    quota is not None and self.seen < quota
+                ):  # blocks below the quota are never cut, so read several at once
                     tokens = min(prompt - self.seen, max(size, min(quota - self.seen, MOST) // size * size))
                 block = ids[:, self.seen : self.seen + tokens]
                 rows = self.expect(tokens, max((reading.ids.shape[1] for reading in again), default=0))
                 logits = self._read(block, self.progress.quota, keep=0 if each else 1)
                 if each:
                     each(logits)
-                count = (prompt - self.seen - 1) // size  # whole blocks before the last
-                if quota is not None and count >= FEW and is_at_quota(self.own_layers, quota):
+                count = (prompt - self.seen - 1) // size  # whole blocks before the last block
+                if quota is not None and self.weights and count >= FEW and is_at_quota(self.own_layers, quota):
                     more = ids[:, self.seen : self.seen + count * size]
                     GraphPrefill(self.weights, self.own_layers, more, size, quota, self.seen).read()
                     self.count_tokens(more.shape[1])
             self.set_progress(last=False)
-            if again:
+            if again and rows is not None:
                 self._reread(again, rows)
-        last = logits[:, -1].clone() if each else logits[:, -1]  # a view would keep the block's alive
+        last = logits[:, -1].clone() if each else logits[:, -1]  # a view would keep the logits of the block alive
         return self.end(last)
 
     def begin(self, prompt: int) -> None:
-        """A prompt of so many tokens comes."""
+        """Begin a prompt of this many tokens."""
         self.set_progress(prompt=prompt, prefix=min(self.prefix, prompt), decoding=False)
 
     def expect(self, tokens: int, read_again: int = 0) -> int | None:
-        """The next so many tokens of the prompt come; `read_again`: tokens that the model reads after the prompt and
-        forgets. Returns rows per head that the cut behind them leaves, None for all.
+        """Prepare the layers for the next block of the prompt.
+
+        Args:
+            tokens: Number of tokens of the block.
+            read_again: Number of tokens that the model reads after the prompt and then forgets.
+
+        Returns:
+            Rows per head that the cut after the block leaves, or None for all rows.
         """
         method, prompt, seen = self.choice.method, self.progress.prompt, self.seen + tokens
         rows = None if method.attends_subset else self.budget.rows(prompt, seen)
@@ -173,36 +217,39 @@ class PromptContext:
         return rows
 
     def passed(self, tokens: int, frequencies: Frequencies | None) -> None:
-        """The tokens that were expected went through all layers, but not through this context's own cache: the model
-        read them with these `frequencies`.
+        """Count a block that went through all layers by way of another cache.
+
+        Args:
+            tokens: Number of tokens of the block.
+            frequencies: The rotary frequencies with which the model read it.
         """
         self.count_tokens(tokens)
-        if frequencies is not None:
+        if frequencies is not None and self.cache.frequencies is not None:
             self.cache.frequencies.take_over(frequencies)
         self._check()
 
     def end(self, logits: Tensor) -> Tensor:
-        """The prompt is read; `logits` (B, vocab) of its last token."""
+        """End the prompt with the logits of its last token, (B, vocab)."""
         self.set_progress(last=False, room=ROOM)
-        for layer in self.own_layers:  # after the last block of all layers: cascades cut earlier ones again
+        for layer in self.own_layers:  # only now, because cascades may cut earlier layers again
             layer.pack_all()
         self.logits = logits
         return logits
 
     def _readings(self, ids: Tensor) -> list[ExtraRead]:
-        """What the model reads about the prompt before the cut; nothing where all of it is kept."""
+        """Return the extra reads before the cut; none if nothing is cut."""
         method, prompt = self.choice.method, ids.shape[1]
         quota = self.budget.rows(prompt, prompt)
         if not method.needs_extra_reads or quota is None or quota >= prompt:
             return []
         found = extra_reads(method, ids, self.progress.prefix, self.words, self.choice.exact)
-        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        vocabulary = text_config(self.model).vocab_size
         if any(int(reading.ids.max()) >= vocabulary for reading in found):
-            raise SettingError(f"method: {method.name} lets the model read token ids above its last, {vocabulary - 1}")
+            raise SettingError(f"method: {method.name} gives the model token ids above {vocabulary - 1}, its last")
         return found
 
     def _reread(self, readings: list[ExtraRead], quota: int) -> None:
-        """Let the model read about the prompt, forget what it read but not what the method noted, and cut."""
+        """Let the model read about the prompt, keep only what the method remembered of it, and cut."""
         begin, layers = now(self.device), self.own_layers
         for reading in readings:
             with self.branch(keeps_state=True):
@@ -228,15 +275,27 @@ class PromptContext:
 
     @without_gradients
     def extend(self, ids: Tensor) -> Tensor:
-        """Read further tokens (B, t) over the held rows; cut only if the method cuts while decoding. Returns logits
-        (B, t, vocab).
+        """Read further tokens. The cache is cut only if the method cuts while decoding.
+
+        Args:
+            ids: Token ids, (B, t).
+
+        Returns:
+            Their logits, (B, t, vocab).
         """
         self.leave_path()
         with kvbench_attention(self.model):
             return self.read_tokens(ids)
 
     def read_tokens(self, ids: Tensor) -> Tensor:
-        """Read tokens (B, t) that follow the prompt through the attached model. Returns logits (B, t, vocab)."""
+        """Read tokens that follow the prompt, inside `kvbench_attention`.
+
+        Args:
+            ids: Token ids, (B, t).
+
+        Returns:
+            Their logits, (B, t, vocab).
+        """
         if self.choice.token_by_token and ids.shape[1] > 1:
             return torch.cat([self.read_tokens(token) for token in ids.split(1, dim=1)], dim=1)
         method, seen, rows = self.choice.method, self.seen + ids.shape[1], None
@@ -255,7 +314,7 @@ class PromptContext:
         return logits
 
     def _steps(self, tokens: int, quota: int | None) -> int:
-        """What the method says that reading `tokens` counts towards the next cut; it may have kept references too."""
+        """Return how many steps towards the next cut the method counts for these tokens."""
         if not self.choice.method.overrides("steps"):
             return tokens
         for layer in self.own_layers:
@@ -266,9 +325,10 @@ class PromptContext:
         return found
 
     def _read(self, ids: Tensor, quota: int | None, keep: int) -> Tensor:
+        """Read a block through the model; return the logits of its last `keep` tokens, or of all tokens for 0."""
         if self.window is not None and self.seen + ids.shape[1] > self.window:
             raise SettingError(
-                f"model: every layer has a sliding window of {self.window} tokens, no prompt may be longer"
+                f"model: every layer has a sliding window of {self.window} tokens, so no prompt may be longer"
             )
         self.set_progress(quota=quota)
         for layer in self.own_layers:
@@ -279,8 +339,12 @@ class PromptContext:
         return logits
 
     def _check(self) -> None:
-        """A block went through all layers: ContractError for what a hook did to them, or gave that only the device can
-        tell. The device is asked once for all layers, and not at all where nothing was noted.
+        """Check the hooks after a block has passed all layers.
+
+        The host waits for the device once for all layers, and not at all if the guards noted nothing.
+
+        Raises:
+            ContractError: A hook wrote into a tensor, or returned something that only the device could check.
         """
         for layer in self.own_layers:
             layer.check_stamped()
@@ -299,24 +363,24 @@ class PromptContext:
             layer.guard.faults.clear()
 
     def _check_total(self, quota: int, owner: str) -> None:
-        """Note it if the layers that share the budget hold more rows than `quota` a head, on average."""
+        """Note a fault if the layers that share the budget hold more than `quota` rows per head on average."""
         own = self.own_layers
         layers = [layer for layer in own if layer.index in layer.cut_layers]
         if not layers or all(layer.rows.even and layer.rows.longest_head <= quota for layer in layers):
             return
         device = next(self.model.parameters()).device
-        held = sum(layer.rows.counts().sum(-1).to(device) for layer in layers)  # (B,)
+        held = torch.stack([layer.rows.counts().sum(-1).to(device) for layer in layers]).sum(0)  # (B,)
         limit = quota * sum(layer.rows.shape[1] for layer in layers)
-        line = f"{owner}: the layers hold more rows than the budget, {quota} a head on average"
+        line = f"{owner}: the layers hold more rows than the budget of {quota} per head on average"
         layers[0].guard.note(lambda: (held > limit).any(), line)
 
     def find_decode_quota(self, seen: int) -> int | None:
-        """Rows per head that a cut while decoding leaves when `seen` tokens are read, None for all."""
+        """Return the rows per head that a cut while decoding leaves after `seen` tokens, or None for all rows."""
         return self.choice.method.decode_size or self.budget.rows(self.progress.prompt, seen)
 
     @without_gradients
     def leave_path(self) -> None:
-        """End the answer that is under way, if there is one: what is asked for now comes behind it."""
+        """End the current answer, if there is one, so that other tokens can follow it."""
         path, self.path = self.path, None
         if path is not None:
             path.close()
@@ -324,13 +388,19 @@ class PromptContext:
     def count_tokens(self, tokens: int) -> None:
         """Count tokens that did not go through the model's modules."""
         self.seen += tokens
-        for port in self.cache.layers:
+        for port in cast(list[Any], self.cache.layers):
             port.seen = self.seen
 
     @contextmanager
     def branch(self, keeps_state: bool = False) -> Iterator[None]:
-        """Whatever is read inside is forgotten afterwards; the compressed context is shared, not computed again.
-        `keeps_state`: the caller keeps what the method notes inside, so the method may write it in place.
+        """Forget everything that is read inside the `with` block. The compressed prompt is shared, not computed again.
+
+        Args:
+            keeps_state: Whether the caller keeps what the method remembers inside. The method may then write to its
+                state in place.
+
+        Raises:
+            ContractError: A hook wrote into tensors that must not change.
         """
         self.leave_path()
         snapshot, lent = self.snapshot(), self._lent()
@@ -351,7 +421,7 @@ class PromptContext:
                 self.own_layers[0].guard.report(self.choice.owners, hook, found)
 
     def snapshot(self) -> ContextSnapshot:
-        """Everything that `restore` needs. Rows are shared, not copied."""
+        """Return everything that `restore` needs. Rows are shared, not copied."""
         frequencies = self.cache.frequencies
         return ContextSnapshot(
             layers=[layer.snapshot() for layer in self.own_layers],
@@ -363,17 +433,17 @@ class PromptContext:
         )  # fmt: skip
 
     def restore(self, snapshot: ContextSnapshot) -> None:
-        """Return to a snapshot, also from an answer that was not ended."""
+        """Return to a snapshot, also during an answer."""
         self.path = None
         for layer, own in zip(self.own_layers, snapshot.layers, strict=True):
             layer.restore(own)
         for own, (keys, values, length) in zip(self.sliding_layers(), snapshot.sliding, strict=True):
             own.keys, own.values, own.cumulative_length = keys, values, length
-        if snapshot.frequencies:
+        if snapshot.frequencies and self.cache.frequencies:
             self.cache.frequencies.take_over(snapshot.frequencies)
         self.since_cut, self.drawn, self.logits = snapshot.since_cut, snapshot.drawn, snapshot.logits
         self.seen = snapshot.seen
-        for port in self.cache.layers:
+        for port in cast(list[Any], self.cache.layers):
             if hasattr(port, "seen"):
                 port.seen = snapshot.seen
         self.layers.progress = snapshot.progress
@@ -383,7 +453,7 @@ class PromptContext:
         shared.update(snapshot.shared)
 
     def _lent(self) -> Handed:
-        """What other contexts still hold of the keys and values that this context's method was handed."""
+        """Return the shared keys and values that other contexts still hold, watched."""
         found = self.own_layers[0].guard.handed()
         own = {id(tensor) for layer in self.own_layers for tensor in layer.rows.named_tensors().values()}
         for index, reference in self.lent:
@@ -391,26 +461,30 @@ class PromptContext:
                 found.add(f"keys or values of layer {index}, which other runs share", tensor)
         return found
 
-    def sliding_layers(self) -> list:
-        """transformers' own cache layers of the layers with a sliding window."""
+    def sliding_layers(self) -> list[Any]:
+        """Return transformers' own cache layers of the layers with a sliding window."""
         return [own for own, layer in zip(self.cache.layers, self.layers, strict=True) if layer is None]
 
     def bytes(self) -> Bytes:
-        """What the cache occupies now; sliding-window layers count as rows."""
+        """Return the bytes that the cache occupies now. Layers with a sliding window count as rows."""
         total = sum((layer.bytes() for layer in self.own_layers), Bytes())
         shared = count_bytes(v for v in self.own_layers[0].state.shared.values() if isinstance(v, Tensor))
         return total + Bytes(rows=self.sliding_bytes(), state=shared)
 
     def sliding_bytes(self) -> int:
-        """Bytes of the sliding-window layers' own caches, which no method touches."""
+        """Return the bytes of the layers with a sliding window, which no method cuts."""
         return sum(c.keys.nbytes + c.values.nbytes for c in self.sliding_layers() if c.is_initialized)
 
     def full_bytes(self) -> int:
-        """Bytes that keys and values of all tokens seen would take."""
+        """Return the bytes that keys and values of all tokens read would take."""
         return self.sliding_bytes() + sum(layer.full_bytes() for layer in self.own_layers)
 
 
 def can_capture(model: torch.nn.Module) -> bool:
-    """Whether the model is where graphs are recorded, in a dtype of the kernels: a reference waits for the host."""
+    """Return whether CUDA graphs can be captured for a model.
+
+    The model must be on the current GPU, in a dtype that the kernels support. The reference implementations wait for
+    the host, so they cannot be captured.
+    """
     like = next(model.parameters())
     return like.is_cuda and like.device.index == torch.cuda.current_device() and like.dtype in FAST

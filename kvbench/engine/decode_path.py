@@ -1,4 +1,4 @@
-"""The interface of the ways in which the tokens of an answer are read."""
+"""The interface of a decode path, which reads the tokens of an answer."""
 
 from typing import Protocol
 
@@ -6,16 +6,19 @@ from torch import Tensor
 
 
 class DecodePath(Protocol):
-    """Reads the tokens of an answer, one after the other, behind what a context holds."""
+    """Reads the tokens of an answer one by one into a context."""
 
     @property
     def is_over(self) -> bool:
-        """Whether it cannot read a further token: another path must."""
+        """Whether this path cannot read another token, so that another path must."""
 
     def step(self) -> tuple[Tensor, float]:
-        """Read the last token that was given. Returns the next one, (B,) on the CPU, and the seconds since the answer
-        began, without what capturing a graph took.
+        """Read the token that was generated last and generate the next one.
+
+        Returns:
+            The next token, (B,) on the CPU, and the seconds since the answer began, without the time that capturing a
+            graph took.
         """
 
     def close(self) -> None:
-        """Leave the context as if the model's modules had read what was asked for."""
+        """Leave the context as if the model's modules had read the tokens that were generated."""

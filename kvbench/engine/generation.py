@@ -1,12 +1,12 @@
-"""Generate: read token after token behind a compressed prompt.
+"""Generate tokens after a compressed prompt.
 
-Two paths read the tokens. `ModulePath` goes through the model's modules, asks the method about every token and cuts
-where the method cuts while decoding. `GraphPath` replays a CUDA graph of the whole step; it serves until the next cut,
-or through all cuts if every interval between two of them does the same (`kvbench.engine.fixed_quota_rows`).
+Two paths read the tokens. `ModulePath` runs the model's modules, shows every token to the method, and cuts if the
+method cuts while decoding. `GraphPath` replays a CUDA graph of the whole step. It can be used until the next cut, or
+across cuts if every interval between two cuts runs the same operations (`kvbench.engine.fixed_quota_rows`).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -16,17 +16,17 @@ from kvbench.cache.guard import without_gradients
 from kvbench.engine.context import ROOM, PromptContext
 from kvbench.engine.decode_path import DecodePath
 from kvbench.engine.fixed_quota_rows import FixedQuotaRows, is_at_quota, is_shift_invariant
-from kvbench.engine.graph_decoding import GraphDecoder, GrowingRows
+from kvbench.engine.graph_decoding import GraphDecoder, GrowingRows, StepRows
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.timing import now
 from kvbench.models.transformers_port import kvbench_attention
 
-WORTH = 8  # tokens that must be left for a graph to be captured
-WORTH_BETWEEN_CUTS = 32  # the same where the next cut makes it useless
+WORTH = 8  # a graph is captured for this many tokens or more
+WORTH_BETWEEN_CUTS = 32  # the same if the next cut makes the graph useless
 
 
 class GenerationContext(PromptContext):
-    """A batch of prompts of one length in one compressed cache, which answers."""
+    """A batch of prompts of one length in one compressed cache that can generate answers."""
 
     @without_gradients
     def generate(
@@ -38,21 +38,21 @@ class GenerationContext(PromptContext):
         seeds: tuple[int, ...] | None = None,
         min_new_tokens: int = 0,
     ) -> Iterator[Tensor]:
-        """Yield token after token, (B,) each, until every sample has given a token of `stop` or there are
-        `max_new_tokens`.
+        """Yield tokens, (B,) each on the CPU, until every sample has a token of `stop` or `max_new_tokens` tokens.
 
         Args:
-            max_new_tokens: Most tokens of a sample.
+            max_new_tokens: Largest number of tokens of a sample.
             sampling: How a token is chosen.
             stop: Token ids that end an answer.
-            read_last: Read the last token into the cache too: what follows then continues the whole answer.
-            seeds: Seeds of the samples' draws, where they are not the context's own.
-            min_new_tokens: 1 if no answer may begin with a token of `stop`, else 0.
+            read_last: Whether the last token is read into the cache too, so that what follows continues the answer.
+            seeds: Seeds of the samples; None uses the context's own.
+            min_new_tokens: 1 if no answer may begin with a token of `stop`, otherwise 0.
         """
         self.leave_path()
         ended, ends = torch.zeros(len(self.seeds), dtype=torch.bool), torch.tensor(sorted(stop), dtype=torch.int64)
         draws = sampling.draws(seeds or self.seeds, max_new_tokens + 1, 0 if seeds else self.drawn)
-        draws, logits = draws.to(self.logits.device), self.logits
+        logits = self.last_logits
+        draws = draws.to(logits.device)
         for layer in self.own_layers:
             layer.attended.clear()
         self.capture_ms, self.decoding = 0.0, "modules"
@@ -60,7 +60,8 @@ class GenerationContext(PromptContext):
         if min_new_tokens:
             logits = logits.index_fill(1, ends.to(logits.device), -math.inf)
         token = sampling.pick(logits, draws[:, 0]).cpu()
-        self.stamps, path = [now(self.device) - begin], None
+        path: DecodePath | None = None
+        self.stamps = [now(self.device) - begin]
         try:
             for count in range(1, max_new_tokens + 1):
                 self.drawn += 1
@@ -69,7 +70,7 @@ class GenerationContext(PromptContext):
                 is_last = count == max_new_tokens or bool(ended.all())
                 if is_last and not read_last:
                     break
-                if path is None or path.is_over or path is not self.path:  # or something else was read since
+                if path is None or path.is_over or path is not self.path:  # or other tokens were read since
                     self.leave_path()
                     left = max_new_tokens - count + read_last
                     path = self.path = open_path(self, token, left, sampling, draws[:, count:])
@@ -82,9 +83,15 @@ class GenerationContext(PromptContext):
                 self.leave_path()
             self.set_progress(room=ROOM)
 
+    @property
+    def last_logits(self) -> Tensor:
+        """The logits of the last token read, (B, vocab). A prompt must have been read."""
+        assert self.logits is not None
+        return self.logits
+
     @without_gradients
     def reserve(self, tokens: int) -> None:
-        """Make room for an answer of `tokens`, or up to its first cut, as reading it would: then `bytes` counts it."""
+        """Reserve memory for an answer of `tokens` tokens, or up to its first cut, so that `bytes` counts it."""
         self.leave_path()
         if tokens > 1 and not self.choice.codec.packs:
             for layer in self.own_layers:
@@ -92,7 +99,15 @@ class GenerationContext(PromptContext):
 
 
 def open_path(context: GenerationContext, token: Tensor, left: int, sampling: Sampling, draws: Tensor) -> DecodePath:
-    """The path that reads `token` (B,) and those behind it; `left` tokens are to be read, with draws (B, left + 1)."""
+    """Choose the path that reads the next tokens.
+
+    Args:
+        context: The context to read into.
+        token: The token that was generated last, (B,).
+        left: Number of tokens to read, this one included.
+        sampling: How a token is chosen.
+        draws: Random numbers for the tokens to generate, (B, left + 1).
+    """
     if context.weights is not None:
         quota = find_constant_quota(context, left)
         if quota is not None:
@@ -106,14 +121,15 @@ def open_path(context: GenerationContext, token: Tensor, left: int, sampling: Sa
 
 
 def find_first_cut(context: GenerationContext, left: int) -> int | None:
-    """Find after which of the next `left` tokens, counted from 1, the first cut follows that may take rows away.
-    Returns None if there is none.
+    """Return after which of the next `left` tokens, counted from 1, the first cut that may evict rows follows.
+
+    Returns None if no such cut follows.
     """
     method, layers = context.choice.method, context.own_layers
     quota = context.find_decode_quota(context.seen + 1) if method.decoding else None
     if quota is None:
         return None
-    free = 0  # tokens that uniform heads have room for
+    free = 0  # tokens that still fit the quota of uniform heads
     if context.choice.allocator.is_uniform and not method.sets_head_quotas and all(own.rows.even for own in layers):
         free = max(0, quota - max(own.rows.longest_head for own in layers))
     first = method.decode_interval - context.since_cut
@@ -122,21 +138,21 @@ def find_first_cut(context: GenerationContext, left: int) -> int | None:
 
 
 def find_constant_quota(context: GenerationContext, left: int) -> int | None:
-    """Find the quota, if every layer is exactly at it and will be cut back to it for all of the next `left` tokens.
+    """Return the quota if every layer is exactly at it and stays there for the next `left` tokens.
+
     Returns None if the quota changes, or if the answer is too short to pay for capturing a graph.
     """
     method = context.choice.method
     if not method.decoding or context.since_cut or left < max(WORTH, method.decode_interval):
         return None
     quota = context.find_decode_quota(context.seen + 1)
-    is_constant = quota is not None and quota == context.find_decode_quota(context.seen + left)
-    return (
-        quota if is_constant and is_shift_invariant(context.choice) and is_at_quota(context.own_layers, quota) else None
-    )
+    if quota is None or quota != context.find_decode_quota(context.seen + left):
+        return None
+    return quota if is_shift_invariant(context.choice) and is_at_quota(context.own_layers, quota) else None
 
 
 class ModulePath:
-    """Reads one token through the model's modules. Behind it a graph may serve again, so it is over after one."""
+    """Reads one token through the model's modules. It is over after one token, because a graph may be possible then."""
 
     def __init__(self, context: GenerationContext, token: Tensor, left: int, sampling: Sampling, draws: Tensor) -> None:
         self.context, self.token, self.left = context, token, left
@@ -148,34 +164,44 @@ class ModulePath:
         context, self.is_over = self.context, True
         begin = now(context.device)
         context.set_progress(room=(find_first_cut(context, self.left) or self.left) - 1)
-        with kvbench_attention(context.model):  # not across a yield: another context may use the model meanwhile
-            context.read_tokens(self.token[:, None].to(context.logits.device))
-        token = self.sampling.pick(context.logits, self.draws[:, 0]).cpu()
+        with kvbench_attention(context.model):  # not across a yield, because another context may use the model
+            context.read_tokens(self.token[:, None].to(context.last_logits.device))
+        token = self.sampling.pick(context.last_logits, self.draws[:, 0]).cpu()
         return token, self.began + now(context.device) - begin
 
     def close(self) -> None:
-        """The modules have left the context as it must be."""
+        """Do nothing: the modules have already updated the context."""
 
 
 class GraphPath:
-    """Reads tokens by replaying a CUDA graph. What it has read is counted when it is closed."""
+    """Reads tokens by replaying a CUDA graph. The context counts them when the path is closed."""
 
     def __init__(
         self,
         context: GenerationContext,
-        make_rows: partial | type,
+        make_rows: Callable[..., StepRows],
         token: Tensor,
         left: int,
         sampling: Sampling,
         draws: Tensor,
     ) -> None:
-        """`make_rows`: makes the rows of all layers at fixed addresses, `kvbench.engine.graph_decoding.StepRows`."""
+        """Capture the graph.
+
+        Args:
+            context: The context to read into.
+            make_rows: Makes the rows of all layers at fixed addresses.
+            token: The token that was generated last, (B,).
+            left: Number of tokens to read.
+            sampling: How a token is chosen.
+            draws: Random numbers for the tokens to generate, (B, left + 1).
+        """
+        assert context.weights is not None  # `open_path`
         begin = now(context.device)
         self.context, self.began = context, context.stamps[-1]
         context.set_progress(decoding=True)
         context.decoding = "graph"
         rows = make_rows(context.weights, context.own_layers, left, seen=context.seen)
-        token = token.to(context.logits.device)
+        token = token.to(context.last_logits.device)
         self.decoder = GraphDecoder(context.weights, rows, token, left, sampling.pick, draws)
         context.capture_ms += 1000 * (now(context.device) - begin)
 
@@ -190,13 +216,13 @@ class GraphPath:
     def close(self) -> None:
         context, read = self.context, self.decoder.read
         logits = self.decoder.close()
-        if read:  # none where the first step failed
+        if read:  # nothing was read if the first step failed
             context.logits = logits
         context.count_tokens(read)
         context.since_cut += read
         method = context.choice.method
         if method.decoding:
             context.since_cut %= method.decode_interval
-            if context.find_decode_quota(context.seen) is not None:  # a cut that found no row too many counts too
+            if context.find_decode_quota(context.seen) is not None:  # a cut that evicts nothing counts too
                 for layer in context.own_layers:
                     layer.count_peak(layer.rows.longest_head - context.since_cut)

@@ -1,13 +1,13 @@
-"""Decoding by a step of its own: a token through the modules' weights, over rows whose addresses are fixed. On a GPU it
-is captured once as a CUDA graph and replayed for every token, with nothing asked of the host in between.
+"""Decode with kvbench's own forward step, over rows with fixed addresses.
 
-Where the token's row goes and what is attended over is the rows' affair: `GrowingRows` here, which only append, and
-`SteadyRows` (kvbench.engine.fixed_quota_rows), which are cut.
+The step uses the model's weights directly. On a GPU it is captured once as a CUDA graph and replayed for every token,
+so the host does nothing in between. The rows decide where a token's row goes and which rows are attended to:
+`GrowingRows` only append, and `FixedQuotaRows` (kvbench.engine.fixed_quota_rows) are cut.
 """
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from kvbench.kernels.fused_linear import rms_norm_linear, rms_norm_swiglu
 from kvbench.kernels.rope_append import append
 from kvbench.models.decoder_weights import DecoderWeights
 
-CHUNK = 16  # tokens between two looks of the host at what was decoded
+CHUNK = 16  # tokens that are decoded before the host reads them
 
 
-Norms = tuple[Tensor, Tensor, float] | None  # of queries and keys: weights (d,) and ε
+Norms = tuple[Tensor, Tensor, float] | None  # the QK norm: weights of queries and of keys, (d,) each, and ε
 
 
 def forward_step(
@@ -33,29 +33,44 @@ def forward_step(
     attend: Callable[[int, Sequence[Tensor], Norms], Tensor],
     implementation: str | None,
 ) -> Tensor:
-    """Hidden states (B·T, hidden) of tokens (B, T) behind the last layer. `attend`: layer, projected queries, keys and
-    values (B·T, heads·d), norms to outputs (B, Hq, T, d).
+    """Run tokens through all layers.
+
+    Args:
+        weights: The model's weights.
+        ids: Token ids, (B, T).
+        attend: Appends and attends in one layer. It maps the layer's index, the projected queries, keys and values
+            (B·T, heads·d) and the QK norm to attention outputs (B, Hq, T, d).
+        implementation: Name of the kernels' implementation; None chooses one.
+
+    Returns:
+        Hidden states after the last layer, (B·T, hidden).
     """
-    own, epsilon = {"implementation": implementation}, weights.epsilon
+    epsilon = weights.epsilon
     x = embedding(ids.flatten(), weights.embed)
     for index, block in enumerate(weights.blocks):
-        three = rms_norm_linear(x, block.project, biases=block.biases, norm=(block.norms[0], epsilon), **own)
+        norm = (block.norms[0], epsilon)
+        three = rms_norm_linear(x, block.project, biases=block.biases, norm=norm, implementation=implementation)
         outputs = attend(index, three, None if block.head_norms is None else (*block.head_norms, epsilon))
         outputs = outputs.transpose(1, 2).reshape(len(x), -1)
-        (x,) = rms_norm_linear(outputs, [block.output], residual=x, **own)
-        inner = rms_norm_swiglu(x, block.gate, block.up, (block.norms[1], epsilon), **own)
-        (x,) = rms_norm_linear(inner, [block.down], residual=x, **own)
+        (x,) = rms_norm_linear(outputs, [block.output], residual=x, implementation=implementation)
+        inner = rms_norm_swiglu(x, block.gate, block.up, (block.norms[1], epsilon), implementation=implementation)
+        (x,) = rms_norm_linear(inner, [block.down], residual=x, implementation=implementation)
     return x
 
 
 @cache
 def capture_stream(gpu: int) -> torch.cuda.Stream:
-    """Where graphs are made: one stream a GPU, since cuBLAS keeps a workspace for each stream that it ever ran on."""
+    """Return the stream on which graphs are captured: one per GPU, because cuBLAS keeps a workspace for each stream."""
     return torch.cuda.Stream(gpu)
 
 
-def capture(work: Callable[[], None], pool: tuple[int, int] | None = None) -> torch.cuda.CUDAGraph:
-    """A graph of `work`, which is done once before it is recorded. `pool`: memory of graphs that never run at once."""
+def capture(work: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """Capture a CUDA graph of `work`, which runs once before.
+
+    Args:
+        work: The operations to capture.
+        pool: A handle of `torch.cuda.graph_pool_handle`: memory that graphs share if they never run at once.
+    """
     side = capture_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -68,38 +83,43 @@ def capture(work: Callable[[], None], pool: tuple[int, int] | None = None) -> to
 
 
 def only_appends(choice: CachePolicy) -> bool:
-    """Whether between two cuts nothing happens to a layer while decoding but that rows are appended and looked at."""
+    """Return whether decoding only appends rows and attends to all of them, apart from cuts."""
     method = choice.method
     return not (method.attends_subset or method.uses_cache_positions or method.watches or choice.codec.packs)
 
 
 class StepRows(Protocol):
-    """Rows of all layers, at fixed addresses, behind which a token's row is written. Tokens to come count from 0."""
+    """The rows of all layers at fixed addresses, with memory for further tokens, which count from 0."""
 
     def cuts(self, number: int) -> bool:
-        """Whether the layers are cut behind this token: another graph then."""
+        """Return whether the layers are cut after this token. Such tokens need a graph of their own."""
 
     def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
-        """What reads a token in one layer after the other, see `forward_step`."""
+        """Return the function that appends and attends in one layer, for `forward_step`."""
 
     def advance(self, cuts: bool) -> None:
-        """The token is through all layers."""
+        """Count a token after all layers have read it."""
 
     def marked(self, tokens: Tensor) -> Tensor:
-        """`tokens` (B,), or -1 for all where something went wrong, which `check` raises."""
+        """Return `tokens` (B,), or -1 for all of them after an error, which `check` raises."""
 
-    def check(self) -> None: ...
+    def check(self) -> None:
+        """Raise a ContractError after an error."""
 
     def back(self, step: int) -> int:
-        """Return to where `step` tokens were read, or to an earlier one that is still there; which it is."""
+        """Return to the state after `step` tokens, or to an earlier one if that is lost.
+
+        Returns the number of tokens.
+        """
 
     def keep(self, read: int) -> None:
-        """Let the layers count what was read so far: `read` tokens. There is no way back behind them."""
+        """Give the layers the first `read` tokens. `back` cannot undo them."""
 
 
 class GrowingRows:
-    """A layer's cut part and, behind it, a tail with room for `tokens` to come behind `seen` others; which of the room
-    is used stands on the device (`step`).
+    """Rows that only grow: each layer's cut part, and a tail with memory for further tokens.
+
+    The number of tokens read so far is on the device (`step`).
     """
 
     def __init__(
@@ -115,11 +135,15 @@ class GrowingRows:
             layer.reserve(tokens)
             layer.rows = layer.rows.with_starts()
         places = torch.arange(seen, seen + tokens, device=weights.embed.device)
-        self.angles = [part[0].to(weights.embed.dtype) for part in weights.rotation(places[None])]
+        cos, sin = weights.rotation(places[None])
+        self.angles = cos[0].to(weights.embed.dtype), sin[0].to(weights.embed.dtype)
         self.held = [layer.rows.ragged() for layer in layers]
-        self.tails = [(layer.rows.tail_keys, layer.rows.tail_values, layer.rows.tail) for layer in layers]
+        self.tails: list[tuple[Tensor, Tensor, int]] = []
+        for rows in (layer.rows for layer in layers):
+            assert rows.tail_keys is not None and rows.tail_values is not None  # reserved above
+            self.tails.append((rows.tail_keys, rows.tail_values, rows.tail))
         self.step = torch.zeros((), dtype=torch.int32, device=weights.embed.device)
-        self.kept = 0  # tokens that the layers count
+        self.kept = 0  # tokens that the layers have counted
 
     def cuts(self, number: int) -> bool:
         return False
@@ -128,11 +152,17 @@ class GrowingRows:
         return self.attend
 
     def attend(self, index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
-        """Outputs (B, Hq, 1, d) of one layer."""
-        *rows, tail = self.tails[index]
-        own, scaling = {"implementation": self.implementation}, self.weights.scaling
-        queries = append(*projected, *self.angles, *rows, tail, self.step, norms=norms, **own)
-        return attend_ragged(queries, self.held[index], *rows, scaling, tail=tail + 1, step=self.step, **own)[0]
+        """Append a token and return the attention outputs of one layer, (B, Hq, 1, d)."""
+        (queries, new_keys, new_values), (keys, values, tail) = projected, self.tails[index]
+        queries = append(
+            queries, new_keys, new_values, *self.angles, keys, values, tail, self.step,
+            norms=norms, implementation=self.implementation,
+        )  # fmt: skip
+        outputs, _ = attend_ragged(
+            queries, self.held[index], keys, values, self.weights.scaling,
+            tail=tail + 1, step=self.step, implementation=self.implementation,
+        )  # fmt: skip
+        return outputs
 
     def advance(self, cuts: bool) -> None:
         self.step += 1
@@ -141,7 +171,7 @@ class GrowingRows:
         return tokens
 
     def check(self) -> None:
-        """Nothing is scored."""
+        """Do nothing: these rows are never scored."""
 
     def back(self, step: int) -> int:
         self.step.fill_(step)
@@ -154,14 +184,22 @@ class GrowingRows:
 
 
 class GraphDecoder:
-    """Up to `tokens` further tokens of B samples, the first of which is `first` (B,)."""
+    """Decodes up to `tokens` further tokens of B samples."""
 
     def __init__(
         self, weights: DecoderWeights, rows: StepRows, first: Tensor, tokens: int,
         pick: Callable[[Tensor, Tensor], Tensor], draws: Tensor, implementation: str | None = None,
     ) -> None:  # fmt: skip
-        """`pick`: logits (B, vocab) and draws (B,) to token ids; draws (B, tokens), a number in [0, 1) for each token
-        to be picked.
+        """Capture the graphs, if the device is a GPU.
+
+        Args:
+            weights: The model's weights.
+            rows: The rows of all layers.
+            first: The first token to read, (B,).
+            tokens: Number of tokens to read at most.
+            pick: Maps logits (B, vocab) and random numbers (B,) to token ids (B,).
+            draws: A number in [0, 1) for each token to generate, (B, tokens).
+            implementation: Name of the kernels' implementation; None chooses one.
         """
         self.weights, self.rows, self.implementation = weights, rows, implementation
         self.pick, self.draws, self.left = pick, draws, tokens
@@ -171,22 +209,23 @@ class GraphDecoder:
         self.tokens = torch.zeros(len(first), tokens + 1, dtype=torch.int64, device=device)
         self.tokens[:, 0] = first
         self.logits = weights.head.new_empty(len(first), len(weights.head))
-        self.read = 0  # tokens read that were asked for
-        self.ahead: list[Tensor] = []  # tokens that were decoded and not asked for yet
+        self.read = 0  # tokens that were read and returned
+        self.ahead: list[Tensor] = []  # tokens that were decoded but not yet returned
         self.stamps = Stamps(device.type)  # before the first step and after each
-        self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # of a step, and of one that cuts
-        if device.type == "cuda" and implementation != "reference":  # which waits for the host
+        self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # a step without and with a cut
+        if device.type == "cuda" and implementation != "reference":  # the reference waits for the host
             pool = torch.cuda.graph_pool_handle()
             for cuts in sorted({rows.cuts(number) for number in range(tokens)}):
                 self.graphs[cuts] = capture(partial(self.one, cuts), pool)
-        self.back(0)  # what was written while it was recorded is written again
+        self.back(0)  # capturing has changed the rows
 
     def one(self, cuts: bool) -> None:
-        """Read the token and pick the next."""
-        weights, own = self.weights, {"implementation": self.implementation}
+        """Read one token and pick the next one."""
+        weights = self.weights
         x = forward_step(weights, self.token[:, None], self.rows.reader(cuts), self.implementation)
-        (logits,) = rms_norm_linear(x, [weights.head], norm=(weights.norm, weights.epsilon), **own)
-        self.logits.copy_(logits)  # of whichever graph ran last
+        norm = (weights.norm, weights.epsilon)
+        (logits,) = rms_norm_linear(x, [weights.head], norm=norm, implementation=self.implementation)
+        self.logits.copy_(logits)  # both graphs write to the same tensor
         self.token.copy_(self.pick(logits, self.draws.index_select(1, self.at).squeeze(1)))
         self.at += 1
         self.tokens.index_copy_(1, self.at, self.rows.marked(self.token)[:, None])
@@ -194,12 +233,14 @@ class GraphDecoder:
 
     @property
     def done(self) -> bool:
-        """Whether all that there is room for was read."""
+        """Whether all tokens have been read and returned."""
         return self.left == 0 and not self.ahead
 
     def next(self) -> tuple[Tensor, float]:
-        """Read the last token that was given and return the one after it, (B,) on the CPU, and the seconds from the
-        first reading to then.
+        """Read the token that was generated last.
+
+        Returns:
+            The next token, (B,) on the CPU, and the seconds since the first step began.
         """
         if not self.ahead:
             self.rows.keep(self.read)
@@ -218,7 +259,7 @@ class GraphDecoder:
         return token, self.stamps.after(self.read)
 
     def replay(self, number: int) -> None:
-        """Read the `number`-th token."""
+        """Read the token of this number."""
         cuts = self.rows.cuts(number)
         if self.graphs:
             self.graphs[cuts].replay()
@@ -226,14 +267,14 @@ class GraphDecoder:
             self.one(cuts)
 
     def back(self, step: int) -> int:
-        """Return to the state in which `step` tokens were read, or to an earlier one; which it is."""
+        """Return to the state after `step` tokens, or to an earlier one. Returns the number of tokens."""
         step = self.rows.back(step)
         self.at.fill_(step)
         self.token.copy_(self.tokens[:, step])
         return step
 
     def close(self) -> Tensor:
-        """Count what was read and return the logits (B, vocab) of the last token of it."""
+        """Give the layers the tokens that were returned, and return the logits of the last one, (B, vocab)."""
         if self.ahead:
             for number in range(self.back(self.read - 1), self.read):
                 self.replay(number)

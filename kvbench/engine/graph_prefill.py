@@ -1,5 +1,7 @@
-"""Blocks of a prompt by the decoder's own step, in a CUDA graph: KeyDiff's protocol cuts after every 128 tokens, and a
-block of 128 takes as long as reading the weights once, if nothing waits for the host.
+"""Read short blocks of a prompt in a CUDA graph of kvbench's own forward step.
+
+KeyDiff's protocol cuts after every 128 tokens. A block of 128 tokens takes no longer than reading the weights once, if
+the GPU does not wait for the host.
 """
 
 from collections.abc import Sequence
@@ -11,25 +13,36 @@ from kvbench.engine.fixed_quota_rows import FixedQuotaRows
 from kvbench.engine.graph_decoding import capture, forward_step
 from kvbench.models.decoder_weights import DecoderWeights
 
-SHORT = 511  # tokens of the longest block that is read so: a longer one keeps a GPU busy anyway
+SHORT = 511  # longest block that is read in a graph; longer ones keep a GPU busy anyway
 
 
 class GraphPrefill:
-    """Blocks of `size` tokens: ids (B, n·size), behind `seen` others, read by layers that hold `quota` rows a head."""
+    """Reads blocks of `size` tokens into layers that hold `quota` rows per head."""
 
     def __init__(
         self, weights: DecoderWeights, layers: Sequence[Layer], ids: Tensor, size: int, quota: int, seen: int,
         implementation: str | None = None,
     ) -> None:  # fmt: skip
+        """Allocate memory.
+
+        Args:
+            weights: The model's weights.
+            layers: The layers, all at their quota.
+            ids: Token ids of n whole blocks, (B, n·size).
+            size: Number of tokens of a block.
+            quota: Rows per head after a block.
+            seen: Number of tokens read so far.
+            implementation: Name of the kernels' implementation; None chooses one.
+        """
         self.weights, self.implementation = weights, implementation
         self.ids = ids.view(len(ids), -1, size)
         self.rows = FixedQuotaRows(weights, layers, ids.shape[1], size, quota, seen, implementation)
 
     def read(self) -> None:
         """Read all blocks and leave the layers as if they had read and cut them."""
-        work = capture(self.one).replay if self.ids.is_cuda else self.one  # on rows that are not there yet
+        work = capture(self.one).replay if self.ids.is_cuda else self.one  # captured on empty rows; `back` fills them
         self.rows.back(0)
-        for layer in self.rows.layers:  # what they held is not needed any more
+        for layer in self.rows.layers:  # free the rows that `back` has copied
             layer.rows = layer.rows.without_cut()
         for _ in range(self.ids.shape[1]):
             work()

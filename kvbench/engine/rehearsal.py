@@ -14,12 +14,20 @@ from kvbench.interfaces.observation import PromptEncoder
 
 
 def rehearse(model: torch.nn.Module, choice: CachePolicy, words: PromptEncoder, ids: Tensor) -> None:
-    """Read a short prompt `ids` (1, n), cut it to half, and decode a few tokens, with exact guards: ContractError for a
-    hook that writes into what it is handed by whatever way. If that was a weight of the model (`spoils_model`), the
-    caller must load the model again.
+    """Read a short prompt, cut it to half, and decode a few tokens, with exact guards.
+
+    Args:
+        model: A supported transformers model.
+        choice: The method, allocator and codec.
+        words: Turns a method's own words to the model into token ids.
+        ids: Token ids of the prompt, (1, n).
+
+    Raises:
+        ContractError: A hook broke its contract. If it changed a weight of the model (`spoils_model`), the caller must
+            load the model again.
     """
     method = choice.method
-    if not (method.overrides(*HOOKS) or choice.codec.packs):  # the full cache has none of its own
+    if not (method.overrides(*HOOKS) or choice.codec.packs):  # the full cache has no hooks of its own
         return
     if method.decoding:
         method = replace(method, decode_interval=1, decode_size=None)

@@ -1,7 +1,7 @@
-"""Make one prompt that was read once a batch of many: copy the rows that its layers hold for every sample.
+"""Copy the cache of one prompt to every sample of a batch.
 
-How a GPU decodes a large batch depends on how many rows it reads, not on what they say; a prefill of the whole batch
-would cost as much time for each sample. Every tensor that a cache of one sample holds has the sample first.
+The time to decode a large batch depends on the number of rows, not on their content. A prefill of the whole batch would
+take as long for each sample as for the first. In every tensor of a cache the sample is the first dimension.
 """
 
 from collections.abc import Mapping
@@ -17,13 +17,26 @@ from kvbench.validation import SettingError
 
 
 def replicate(context: PromptContext, times: int, room: int) -> None:
-    """Make `context`, of one sample, one of `times` equal samples, with room for `room` tokens to come; layer by layer,
-    so that memory is needed for the copies only. SettingError for a codec that packs: its rows cannot be copied.
+    """Turn a context of one sample into one of several equal samples.
+
+    It works layer by layer, so that only the copies need memory.
+
+    Args:
+        context: A context of one sample, changed in place.
+        times: Number of samples.
+        room: Number of further tokens to reserve memory for.
+
+    Raises:
+        SettingError: The codec packs rows, which cannot be copied.
+        ValueError: The context has more than one sample.
     """
     if context.choice.codec.packs:
-        raise SettingError(f"task.fill=replicated: codec={context.choice.codec.name} packs rows; task.fill=prefilled")
+        raise SettingError(
+            f"task.fill=replicated: codec={context.choice.codec.name} packs rows, which cannot be copied; "
+            "use task.fill=prefilled"
+        )
     if len(context.seeds) != 1:
-        raise ValueError(f"replicate: one sample, not {len(context.seeds)}")
+        raise ValueError(f"replicate: the context has {len(context.seeds)} samples, not one")
     context.seeds = context.seeds * times
     context.logits = copy_samples(context.logits, times)
     for own in context.sliding_layers():
@@ -35,7 +48,7 @@ def replicate(context: PromptContext, times: int, room: int) -> None:
 
 
 def replicate_layer(layer: Layer, times: int, room: int) -> None:
-    """Make the layer's one sample `times` equal samples, with room for `room` further tokens."""
+    """Turn a layer of one sample into one of `times` equal samples, with memory for `room` further tokens."""
     layer.rows = layer.rows.replicate(times, room)
     layer.tally = replace(layer.tally, evicted=copy_samples(layer.tally.evicted, times))
     layer.state.seeds = layer.state.seeds * times
@@ -47,7 +60,7 @@ def replicate_layer(layer: Layer, times: int, room: int) -> None:
 
 
 def copy_samples(value: Any, times: int) -> Any:
-    """The same value with every tensor in it repeated along its first dimension."""
+    """Return the same value with every tensor in it repeated along its first dimension."""
     if isinstance(value, Tensor):
         return value.repeat(times, *(1 for _ in value.shape[1:])) if value.dim() else value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""How the next token of an answer is chosen."""
+"""Choose the next token of an answer."""
 
 from dataclasses import dataclass
 
@@ -10,24 +10,42 @@ from kvbench.validation import check_sampling
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen: greedy at temperature 0, else from the smallest set of tokens with probability `top_p`."""
+    """How a token is chosen.
+
+    Raises:
+        SettingError: The temperature is negative, or `top_p` is not in (0, 1].
+    """
 
     temperature: float = 0.0
+    """0 always chooses the most probable token."""
     top_p: float = 1.0
+    """A token is drawn from the smallest set of tokens with at least this probability."""
 
     def __post_init__(self) -> None:
         check_sampling(self.temperature, self.top_p)
 
     def draws(self, seeds: tuple[int, ...], tokens: int, after: int = 0) -> Tensor:
-        """(B, tokens) numbers in [0, 1) behind the first `after`, those of a sample by its own seed, so that none
-        depends on its neighbours.
+        """Return random numbers in [0, 1), (B, tokens).
+
+        Args:
+            seeds: One seed per sample, so that no sample depends on the others of its batch.
+            tokens: Number of tokens to choose.
+            after: Number of tokens chosen before; their random numbers are skipped.
         """
         own = [torch.rand(after + tokens, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         return torch.stack(own)[:, after:]
 
     def pick(self, logits: Tensor, draws: Tensor) -> Tensor:
-        """(B,) token ids from logits (B, vocab): where draws (B,) fall in the cumulative probabilities, largest
-        first.
+        """Choose a token per sample: the one whose interval of the cumulative probability contains the draw.
+
+        The most probable token comes first.
+
+        Args:
+            logits: (B, vocab)
+            draws: Random numbers in [0, 1), (B,).
+
+        Returns:
+            Token ids, (B,).
         """
         if self.temperature == 0:
             return logits.argmax(-1)

@@ -1,11 +1,11 @@
-"""One reading of a prompt for several contexts that differ only in what they keep of it.
+"""Read a prompt once for several contexts that differ only in the rows they keep.
 
-The model reads the prompt once, as one block. At every layer attention is computed once; then the contexts' layers,
-which refer to the same rows, are asked and cut one after the other, each as it would be alone. All methods want the
-log-sum-exps or none does: the two ways of attention round differently.
+The model reads the prompt once, as one block. At every layer, attention is computed once. Then the layers of the
+contexts, which share the same rows, are cut one after the other, each as it would be alone. Either all methods need the
+log-sum-exps or none does, because the two attention kernels round differently.
 
-A method that writes into rows which other contexts still hold is found as soon as its layer is done, so it is known
-which context is to blame. The rows are spoiled for all of them: the prompt has to be read again without it.
+If a method writes into rows that other contexts share, the check after its layer names the context. The rows are then
+wrong for all contexts, so the caller must read the prompt again without that context.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,10 @@ from kvbench.validation import ContractError
 
 
 class ContextFailed(Exception):
-    """The context of this `number` raised what is the cause of this; the others can go on without it."""
+    """The context with this number failed, and its error is the cause of this one.
+
+    The others can continue without it.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -32,16 +35,15 @@ class ContextFailed(Exception):
 
 
 class FanOutLayer:
-    """Layers of the same place in several contexts, as one layer for the model. `stamps`: behind attention, and behind
-    each of the layers; `watched`: see `SharedTensors`.
-    """
+    """The layers with the same index in several contexts, as one layer for the model."""
 
     def __init__(self, layers: Sequence[Layer], watched: "SharedTensors") -> None:
+        """Combine the layers; `watched` holds the tensors that they share."""
         self.layers, self.watched = layers, watched
-        self.stamps: Stamps | None = None
+        self.stamps: Stamps | None = None  # the time after attention, and after each of the layers
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Read a block's keys and values (B, H, T, d): copied once for all layers that reserve the same room."""
+        """Append a block's keys and values, (B, H, T, d) each. Layers that reserve the same room share one copy."""
         copied: dict[int, Layer] = {}
         for layer in self.layers:
             first = copied.setdefault(layer.progress.room, layer)
@@ -58,7 +60,7 @@ class FanOutLayer:
         output_weight: Tensor,
         rotation: Callable[[Tensor], tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """Outputs (B, Hq, T, d) of the block's queries; all layers are cut before this returns."""
+        """Attend once, then cut all layers. Arguments and result are those of `Layer.attend`."""
         outputs, lse = self.layers[0].run_attention(queries, scaling, None, None)
         for layer in self.layers[1:]:
             layer.count_attended(None, None)
@@ -73,20 +75,26 @@ class FanOutLayer:
 
 
 class SharedTensors:
-    """Keys and values of the layers so far that several contexts may hold, with their versions. They are not kept
-    alive: once all contexts have cut a layer, nobody holds them any more.
+    """Keys and values that several contexts may share, with their versions.
+
+    They are held weakly, so they are freed once all contexts have cut their layer.
     """
 
     def __init__(self) -> None:
         self.tensors: list[tuple[ref[Tensor], int, int]] = []  # tensor, version, layer
 
     def add(self, layer: Layer) -> None:
-        """Watch what the layer has just read, as the engine left it."""
+        """Watch the keys and values that a layer has just read."""
         rows = layer.rows
-        self.tensors += [(ref(own), count_writes(own), layer.index) for own in (rows.tail_keys, rows.tail_values)]
+        tails = [own for own in (rows.tail_keys, rows.tail_values) if own is not None]
+        self.tensors += [(ref(own), count_writes(own), layer.index) for own in tails]
 
     def check(self, owner: str) -> None:
-        """ContractError if something was written to since it was added; `owner` was asked last."""
+        """Check that no tensor was written to.
+
+        Raises:
+            ContractError: A tensor was written to. The message names `owner`, whose hooks ran last.
+        """
         for reference, before, index in self.tensors:
             tensor = reference()
             if tensor is not None and count_writes(tensor) != before:
@@ -96,9 +104,17 @@ class SharedTensors:
 
 @without_gradients
 def prefill(contexts: Sequence[GenerationContext], ids: Tensor) -> list[float]:
-    """Read the prompt `ids` (B, n) into all contexts, which have the same model and read it as one block. Returns the
-    milliseconds of each: what all have in common and what it took itself. `ContextFailed` names a context that cannot
-    go on.
+    """Read a prompt into several contexts of the same model, as one block.
+
+    Args:
+        contexts: The contexts.
+        ids: Token ids, (B, n).
+
+    Returns:
+        Milliseconds of each context: the time of the shared part plus its own.
+
+    Raises:
+        ContextFailed: A context failed.
     """
     model, device, tokens = contexts[0].model, contexts[0].device, ids.shape[1]
     begin = now(device)
@@ -106,12 +122,13 @@ def prefill(contexts: Sequence[GenerationContext], ids: Tensor) -> list[float]:
         context.begin(tokens)
         context.expect(tokens)
     watched = SharedTensors()
-    layers = [FanOutLayer(own, watched) for own in zip(*(context.layers for context in contexts), strict=True)]
+    layers = [FanOutLayer(own, watched) for own in zip(*(context.own_layers for context in contexts), strict=True)]
     cache = make_cache(model, layers)
     with kvbench_attention(model):
         logits = forward(model, ids, cache, keep=1)[:, -1]
     spent = 1000 * (now(device) - begin)
-    own = [sum(times) for times in zip(*(layer.stamps.between() for layer in layers), strict=True)]
+    stamps = [layer.stamps for layer in layers if layer.stamps is not None]
+    own = [sum(times) for times in zip(*(stamp.between() for stamp in stamps), strict=True)]
     common = spent - sum(own)
     for number, context in enumerate(contexts):
         begin = now(device)
@@ -125,7 +142,7 @@ def prefill(contexts: Sequence[GenerationContext], ids: Tensor) -> list[float]:
 
 @contextmanager
 def attribute_errors_to(number: int) -> Iterator[None]:
-    """What is raised inside is said to be of the context of this number; memory may have run out because of any."""
+    """Raise errors inside as `ContextFailed`. Out-of-memory errors pass, because any context may have caused them."""
     try:
         yield
     except torch.cuda.OutOfMemoryError:

@@ -1,6 +1,7 @@
-"""Time and memory of a device: medians with their spread, stamps without a wait in between, out of memory as an answer.
+"""Measure the time and memory of a device.
 
-On a GPU stamps are CUDA events, so that nothing waits while tokens are decoded; on the CPU they are the clock's.
+On a GPU a time stamp is a CUDA event, so that the host does not wait while tokens are decoded. On the CPU it is the
+time of a clock.
 """
 
 import gc
@@ -13,34 +14,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
-FLUSH = 256 << 20  # bytes written between two timed calls: several times any GPU's second-level cache
-CYCLES = 2e9  # of a GPU's clock, a second
-BEHIND, LONGEST = 2.0, 0.1  # a GPU waits before a timed call: times what its launching took, at most these seconds
-ENOUGH = 20.0  # seconds of calls, but for the first three
-EXHAUSTED = ("out of memory", "alloc_failed", "mha_graph.execute")  # of libraries that do not raise OutOfMemoryError
+FLUSH = 256 << 20  # bytes written between two timed calls, several times the L2 cache of any GPU
+CYCLES = 2e9  # cycles of a GPU's clock in a second
+BEHIND, LONGEST = 2.0, 0.1  # before a timed call a GPU waits this multiple of the launch time, up to this many seconds
+ENOUGH = 20.0  # seconds of timed calls, apart from the first three
+EXHAUSTED = (
+    "out of memory",
+    "alloc_failed",
+    "mha_graph.execute",
+)  # messages of libraries that do not raise OutOfMemoryError
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Of the values of one quantity."""
+    """Return median, mean, extremes, quartiles and count of some values."""
     least, first, middle, third, most = np.quantile(values, (0, 0.25, 0.5, 0.75, 1)).tolist()
     own = {"median": middle, "mean": float(np.mean(values)), "least": least, "quartile_1": first}
     return own | {"quartile_3": third, "most": most, "count": len(values)}
 
 
 def now(device: str) -> float:
-    """Seconds, when all that was asked of the device is done."""
+    """Wait until the device has finished and return the time in seconds."""
     if device != "cpu":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class Stamps:
-    """Points in time, put down without waiting for the device."""
+    """Points in time, taken without waiting for the device."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.points = device, []
+        self.device = device
+        self.points: list[Any] = []
 
     def put(self) -> None:
+        """Take the time."""
         if self.device == "cpu":
             self.points.append(time.perf_counter())
         else:
@@ -49,22 +56,30 @@ class Stamps:
             self.points.append(event)
 
     def after(self, number: int) -> float:
-        """Seconds from the first point to this one, which the device has passed."""
+        """Return the seconds from the first point to the one of this number, which the device must have reached."""
         return self.apart(self.points[0], self.points[number]) / 1000
 
     def between(self) -> list[float]:
-        """Milliseconds from each point to the next; waits for the last one."""
+        """Wait for the device and return the milliseconds from each point to the next."""
         now(self.device)
         return [self.apart(*pair) for pair in pairwise(self.points)]
 
     def apart(self, before: Any, after: Any) -> float:
-        """Milliseconds."""
+        """Return the milliseconds between two points."""
         return 1000 * (after - before) if self.device == "cpu" else before.elapsed_time(after)
 
 
 def calls(work: Callable[[], Any], device: str, repeats: int, warmup: int) -> list[float]:
-    """Milliseconds of each of `repeats` calls, fewer of slow ones; on a GPU nothing of what they read is in its
-    second-level cache. `warmup` >= 1.
+    """Time several calls. On a GPU the L2 cache is overwritten before each call.
+
+    Args:
+        work: The function to call.
+        device: "cpu" or "cuda".
+        repeats: Number of timed calls. Slow functions are called less often, but at least 3 times.
+        warmup: Number of calls before, at least 1.
+
+    Returns:
+        Milliseconds of each call.
     """
     for _ in range(warmup):
         begin = now(device)
@@ -73,7 +88,7 @@ def calls(work: Callable[[], Any], device: str, repeats: int, warmup: int) -> li
     repeats = max(3, min(repeats, int(ENOUGH / (now(device) - begin))))
     flush = torch.empty(FLUSH if device != "cpu" else 0, dtype=torch.uint8, device=device)
     stamps = Stamps(device)
-    for _ in range(repeats):  # no wait in between: a GPU that is behind hides what launching costs
+    for _ in range(repeats):  # the GPU lags behind, which hides the time of launching
         if device != "cpu":
             torch.cuda._sleep(int(CYCLES * min(BEHIND * launched, LONGEST)))
         flush.zero_()
@@ -84,29 +99,30 @@ def calls(work: Callable[[], Any], device: str, repeats: int, warmup: int) -> li
 
 
 def allocated(device: str) -> int | None:
-    """Bytes that tensors occupy on a GPU now, None on the CPU."""
+    """Return the bytes that tensors occupy on a GPU now, or None on the CPU."""
     return torch.cuda.memory_allocated() if device != "cpu" else None
 
 
 def peak(device: str) -> int | None:
-    """The most bytes since `forget_peak`, None on the CPU."""
+    """Return the peak of the bytes since `forget_peak`, or None on the CPU."""
     return torch.cuda.max_memory_allocated() if device != "cpu" else None
 
 
 def forget_peak(device: str) -> None:
+    """Start a new measurement of `peak`."""
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
 
 
 def clear(device: str) -> None:
-    """Give back what nobody holds."""
+    """Free memory that nothing refers to."""
     gc.collect()
     if device != "cpu":
         torch.cuda.empty_cache()
 
 
 def scratch(work: Callable[[], Any], device: str) -> int | None:
-    """Bytes that a call occupies at most beside what was there before and what it returns; None on the CPU."""
+    """Return the peak of the bytes that a call needs for itself, without its result, or None on the CPU."""
     if device == "cpu":
         return None
     clear(device)
@@ -120,7 +136,7 @@ def scratch(work: Callable[[], Any], device: str) -> int | None:
 
 
 def tensors(value: object) -> list[Tensor]:
-    """The tensors in a result."""
+    """Return the tensors in a result."""
     if isinstance(value, Tensor):
         return [value]
     several = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
@@ -128,18 +144,18 @@ def tensors(value: object) -> list[Tensor]:
 
 
 def fits(work: Callable[[], Any], device: str) -> tuple[bool, Any]:
-    """Whether there is memory enough for `work`, and what it returned. What a failed one held is given back."""
+    """Return whether `work` fits into memory, and its result. If it fails, its memory is freed."""
     try:
         return True, work()
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not (isinstance(error, torch.OutOfMemoryError) or any(word in str(error).lower() for word in EXHAUSTED)):
             raise
-    clear(device)  # here, not above: while the error is handled its frames hold what they made
+    clear(device)  # not above, because the error's frames still hold their tensors there
     return False, None
 
 
 def launches(work: Callable[[], Any], device: str) -> dict[str, tuple[int, float]] | None:
-    """Kernels that a call runs on a GPU: name -> how often, microseconds in all. None on the CPU."""
+    """Return the kernels that a call runs on a GPU: name -> count and total microseconds. None on the CPU."""
     if device == "cpu":
         return None
     from torch.profiler import ProfilerActivity, profile

@@ -1,1 +1,1 @@
-"""What a method, an allocator, a codec and a task are: all that the author of one reads."""
+"""The interfaces of methods, allocators, codecs and tasks: everything that the author of one reads."""

@@ -1,4 +1,7 @@
-"""How many rows each layer and head may keep; every allocator conserves the total exactly.
+"""The interface of an allocator: it decides how many rows each layer and each head may keep.
+
+Every allocator conserves the total exactly. An allocator is a frozen dataclass; its fields are its settings, which
+Hydra reads from conf/allocator/<name>.yaml.
 
 Symbols: B samples, H KV heads, n rows.
 """
@@ -13,46 +16,80 @@ from torch import Tensor
 from kvbench.interfaces.hooks import Hooks
 from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import check_settings
 
 
 @dataclass(frozen=True)
 class Allocator(Hooks):
-    """Uniform. An allocator overrides the question that is its own."""
+    """The base of every allocator. Used as it is, every layer and every head keeps the same number of rows.
+
+    An allocator overrides `layer` to give layers different numbers of rows, or `heads` to give the heads of a layer
+    different numbers.
+    """
 
     name: str
+    """The name of the allocator's file in conf/allocator/."""
 
-    even = True  # all heads of a layer keep the same number of rows
-    cascades = False  # how much a layer may keep depends on what later ones show: it is cut again, see `earlier`
+    even = True
+    """Whether all heads of a layer keep the same number of rows."""
+    cascades = False
+    """Whether the rows of a layer depend on what later layers show. Such a layer is cut again (`earlier`)."""
+
+    def __post_init__(self) -> None:
+        check_settings(self, "allocator")
 
     @property
     def is_uniform(self) -> bool:
-        """Whether every layer and head keeps the quota: no hook is overridden."""
+        """Whether every layer and head keeps the quota, because no hook is overridden."""
         return not self.overrides("layer", "heads", "safe", "earlier")
 
     def layer(
         self, quota: int, observation: Observation, rows: Callable[[], Rows], shared: dict[str, Any]
     ) -> int | tuple[int, ...]:
-        """Rows per head of the layer that is being cut, one number per sample where they differ; over all layers the
-        mean must be `quota`, which is `observation.share` floored to whole rows. `shared` is one dict for all layers of
-        a batch, to remember what a layer showed (nothing in it may be changed in place); the record quotes
-        `shared["allocation"]`, a word on which rule applied.
+        """Return how many rows per head the layer that is being cut may keep.
+
+        Args:
+            quota: The mean over all layers, which the results must respect. It is `observation.share`, rounded down.
+            observation: What the layer computed for the block.
+            rows: Returns the layer's rows. Call it only if the answer depends on them, because it takes time.
+            shared: One dictionary for all layers of a batch, where the allocator remembers what layers showed. Replace
+                its values; never change one in place. The record quotes `shared["allocation"]`, a word that says which
+                rule applied.
+
+        Returns:
+            Rows per head: one number, or one per sample if they differ.
         """
         return quota
 
     def heads(self, scores: Tensor, protected: Tensor, quota: int) -> Tensor:
-        """(B, H) int64 rows per head that sum to H·quota (or to what is there), none below 1 nor above what the head
-        has. `scores` (B, H, n): -inf where a row is absent, +inf where it is protected.
+        """Return how many rows each head of a layer keeps.
+
+        Args:
+            scores: (B, H, n), with -inf for absent rows and +inf for protected ones.
+            protected: Rows that the method protects, (B, H, n) bool.
+            quota: The mean over the heads.
+
+        Returns:
+            (B, H) int64. They sum to H·quota, or to the number of rows present if that is less. Each head keeps at
+            least one row and at most those that it has.
         """
         available = (scores > -torch.inf).sum(-1)
         return available.clamp(max=quota)
 
     def safe(self, scores: Tensor, protected: Tensor, quota: int) -> Tensor:
-        """(B, H, n) bool: rows that a head keeps whatever others have, `protected` among them; asked as `heads` is."""
+        """Return the rows that a head keeps whatever the other heads have, (B, H, n) bool.
+
+        The arguments are those of `heads`. The result includes the protected rows.
+        """
         return protected
 
     def earlier(self, quota: int, observation: Observation, shared: dict[str, Any]) -> dict[int, tuple[int, ...]]:
-        """Rows per head, one number per sample, that layers before this one are cut to, again or, where `layer` let
-        them keep all, for the first time (never refilled). Asked after every layer of allocators that cascade, but
-        not while decoding.
+        """Return the layers before this one that must be cut to fewer rows.
+
+        Called after every layer if the allocator `cascades`, but not while decoding. A layer is never refilled. A layer
+        for which `layer` kept everything is cut here for the first time.
+
+        Returns:
+            Layer -> rows per head, one number per sample.
         """
         return {}

@@ -1,20 +1,38 @@
-"""Share whole rows out in given proportions, so that the total is exact."""
+"""Share whole rows out in given proportions so that the total is exact."""
 
 from collections.abc import Sequence
 from fractions import Fraction
 
 
 def scale_quotas(quotas: Sequence[int], before: int, quota: int) -> list[int]:
-    """Quotas that layers were given when the mean was `before`, kept in proportion when it is `quota`."""
+    """Scale the quotas of layers to another mean and keep their proportions.
+
+    Args:
+        quotas: Rows per head of every layer.
+        before: The mean of `quotas`.
+        quota: The new mean.
+
+    Returns:
+        Rows per head of every layer. They sum to `quota` times the number of layers.
+    """
     targets = [own * quota / before for own in quotas]
     return apportion(targets, [1] * len(targets), [quota * len(targets)] * len(targets), quota * len(targets))
 
 
-def apportion(targets: Sequence[float | Fraction], least: list[int], most: list[int], total: int) -> list[int]:
-    """Whole numbers near `targets` that sum to `total` (or as near as the bounds allow) within least…most.
+def apportion(targets: Sequence[float | Fraction], least: Sequence[int], most: Sequence[int], total: int) -> list[int]:
+    """Round `targets` to whole numbers with an exact sum, by largest remainder.
 
-    Largest remainder; what the bounds take from one goes to the others by their remaining distance to the target,
-    ties to the lower index.
+    What a bound takes from one entry goes to the others, in the order of their remaining distance to the target. Of
+    equal distances the lower index comes first.
+
+    Args:
+        targets: The numbers to round.
+        least: The smallest allowed result for each of them.
+        most: The largest allowed result for each of them.
+        total: The sum of the results.
+
+    Returns:
+        Whole numbers that sum to `total`, or to the nearest sum that the bounds allow.
     """
     counts = [min(max(int(t), low), high) for t, low, high in zip(targets, least, most, strict=True)]
     total = min(max(total, sum(least)), sum(most))

@@ -1,6 +1,7 @@
-"""How many rows may stay: a fraction of what was read, or rows per layer and KV head.
+"""The budget: how many rows may stay, as a fraction of the tokens read or as rows per layer and KV head.
 
-A fraction becomes whole rows by exact decimal arithmetic, floored, at least 1: int(1000 * (1 - 0.9)) would be 99.
+A fraction becomes whole rows by exact decimal arithmetic. It is rounded down, to at least 1. Floating point would give
+99 rows for int(1000 * (1 - 0.9)).
 """
 
 import math
@@ -14,14 +15,18 @@ ALLOWED = "a fraction in (0, 1] such as 0.05, or whole rows per layer and KV hea
 
 @dataclass(frozen=True)
 class Budget:
-    """`value`: float in (0, 1] (fraction kept, 1.0 keeps everything) or int >= 2 (rows per layer and KV head).
+    """How many rows may stay.
 
-    `of` says what a fraction is taken of: "prompt" (what is in the cache when the prefill ends) or "seen" (all
-    that was read so far, at each cut).
+    Raises:
+        SettingError: The budget is neither a fraction in (0, 1] nor a number of rows from 2 on.
     """
 
     value: float | int
+    """A float in (0, 1] is the fraction kept; 1.0 keeps everything. An int from 2 on is rows per layer and KV head."""
     of: str = "prompt"
+    """What a fraction is taken of: "prompt", the tokens in the cache at the end of the prefill, or "seen", all tokens
+    read so far, counted anew at each cut.
+    """
 
     def __post_init__(self) -> None:
         require_choice("budget_of", self.of, ("prompt", "seen"))
@@ -38,16 +43,21 @@ class Budget:
 
     @property
     def everything(self) -> bool:
-        """True when nothing is ever cut."""
+        """Whether nothing is ever cut."""
         return isinstance(self.value, float) and self.value == 1
 
     def rows(self, prompt: int, seen: int) -> int | None:
-        """Rows per layer and KV head after a cut, None for all; `prompt` and `seen` in tokens."""
+        """Return the rows per layer and KV head after a cut, or None if all rows stay.
+
+        Args:
+            prompt: Number of tokens of the prompt.
+            seen: Number of tokens read so far.
+        """
         share = self.share(prompt, seen)
         return None if share is None else max(1, int(share))
 
     def share(self, prompt: int, seen: int) -> Fraction | None:
-        """The same before it is floored to whole rows: half of 61 tokens are 61/2 rows."""
+        """Return the same number as `rows`, not rounded down: half of 61 tokens are 61/2 rows."""
         if self.everything:
             return None
         if isinstance(self.value, int):

@@ -1,8 +1,10 @@
-"""How the rows that stay are written: raw, or smaller.
+"""The interface of a codec: it decides how the rows that stay are stored, as they are or in fewer bits.
 
-Rows come flat, (R, d) in the order (sample, head, place); `lengths` (B, H) says how many belong to each head. While the
-prompt is read, rows are raw: attention and every cut are exact. A codec that packs does so when the last cut is done,
-and what is packed is never written again, so that rounding happens once.
+Rows are flat, (R, d), in the order (sample, head, position). `lengths` (B, H) says how many of them belong to each
+head. While the prompt is read, rows stay raw, so attention and every cut are exact. A codec that packs does so after
+the last cut, and packed rows are never written again, so that rounding happens once.
+
+Symbols: B samples, H KV heads, R rows of all heads together, d head dimension.
 """
 
 from dataclasses import dataclass
@@ -11,30 +13,40 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvbench.interfaces.settings import check_settings
+
 
 class Stored(Protocol):
-    """Keys and values as they are kept. Immutable, so that marks of an earlier time stay what they were."""
+    """Stored keys and values. Immutable, so that a snapshot of the cache stays valid."""
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Keys and values (R, d)."""
+        """Return the keys and the values, (R, d) each."""
 
     def tensors(self) -> list[Tensor]:
-        """All tensors held, so that their storage can be counted."""
+        """Return all tensors that are held, so that their bytes can be counted."""
 
 
 class Packed(Stored, Protocol):
-    """What a codec that packs makes of them."""
+    """Keys and values that a codec has packed."""
 
     def extend(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "Packed":
-        """The same rows and, behind those of each head, further ones (R', d); `lengths` (B, H) counts them all."""
+        """Return the same rows, followed in each head by further ones.
+
+        Args:
+            keys: The further keys, (R', d).
+            values: The further values, (R', d).
+            lengths: Number of rows of each head, old and new ones together, (B, H).
+        """
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Keys and values (R, d), untouched."""
+    """Keys and values as the model wrote them."""
 
     keys: Tensor
+    """(R, d)"""
     values: Tensor
+    """(R, d)"""
 
     def read(self) -> tuple[Tensor, Tensor]:
         return self.keys, self.values
@@ -45,30 +57,64 @@ class Plain:
 
 @dataclass(frozen=True)
 class Codec:
-    """Raw: rows stay as the model wrote them. What conf/codec/<name>.yaml constructs."""
+    """The base of every codec. Used as it is, rows stay as the model wrote them.
+
+    A codec is a frozen dataclass; its fields are its settings, which Hydra reads from conf/codec/<name>.yaml.
+    """
 
     name: str
+    """The name of the codec's file in conf/codec/."""
 
-    packs = False  # packs when the prefill ends; serves no method that cuts after that
-    token_by_token = False  # whatever follows the prefill is read one token at a time
+    packs = False
+    """Whether the codec packs rows when the prefill ends. It then cannot serve a method that cuts while decoding."""
+    token_by_token = False
+    """Whether tokens that follow the prefill are read one at a time."""
+
+    def __post_init__(self) -> None:
+        check_settings(self, "codec")
 
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> Packed:
-        """Write keys and values (R, d) when the last cut is done. Asked only of codecs that pack."""
+        """Pack rows after the last cut. Called only if the codec `packs`.
+
+        Args:
+            keys: (R, d)
+            values: (R, d)
+            lengths: Number of rows of each head, (B, H).
+        """
         raise NotImplementedError(f"{self.name} does not pack")
 
 
 def join(rows: Tensor, counts: Tensor, more: Tensor, more_counts: Tensor) -> Tensor:
-    """Flat rows (R, …) of which each head has `counts` (B, H), and behind them in each head `more`."""
+    """Append further rows to the rows of each head.
+
+    Args:
+        rows: Flat rows, (R, …).
+        counts: Number of them in each head, (B, H).
+        more: The further rows, (R', …).
+        more_counts: Number of them in each head, (B, H).
+
+    Returns:
+        Flat rows, (R + R', …).
+    """
     counts, more_counts = counts.flatten(), more_counts.flatten()
     out = rows.new_empty(len(rows) + len(more), *rows.shape[1:])
-    before = more_counts.cumsum(0) - more_counts  # rows that come in front of a head's own
+    before = more_counts.cumsum(0) - more_counts  # further rows of the heads in front
     out[torch.arange(len(rows), device=rows.device) + before.repeat_interleave(counts)] = rows
     out[torch.arange(len(more), device=rows.device) + counts.cumsum(0).repeat_interleave(more_counts)] = more
     return out
 
 
 def split(rows: Tensor, counts: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """The `first` (B, H) of each head's `counts` flat rows, and the rest; copies."""
+    """Separate the first rows of each head from the others.
+
+    Args:
+        rows: Flat rows, (R, …).
+        counts: Number of them in each head, (B, H).
+        first: Number of rows to separate from each head, (B, H).
+
+    Returns:
+        Copies of the first rows and of the others.
+    """
     counts, first = counts.flatten(), first.flatten()
     start = (counts.cumsum(0) - counts).repeat_interleave(counts)
     front = torch.arange(len(rows), device=rows.device) - start < first.repeat_interleave(counts)

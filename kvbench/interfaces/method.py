@@ -1,11 +1,17 @@
-"""What a method is: five questions about the rows that a layer holds, each with the full cache as its default.
+"""The interface of a method: a method decides which rows of a layer's KV cache stay.
 
-Symbols: B samples, H KV heads, G query heads per KV head, T tokens of the block, n rows (the block's are the last T),
-d head dimension. Rows come padded: `rows.mass` is 0 where a head has fewer rows (kvbench.interfaces.rows).
+A method is a frozen dataclass in a file of its own. Its fields are its settings, which Hydra reads from
+conf/method/<name>.yaml. Its hooks answer questions about the rows that a layer holds. Every hook has a default, and all
+defaults together keep the full cache, so a method overrides only the hooks that it needs. Most methods override
+`protect` and `score`.
+
+Symbols: B samples, H KV heads, G query heads per KV head, T tokens of the block that the layer just read, n rows (the
+last T of them are the block's), d head dimension. Rows are padded to the longest head: `rows.mass` is 0 where a head
+has fewer rows (kvbench.interfaces.rows).
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -14,70 +20,122 @@ from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.hooks import Hooks
 from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, ReadRequest, State
 from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import check_settings, setting
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.validation import SettingError, require_choice, require_int
+from kvbench.validation import SettingError
 
 
 @dataclass(frozen=True)
 class Method(Hooks):
-    """The full cache. A method states only what is its own; fields are its settings, from conf/method/<name>.yaml."""
+    """The base of every method. Used as it is, it keeps the full cache."""
 
     name: str
-    decoding: bool = field(default=False, kw_only=True)
-    """Cut while decoding too; else rows are appended."""
-    decode_interval: int = field(default=1, kw_only=True)
-    """Tokens between two cuts while decoding."""
-    decode_size: int | None = field(default=None, kw_only=True)
-    """Rows per layer and head that a cut while decoding leaves; None for the budget's."""
+    """The name of the method's file in conf/method/."""
+    decoding: bool = setting(default=False, kw_only=True)
+    """Whether rows are also evicted while decoding. If not, decoding appends rows."""
+    decode_interval: int = setting(minimum=1, default=1, kw_only=True)
+    """Number of tokens between two evictions while decoding."""
+    decode_size: int | None = setting(minimum=2, default=None, kw_only=True)
+    """Rows per layer and KV head that an eviction while decoding leaves. `None` leaves as many as the budget allows."""
 
     def __post_init__(self) -> None:
-        require_choice("method.decoding", self.decoding, (True, False))
-        require_int("method.decode_interval", self.decode_interval, 1)
-        if self.decode_size is not None:
-            require_int("method.decode_size", self.decode_size, 2)
-            if not self.decoding:
-                raise SettingError(f"method.decode_size={self.decode_size}: only with method.decoding=true")
+        check_settings(self, "method")
+        if self.decode_size is not None and not self.decoding:
+            raise SettingError(f"method.decode_size={self.decode_size}: only with method.decoding=true")
 
-    # What a method is like. A subclass sets those that differ.
+    # Properties of a method. A subclass sets those that differ, as a class attribute or as a property.
 
-    scores = True
-    """False for a method that leaves the choice of rows to `cut`."""
-    sets_head_quotas = False
-    """The method decides how many rows every head keeps (`head_quotas`); only allocator=uniform serves it."""
-    weighs_values = False
-    """The scores have the size of the values in them."""
-    merges = False
-    """Rows may come to stand for several tokens."""
-    wants_lse = False
-    """`Observation.lse` is computed for the method; attention takes longer then."""
-    one_block = False
-    """The whole prompt must be one block."""
-    needs_extra_reads = False
-    """The model reads about the prompt once more before it is cut (`extra_reads`)."""
-    position_free = False
-    """Scores depend on what the block shows and on the rows' distance to it alone, and nothing is remembered between
-    blocks: every interval between two cuts does the same, and can run in a CUDA graph."""
-    uses_cache_positions = False
-    """Attention takes keys and queries at their slot among the rows held, not at their place."""
-    attends_subset = False
-    """The method holds every row and reads few: the budget is rows attended while decoding (`read`)."""
-    token_by_token = False
-    """Known tokens that follow the prefill (the question) are read one at a time."""
+    @property
+    def scores(self) -> bool:
+        """Whether the method scores rows. If not, it chooses rows in `cut`."""
+        return True
+
+    @property
+    def sets_head_quotas(self) -> bool:
+        """Whether the method decides how many rows each head keeps (`head_quotas`). It then requires
+        allocator=uniform.
+        """
+        return False
+
+    @property
+    def weighs_values(self) -> bool:
+        """Whether the scores already contain the size of the values. CriticalKV refuses such a method as its base."""
+        return False
+
+    @property
+    def merges(self) -> bool:
+        """Whether a row may stand for several tokens after a cut."""
+        return False
+
+    @property
+    def wants_lse(self) -> bool:
+        """Whether the method needs `Observation.lse`. Attention then uses a slower kernel that returns it."""
+        return False
+
+    @property
+    def one_block(self) -> bool:
+        """Whether the whole prompt must be read as one block."""
+        return False
+
+    @property
+    def needs_extra_reads(self) -> bool:
+        """Whether the model must read further tokens about the prompt before the prompt is cut (`extra_reads`)."""
+        return False
+
+    @property
+    def position_free(self) -> bool:
+        """Whether scores depend only on the block that was read and on each row's distance to it.
+
+        Such a method remembers nothing between blocks. Every interval between two cuts then runs the same operations,
+        so it can run in a CUDA graph.
+        """
+        return False
+
+    @property
+    def uses_cache_positions(self) -> bool:
+        """Whether attention rotates keys and queries by their slot among the rows held, instead of their position."""
+        return False
+
+    @property
+    def attends_subset(self) -> bool:
+        """Whether the method keeps every row and attends to only some of them while decoding (`read`). The budget is
+        then the number of rows attended to.
+        """
+        return False
+
+    @property
+    def token_by_token(self) -> bool:
+        """Whether known tokens that follow the prefill, such as the question, are read one at a time."""
+        return False
 
     @property
     def watches(self) -> bool:
-        """Whether `update` must be asked about every token while decoding."""
+        """Whether the engine must call `update` for every decoded token."""
         return self.decoding and self.overrides("update")
 
     def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
-        """SettingError unless the method can serve a model of `layers` layers with `heads` KV heads of `dim`, of which
-        `sliding` keep their own cache. Asked before weights are loaded; for methods that read a file.
+        """Check that the method can serve a model. Called before weights are loaded; for methods that read a file.
+
+        Args:
+            layers: Number of layers.
+            heads: Number of KV heads of a layer.
+            dim: Head dimension d.
+            sliding: Layers with a sliding window. They keep their own cache, and no method cuts them.
+
+        Raises:
+            SettingError: The method cannot serve this model.
         """
 
     def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
-        """Why this method cannot work with them, in words that name the setting to change; None where it can."""
+        """Return why the method cannot work with this allocator and codec, or None if it can.
+
+        The reason names the setting to change.
+        """
         if self.attends_subset and allocator.name != "uniform":
-            return f"allocator={allocator.name}: {self.name} holds every row, nothing is shared; use allocator=uniform"
+            return (
+                f"allocator={allocator.name}: {self.name} keeps every row, so there are none to share; "
+                "use allocator=uniform"
+            )
         if codec.packs and self.decoding:
             return (
                 f"codec={codec.name}: {self.name} cuts while decoding, and packed groups are never repacked; "
@@ -89,103 +147,160 @@ class Method(Hooks):
             return f"method.decoding=true: {self.name} has scores of the prompt only; use method.decoding=false"
         if self.needs_extra_reads and allocator.cascades:
             return (
-                f"allocator={allocator.name}: {self.name} cuts when the model has read about the prompt, and there are "
-                "no queries to share rows by; use allocator=uniform, ada or pyramid"
+                f"allocator={allocator.name}: {self.name} cuts after the model has read about the prompt, and then no "
+                "queries are left to share rows by; use allocator=uniform, ada or pyramid"
             )
         if not self.scores and (allocator.cascades or not allocator.even):
             return f"allocator={allocator.name}: {self.name} has no scores to share rows by; use allocator=uniform"
         return None
 
     def skips_layer(self, layer: int, layers: int) -> bool:
-        """True for a layer that is never cut (a method that skips some declares its own law in its config)."""
+        """Return True for a layer that is never cut.
+
+        The rows of such a layer come on top of the budget. A method that skips layers says so in its config.
+        """
         return False
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
-        """What to remember of what this layer just saw: values per row (B, H, n), kept with the rows through cuts as
-        `rows.columns`; anything else goes into `state.layer` or `state.shared`.
+        """Return what to remember about the rows of the layer that just read a block.
+
+        Called after every block of the prompt. Called for decoded tokens only if `decoding` is set.
+
+        Args:
+            observation: What the layer computed for the block.
+            rows: The layer's rows, the block's included.
+            state: Where the method keeps everything that is not a value per row.
+
+        Returns:
+            Values per row, (B, H, n) by name. They stay with their rows through cuts, as `rows.columns`.
         """
         return {}
 
     def extra_reads(self, ids: Tensor, prefix: int, words: PromptEncoder) -> Iterable[ExtraRead]:
-        """Say what the model shall read about the prompt `ids` (B, n), of which `prefix` are in front of the user's
-        text. Asked only of a method that `needs_extra_reads`.
+        """Return the tokens that the model must read about the prompt. Called only if `needs_extra_reads`.
 
-        The model reads each over the whole prompt, `update` sees it (`observation.about`), and the engine forgets all
-        but what `update` put into the state. Then the layers are cut; `protect`, `protect_sinks`, `score` and
-        `head_quotas` see no queries by then.
+        The model reads each of them after the whole prompt. `update` sees the read (`observation.about`), and the
+        engine then forgets it, so only what `update` puts into the state remains. Afterwards the layers are cut:
+        `protect`, `protect_sinks`, `score` and `head_quotas` then see no queries.
+
+        Args:
+            ids: Token ids of the prompt, (B, n).
+            prefix: Number of tokens before the user's text.
+            words: Turns the method's own words into token ids.
         """
         return ()
 
     def head_quotas(self, quota: int, observation: Observation, state: State) -> Tensor:
-        """Return (H,) or (B, H) rows that each KV head of this layer may keep; a head with fewer keeps what it has.
-        Asked only of a method that `sets_head_quotas`. `quota` is the mean over all layers and heads. The method may
-        remember its choice in the state.
+        """Return how many rows each KV head of this layer may keep. Called only if `sets_head_quotas`.
+
+        Args:
+            quota: The mean over all layers and heads, which the result must respect.
+            observation: What the layer computed for the block.
+            state: The method may remember its choice here.
+
+        Returns:
+            (H,) or (B, H). A head with fewer rows keeps what it has.
         """
         raise NotImplementedError(f"{self.name} leaves the shares to the allocator")
 
     def steps(self, tokens: int, quota: int | None) -> int:
-        """How many of the `decode_interval` steps between two cuts it counts to read `tokens` tokens at once after the
-        prompt. Default: one a token. `quota`: rows per head that the next cut leaves, None for all.
+        """Return how many of the `decode_interval` steps it counts to read several tokens at once after the prompt.
+
+        Args:
+            tokens: Number of tokens that are read at once.
+            quota: Rows per head that the next cut leaves, None for all.
         """
         return tokens
 
     def forget(self, state: State) -> None:
-        """Drop what is not needed any more: the prompt is read and cut."""
+        """Drop what the method no longer needs. Called when the prompt has been read and cut."""
 
     def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
-        """(B, H, n) bool: first rows that are not to be scored away, or None. Asked when `protect` is asked. Where not
-        all protected rows fit the quota, sinks stay longer than the rows of `protect`, and the first sink longest.
+        """Return which of the first rows stay whatever their score, (B, H, n) bool, or None. Called like `protect`.
+
+        If the protected rows do not all fit the quota, the rows of `protect` go first, and the first sink goes last.
         """
         return None
 
     def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
-        """(B, H, n) bool: further rows that are not to be scored away (windows, recents), or None. Asked again for a
-        smaller quota where an allocator cascades; `observation` has no queries, outputs or log-sum-exps by then.
+        """Return which other rows stay whatever their score, such as the last ones, (B, H, n) bool, or None.
+
+        Called again with a smaller quota if the allocator cascades. The observation then has no queries, outputs or
+        log-sum-exps.
         """
         return None
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
-        """(B, H, n): which rows matter, larger is kept. A pure function of its arguments."""
+        """Return how important each row is, (B, H, n). Rows with larger scores stay.
+
+        This must be a pure function of its arguments.
+        """
         raise NotImplementedError(f"{self.name} has no score")
 
     def select(self, scores: Tensor, quotas: Tensor) -> Tensor:
-        """(B, H, n) bool: which stay. Default: each head's `quotas` (B, H) top rows, ties to the lower place."""
+        """Return which rows stay, (B, H, n) bool.
+
+        By default each head keeps its `quotas` (B, H) rows with the largest scores. Of equal scores the earlier row
+        stays.
+        """
         return top_k_mask(scores, quotas)
 
     def merge(self, rows: Rows, kept: Tensor) -> Rows:
-        """What becomes of the rest. Default: gone (mass 0)."""
+        """Return the rows after a cut that keeps `kept` (B, H, n). By default the other rows are gone (mass 0)."""
         return rows.without(~kept)
 
     def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor, each: int | None = None) -> Rows:
-        """Select and merge. A method whose every choice depends on the merge before overrides this one. `each`: the
-        quota of all heads, where they have the same and the caller knows it without waiting for the device.
+        """Select rows and merge the others.
+
+        A method overrides this hook if it cannot select all rows before it merges the first one.
+
+        Args:
+            rows: The layer's rows.
+            scores: (B, H, n), with -inf for absent rows and +inf for protected ones.
+            quotas: Rows that each head keeps, (B, H).
+            protected: Rows that stay whatever their score, (B, H, n) bool: the protected ones, and those that the
+                allocator calls safe.
+            each: The quota of every head, if all are equal and the caller knows it without waiting for the device.
         """
         return self.merge(rows, self.select(scores, quotas))
 
     def read(self, request: ReadRequest, rows: Callable[[], Rows], state: State) -> Tensor | None:
-        """(B, H*G, n) bool: rows that each query head looks at while decoding, or None for all of them. `rows()` gives
-        the rows when the answer needs them.
+        """Return the rows that each query head attends to while decoding, (B, H*G, n) bool, or None for all rows.
+
+        Args:
+            request: The queries that are about to attend.
+            rows: Returns the layer's rows. Call it only if the answer depends on them, because it takes time.
+            state: What the method remembers.
         """
         return None
 
 
 def fit_protected(sinks: Tensor | None, recents: Tensor | None, rows: Rows, quota: int) -> Tensor:
-    """(B, H, n) bool: protected rows that fit the quota. Sinks come before recents, the first sinks and the newest
-    recents before the others. At least one row is left to the scores where the quota is over 1.
+    """Return the protected rows that fit the quota.
+
+    Sinks come before recent rows, the first sinks and the newest recent rows before the others. If the quota is over 1,
+    at least one row is left to the scores.
+
+    Args:
+        sinks: What `protect_sinks` returned.
+        recents: What `protect` returned.
+        rows: The layer's rows.
+        quota: Rows that each head may keep.
+
+    Returns:
+        (B, H, n) bool.
     """
-    room = quota - 1 if quota > 1 else quota
-    if sinks is None and recents is None:
-        return rows.present.new_zeros(rows.present.shape)
-    kept = None
+    room: int | Tensor = quota - 1 if quota > 1 else quota
+    kept = rows.present.new_zeros(rows.present.shape)
     if sinks is not None:
         sinks = sinks & rows.present
         kept = sinks & (sinks.cumsum(-1) <= room)
     if recents is not None:
         recents = recents & rows.present
-        if kept is not None:
+        if sinks is not None:
             recents = recents & ~kept
             room = room - kept.sum(-1, keepdim=True)
-        newer = recents.flip(-1).cumsum(-1).flip(-1)  # recents from here to the newest
+        newer = recents.flip(-1).cumsum(-1).flip(-1)  # recent rows from here to the newest
         recents = recents & (newer <= room)
-        kept = recents if kept is None else kept | recents
+        kept = recents if sinks is None else kept | recents
     return kept

@@ -1,7 +1,7 @@
-"""What the engine shows to a method, an allocator and a codec, and what they may remember.
+"""What the engine shows to a method, an allocator or a codec, and what these may remember.
 
-Symbols: B samples, H KV heads, G query heads per KV head, T tokens of the block, n rows (the block's are the last T),
-d head dimension.
+Symbols: B samples, H KV heads, G query heads per KV head, T tokens of the block that a layer just read, n rows (the
+last T of them are the block's), d head dimension. A position is the index of a token in the text, from 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,75 +16,112 @@ from kvbench.validation import SettingError
 
 @dataclass(frozen=True)
 class PromptEncoder:
-    """How a method's own words to the model become tokens."""
+    """Turns a method's own words to the model into token ids."""
 
-    encode: Callable[[str], list[int]] | None = None  # None: no tokenizer was given
-    turn: tuple[int, ...] = ()  # ends the user's message and opens the answer
+    encode: Callable[[str], list[int]] | None = None
+    """The tokenizer's function, or None if no tokenizer was given."""
+    turn: tuple[int, ...] = ()
+    """Token ids that end the user's message and open the answer."""
 
     def ids(self, setting: str, words: str | Sequence[int]) -> list[int]:
-        """Token ids of a setting that is text, or token ids already."""
+        """Return the token ids of a text, or the ids themselves if `words` is a list of them.
+
+        Raises:
+            SettingError: `words` is a text and there is no tokenizer. The message names `setting`.
+        """
         if not isinstance(words, str):
             return list(words)
         if self.encode is None:
-            raise SettingError(f"{setting}: a text, and no tokenizer to read it with; give tokenizer=, or token ids")
+            raise SettingError(f"{setting}: this text needs a tokenizer; give tokenizer=, or write token ids instead")
         return self.encode(words)
 
 
 @dataclass(frozen=True)
 class ExtraRead:
-    """Tokens that the model reads after the prompt and forgets, about the prompt's places `start` to `stop`."""
+    """Tokens that the model reads after the prompt and then forgets."""
 
-    ids: Tensor  # (B, t)
+    ids: Tensor
+    """Token ids, (B, t)."""
     start: int
+    """The first position of the prompt that the read is about."""
     stop: int
+    """The position after the last one that the read is about."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a layer shows of the block that it just read. Read-only."""
+    """What a layer computed for the block that it just read. Hooks must not change its tensors."""
 
-    queries: Tensor  # (B, H*G, T, d), rotated
-    outputs: Tensor  # (B, H*G, T, d), attention outputs before the output projection
-    lse: Tensor | None  # (B, H*G, T) log-sum-exp of the logits, float32; None unless the method `wants_lse`
-    scaling: float  # of the logits, 1/√d unless the model has its own
-    output_weight: Tensor  # (hidden, H*G*d), the layer's W_o
-    rotation: Callable[[Tensor], tuple[Tensor, Tensor]]  # places (B, n) -> cos, sin (B, n, rotated dimensions)
+    queries: Tensor
+    """(B, H*G, T, d), rotated"""
+    outputs: Tensor
+    """Attention outputs before the output projection, (B, H*G, T, d)."""
+    lse: Tensor | None
+    """Log-sum-exp of the logits, (B, H*G, T), float32. None unless the method sets `wants_lse`."""
+    scaling: float
+    """The factor of the logits: 1/√d unless the model has its own."""
+    output_weight: Tensor
+    """The layer's output projection W_o, (hidden, H*G*d)."""
+    rotation: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """The model's rotary embedding: positions (B, n) -> cos, sin (B, n, rotated dimensions)."""
     layer: int
+    """The index of the layer, from 0."""
     layers: int
-    first: int  # place of the block's first token
-    prompt: int  # tokens of the prompt, or of the context where the question is hidden
-    last: bool  # the prompt's last block
-    decoding: bool  # tokens after the prompt
-    cut_layers: tuple[int, ...] = ()  # layers that share the budget: all but sliding-window and spared ones
-    prefix: int = 0  # tokens in front of the user's text (chat template, first token)
-    about: tuple[int, int] | None = None  # places that the block is a `ExtraRead` about
-    share: Fraction | None = None  # rows per layer and KV head of the cut that follows, not floored; None: no cut
+    """Number of layers."""
+    first: int
+    """Position of the block's first token."""
+    prompt: int
+    """Tokens of the prompt, or of the context if the question is hidden."""
+    last: bool
+    """Whether this is the last block of the prompt."""
+    decoding: bool
+    """Whether the block follows the prompt."""
+    cut_layers: tuple[int, ...] = ()
+    """Layers that share the budget: all but those with a sliding window and those that the method skips."""
+    prefix: int = 0
+    """Number of tokens before the user's text (chat template, first token)."""
+    about: tuple[int, int] | None = None
+    """Start and stop of the positions that the block is an `ExtraRead` about; None for any other block."""
+    share: Fraction | None = None
+    """Rows per layer and KV head after the cut that follows, not rounded down. None if no cut follows."""
 
     @property
     def tokens(self) -> int:
-        """Tokens read so far, this block included."""
+        """Number of tokens read so far, this block included."""
         return self.first + self.queries.shape[2]
 
 
 @dataclass
 class State:
-    """What a method remembers beside the rows: born with a sample and dropped with it. What answers a question is
-    forgotten before the next one: put new tensors into the state while decoding, never write into those that are there.
+    """What a method remembers besides values per row. Made for a batch of samples and dropped with it.
+
+    After an answer the state returns to what it was before the question. While decoding, put new tensors into the
+    state; never write into tensors that are already there.
     """
 
-    seeds: tuple[int, ...]  # one per sample
-    layer: dict[str, Any] = field(default_factory=dict)  # this layer's
-    shared: dict[str, Any] = field(default_factory=dict)  # all layers'
+    seeds: tuple[int, ...]
+    """One seed per sample."""
+    layer: dict[str, Any] = field(default_factory=dict)
+    """Values of this layer."""
+    shared: dict[str, Any] = field(default_factory=dict)
+    """Values that all layers share."""
 
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Queries of tokens that follow the prompt, before attention: which of the layer's rows shall they look at?"""
+    """Queries of tokens that follow the prompt, before they attend."""
 
-    queries: Tensor  # (B, H*G, T, d), rotated
+    queries: Tensor
+    """(B, H*G, T, d), rotated"""
     layer: int
+    """The index of the layer, from 0."""
     layers: int
-    first: int  # place of the first token
-    prompt: int  # tokens of the prompt, or of the context where the question is hidden
-    scaling: float  # of the logits
-    quota: int | None  # rows that a query head may look at, of a method that `attends_subset`; None for all
+    """Number of layers."""
+    first: int
+    """Position of the first token."""
+    prompt: int
+    """Tokens of the prompt, or of the context if the question is hidden."""
+    scaling: float
+    """The factor of the logits."""
+    quota: int | None
+    """Rows that a query head may attend to if the method sets `attends_subset`; None for all rows."""

@@ -1,6 +1,7 @@
-"""What a benchmark is: samples with a context, a question and an answer prefix, and the score of an output.
+"""The interface of a task: a benchmark's samples and the score of an output.
 
-A task knows texts and a tokenizer; it does not know that a cache exists.
+A sample has a context, a question and an answer prefix. A task knows texts and a tokenizer. It does not know that a
+cache exists.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,47 +11,66 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt. `context + question + answer_prefix` is the benchmark's own prompt to the byte.
+    """One prompt. `context + question + answer_prefix` is the benchmark's own prompt, byte for byte.
 
-    With `question=hidden` the cache is cut after `context`. Where the model has a chat template and `chat` is
-    true, `context + question` is the user's message and `answer_prefix` opens the assistant's; a solved example at the
-    beginning of the context, if `solved` says where it is, is then a message and an answer of its own.
+    With `question=hidden` the cache is cut after `context`.
 
-    Turns of one conversation are samples that follow one another with the same `context` and the same `conversation`.
-    A later turn's `question` is what the user says then (where there is no chat template: with all that stands between
-    it and the answer before, the end token that was not read too), and its prompt has the turns before it, each with
-    `said` as its answer, or with the tokens that the model gave.
+    If the model has a chat template and `chat` is true, `context + question` is the user's message and `answer_prefix`
+    opens the assistant's message. A solved example at the beginning of the context then becomes a message and an answer
+    of its own, if `solved` says where it is.
+
+    The turns of a conversation are consecutive samples with the same `context` and the same `conversation`. The
+    `question` of a later turn is what the user says then. Without a chat template it also contains everything between
+    the previous answer and the user's words, and the end token that was not read. The prompt of a later turn contains
+    the earlier turns. Each has `said` as its answer, or, if that is None, the tokens that the model generated.
     """
 
-    uid: str  # unique within the run, e.g. "niah_single_1/2048/0"; repeats of one prompt differ here: it seeds sampling
-    subtask: str  # a row of the closing table, e.g. "niah_single_1"
+    uid: str
+    """Unique within the run, such as "niah_single_1/2048/0". It seeds the sampling, so repeats of a prompt need
+    different ones.
+    """
+    subtask: str
+    """The row of the closing table, such as "niah_single_1"."""
     context: str
     question: str
     answer_prefix: str
     answers: tuple[str, ...]
+    """The right answers."""
     max_new_tokens: int
-    group: str = ""  # samples that share one context share a group: the unit of the paired intervals ("" = uid)
+    group: str = ""
+    """Samples that share a context share a group. Groups are the unit of the paired intervals. "" stands for `uid`."""
     chat: bool = True
-    meta: Mapping[str, Any] = field(default_factory=dict)  # written to the record, e.g. {"data": "miniature"}
-    ends: tuple[int, ...] = ()  # token ids that end the answer, besides the model's own
-    until: tuple[str, ...] = ()  # texts that end the answer; the output is what stands before the first of them
-    min_new_tokens: int = 0  # 1: the first token does not end the answer
-    conversation: str = ""  # what turns of one conversation share; "" = no conversation
-    said: str | None = None  # of a turn: the answer that later turns find; None: the model's own
-    solved: tuple[int, ...] = ()  # where in `context` the answer of a solved example begins, and where it ends
+    """Whether the model's chat template is used, if it has one."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """What is written to the record, such as {"data": "miniature"}."""
+    ends: tuple[int, ...] = ()
+    """Token ids that end the answer, besides the model's own."""
+    until: tuple[str, ...] = ()
+    """Texts that end the answer. The output is the text before the first of them."""
+    min_new_tokens: int = 0
+    """With 1 the first token does not end the answer."""
+    conversation: str = ""
+    """The name that the turns of a conversation share; "" for a sample without a conversation."""
+    said: str | None = None
+    """The answer that later turns see in place of this turn's output. None shows them the model's own answer."""
+    solved: tuple[int, ...] = ()
+    """Where in `context` the answer of a solved example begins and where it ends."""
 
 
 @dataclass(frozen=True)
 class Graded:
-    """What an output is worth."""
+    """The score of an output."""
 
-    score: float  # in [0, 100]
-    answer: str  # what was extracted from the output
-    also: Mapping[str, float | bool | None] = field(default_factory=dict)  # further metrics: points, or whether
+    score: float
+    """In [0, 100]."""
+    answer: str
+    """The answer that was extracted from the output."""
+    also: Mapping[str, float | bool | None] = field(default_factory=dict)
+    """Further metrics: points, or whether a condition holds."""
 
 
 class Tokenizer(Protocol):
-    """What a task needs of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that a task uses."""
 
     chat_template: str | None
     eos_token: str | None
@@ -61,29 +81,45 @@ class Tokenizer(Protocol):
 
 
 class Task(Protocol):
-    """A benchmark; constructed by Hydra from conf/task/<name>.yaml, one frozen dataclass a file in tasks/.
+    """A benchmark: a frozen dataclass in tasks/ that Hydra constructs from conf/task/<name>.yaml.
 
-    A task may also have `averages`, names of rows below the subtasks' with the weights of the subtasks they are made of
-    (none: one average, each subtask weighing the same), and `inventory()`, the number of rows of each subtask in its
-    data, for `make data`. `subtask_names`, where all possible subtasks are known by name, lets a model's card list some
-    of them (kvbench.analysis.solvable_subtasks). One whose `has_context` is False has nothing to cut before the
-    question: question=hidden is refused. One that has the texts of right answers gives them by `reference(sample) ->
-    str`, for fidelity=true; one without that method is refused there. Samples made from data say in `meta["data"]`
-    which: "miniature" (made by kvbench in the benchmark's format), "local" or "hub".
+    A task may also have:
+
+    - `averages`: names of rows below the subtasks' rows in the closing table, with the weights of the subtasks that
+      each one averages. Without it there is one average, in which all subtasks weigh the same.
+    - `inventory()`: the number of rows of each subtask in its data, for `make data`.
+    - `subtask_names`: the names of all possible subtasks. A model's card can then list the subtasks that the model can
+      solve (kvbench.analysis.solvable_subtasks).
+    - `has_context`: False if there is nothing to cut before the question. question=hidden is then refused.
+    - `reference(sample) -> str`: the text of a right answer. fidelity=true needs it and is refused without it.
+
+    Samples made from data name their source in `meta["data"]`: "miniature" (made by kvbench in the benchmark's format),
+    "local" or "hub".
     """
 
-    length: int | None  # tokens of the longest prompt plus answer where the task sets it, else None
+    length: int | None
+    """Tokens of the longest prompt and its answer if the task fixes them, else None."""
 
     def check(self) -> None:
-        """Raises kvbench.validation.SettingError, naming the setting, before any model is loaded."""
+        """Check the settings before a model is loaded.
+
+        Raises:
+            SettingError: A setting is not allowed. The message names it.
+        """
 
     def fingerprint(self) -> str:
-        """Hash of all data that samples are made from (word lists, haystack, templates), tokenizer apart."""
+        """Return a hash of all data that samples are made from (word lists, haystack, templates), without the
+        tokenizer.
+        """
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterable[Sample]:
-        """The samples in order; `template_tokens` is what a chat template adds to every prompt, `longest` the tokens of
-        prompt and answer that the model takes.
+        """Return the samples in order.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            template_tokens: Number of tokens that a chat template adds to every prompt.
+            longest: Number of tokens of prompt and answer that the model supports.
         """
 
     def score(self, sample: Sample, output: str) -> Graded:
-        """What the output is worth."""
+        """Return the score of an output."""

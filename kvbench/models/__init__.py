@@ -1,1 +1,1 @@
-"""Models of transformers, their checkpoints, and the one that the project has the weights of."""
+"""Load models of transformers, and connect them to kvbench's cache."""

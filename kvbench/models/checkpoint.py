@@ -1,4 +1,4 @@
-"""A model on the disk or the hub: its configuration, tokenizer, weights, identity."""
+"""Load a model from the disk or the hub: its configuration, tokenizer and weights, and the identity of its weights."""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from kvbench.models.configuration import LENGTH_DEPENDENT_ROPE, find_max_tokens,
 from kvbench.models.embedded import EMBEDDED_MODELS
 from kvbench.models.gguf import find_converted, read_samples
 from kvbench.models.local_models import FETCHED_MODELS, MODELS, check_fetched, identify_converted
+from kvbench.models.transformers_port import text_config
 from kvbench.validation import SettingError, check_model_path, is_gguf
 
 IDENTITY = (
@@ -31,16 +32,23 @@ SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 KNOWN_MODELS = EMBEDDED_MODELS | {name: MODELS / name for name in FETCHED_MODELS}
 
 
-def find_stop_tokens(model: torch.nn.Module) -> frozenset[int]:
-    """Token ids that end an answer."""
+def find_stop_tokens(model: Any) -> frozenset[int]:
+    """Return the token ids that end an answer."""
     found = model.generation_config.eos_token_id
     if found is None:
-        found = model.config.get_text_config(decoder=True).eos_token_id
+        found = text_config(model).eos_token_id
     return frozenset([] if found is None else [found] if isinstance(found, int) else found)
 
 
 def make_random_model(config: Any, dtype: torch.dtype, device: str, seed: int) -> torch.nn.Module:
-    """A model of this configuration, initialised on the device in `dtype`; the global random state stays as it was."""
+    """Make a model with random weights. The global random state does not change.
+
+    Args:
+        config: The model's configuration.
+        dtype: The dtype of the weights.
+        device: Where the weights are initialised, "cpu" or "cuda".
+        seed: The seed of the weights.
+    """
     gpus = [torch.cuda.current_device()] if device == "cuda" else []
     with torch.random.fork_rng(devices=gpus), torch.device(device):
         torch.manual_seed(seed)
@@ -48,15 +56,17 @@ def make_random_model(config: Any, dtype: torch.dtype, device: str, seed: int) -
 
 
 def count_parameters(config: Any) -> int:
-    """How many a model of this configuration has; tied ones count once. No memory is taken."""
+    """Return how many parameters a model of this configuration has. Tied ones count once. It needs no memory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return sum(own.numel() for own in model.parameters())
 
 
 def find_model(model: str) -> str:
-    """Return where a model lies: the folder of one that kvbench knows by name, or `model` itself, a folder or an id of
-    the hub. A GGUF file is converted once, and its converted folder is returned.
+    """Return the folder of a model, or its id on the hub.
+
+    A name that kvbench knows becomes its folder. A GGUF file is converted once and becomes the converted folder. Any
+    other folder or id is returned as it is.
 
     Raises:
         SettingError: There is no such file or folder, or the GGUF file cannot be converted.
@@ -70,28 +80,36 @@ def find_model(model: str) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model that is not loaded yet. `path`: a local folder or a hub id; `revision`: of the hub; `device_map`: "auto"
-    spreads its layers over all GPUs (accelerate).
-    """
+    """A model that is not loaded yet."""
 
     name: str
     path: str
+    """A local folder or an id of the hub."""
     revision: str | None = None
+    """A revision of the hub."""
     device_map: str | None = None
+    """Use "auto" to spread the layers over all GPUs (accelerate)."""
 
-    reads_text = True  # it has a tokenizer
+    @property
+    def reads_text(self) -> bool:
+        """Whether the model has a tokenizer."""
+        return True
 
     def config(self) -> Any:
-        """Its configuration; SettingError if there is none or the architecture is not supported."""
+        """Return the configuration.
+
+        Raises:
+            SettingError: There is no configuration, or the architecture is not supported.
+        """
         check_model_path(self.path)
         return load_configuration(self.path, self.revision)
 
     def longest(self) -> int:
-        """Tokens that the model can take."""
+        """Return how many tokens the model supports."""
         return find_max_tokens(self.config())
 
     def find_rope_switch(self) -> int | None:
-        """Tokens beyond which RoPE changes its frequencies (LongRoPE, dynamic scaling), None if it never does."""
+        """Return the length beyond which RoPE changes its frequencies (LongRoPE, dynamic), or None if it never does."""
         text = self.config().get_text_config(decoder=True)
         rope = read_rope_settings(text)
         if rope.get("rope_type") not in LENGTH_DEPENDENT_ROPE:
@@ -100,39 +118,52 @@ class Checkpoint:
         return original or getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
 
     def check(self) -> None:
-        """SettingError unless a local folder has weights in safetensors; nothing is loaded."""
+        """Raise a SettingError if a local folder has no weights in safetensors. Nothing is loaded."""
         folder = Path(self.path)
         if folder.is_dir() and not any(folder.glob("*.safetensors")):
             raise SettingError(f"model.path={self.path}: no *.safetensors there")
 
     def tokenizer(self) -> Any:
+        """Load the tokenizer.
+
+        Raises:
+            SettingError: There is no tokenizer, or it is not a fast one.
+        """
         try:
             found = AutoTokenizer.from_pretrained(self.path, revision=self.revision, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise SettingError(
-                f"model.path={self.path}: no readable tokenizer ({str(error).splitlines()[0]})"
+                f"model.path={self.path}: cannot read a tokenizer there ({str(error).splitlines()[0]})"
             ) from None
         if not found.is_fast:
             raise SettingError(
-                f"model.path={self.path}: its tokenizer gives no offsets; a fast one (tokenizer.json) is needed"
+                f"model.path={self.path}: its tokenizer gives no offsets; use a fast one (tokenizer.json)"
             )
         return found
 
     def weights(self, dtype: torch.dtype, device: str) -> torch.nn.Module:
-        """The model, ready to run. Weights come from safetensors only."""
+        """Load the model from safetensors, ready to run.
+
+        Raises:
+            SettingError: The weights cannot be read.
+        """
         logging.disable_progress_bar()
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
                 self.path, revision=self.revision, dtype=dtype, trust_remote_code=False, use_safetensors=True,
                 device_map=self.device_map,
             )  # fmt: skip
         except (OSError, ValueError) as error:
-            raise SettingError(f"model.path={self.path}: no readable weights ({str(error).splitlines()[0]})") from None
+            raise SettingError(
+                f"model.path={self.path}: cannot read weights there ({str(error).splitlines()[0]})"
+            ) from None
         return (model if self.device_map else model.to(device)).eval()
 
     def identity(self) -> str:
-        """What the weights are: the hub's commit, or a hash over a local folder's weights, settings and tokenizer
-        (files over 64 MiB by 64 samples of 1 MiB).
+        """Return a text that identifies the weights.
+
+        For a model of the hub that is its commit. For a local folder it is a hash over weights, settings and tokenizer;
+        of a file over 64 MiB it covers 64 samples of 1 MiB.
         """
         folder = Path(self.path)
         if (converted := identify_converted(folder)) is not None:

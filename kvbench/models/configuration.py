@@ -1,4 +1,4 @@
-"""What a model's configuration says, and which models can be used."""
+"""Read the configuration of a model and check that the model is supported."""
 
 from copy import deepcopy
 from functools import cache
@@ -11,16 +11,16 @@ from transformers.cache_utils import DynamicCache
 from kvbench.validation import SettingError
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
-LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")  # RoPE whose frequencies follow the longest place
+LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")  # RoPE whose frequencies follow the largest position
 
 
 def read_rope_settings(config: Any) -> dict[str, Any]:
-    """The rotary embedding's settings, {} for the plain one; `rope_scaling` before transformers 5."""
+    """Return the settings of the rotary embedding, {} for the plain one. (`rope_scaling` before transformers 5.)"""
     return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
 
 
 def check_architecture(config: Any) -> None:
-    """SettingError unless the architecture was tested with this attention function."""
+    """Raise a SettingError unless the architecture was tested with kvbench's attention function."""
     if config.model_type not in ARCHITECTURES:
         raise SettingError(
             f"model: architecture {config.model_type} is not supported; use one of {', '.join(ARCHITECTURES)}"
@@ -28,16 +28,24 @@ def check_architecture(config: Any) -> None:
 
 
 def load_configuration(path: str, revision: str | None = None) -> Any:
-    """The configuration in a folder, a config.json or on the hub; SettingError if it is none that is supported."""
+    """Read a configuration.
+
+    Args:
+        path: A folder, a config.json, or an id of the hub.
+        revision: A revision of the hub.
+
+    Raises:
+        SettingError: There is no configuration, or the architecture is not supported.
+    """
     config = find_files(path, revision) if Path(path).exists() else deepcopy(find_on_hub(path, revision))
     if isinstance(config, str):
-        raise SettingError(f"model.path={path}: no readable model there ({config})")
+        raise SettingError(f"model.path={path}: cannot read a model there ({config})")
     check_architecture(config)
     return config
 
 
 def find_files(path: str, revision: str | None) -> Any:
-    """A configuration, or why there is none."""
+    """Return a configuration, or a text that says why it cannot be read."""
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -46,18 +54,18 @@ def find_files(path: str, revision: str | None) -> Any:
 
 @cache
 def find_on_hub(path: str, revision: str | None) -> Any:
-    """The same, asked for once: where no hub can be reached, each time costs half a minute."""
+    """Call `find_files` once per model, because every call takes half a minute if the hub cannot be reached."""
     return find_files(path, revision)
 
 
 def find_max_tokens(config: Any) -> int:
-    """Tokens that a model can take: its positions (YaRN's factor counted), or its window if all layers slide."""
+    """Return how many tokens a model supports: its positions with YaRN's factor, or its window if all layers slide."""
     text = config.get_text_config(decoder=True)
     longest, rope = text.max_position_embeddings, read_rope_settings(text)
     if rope.get("rope_type") == "yarn":
         original = rope.get("original_max_position_embeddings") or longest
         longest = max(longest, int(original * rope.get("factor", 1)))
-    layers = DynamicCache(config=text).layers
+    layers: list[Any] = list(DynamicCache(config=text).layers)
     if layers and all(layer.is_sliding for layer in layers):
         longest = min(longest, layers[0].sliding_window)
     return longest

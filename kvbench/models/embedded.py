@@ -1,9 +1,9 @@
-"""Where the weights of the embedded model lie."""
+"""The folders of the embedded models, whose weights are part of the project."""
 
 from pathlib import Path
 
 VERSIONS = Path(__file__).resolve().parent
-REFERENCE = VERSIONS / "embedded_v2"  # what model=reference is
+REFERENCE = VERSIONS / "embedded_v2"  # the folder of model=reference
 FOLDERS = {
     "reference": REFERENCE,
     "reference_v1": VERSIONS / "embedded_v1",

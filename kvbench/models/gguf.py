@@ -2,14 +2,14 @@
 
 transformers can read a GGUF file, but it needs tens of seconds for a small one, and a model that was read from a GGUF
 file cannot be saved as it is. kvbench therefore converts a file once, into bfloat16 safetensors in the folder
-`.models`, and every later run loads the converted folder, which appears under its name only when it is complete.
+`.models`. Every later run loads the converted folder, which gets its name only when it is complete.
 
-transformers' GGUF reader (5.5 to 5.17) leaves out some things, which this module adds or refuses:
+transformers' GGUF reader (5.5 to 5.17) ignores parts of a file. This module adds these parts or refuses the file:
 
 * It takes the end token from the field of the first token. The module sets all special tokens from the file's header.
 * It splits the text of every byte-level tokenizer as GPT-2 does. The module sets the pre-tokenizer that the header
-  names where it knows it (`PRE_TOKENIZERS`) and refuses the others, because the model would read other tokens than it
-  was trained on.
+  names if it knows it (`PRE_TOKENIZERS`). It refuses the others, because the model would read other tokens than it was
+  trained on.
 * It does not read the size of a head for every architecture. The module takes it from the header.
 * It ignores RoPE scaling (`rope.scaling.type`, `rope_freqs.weight`). The module refuses such files.
 * It fills tensors that a file lacks with random numbers, drops those that it does not know, and adds no first token.
@@ -40,7 +40,7 @@ from kvbench.models import local_models
 from kvbench.models.local_models import NOTE, VERSION, hold_lock, is_converted
 from kvbench.validation import SettingError, name_file_in_errors, summarize
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # in GGUF's words; Mistral's files say llama
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # as GGUF names them; Mistral's files say llama
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # ours -> the header's
 LLAMA3_WORDS = (  # meta-llama/Meta-Llama-3-8B, tokenizer.json
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -48,22 +48,22 @@ LLAMA3_WORDS = (  # meta-llama/Meta-Llama-3-8B, tokenizer.json
 )
 # keys of the JSON files that transformers writes about itself and the machine, not about the model
 VOLATILE = ("transformers_version", "_model_name_or_path", "is_local", "local_files_only")
-# pre-tokenizers whose texts begin with the first token where the header says nothing, as in llama.cpp
+# pre-tokenizers whose texts begin with the first token if the header does not say it, as in llama.cpp
 BEGINNING = (None, "llama-bpe")
-PLAIN = {None, 1.0}  # factors of a RoPE that is not scaled
-PROBE = "It's 2048 tokens,\n\n  and a few more: über."  # what a tokenizer must read alike when it is loaded again
-ROOM = 64 << 20  # bytes beside the weights that a conversion needs on the disk
+PLAIN = {None, 1.0}  # RoPE factors that scale nothing
+PROBE = "It's 2048 tokens,\n\n  and a few more: über."  # a text that a reloaded tokenizer must read alike
+ROOM = 64 << 20  # bytes on the disk that a conversion needs besides the weights
 
 
 def split_digits() -> pre_tokenizers.PreTokenizer:
-    """The pre-tokenizer of SmolLM2 (HuggingFaceTB/SmolLM2-135M-Instruct, tokenizer.json): every digit is a token."""
+    """Make the pre-tokenizer of SmolLM2 (HuggingFaceTB/SmolLM2-135M-Instruct): every digit is a token."""
     return pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
 
 
 def split_like_llama3() -> pre_tokenizers.PreTokenizer:
-    """The pre-tokenizer of Llama 3."""
+    """Make the pre-tokenizer of Llama 3."""
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(LLAMA3_WORDS), behavior="isolated"),
@@ -72,25 +72,31 @@ def split_like_llama3() -> pre_tokenizers.PreTokenizer:
     )
 
 
-# what a header's `tokenizer.ggml.pre` names; None: transformers' own conversion splits so already
+# names in a header's `tokenizer.ggml.pre`; None if transformers' conversion already sets the pre-tokenizer
 PRE_TOKENIZERS = {"smollm": split_digits, "llama-bpe": split_like_llama3, "qwen2": None, "gpt-2": None}
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says of itself."""
+    """The header of a GGUF file."""
 
     architecture: str
-    pre_tokenizer: str | None  # None: a tokenizer that is not byte-level
-    special_tokens: dict[str, int]  # "eos" -> id
-    adds_bos: bool  # whether a text begins with the first token
-    head_dim: int | None  # None: hidden size / heads
-    tensors: int  # how many there are
-    weights: int  # numbers in all of them
+    pre_tokenizer: str | None
+    """None for a tokenizer that is not byte-level."""
+    special_tokens: dict[str, int]
+    """Token ids by name, such as "eos"."""
+    adds_bos: bool
+    """Whether a text begins with the first token."""
+    head_dim: int | None
+    """None if it is the hidden size divided by the number of heads."""
+    tensors: int
+    """Number of tensors."""
+    weights: int
+    """Number of weights in all tensors."""
 
 
 def read_header(path: Path) -> Header:
-    """Read what a GGUF file says of itself.
+    """Read the header of a GGUF file.
 
     Raises:
         SettingError: The file is no GGUF file, is damaged or truncated, or holds a model that cannot be converted.
@@ -100,7 +106,7 @@ def read_header(path: Path) -> Header:
     try:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise SettingError(f"model.path={path}: is no GGUF file, although its name ends with .gguf")
+                raise SettingError(f"model.path={path}: it is no GGUF file, although its name ends with .gguf")
         reader = GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items() if len(field.data) <= 1}
         tensors = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
@@ -108,8 +114,8 @@ def read_header(path: Path) -> Header:
         raise SettingError(f"model.path={path}: cannot be read ({error.strerror})") from None
     except SettingError:
         raise
-    except Exception as error:  # a damaged file makes the reader fail in any way
-        raise SettingError(f"model.path={path}: is damaged or truncated ({summarize(error)})") from None
+    except Exception as error:  # the reader may fail in any way on a damaged file
+        raise SettingError(f"model.path={path}: it is damaged or truncated ({summarize(error)})") from None
     architecture = str(fields.get("general.architecture"))
     if architecture not in ARCHITECTURES:
         raise SettingError(
@@ -136,7 +142,7 @@ def read_header(path: Path) -> Header:
     special = {own: int(fields[name]) for own, name in names.items() if name in fields}
     known = len(reader.fields["tokenizer.ggml.tokens"].data) if "tokenizer.ggml.tokens" in reader.fields else 0
     if wrong := {own: number for own, number in special.items() if not 0 <= number < known}:
-        raise SettingError(f"model.path={path}: is damaged: {wrong} are none of its {known} tokens")
+        raise SettingError(f"model.path={path}: it is damaged: {wrong} are not among its {known} tokens")
     adds_bos = bool(fields.get("tokenizer.ggml.add_bos_token", pre in BEGINNING)) and "bos" in special
     head_dim = fields.get(f"{architecture}.attention.key_length")
     return Header(architecture, pre, special, adds_bos, head_dim, len(tensors), sum(tensors.values()))
@@ -145,14 +151,14 @@ def read_header(path: Path) -> Header:
 def convert(source: Path, header: Header, target: Path) -> None:
     """Write the model and the tokenizer of a GGUF file into the folder `target`, as bfloat16 safetensors.
 
-    The same file gives the same bytes. Other versions of transformers give the same weights and may write the
+    The same file gives the same bytes. Other versions of transformers give the same weights, but may write the
     tokenizer's files in another way.
 
     Raises:
         SettingError: transformers cannot read the file, or not all of its tensors, or loads another tokenizer.
         OSError: The folder cannot be written.
     """
-    where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    where: dict[str, Any] = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     try:
         with silence_transformers():
             config = AutoConfig.from_pretrained(**where)
@@ -160,18 +166,18 @@ def convert(source: Path, header: Header, target: Path) -> None:
             loaded = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=torch.bfloat16)
             tokenizer = AutoTokenizer.from_pretrained(**where)
         config = loaded.config
-        vars(config).pop("quantization_config", None)  # the weights are plain now; with it save_pretrained refuses
+        vars(config).pop("quantization_config", None)  # the weights are plain now, and save_pretrained would refuse
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.load_state_dict(loaded.state_dict(), assign=True)
         model.tie_weights()
-    except Exception as error:  # whatever transformers meets in a file that it cannot map
+    except Exception as error:  # transformers may fail in any way
         raise SettingError(f"model.path={source}: transformers cannot read it ({summarize(error)})") from None
     own = list(model.parameters())  # tied ones count once
     numbers = sum(tensor.numel() for tensor in own)
     if (len(own), numbers) != (header.tensors, header.weights):
         raise SettingError(
-            f"model.path={source}: has {header.tensors} tensors with {header.weights} numbers; a {config.model_type}"
+            f"model.path={source}: it has {header.tensors} tensors with {header.weights} numbers; a {config.model_type}"
             f" of its shape has {len(own)} with {numbers}"
         )
     set_tokens(tokenizer, header)
@@ -179,7 +185,7 @@ def convert(source: Path, header: Header, target: Path) -> None:
         try:
             model.save_pretrained(target)
             tokenizer.save_pretrained(target)
-        except SafetensorError as error:  # its way to say OSError
+        except SafetensorError as error:  # safetensors raises it for an OSError
             number = re.search(r"os error (\d+)", str(error))
             code = int(number[1]) if number else 0
             raise OSError(code, os.strerror(code) if number else str(error), str(target)) from None
@@ -199,7 +205,7 @@ def convert(source: Path, header: Header, target: Path) -> None:
 
 
 def set_tokens(tokenizer: Any, header: Header) -> None:
-    """Give a tokenizer that transformers converted the special tokens and the pre-tokenizer of the header."""
+    """Set the special tokens and the pre-tokenizer of the header in a tokenizer that transformers converted."""
     for own, number in header.special_tokens.items():
         setattr(tokenizer, f"{own}_token", tokenizer.convert_ids_to_tokens(number))
     if header.adds_bos:
@@ -217,7 +223,7 @@ def set_tokens(tokenizer: Any, header: Header) -> None:
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """transformers prints no progress bar and no warning inside."""
+    """Let transformers print no progress bar and no warning inside the `with` block."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -248,17 +254,17 @@ def hash_weights(folder: Path) -> str:
 def make_converted(
     source: Path, header: Header, source_hash: str, target: Path, weights_hash: str | None = None
 ) -> None:
-    """Convert `source` into the folder `target`, which appears when it is complete. The caller holds its lock.
+    """Convert a file into a folder, which gets its name when it is complete. The caller holds the folder's lock.
 
     Args:
         source: A GGUF file.
-        header: What `read_header` says of it.
-        source_hash: What the file is, written into the folder's `conversion.json`.
+        header: The header that `read_header` returned.
+        source_hash: The hash of the file, which is written into the folder's `conversion.json`.
         target: The folder.
-        weights_hash: What `hash_weights` of the folder must be, None: anything.
+        weights_hash: The value that `hash_weights` of the folder must have. None allows any value.
 
     Raises:
-        SettingError: The file cannot be converted, the disk has no room, or the weights have another hash.
+        SettingError: The file cannot be converted, the disk is full, or the weights have another hash.
         OSError: The folder cannot be written.
     """
     need, free = 2 * header.weights + ROOM, shutil.disk_usage(target.parent).free
@@ -266,7 +272,7 @@ def make_converted(
         raise SettingError(f"{target.parent}: has {free / 1e6:.0f} MB free; the converted model needs {need / 1e6:.0f}")
     print(f"kvbench: converting {source.name} into {target}, once", file=sys.stderr)
     part = target.with_name(f".{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of one that was interrupted
+    shutil.rmtree(part, ignore_errors=True)  # left by an interrupted conversion
     try:
         part.mkdir()
         convert(source, header, part)
@@ -279,17 +285,17 @@ def make_converted(
         said = {"source": source_hash, "version": VERSION, "weights": found, "files": sizes}
         with name_file_in_errors(part):
             (part / NOTE).write_text(json.dumps(said, indent=2) + "\n")
-        shutil.rmtree(target, ignore_errors=True)  # of another version
+        shutil.rmtree(target, ignore_errors=True)  # made by another version
         part.rename(target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
 def find_converted(source: Path) -> Path:
-    """Return the converted folder of a GGUF file, and make it first where it is missing.
+    """Return the converted folder of a GGUF file. Convert the file if the folder is missing.
 
     Raises:
-        SettingError: The file cannot be converted, or there is no room for what it makes.
+        SettingError: The file cannot be converted, or the disk is full.
     """
     if not source.is_file():
         raise SettingError(f"model.path={source}: no such file")
@@ -307,7 +313,7 @@ def find_converted(source: Path) -> Path:
 
 
 def hash_file(path: Path) -> str:
-    """16 hex digits over a file's size and 64 samples of 1 MiB."""
+    """Return 16 hex digits over a file's size and 64 samples of 1 MiB."""
     digest = hashlib.sha256(f"{path.stat().st_size}\n".encode())
     for sample in read_samples(path):
         digest.update(sample)
@@ -315,7 +321,7 @@ def hash_file(path: Path) -> str:
 
 
 def read_samples(path: Path) -> Iterator[bytes]:
-    """Yield a file in pieces of 1 MiB: all of one up to 64 MiB, 64 pieces at equal distances of a larger one."""
+    """Yield pieces of 1 MiB: all of a file up to 64 MiB, or 64 pieces at equal distances of a larger file."""
     size = path.stat().st_size
     with path.open("rb") as stream:
         for start in range(0, size, max(1 << 20, size // 64)):

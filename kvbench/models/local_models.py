@@ -1,7 +1,7 @@
-"""The folder in which downloaded and converted models lie: `.models` in a checkout, else one in the user's cache.
+"""The folder that holds downloaded and converted models: `.models` in a checkout, else one in the user's cache.
 
-Each model is a folder with a file `conversion.json`, which says what it was made of and how large its files are. A
-folder appears under its name only when it is complete, and one that has lost a file since is made again.
+Each model is a folder with a file `conversion.json`, which names the model's source and the size of each file. A folder
+gets its name only when it is complete. A folder that has lost a file since is made again.
 """
 
 import fcntl
@@ -17,12 +17,12 @@ from kvbench.config.paths import MODELS
 from kvbench.validation import SettingError
 
 FETCHED_MODELS = ("smollm2",)  # names of the models that `make model` downloads
-VERSION = 1  # of the conversion: a folder that another version made is made again
+VERSION = 1  # of the conversion; folders of other versions are made again
 NOTE = "conversion.json"
 
 
 def read_note(folder: Path) -> dict[str, Any] | None:
-    """Return what `conversion.json` says of a folder that is whole and of this version, None for any other folder."""
+    """Return the content of `conversion.json` if the folder is complete and of this version, otherwise None."""
     try:
         said = json.loads((folder / NOTE).read_text())
         whole = all((folder / name).stat().st_size == size for name, size in said["files"].items())
@@ -32,7 +32,7 @@ def read_note(folder: Path) -> dict[str, Any] | None:
 
 
 def is_converted(folder: Path, source_hash: str | None = None) -> bool:
-    """Whether `folder` is whole and what this version makes of the file with this hash, None: of any file."""
+    """Return whether a folder is complete, of this version, and made from the file with this hash (None: any file)."""
     said = read_note(folder)
     return said is not None and source_hash in (None, said["source"])
 
@@ -40,12 +40,13 @@ def is_converted(folder: Path, source_hash: str | None = None) -> bool:
 def check_fetched(name: str) -> None:
     """Raise a SettingError unless the model was downloaded."""
     if not is_converted(MODELS / name):
-        raise SettingError(f"model={name}: is not here yet; `make model` downloads it (93 MB) and converts it")
+        raise SettingError(f"model={name}: it is not here yet; `make model` downloads it (93 MB) and converts it")
 
 
 def identify_converted(folder: Path) -> str | None:
-    """Return what a converted model is known by: 16 hex digits over its weights, the file that they were made of and
-    the version of the conversion. None for a folder that is no converted model.
+    """Return 16 hex digits that identify a converted model, or None for any other folder.
+
+    They cover the weights, the file that they were made from and the version of the conversion.
     """
     said = read_note(folder)
     if said is None:
@@ -55,7 +56,7 @@ def identify_converted(folder: Path) -> str | None:
 
 @contextmanager
 def hold_lock(name: str) -> Iterator[None]:
-    """One process at a time is inside for a folder `name` of MODELS; the others wait and say so.
+    """Let only one process at a time make the folder `name` of MODELS. The others print a line and wait.
 
     Raises:
         OSError: MODELS cannot be written.

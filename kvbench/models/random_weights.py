@@ -1,8 +1,8 @@
-"""model=random: the shape of a model with seeded random weights, made on the device, for what does not depend on them.
+"""model=random: a model's shape with seeded random weights, for measurements that do not depend on the weights.
 
-Shapes are config.json files in conf/model/shapes/, one a model; `tiny` is for tests and the CPU. There is no tokenizer,
-but the embedded model's may be lent: its token ids are among those of every shape but the smallest, so that prompts of
-tasks have their lengths and cost their time, and what is answered says nothing.
+Shapes are config.json files in conf/model/shapes/; `tiny` is for tests and the CPU. The weights are made on the device.
+A random model has no tokenizer, but it can use the embedded model's, whose token ids exist in every shape but the
+smallest. Prompts of tasks then have their true lengths and times, but the answers mean nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -21,15 +21,24 @@ from kvbench.validation import SettingError, require_choice
 
 @dataclass(frozen=True)
 class RandomCheckpoint(Checkpoint):
-    """`name` and `path` of the shape's file; `seed` of the weights; `lender`: whose tokenizer it uses."""
+    """A shape whose weights are random. `path` is the shape's file."""
 
     seed: int = 0
+    """The seed of the weights."""
     lender: Checkpoint | None = None
+    """The model whose tokenizer it uses."""
 
     @classmethod
     def like(cls, name: object, seed: int, tokenizer: object = None) -> "RandomCheckpoint":
-        """The shape of conf/model/shapes/<name>.json, named random_<name> if it reads text; SettingError if there is
-        none, or for another tokenizer than None and "reference".
+        """Make the checkpoint of a shape. It is named random_<name> if it has a tokenizer.
+
+        Args:
+            name: The shape's file is conf/model/shapes/<name>.json.
+            seed: The seed of the weights.
+            tokenizer: None, or "reference" for the embedded model's tokenizer.
+
+        Raises:
+            SettingError: There is no such shape or tokenizer, or the shape has too few tokens.
         """
         require_choice("model.like", name, list_shapes())
         require_choice("model.tokenizer", tokenizer, (None, "reference"))
@@ -39,7 +48,9 @@ class RandomCheckpoint(Checkpoint):
         own, lender = cls(f"random_{name}", path, seed=seed), Checkpoint("reference", str(REFERENCE))
         known, lent = (one.config().get_text_config(decoder=True).vocab_size for one in (own, lender))
         if known < lent:
-            raise SettingError(f"model.tokenizer={tokenizer}: it has {lent} tokens, model.like={name} {known}; null")
+            raise SettingError(
+                f"model.tokenizer={tokenizer}: it has {lent} tokens, but model.like={name} has {known}; use null"
+            )
         return replace(own, lender=lender)
 
     @property
@@ -50,7 +61,7 @@ class RandomCheckpoint(Checkpoint):
         return load_configuration(self.path)
 
     def check(self) -> None:
-        """There is nothing that could be missing."""
+        """Do nothing, because no file can be missing."""
 
     def tokenizer(self) -> Any:
         if self.lender is None:
@@ -58,7 +69,7 @@ class RandomCheckpoint(Checkpoint):
         return self.lender.tokenizer()
 
     def weights(self, dtype: torch.dtype, device: str) -> torch.nn.Module:
-        """The model with its architecture's own random initialisation, ready to run; no copy is made on the CPU."""
+        """Make the model with its architecture's own random initialisation. No copy is made on the CPU."""
         return make_random_model(self.config(), dtype, device, self.seed)
 
     def identity(self) -> str:

@@ -1,18 +1,18 @@
-"""Where kvbench meets transformers, through its public registries only: an attention function and cache layers.
+"""Connect kvbench to transformers through its public registries: an attention function and cache layers.
 
-A cache layer's `update` may return any object and it reaches the attention function as `key`: so a Port hands itself
-over and the attention function asks it. Nothing of transformers is patched.
+A cache layer's `update` may return any object, and transformers passes it to the attention function as `key`. A port
+therefore returns itself, and the attention function calls it. Nothing of transformers is patched.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer, StaticCache
 
 from kvbench.kernels.attention.sdpa import attend_windowed
@@ -22,9 +22,10 @@ NAME = "kvbench"
 
 
 class AttentionLayer(Protocol):
-    """What a layer of kvbench's cache offers to a Port."""
+    """The part of a layer of kvbench's cache that a port uses."""
 
-    def append(self, keys: Tensor, values: Tensor) -> None: ...
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Append a block's keys and values."""
 
     def attend(
         self,
@@ -32,11 +33,15 @@ class AttentionLayer(Protocol):
         scaling: float,
         output_weight: Tensor,
         rotation: Callable[[Tensor], tuple[Tensor, Tensor]],
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Return the attention outputs of the block that was appended last."""
 
 
 class CacheLayerPort(CacheLayerMixin):
-    """A transformers cache layer in front of a kvbench layer. Its length is tokens seen, so positions stay right."""
+    """A transformers cache layer that forwards to a kvbench layer.
+
+    Its length is the number of tokens read, not of rows held, so that transformers computes the right positions.
+    """
 
     is_sliding = False
 
@@ -48,9 +53,8 @@ class CacheLayerPort(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple["CacheLayerPort", "CacheLayerPort"]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Append a block and return the port itself, twice, in place of keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states)
         self.seen += key_states.shape[2]
@@ -66,7 +70,7 @@ class CacheLayerPort(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    get_max_cache_shape = get_max_length  # its name before transformers 5.17
+    get_max_cache_shape = get_max_length  # the name before transformers 5.17
 
 
 class SlidingWindowLayer(DynamicSlidingWindowLayer):
@@ -74,18 +78,33 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         everything = super().update(key_states, value_states, *args, **kwargs)
+        assert self.keys is not None and self.values is not None  # `update` has set them
         if self.keys.shape != everything[0].shape:
             self.keys, self.values = self.keys.clone(), self.values.clone()
         return everything
 
 
 def attention(
-    module: torch.nn.Module, query: Tensor, key: CacheLayerPort | Tensor, value: CacheLayerPort | Tensor,
+    module: Any, query: Tensor, key: Any, value: Any,
     attention_mask: Tensor | None, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The attention function that transformers calls by name; queries (B, Hq, T, d), outputs (B, T, Hq, d)."""
+    """Attend for transformers, which calls this function by name.
+
+    Args:
+        module: The attention module of the layer.
+        query: (B, Hq, T, d)
+        key: A `CacheLayerPort`, or keys (B, H, n, d) in a layer with a sliding window.
+        value: Likewise.
+        attention_mask: Not used; attention is causal.
+        scaling: The factor of the logits; None is 1/√d.
+        sliding_window: Number of tokens of the layer's window.
+        **kwargs: Not used.
+
+    Returns:
+        The outputs, (B, T, Hq, d), and None for the probabilities.
+    """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    with torch.cuda.device_of(query):  # a layer's kernels run where the layer is
+    with torch.cuda.device_of(query):  # a layer's kernels must run on the layer's GPU
         if isinstance(key, CacheLayerPort):
             outputs = key.layer.attend(query, scaling, module.o_proj.weight, key.rotation)
         else:
@@ -95,38 +114,53 @@ def attention(
 
 @contextmanager
 def kvbench_attention(model: torch.nn.Module) -> Iterator[None]:
-    """The model attends through kvbench inside, and as before afterwards."""
+    """Let the model attend through kvbench inside the `with` block, and as before afterwards."""
     AttentionInterface.register(NAME, attention)
-    parts = {"": model.config} | {key: getattr(model.config, key) for key in model.config.sub_configs}
+    decoder = cast(PreTrainedModel, model)
+    parts = {"": decoder.config} | {key: getattr(decoder.config, key) for key in decoder.config.sub_configs}
     before = {key: config._attn_implementation for key, config in parts.items() if config is not None}
-    model.set_attn_implementation(NAME)
+    decoder.set_attn_implementation(NAME)
     try:
         yield
     finally:
-        model.set_attn_implementation(before if len(before) > 1 else before[""])
+        decoder.set_attn_implementation(before if len(before) > 1 else before[""])
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a cache must know of a model's layers."""
+    """What a cache must know about a model's layers."""
 
     layers: int
-    heads: int  # KV heads of a layer
-    dim: int  # of a head
-    sliding: tuple[int, ...]  # layers with a sliding window: they keep transformers' own cache
-    window: int | None  # longest context if *every* layer has that sliding window (then they count as full)
+    """Number of layers."""
+    heads: int
+    """Number of KV heads of a layer."""
+    dim: int
+    """Head dimension."""
+    sliding: tuple[int, ...]
+    """Layers with a sliding window. They keep transformers' own cache."""
+    window: int | None
+    """The window, if every layer has one. The layers then count as full, and no text may be longer."""
+
+
+def text_config(model: torch.nn.Module) -> Any:
+    """Return the configuration of a model's text decoder."""
+    return cast(PreTrainedModel, model).config.get_text_config(decoder=True)
 
 
 def read_layout(model: torch.nn.Module) -> Layout:
-    """The layers of a supported model; SettingError for another architecture."""
-    return read_config_layout(model.config)
+    """Return the layout of a model.
+
+    Raises:
+        SettingError: The architecture is not supported.
+    """
+    return read_config_layout(cast(PreTrainedModel, model).config)
 
 
 def read_config_layout(config: Any) -> Layout:
-    """The same from a model's configuration, before it is loaded."""
+    """Return the layout of a model by its configuration, before the model is loaded."""
     check_architecture(config)
     config = config.get_text_config(decoder=True)
-    own = DynamicCache(config=config).layers
+    own: list[Any] = list(DynamicCache(config=config).layers)
     sliding = tuple(i for i, layer in enumerate(own) if layer.is_sliding)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     all_slide = len(sliding) == config.num_hidden_layers
@@ -134,35 +168,36 @@ def read_config_layout(config: Any) -> Layout:
     return Layout(config.num_hidden_layers, config.num_key_value_heads, dim, () if all_slide else sliding, window)
 
 
-def find_rotary_module(model: torch.nn.Module) -> torch.nn.Module:
-    """The model's rotary embedding."""
+def find_rotary_module(model: torch.nn.Module) -> Any:
+    """Return the module of the model's rotary embedding."""
     return next(m.rotary_emb for m in model.modules() if hasattr(m, "rotary_emb") and hasattr(m, "layers"))
 
 
 class Frequencies:
-    """The rotary frequencies of one context, for models whose frequencies follow the longest place (dynamic, LongRoPE).
+    """The rotary frequencies of one context, for models whose frequencies follow the largest position.
 
-    transformers keeps them in the model's rotary module, where they stay after the longest prompt and would be used for
-    the next one (`dynamic_rope_update` in transformers/modeling_rope_utils.py). A context therefore has a copy of that
-    module's state. The copy starts with the original frequencies, whatever the module holds, and takes the module's
-    place while the model reads for this context.
+    These are dynamic RoPE and LongRoPE. transformers keeps the frequencies in the model's rotary module. After a long
+    prompt they would be used for the next one, too (`dynamic_rope_update` in transformers/modeling_rope_utils.py). A
+    context therefore has a copy of that module's state. The copy starts with the original frequencies, and replaces the
+    module's state while the model reads for this context.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module, self.longest = module, 0  # tokens read with them
+    def __init__(self, module: Any) -> None:
+        """Copy the original frequencies of a rotary module."""
+        self.module, self.longest = module, 0  # longest: number of tokens read
         attributes, buffers = module_state(module)
         for name in buffers.keys() | attributes.keys():
             if name.endswith("original_inv_freq"):
                 buffers[name.replace("original_", "")] = getattr(module, name)
         for name in attributes.copy():
-            if name.endswith("_max_seq_len_cached"):  # of a kind of layer: made when its length first grows
+            if name.endswith("_max_seq_len_cached"):  # one per kind of layer, set when its length first grows
                 del attributes[name]
         attributes["max_seq_len_cached"] = module.original_max_seq_len
         self.state = clone_state((attributes, buffers))
 
     @contextmanager
     def install(self, tokens: int) -> Iterator[None]:
-        """The rotary module has this context's frequencies inside, for so many tokens, and its own again afterwards."""
+        """Put these frequencies into the rotary module inside the `with` block, for a text of `tokens` tokens."""
         before, self.longest = module_state(self.module), tokens
         set_module_state(self.module, self.state)
         try:
@@ -172,23 +207,29 @@ class Frequencies:
             set_module_state(self.module, before)
 
     def rotate(self, places: Tensor, own: tuple[str, ...], like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of `places` (B, n), as the model would turn them now; the frequencies stay as they are, although
-        a method may ask for places that the model has not reached.
+        """Return the cos and sin of positions, as the model would rotate them now.
+
+        The frequencies do not change, even for positions that the model has not reached.
+
+        Args:
+            places: Positions, (B, n).
+            own: Further arguments of the rotary module.
+            like: A tensor with the dtype and device of the result.
         """
         longest = places.new_full((places.shape[0], 1), max(self.longest - 1, 0))
         asked = self.copy()
-        with asked.install(asked.longest):  # a copy: from transformers 5.23 on LongRoPE writes into the module's buffer
+        with asked.install(asked.longest):  # a copy, because LongRoPE of transformers 5.23 writes to it
             cos, sin = self.module(like, torch.cat([places, longest], 1), *own)
         return cos[:, :-1], sin[:, :-1]
 
     def copy(self) -> "Frequencies":
-        """Another context's, which are the same now."""
+        """Return a copy for another context."""
         other = copy(self)
         other.take_over(self)
         return other
 
     def take_over(self, other: "Frequencies") -> None:
-        """Become what `other` is now."""
+        """Take over the state of other frequencies."""
         self.state, self.longest = clone_state(other.state), other.longest
 
 
@@ -197,12 +238,12 @@ REGISTRIES = frozenset(vars(torch.nn.Module()))
 
 
 def module_state(module: torch.nn.Module) -> ModuleState:
-    """The attributes and buffers that the module's forward may replace; the tensors are the module's own."""
+    """Return the attributes and buffers that the module's forward may replace. Tensors are not copied."""
     return {name: own for name, own in vars(module).items() if name not in REGISTRIES}, dict(module._buffers)
 
 
 def set_module_state(module: torch.nn.Module, state: ModuleState) -> None:
-    """Give the module this state, by reference; what it holds beyond that is gone."""
+    """Set the state of a module, by reference, and delete everything else that its forward may have set."""
     attributes, buffers = state
     for name in vars(module).keys() - REGISTRIES - attributes.keys():
         del vars(module)[name]
@@ -212,28 +253,29 @@ def set_module_state(module: torch.nn.Module, state: ModuleState) -> None:
 
 
 def clone_state(state: ModuleState) -> ModuleState:
+    """Copy a state and its tensors."""
     attributes, buffers = state
     return dict(attributes), {name: None if own is None else own.clone() for name, own in buffers.items()}
 
 
 def copy_frequencies(model: torch.nn.Module) -> Frequencies | None:
-    """The original frequencies, for a new context; None for a model whose frequencies never change."""
+    """Return the original frequencies for a new context, or None for a model whose frequencies never change."""
     module = find_rotary_module(model)
     kinds = module.rope_type if isinstance(module.rope_type, Mapping) else {"": module.rope_type}
     return Frequencies(module) if set(kinds.values()) & set(LENGTH_DEPENDENT_ROPE) else None
 
 
 class ContextCache(Cache):
-    """transformers' cache of one context. `frequencies`: the context's own, where the model's change."""
+    """The transformers cache of one context, with the context's own frequencies if the model's change."""
 
-    def __init__(self, layers: list[CacheLayerMixin], frequencies: Frequencies | None) -> None:
-        super().__init__(layers=layers)
+    def __init__(self, layers: Sequence[CacheLayerMixin], frequencies: Frequencies | None) -> None:
+        super().__init__(layers=[*layers])
         self.frequencies = frequencies
 
 
-def make_cache(model: torch.nn.Module, layers: list[AttentionLayer | None]) -> ContextCache:
-    """A transformers cache with a Port in front of each of `layers`, and its own sliding layer where there is None."""
-    config = model.config.get_text_config(decoder=True)
+def make_cache(model: torch.nn.Module, layers: Sequence[AttentionLayer | None]) -> ContextCache:
+    """Make a transformers cache: a port for each of `layers`, or a layer with a sliding window for None."""
+    config = text_config(model)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
     own = copy_frequencies(model)
     return ContextCache(
@@ -250,8 +292,15 @@ def make_cache(model: torch.nn.Module, layers: list[AttentionLayer | None]) -> C
 def make_rotation(
     model: torch.nn.Module, kind: str, frequencies: Frequencies | None = None
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """The model's own rotary embedding: places (B, n) to cos, sin (B, n, rotated dimensions). `frequencies`: of the
-    context that asks; without them the original ones of a model whose frequencies change.
+    """Return the model's own rotary embedding as a function.
+
+    Args:
+        model: A supported transformers model.
+        kind: The kind of layer, such as "full_attention".
+        frequencies: The context's own frequencies. Without them the original ones are used if the model's change.
+
+    Returns:
+        A function that maps positions (B, n) to cos and sin (B, n, rotated dimensions).
     """
     module, frequencies = find_rotary_module(model), frequencies or copy_frequencies(model)
     own = (kind,) if hasattr(module, "layer_types") else ()  # Gemma3 has one rotation per kind of layer
@@ -259,20 +308,30 @@ def make_rotation(
     def rotate(places: Tensor) -> tuple[Tensor, Tensor]:
         device = next(model.parameters()).device
         like, there = torch.empty(0, dtype=torch.float32, device=device), places.to(device)
-        found = frequencies.rotate(there, own, like) if frequencies else module(like, there, *own)
-        return tuple(part.to(places.device) for part in found)
+        cos, sin = frequencies.rotate(there, own, like) if frequencies else module(like, there, *own)
+        return cos.to(places.device), sin.to(places.device)
 
     return rotate
 
 
 def forward(model: torch.nn.Module, ids: Tensor, cache: ContextCache, keep: int) -> Tensor:
-    """Logits (B, keep, vocab) of the last `keep` of the tokens `ids` (B, T), 0 for all of them."""
+    """Read tokens through the model.
+
+    Args:
+        model: A supported transformers model, inside `kvbench_attention`.
+        ids: Token ids, (B, T).
+        cache: The context's cache.
+        keep: Number of last tokens whose logits are returned; 0 for all.
+
+    Returns:
+        Logits, (B, keep, vocab).
+    """
     tokens = cache.get_seq_length() + ids.shape[1]
     with cache.frequencies.install(tokens) if cache.frequencies else nullcontext():
         return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
 
 
 def make_plain_cache(model: torch.nn.Module, rows: int | None = None) -> Cache:
-    """transformers' own cache, to compare with: one that grows, or a static one of `rows` tokens."""
-    config = model.config.get_text_config(decoder=True)
+    """Return transformers' own cache to compare with: one that grows, or a static one for `rows` tokens."""
+    config = text_config(model)
     return DynamicCache(config=config) if rows is None else StaticCache(config=config, max_cache_len=rows)

@@ -1,14 +1,16 @@
-"""ada: heads of a layer share the layer's rows by where the layer's largest scores are (AdaKV).
+"""ada: the heads of a layer share its rows by where the layer's largest scores are (AdaKV).
 
 Source: FFY0/AdaKV, adaptive_snapkv/monkeypatch/snapkv_utils.py (interpolate); NVIDIA/kvpress, adakv_press.py
-(safeguard). Protected rows are every head's own and are not competed for.
+(safeguard). Protected rows belong to their head and do not compete.
 
-The source's `normalize`, which is off in its scripts and on in KVCache-Factory (a head's scores are multiplied by the
-share of their sum that its own b largest have), is not built: heads compete by the scores as they are.
+The source's `normalize` does not exist here; heads compete by the scores as they are. (It multiplies a head's scores by
+the share of their sum that the head's own b largest scores have. It is off in the source's scripts and on in
+KVCache-Factory.)
 
-Symbols: b = quota less protected rows, c_h = rows of head h among the layer's H·b largest scores, α = floor.
-interpolate: head h keeps c_h·(1-α) + b·α.
-safeguard: the ⌊α·quota⌋ largest of every head are safe, the rest is one competition over the layer.
+Symbols: b = quota minus protected rows, c_h = number of rows of head h among the layer's H·b largest scores, α = floor.
+
+- interpolate: head h keeps c_h·(1-α) + b·α rows.
+- safeguard: the ⌊α·quota⌋ largest rows of every head are safe. The others compete over the whole layer.
 """
 
 from dataclasses import dataclass
@@ -18,23 +20,21 @@ from torch import Tensor
 
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.apportion import apportion
+from kvbench.interfaces.settings import setting
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.validation import SettingError, exact_share, is_number, require_choice
+from kvbench.validation import exact_share
 
 
 @dataclass(frozen=True)
 class Ada(Allocator):
-    """`mode`: interpolate or safeguard; `alpha` in [0, 1]: 1 is uniform."""
+    """Give each head rows in proportion to its number of large scores."""
 
-    mode: str
-    alpha: float
+    mode: str = setting(choices=("interpolate", "safeguard"))
+    """How a head's smallest share is guaranteed."""
+    alpha: float = setting(minimum=0, maximum=1)
+    """The guaranteed share of the quota, α. 1 gives every head the same number of rows."""
 
     even = False
-
-    def __post_init__(self) -> None:
-        require_choice("allocator.mode", self.mode, ("interpolate", "safeguard"))
-        if not is_number(self.alpha) or not 0 <= self.alpha <= 1:
-            raise SettingError(f"allocator.alpha={self.alpha}: a number in [0, 1]")
 
     def heads(self, scores: Tensor, protected: Tensor, quota: int) -> Tensor:
         counts = [self._sample(s, p, quota) for s, p in zip(scores, protected, strict=True)]
@@ -46,7 +46,7 @@ class Ada(Allocator):
         return torch.stack([self._safe(s, quota, p) for s, p in zip(scores, protected, strict=True)])
 
     def _safe(self, scores: Tensor, quota: int, protected: Tensor) -> Tensor:
-        """(H, n): the ⌊α·quota⌋ largest of every head, protected ones first, at least one."""
+        """Return the ⌊α·quota⌋ largest rows of every head, at least one, protected rows first, (H, n) bool."""
         least = protected.sum(-1).clamp(min=max(1, exact_share(self.alpha, quota)))
         return top_k_mask(scores[None], least[None])[0] & (scores > -torch.inf)
 
@@ -68,6 +68,9 @@ class Ada(Allocator):
 
 
 def winners(scores: Tensor, total: int) -> list[int]:
-    """How many of the `total` largest scores (H, n) each head has; ties to the lower head, then the lower place."""
+    """Return how many of the `total` largest scores (H, n) each head has.
+
+    Ties go to the lower head, then to the lower position.
+    """
     won = top_k_mask(scores.flatten()[None, None], total).view_as(scores) & (scores > -torch.inf)
     return won.sum(-1).tolist()

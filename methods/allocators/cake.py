@@ -1,16 +1,18 @@
-"""cake: layers share the rows by how spread and how changing their attention is (CAKE's preferences).
+"""cake: layers share the rows by how widely their attention spreads and how much it changes (CAKE's preferences).
 
-Source: the CAKE paper; antgroup/cakekv, cake/cake_cache.py and cake/utils.py. A = attention of the last w queries over
-the rows before the window, not normalised again; H = -Σ A·log(A + 1e-10) over heads, queries and rows, V = Σ over heads
-and rows of A's variance over the queries; P = H^(1/τ1)·V^(1/τ2). Of n layers with `quota` rows on average, layer l has
-w + P_l/ΣP·n·(quota - w), at most what it holds; what that takes from one goes to the others evenly.
-cascade: after every layer the whole total is shared among the layers read so far, and earlier ones are cut again.
-A layer never gets back what it lost; shares only shrink as layers come, so but for rounding the same is held in the
-end as without it, where all layers are cut when the last one has been read and the total is exact: what the cascade
-saves is memory on the way. While decoding the shares of the prefill stay; a layer that holds less than its
-share grows up to it. Per sample: the published sums over a batch would mix samples.
-Not defined there and chosen here: equal shares where no layer has any preference (one query has no variance) and
-where the quota is the window's or less.
+Source: the CAKE paper; antgroup/cakekv, cake/cake_cache.py and cake/utils.py. Symbols: A the attention of the last w
+queries to the rows before the window, not normalised again; H = -Σ A·log(A + 1e-10) over heads, queries and rows; V the
+sum over heads and rows of A's variance over the queries; P = H^(1/τ1)·V^(1/τ2). Of n layers with `quota` rows on
+average, layer l has w + P_l/ΣP·n·(quota - w) rows, but at most what it holds. The excess goes to the others evenly.
+
+With `cascade`, the whole total is shared among the layers read so far after every layer, and earlier layers are cut
+again. A layer never gets rows back, but shares only shrink as layers follow. Apart from rounding the result is
+therefore the same as without `cascade`, where all layers are cut after the last one and the total is exact. The cascade
+saves memory on the way.
+
+While decoding, the shares of the prefill stay. A layer that holds less than its share grows up to it. Shares are
+computed per sample; the published sums over a batch would mix samples. The source does not define two cases. Here the
+shares are equal if no layer has any preference (one query has no variance), and if the quota is not above the window.
 """
 
 import math
@@ -25,52 +27,53 @@ from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.apportion import apportion, scale_quotas
 from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows
+from kvbench.interfaces.settings import setting
 from kvbench.kernels.window_attention import window_statistics
-from kvbench.validation import SettingError, is_number, require_choice, require_int
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What the layers of this block showed so far, and what that gives them."""
+    """What the layers of this block have shown so far, and the rows that follow from it."""
 
     quota: int
-    preferences: tuple[tuple[float, ...], ...] = ()  # a number per sample, for every layer
-    held: tuple[tuple[int, ...], ...] = ()  # rows per head before the cut, likewise
-    shares: tuple[tuple[int, ...], ...] = ()  # rows per head of the layers so far, for every sample
+    preferences: tuple[tuple[float, ...], ...] = ()
+    """For each layer so far, log P of each sample."""
+    held: tuple[tuple[int, ...], ...] = ()
+    """For each layer so far, rows per head before the cut of each sample."""
+    shares: tuple[tuple[int, ...], ...] = ()
+    """For each sample, rows per head of each layer so far."""
 
 
 @dataclass(frozen=True)
 class Cake(Allocator):
-    """`tau1` τ1, `tau2` τ2 (> 0), `window` w, `cascade`."""
+    """Give each layer rows in proportion to its preference P."""
 
-    tau1: float
-    tau2: float
-    window: int
-    cascade: bool
+    tau1: float = setting(above=0)
+    """The entropy's exponent is 1/τ1."""
+    tau2: float = setting(above=0)
+    """The variance's exponent is 1/τ2."""
+    window: int = setting(minimum=1)
+    """Number of last queries that are observed, w."""
+    cascade: bool = setting()
+    """Whether layers are cut while later ones are still being read."""
 
     cascades = True
-
-    def __post_init__(self) -> None:
-        require_int("allocator.window", self.window, 1)
-        require_choice("allocator.cascade", self.cascade, (True, False))
-        for name, value in (("tau1", self.tau1), ("tau2", self.tau2)):
-            if not is_number(value) or not value > 0:
-                raise SettingError(f"allocator.{name}={value}: a number above 0")
 
     def layer(
         self, quota: int, observation: Observation, rows: Callable[[], Rows], shared: dict[str, Any]
     ) -> tuple[int, ...]:
         number, layers = observation.cut_layers.index(observation.layer), len(observation.cut_layers)
         if observation.decoding:
-            before: Shown | None = shared.get("cake")
-            if before is None:  # the prompt was not cut
+            prefill: Shown | None = shared.get("cake")
+            if prefill is None:  # the prompt was not cut
                 return (quota,) * observation.queries.shape[0]
-            return tuple(scale_quotas(shares, before.quota, quota)[number] for shares in before.shares)
-        now, before = rows(), shared["cake"] if number else Shown(quota)
-        held = tuple(now.present[:, 0].sum(-1).tolist())
+            return tuple(scale_quotas(shares, prefill.quota, quota)[number] for shares in prefill.shares)
+        now = rows()
+        before: Shown = shared["cake"] if number else Shown(quota)
+        rows_held = tuple(now.present[:, 0].sum(-1).tolist())
         everything = observation.tokens <= quota
-        preferences = (0.0,) * len(held) if everything else tuple(self.preference(observation, now).tolist())
-        preferences, held = (*before.preferences, preferences), (*before.held, held)
+        preference = (0.0,) * len(rows_held) if everything else tuple(self.preference(observation, now).tolist())
+        preferences, held = (*before.preferences, preference), (*before.held, rows_held)
         samples = zip(zip(*preferences, strict=True), zip(*held, strict=True), strict=True)
         ready = self.cascade or number == layers - 1
         shares = tuple(self.share(quota, layers, *sample) for sample in samples) if ready else ()
@@ -84,7 +87,7 @@ class Cake(Allocator):
         return {observation.cut_layers[i]: tuple(own[i] for own in shares) for i in range(number)} if shares else {}
 
     def preference(self, observation: Observation, rows: Rows) -> Tensor:
-        """(B,) log P of the layer: 1/τ may be large."""
+        """Return log P of the layer, (B,). The logarithm cannot overflow if 1/τ is large."""
         queries = observation.queries[:, :, -self.window :]
         both = window_statistics(
             queries, rows.keys, rows.mass, observation.scaling, ("entropy", "variance")
@@ -96,7 +99,14 @@ class Cake(Allocator):
         return entropy.log() / self.tau1 + variance.log() / self.tau2
 
     def share(self, quota: int, layers: int, preferences: tuple[float, ...], held: tuple[int, ...]) -> tuple[int, ...]:
-        """Rows per head of the layers so far, out of the total for all `layers`; preferences: their log P."""
+        """Return the rows per head of each layer so far.
+
+        Args:
+            quota: The mean over all layers.
+            layers: Number of layers that are cut.
+            preferences: log P of the layers so far.
+            held: Rows per head that they held before the cut.
+        """
         base = min(self.window, quota)
         free, most = layers * (quota - base), max(preferences)
         weights = [1.0 if most == -math.inf else math.exp(own - most) for own in preferences]

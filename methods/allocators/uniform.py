@@ -1,4 +1,4 @@
-"""uniform: every layer and head keeps the same number of rows."""
+"""uniform: every layer and every head keeps the same number of rows."""
 
 from kvbench.interfaces.allocator import Allocator as Uniform
 

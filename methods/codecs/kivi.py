@@ -1,14 +1,17 @@
-"""kivi: old keys and values rounded to 2 or 4 bits, keys per channel, values per token (KIVI).
+"""kivi: round old keys and values to 2 or 4 bits, keys per channel and values per token (KIVI).
 
 Source: the KIVI paper (arXiv 2402.02750), Section 3 and Algorithm 1; jy-yuan/KIVI, models/llama_kivi.py (what is packed
 when) and quant/new_pack.py (rounding). Symbols: n rows of a head, G group, R residual.
-Keys: the first n - n mod R rows are packed per channel in groups of G consecutive rows. Values: all but the last R rows
-are packed per row in groups of G consecutive channels. So in decoding keys are packed R rows at once when their
-residual reaches R, values row by row. Prefill attention sees raw rows; a token sees its own row raw.
 
-As in the code, decoding takes one token at a time: several known tokens give what they give one by one. Beyond it, and
-needed here: GQA; heads of different lengths, each with its own residual, since eviction comes before packing; a guard
-for constant groups, which the code divides by zero; rounding in float32 whatever the model's dtype.
+Keys: the first n - n mod R rows are packed per channel, in groups of G consecutive rows. Values: all but the last R
+rows are packed per row, in groups of G consecutive channels. While decoding, keys are therefore packed R rows at a
+time, when their residual reaches R, and values row by row. Attention in the prefill sees raw rows, and a token sees its
+own row raw.
+
+As in the source, decoding takes one token at a time, so several known tokens give the same result as one by one. Beyond
+the source, and needed here: GQA; heads of different lengths, each with its own residual, because eviction comes before
+packing; a guard for constant groups, for which the source divides by zero; rounding in float32 whatever the model's
+dtype.
 """
 
 from dataclasses import dataclass
@@ -17,25 +20,27 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.codec import Codec, join, split
+from kvbench.interfaces.settings import setting
 from kvbench.kernels.quantize import Groups, dequantize, quantize
-from kvbench.validation import SettingError, require_choice, require_int
+from kvbench.validation import SettingError
 
 
 @dataclass(frozen=True)
 class Kivi(Codec):
-    """`bits` 2 | 4; `group` G rows of a key's channel, channels of a value; `residual` R, a multiple of G."""
+    """Store old rows in 2 or 4 bits."""
 
-    bits: int
-    group: int
-    residual: int
+    bits: int = setting(choices=(2, 4))
+    """Bits of a number."""
+    group: int = setting(minimum=1)
+    """Rows of a key's channel, or channels of a value, that share a scale and a zero, G."""
+    residual: int = setting(minimum=1)
+    """Number of newest rows that stay raw, R. A multiple of G."""
 
     packs = True
     token_by_token = True
 
     def __post_init__(self) -> None:
-        require_choice("codec.bits", self.bits, (2, 4))
-        require_int("codec.group", self.group, 1)
-        require_int("codec.residual", self.residual, 1)
+        super().__post_init__()
         if self.group * self.bits % 8:
             raise SettingError(f"codec.group={self.group}: groups of {self.bits} bits must fill whole bytes")
         if self.residual % self.group:
@@ -44,7 +49,7 @@ class Kivi(Codec):
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "KiviRows":
         dim = keys.shape[-1]
         if dim % self.group:
-            raise SettingError(f"codec.group={self.group}: heads of {dim} channels are no whole groups of values")
+            raise SettingError(f"codec.group={self.group}: {dim} channels per head do not divide into such groups")
         empty = KiviRows(
             self, torch.zeros_like(lengths), self.key_groups(keys[:0]), keys[:0], self.value_groups(values[:0]),
             values[:0],
@@ -52,27 +57,30 @@ class Kivi(Codec):
         return empty.extend(keys, values, lengths)
 
     def key_groups(self, keys: Tensor) -> Groups:
-        """Keys (m·G, d) as m groups: codes (m, d, G·bits/8), scale and zero (m, d, 1)."""
+        """Quantize keys (m·G, d) as m groups: codes (m, d, G·bits/8), scale and zero (m, d, 1)."""
         return quantize(keys.view(len(keys) // self.group, self.group, keys.shape[-1]).mT, self.bits, self.group)
 
     def value_groups(self, values: Tensor) -> Groups:
-        """Values (m, d): codes (m, d·bits/8), scale and zero (m, d/G)."""
+        """Quantize values (m, d): codes (m, d·bits/8), scale and zero (m, d/G)."""
         return quantize(values, self.bits, self.group)
 
 
 @dataclass(frozen=True)
 class KiviRows:
-    """Packed groups and raw residuals, flat in the order (sample, head, place)."""
+    """Packed groups and raw residuals, flat in the order (sample, head, position)."""
 
     codec: Kivi
-    lengths: Tensor  # (B, H) rows of every head; the layer's own tensor, counted there
+    lengths: Tensor
+    """Rows of every head, (B, H). The tensor belongs to the layer, which counts its bytes."""
     key_groups: Groups
-    keys: Tensor  # (r, d) raw
+    keys: Tensor
+    """Raw keys, (r, d)."""
     value_groups: Groups
-    values: Tensor  # (r', d) raw
+    values: Tensor
+    """Raw values, (r', d)."""
 
     def packed(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, H) rows that are packed in heads of `lengths` rows: of keys and of values."""
+        """Return how many keys and how many values are packed in heads of `lengths` rows, (B, H) each."""
         residual = self.codec.residual
         return lengths - lengths % residual, (lengths - residual).clamp(min=0)
 
@@ -109,7 +117,7 @@ class KiviRows:
 
 
 def append(groups: Groups, counts: Tensor, more: Groups, more_counts: Tensor) -> Groups:
-    """Both, head by head; nothing is packed again."""
+    """Append further groups to those of each head. Nothing is packed again."""
     if len(more.codes) == 0:
         return groups
     return Groups(*(join(old, counts, new, more_counts) for old, new in zip(groups, more, strict=True)))

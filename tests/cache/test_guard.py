@@ -403,7 +403,7 @@ def test_rows_that_a_cut_leaves_are_checked(hook):
         "mass, .* float": lambda found: replace(found, mass=found.mass.long()),
         "keys, .* expected torch.float32": lambda found: replace(found, keys=found.keys.double()),
         "values, .* not finite": lambda found: replace(found, values=found.values / 0),
-        "more or fewer rows": lambda found: replace(found, mass=torch.ones_like(found.mass)),
+        "a number of rows that differs": lambda found: replace(found, mass=torch.ones_like(found.mass)),
     }
     for line, wrong in rows.items():
         method = saboteur(BASES.get(hook, Honest), hook, lambda honest, *own, wrong=wrong: wrong(honest()))("saboteur")
@@ -495,12 +495,12 @@ def test_what_an_allocator_gives_is_checked(hook):
 def test_an_allocator_that_overspends_is_found_out():
     """By a row a head, in a cut of the prompt and while decoding."""
     more = saboteur(Allocator, "layer", lambda honest, *own: honest() + 1)("mine")
-    with pytest.raises(ContractError, match="allocator=mine: the layers hold more rows than the budget, 20 a head"):
+    with pytest.raises(ContractError, match="allocator=mine: the layers hold more rows than the budget of 20 per head"):
         run_alone(Honest("honest"), more)
     late = saboteur(Allocator, "layer", lambda honest, quota, observation, *own: honest() + observation.decoding)(
         "mine"
     )
-    with pytest.raises(ContractError, match="allocator=mine: the layers hold more rows than the budget, 20 a head"):
+    with pytest.raises(ContractError, match="allocator=mine: the layers hold more rows than the budget of 20 per head"):
         run_alone(Honest("honest", decoding=True), late)
 
 

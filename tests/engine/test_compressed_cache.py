@@ -655,7 +655,7 @@ WRONG = [
     (dict(method="centroidkv", method_args={"chunk": 1}), "method.chunk=1: a whole number of at least 2"),
     (dict(method="centroidkv", method_args={"r": 1.5}), r"method.r=1\.5: a share in \(0, 1\]"),
     (dict(method="centroidkv", allocator="ada"), "allocator=ada: centroidkv has no scores.*uniform"),
-    (dict(allocator="ada", allocator_args={"alpha": 2}), r"allocator.alpha=2: a number in \[0, 1\]"),
+    (dict(allocator="ada", allocator_args={"alpha": 2}), r"allocator.alpha=2: a share in \[0, 1\]"),
     (dict(allocator="ada", allocator_args={"mode": "x"}), "allocator.mode=x: choose one of interpolate, safeguard"),
     (dict(input_ids=PROMPT[0]), r"input_ids: a LongTensor of shape \(batch, tokens\).*\(30,\)"),
     (dict(input_ids=PROMPT[:, :0]), r"input_ids: a LongTensor of shape \(batch, tokens\).*\(1, 0\)"),

@@ -386,7 +386,7 @@ def test_what_does_not_fit_is_refused():
         pool_group(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3), 1, "max")
     long, apart = torch.zeros(1, 8, 65, 128, device=DEVICE), queries.mT.contiguous().mT
     for other in (long, apart, queries.bfloat16()):
-        with pytest.raises(ValueError, match="^window_statistics: implementation triton takes 64 queries"):
+        with pytest.raises(ValueError, match="^window_statistics: implementation triton supports at most 64 queries"):
             window_statistics(other, keys, mass, scaling, **TRITON)
     clean = inputs.double().keys.float()
     for other in (long, apart):  # nothing was asked for by name

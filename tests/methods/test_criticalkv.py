@@ -170,7 +170,7 @@ def test_what_the_base_remembers_of_the_prompt_is_dropped():
 
 def test_the_bases_file_must_fit_the_model():
     args = {"base": "qfilters", "base_args": make_tiny_method_args("qfilters", "wide")}
-    with pytest.raises(SettingError, match=r"^method\.path=.*the model has \(3, 2, 32\)"):
+    with pytest.raises(SettingError, match=r"^method\.path=.*the model \(3, 2, 32\)"):
         kvbench.prefill(tiny("llama"), ids(60), "criticalkv", 17, method_args=args)
 
 

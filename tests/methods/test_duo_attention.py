@@ -160,22 +160,22 @@ def refused(path: str, reason: str) -> None:
 
 
 def test_files_that_are_refused(tmp_path):
-    with pytest.raises(SettingError, match=r"^method\.path=null: a folder"):
+    with pytest.raises(SettingError, match=r"^method\.path=null: give a folder"):
         kvbench.prefill(tiny("llama"), ids(20), "duo_attention", 0.5)
     refused(str(tmp_path / "missing"), "no readable pattern")
     refused(str(tmp_path), "no readable pattern")
-    refused(write(tmp_path / "heads", [[1.0] * 3] * 3), r"\(3, 3\), the model has \(3, 2\)")
-    refused(write(tmp_path / "layers", [[1.0] * 2] * 2), r"\(2, 2\), the model has \(3, 2\)")
+    refused(write(tmp_path / "heads", [[1.0] * 3] * 3), r"\(3, 3\), the model \(3, 2\)")
+    refused(write(tmp_path / "layers", [[1.0] * 2] * 2), r"\(2, 2\), the model \(3, 2\)")
     refused(write(tmp_path / "nan", [[1.0, 1.0], [math.nan] * 2, [1.0, 1.0]]), "have no α")
-    refused(write(tmp_path / "some", [[1.0, math.nan]] * 3), "no table")
+    refused(write(tmp_path / "some", [[1.0, math.nan]] * 3), "must be a table")
     refused(write(tmp_path / "recent", [[1.0, 0.0]] * 3, recent=0), "recent_size=0")
     ragged = Path(write(tmp_path / "ragged", [[1.0, 0.0]] * 3))
     (ragged / "full_attention_heads.tsv").write_text("1.0\t0.0\n1.0\n0.0\t0.0\n")
-    refused(str(ragged), "no table")
+    refused(str(ragged), "must be a table")
     (ragged / "full_attention_heads.tsv").write_text("1.0\tmany\n")
     refused(str(ragged), "no readable pattern")
     (ragged / "full_attention_heads.tsv").write_text("")
-    refused(str(ragged), "no table")
+    refused(str(ragged), "must be a table")
     (ragged / "config.json").write_text("{}")
     refused(str(ragged), "no readable pattern")
 

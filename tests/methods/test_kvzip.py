@@ -159,7 +159,7 @@ def test_a_tokenizer_reads_the_requests():
     assert found[0].ids[:, 1:3].tolist() == [[11, 12]] * 2
     assert torch.equal(found[1].ids[:, 1:9], ids(70, batch=2)[:, 26:34])
     assert torch.equal(found[2].ids[:, -6:], ids(70, batch=2)[:, 64:])
-    with pytest.raises(SettingError, match="^method.first: a text, and no tokenizer"):
+    with pytest.raises(SettingError, match="^method.first: this text needs a tokenizer"):
         kvbench.prefill(tiny("llama"), ids(20), "kvzip", 5)
 
 
@@ -223,11 +223,11 @@ def test_peaks_are_the_largest_probabilities(monkeypatch, chunk, heads, groups, 
         ({"allocator": "cake"}, "^allocator=cake: kvzip shares rows out itself; use allocator=uniform$"),
         (
             {"allocator": "cake", "method_args": {"scope": "head"}},
-            "^allocator=cake: kvzip cuts when the model has read",
+            "^allocator=cake: kvzip cuts after the model has read",
         ),
         ({"method_args": {"scope": "layer"}}, "^method.scope=layer: choose from model, head|^method.scope"),
         ({"method_args": {"chunk": 0}}, "^method.chunk=0"),
-        ({"method_args": {"first": [5, 10**6]}}, "^method: kvzip lets the model read token ids above its last, "),
+        ({"method_args": {"first": [5, 10**6]}}, "^method: kvzip gives the model token ids above "),
         ({"method_args": {"first": [-1]}}, r"^method.first=\[-1\]: a text, or a list of token ids"),
     ],
 )

@@ -176,10 +176,10 @@ def test_a_batch_chooses_for_each_sample(selector):
 
 
 def test_what_is_refused():
-    with pytest.raises(SettingError, match="^allocator=ada: omnikv holds every row"):
+    with pytest.raises(SettingError, match="^allocator=ada: omnikv keeps every row"):
         kvbench.prefill(tiny("llama"), ids(60), "omnikv", 0.5, allocator="ada")
     for args, message in (
-        (dict(filters=[]), r"method.filters=\[\]: layers from 0 on, ascending"),
+        (dict(filters=[]), r"method.filters=\[\]: layers from 0 on, in ascending order"),
         (dict(filters=[3, 1]), r"method.filters=\[3, 1\]: layers from 0 on"),
         (dict(depth=18), "method.depth=18: a whole number of at least 19"),
         (dict(selector="first"), "method.selector=first: choose one of last, softmax_last, uniform, exp"),

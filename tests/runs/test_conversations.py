@@ -216,7 +216,7 @@ def test_without_a_template_a_turn_is_what_the_benchmark_tokenises(reader):
 
 
 def test_a_template_that_shows_turns_otherwise_than_they_were_read_is_refused(reader):
-    with pytest.raises(SettingError, match="^model: its chat template does not show the turns of a conversation as"):
+    with pytest.raises(SettingError, match="^model: its chat template must show the turns of a conversation as"):
         encode_all(reader(make_turns(), template=THINKS).tokenizer, make_turns())
 
 

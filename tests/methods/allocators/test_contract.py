@@ -239,7 +239,7 @@ def test_a_choice_that_breaks_an_even_share_is_not_mixed_up():
             return newer >= torch.tensor([-3, -5])[:, None]
 
     context = context_of("llama", Uneven("uneven", ()), budget=4)
-    with pytest.raises(ContractError, match="select of layer 0 returned more or fewer rows than the quota of a head"):
+    with pytest.raises(ContractError, match="select of layer 0 returned a number of rows that differs from the quota"):
         context.prefill(ids(20))
 
 

@@ -333,5 +333,5 @@ def test_settings_are_checked():
     ):
         with pytest.raises(SettingError, match=f"^{message}"):
             build("codec", load_settings("codec", "kivi", args))
-    with pytest.raises(SettingError, match="codec.group=64: heads of 32 channels"):
+    with pytest.raises(SettingError, match="codec.group=64: 32 channels per head"):
         kvbench.prefill(tiny("llama"), ids(60), codec="kivi", codec_args=dict(group=64, residual=64))
