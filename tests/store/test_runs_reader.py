@@ -105,8 +105,6 @@ def test_the_audit_holds_records_to_their_version(tmp_path):
 def test_nested_mappings_are_flattened():
     value = {"task": {"length": 5, "of": {"a": [1], "none": {}}}, "seed": 0}
     assert flatten(value) == {"task.length": 5, "task.of.a": [1], "seed": 0}
-    assert flatten(value, ("task",)) == {"task.length": 5, "task.of": {"a": [1], "none": {}}, "seed": 0}
-    assert flatten(value, ("seed",)) == value
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
