@@ -7,14 +7,15 @@ of every other mean: points as they are, booleans as 0 and 100; what ends elsewh
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
+from typing import Any
 
 from kvbench.analysis.intervals import BOUND
-from kvbench.analysis.paired import PairedScores
+from kvbench.analysis.paired import Pair, PairedScores
 from kvbench.analysis.pass_at_k import count_fewest_answers, score_prompts
 
-Pair = tuple[dict, dict]  # records of one sample, with the full cache and with the method
+Record = dict[str, Any]
 
-ENDS: dict[str, tuple[Callable[[dict], float], float]] = {  # what it is of a record, and the most it can be
+ENDS: dict[str, tuple[Callable[[Record], float], float]] = {  # what it is of a record, and the most it can be
     "empty answers %": (lambda record: BOUND * (not record["output"].strip()), BOUND),
     "at the length limit %": (lambda record: BOUND * (record["stop"] == "length"), BOUND),
     "tokens": (lambda record: record["tokens_out"], inf),
@@ -23,7 +24,7 @@ ENDS: dict[str, tuple[Callable[[dict], float], float]] = {  # what it is of a re
 FIDELITY = {"NLL of the answer": "nll", "KL from the full cache": "kl"}  # nats a token, where runs have fidelity=true
 
 
-def find_failure(record: Mapping) -> str | None:
+def find_failure(record: Mapping[str, Any]) -> str | None:
     """Why a record has no score; None if it has."""
     return record["error"] or ("no_score" if record["score"] is None else None)
 
@@ -34,7 +35,7 @@ def select_answered(pairs: Iterable[Pair]) -> list[Pair]:
 
 
 def collect_scores(
-    pairs: Sequence[Pair], of: Callable[[dict], float] = lambda record: record["score"], most: float = BOUND
+    pairs: Sequence[Pair], of: Callable[[Record], float] = lambda record: record["score"], most: float = BOUND
 ) -> PairedScores:
     """A number of two runs' records, with the groups of their contexts."""
     full, method = ([float(of(both[side])) for both in pairs] for side in (0, 1))
@@ -66,17 +67,17 @@ def count_repeats(subtasks: Mapping[str, Sequence[Pair]]) -> int:
     return min((count for count in counts if count > 1), default=0)
 
 
-def find_data_kinds(records: Mapping[str, Mapping]) -> list[str]:
+def find_data_kinds(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Which data the samples were made from: miniature, local, hub; nothing where the task says nothing."""
     return sorted({str(kind) for record in records.values() if (kind := record["meta"].get("data"))})
 
 
 def _collect_metric(name: str, pairs: Sequence[Pair]) -> PairedScores | None:
-    def of(record: dict) -> float | None:
-        value = record["also"].get(name)
-        return BOUND * value if isinstance(value, bool) else value
+    def of(record: Record) -> float:
+        value = record["also"][name]
+        return float(BOUND * value if isinstance(value, bool) else value)
 
-    both = [own for own in pairs if all(of(record) is not None for record in own)]
+    both = [own for own in pairs if all(record["also"].get(name) is not None for record in own)]
     most = max((record["meta"].get("most", {}).get(name, BOUND) for own in both for record in own), default=BOUND)
     points = all(0 <= of(record) <= most for own in both for record in own)
     return collect_scores(both, of, most if points else inf) if both else None

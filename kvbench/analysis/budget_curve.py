@@ -116,7 +116,8 @@ class Curve:
     @cached_property
     def _weights(self) -> np.ndarray:
         weights = np.array([self.weights[name] for name in self._names])
-        return weights / weights.sum()
+        shares: np.ndarray = weights / weights.sum()
+        return shares
 
     @cached_property
     def _clusters(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -131,9 +132,9 @@ class Curve:
         np.add.at(counts, (groups, subtasks), 1)
         found, left = [], np.ones(len(names), bool)
         while left.any():
-            inside = np.zeros(len(names), bool)
+            inside: np.ndarray = np.zeros(len(names), bool)
             inside[np.argmax(left)] = True
-            while (more := counts[:, counts[inside].any(0)].any(1)).sum() > inside.sum():
+            while (more := np.any(counts[:, np.any(counts[inside], 0)], 1)).sum() > inside.sum():
                 inside = more
             found.append((sums[inside], counts[inside]))
             left &= ~inside
@@ -141,12 +142,12 @@ class Curve:
 
     def _average_draws(self, drawn: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Shares (R, B), scores (R, B) and the full score (R); `drawn` (R, G): how often each group counts."""
-        total = 0.0
+        budgets = np.shape(self.scores)[1]
+        total = np.zeros((len(drawn[0]), 2 * budgets + 1))
         for (sums, counts), often in zip(self._clusters, drawn, strict=True):
             own = counts.any(0)
             means = np.tensordot(often, sums[:, own], 1) / (often @ counts[:, own])[..., None]
-            total = total + np.tensordot(self._weights[own], means, (0, 1))
-        budgets = np.shape(self.scores)[1]
+            total += np.tensordot(self._weights[own], means, (0, 1))
         return total[:, :budgets], total[:, budgets:-1], total[:, -1]
 
     @cached_property
@@ -159,7 +160,8 @@ class Curve:
         for start in range(0, self.times, step):
             count = min(step, self.times - start)
             parts.append(self._average_draws([_draw_groups(draw, counts, count) for _, counts in self._clusters]))
-        return tuple(map(np.concatenate, zip(*parts, strict=True)))
+        shares, scores, full = map(np.concatenate, zip(*parts, strict=True))
+        return shares, scores, full
 
     def _estimate(self, of: Callable[..., np.ndarray], bounds: Sequence[np.ndarray] | None) -> Estimate:
         shares, scores, full = self.points
@@ -182,7 +184,8 @@ class Curve:
         if len(shares) < 2 or shares.min() > low + BEYOND or shares.max() < high - BEYOND:
             raise ValueError(f"measured from {shares.min():.4f} to {shares.max():.4f}, not from {low:g} to {high:g}")
         unit = np.eye(len(shares))
-        return np.asarray(self.scores) @ compute_area(np.broadcast_to(shares, unit.shape), unit, low, high)
+        parts: np.ndarray = np.asarray(self.scores) @ compute_area(np.broadcast_to(shares, unit.shape), unit, low, high)
+        return parts
 
     def _values(self, values: np.ndarray, least: float) -> list[Values]:
         """By subtask, in the order of their names."""
@@ -209,7 +212,8 @@ def compute_area(shares: np.ndarray, scores: np.ndarray, low: float, high: float
     middle = y[..., :-1] + slope * ((left + right) / 2 - x[..., :-1])
     inside = ((right - left) * middle).sum(-1)
     before, after = np.clip(x[..., 0], low, high) - low, high - np.clip(x[..., -1], low, high)
-    return (inside + before * y[..., 0] + after * y[..., -1]) / (high - low)
+    area: np.ndarray = (inside + before * y[..., 0] + after * y[..., -1]) / (high - low)
+    return area
 
 
 def find_smallest_share(shares: np.ndarray, scores: np.ndarray, needed: np.ndarray | float) -> np.ndarray:

@@ -256,7 +256,7 @@ def _gaffke_reach(parts: Sequence[_Spread], shares: Sequence[float], pulls: Mapp
     if most <= 0:
         return 0.0
     reach = max(most * _clopper_pearson_bound(0, len(pulls)), min(2 * math.sqrt((own**2).sum()), most / 2))
-    last = moved = None
+    last, moved = None, math.nan
     for _ in range(STEPS):  # of the secant method, on the chance's logarithm; halfway to `most` instead of beyond it
         unseen = int((room - reach * sizes).argmax())
         chance, slopes = _chance_above_zero(np.append(own - reach * sizes, room[unseen] - reach * sizes[unseen]))

@@ -7,11 +7,14 @@ method_i − full_i in points, that of several subtasks their weighted mean; kvb
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kvbench.analysis.intervals import BOUND, TOLERANCE, Values, mean, normalize_weights, weighted_mean
 from kvbench.validation import SettingError
+
+Pair = tuple[dict[str, Any], dict[str, Any]]  # records of one sample, with the full cache and with the method
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def compare_subtasks(subtasks: Sequence[PairedScores], weights: Sequence[float] 
     )
 
 
-def pair_records(full: Mapping[str, dict], method: Mapping[str, dict]) -> list[tuple[dict, dict]]:
+def pair_records(full: Mapping[str, dict[str, Any]], method: Mapping[str, dict[str, Any]]) -> list[Pair]:
     """(full, method) records of the samples that both runs have, by uid.
 
     SettingError where prompts or targets differ: then the two did not answer the same question.

@@ -11,6 +11,7 @@ its group, so intervals (kvbench.analysis.intervals) count prompts, or contexts 
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import comb
+from typing import Any
 
 from kvbench.analysis.intervals import BOUND, Mean, Values, mean
 
@@ -24,7 +25,7 @@ def estimate_pass_at_k(k: int, answers: int, right: int) -> float:
     return 1 - comb(answers - right, k) / comb(answers, k)
 
 
-def group_by_prompt(records: Iterable[Mapping]) -> dict[Prompt, list[float]]:
+def group_by_prompt(records: Iterable[Mapping[str, Any]]) -> dict[Prompt, list[float]]:
     """The scores of the answers to each prompt, in no order; ValueError for a record without a score."""
     found: dict[Prompt, list[float]] = {}
     for record in records:
@@ -35,12 +36,12 @@ def group_by_prompt(records: Iterable[Mapping]) -> dict[Prompt, list[float]]:
     return {key: sorted(found[key]) for key in sorted(found)}
 
 
-def count_fewest_answers(records: Iterable[Mapping]) -> int:
+def count_fewest_answers(records: Iterable[Mapping[str, Any]]) -> int:
     """The fewest answers that any prompt has; 0 without records."""
     return min(map(len, group_by_prompt(records).values()), default=0)
 
 
-def score_prompts(records: Iterable[Mapping], k: int) -> dict[Prompt, float]:
+def score_prompts(records: Iterable[Mapping[str, Any]], k: int) -> dict[Prompt, float]:
     """pass@k of each prompt in points; ValueError where scores are not 0 or 100 or a prompt has fewer answers."""
     found = {}
     for key, scores in group_by_prompt(records).items():
@@ -50,12 +51,12 @@ def score_prompts(records: Iterable[Mapping], k: int) -> dict[Prompt, float]:
     return found
 
 
-def pass_at_k(records: Iterable[Mapping], k: int) -> Mean:
+def pass_at_k(records: Iterable[Mapping[str, Any]], k: int) -> Mean:
     """pass@k in points, the mean over the prompts of all records."""
     return _average_prompts(score_prompts(records, k))
 
 
-def average_at_n(records: Sequence[Mapping]) -> Mean:
+def average_at_n(records: Sequence[Mapping[str, Any]]) -> Mean:
     """avg@n in points; ValueError where prompts have different numbers of answers."""
     found = group_by_prompt(records)
     if len(counts := {len(scores) for scores in found.values()}) > 1:

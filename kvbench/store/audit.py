@@ -19,7 +19,6 @@ from kvbench.store.run_folder import run_hash
 from kvbench.store.runs import UNSHARED_SETTINGS, RunRecords, StoredRun, check_folder, find_runs
 from kvbench.validation import SettingError
 
-HASHES = ("prompt_hash", "target_hash")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -66,7 +65,7 @@ def find_common_hashes(runs: Sequence[StoredRun]) -> dict[tuple[str, str], list[
 
 def get_hashes(record: Mapping[str, Any]) -> tuple[str, str]:
     """Of its prompt and its target, as JSON: a damaged record has anything there."""
-    return tuple(json.dumps(record.get(name)) for name in HASHES)
+    return json.dumps(record.get("prompt_hash")), json.dumps(record.get("target_hash"))
 
 
 def draw_records(results: Path, count: int, seed: int) -> tuple[list[tuple[str, str]], int]:

@@ -44,7 +44,10 @@ class LoadedRuns:
         def kind(own: pyarrow.DataType) -> Any:
             return pandas.ArrowDtype(own) if pyarrow.types.is_nested(own) else None
 
-        return self.table(columns).to_pandas(types_mapper=kind, split_blocks=True, self_destruct=True)
+        frame: pandas.DataFrame = self.table(columns).to_pandas(
+            types_mapper=kind, split_blocks=True, self_destruct=True
+        )
+        return frame
 
     def table(self, columns: Iterable[str] | None = None) -> pyarrow.Table:
         """The same as an Arrow table."""

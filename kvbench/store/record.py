@@ -188,7 +188,8 @@ SINCE = {own.name: own.metadata["since"] for own in fields(Record)}
 
 def read_version(record: Mapping[str, Any]) -> int:
     """Return the version of a record that was read; a record of kvbench 0.1 does not say it."""
-    return record.get("version", 1)
+    version: int = record.get("version", 1)
+    return version
 
 
 def find_problems(record: Mapping[str, Any]) -> list[str]:

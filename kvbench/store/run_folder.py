@@ -97,7 +97,7 @@ class RunFolder:
         self._own: int | None = None  # descriptor of this process's records
         self._claimed: set[str] = set()
         self._read: dict[str, int] = {}  # file name -> bytes read, always up to the end of a line
-        self._lines: dict[str, dict[str, dict]] = {}  # file name -> uid -> record
+        self._lines: dict[str, dict[str, dict[str, Any]]] = {}  # file name -> uid -> record
 
     @contextmanager
     def open(self, machine: Mapping[str, Any], samples: int | None = None) -> Iterator["RunFolder"]:
@@ -106,12 +106,12 @@ class RunFolder:
         """
         if self._locks is not None:
             raise RuntimeError(f"{self.path} is already open in this process")
-        machine = to_json_value(machine)
+        plain = to_json_value(machine)
         self.path.mkdir(parents=True, exist_ok=True)
         self._locks = os.open(self.path / "claims.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             with self._alone():
-                self._set_up(machine)
+                self._set_up(plain)
                 if samples is not None:
                     self._put("samples", f"{samples}\n")
                 self._cut_torn_tails()
@@ -124,13 +124,13 @@ class RunFolder:
             self._own = self._locks = None
             self._claimed.clear()
 
-    def records(self) -> dict[str, dict]:
+    def records(self) -> dict[str, dict[str, Any]]:
         """uid -> record of every whole line that any process has written so far.
 
         Should two files hold one uid (folders copied together by hand), the first file by name wins.
         """
         self.refresh()
-        merged: dict[str, dict] = {}
+        merged: dict[str, dict[str, Any]] = {}
         for name in sorted(self._lines):
             for uid, record in self._lines[name].items():
                 merged.setdefault(uid, record)
@@ -174,12 +174,11 @@ class RunFolder:
 
     def claim(self, uid: str) -> bool:
         """True if the sample is now this process's to do: it has no record and nobody else is at it."""
-        if self._locks is None:
-            raise RuntimeError("open the run before claiming")
+        locks = self._open_locks
         if uid in self._claimed or self.is_recorded(uid):
             return False
         try:
-            fcntl.lockf(self._locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _lock_byte(uid))
+            fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _lock_byte(uid))
         except (BlockingIOError, PermissionError):  # POSIX allows EAGAIN and EACCES for "taken"
             return False
         self._claimed.add(uid)
@@ -193,15 +192,15 @@ class RunFolder:
         """Give a claim back; without a claim nothing happens."""
         if uid in self._claimed:
             self._claimed.remove(uid)
-            fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, _lock_byte(uid))
+            fcntl.lockf(self._open_locks, fcntl.LOCK_UN, 1, _lock_byte(uid))
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write the record of a claimed sample as one line, at once on the disk, and give the claim back."""
-        record = to_json_value(record)
-        uid = record["uid"]
+        plain: dict[str, Any] = to_json_value(record)
+        uid = plain["uid"]
         if uid not in self._claimed:
             raise RuntimeError(f"{uid}: not claimed by this process")
-        line = json.dumps(record, allow_nan=False).encode() + b"\n"  # ASCII: any str, lone surrogates too, survives
+        line = json.dumps(plain, allow_nan=False).encode() + b"\n"  # ASCII: any str, lone surrogates too, survives
         if self._own is None:
             self._own = os.open(self._own_path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             fcntl.flock(self._own, fcntl.LOCK_EX)  # held until death: tells others that this tail is being written
@@ -212,7 +211,7 @@ class RunFolder:
                 raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes could be written; is the disk full?")
             os.fsync(self._own)
         self._read[self._own_path.name] = start + len(line)
-        self._lines.setdefault(self._own_path.name, {})[uid] = record
+        self._lines.setdefault(self._own_path.name, {})[uid] = plain
         self.release(uid)
 
     def finish(self, expected_uids: Iterable[str]) -> bool:
@@ -231,7 +230,14 @@ class RunFolder:
             done = json.loads((self.path / "done").read_text())
         except (FileNotFoundError, ValueError):
             return False
-        return done == make_seal(self.records())
+        return bool(done == make_seal(self.records()))
+
+    @property
+    def _open_locks(self) -> int:
+        """Descriptor of claims.lock; RuntimeError unless the run is open."""
+        if self._locks is None:
+            raise RuntimeError(f"{self.path}: open the run before claiming its samples or finishing it")
+        return self._locks
 
     @property
     def _own_path(self) -> Path:
@@ -240,13 +246,12 @@ class RunFolder:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Hold byte 0 of the locks: one process at a time sets the folder up or closes it."""
-        if self._locks is None:
-            raise RuntimeError("open the run before finishing it")
-        fcntl.lockf(self._locks, fcntl.LOCK_EX, 1, 0)
+        locks = self._open_locks
+        fcntl.lockf(locks, fcntl.LOCK_EX, 1, 0)
         try:
             yield
         finally:
-            fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, 0)
+            fcntl.lockf(locks, fcntl.LOCK_UN, 1, 0)
 
     def _put(self, name: str, text: str) -> None:
         """Write a small file. Under `_alone`, so that other drafts of it are those of killed writers."""
@@ -255,7 +260,7 @@ class RunFolder:
         with replace_file(self.path / name) as draft:
             draft.write_text(text, encoding="ascii")
 
-    def _set_up(self, machine: dict) -> None:
+    def _set_up(self, machine: Mapping[str, Any]) -> None:
         run = self.path / "run.yaml"
         if not run.exists():
             self._put("run.yaml", yaml.safe_dump({"format": FORMAT, "hash": self.hash, "value": self.value}))
@@ -295,10 +300,10 @@ def claim_samples(
     while waiting:
         worked = False
         for uid in waiting:
-            first, *others = [folder for folder in folders if not folder.is_recorded(uid)] or [None]
-            if first is None or not first.claim(uid):
+            lacking = [folder for folder in folders if not folder.is_recorded(uid)]
+            if not lacking or not lacking[0].claim(uid):
                 continue
-            worked, own = True, [first, *(folder for folder in others if folder.claim(uid))]
+            worked, own = True, [lacking[0], *(folder for folder in lacking[1:] if folder.claim(uid))]
             try:
                 yield uid, own
             finally:
@@ -332,7 +337,8 @@ def read_run_value(path: Path) -> dict[str, Any]:
         raise ValueError(describe_old_format(stored["format"]))
     if not path.name == stored["hash"] == run_hash(stored["value"]):
         raise ValueError("run.yaml does not have the value that the folder's name stands for")
-    return stored["value"]
+    value: dict[str, Any] = stored["value"]
+    return value
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:

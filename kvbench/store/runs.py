@@ -43,14 +43,15 @@ class RunRecords:
     """
 
     def __init__(self, path: Path, fields: bool = False) -> None:
-        self.path, self.fields, self.problems = path, fields, []
+        self.path, self.fields = path, fields
+        self.problems: list[str] = []
         self.done: bool | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         done = self._read_done()  # before the records: a writer puts it behind the last of them
         seen: set[str] = set()
         for file in sorted(self.path.glob("records*.jsonl")):
-            found: dict[str, list] = {"line": [], "sample": [], "record": []}
+            found: dict[str, list[object]] = {"line": [], "sample": [], "record": []}
             with open(file, "rb") as lines:
                 for number, line in enumerate(lines, 1):
                     record = parse_record(line)
@@ -101,12 +102,12 @@ class StoredRun:
     folder: RunFolder
 
     @cached_property
-    def _read(self) -> tuple[dict[str, dict], RunRecords]:
+    def _read(self) -> tuple[dict[str, dict[str, Any]], RunRecords]:
         found = RunRecords(self.folder.path)
         return {record["uid"]: record for record in found}, found
 
     @property
-    def records(self) -> dict[str, dict]:
+    def records(self) -> dict[str, dict[str, Any]]:
         """uid -> record."""
         return self._read[0]
 
@@ -133,7 +134,7 @@ class StoredRun:
     @property
     def full(self) -> bool:
         """Whether it is the full cache as it is, what others are compared with."""
-        return self.value["method"]["name"] == "full" and self.value["codec"]["name"] == "raw"
+        return (self.value["method"]["name"], self.value["codec"]["name"]) == ("full", "raw")
 
     @property
     def cache(self) -> str:
@@ -322,6 +323,6 @@ def find_baseline(run: StoredRun, runs: Sequence[StoredRun], wanted: str | None 
     return same[0]
 
 
-def _read_answers(run: StoredRun) -> dict[str, list]:
+def _read_answers(run: StoredRun) -> dict[str, list[Any]]:
     keys = ("prompt_hash", "target_hash", "score", "error")
     return {uid: [record[key] for key in keys] for uid, record in run.records.items()}
