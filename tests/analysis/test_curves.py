@@ -187,10 +187,10 @@ def test_several_full_caches_must_say_the_same(store, curves):
     other["vt/0"]["score"] = 0.0
     third = write(store, other, **FULL | {"sources": "s8"})
     code, out, err = curves()
-    assert code == 2 and "differ; choose one, --full HASH" in err and third in err and again in err
+    assert code == 2 and "differ in their answers; choose one with --full HASH" in err and third in err and again in err
     first, second = (curves("--full", name)[1] for name in (again, third))
     assert first and second and first != second
-    assert "on the same samples is 00" in curves("--full", "00")[2]
+    assert "on the same samples has the hash 00" in curves("--full", "00")[2]
 
 
 def test_samples_without_an_answer_everywhere_are_left_out_and_counted(store, curves):
@@ -242,8 +242,8 @@ def test_an_average_without_its_subtasks_is_refused(store, curves):
 
 
 BAD = {
-    ("nothing=1",): "nothing: no run has such a setting; choose one of model, method,",
-    ("method=tova",): 'method=tova: no finished run; there are "full", "snapkv"',
+    ("nothing=1",): "nothing: no run has this setting; choose from model, method,",
+    ("method=tova",): 'method=tova: no finished run has this; there are "full", "snapkv"',
     ("method=full",): "the full cache alone makes no curve",
     ("subtask=qa",): "subtask=qa: choose one of niah, vt",
     ("--range", "0.3:0.1"): "--range 0.3:0.1: LOW:HIGH, shares in (0, 1]",
@@ -251,9 +251,9 @@ BAD = {
     ("--keep", "2"): "--keep 2: shares in (0, 1]",
     ("--keep", "nan"): "--keep nan: shares in (0, 1]",
     ("--against", "time"): "--against=time: choose one of bytes, rows",
-    ("/elsewhere",): "/elsewhere: one folder of results, then setting=value",
-    ("method=[",): 'method=[: no finished run; there are "full", "snapkv"',
-    ("method=a", "method=b"): "method=a method=b: each setting once",
+    ("/elsewhere",): "/elsewhere: give only one folder of results, then setting=value",
+    ("method=[",): 'method=[: no finished run has this; there are "full", "snapkv"',
+    ("method=a", "method=b"): "method=a method=b: give each setting once",
 }
 
 
@@ -270,14 +270,14 @@ def test_a_damaged_store_is_said(tmp_path, store, curves, capsys):
     (folder / "run.yaml").write_text(json.dumps({"format": 1, "hash": "0", "value": made_up_runs.VALUE}))
     code, out, err = curves()
     assert code == 0 and "smallest share" in out  # the other runs are shown
-    assert err.startswith(f"kvbench: run {folder.name} is left out: run.yaml does not have the value")
+    assert err.startswith(f"kvbench: run {folder.name} is left out: run.yaml does not fit the folder")
     for text in ("[", "1", "{}", '{"value": {"when": 2020-01-01}}'):
         (folder / "run.yaml").write_text(text)
-        assert "run.yaml is not whole" in curves()[2] or "run.yaml cannot be read" in curves()[2]
+        assert "run.yaml is incomplete" in curves()[2] or "run.yaml cannot be read" in curves()[2]
     other = next(path for path in (store / "runs").iterdir() if path != folder)
     (folder / "run.yaml").unlink()
     (other / "done").write_text("{}")
-    assert f"kvbench: run {other.name} is left out: done does not speak of the" in curves()[2]
+    assert f"kvbench: run {other.name} is left out: done does not fit the" in curves()[2]
 
 
 def test_runs_of_the_command_line_make_curves(tmp_path, monkeypatch, capsys):

@@ -366,7 +366,7 @@ def test_no_store_is_too_large(store, monkeypatch):
 
 
 def test_a_folder_without_runs_is_refused(tmp_path, capsys):
-    with pytest.raises(SettingError, match="no folder with runs"):
+    with pytest.raises(SettingError, match="the folder contains no runs"):
         write_report(tmp_path, NOW)
     assert main([str(tmp_path)]) == 2 and not (tmp_path / "report.html").exists()
     (tmp_path / "runs").mkdir()

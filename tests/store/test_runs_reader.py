@@ -51,8 +51,8 @@ def test_every_run_is_put_where_it_belongs(store, tmp_path):
     assert found.damaged.keys() == names(store, "lost", "yaml", "empty")
     assert found.passed_over.keys() == names(store, "zeros")
     lost, zeros = found.damaged[store["lost"].name], found.passed_over[store["zeros"].name]
-    assert "line 3 is torn" in lost and lost.endswith("done does not speak of the 2 records that are there")
-    assert "line 1 not whole; " in zeros and zeros.endswith("sample a/0, a/1, a/2 in another line too")
+    assert "line 3 is torn" in lost and lost.endswith("done does not fit the 2 records in the folder")
+    assert "line 1 cannot be read; " in zeros and zeros.endswith("sample a/0, a/1, a/2 in another line too")
     assert found.damaged["empty"] == "run.yaml cannot be read (FileNotFoundError)"
     assert all(len(run.records) == 3 for run in found.runs)
     assert {len(run.records) for run in found.unfinished} == {2, 3}
