@@ -245,7 +245,10 @@ def test_a_damaged_run_is_named_and_the_rest_is_shown(tmp_path, capsys):
     "which, line",
     [
         (["drop"], "kvbench: PAPER=drop: choose one of centroidkv, deltakv, dropkv, expected_attention, keydiff\n"),
-        (["dropkv", "12"], "kvbench: TABLE=12: is not emitted: analysis: the weight of evicted rows, not a score of "),
+        (
+            ["dropkv", "12"],
+            "kvbench: TABLE=12: this table is not emitted: analysis: the weight of evicted rows, not a score of ",
+        ),
         (["dropkv", "44"], "kvbench: TABLE=44: choose one of "),
     ],
 )
@@ -302,7 +305,7 @@ def test_the_averages_that_contradict_their_cells_are_the_ones_footnoted(name):
     keys = {key for who in listed for key in who}
     assert [{key: own[key] for key in own if key in keys} for own in found] == listed
     notes = made(name, ROOT).notes
-    assert sum(note.startswith("Contradiction, ") for note in notes) == len(listed)
+    assert sum(note.startswith("Contradiction in ") for note in notes) == len(listed)
 
 
 @pytest.mark.parametrize("name", [name for name, spec in TABLES.items() if "checks" in spec])
