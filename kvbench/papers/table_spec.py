@@ -170,7 +170,7 @@ def is_same(text: str, value: object) -> bool:
 
 
 def normalize(value: object) -> float | str:
-    """Return numbers and texts of numbers as float, so that 131072 equals "131072" and 1 equals 1.0. None becomes ""."""
+    """Return a number or the text of a number as a float, so that 131072 equals "131072". None becomes ""."""
     number = to_number(value)
     return number if number is not None else "" if value is None else str(value)
 
