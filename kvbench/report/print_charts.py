@@ -152,7 +152,7 @@ def make_key(entries: Sequence[Mapping[str, Any]], width: float) -> alt.LayerCha
     line = base.transform_filter("datum.dash").mark_rule(strokeWidth=2)
     mark = base.transform_filter("datum.shape").mark_point(filled=True, size=60, opacity=1)
     name = base.mark_text(align="left", dx=6, fontSize=11, limit=width - 30)
-    return alt.layer(
+    return charts.stack_layers(
         line.encode(x=at("x"), x2="end", strokeDash=charts.DASH),
         mark.encode(x=at("mid"), shape=charts.SHAPE),
         name.encode(x=at("end"), text="label:N", color=alt.value(charts.INK)),
@@ -171,7 +171,7 @@ def make_title(panel: Mapping[str, Any], about: Sequence[str], total: float) -> 
 def make_figure_specification(drawing: Drawing, panel: Mapping[str, Any], plot: float, total: float) -> dict[str, Any]:
     """All of a figure, its numbers too."""
     chart = drawing.chart(plot)
-    parts = [chart, make_key(drawing.key, plot * drawing.plots)] if drawing.key else [chart]
+    parts: list[Any] = [chart, make_key(drawing.key, plot * drawing.plots)] if drawing.key else [chart]
     figure = alt.vconcat(*parts, spacing=14, title=make_title(panel, drawing.about, total)).configure(**CONFIG)
     spec = figure.resolve_scale(color="independent", shape="independent", strokeDash="independent").to_dict()
     tables = {name: drawing.tables[name] for name in sorted(find_data_sets(spec) & drawing.tables.keys())}
@@ -192,14 +192,22 @@ def render_svg(drawing: Drawing, panel: Mapping[str, Any], total: float) -> tupl
     plot = min(most, total / drawing.plots)
     while True:
         text = vl_convert.vegalite_to_svg(make_figure_specification(drawing, panel, plot, total))
-        width, height = (float(size) for size in SIZE.search(text).groups())
+        width, height = read_size(text)
         if width <= total + 0.5 or plot <= least:
             return renumber_names(text), width * POINTS, height * POINTS
         plot = max(least, plot - max(1, (width - total) / drawing.plots))
 
 
+def read_size(text: str) -> tuple[float, float]:
+    """Return the width and height of an SVG; ValueError if it states none."""
+    found = SIZE.search(text)
+    if found is None:
+        raise ValueError("the SVG has no width and height")
+    return float(found[1]), float(found[2])
+
+
 def renumber_names(text: str) -> str:
-    """With names counted from 0 again: the converter counts on from figure to figure."""
+    """Count the names in an SVG from 0 again, because the converter goes on counting from figure to figure."""
     names = {own: f"{index}" for index, own in enumerate(dict.fromkeys(own[2] for own in NAME.finditer(text)))}
     return NAME.sub(lambda own: own[1] + names[own[2]], text)
 
