@@ -245,8 +245,8 @@ def test_a_curve_says_how_many_samples_each_method_answered(tmp_path):
     "given, said",
     {
         "--kind=pie": "--kind=pie: choose one of curve, tasks, grid, change, cost",
-        "--width=0": "--width 0: inches, from 2 to 20",
-        "--width=wide": "--width wide: inches, from 2 to 20",
+        "--width=0": "--width 0: choose a number of inches from 2 to 20",
+        "--width=wide": "--width wide: choose a number of inches from 2 to 20",
         "--against=time": "--against=time: choose one of bytes, rows",
         "--average=odd": "--average=odd: choose one of each",
         "method=nobody": 'method=nobody: no finished run has this; there are "full", "keydiff"',
