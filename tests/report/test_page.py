@@ -135,7 +135,7 @@ def test_a_full_cache_that_is_faster_and_better_takes_a_point_off_the_front(tmp_
     assert slow["diff"] < fast["diff"] < 0
     assert (slow["front_ttft"], fast["front_ttft"], full["front_ttft"]) == (False, True, True)
     assert (slow["front_held"], fast["front_held"], full["front_held"]) == (True, True, True)
-    assert "no other run of the panel and not the full cache (the diamond) costs as little" in page.read_text()
+    assert "no other run of the panel, and not the full cache (the diamond), costs as little" in page.read_text()
 
 
 def test_times_have_intervals(store):
