@@ -1,1 +1,1 @@
-"""What records say: means with intervals, pairs, curves, the closing table."""
+"""Analyse records: means with intervals, paired differences, curves, and the closing table."""

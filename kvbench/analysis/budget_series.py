@@ -1,8 +1,9 @@
-"""Runs that differ in their budget alone, on the samples that all of them and the full cache answered."""
+"""Group runs that differ only in their budget, on the samples that all of them and the full cache answered."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -16,43 +17,68 @@ from kvbench.validation import SettingError, require_choice
 
 SHARES = {"bytes": ("resident_bytes", "full_bytes"), "rows": ("rows_attended", "rows_seen_decoding")}
 EACH = "each"  # the average in which each subtask weighs the same
-SOLVABLE = "solvable"  # that over the subtasks that the model's card lists
+SOLVABLE = "solvable"  # the average over the subtasks that the model's card lists
 
 
 @dataclass(frozen=True)
 class CurveOptions:
-    """What is drawn of the runs."""
+    """What a curve shows.
 
-    against: str = "bytes"  # a key of SHARES
-    average: str | None = None  # one of the task's, EACH or SOLVABLE; None: the first
-    subtask: str | None = None  # this one alone
-    full: str | None = None  # hash of the full cache's run where there are several
+    Attributes:
+        against: The kept share on the x axis, a key of SHARES.
+        average: One of the task's averages, EACH or SOLVABLE. None for the task's first.
+        subtask: Show this subtask alone.
+        full: Hash of the full cache's run, if there are several.
+    """
+
+    against: str = "bytes"
+    average: str | None = None
+    subtask: str | None = None
+    full: str | None = None
 
 
 @dataclass(frozen=True)
 class Point:
-    """A budget, or the full cache."""
+    """A point of a curve: a budget, or the full cache.
+
+    Attributes:
+        budget: Its name.
+        share: Measured kept share.
+        score: Mean score in points.
+        interval: Difference from the full cache; None for the full cache itself.
+    """
 
     budget: str
     share: float
     score: Mean
-    interval: PairedDifference | None  # None: the full cache
+    interval: PairedDifference | None
 
 
 @dataclass(frozen=True)
 class BudgetSeries:
-    """Runs of one method that differ in their budget alone, and the full cache's."""
+    """Runs of one method that differ only in their budget, and the full cache's run.
+
+    Attributes:
+        runs: The runs.
+        full: The full cache's run on the same samples.
+        against: The kept share, a key of SHARES.
+        average: Name of the average over subtasks.
+        weights: Weights of its subtasks.
+        uids: Samples that all runs answered.
+        left_out: Number of samples that some run did not answer.
+    """
 
     runs: tuple[StoredRun, ...]
     full: StoredRun
-    against: str  # a key of SHARES
+    against: str
     average: str
     weights: Mapping[str, float]
-    uids: tuple[str, ...]  # answered by all
+    uids: tuple[str, ...]
     left_out: int
 
     @cached_property
     def curve(self) -> Curve:
+        """Scores and shares of the samples, for kvbench.analysis.budget_curve."""
         own = [self.full.records[uid] for uid in self.uids]
         return Curve(
             scores=np.array([[run.records[uid]["score"] for run in self.runs] for uid in self.uids], float),
@@ -67,7 +93,7 @@ class BudgetSeries:
 
     @cached_property
     def points(self) -> list[Point]:
-        """By measured share, the full cache last."""
+        """The points, sorted by measured share, with the full cache last."""
         curve, weights = self.curve, list(self.weights.values())
         places = [[at for at, own in enumerate(curve.subtasks) if own == name] for name in self.weights]
         groups = [[curve.groups[at] for at in own] for own in places]
@@ -92,8 +118,16 @@ class BudgetSeries:
         return float(shares.min()), float(shares.max())
 
 
-def compute_kept_share(record: Mapping, against: str) -> float:
-    """What a sample kept of the full cache."""
+def compute_kept_share(record: Mapping[str, Any], against: str) -> float:
+    """Return the share of the full cache that a sample kept.
+
+    Args:
+        record: The sample's record.
+        against: A key of SHARES.
+
+    Raises:
+        SettingError: The record lacks the numbers.
+    """
     part, whole = (record[name] for name in SHARES[against])
     if part is None or not whole:
         raise SettingError(f"{record['uid']}: its record has no {' / '.join(SHARES[against])}")
@@ -101,16 +135,26 @@ def compute_kept_share(record: Mapping, against: str) -> float:
 
 
 def list_subtasks(runs: Sequence[StoredRun]) -> list[str]:
-    """Those of which runs have records."""
+    """Return all subtasks for which the runs have records, sorted."""
     return sorted({str(own.get("subtask")) for run in runs for own in run.records.values()})
 
 
 def build_series(runs: Sequence[StoredRun], stored: Sequence[StoredRun], choice: CurveOptions) -> BudgetSeries:
-    """The curve of `runs`, with the full cache's run among `stored`; SettingError where they make none."""
-    # averages follow from other settings
+    """Build the curve of runs that differ only in their budget.
+
+    Args:
+        runs: The runs.
+        stored: The finished runs, among them the full cache's.
+        choice: What the curve shows.
+
+    Raises:
+        SettingError: The runs differ in another setting, there is no full cache's run to compare with, or no sample was
+            answered by all runs.
+    """
+    # differing averages follow from another setting, so a message names that setting first
     if found := find_differences(runs, ("budget", "averages")) or find_differences(runs, ("budget",)):
         said = "; ".join(f"{name} is {' and '.join(values)}" for name, values in found.items())
-        raise SettingError(f"runs of different protocols make no curve: {said}")
+        raise SettingError(f"runs of different protocols do not form a curve: {said}")
     full = find_baseline(runs[0], stored, choice.full)
     records = [full.records, *(run.records for run in runs)]
     for own in records[1:]:
@@ -118,13 +162,13 @@ def build_series(runs: Sequence[StoredRun], stored: Sequence[StoredRun], choice:
     every = {uid for own in records for uid in own if choice.subtask in (None, own[uid]["subtask"])}
     uids = [uid for uid in sorted(every) if all(uid in own and find_failure(own[uid]) is None for own in records)]
     if not uids:
-        raise SettingError("no sample was answered at all budgets and by the full cache")
+        raise SettingError("no sample was answered both at all budgets and by the full cache")
     name, weights = choose_weights(runs[0], {full.records[uid]["subtask"] for uid in uids}, choice)
     uids = [uid for uid in uids if full.records[uid]["subtask"] in weights]
     every = {uid for uid in every if any(uid in own and own[uid]["subtask"] in weights for own in records)}
     swept = BudgetSeries(tuple(runs), full, choice.against, name, weights, tuple(uids), len(every) - len(uids))
     try:
-        swept.points  # noqa: B018 - a record that cannot be used is said now
+        swept.points  # noqa: B018 - computes the points, so that a damaged record raises here
     except ValueError as error:
         raise SettingError(str(error)) from None
     return swept
@@ -133,8 +177,13 @@ def build_series(runs: Sequence[StoredRun], stored: Sequence[StoredRun], choice:
 def build_all_series(
     runs: Sequence[StoredRun], stored: Sequence[StoredRun], choice: CurveOptions
 ) -> list[BudgetSeries]:
-    """The curve of `runs` as `build_series` has it. Where `choice` names neither an average nor a subtask, a second one
-    follows: over the subtasks that the model's card lists, if it lists some of them and not all.
+    """Build the curve of `runs` with `build_series`, and possibly a second one.
+
+    The second curve covers the subtasks that the model's card lists. It follows if the card lists some subtasks but not
+    all, and if `choice` names neither an average nor a subtask.
+
+    Raises:
+        SettingError: As in `build_series`.
     """
     found = [build_series(runs, stored, choice)]
     open_ = choice.average is None and choice.subtask is None
@@ -146,7 +195,16 @@ def build_all_series(
 
 
 def choose_weights(run: StoredRun, there: set[str], choice: CurveOptions) -> tuple[str, Mapping[str, float]]:
-    """The average that is drawn, by name, and the weights of its subtasks; SettingError if one has no samples."""
+    """Return the name of the average that a curve shows, and the weights of its subtasks.
+
+    Args:
+        run: A run of the curve.
+        there: Subtasks with answered samples.
+        choice: What the curve shows.
+
+    Raises:
+        SettingError: There is no such average, or one of its subtasks has no answered sample.
+    """
     averages = dict(run.value.get("averages") or [])
     if choice.subtask is not None:
         return choice.subtask, {choice.subtask: 1.0}
@@ -159,5 +217,7 @@ def choose_weights(run: StoredRun, there: set[str], choice: CurveOptions) -> tup
     if name == EACH:
         return "average, each subtask weighing the same", dict.fromkeys(sorted(there), 1.0)
     if missing := sorted(set(averages[name]) - there):
-        raise SettingError(f"{name}: no answered sample of {', '.join(missing)}; --average {EACH}, or another")
+        raise SettingError(
+            f"{name}: no sample of {', '.join(missing)} was answered; choose --average {EACH} or another average"
+        )
     return name, averages[name]

@@ -1,20 +1,26 @@
-"""The closing table: for each subtask and on average what a method loses against the full cache, and what it costs.
+"""Build the closing table: what a method loses against the full cache and what it costs, by subtask and on average.
 
-Everything is computed here from two runs' records; a record never stores an average. Per subtask, over the samples that
-both runs answered: mean scores and the paired interval (kvbench.analysis.paired), how many samples score less, more and
-alike, the mean share of bytes held (resident_bytes / full_bytes), the mean share of rows attended in decoding
-(rows_attended / rows_seen_decoding), and the medians of the time to the first token and of the time per output token
-after it, in ms. Rows below the rule are means of rows above it, weighted as the task says, else one average with each
-subtask weighing the same; the last one may be the average over the subtasks that the model can do
-(kvbench.analysis.solvable_subtasks). A second block has what else is known of the answers: the task's further metrics
-(kvbench.analysis.answer_metrics). Failed samples (`error`) leave both sides of their pair and are counted. Without a
-method the table is the full cache's own. Records say for how many runs their prompt was read at once
-(`shared_prefill`): a note says it too where that is more than one.
+Everything is computed here from the records of two runs; a record never stores an average. The table has a row for each
+subtask, over the samples that both runs answered:
+
+* the mean scores and the paired interval of their difference (kvbench.analysis.paired),
+* the number of samples that score less, more and the same,
+* the mean share of bytes held (resident_bytes / full_bytes),
+* the mean share of rows attended during decoding (rows_attended / rows_seen_decoding),
+* the medians of the time to first token and of the time per output token after it, in ms.
+
+Rows below the rule are means of the rows above it. The task defines their weights; otherwise there is one average in
+which each subtask weighs the same. The last row may be the average over the subtasks that the model can solve
+(kvbench.analysis.solvable_subtasks). A second block shows further metrics of the answers
+(kvbench.analysis.answer_metrics).
+
+If one side of a pair failed (`error`), the pair is left out and counted. Without a method the table shows the full
+cache alone. A note says so if several runs shared the prefill of a prompt (`shared_prefill`).
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,37 +38,45 @@ from kvbench.analysis.answer_metrics import (
 )
 from kvbench.analysis.closing_table_format import COST_NAMES, TIME_NAMES, ClosingTable, TableRow
 from kvbench.analysis.intervals import TAIL, mean
-from kvbench.analysis.paired import PairedScores, compare_subtasks, pair_records
+from kvbench.analysis.paired import Pair, PairedScores, compare_subtasks, pair_records
 from kvbench.analysis.text_table import NOT_AVAILABLE
 from kvbench.validation import EMBEDDED_MODELS, escape, format_value
 
+Records = Mapping[str, dict[str, Any]]  # uid -> record
+
+
 EMBEDDED_NOTE = "The embedded reference model tests the harness; it is no evidence about large models."
-WEIGHTED_NOTE = "Below the rule: means of subtasks, weighted as the benchmark does it, or papers that use it."
+WEIGHTED_NOTE = (
+    "The rows below the rule are means of subtasks, weighted like in the benchmark or in papers that use it."
+)
 FIDELITY_NOTE = (
-    "NLL of the answer: negative log-likelihood of the right answer's first tokens, which the model reads whatever it "
-    "answered itself; KL from the full cache: how far its predictions of them are from the full cache's. Both are "
-    "means in nats a token; smaller is better, and a sample counts as gained where it has more."
+    "NLL of the answer: negative log-likelihood of the correct answer's first tokens, which the model reads regardless "
+    "of its own answer. KL from the full cache: divergence of its predictions of these tokens from the full cache's. "
+    "Both are means in nats a token. Smaller is better, so a sample that counts as gained has become worse."
 )
 SOLVABLE_NOTE = (
-    "{}: over the subtasks on which the full cache of this model scores 50 or more, chosen on other samples than these "
-    "(conf/model/{}.yaml)."
+    "{}: covers the subtasks on which this model scores 50 or more with the full cache. They were chosen on other "
+    "samples than these (conf/model/{}.yaml)."
 )
 SHARED_PREFILL_NOTE = (
-    "Time to first token of the {}: prompts were read for several cells at once, it is what all have in common plus "
-    "the cell's own part; sweep.share_prefill=false reads them alone."
+    "Time to first token of the {}: several cells shared the prefill, so the time is that of the shared part plus the "
+    "cell's own part. sweep.share_prefill=false measures each cell alone."
 )
-MINIATURE_NOTE = "Miniature data made by kvbench in the benchmark's format: no comparison with published scores."
+MINIATURE_NOTE = (
+    "Miniature data made by kvbench in the benchmark's format: scores cannot be compared with published ones."
+)
 
 
-def build_run_table(
-    value: Mapping[str, Any], full_records: Mapping[str, dict], method_records: Mapping[str, dict] | None
-) -> ClosingTable:
-    """Return the closing table of a run, with its heading.
+def build_run_table(value: Mapping[str, Any], full_records: Records, method_records: Records | None) -> ClosingTable:
+    """Build the closing table of a run, with its heading.
 
     Args:
-        value: What the run is known by (`run.yaml`).
-        full_records: The full cache's records, by uid.
-        method_records: The run's, None where it is the full cache's itself.
+        value: The run's settings (`run.yaml`).
+        full_records: The full cache's records by uid.
+        method_records: The run's records by uid; None if the run is the full cache's.
+
+    Raises:
+        SettingError: Prompts or targets of a pair differ.
     """
     heading = {
         "model": value["model"]["name"],
@@ -78,34 +92,42 @@ def build_run_table(
 
 
 def is_embedded(value: Mapping[str, Any]) -> bool:
-    """Whether a run's model is one that the project has the weights of."""
+    """Return whether a run's model is an embedded one, whose weights are part of the project."""
     return value["model"]["name"] in EMBEDDED_MODELS
 
 
 def build_closing_table(
-    full_records: Mapping[str, dict],
-    method_records: Mapping[str, dict] | None,
+    full_records: Records,
+    method_records: Records | None,
     heading: Mapping[str, object],
     averages: Mapping[str, Mapping[str, float]] | None = None,
     listed: Sequence[str] = (),
 ) -> ClosingTable:
-    """The table of two runs' records (uid -> record), or of the full cache's alone.
+    """Build the closing table of two runs' records, or of the full cache alone.
 
-    `heading` is printed as it is, `task` with the data's kind; `model` and `revision` go into the notes, and `embedded:
-    True` marks the embedded reference model. `averages`: weights of subtasks by name of the average. `listed`: the
-    subtasks that the model can do, of which an average of their own is shown. SettingError if a pair's prompts or
-    targets differ.
+    Args:
+        full_records: The full cache's records by uid.
+        method_records: The method's records by uid, or None.
+        heading: Lines above the table. `task` is printed with the kind of its data, `model` and `revision` also go into
+            the notes, and `embedded: True` marks the embedded reference model and is not printed.
+        averages: Name of an average -> weights of its subtasks. None for one average with equal weights.
+        listed: Subtasks that the model can solve, which get an average of their own.
+
+    Raises:
+        SettingError: Prompts or targets of a pair differ.
     """
     other = full_records if method_records is None else method_records
     pairs = pair_records(full_records, other)
-    subtasks: dict[str, list[tuple[dict, dict]]] = {}
+    subtasks: dict[str, list[Pair]] = {}
     for full, method in sorted(pairs, key=lambda both: (both[1]["index"], both[1]["subtask"])):
         subtasks.setdefault(method["subtask"], []).append((full, method))
     rows = {name: _build_row(name, both) for name, both in subtasks.items()}
     scored = {name: collect_scores(both) for name, own in subtasks.items() if (both := select_answered(own))}
     solvable = solvable_subtasks.average_solvable(listed, rows)
-    weights = (averages or {"average": dict.fromkeys(scored, 1.0)}) | solvable
-    over = weights if averages else weights | {"average": rows}  # also those without an answer
+    weights: dict[str, Mapping[str, float]] = {**(averages or {"average": dict.fromkeys(scored, 1.0)}), **solvable}
+    over: dict[str, Collection[str]] = {**weights}
+    if not averages:
+        over["average"] = rows  # including subtasks without an answer
     means = []
     for name, own in weights.items():
         failed = sum(row.failed for subtask, row in rows.items() if subtask in over[name])
@@ -125,17 +147,19 @@ def build_closing_table(
         if missing := [subtask for subtask in over[name] if subtask not in scored]:
             notes.append(_describe_missing(name, missing, left_out=over[name] is not own))
     if any(row.interval and row.interval.low is None for row in (*rows.values(), *means)):
-        notes.append("No interval where a subtask has one context only: one says nothing about others.")
+        notes.append(
+            "There is no interval if a subtask has only one context, because one context says nothing about others."
+        )
     if (fewest := count_repeats(subtasks)) > 1:
-        notes.append(f"avg@{fewest}: prompts were answered {fewest} times; the answers to one are one group.")
+        notes.append(f"avg@{fewest}: each prompt was answered {fewest} times, and its answers form one group.")
     shown = {escape(str(key)): escape(format_value(value)) for key, value in heading.items() if key != "embedded"}
     if "task" in shown and (kinds := find_data_kinds(other)):
         shown["task"] += escape(f" ({', '.join(kinds)})")
-    rows = (*rows.values(), *means)
-    return ClosingTable(shown, rows, tuple(also), tuple(map(escape, notes)), method_records is not None)
+    every = (*rows.values(), *means)
+    return ClosingTable(shown, every, tuple(also), tuple(map(escape, notes)), method_records is not None)
 
 
-def _build_row(subtask: str, pairs: Sequence[tuple[dict, dict]]) -> TableRow:
+def _build_row(subtask: str, pairs: Sequence[Pair]) -> TableRow:
     kept = select_answered(pairs)
     full, method = [both[0] for both in kept], [both[1] for both in kept]
     times = {}
@@ -165,11 +189,13 @@ def _build_average_row(
     scored: Mapping[str, PairedScores],
     failed: int,
 ) -> TableRow:
-    """The weighted mean of rows; without numbers where a subtask has none."""
+    """Return the weighted mean of rows, without numbers if a subtask has none."""
     if not weights or any(subtask not in scored for subtask in weights):
         return _build_mean_row(name, kind, [], None, failed)
     shares = list(weights.values())
-    costs = {of: _average_known([getattr(rows[subtask], of) for subtask in weights], shares) for of in COST_NAMES}
+    costs: dict[str, Any] = {
+        of: _average_known([getattr(rows[subtask], of) for subtask in weights], shares) for of in COST_NAMES
+    }
     for of in TIME_NAMES:
         costs[f"{of}_error"] = _combine_errors([getattr(rows[subtask], f"{of}_error") for subtask in weights], shares)
     return _build_mean_row(name, kind, [scored[subtask] for subtask in weights], shares, failed, **costs)
@@ -181,18 +207,20 @@ def _build_mean_row(
     scores: Sequence[PairedScores],
     weights: Sequence[float] | None,
     failed: int,
-    **costs: float | None,
+    **others: Any,
 ) -> TableRow:
+    """Return a row with the means of `scores`; `others` are the optional fields of `TableRow`."""
     if not scores:
-        return TableRow(name, kind, None, None, None, failed, **costs)
-    sides = [mean([getattr(own, side) for own in scores], weights) for side in ("full_values", "method_values")]
-    return TableRow(name, kind, compare_subtasks(scores, weights), *sides, failed, **costs)
+        return TableRow(name, kind, None, None, None, failed, **others)
+    full = mean([own.full_values for own in scores], weights)
+    method = mean([own.method_values for own in scores], weights)
+    return TableRow(name, kind, compare_subtasks(scores, weights), full, method, failed, **others)
 
 
 def _describe_missing(name: str, missing: Sequence[str], left_out: bool) -> str:
     if left_out:
         return f"The average leaves out {', '.join(missing)}: no sample was answered."
-    return f"No {name}: no answered sample of {', '.join(missing)}."
+    return f"There is no {name}: no sample of {', '.join(missing)} was answered."
 
 
 def _average_known(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
@@ -201,17 +229,24 @@ def _average_known(values: Sequence[float | None], weights: Sequence[float]) -> 
 
 
 def _combine_errors(errors: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """The standard error of a weighted mean of independent values; None if one of them is not known."""
-    if any(error is None for error in errors):
+    """Return the standard error of a weighted mean of independent values; None if one error is unknown."""
+    known = [error for error in errors if error is not None]
+    if len(known) < len(errors):
         return None
-    return math.sqrt(sum((weight * error) ** 2 for error, weight in zip(errors, weights, strict=True))) / sum(weights)
+    return math.sqrt(sum((weight * error) ** 2 for error, weight in zip(known, weights, strict=True))) / sum(weights)
 
 
 def median_error(values: Sequence[float]) -> float | None:
-    """The standard error of the median of independent values, whatever their distribution; None of a single value.
+    """Return the standard error of the median of independent values from any distribution.
 
-    Half the distance between two order statistics that hold the median with a chance near 95 %, over the normal
-    quantile of the chance they really have (Price & Bonett 2001, "Estimating the Variance of the Sample Median").
+    This is half the distance between two order statistics that enclose the median with a chance near 95 %, divided by
+    the normal quantile of their actual chance (Price & Bonett 2001, "Estimating the Variance of the Sample Median").
+
+    Args:
+        values: The values.
+
+    Returns:
+        The error in the unit of the values; None for fewer than two values.
     """
     count = len(values)
     if count < 2:
@@ -232,9 +267,9 @@ def _reduce_known(of: Callable[[list[float]], float | None], values: Iterable[fl
 
 
 def _collect_notes(
-    full: Mapping[str, dict],
-    method: Mapping[str, dict],
-    pairs: Sequence[tuple[dict, dict]],
+    full: Records,
+    method: Records,
+    pairs: Sequence[Pair],
     heading: Mapping[str, object],
     with_method: bool,
 ) -> list[str]:
@@ -245,19 +280,21 @@ def _collect_notes(
         notes.append(MINIATURE_NOTE)
     for key, what in (("haystack", "haystack"), ("qa", "questions and answers")):
         if any(record["meta"].get(key) == "generated" for record in method.values()):
-            notes.append(f"Generated text ({what}), not the benchmark's own: no comparison with published scores.")
+            notes.append(
+                f"Generated text ({what}) replaces the benchmark's own: scores cannot be compared with published ones."
+            )
     notes += sorted({record["meta"]["note"] for record in method.values() if "note" in record["meta"]})
     for side, name in ((0, "full cache's"), (1, "method's"))[: 1 + with_method]:
         failures = Counter(found for both in pairs if (found := find_failure(both[side])))
         if failures:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(failures.items()))
             count = f"{failures.total()} of {len(pairs)} samples"
-            notes.append(f"{count} failed in the {name} run ({kinds}); left out on both sides.")
+            notes.append(f"{count} failed in the {name} run ({kinds}) and are left out on both sides.")
     sides = ("full cache", "method")[: 1 + with_method]
     shared = [name for side, name in enumerate(sides) if any(both[side].get("shared_prefill", 1) > 1 for both in pairs)]
     if shared:
         notes.append(SHARED_PREFILL_NOTE.format(" and the ".join(shared)))
     for records, name in ((full, "full cache's"), (method, "method's")):
         if alone := len(records) - len(pairs):
-            notes.append(f"{alone} samples of the {name} run have no partner in the other; left out.")
+            notes.append(f"{alone} samples of the {name} run have no partner in the other run and are left out.")
     return notes

@@ -1,4 +1,4 @@
-"""The closing table as plain text, Markdown and CSV: its rows, its columns, and how to read them."""
+"""Format the closing table as plain text, Markdown and CSV. This module defines its rows, columns and legend."""
 
 import csv
 import io
@@ -21,19 +21,19 @@ from kvbench.analysis.text_table import (
 )
 
 PAIRED_LEGEND = (
-    "diff: method - full in points, with its 95 % interval, paired and clustered by context. Right-or-wrong scores: "
-    "exact binomial bounds where fewer than 6 contexts differ. Partial scores: with room for one more context as far "
-    "off as is possible. lost/gained/same: samples with less, more, as much with the method."
+    "diff: method - full in points, with its 95 % interval, paired and clustered by context. Right-or-wrong scores "
+    "have exact binomial bounds if fewer than 6 contexts differ. Intervals of partial scores allow for one more "
+    "context with the most extreme score. lost/gained/same: samples that score less, more or the same with the method."
 )
 SINGLE_LEGEND = (
-    "95 % interval: of the mean score, clustered by context. Right-or-wrong scores: exact binomial bounds where fewer "
-    "than 6 contexts differ. Partial scores: with room for one more context as far off as is possible."
+    "95 % interval: of the mean score, clustered by context. Right-or-wrong scores have exact binomial bounds if fewer "
+    "than 6 contexts differ. Intervals of partial scores allow for one more context with the most extreme score."
 )
 COSTS_LEGEND = (
-    "bytes held, rows attended: shares of the full cache's, the latter per token decoded; TTFT: time to first token; "
-    "TPOT: time per output token after it; medians over samples."
+    "bytes held, rows attended: shares of the full cache's bytes, and of its rows per decoded token. TTFT: time to "
+    "first token. TPOT: time per output token after the first. Both times are medians over samples."
 )
-ALSO_LEGEND = "answers: means over the subtasks that have it, each weighing the same."
+ALSO_LEGEND = "answers: means over the subtasks that have the metric, each with the same weight."
 TIME_NAMES = ("ttft_full", "ttft", "tpot_full", "tpot")
 COST_NAMES = ("held", "attended", *TIME_NAMES)
 MEANS = (
@@ -53,55 +53,86 @@ MEANS = (
 
 @dataclass(frozen=True)
 class TableRow:
-    """A subtask, an average of subtasks, or a further metric. None where there is nothing to compute from."""
+    """A subtask, an average of subtasks, or a further metric. A field is None if there are no samples to compute it.
+
+    Attributes:
+        subtask: Name of the row.
+        kind: "subtask", "average", "solvable" (the average over the subtasks that a model's card lists) or "also" (a
+            further metric).
+        interval: Both means and their difference, in points. None if no sample was answered by both runs.
+        full: The full cache's mean over the same samples.
+        method: The method's mean over the same samples.
+        failed: Number of pairs that are left out because one side failed.
+        held: Share of the full cache's bytes that are held, in [0, 1].
+        attended: Share of the full cache's rows that a decoded token attends to, in [0, 1].
+        ttft_full: Time to first token with the full cache, ms.
+        ttft: Time to first token with the method, ms.
+        tpot_full: Time per output token with the full cache, ms.
+        tpot: Time per output token with the method, ms.
+        ttft_full_error: Standard error of `ttft_full`, ms. None for fewer than two samples.
+        ttft_error: Standard error of `ttft`, ms.
+        tpot_full_error: Standard error of `tpot_full`, ms.
+        tpot_error: Standard error of `tpot`, ms.
+        digits: Decimal places of scores and their differences.
+    """
 
     subtask: str
-    kind: str  # subtask, average, solvable (the average over those that a model's card lists) or also
-    interval: PairedDifference | None  # points; None if no sample was answered by both runs
-    full: Mean | None  # each run's mean by itself, over the same samples
+    kind: str
+    interval: PairedDifference | None
+    full: Mean | None
     method: Mean | None
-    failed: int  # pairs left out since one side failed
-    held: float | None = None  # share in [0, 1]
+    failed: int
+    held: float | None = None
     attended: float | None = None
-    ttft_full: float | None = None  # ms
+    ttft_full: float | None = None
     ttft: float | None = None
     tpot_full: float | None = None
     tpot: float | None = None
-    ttft_full_error: float | None = None  # standard errors of these four, ms; None: fewer than two samples
+    ttft_full_error: float | None = None
     ttft_error: float | None = None
     tpot_full_error: float | None = None
     tpot_error: float | None = None
-    digits: int = 1  # of scores and their differences
+    digits: int = 1
 
 
 @dataclass(frozen=True)
 class ClosingTable:
-    """Rows of subtasks, then of averages; further metrics; what they are about, and what must be said with them."""
+    """A closing table.
+
+    Attributes:
+        heading: Lines above the table.
+        rows: Subtasks, then averages.
+        also: Further metrics.
+        notes: Sentences below the table.
+        paired: Whether the table compares a method with the full cache. False for the full cache alone.
+    """
 
     heading: Mapping[str, str]
     rows: tuple[TableRow, ...]
     also: tuple[TableRow, ...]
     notes: tuple[str, ...]
-    paired: bool  # False: the full cache alone
+    paired: bool
 
     @property
     def legend(self) -> tuple[str, ...]:
-        """How to read the columns."""
+        """Sentences that explain the columns."""
         return (PAIRED_LEGEND if self.paired else SINGLE_LEGEND, COSTS_LEGEND, *([ALSO_LEGEND] if self.also else []))
 
     @property
     def columns(self) -> list[Column]:
+        """The columns of the first block."""
         failures = any(row.failed for row in self.rows)
         columns = [SUBTASK, *(PAIRED if self.paired else ALONE), COUNT, *([FAILED] if failures else [])]
         return columns + [column for column in COSTS_COLUMNS if self.paired or column not in PAIRED_COSTS]
 
     @property
     def also_columns(self) -> list[Column]:
+        """The columns of the second block, with further metrics."""
         plain = [replace(column, top="") if column.top == "score" else column for column in (*PAIRED, COUNT)]
         return [ANSWERS, *(plain if self.paired else (replace(FULL, top=""), ALONE[1], COUNT))]
 
     def to_text(self, width: int = 100) -> str:
-        """Plain aligned text without any terminal codes; columns that do not fit `width` go into a second block."""
+        """Return plain aligned text without terminal codes. Columns that do not fit `width` go into a further block."""
         lines = wrap_texts((f"{key}: {value}" for key, value in self.heading.items()), width)
         lines += format_table(self.columns, self.rows, sum(row.kind != "subtask" for row in self.rows), width)
         if self.also:
@@ -110,7 +141,7 @@ class ClosingTable:
         return "\n".join(lines) + "\n"
 
     def to_markdown(self) -> str:
-        """GitHub tables, the heading above and the notes below them as lists."""
+        """Return GitHub tables, with the heading above and the notes below as lists."""
         lines = [f"* {escape_markdown(key)}: {escape_markdown(value)}" for key, value in self.heading.items()]
         lines += ["", *format_markdown(self.columns, self.rows)]
         if self.also:
@@ -119,7 +150,7 @@ class ClosingTable:
         return "\n".join(lines) + "\n"
 
     def to_csv(self) -> str:
-        """Unrounded numbers, empty where there is none; heading and notes repeat in every line, so it stands alone."""
+        """Return CSV with unrounded numbers. Every line repeats heading and notes, so that it is complete by itself."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         alone = [(side, edge) for side in ("full", "method") for edge in ("low", "high", "error")]

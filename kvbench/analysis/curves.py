@@ -1,9 +1,9 @@
-"""What a method loses at every budget that was run: points, area under the curve, smallest budget that loses little.
+"""Report what a method loses at every budget that was run: points, area under the curve, smallest sufficient share.
 
-reads the store and prints, for each model, task, question and method (with its allocator, codec and settings), the
-measured points against the full cache on the same samples (kvbench.analysis.paired) and what follows from them
-(kvbench.analysis.budget_curve). Any setting of a run chooses: `block_size=null`, `task.length=2048`,
-`subtask=ruler_vt`. Runs that differ in anything but the budget are no curve: they are refused, with the settings in
+The report covers each model, task, question and method (with its allocator, codec and settings). It compares the
+measured points with the full cache on the same samples (kvbench.analysis.paired) and derives the area and the smallest
+share (kvbench.analysis.budget_curve). Any setting of a run works as a filter: `block_size=null`, `task.length=2048`,
+`subtask=ruler_vt`. Runs that differ in more than the budget do not form a curve. They are rejected with the settings in
 which they differ.
 """
 
@@ -29,7 +29,7 @@ from kvbench.validation import SettingError, escape, require_choice
 
 
 def label_run(run: StoredRun, differ: Iterable[str]) -> str:
-    """Model, task, question and cache, with the settings that tell it from others of these names."""
+    """Return model, task, question and cache of a run, and its values of the settings `differ`."""
     value = run.value
     names = [value["model"]["name"], value["task"]["name"], f"question {value['question']}"]
     names += [value["method"]["name"], value["allocator"]["name"], value["codec"]["name"]]
@@ -39,44 +39,72 @@ def label_run(run: StoredRun, differ: Iterable[str]) -> str:
 def format_series(
     label: str, swept: BudgetSeries, reach: tuple[float, float] | None, keep: float, width: int
 ) -> list[str]:
-    """The lines of one curve; `reach`: the kept shares between which the area lies, None if there is no such range."""
+    """Format one curve as lines of text.
+
+    Args:
+        label: Name of the curve.
+        swept: The curve.
+        reach: Kept shares between which the area is computed; None if there is no such range.
+        keep: Share of the full cache's score that counts as kept.
+        width: Width in characters.
+    """
     count = f"{swept.average}; {len(swept.uids)} samples"
-    count += f", {swept.left_out} not answered everywhere and left out" if swept.left_out else ""
+    count += f"; {swept.left_out} were not answered by all runs and are left out" if swept.left_out else ""
     lines = [*wrap_texts([escape(label), escape(count)], width)]
     lines += [*format_table(COLUMNS, swept.points, 1, width), ""]
-    for what, line in ((area_line, reach), (smallest_line, keep)):
+    for name, make_line in (
+        ("area", lambda: area_line(swept, reach)),
+        ("smallest", lambda: smallest_line(swept, keep)),
+    ):
         try:
-            lines.append(what(swept, line))
+            lines.append(make_line())
         except ValueError as error:
-            lines.append(f"{what.__name__.partition('_')[0]}: {NOT_AVAILABLE}, {error}")
+            lines.append(f"{name}: {NOT_AVAILABLE}, {error}")
     return lines
 
 
 def area_line(swept: BudgetSeries, reach: tuple[float, float] | None) -> str:
+    """Return the line about the area under a curve.
+
+    Raises:
+        ValueError: The curve has no area, or was not measured over `reach`.
+    """
     low, high = swept.measured_range
     if low == high:
-        raise ValueError("one point" if len(swept.runs) == 1 else f"one share of {swept.against} only; see --against")
+        raise ValueError(
+            "there is only one point"
+            if len(swept.runs) == 1
+            else f"all points have the same share of {swept.against}; try another --against"
+        )
     if reach is None:
-        raise ValueError("no range that all curves of this full cache have; --range LOW:HIGH")
+        raise ValueError("the curves of this full cache have no range in common; choose one with --range LOW:HIGH")
     own, change = swept.curve.area(*reach), swept.curve.area_change(*reach)
     return (
         f"area from {format_percent(reach[0])} to {format_percent(reach[1])} of {swept.against}: "
         f"{format_estimate(own, '')}, "
-        f"less the full cache's score {format_estimate(change, '+')}"
+        f"minus the full cache's score {format_estimate(change, '+')}"
     )
 
 
 def smallest_line(swept: BudgetSeries, keep: float) -> str:
+    """Return the line about the smallest share that keeps `keep` of the full score.
+
+    Raises:
+        ValueError: The full cache scores 0.
+    """
     return f"smallest share that keeps {format_percent(keep)} of the full score: " + format_smallest_share(
         swept.curve.smallest(keep), *swept.measured_range
     )
 
 
 def format_estimate(own: Estimate, sign: str) -> str:
+    """Return an estimate with its interval."""
     return f"{format_number(own.value, sign=sign)} {format_interval(own.low, own.high, sign)}"
 
 
 def format_smallest_share(own: Estimate, low: float, high: float) -> str:
+    """Return a smallest share with its interval. `low` and `high` are the smallest and largest measured shares."""
+
     def share(value: float) -> str:
         return (
             format_percent(value)
@@ -86,24 +114,35 @@ def format_smallest_share(own: Estimate, low: float, high: float) -> str:
             else f"> {format_percent(high)}"
         )
 
-    interval = NOT_AVAILABLE if own.low is None else f"[{share(own.low)}, {share(own.high)}]"
-    said = {-inf: ", all measured keep it", inf: ", the largest measured does not"}.get(own.value, "")
+    interval = NOT_AVAILABLE if own.low is None or own.high is None else f"[{share(own.low)}, {share(own.high)}]"
+    said = {-inf: ", all measured shares keep it", inf: ", the largest measured share does not"}.get(own.value, "")
     return f"{share(own.value)} {interval}{said}"
 
 
 def find_common_range(curves: Iterable[BudgetSeries]) -> tuple[float, float] | None:
-    """The kept shares that all curves of more than one point have between their smallest and largest."""
+    """Return the kept shares that all curves of several points have in common; None if there is no such range."""
     ends = [own.measured_range for own in curves if own.measured_range[0] < own.measured_range[1]]
     low, high = max((low for low, _ in ends), default=0.0), min((high for _, high in ends), default=0.0)
     return (low, high) if low < high else None
 
 
 def report_curves(options: Namespace, width: int) -> tuple[list[str], list[str]]:
-    """What is printed, and what is refused; SettingError for a store or filter that gives nothing."""
+    """Build the report of `kvbench curves`.
+
+    Args:
+        options: The parsed command line.
+        width: Width in characters.
+
+    Returns:
+        Lines to print, and a line for each rejected curve.
+
+    Raises:
+        SettingError: No run passes the filters.
+    """
     stored, unfinished = load_finished(options.results)
     runs = [run for run in filter_runs(stored, options.filters) if not run.full]
     if not runs:
-        raise SettingError(f"{options.results}: the full cache alone makes no curve")
+        raise SettingError(f"{options.results}: the full cache alone does not form a curve")
     if options.choice.subtask is not None:
         require_choice("subtask", options.choice.subtask, list_subtasks(runs))
     groups: dict[tuple[str, str], list[StoredRun]] = {}
@@ -119,12 +158,13 @@ def report_curves(options: Namespace, width: int) -> tuple[list[str], list[str]]
         except SettingError as error:
             refused.append(f"{label}: {error}")
     lines, notes = [], []
-    every = [(label, own) for label, found in curves.items() for own in found]
-    for label, own in every:
-        alike = [other for _, other in every if (other.full.hash, other.average) == (own.full.hash, own.average)]
-        lines += [*format_series(label, own, options.range or find_common_range(alike), options.keep, width), "", ""]
-        notes += [EMBEDDED_NOTE] if is_embedded(own.full.value) else []
-        notes += [MINIATURE_NOTE] if "miniature" in find_data_kinds(own.full.records) else []
+    every = [(label, series) for label, found in curves.items() for series in found]
+    for label, series in every:
+        full, average = series.full, series.average
+        alike = [other for _, other in every if (other.full.hash, other.average) == (full.hash, average)]
+        lines += [*format_series(label, series, options.range or find_common_range(alike), options.keep, width), "", ""]
+        notes += [EMBEDDED_NOTE] if is_embedded(full.value) else []
+        notes += [MINIATURE_NOTE] if "miniature" in find_data_kinds(full.records) else []
     if unfinished:
         notes.append(f"{unfinished} unfinished runs are left out.")
     if curves:
@@ -133,7 +173,16 @@ def report_curves(options: Namespace, width: int) -> tuple[list[str], list[str]]
 
 
 def parse_shares(name: str, text: str, count: int) -> tuple[float, ...]:
-    """`count` rising numbers in (0, 1]; SettingError."""
+    """Parse `count` rising numbers in (0, 1], separated by colons.
+
+    Args:
+        name: Option that the message names.
+        text: The text.
+        count: Number of numbers.
+
+    Raises:
+        SettingError: `text` is something else.
+    """
     try:
         found = tuple(map(float, text.split(":")))
     except ValueError:
@@ -144,10 +193,10 @@ def parse_shares(name: str, text: str, count: int) -> tuple[float, ...]:
 
 
 LEGEND = (
-    "Intervals are 95 %, clustered by context, of score and area the mean's, of diff paired with the full cache on the "
-    "same samples; lost/gained/same: samples that score less, more and alike. kept: measured share of the full cache. "
-    "Area: mean score over kept shares, straight between points; its interval and the smallest share's by a seeded "
-    "bootstrap of contexts."
+    "All intervals are 95 % intervals, clustered by context. Those of diff are paired with the full cache on the same "
+    "samples. lost/gained/same: samples that score less, more or the same. kept: measured share of the full cache. "
+    "area: mean score over kept shares, with straight lines between points. The intervals of the area and of the "
+    "smallest share come from a seeded bootstrap of contexts."
 )
 COLUMNS = (
     Column("", "budget", lambda point: point.budget),

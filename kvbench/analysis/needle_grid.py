@@ -1,8 +1,9 @@
-"""The grid of a needle or phone book run: one line of CSV for each run, length and depth, from the records alone.
+"""Format needle and phone book runs as a grid: one line of CSV for each run, length and depth, from the records alone.
 
-`score` and the task's further metrics (`also_...`: points, or the share of samples where it is so) are means over the
-cell's `n` answered samples; `kept` is the mean of resident_bytes / full_bytes, `place` where the needle really stood;
-`failed` samples have no score. Runs whose samples have no `length` and `depth` are left out.
+`score` and further metrics of the task (`also_...`) are means over the `n` answered samples. A further metric is a
+number of points, or the share of samples for which it is true. `kept` is the mean of resident_bytes / full_bytes.
+`place` is the actual position of the needle. `failed` counts samples without a score. Runs whose samples have no
+`length` and `depth` are left out.
 """
 
 import csv
@@ -32,10 +33,14 @@ CELL_COLUMNS = ("data", "length", "depth", "n", "failed", "score", "kept", "plac
 
 
 def format_grid(results: Path) -> str:
-    """The CSV of all runs under `results`; SettingError where there is none with a grid."""
+    """Return the CSV of all runs under `results`.
+
+    Raises:
+        SettingError: There is no run with a grid.
+    """
     lines = [line for run in load_runs(results) for line in _list_cells(run)]
     if not lines:
-        raise SettingError(f"{results}: no run there whose samples have a length and a depth")
+        raise SettingError(f"{results}: no run has samples with a length and a depth")
     also = sorted({key for line in lines for key in line} - {*RUN_COLUMNS, *CELL_COLUMNS})
     text = io.StringIO()
     writer = csv.DictWriter(text, (*RUN_COLUMNS, *CELL_COLUMNS, *also), restval="", lineterminator="\n")
@@ -45,11 +50,11 @@ def format_grid(results: Path) -> str:
 
 
 def _list_cells(run: StoredRun) -> Iterator[dict[str, Any]]:
-    cells: dict[tuple[Any, ...], list[dict]] = {}
+    cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in run.records.values():
         meta = record["meta"]
         if {"length", "depth"} <= meta.keys():
-            depth = -1 if meta["depth"] is None else meta["depth"]  # drawn for each sample: one cell
+            depth = -1 if meta["depth"] is None else meta["depth"]  # depths drawn for each sample form one cell
             cells.setdefault((meta["length"], depth, meta.get("data", "")), []).append(record)
     about = {name: run.settings.get(f"{name}.name", run.settings.get(name)) for name in RUN_COLUMNS[2:]}
     for (length, depth, data), records in sorted(cells.items()):

@@ -1,27 +1,41 @@
-"""How far a method's scores lie from the full cache's on the same samples, with 95 % intervals. One for all tables.
+"""Compare a method's scores with the full cache's on the same samples, with 95 % intervals. All tables use this module.
 
-Samples are paired by uid, and only if prompt and target are the same. A subtask's difference is the mean of
-method_i − full_i in points, that of several subtasks their weighted mean; kvbench.analysis.intervals has the interval.
+Samples are paired by uid, and only if their prompts and targets are equal. The difference of a subtask is the mean of
+method_i − full_i in points, and the difference of several subtasks is their weighted mean. kvbench.analysis.intervals
+defines the interval.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kvbench.analysis.intervals import BOUND, TOLERANCE, Values, mean, normalize_weights, weighted_mean
 from kvbench.validation import SettingError
 
+Pair = tuple[dict[str, Any], dict[str, Any]]  # records of one sample, with the full cache and with the method
+
 
 @dataclass(frozen=True)
 class PairedScores:
-    """One subtask: the scores of the same samples with the full cache and with the method, and their groups."""
+    """The scores of one subtask's samples with the full cache and with the method. The sequences are aligned.
+
+    Args:
+        full: Scores with the full cache.
+        method: Scores with the method.
+        groups: The group (context) of each sample.
+        most: Largest possible score; inf if unbounded, such as a number of tokens.
+
+    Raises:
+        ValueError: There are no samples, the lengths differ, or a score is out of range.
+    """
 
     full: Sequence[float]
     method: Sequence[float]
     groups: Sequence[str]
-    most: float = BOUND  # infinite: not bounded, such as a number of tokens
+    most: float = BOUND
 
     def __post_init__(self) -> None:
         if not len(self.full) == len(self.method) == len(self.groups) > 0:
@@ -34,23 +48,35 @@ class PairedScores:
 
     @property
     def full_values(self) -> Values:
+        """The full cache's scores."""
         return self._make_values(self.full)
 
     @property
     def method_values(self) -> Values:
+        """The method's scores."""
         return self._make_values(self.method)
 
     @property
     def differences(self) -> Values:
-        """Method − full."""
+        """The differences method − full."""
         return Values((np.asarray(self.method, float) - self.full).tolist(), self.groups, -self.most, self.most)
 
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Means and their difference (method − full) in points, with the difference's error and interval as in Mean.
+    """Two means and their difference (method − full) in points.
 
-    `lost` and `gained` are the samples that score less and more with the method (right to wrong, wrong to right).
+    Attributes:
+        mean_full: Mean score with the full cache.
+        mean_method: Mean score with the method.
+        difference: Their difference.
+        low: Lower end of the difference's 95 % interval, None as in `kvbench.analysis.intervals.Mean`.
+        high: Upper end of it.
+        samples: Number of samples.
+        groups: Number of groups.
+        error: Standard error of the difference.
+        lost: Number of samples that score less with the method (from right to wrong).
+        gained: Number of samples that score more with the method (from wrong to right).
     """
 
     mean_full: float
@@ -66,17 +92,28 @@ class PairedDifference:
 
     @property
     def same(self) -> int:
-        """The samples that score alike."""
+        """Number of samples with equal scores."""
         return self.samples - self.lost - self.gained
 
 
 def compare_scores(full: Sequence[float], method: Sequence[float], groups: Sequence[str]) -> PairedDifference:
-    """The interval of one subtask; the three sequences are aligned, one entry a sample."""
+    """Compare the scores of one subtask. The three sequences are aligned, with one entry per sample."""
     return compare_subtasks([PairedScores(full, method, groups)])
 
 
 def compare_subtasks(subtasks: Sequence[PairedScores], weights: Sequence[float] | None = None) -> PairedDifference:
-    """The interval of a weighted mean over subtasks; None: each weighing the same."""
+    """Compare the scores of several subtasks.
+
+    Args:
+        subtasks: The scores of each subtask.
+        weights: A positive weight for each subtask. None weighs all subtasks the same.
+
+    Returns:
+        Weighted means and their difference with its interval.
+
+    Raises:
+        ValueError: There are no subtasks, or the weights do not fit.
+    """
     changes = [scores.differences for scores in subtasks]
     found = mean(changes, weights)
     shares = normalize_weights(weights, len(subtasks))
@@ -94,10 +131,18 @@ def compare_subtasks(subtasks: Sequence[PairedScores], weights: Sequence[float] 
     )
 
 
-def pair_records(full: Mapping[str, dict], method: Mapping[str, dict]) -> list[tuple[dict, dict]]:
-    """(full, method) records of the samples that both runs have, by uid.
+def pair_records(full: Mapping[str, dict[str, Any]], method: Mapping[str, dict[str, Any]]) -> list[Pair]:
+    """Pair the records of the samples that both runs have.
 
-    SettingError where prompts or targets differ: then the two did not answer the same question.
+    Args:
+        full: The full cache's records by uid.
+        method: The method's records by uid.
+
+    Returns:
+        (full, method) records, sorted by uid.
+
+    Raises:
+        SettingError: Prompts or targets of a pair differ, so the two runs did not answer the same question.
     """
     pairs = [(full[uid], method[uid]) for uid in sorted(full.keys() & method.keys())]
     for one, other in pairs:

@@ -1,16 +1,17 @@
-"""Several answers to one prompt: avg@n and pass@k.
+"""Compute avg@n and pass@k of prompts with several answers.
 
-A prompt is answered n times, c of them right. avg@n is the mean over prompts of the mean score of the n answers, and
+A prompt has n answers, and c of them are right. avg@n is the mean over prompts of the mean score of the n answers.
 
     pass@k = mean over prompts of 1 − C(n − c, k) / C(n, k)
 
 is the unbiased estimate of how often at least one of k answers is right (Chen et al. 2021, "Evaluating Large Language
-Models Trained on Code", arXiv 2107.03374, eq. 1); pass@1 is avg@n of right-or-wrong scores. Answers to one prompt share
-its group, so intervals (kvbench.analysis.intervals) count prompts, or contexts where several prompts share one.
+Models Trained on Code", arXiv 2107.03374, eq. 1). pass@1 equals avg@n for right-or-wrong scores. All answers to a
+prompt share its group, so intervals (kvbench.analysis.intervals) count prompts, or contexts if prompts share one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import comb
+from typing import Any
 
 from kvbench.analysis.intervals import BOUND, Mean, Values, mean
 
@@ -18,14 +19,30 @@ Prompt = tuple[str, str, str, str]  # subtask, group, prompt_hash, target_hash
 
 
 def estimate_pass_at_k(k: int, answers: int, right: int) -> float:
-    """The chance that at least one of `k` of the `answers` is right; ValueError unless 1 <= k <= answers."""
+    """Estimate the chance that at least one of k answers is right (Chen et al. 2021, eq. 1).
+
+    Args:
+        k: Number of answers drawn without replacement.
+        answers: Number of answers n.
+        right: Number of right answers c.
+
+    Returns:
+        A chance in [0, 1].
+
+    Raises:
+        ValueError: k is not in [1, answers], or `right` is not in [0, answers].
+    """
     if not (1 <= k <= answers and 0 <= right <= answers):
         raise ValueError(f"pass@{k} of {answers} answers, {right} of them right")
     return 1 - comb(answers - right, k) / comb(answers, k)
 
 
-def group_by_prompt(records: Iterable[Mapping]) -> dict[Prompt, list[float]]:
-    """The scores of the answers to each prompt, in no order; ValueError for a record without a score."""
+def group_by_prompt(records: Iterable[Mapping[str, Any]]) -> dict[Prompt, list[float]]:
+    """Return the scores of each prompt's answers, sorted by size.
+
+    Raises:
+        ValueError: A record has no score.
+    """
     found: dict[Prompt, list[float]] = {}
     for record in records:
         if record["score"] is None:
@@ -35,13 +52,17 @@ def group_by_prompt(records: Iterable[Mapping]) -> dict[Prompt, list[float]]:
     return {key: sorted(found[key]) for key in sorted(found)}
 
 
-def count_fewest_answers(records: Iterable[Mapping]) -> int:
-    """The fewest answers that any prompt has; 0 without records."""
+def count_fewest_answers(records: Iterable[Mapping[str, Any]]) -> int:
+    """Return the smallest number of answers that any prompt has, 0 if there are no records."""
     return min(map(len, group_by_prompt(records).values()), default=0)
 
 
-def score_prompts(records: Iterable[Mapping], k: int) -> dict[Prompt, float]:
-    """pass@k of each prompt in points; ValueError where scores are not 0 or 100 or a prompt has fewer answers."""
+def score_prompts(records: Iterable[Mapping[str, Any]], k: int) -> dict[Prompt, float]:
+    """Return pass@k of each prompt in points.
+
+    Raises:
+        ValueError: A score is neither 0 nor 100, or a prompt has fewer than k answers.
+    """
     found = {}
     for key, scores in group_by_prompt(records).items():
         if any(score not in (0.0, BOUND) for score in scores):
@@ -50,16 +71,24 @@ def score_prompts(records: Iterable[Mapping], k: int) -> dict[Prompt, float]:
     return found
 
 
-def pass_at_k(records: Iterable[Mapping], k: int) -> Mean:
-    """pass@k in points, the mean over the prompts of all records."""
+def pass_at_k(records: Iterable[Mapping[str, Any]], k: int) -> Mean:
+    """Return pass@k in points with its interval, the mean over the prompts of all records.
+
+    Raises:
+        ValueError: A score is neither 0 nor 100, or a prompt has fewer than k answers.
+    """
     return _average_prompts(score_prompts(records, k))
 
 
-def average_at_n(records: Sequence[Mapping]) -> Mean:
-    """avg@n in points; ValueError where prompts have different numbers of answers."""
+def average_at_n(records: Sequence[Mapping[str, Any]]) -> Mean:
+    """Return avg@n in points with its interval.
+
+    Raises:
+        ValueError: Prompts have different numbers of answers.
+    """
     found = group_by_prompt(records)
     if len(counts := {len(scores) for scores in found.values()}) > 1:
-        raise ValueError(f"avg@n: prompts with {min(counts)} and with {max(counts)} answers")
+        raise ValueError(f"avg@n: some prompts have {min(counts)} answers, others {max(counts)}")
     return _average_prompts({key: sum(scores) / len(scores) for key, scores in found.items()})
 
 

@@ -1,22 +1,21 @@
-"""The subtasks that a model can do, which its card lists: the key `solvable` of conf/model/<name>.yaml.
+"""Read which subtasks a model can solve. Its card lists them under the key `solvable` of conf/model/<name>.yaml.
 
-A weak model scores near 0 on many subtasks whatever its cache holds, and an average over all of them hides what a
-method loses. Tables therefore show a second average, over the listed subtasks. `python -m kvbench choose-solvable`
-makes the list:
+A weak model scores near 0 on many subtasks with any cache, and an average over all subtasks hides what a method loses.
+Tables therefore show a second average, over the listed subtasks. `python -m kvbench choose-solvable` makes the list:
 
     solvable:
-      weights: "1f9d6ba0c3e84d27"   # identity of the model that was asked; other weights have no list
-      seed: 50000                   # of the samples that were asked; runs on the same samples show no second average
+      weights: "1f9d6ba0c3e84d27"   # identity of the tested model; the list does not apply to other weights
+      seed: 50000                   # seed of the samples used; runs on the same samples show no second average
       ruler:                        # a task with task.length: a list for each length
         2048: [niah_single_1, niah_single_2]
-      longbench: [trec, triviaqa]   # a task without: one list
+      longbench: [trec, triviaqa]   # a task without task.length: one list
 
-A subtask is listed if the full cache scores at least 50 on average. The samples that decide this are made with another
-seed than those that are evaluated. A list chosen on the evaluated samples would prefer subtasks that did well by
-chance, and the full cache's average would be too high (tests/test_statistics.py shows it, and how often the intervals
-of the second average hold the truth).
+A subtask is listed if the full cache scores at least 50 on average. The samples that decide this have another seed than
+the evaluated samples. A list chosen on the evaluated samples would prefer subtasks that did well by chance, and the
+full cache's average would be too high (tests/analysis/test_intervals.py shows this, and the coverage of the second
+average's intervals).
 
-The list changes no record. It is therefore no part of what a run is known by, and it also serves older runs.
+The list changes no record. It is therefore not part of a run's identity, and it also applies to older runs.
 """
 
 import math
@@ -32,29 +31,29 @@ from kvbench.validation import SettingError, format_value, require_choice, requi
 
 KEY = "solvable"
 LEAST_SCORE = 50.0  # points
-NO_TASKS = ("weights", "seed")  # keys of the list that are no task
+NO_TASKS = ("weights", "seed")  # keys of the list that are not tasks
 
 
 def is_solvable(scores: Sequence[float]) -> bool:
-    """Whether a subtask with these scores of the full cache, in points, is listed: their mean is at least LEAST."""
+    """Return whether a subtask is listed: the mean of the full cache's scores, in points, is at least LEAST_SCORE."""
     return math.fsum(scores) / len(scores) >= LEAST_SCORE - TOLERANCE
 
 
 def list_solvable(value: Mapping[str, Any]) -> tuple[str, ...]:
-    """The subtasks that the card lists for the model, task and length of a run.
+    """Return the subtasks that the card lists for the model, task and length of a run.
 
     Args:
-        value: What the run is known by (`kvbench.runs.spec.RunSpec.value`).
+        value: The run's settings (`kvbench.runs.spec.RunSpec.value`).
 
     Returns:
-        The names. Empty if the card has no list for this task and length, if the run's weights are not the card's, and
-        if the run's samples have the seed of those that the list was chosen on.
+        The names. Empty if the card has no list for this task and length, if the run has other weights than the card,
+        and if the run's samples have the same seed as those that the list was chosen on.
 
     Raises:
         SettingError: The card is damaged.
     """
     model, task = value["model"], value["task"]
-    if model["name"] not in catalogue.list_choices("model"):  # of a folder or hub id
+    if model["name"] not in catalogue.list_choices("model"):  # a model from a folder or the hub has no card
         return ()
     card = read_card(model["name"])
     if not card or card["weights"] != model.get("identity") or card["seed"] == task.get("seed"):
@@ -64,9 +63,15 @@ def list_solvable(value: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def average_solvable(names: Sequence[str], subtasks: Iterable[str]) -> dict[str, dict[str, float]]:
-    """The average over those of a run's `subtasks` that are among the listed `names`: its name and their weights.
+    """Return the average over a run's listed subtasks.
 
-    Empty if none of them is listed. Also empty if all are: the average of all is the same.
+    Args:
+        names: Subtasks that the card lists.
+        subtasks: Subtasks of the run.
+
+    Returns:
+        The average's name -> the weights of its subtasks. Empty if no subtask is listed, and if all are, because this
+        average would equal the one over all subtasks.
     """
     there = list(subtasks)
     own = [name for name in there if name in names]
@@ -74,7 +79,7 @@ def average_solvable(names: Sequence[str], subtasks: Iterable[str]) -> dict[str,
 
 
 def check_card(config: Mapping[str, Any]) -> None:
-    """Raise a SettingError unless the card of a composed `model` can be used and nothing overrides its list."""
+    """Raise a SettingError if the card of a composed `model` is damaged, or if the settings override its list."""
     card = read_card(config["name"])
     if KEY in config and (config[KEY] or {}) != card:
         raise SettingError(
@@ -83,7 +88,11 @@ def check_card(config: Mapping[str, Any]) -> None:
 
 
 def read_card(name: str) -> Mapping[str, Any]:
-    """What conf/model/<name>.yaml says under `solvable`, {} for nothing; SettingError if it cannot be used."""
+    """Return the value of `solvable` in conf/model/<name>.yaml, {} if there is none.
+
+    Raises:
+        SettingError: The value is damaged.
+    """
     return _parse_card(name, (catalogue.CONF / "model" / f"{name}.yaml").read_text())
 
 
@@ -119,7 +128,11 @@ def _parse_card(name: str, text: str) -> Mapping[str, Any]:
 
 
 def list_listable(where: str, task: object) -> tuple[tuple[str, ...], bool]:
-    """All subtasks of a task, and whether it has a length; SettingError if a card cannot list them."""
+    """Return all subtasks of a task, and whether the task has a length.
+
+    Raises:
+        SettingError: There is no such task, or its subtasks have no fixed names.
+    """
     require_choice(where, task, catalogue.list_choices("task"))
     settings = yaml.safe_load((catalogue.CONF / "task" / f"{task}.yaml").read_text())
     kind = catalogue.load_class(f"task={task}", settings["_target_"]) if "_target_" in settings else None

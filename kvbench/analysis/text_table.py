@@ -1,4 +1,7 @@
-"""Columns of text, aligned for a terminal or as Markdown; nothing in a cell can steer the terminal or break a line."""
+"""Format tables as aligned text for a terminal or as Markdown.
+
+Control characters in cells are escaped, so that no cell can control the terminal or break a line.
+"""
 
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -12,21 +15,36 @@ NOT_AVAILABLE = "n/a"
 
 @dataclass(frozen=True)
 class Column:
-    """A column: two lines of title, and what it says of a row."""
+    """A column of a table.
+
+    Attributes:
+        top: First line of its title.
+        bottom: Second line of its title.
+        cell: Function that returns the text for a row.
+        leads: Whether this column and all after it stay together, in a further block if they do not fit.
+    """
 
     top: str
     bottom: str
     cell: Callable[[Any], str]
-    leads: bool = False  # it and those after it stay together: in a further block where they do not fit
+    leads: bool = False
 
     @property
     def title(self) -> str:
+        """The title in one line."""
         return f"{self.top} {self.bottom}".strip()
 
 
 def format_table(columns: Sequence[Column], rows: Sequence[Any], last: int, width: int) -> list[str]:
-    """Lines of plain text, the `last` rows under a rule of their own. The first column labels the rows, and columns
-    that do not fit `width` go into a further block under the same labels.
+    """Format a table as lines of plain text.
+
+    Columns that do not fit go into a further block, which repeats the first column.
+
+    Args:
+        columns: The columns. The first one labels the rows.
+        rows: The rows, which are passed to `Column.cell`.
+        last: Number of rows at the end that get a rule above them.
+        width: Width in characters.
     """
     label = max(24, width - 70)
     texts = []
@@ -54,7 +72,7 @@ def format_table(columns: Sequence[Column], rows: Sequence[Any], last: int, widt
 
 
 def format_markdown(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
-    """Lines of a GitHub table."""
+    """Format a table as lines of a GitHub table."""
 
     def cells(texts: Iterable[str]) -> str:
         return "| " + " | ".join(map(escape_markdown, texts)) + " |"
@@ -64,24 +82,27 @@ def format_markdown(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]
 
 
 def wrap_texts(texts: Iterable[str], width: int) -> list[str]:
-    """Lines of at most `width`, a text's further ones indented."""
+    """Wrap each text into lines of at most `width` characters. Lines after a text's first are indented."""
     return [line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="  ")]
 
 
 def escape_markdown(text: str) -> str:
-    """`text` for a Markdown cell: no character of it is markup."""
+    """Escape a text for a Markdown cell, so that none of its characters is markup."""
     return "".join(f"\\{char}" if char in "\\|`*_[]<>#" else char for char in text)
 
 
 def format_number(value: float | None, digits: int = 1, sign: str = "") -> str:
+    """Return a rounded number, or NOT_AVAILABLE for None. `sign="+"` also marks positive numbers; -0 becomes 0."""
     return NOT_AVAILABLE if value is None else f"{round(value, digits) + 0.0:{sign}.{digits}f}"
 
 
 def format_percent(share: float | None) -> str:
+    """Return a share in [0, 1] as a percentage, or NOT_AVAILABLE for None."""
     return NOT_AVAILABLE if share is None else f"{100 * share:.1f}%"
 
 
 def format_interval(low: float | None, high: float | None, sign: str = "", digits: int = 1) -> str:
+    """Return "[low, high]" with rounded numbers, or NOT_AVAILABLE if an end is None."""
     return (
         NOT_AVAILABLE
         if low is None or high is None

@@ -1,1 +1,1 @@
-"""The papers' tables: as data, as runs, and beside what was measured."""
+"""Reproduce tables of papers: their published values, the runs that answer them, and both side by side."""

@@ -1,10 +1,10 @@
-"""The tables of the papers, published and measured side by side, as Markdown, CSV and LaTeX.
+"""Build papers' tables with published and measured values side by side, and write them as Markdown, CSV and LaTeX.
 
-A table is data (kvbench.papers.table_spec). Beside what a paper printed stands what the store's run that answers the
-same question says (kvbench.papers.cell_values), or what task=efficiency measured of cost on one machine, the newest
-line of it; never a time of a record, whose prompt may have been read for several cells of a sweep at once. Rows for
-what else the store holds of the same protocol follow. Where a cell is empty a note has the command that fills it. No
-torch is needed.
+kvbench.papers.table_spec describes the tables. A measured score comes from the store's run that answers the same
+question (kvbench.papers.cell_values). A measured cost comes from the newest matching measurement of task=efficiency on
+one machine. Times in records are never used, because several cells of a sweep may have shared the prefill of a prompt.
+Rows for other runs with the same protocol follow. If a cell is empty, a note gives the command that fills it. This
+module does not import torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +34,7 @@ from kvbench.validation import name_file_in_errors
 DEFAULTS = {
     "allocator": "uniform", "codec": "raw", "budget_of": "prompt", "block_size": "", "changed": "", "baseline": "none",
     "compile": "", "implementation": "",
-}  # fmt: skip  # what a cell says nothing about
+}  # fmt: skip  # values of columns that a cell does not mention
 SETTING_OF_COLUMN = {
     "measure": "task.measure", "baseline": "task.baseline", "method": "method", "preset": "method.preset",
     "budget": "budget", "block_size": "block_size", "length": "task.length", "batch": "task.batch", "rows": "task.rows",
@@ -44,7 +44,14 @@ FAILURES = {"out_of_memory": "OOM", "failed": "failed"}
 
 
 def build_table(spec: Select, lines: Lines, printed: Lines, runs: RunIndex | None = None) -> PaperTable:
-    """A table over the published values, the measurements of one machine, and the runs of a store."""
+    """Build a table.
+
+    Args:
+        spec: The table's specification (kvbench.papers.table_spec).
+        lines: Measurements of one machine.
+        printed: The published values.
+        runs: Runs of a store.
+    """
     rows, failed, published = [], 0, PublishedValues(printed)
     columns = list(expand_each(spec["columns"]))
     for row in expand_each(spec["rows"]):
@@ -52,34 +59,34 @@ def build_table(spec: Select, lines: Lines, printed: Lines, runs: RunIndex | Non
         rows.append((row["label"], tuple(own for own, _ in made)))
         failed += sum(count for _, count in made)
     for label, found in find_extra_rows(spec, runs) if runs else ():
-        made = [
+        cells = tuple(
             format_cell(own, "", *get_format(merge_parts(spec, column))) if own else TableCell("", "")
             for own, column in found
-        ]
-        rows.append((f"{label} (not in the paper)", tuple(made)))
+        )
+        rows.append((f"{label} (not in the paper)", cells))
         failed += sum(own.failed for own, _ in found if own)
     notes = [*describe_origin(spec, lines), *describe_contradictions(spec)]
     if failed:
-        notes.append(f"{failed} samples failed and are left out of their cells.")
+        notes.append(f"{failed} samples failed; their cells leave them out.")
     notes += [" ".join(note.split()) for note in spec.get("notes", ())]
     return PaperTable(spec["title"], tuple(column["label"] for column in columns), tuple(rows), tuple(notes))
 
 
 def describe_origin(spec: Select, lines: Lines) -> Iterator[str]:
-    """What was published and what was measured."""
+    """Yield notes about the hardware and versions behind published and measured values."""
     if "hardware" in spec:
         yield f"{'Published' if spec.get('file') else 'In the paper'}: {spec['hardware']}."
     if lines:
         last = lines[-1]
         yield (
             f"Measured: {last['gpu']}, torch {last['torch']}, transformers {last['transformers']}, triton "
-            f"{last['triton']}, until {last['date'][:10]}; random weights in the model's shape; medians; "
-            "every prompt read for one cell alone."
+            f"{last['triton']}, until {last['date'][:10]}. Models have random weights in the original shape. Values "
+            "are medians. No two cells share a prefill."
         )
 
 
 def fill_cell(own: Select, lines: Lines, printed: PublishedValues, runs: RunIndex | None) -> tuple[TableCell, int]:
-    """A cell, and how many of its samples failed."""
+    """Return a cell and the number of its samples that failed."""
     published = printed.value(own["published"]) if own.get("published") is not None else ""
     if own.get("run") is not None and runs is not None:
         return fill_from_runs(own, published, runs)
@@ -87,7 +94,7 @@ def fill_cell(own: Select, lines: Lines, printed: PublishedValues, runs: RunInde
 
 
 def fill_from_runs(own: Select, published: str, runs: RunIndex) -> tuple[TableCell, int]:
-    """Of a store's runs."""
+    """Return a cell whose value comes from a store's runs, and the number of its samples that failed."""
     settings = drop_unused(own["run"])
     found = runs.find_value(ExperimentKey.from_settings(settings), own["of"])
     if found is None:
@@ -96,6 +103,7 @@ def fill_from_runs(own: Select, published: str, runs: RunIndex) -> tuple[TableCe
 
 
 def format_cell(found: CellValue, published: str, scale: float, digits: int) -> TableCell:
+    """Return a cell with a measured value, multiplied by `scale` and rounded to `digits` places."""
     low, high = ("" if end is None else f"{end * scale:.{digits}f}" for end in (found.low, found.high))
     value, difference = found.value * scale, ""
     if is_number(published):
@@ -104,11 +112,12 @@ def format_cell(found: CellValue, published: str, scale: float, digits: int) -> 
 
 
 def get_format(own: Select) -> tuple[float, int]:
+    """Return the scale and the number of decimal places of a cell."""
     return own.get("scale", 1.0), own.get("digits", 2)
 
 
 def fill_from_measurements(own: Select, published: str, lines: Lines) -> TableCell:
-    """Of measurements of cost."""
+    """Return a cell whose value comes from measurements of cost."""
     scale, digits = get_format(own)
     select = own.get("measured")
     if select is None:
@@ -124,7 +133,7 @@ def fill_from_measurements(own: Select, published: str, lines: Lines) -> TableCe
 
 
 def make_run_settings(select: Select) -> dict[str, Any]:
-    """Settings of the run that makes a measurement."""
+    """Return the settings of the run that makes a measurement."""
     own = {"task": "efficiency", "model": "random", "model.like": select["model"]}
     own |= {
         SETTING_OF_COLUMN[key]: value
@@ -138,7 +147,7 @@ def make_run_settings(select: Select) -> dict[str, Any]:
 
 
 def find_newest_value(lines: Lines, select: Select) -> float | str | None:
-    """The newest measurement that fits: its median, what went wrong, or None if there is none."""
+    """Return the median of the newest matching measurement, its failure ("OOM", "failed"), or None if there is none."""
     where = {**DEFAULTS, **{key: value for key, value in select.items() if key != "quantity"}}
     cells: dict[str, list[Mapping[str, str]]] = {}
     for row in lines:
@@ -155,15 +164,22 @@ def find_newest_value(lines: Lines, select: Select) -> float | str | None:
 
 
 def write_tables(results: Path, wanted: Mapping[str, Select]) -> list[Path]:
-    """Write the tables of the store's runs as <results>/papers/<table>, and those of cost, for every machine that was
-    measured on, as <results>/papers/<gpu>/<table>. Returns the paths.
+    """Write tables of scores as <results>/papers/<table> and tables of cost as <results>/papers/<gpu>/<table>.
+
+    Args:
+        results: The results folder.
+        wanted: Name of a table -> its specification.
+
+    Returns:
+        The paths of the written files.
     """
     written, runs = write_cost_tables(results, wanted, results / "papers"), RunIndex.read(results)
     for name, spec in wanted.items():
         if is_cost_table(spec):
             continue
         if preset := find_preset(name, spec):
-            spec = {**spec, "notes": [*spec.get("notes", ()), f"All its runs: python run.py -m preset={preset}"]}
+            note = f"This command runs all cells: python run.py -m preset={preset}"
+            spec = {**spec, "notes": [*spec.get("notes", ()), note]}
         made = build_table(spec, (), read_published(results, spec.get("file")), runs)
         written += write_table(results / "papers" / name, made)
     runs.store.print_damage()
@@ -171,7 +187,7 @@ def write_tables(results: Path, wanted: Mapping[str, Select]) -> list[Path]:
 
 
 def write_cost_tables(results: Path, wanted: Mapping[str, Select], folder: Path) -> list[Path]:
-    """Write the tables of cost as <folder>/<gpu>/<table>, for every machine that was measured on. Returns the paths."""
+    """Write tables of cost as <folder>/<gpu>/<table>, for every machine with measurements, and return the paths."""
     written = []
     for path in find_measurements(results / "efficiency"):
         lines, device = read_lines(path), "cpu" if path.stem == "cpu" else "gpu"
@@ -183,6 +199,7 @@ def write_cost_tables(results: Path, wanted: Mapping[str, Select], folder: Path)
 
 
 def write_table(path: Path, made: PaperTable) -> list[Path]:
+    """Write a table as `path` with the suffixes .md, .csv and .tex, and return the paths."""
     path.parent.mkdir(parents=True, exist_ok=True)
     forms: dict[str, Callable[[], str]] = {".md": made.to_markdown, ".csv": made.to_csv, ".tex": made.to_latex}
     for suffix, form in forms.items():

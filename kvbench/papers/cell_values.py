@@ -1,16 +1,15 @@
-"""What the runs of a store say for one cell of a paper's table: a mean with its 95 % interval
-(kvbench.analysis.intervals).
+"""Compute the value of a cell of a paper's table from the runs of a store: a mean with its 95 % interval.
 
-A cell says `of` what of a run's records it is the mean:
+kvbench.analysis.intervals defines the interval. The key `of` of a cell states what is averaged:
 
-    subtasks    a subtask, or a list: the mean of what is in it, each weighing the same, lists within lists likewise. A
-                pattern (scbench_kv/*) stands for all subtasks that it fits
-    metric      score (in points), what the task says also (`also.<metric>`), or tokens_out
-    where       only records with these values in `meta`
-    longer      only prompts whose full-cache answers end, on average, beyond so many tokens of prompt and answer
-    difference  the score less the full cache's on the same samples
+    subtasks    a subtask, or a list of subtasks or lists; each entry of a list has the same weight. A pattern
+                (scbench_kv/*) stands for all matching subtasks
+    metric      score (in points), a further metric of the task (`also.<metric>`), or tokens_out
+    where       use only records with these values in `meta`
+    longer      use only prompts whose prompt and full-cache answers have, on average, more tokens than this
+    difference  subtract the full cache's score on the same samples
 
-Data that kvbench made in a benchmark's format never stands for the benchmark: such runs are passed over.
+Runs on data that kvbench made in a benchmark's format are skipped, because such data cannot replace the benchmark's.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,44 +21,57 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.analysis.answer_metrics import collect_scores, find_failure, select_answered
-from kvbench.analysis.intervals import BOUND, Mean, mean
-from kvbench.analysis.paired import compare_subtasks, pair_records
+from kvbench.analysis.intervals import BOUND, mean
+from kvbench.analysis.paired import Pair, compare_subtasks, pair_records
 from kvbench.papers.experiment_key import ExperimentKey
 from kvbench.store.runs import FoundRuns as Store
 from kvbench.store.runs import StoredRun, find_baseline, find_runs
 from kvbench.validation import SettingError
 
 KEYS = ("subtasks", "metric", "where", "longer", "difference")
-SYNTHETIC = ("miniature", "generated")  # what `meta` says of data made by kvbench
+SYNTHETIC = ("miniature", "generated")  # values in `meta` that mark data made by kvbench
 ORIGINS = ("data", "haystack", "qa")
 SCORE, TOKENS = "score", "tokens_out"
 
 Tree = str | Sequence["Tree"]
-Pair = tuple[dict, dict]
 
 
 @dataclass(frozen=True)
 class CellValue:
-    """A cell's value in the metric's own unit, its interval (None: one context only), and what it rests on."""
+    """The value of a cell.
+
+    Attributes:
+        value: The mean in the metric's own unit.
+        low: Lower end of its 95 % interval; None if there is only one context.
+        high: Upper end of it.
+        failed: Number of samples that failed and are left out.
+        run: Hash of the run.
+    """
 
     value: float
     low: float | None
     high: float | None
     failed: int
-    run: str  # hash
+    run: str
 
 
 @dataclass(frozen=True)
 class RunIndex:
-    """The runs of a results folder by what they answer; `store`: those whose records were read, and what is damaged."""
+    """The runs of a results folder, indexed by protocol.
+
+    Attributes:
+        by_protocol: Protocol -> its runs, the oldest first.
+        store: Damage of the runs whose records were read.
+        known: Cache of `find_matching`.
+    """
 
     by_protocol: Mapping[ExperimentKey, Sequence[StoredRun]]
     store: Store
-    known: dict[ExperimentKey, list[StoredRun]] = field(default_factory=dict)  # what `find_matching` has found
+    known: dict[ExperimentKey, list[StoredRun]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, results: Path) -> "RunIndex":
-        """All that are there, finished or not: records are read when they are asked for."""
+        """Index all runs of a folder, finished or not. Records are read when they are needed."""
         found: dict[ExperimentKey, list[StoredRun]] = {}
         store = find_runs(results)
         for run in store.runs:
@@ -76,31 +88,39 @@ class RunIndex:
         return self.finished([run for own in self.by_protocol.values() for run in own if run.full])
 
     def finished(self, runs: Iterable[StoredRun]) -> list[StoredRun]:
-        """Those of the runs that are finished; what is damaged of them is kept for whoever tells it."""
+        """Return the finished runs among `runs`, and note the damage of all of them in `store`."""
         runs = list(runs)
         for run in runs:
             self.store.note_damage(run)
         return [run for run in runs if run.finished]
 
     def find_matching(self, protocol: ExperimentKey) -> list[StoredRun]:
-        """Finished runs of a protocol on the benchmark's own data, the newest first."""
+        """Return the finished runs of a protocol on the benchmark's own data, the newest first."""
         if protocol not in self.known:
             own = [run for run in self.finished(self.by_protocol.get(protocol, ())) if not is_synthetic(run.records)]
             self.known[protocol] = own[::-1]
         return self.known[protocol]
 
     def find_value(self, protocol: ExperimentKey, of: Mapping[str, Any]) -> CellValue | None:
-        """What the newest run says that has an answer; None if none has."""
+        """Return the value from the newest run that has one; None if no run has."""
         for run in self.find_matching(protocol):
             try:
                 return self.value(run, of)
-            except SettingError:  # it lacks subtasks, or the full cache's run to compare with
+            except SettingError:  # the run lacks subtasks, or there is no full-cache run to compare with
                 continue
         return None
 
     def value(self, run: StoredRun, of: Mapping[str, Any]) -> CellValue:
-        """Of one run; SettingError if it cannot say."""
-        records = [(record, record) for record in run.records.values()]
+        """Return the value from one run.
+
+        Args:
+            run: The run.
+            of: What is averaged, as in this module's docstring.
+
+        Raises:
+            SettingError: The run lacks a subtask, or there is no full-cache run to compare with.
+        """
+        records: list[Pair] = [(record, record) for record in run.records.values()]
         if of.get("difference") or of.get("longer") is not None:
             records = self.pair_with_baseline(run)
         if of.get("longer") is not None:
@@ -120,13 +140,17 @@ class RunIndex:
             for pairs in kept.values()
         ]
         if of.get("difference"):
-            own = compare_subtasks(scores, list(weights.values()))
-            return CellValue(own.difference, own.low, own.high, failed, run.hash)
-        own: Mean = mean([one.method_values for one in scores], list(weights.values()))
+            change = compare_subtasks(scores, list(weights.values()))
+            return CellValue(change.difference, change.low, change.high, failed, run.hash)
+        own = mean([one.method_values for one in scores], list(weights.values()))
         return CellValue(own.value, own.low, own.high, failed, run.hash)
 
     def pair_with_baseline(self, run: StoredRun) -> list[Pair]:
-        """The records of a run beside the full cache's; SettingError if it was not run."""
+        """Pair the records of a run with the full cache's.
+
+        Raises:
+            SettingError: There is no full-cache run on the same samples.
+        """
         try:
             return pair_records(find_baseline(run, self.full).records, run.records)
         except ValueError as error:
@@ -134,18 +158,18 @@ class RunIndex:
 
 
 def read_finish_time(run: StoredRun) -> float:
-    """When it was finished; 0 if it is not."""
+    """Return the time when a run was finished, in seconds since the epoch; 0 for an unfinished run."""
     done = run.folder.path / "done"
     return done.stat().st_mtime if done.exists() else 0.0
 
 
-def is_synthetic(records: Mapping[str, Mapping]) -> bool:
-    """Whether any prompt is of data that kvbench made itself."""
+def is_synthetic(records: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return whether any prompt was made from data that kvbench generated."""
     return any(record["meta"].get(key) in SYNTHETIC for record in records.values() for key in ORIGINS)
 
 
 def select_longer(pairs: Sequence[Pair], tokens: int) -> list[Pair]:
-    """The pairs of prompts whose full-cache answers end, on average, beyond `tokens`."""
+    """Return the pairs of prompts whose prompt and full-cache answers have, on average, more than `tokens` tokens."""
     ends: dict[str, list[int]] = {}
     for full, _ in pairs:
         ends.setdefault(full["prompt_hash"], []).append(full["tokens_in"] + full["tokens_out"])
@@ -153,23 +177,31 @@ def select_longer(pairs: Sequence[Pair], tokens: int) -> list[Pair]:
 
 
 def make_metric_reader(metric: str) -> Any:
-    """The function that reads it from a record."""
+    """Return the function that reads a metric from a record."""
     if metric in (SCORE, TOKENS):
         return lambda record: record[metric]
 
-    def also(record: Mapping) -> float:
+    def also(record: Mapping[str, Any]) -> float:
         value = record["also"][metric]
-        return BOUND * value if isinstance(value, bool) else value
+        return float(BOUND * value if isinstance(value, bool) else value)
 
     return also
 
 
 def weigh_subtasks(tree: Tree, names: Sequence[str]) -> dict[str, float]:
-    """Subtask -> weight; SettingError for one that is not among `names`."""
+    """Return the weight of each subtask.
+
+    Args:
+        tree: A subtask or pattern, or nested lists of these.
+        names: Subtasks that have samples.
+
+    Raises:
+        SettingError: No subtask matches an entry of `tree`.
+    """
     if isinstance(tree, str):
         fitting = [name for name in names if fnmatchcase(name, tree)]
         if not fitting:
-            raise SettingError(f"no samples of {tree}")
+            raise SettingError(f"there are no samples of {tree}")
         return dict.fromkeys(fitting, 1 / len(fitting))
     found: dict[str, float] = {}
     for part in tree:

@@ -1,7 +1,7 @@
-"""What a store holds beyond a paper's table: runs of other models and methods with the protocol of its cells.
+"""Add rows to a paper's table for other models and methods that were run with the protocol of its cells.
 
-A run fits a column if budget, block, question, seed, sampling and task are those of a cell of that column. Runs of one
-model and one cache stand in one row as far as they fit different columns.
+A run fits a column if its budget, block size, question, seed, sampling and task equal those of a cell in that column.
+Runs of one model and one cache share a row if they fit different columns.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,16 @@ from kvbench.papers.table_spec import Select, expand_each, merge_parts
 from kvbench.store.runs import StoredRun
 from kvbench.validation import SettingError
 
-Line = list[tuple[CellValue | None, Select]]  # what a row says in each column
+Line = list[tuple[CellValue | None, Select]]  # the value and the specification of each column
 
 
 def find_extra_rows(spec: Select, runs: RunIndex) -> Iterator[tuple[str, Line]]:
-    """Label and cells of each further row."""
+    """Yield the label and the cells of each additional row.
+
+    Args:
+        spec: The table's specification.
+        runs: The runs of a store.
+    """
     if not runs.by_protocol:
         return
     columns = list(expand_each(spec["columns"]))
@@ -49,23 +54,23 @@ def find_extra_rows(spec: Select, runs: RunIndex) -> Iterator[tuple[str, Line]]:
 
 
 def _collect_keys(spec: Select, column: Select) -> set[ExperimentKey]:
-    """What the cells of a column want."""
+    """Return the keys of the runs that the cells of a column need."""
     cells = (merge_parts(spec, row, column) for row in expand_each(spec["rows"]))
     return {ExperimentKey.from_settings(own["run"]) for own in cells if own.get("run") is not None}
 
 
 def _without_cache(protocol: ExperimentKey) -> ExperimentKey:
-    """Without model and cache."""
+    """Return a key without its model and cache."""
     return replace(protocol, model="", cache="")
 
 
 def _has_budget_columns(spec: Select) -> bool:
-    """Whether columns say the budget."""
+    """Return whether columns state the budget."""
     return any("budget" in (column.get("run") or {}) for column in expand_each(spec["columns"]))
 
 
 def label_run(run: StoredRun) -> str:
-    """Model, method, allocator and codec, with settings that are not the defaults."""
+    """Return model, method, allocator and codec of a run, with the settings that differ from their defaults."""
     names = [run.value["model"]["name"], _format_choice(run, "method")]
     names += [
         _format_choice(run, name)
@@ -76,14 +81,14 @@ def label_run(run: StoredRun) -> str:
 
 
 def _get_name(run: StoredRun, name: str) -> str:
-    return run.value[name]["name"]
+    return str(run.value[name]["name"])
 
 
 def _format_choice(run: StoredRun, name: str) -> str:
     own = run.value[name]
     try:
         usual = resolve_group(name, to_json({name: own["name"]}))
-    except SettingError:  # a method that is gone
+    except SettingError:  # the method no longer exists
         usual = own
     changed = [f"{key}={value}" for key, value in own.items() if value != usual.get(key)]
     return " ".join([own["name"], *changed])

@@ -1,6 +1,6 @@
-"""A table of a paper with what was measured beside what was published, as Markdown, as CSV and as LaTeX.
+"""Format a paper's table with published and measured values side by side, as Markdown, CSV and LaTeX.
 
-Where a measured cell is empty it has the number of a note with the command that fills it.
+An empty measured cell shows the number of a note with the command that fills it.
 """
 
 import csv
@@ -26,9 +26,15 @@ LATEX = {
 
 @dataclass(frozen=True)
 class TableCell:
-    """Texts. `filling`: settings of the run that would fill it; None where there is one or none is wanted.
+    """The texts of a cell.
 
-    `low` and `high` are the 95 % interval, `difference` is measured − published; empty where there is none.
+    Attributes:
+        published: The published value, or "".
+        measured: The measured value, or "".
+        filling: Settings of the run that would fill the cell. None if it is filled, or if nothing can be measured.
+        low: Lower end of the 95 % interval, or "".
+        high: Upper end of the 95 % interval, or "".
+        difference: Measured − published, or "".
     """
 
     published: str
@@ -40,14 +46,14 @@ class TableCell:
 
     @property
     def text(self) -> str:
-        """The measured value with its interval and, in brackets, how far it is from the published one."""
+        """The measured value with its interval, and in brackets its difference from the published value."""
         between = f" [{self.low}, {self.high}]" if self.low else ""
         return f"{self.measured}{between}{f' ({self.difference})' if self.difference else ''}"
 
 
 @dataclass(frozen=True)
 class PaperTable:
-    """Labels and cells, and what must be said with them."""
+    """A table: its title, its columns, its rows as (label, cells), and the notes below it."""
 
     title: str
     columns: tuple[str, ...]
@@ -56,22 +62,22 @@ class PaperTable:
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """What each column is split into: only what any cell has."""
+        """The parts of each column: published and measured, or only measured if nothing was published."""
         printed = any(cell.published for _, cells in self.rows for cell in cells)
         return ("published", "measured") if printed else ("measured",)
 
     @cached_property
     def filling(self) -> list[tuple[str, ...]]:
-        """What fills the missing cells of each row: commands."""
+        """The commands that fill the missing cells of each row."""
         return [make_commands([cell.filling for cell in cells if cell.filling]) for _, cells in self.rows]
 
     @property
     def fillings(self) -> list[tuple[str, ...]]:
-        """The same, once each."""
+        """The different commands of `filling`, in order."""
         return list(dict.fromkeys(filter(None, self.filling)))
 
     def cells(self) -> list[list[str]]:
-        """Texts of the rows; missing cells have the number of the note that fills them."""
+        """Return the texts of the rows. A missing cell has the number of the note with its command."""
         texts, numbers = [], {filling: number for number, filling in enumerate(self.fillings, 1)}
         for (label, cells), filling in zip(self.rows, self.filling, strict=True):
             texts.append([label])
@@ -81,6 +87,7 @@ class PaperTable:
         return texts
 
     def to_markdown(self) -> str:
+        """Return a Markdown page: title, table and notes."""
         titles = [f"{name} {side}" if len(self.sides) == 2 else name for name in self.columns for side in self.sides]
         lines = [
             f"# {escape_all_markdown(self.title)}",
@@ -95,9 +102,7 @@ class PaperTable:
         return "\n".join(lines) + "\n"
 
     def to_csv(self) -> str:
-        """The same rows and columns, each part of a cell in a column of its own; `make_command` fills what a row
-        misses.
-        """
+        """Return CSV with the same rows. Each part of a cell has its own column; `command` fills the row's gaps."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["", *(f"{name} {side}" for name in self.columns for side in SIDES), "command"])
@@ -107,7 +112,7 @@ class PaperTable:
         return text.getvalue()
 
     def to_latex(self) -> str:
-        """A tabular; captions and notes as comments, for whoever includes it."""
+        """Return a LaTeX tabular, with the title and the notes as comments above it."""
         width = len(self.sides)
         heads = [f"\\multicolumn{{{width}}}{{c}}{{{escape_latex(name)}}}" for name in self.columns]
         fillings = [f"[{number}] {'; '.join(filling)}" for number, filling in enumerate(self.fillings, 1)]
@@ -121,8 +126,10 @@ class PaperTable:
 
 
 def make_commands(wanted: Sequence[Settings]) -> tuple[str, ...]:
-    """run.py with settings that measure all of these and nothing else; one command for those that name the same
-    settings, where all combinations of their values are wanted.
+    """Return commands that run exactly these settings.
+
+    Settings with the same names become one command if all combinations of their values are wanted; otherwise each of
+    them becomes a command.
     """
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for settings in wanted:
@@ -140,21 +147,22 @@ def make_commands(wanted: Sequence[Settings]) -> tuple[str, ...]:
 
 
 def make_command(axes: Mapping[str, Sequence[str]]) -> str:
-    """One line for a shell."""
+    """Return the command line that sweeps over these settings, quoted for a shell."""
     swept = any(len(values) > 1 for values in axes.values())
     words = [shlex.quote(f"{name}={','.join(values)}") for name, values in axes.items()]
     return " ".join(["python run.py", *(["-m"] if swept else []), *words])
 
 
 def format_line(label: str, texts: Iterable[str]) -> str:
+    """Return a line of a Markdown table. The texts are already escaped."""
     return "| " + " | ".join([escape_all_markdown(label), *texts]) + " |"
 
 
 def escape_all_markdown(text: str) -> str:
-    """`text` for Markdown."""
+    """Escape a text for Markdown, including control characters and &."""
     return escape_markdown(escape(text)).replace("&", "&amp;")
 
 
 def escape_latex(text: str) -> str:
-    """`text` for LaTeX."""
+    """Escape a text for LaTeX."""
     return "".join(LATEX.get(char, char) for char in escape(text))

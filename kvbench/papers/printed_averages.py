@@ -1,9 +1,14 @@
-"""Averages that a paper prints and that the cells it prints do not give.
+"""Find averages that a paper prints although its printed cells give another value.
 
-`averages` of a table lists them: `of`, what is averaged (published tasks, lists within lists weigh alike), `files`,
-where its cells are printed (default: the table's own), and `contradict`, the lines whose average is another: what tells
-them from others, what is `printed`, what the `cells` give. A printed average is what its cells give if it is within the
-rounding of both: half a unit of the average and half a unit of a cell.
+The key `averages` of a table describes them:
+
+    of            what is averaged: published tasks, or lists of them; each entry of a list has the same weight
+    files         where the cells are printed (default: the table's own file)
+    contradict    lines with another average: the columns that identify the line, the `printed` average, and the average
+                  of the `cells`
+
+A printed average agrees with its cells if both differ by no more than rounding: half a unit in the last place of the
+average plus half a unit of a cell.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,18 +21,29 @@ Lines = Sequence[Mapping[str, str]]
 
 
 def describe_contradictions(spec: Mapping[str, Any]) -> Iterator[str]:
-    """A footnote for each, with the names that the paper prints."""
+    """Yield a footnote for each contradicting line of a table."""
     for own in spec.get("averages", {}).get("contradict", ()):
         who = [KEY_FORMATS.get(key, "{}").format(str(own[key]).rpartition("/")[2]) for key in LINE_KEYS if key in own]
         line = ", ".join(who)
-        yield f"Contradiction, {line}: the average printed is {own['printed']}, its cells give {own['cells']}."
+        yield f"Contradiction in {line}: the paper prints the average {own['printed']}, its cells give {own['cells']}."
 
 
 def find_contradictions(
     of: Any, cells: Lines, averages: Lines, task: str = "average"
-) -> Iterator[tuple[dict, float, float]]:
-    """(line, printed average, what its cells give) of all averages whose cells are all known and give another."""
-    known: dict[tuple, dict[str, str]] = {}
+) -> Iterator[tuple[dict[str, str], float, float]]:
+    """Find printed averages that contradict their cells.
+
+    Args:
+        of: What is averaged: a published task, or a list of such, possibly nested.
+        cells: Published lines with the values of tasks.
+        averages: Published lines with the averages.
+        task: Name of the average in the column `task`.
+
+    Yields:
+        The columns that identify the line, the printed average, and the average of its cells. Lines with an unknown
+        cell are skipped.
+    """
+    known: dict[tuple[str, ...], dict[str, str]] = {}
     for row in cells:
         if row["value"]:
             known.setdefault(tuple(row[key] for key in LINE_KEYS), {})[row["task"]] = row["value"]
@@ -42,12 +58,15 @@ def find_contradictions(
 
 
 def list_leaves(of: Any) -> list[str]:
+    """Return the names in nested lists."""
     return [of] if isinstance(of, str) else [name for part in of for name in list_leaves(part)]
 
 
 def nested_mean(values: Mapping[str, float], of: Any) -> float:
+    """Return the mean of nested lists of names, in which each entry of a list has the same weight."""
     return values[of] if isinstance(of, str) else sum(nested_mean(values, part) for part in of) / len(of)
 
 
 def half_unit(text: str) -> float:
+    """Return half a unit in the last decimal place of a printed number."""
     return 0.5 * 10.0 ** -len(text.partition(".")[2])

@@ -1,16 +1,21 @@
-"""The papers' tables as data: what conf/papers/ and conf/efficiency/tables.yaml say of rows, columns and cells.
+"""Read the specifications of papers' tables from conf/papers/ and conf/efficiency/tables.yaml.
 
-    each        a list of lists of rows or columns: every combination of what is in them
-    published   columns of results/published/*.csv (`file`) and the values that a cell's line has in them
-    run, of     settings of run.py, and what of that run's records is averaged (kvbench.papers.cell_values)
-    measured, over   columns of a line of results/efficiency/<gpu>.csv, and what it is divided by
-    scale, digits    of what is measured
-    averages    averages that the paper's own cells contradict (kvbench.papers.printed_averages)
-    preset      the sweep that fills the table (kvbench.papers.paper_runs); without it the one named after the table
-    no_preset   why there is none
-    checks      what the notes say of published values and a test recomputes
+A specification describes rows, columns and cells with these keys:
 
-Table, row and column are merged in this order; null takes a side away. `left_out` says why a table is not emitted.
+    each        a list of lists of rows or columns; stands for all combinations of their entries
+    published   columns of results/published/*.csv (`file`) and the values that identify the cell's line
+    run, of     settings of run.py, and what is averaged over that run's records (kvbench.papers.cell_values)
+    measured    columns of results/efficiency/<gpu>.csv and the values that identify a measurement
+    over        the same for the measurement to divide by
+    scale       factor for measured values
+    digits      decimal places of measured values
+    averages    averages that contradict the paper's own cells (kvbench.papers.printed_averages)
+    preset      the sweep that fills the table (kvbench.papers.paper_runs); by default the one named after the table
+    no_preset   why the table has no preset
+    checks      statements in the notes about published values, which a test recomputes
+
+The specifications of table, row and column are merged in this order, and null removes a key. `left_out` states why a
+table is not emitted.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,14 +34,25 @@ from kvbench.validation import SettingError, require_choice
 TABLES = CONF / "efficiency" / "tables.yaml"
 PAPERS = CONF / "papers"
 LEFT_OUT = "left_out"
-REMOVABLE_KEYS = ("published", "measured", "run", "over", "of")  # what a part may take away, with null
+REMOVABLE_KEYS = ("published", "measured", "run", "over", "of")  # keys that null removes
 
 Lines = Sequence[Mapping[str, str]]
 Select = Mapping[str, Any]
 
 
 def load_specs(paper: str | None = None, number: str | None = None) -> dict[str, Select]:
-    """Name -> table, of all papers, of one, or one table alone; SettingError for one that there is not."""
+    """Load the specifications of tables.
+
+    Args:
+        paper: Load only the tables of this paper.
+        number: Load only the table with this number or name.
+
+    Returns:
+        Name of a table -> its specification.
+
+    Raises:
+        SettingError: There is no such paper or table, or the table is not emitted.
+    """
     found = dict(read_tables(TABLES))
     for path in sorted(PAPERS.glob("*.yaml")):
         found |= {f"{path.stem}_{name}": own for name, own in read_tables(path).items() if name != LEFT_OUT}
@@ -47,7 +63,7 @@ def load_specs(paper: str | None = None, number: str | None = None) -> dict[str,
     if number is not None:
         wanted = f"table{int(number):02d}" if number.isdecimal() else number
         if reason := read_tables(PAPERS / f"{paper}.yaml").get(LEFT_OUT, {}).get(wanted):
-            raise SettingError(f"TABLE={number}: is not emitted: {reason}")
+            raise SettingError(f"TABLE={number}: this table is not emitted: {reason}")
         numbers = {name.removeprefix("table").lstrip("0"): name for name in own}
         there = sorted(numbers, key=lambda own: (not own.isdecimal(), own.zfill(3)))
         require_choice("TABLE", wanted.removeprefix("table").lstrip("0"), there)
@@ -56,31 +72,33 @@ def load_specs(paper: str | None = None, number: str | None = None) -> dict[str,
 
 
 def list_papers() -> list[str]:
+    """Return the names of all papers in conf/papers/."""
     return sorted(path.stem for path in PAPERS.glob("*.yaml"))
 
 
 def read_tables(path: Path) -> dict[str, Select]:
-    """A file of tables; x-: shared by tables."""
+    """Read a file of tables. Keys that begin with x- hold parts that several tables share; they are not tables."""
     return {name: spec for name, spec in read_yaml(path).items() if not name.startswith("x-")}
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A file of conf/papers/ as it is."""
+    """Read a file of tables as it is."""
     return yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def find_preset(name: str, spec: Select) -> str | None:
-    """The preset of the table of this name, `<paper>_table<NN>`; None if no run fills it."""
+    """Return the preset that fills the table `<paper>_table<NN>`; None if no run fills it."""
     paper, number = name.rsplit("_table", 1)
     return None if "no_preset" in spec else spec.get("preset", f"{paper}_table{int(number)}")
 
 
 def is_cost_table(spec: Select) -> bool:
-    """Whether a table is of cost, measured on one machine."""
+    """Return whether a table shows costs, which are measured on one machine."""
     return "measured" in spec
 
 
 def read_published(results: Path, file: str | None) -> Lines:
+    """Read published values from `results`/published/, or from the project's if `results` has no such file."""
     if file is None:
         return ()
     own = results / "published" / file
@@ -89,7 +107,7 @@ def read_published(results: Path, file: str | None) -> Lines:
 
 
 def expand_each(rows: Iterable[Select]) -> Iterator[Select]:
-    """Rows or columns one by one: `each` is a list of lists, and stands for every combination of what is in them."""
+    """Yield rows or columns one by one, with `each` replaced by the combinations that it stands for."""
     for row in rows:
         if "each" not in row:
             yield row
@@ -99,7 +117,7 @@ def expand_each(rows: Iterable[Select]) -> Iterator[Select]:
 
 
 def merge_parts(*parts: Select) -> dict[str, Any]:
-    """What table, row and column say together of one cell; null says that there is no such side."""
+    """Merge the specifications of table, row and column for one cell. A key with null is removed for the cell."""
     own: dict[str, Any] = {}
     for part in parts:
         own |= {key: part[key] for key in ("scale", "digits") if key in part}
@@ -117,44 +135,57 @@ def merge_parts(*parts: Select) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PublishedValues:
-    """The published values of a table, found by what a cell selects."""
+    """The published values of a table, indexed by the columns that cells select.
+
+    Attributes:
+        lines: The published lines.
+        found: Names of columns -> values in them -> lines; grows with every new choice of columns.
+    """
 
     lines: Lines
-    found: dict[tuple[str, ...], dict[tuple, list[Mapping[str, str]]]] = field(default_factory=dict)
+    found: dict[tuple[str, ...], dict[tuple[float | str, ...], list[Mapping[str, str]]]] = field(default_factory=dict)
 
     def find_matching(self, select: Select) -> list[Mapping[str, str]]:
-        """The lines that have these values in these columns."""
+        """Return the lines with these values in these columns."""
         names = tuple(sorted(select))
         if names not in self.found:
-            own: dict[tuple, list[Mapping[str, str]]] = {}
+            own: dict[tuple[float | str, ...], list[Mapping[str, str]]] = {}
             for row in self.lines:
                 own.setdefault(tuple(normalize(row[name]) for name in names), []).append(row)
             self.found[names] = own
         return self.found[names].get(tuple(normalize(select[name]) for name in names), [])
 
     def value(self, select: Select) -> str:
-        """The value as printed, OOM, or nothing."""
+        """Return the value as printed, "OOM" if the paper ran out of memory, or "" if there is no value."""
         for row in self.find_matching(select):
             return row["value"] or ("OOM" if "out of memory" in row["note"] else "")
         return ""
 
 
 def matches(row: Mapping[str, str], select: Select) -> bool:
+    """Return whether a line has these values in these columns."""
     return all(is_same(row[key], value) for key, value in select.items())
 
 
 def is_same(text: str, value: object) -> bool:
+    """Return whether a text of a CSV file stands for a value of a specification."""
     return normalize(text) == normalize(value)
 
 
 def normalize(value: object) -> float | str:
-    """Numbers as numbers: 1 and 1.0, 131072 and "131072" are the same."""
-    return float(value) if is_number(value) else "" if value is None else str(value)
+    """Return a number or the text of a number as a float, so that 131072 equals "131072". None becomes ""."""
+    number = to_number(value)
+    return number if number is not None else "" if value is None else str(value)
 
 
 def is_number(value: object) -> bool:
+    """Return whether a value is a number or the text of one."""
+    return to_number(value) is not None
+
+
+def to_number(value: Any) -> float | None:
+    """Return the float that a value or text stands for; None if it is not a number."""
     try:
-        float(value)
+        return float(value)
     except (TypeError, ValueError):
-        return False
-    return True
+        return None

@@ -1,13 +1,16 @@
-"""The report page: one HTML file that says what a store holds, from its records alone (`make report`).
+"""Build the report page, one HTML file that shows what a store holds, from its records alone (`make report`).
 
-    python -m kvbench report results      # results/report.html, and results/report/*.js beside it
+    python -m kvbench report results      # writes results/report.html and results/report/*.js
 
-    looks.py     a method's colour and shape, the same everywhere
-    gather.py    runs -> panels: what is shown, computed by the modules that make the tables
-    samples.py   answers beside the full cache's, in files that the page loads when they are asked for
-    charts.py    Vega-Lite specifications, of the page and of kvbench.report.figures, which give them these numbers
-    printed.py   a chart with title, key and width, for kvbench.report.figures
-    page.py      all of it as one file, with page.css and page.js
+    style.py          colour and shape of a method, the same everywhere
+    labels.py         names of runs, settings and methods
+    panels.py         groups runs into panels and computes their numbers with the modules of the tables
+    samples.py        answers next to the full cache's, in files that the page loads when needed
+    charts.py         Vega-Lite specifications for the page and for figures
+    page.py           writes the page, with page.css and page.js
+    print_charts.py   adds title, key and width to a chart, for figures.py
+    figures.py        writes charts for print
+    dashboard.py      serves the page while sweeps run
 
-Text from records reaches the page as ASCII JSON and is shown as text only; the page's policy allows no request.
+Text from records reaches the page as ASCII JSON and is shown as text only. The page's policy forbids all requests.
 """

@@ -1,9 +1,8 @@
-"""The charts as Vega-Lite specifications without numbers, of the page (kvbench.report) and of print
-(kvbench.report.figures).
+"""Specify the charts of the page (kvbench.report) and of print (kvbench.report.figures) in Vega-Lite, without numbers.
 
-They take the tables of a panel (kvbench.report.panels) as data sets of these names, whole; `series` says what is drawn,
-and what belongs to others is left out. Colours, shapes and dashes stand in the data (kvbench.report.style), so that no
-scale can give them out by order.
+Each chart reads the tables of a panel (kvbench.report.panels) as data sets of the same names. The table `series` states
+which series are drawn; rows of other series are left out. Colours, shapes and dashes are part of the data
+(kvbench.report.style), so that no scale assigns them by order.
 """
 
 from typing import Any
@@ -15,14 +14,14 @@ from kvbench.report.style import FULL
 INK, MUTED, LINE = "#1a1a1a", "#5f6368", "#e8eaed"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 SHARES = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1]
-LOSS = ["#a6381f", "#e08a63", "#f1f3f4", "#7ab0d4", "#1f5f99"]  # worse to better, told apart by all
+LOSS = ["#a6381f", "#e08a63", "#f1f3f4", "#7ab0d4", "#1f5f99"]  # worse to better, also for colour-blind readers
 LOSSES = alt.Scale(domain=[-100, -40, 0, 40, 100], range=LOSS, interpolate="rgb", clamp=True)
 DARK, GAIN = "abs(datum.diff) > 65", "Difference"
 SCORE = ["#f2f4f7", "#bcd3e6", "#6fa3cc", "#2f6ea8", "#123f6d"]
 SCORES = alt.Scale(domain=[0, 25, 50, 75, 100], range=SCORE, interpolate="rgb")
 FULL_DASH = [4, 3]
-CROWD = 60  # cells of a grid, from which on they carry no numbers
-CONFIG = {
+CROWD = 60  # a grid with more cells than this shows no numbers in them
+CONFIG: dict[str, Any] = {
     "font": FONT,
     "background": "transparent",
     "view": {"stroke": None},
@@ -41,8 +40,13 @@ CONFIG = {
 }
 
 
+def stack_layers(*layers: alt.Chart, **options: Any) -> alt.LayerChart:
+    """Return a chart that draws these layers on top of each other."""
+    return alt.LayerChart(layer=list(layers), **options)
+
+
 def build_charts() -> dict[str, Any]:
-    """Name -> specification as the page takes it."""
+    """Return the specifications of all charts of the page, by name."""
     own = {
         "curve": chart_curve(),
         "tasks": chart_tasks(),
@@ -70,13 +74,13 @@ DIFFERENCE = [
 
 
 def interval_expression(low: str, high: str, sign: str = "", none: str = "one context: none") -> str:
-    """The expression for an interval's text, or for what is said without one."""
+    """Return the Vega expression for the text of an interval, or for the text that replaces a missing one."""
     ends = " + ' to ' + ".join(f"format(datum.{end}, '{sign}.1f')" for end in (low, high))
     return f"isValid(datum.{low}) ? {ends} : '{none}'"
 
 
 def chart_series(name: str) -> alt.Chart:
-    """A table whose rows belong to series, as a chart of those that are drawn, with the texts of its tooltips."""
+    """Return a chart of a table's rows that belong to drawn series, with the texts of its tooltips."""
     drawn = alt.LookupData(alt.NamedData(name="series"), key="s", fields=["label", "colour", "shape", "dash"])
     chart = alt.Chart(alt.NamedData(name=name)).transform_lookup(lookup="s", from_=drawn)
     return chart.transform_filter("isValid(datum.label)").transform_calculate(
@@ -87,7 +91,7 @@ def chart_series(name: str) -> alt.Chart:
 
 
 def chart_curve(share: str = BYTES) -> alt.LayerChart:
-    """Score against a measured share, with bands; the full cache's score is a dashed line with its band."""
+    """Chart score against a measured share, with bands. The full cache's score is a dashed line with its band."""
     x = alt.X(
         "share:Q",
         title=share,
@@ -114,11 +118,11 @@ def chart_curve(share: str = BYTES) -> alt.LayerChart:
         base.mark_line(strokeWidth=2).encode(y=score, strokeDash=DASH),
         base.mark_point(filled=True, size=60, opacity=1).encode(y=score, shape=SHAPE, tooltip=tip),
     ]
-    return alt.layer(*layers).properties(height=300)
+    return stack_layers(*layers).properties(height=300)
 
 
 def chart_tasks(legend: alt.Legend | None = None) -> alt.LayerChart:
-    """Difference from the full cache, a row for each run and a column for each subtask."""
+    """Chart differences from the full cache, with a row for each run and a column for each subtask."""
     column = alt.X(
         "task:N",
         title=None,
@@ -147,15 +151,15 @@ def chart_tasks(legend: alt.Legend | None = None) -> alt.LayerChart:
     ]
     dark = alt.condition(DARK, alt.value("white"), alt.value(INK))
     stripe = chart_series("rows").mark_rect()
-    return alt.layer(
+    return stack_layers(
         stripe.encode(x=alt.value(-5), x2=alt.value(-1), y=row, fill=alt.Fill("colour:N", scale=None, legend=None)),
         base.mark_rect(stroke="#ffffff", strokeWidth=2).encode(color=colour, tooltip=tip),
         base.mark_text(fontSize=11).encode(text=alt.Text("diff:Q", format="+.0f"), color=dark, tooltip=tip),
-    ).properties(height=24)  # of a row: whoever draws it knows how many there are
+    ).properties(height=24)  # height of one row; the caller multiplies it by the number of rows
 
 
 def chart_grid(legend: alt.Legend | None = None, change: bool = False) -> alt.LayerChart:
-    """One run's scores by length and depth, or what they lack of the full cache's; `cells` of the table `grids`."""
+    """Chart one run's scores by length and depth, or with `change` their differences from the full cache."""
     value, form = ("diff", "+.0f") if change else ("score", ".0f")
     place = alt.Axis(labelAngle=0, domain=False, ticks=False, labelOverlap=True)
     order = alt.EncodingSortField("place", op="min")
@@ -190,7 +194,7 @@ def chart_grid(legend: alt.Legend | None = None, change: bool = False) -> alt.La
     )
     dark = alt.condition(DARK if change else "datum.score > 60", alt.value("white"), alt.value(INK))
     numbers = base.transform_filter(f"datum.cells <= {CROWD}").mark_text(fontSize=10)
-    return alt.layer(
+    return stack_layers(
         base.mark_rect(stroke="#ffffff", strokeWidth=1).encode(color=colour, tooltip=tip),
         numbers.encode(text=alt.Text(f"{value}:Q", format=form), color=dark, tooltip=tip),
         data=alt.NamedData(name="cells"),
@@ -198,8 +202,9 @@ def chart_grid(legend: alt.Legend | None = None, change: bool = False) -> alt.La
 
 
 def chart_cost(name: str) -> alt.LayerChart:
-    """Score difference against one cost, from 0 on, with 95 % intervals of times; what no other run and not the full
-    cache beats in both is filled and joined.
+    """Chart score differences against one cost, with 95 % intervals of times.
+
+    Filled and connected points are on the Pareto front: no other run, and not the full cache, is better in both.
     """
     title, form = COSTS[name]
     scale, axis = alt.Scale(zero=True, nice=True), alt.Axis(format=form, tickCount=5)
@@ -221,7 +226,7 @@ def chart_cost(name: str) -> alt.LayerChart:
     line = base.mark_line(strokeWidth=1, opacity=0.35)
     best = alt.condition(f"datum.front_{name}", alt.value(1), alt.value(0))
     run = alt.Tooltip("row:N", title="run")
-    marks = {"size": 64, "strokeWidth": 1.6, "filled": False, "opacity": 1}
+    marks: dict[str, Any] = {"size": 64, "strokeWidth": 1.6, "filled": False, "opacity": 1}
     fill = alt.Fill("colour:N", scale=None, legend=None)
     whiskers = []
     if name != "held":
@@ -230,7 +235,7 @@ def chart_cost(name: str) -> alt.LayerChart:
             base.mark_rule(opacity=0.45).encode(**reach, color=COLOUR),
             full.mark_rule(opacity=0.45, color=FULL).encode(**reach),
         ]
-    return alt.layer(
+    return stack_layers(
         line.encode(color=COLOUR, strokeDash=DASH, detail="label:N", order="held:Q"),
         front.mark_line(interpolate="step-after", color="#9aa0a6", strokeWidth=1).encode(
             x=alt.X("at:Q", title=title, scale=scale, axis=axis), y=y
@@ -246,7 +251,7 @@ def chart_cost(name: str) -> alt.LayerChart:
 
 
 def make_specification(chart: alt.LayerChart) -> dict[str, Any]:
-    """As the page takes it: with the page's type and lines, without the address of a schema."""
+    """Return a chart as a specification for the page, with the page's fonts and lines and without a schema address."""
     spec = chart.configure(**CONFIG).to_dict()
     del spec["$schema"]
     return spec | {"autosize": {"type": "fit-x", "contains": "padding"}}

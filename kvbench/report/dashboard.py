@@ -1,14 +1,13 @@
-"""The report page, served to this machine while sweeps run: `make dashboard`.
+"""Serve the report page to this machine while sweeps run: `make dashboard`.
 
-    /                    the report page, told to ask for what follows every SECONDS and to take in what changed
-    /progress.js         how far the newest sweeps are, and which page there is
-    /data.js             the data of that page
-    /report/<file>.js    what lies beside it
+    /                    the report page, which asks for /progress.js every SECONDS and updates itself
+    /progress.js         progress of the newest sweeps, and the version of the page
+    /data.js             the data of the page
+    /report/<file>.js    files next to the page
 
-Nothing is done while nobody looks, but for one look at the beginning: a look at the newest sweeps reads their runs
-where these changed, and starts to make the page anew, in a process of its own, where finished runs changed. Both wait
-PATIENCE times as long as they take before the next, so that what runs keeps the machine. Nothing is written but the
-report's files.
+The server is idle unless a page asks for progress. It then reads the runs of the newest sweeps that changed. If
+finished runs changed, it rebuilds the page in a process of its own. After each of these it pauses for PATIENCE times as
+long as the work took, so that running jobs keep the machine. It writes nothing but the report's files.
 """
 
 import os
@@ -59,7 +58,7 @@ HEADERS = {
 
 @dataclass
 class Throttle:
-    """When something may be done again: not before `least` seconds, nor before PATIENCE times what it took."""
+    """Limit how often work is repeated: wait at least `least` seconds, and PATIENCE times as long as the work took."""
 
     least: float
     after: float = 0.0
@@ -79,7 +78,7 @@ class Throttle:
 
 @dataclass
 class Dashboard:
-    """What is known of a results folder; asked by several threads at once."""
+    """The state of a results folder. Several threads may use it at once."""
 
     results: Path
     lock: Lock = field(default_factory=Lock)
@@ -95,23 +94,24 @@ class Dashboard:
     problem: str = ""
 
     def progress(self) -> dict[str, Any]:
-        """How far the sweeps are, looked at now if it is time; the page is made anew if it has to be."""
+        """Return the progress of the sweeps. If it is time, read it again and rebuild the page if needed."""
         with self.lock:
             if self.look.is_due:
                 self.look.begin()
                 self._update_page()
-                if self.timing.is_due:
+                times = self.times
+                if times is None or self.timing.is_due:
                     self.timing.begin()
-                    self.times = SampleTimes(self.results)
+                    self.times = times = SampleTimes(self.results)
                     self.timing.end()
-                sweeps = [self._read_sweep(folder) for folder in list_sweeps(self.results)[:SWEEPS]]
+                sweeps = [self._read_sweep(folder, times) for folder in list_sweeps(self.results)[:SWEEPS]]
                 now = datetime.now(UTC).strftime("%H:%M:%S UTC")
                 self.said = {"at": now, "sweeps": sweeps, "problem": self.problem, "making": self.maker is not None}
                 self.look.end()
             return self.said | {"page": self.version()}
 
     def page(self) -> str:
-        """The report page as it was last made, or one that has nothing yet."""
+        """Return the last report page, or an empty one if there is none yet."""
         return self.path.read_text(encoding="utf-8") if self.version() else self._empty_page
 
     @property
@@ -119,11 +119,11 @@ class Dashboard:
         return self.results / "report.html"
 
     def version(self) -> str:
-        """Of the page: another one where it was made anew."""
+        """Return the version of the page, which changes when the page is rebuilt; "" if there is none."""
         return str(self.path.stat().st_mtime_ns) if self.made and self.path.is_file() else ""
 
     def close(self) -> None:
-        """End what was begun."""
+        """Stop the process that builds the page, if there is one."""
         if self.maker is not None:
             self.maker.terminate()
             self.maker.communicate()
@@ -133,14 +133,14 @@ class Dashboard:
         return render_html(gather_found(FoundRuns(), datetime.now(UTC)).page | {"files": [], "folder": FOLDER})
 
     def _update_page(self) -> None:
-        """Take in the page that was made; begin to make one where it is time and finished runs changed."""
+        """Note a finished build of the page, and start another if it is time and finished runs changed."""
         if self.maker is not None and self.maker.poll() is not None:
             reason = self.maker.communicate()[1].strip().splitlines()
             self.problem = (
                 shorten(f"the page cannot be made: {(reason or ['?'])[-1]}", 300) if self.maker.returncode else ""
             )
             if self.maker.returncode:
-                self.made_of = None  # it is tried again
+                self.made_of = None  # so that the build is repeated
             else:
                 self.made = True
             self.maker = None
@@ -155,8 +155,8 @@ class Dashboard:
                 stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
             )  # fmt: skip
 
-    def _read_sweep(self, folder: Path) -> dict[str, Any]:
-        """A sweep as the page takes it."""
+    def _read_sweep(self, folder: Path, times: SampleTimes) -> dict[str, Any]:
+        """Return a sweep's progress as the page shows it."""
         try:
             found = list(read_states(self.results, folder, self.counts))
             known = [
@@ -165,7 +165,7 @@ class Dashboard:
             ]
             cells = [
                 asdict(state) | {"cell": shorten(label), "reason": shorten(state.reason, 300), "left": seconds}
-                for (label, state), seconds in zip(found, estimate_left(self.times, known), strict=True)
+                for (label, state), seconds in zip(found, estimate_left(times, known), strict=True)
             ]
             counts = {name: sum(state.name == name for _, state in found) for name in STATES}
         except (OSError, *DATA_ERRORS) as error:
@@ -174,7 +174,7 @@ class Dashboard:
 
 
 def read_stamps(results: Path) -> dict[str, list[tuple]]:
-    """What tells whether the page would be another: of finished runs all files, of others that they are there."""
+    """Return what the page depends on: all files of finished runs, and the existence of the other runs."""
     found = {}
     for path in list_folders(results):
         try:
@@ -183,21 +183,21 @@ def read_stamps(results: Path) -> dict[str, list[tuple]]:
             own = [file for file in files if done or file.name == "run.yaml"]
             found[path.name] = sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in own)
         except OSError:
-            continue  # it goes while we look: the next look tells
+            continue  # the folder is being deleted; the next call sees the result
     return found
 
 
 class RequestHandler(BaseHTTPRequestHandler):
-    """A request."""
+    """Answer the requests of a page."""
 
     server: "Server"
     server_version, sys_version = "kvbench", ""
     timeout = 20  # seconds that a client may take
 
     def do_GET(self) -> None:
-        """The same for HEAD, without the body."""
-        if not HOST.fullmatch(self.headers.get("Host", "")) or len(self.headers.get_all("Host")) > 1:
-            # a name that was made to point here
+        """Answer a GET request, or a HEAD request without the body."""
+        if not HOST.fullmatch(self.headers.get("Host", "")) or len(self.headers.get_all("Host", [])) > 1:
+            # another site's name that points to this address (DNS rebinding)
             self._send(403, "text/plain", "This address is not the dashboard's.\n")
         elif (found := self._find_answer(self.path.partition("?")[0])) is None:
             self._send(404, "text/plain", "Not here.\n")
@@ -212,7 +212,7 @@ class RequestHandler(BaseHTTPRequestHandler):
     do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = refuse
 
     def _find_answer(self, path: str) -> tuple[str, str] | None:
-        """Kind and text of what the path means."""
+        """Return the content type and the text of a path; None if there is no such path."""
         board = self.server.board
         if path == "/":
             live = f'<body data-live="{SECONDS:g}" data-page="{board.version()}">'
@@ -244,11 +244,15 @@ class RequestHandler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """What is asked for is nobody's concern."""
+        """Log nothing."""
 
 
 class Server(ThreadingHTTPServer):
-    """Of a dashboard, on the loopback; SettingError for a port that cannot be had."""
+    """The server of a dashboard, on the loopback interface.
+
+    Raises:
+        SettingError: The results folder does not exist, or the port cannot be used.
+    """
 
     daemon_threads = True
 
@@ -267,8 +271,8 @@ class Server(ThreadingHTTPServer):
     def address(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/"
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client that leaves is no error."""
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print an error, unless the client closed the connection."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 

@@ -1,15 +1,15 @@
-"""The report page's charts as figures for print: PDF, SVG and PNG, and a CSV with exactly the numbers that are drawn.
+"""Write the report page's charts as figures for print: PDF, SVG and PNG, and a CSV with exactly the numbers drawn.
 
-    curve   score against measured share, 95 % bands, the full cache dashed; `subtask=ruler_vt`: of these alone
+    curve   score against measured share with 95 % bands, the full cache dashed; `subtask=ruler_vt` restricts it
     tasks   difference from the full cache by subtask
-    grid    score by length and depth, one run beside the other
+    grid    score by length and depth, one plot per run
     change  difference from the full cache by length and depth
-    cost    difference against bytes held, time to first token, time per output token, with 95 % intervals of times;
-            filled: no other run and not the full cache costs as little and scores as much
+    cost    difference against bytes held, time to first token and time per output token, with 95 % intervals of times;
+            filled points are on the Pareto front
 
-Any setting of a run chooses, as with kvbench.analysis.curves. Runs of different protocols
-(kvbench.store.audit.comparison_key) never share a figure: it is <model>-<task>-<question>-<hash of the
-protocol>-<kind>. The same store gives the same SVG.
+Any setting of a run works as a filter, as in kvbench.analysis.curves. Runs of different protocols
+(kvbench.store.audit.comparison_key) never share a figure. Its name is
+<model>-<task>-<question>-<hash of the protocol>-<kind>. The same store gives the same SVG.
 """
 
 import csv
@@ -32,26 +32,33 @@ from kvbench.report.print_charts import POINTS, SIZE, Drawing
 from kvbench.store.runs import FoundRuns, StoredRun
 from kvbench.validation import SettingError, name_file_in_errors
 
-INCHES = {"curve": 3.25, "tasks": 6.75, "grid": 6.75, "change": 6.75, "cost": 6.75}  # a column of a paper, or both
+INCHES = {"curve": 3.25, "tasks": 6.75, "grid": 6.75, "change": 6.75, "cost": 6.75}  # one or two columns of a paper
 LEAST, MOST = 2, 20
 PPI = 300  # of the PNG
-HIDDEN = ("s", "order", "column", "row")  # of a table: what joins it to others
+HIDDEN = ("s", "order", "column", "row")  # columns that only join a table to others
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What is drawn, and the name of its files."""
+    """A figure.
+
+    Attributes:
+        name: Name of its files without a suffix.
+        panel: Data of its panel.
+        drawing: Its chart.
+        pixels: Largest width.
+    """
 
     name: str
     panel: Mapping[str, Any]
     drawing: Drawing
-    pixels: float  # wide at most
+    pixels: float
 
     def write(self, folder: Path) -> str:
-        """Write its four files; a line that says so."""
+        """Write the four files of the figure, and return a line about them."""
         text, *size = print_charts.render_svg(self.drawing, self.panel, self.pixels)
         sized = [f' width="{{0:.6g}}{unit}" height="{{1:.6g}}{unit}"'.format(*size) for unit in ("pt", "")]
-        svg, plain = (SIZE.sub(own, text, count=1) for own in sized)  # the converters take a pixel for a point
+        svg, plain = (SIZE.sub(own, text, count=1) for own in sized)  # the converters treat a pixel as a point
         named = folder / self.name
         forms: dict[str, Callable[[], bytes]] = {
             "svg": svg.encode, "pdf": lambda: vl_convert.svg_to_pdf(plain),
@@ -66,7 +73,7 @@ class Figure:
 
 
 def format_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """CSV."""
+    """Return rows as CSV, without the columns that only join tables."""
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in HIDDEN]
     text = io.StringIO()
     writer = csv.DictWriter(text, names, restval="", extrasaction="ignore", lineterminator="\n")
@@ -78,7 +85,14 @@ def format_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 def make_figures(
     options: Namespace, found: FoundRuns, wanted: Sequence[StoredRun], refused: dict[str, str]
 ) -> Iterator[Figure]:
-    """What there is to draw of the wanted runs; what cannot be compared comes into `refused`, with the reason."""
+    """Yield the figures of the wanted runs.
+
+    Args:
+        options: The parsed command line.
+        found: The runs of the store.
+        wanted: Runs to draw.
+        refused: Receives a reason for each run or curve that cannot be drawn.
+    """
     for subtask in options.subtasks or [None]:
         choice = CurveOptions(options.against, options.average, subtask)
         parts = ["" if options.against == "bytes" else options.against, options.average or "", subtask or ""]
@@ -97,6 +111,7 @@ def make_figures(
 
 
 def make_drawing(kind: str, panel: Mapping[str, Any], against: str, pixels: float) -> Drawing | None:
+    """Return the drawing of a kind, a key of INCHES; None if the panel has nothing to draw."""
     if kind == "curve":
         return print_charts.draw_curve(panel, against, pixels)
     if kind == "change":
@@ -107,24 +122,30 @@ def make_drawing(kind: str, panel: Mapping[str, Any], against: str, pixels: floa
 
 
 def name_figure(panel: Panel) -> str:
+    """Return the beginning of a figure's name: model, task, question and hash of the protocol."""
     return "-".join([*(make_slug(panel.data[name]) for name in ("model", "task", "question")), panel.key[:8]])
 
 
 def make_slug(text: str) -> str:
-    """`text` for the name of a file, with a hash where something of it is lost."""
+    """Return a text that can be part of a file's name. A hash is added if characters were replaced."""
     own = re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")[:40]
     return own if own == text else f"{own}-{sha256(text.encode()).hexdigest()[:6]}".lstrip("-")
 
 
 def list_averages(run: StoredRun) -> list[str]:
-    """What `--average` can choose, apart from EACH."""
+    """Return the averages that `--average` accepts, except EACH."""
     return [*dict(run.value.get("averages") or []), *([SOLVABLE] if solvable_subtasks.list_solvable(run.value) else [])]
 
 
 def parse_inches(text: str) -> float:
+    """Parse a width in inches.
+
+    Raises:
+        SettingError: It is not a number from LEAST to MOST.
+    """
     try:
         if LEAST <= float(text) <= MOST:
             return float(text)
     except ValueError:
         pass
-    raise SettingError(f"--width {text}: inches, from {LEAST} to {MOST}")
+    raise SettingError(f"--width {text}: choose a number of inches from {LEAST} to {MOST}")

@@ -1,4 +1,4 @@
-"""What the page calls runs, settings and methods."""
+"""Name runs, settings and methods on the report page."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,17 @@ CLIP = 120  # characters of a setting or reason
 
 
 def group_series(runs: Sequence[StoredRun]) -> list[tuple[str, int, list[StoredRun]]]:
-    """(label, which of its method's variants, runs) of the runs that differ in their budget alone."""
+    """Group runs that differ only in their budget.
+
+    Returns:
+        For each group its label, its number among the variants of its method, and its runs.
+    """
     groups: dict[str, list[StoredRun]] = {}
     for run in runs:
         if not run.full:
             groups.setdefault(run_hash({key: own for key, own in run.value.items() if key != "budget"}), []).append(run)
-    found, dashes = [], {}
+    found = []
+    dashes: dict[str, int] = {}
     ordered = sorted(groups.values(), key=lambda own: (label_cache(own[0].value), own[0].hash))
     for own in ordered:
         label = label_cache(own[0].value)
@@ -34,7 +39,7 @@ def group_series(runs: Sequence[StoredRun]) -> list[tuple[str, int, list[StoredR
 
 
 def label_cache(value: Mapping[str, Any]) -> str:
-    """The method, and what else of the cache is not the usual."""
+    """Return the method and every setting of the cache that differs from the usual one."""
     parts = [get_name(value, "method")]
     parts += [get_name(value, group) for group, usual in USUAL_GROUPS.items() if value[group]["name"] != usual]
     if value.get("block_size") is not None:
@@ -48,12 +53,14 @@ USUAL_GROUPS = {"allocator": "uniform", "codec": "raw"}
 
 
 def name_panel(run: StoredRun) -> tuple[str, str, str]:
+    """Return model, task and question of a run."""
     return get_name(run.value, "model"), get_name(run.value, "task"), str(run.value["question"])
 
 
 def describe_protocol(run: StoredRun, beside: Sequence[StoredRun]) -> list[str]:
-    """The settings that tell a protocol from others of its model, task and question; always the task's length. Hashes
-    only where nothing else does.
+    """Return the settings that distinguish a protocol from others with the same model, task and question.
+
+    The task's length is always among them. Hashes are among them only if no other setting distinguishes the protocol.
     """
     names = [name for name in find_differences(beside, UNSHARED_SETTINGS) if not name.startswith("averages")]
     names = list(dict.fromkeys(["task.length", *names]))
@@ -70,6 +77,7 @@ def describe_protocol(run: StoredRun, beside: Sequence[StoredRun]) -> list[str]:
 
 
 def format_setting(value: Any, hashed: bool) -> str:
+    """Return a short text for a setting's value. A hash is cut to eight characters."""
     text = value if isinstance(value, str) else json.dumps(value)
     return shorten(text[:8] if hashed else text, 40)
 
@@ -90,26 +98,29 @@ def describe_mean(own: Mean) -> dict[str, Any]:
 
 
 def rank_budget(run: StoredRun) -> tuple[bool, float]:
-    """Fractions first, then rows."""
+    """Return a key that sorts budgets: fractions first, then rows."""
     return isinstance(run.value["budget"], int), float(run.value["budget"])
 
 
 def format_budget(run: StoredRun) -> str:
+    """Return a run's budget as a percentage or a number of rows."""
     own = run.value["budget"]
     return f"{own} rows" if isinstance(own, int) else f"{100 * own:g}\u202f%"
 
 
 def get_name(value: Mapping[str, Any], group: str) -> str:
+    """Return the name in a group of a run's settings, safe to show."""
     return shorten(str(value[group]["name"]))
 
 
 def describe_error(error: Exception) -> str:
+    """Return an error in one line, with its type unless the message was written for users."""
     return shorten(
         str(error) if isinstance(error, SettingError | ValueError) else f"{type(error).__name__}: {error}", 300
     )
 
 
 def shorten(text: str, most: int = CLIP) -> str:
-    """One line of a text, with what could steer or hide written out."""
+    """Return a text in one line, cut to `most` characters. Control and invisible characters are escaped."""
     text = text if text.isprintable() else escape(text)
     return text if len(text) <= most else text[: most - 1] + "…"

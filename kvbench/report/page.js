@@ -32,14 +32,14 @@
   const title = (panel) => `${panel.task} · question ${panel.question}`;
   const heading = (panel) => el("header", {}, el("h3", {}, title(panel)), el("small", {}, [panel.model, ...panel.also].join(" · ")));
 
-  // ---- what is chosen
+  // ---- the selection
 
   const blockOf = (block) => (block === null ? "one block" : String(block));
   const passes = (own) => !state.off.has(own.method) && (state.block === ALL || blockOf(own.block) === state.block);
   const shows = (panel) => ["model", "task", "question"].every((key) => state[key] === ALL || panel[key] === state[key]);
   const chosen = () => DATA.panels.map((panel, index) => ({ panel, index })).filter(({ panel }) => shows(panel));
 
-  // ---- files beside the page: calls of these two
+  // ---- files next to the page, which call these two functions
 
   const loaded = new Map(), asked = new Map();
   window.kvbenchSamples = (run, part, samples) => loaded.set(`${run} ${part}`, samples);
@@ -47,18 +47,18 @@
   function load(name, key) {
     if (!asked.has(key)) asked.set(key, new Promise((done, failed) => {
       const script = el("script", { src: `${FIRST.folder}/${name}` });
-      script.onload = () => (loaded.has(key) ? done() : failed(new Error(`${FIRST.folder}/${name} is not whole`)));
-      script.onerror = () => failed(new Error(`${FIRST.folder}/${name} is not beside this page`));
+      script.onload = () => (loaded.has(key) ? done() : failed(new Error(`${FIRST.folder}/${name} is incomplete`)));
+      script.onerror = () => failed(new Error(`${FIRST.folder}/${name} is missing next to this page`));
       document.body.append(script);
     }));
-    asked.get(key).catch(() => asked.delete(key)); // it may be there the next time
+    asked.get(key).catch(() => asked.delete(key)); // the file may exist the next time
     return asked.get(key);
   }
 
-  // ---- charts and panels: made when they come near the screen
+  // ---- charts and panels, made when they come near the screen
 
   const waiting = new Map();
-  const heights = new Map(); // of charts that were drawn before the page was made anew
+  const heights = new Map(); // heights of charts that were drawn before the page was rebuilt
   const watcher = new IntersectionObserver((seen) => {
     for (const { isIntersecting, target } of seen) if (isIntersecting) near(target);
   }, { rootMargin: "600px" });
@@ -86,7 +86,7 @@
     return node;
   }
 
-  // ---- sections: each gives nodes, none where there is nothing to show
+  // ---- sections: each returns nodes, or null if there is nothing to show
 
   function leaderboard(panel) {
     const own = panel.series.filter((one) => passes(one) && one.smallest);
@@ -124,7 +124,7 @@
     const { average, ...solvable } = panel.solvable;
     const second = average && [chart("curve", tables({ ...panel, ...solvable }, own), `Score against measured share, ${average}, ${title(panel)}`), el("small", {}, average)];
     return [chart("curve", tables(panel, own), `Score against measured share, ${title(panel)}`), el("div", { class: "key" }, key),
-      el("small", {}, own[0].average + (left ? `; up to ${left} samples not answered everywhere are left out` : "")), ...(second || [])];
+      el("small", {}, own[0].average + (left ? `; up to ${left} samples that some run did not answer are left out` : "")), ...(second || [])];
   }
 
   function tasks(panel) {
@@ -152,14 +152,14 @@
   }
 
   const SECTIONS = () => [
-    ["leaderboard", `Smallest budget that keeps ${100 * DATA.keep}\u202f%`, `The measured share of the full cache's bytes from which on a method keeps ${100 * DATA.keep}\u202f% of the full cache's score, straight between measured points; ≤ and > lie beyond what was measured. At most: the share of the score that the largest measured budget keeps.`, leaderboard],
-    ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against what was really resident, not what was asked for. The dashed line is the full cache on the same samples.", curves],
+    ["leaderboard", `Smallest budget that keeps ${100 * DATA.keep}\u202f%`, `The measured share of the full cache's bytes from which on a method keeps ${100 * DATA.keep}\u202f% of the full cache's score. Between measured points it is interpolated linearly; ≤ and > mark values outside the measured range. At most: the share of the score that the largest measured budget keeps.`, leaderboard],
+    ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against the measured share of memory, not the requested budget. The dashed line is the full cache on the same samples.", curves],
     ["tasks", "Difference by task", "Points gained or lost against the full cache on the same samples; Ø is an average. Point at a cell for its interval.", tasks, "wide"],
-    ["grids", "Length × depth", "Mean score by the length of the context and by how deep in it the answer stands.", grids, "wide"],
-    ["costs", "What a score costs", "Filled and joined: no other run of the panel and not the full cache (the diamond) costs as little and scores as much. Times are medians, whiskers their 95\u202f% intervals: where they overlap, the order may be chance.", costs, "wide"],
+    ["grids", "Length × depth", "Mean score by the length of the context and the depth of the answer in it.", grids, "wide"],
+    ["costs", "What a score costs", "Filled and connected points are on the Pareto front: no other run of the panel, and not the full cache (the diamond), costs as little and scores as much. Times are medians, and whiskers are their 95\u202f% intervals. If these overlap, the order may be due to chance.", costs, "wide"],
   ];
 
-  // ---- samples: files beside the page, loaded when they are asked for
+  // ---- samples: files next to the page, loaded when needed
 
   const browser = { run: null, show: "all", subtask: ALL, limit: 20 };
   const WORDS = 1200;
@@ -194,7 +194,7 @@
   function legend() {
     const steps = [...Array(51).keys()].map((step) => svg("rect", { x: step, width: 1.05, height: 1, fill: shade(step * step / 25) }));
     const ticks = [0, 5, 25, 100].map((own) => el("span", { style: `left: ${10 * Math.sqrt(own)}%` }, String(own)));
-    return el("p", { class: "shades" }, "Rows held when the answer begins, mean over layers and KV heads,", el("span", { class: "scale" },
+    return el("p", { class: "shades" }, "Rows held at the beginning of the answer, mean over layers and KV heads,", el("span", { class: "scale" },
       svg("svg", { ...SVG, viewBox: "0 0 51 1", "aria-label": "0 to 100\u202f%, darker is more" }, ...steps), ticks), "%");
   }
   function strip(own) {
@@ -254,7 +254,7 @@
     if (!file) return;
     if (browser.failed) { body.append(el("p", { class: "note bad" }, browser.failed)); return; }
     const found = entries.filter((own) => KINDS[browser.show][1](own) && (browser.subtask === ALL || own[1] === browser.subtask));
-    body.append(el("small", {}, `${found.length} of ${entries.length} samples${partly ? `, ${parts.length} of ${file.names.length} files loaded` : ""}; what lost most comes first`), found.some((own) => own[6]) ? legend() : "");
+    body.append(el("small", {}, `${found.length} of ${entries.length} samples${partly ? `, ${parts.length} of ${file.names.length} files loaded` : ""}; those that lost most come first`), found.some((own) => own[6]) ? legend() : "");
     body.append(...found.slice(0, browser.limit).map((own) => sample(own, file.row)));
     if (found.length > browser.limit) body.append(el("button", { onclick: () => { browser.limit += 40; samples(); } }, "Show more"));
     else if (partly) body.append(el("button", { onclick: () => more(file, parts.length) }, "Load more"));
@@ -270,9 +270,9 @@
     remember();
   }
 
-  // ---- the address: what is chosen, so that a link opens the same view
+  // ---- the address holds the selection, so that a link opens the same view
 
-  const picks = { run: null, show: "all", subtask: ALL }; // and what they are where nothing is chosen
+  const picks = { run: null, show: "all", subtask: ALL }; // and their values without a selection
   function remember() {
     const own = new URLSearchParams();
     for (const key of Object.keys(FILTERS)) if (state[key] !== ALL) own.set(key, state[key]);
@@ -317,7 +317,7 @@
   }
   function fill(panel) {
     const name = panel.part;
-    if (!name) return; // another section's
+    if (!name) return; // another section has loaded it
     Object.assign(panel, loaded.get(name), { part: null });
     for (const [id, , , make] of SECTIONS()) {
       const node = document.querySelector(`#${id} [data-panel="${DATA.panels.indexOf(panel)}"]`), made = node && framed(panel, make);
@@ -386,10 +386,10 @@
     el("header", {}, el("h1", {}, "What KV-cache methods cost, and what they lose"), el("p", { class: "muted" }, "Every number is computed from kvbench's records; runs of different protocols never share a panel."), facts(), ...notes().filter(Boolean)),
     ...(live.seconds ? [live.node] : []), bar(), el("p", { class: "empty", id: "nothing" }, DATA.panels.length ? "No run passes the filters." : "No run is finished yet."),
     ...SECTIONS().map(([id, name, about, , wide]) => section(id, name, about, wide)),
-    el("section", { id: "samples" }, el("h2", {}, "Samples"), el("p", {}, "The full cache's answer beside the method's, with the words in which they differ, and which rows of the prompt the method still held."), el("div", { class: "body" })),
+    el("section", { id: "samples" }, el("h2", {}, "Samples"), el("p", {}, "The full cache's answer next to the method's, with differing words marked, and the rows of the prompt that the method still held."), el("div", { class: "body" })),
     el("section", { id: "runs" }, el("h2", {}, "Runs"), runs()),
   );
-  // ---- the dashboard: this page, served, asks how far sweeps are and takes in what changed
+  // ---- the dashboard: the served page asks for the progress of sweeps and updates itself
 
   const live = { seconds: Number(document.body.dataset.live), page: document.body.dataset.page, said: "", node: el("section", { id: "progress", hidden: "" }) };
   const COLOURS = { done: "#1f5f99", running: "#6fa3cc", stopped: "#e0a030", failed: "#b3261e", refused: "#80868b", missing: "#e3e6ea" };
@@ -397,7 +397,7 @@
     if (said.page !== live.page) {
       const { page } = live;
       live.page = said.page;
-      ask("data.js").then((there) => { if (!there) live.page = page; }); // asked for again
+      ask("data.js").then((there) => { if (!there) live.page = page; }); // so that the next answer asks again
     }
     const { at, ...news } = said, text = JSON.stringify(news);
     live.node.hidden = false;
@@ -416,22 +416,22 @@
     if (!document.hidden && !(await ask("progress.js"))) {
       live.node.hidden = false;
       live.said = "";
-      live.node.replaceChildren(el("h2", {}, "Sweeps"), el("p", { class: "note bad" }, "The dashboard does not answer any more; what stands below is the last it said."));
+      live.node.replaceChildren(el("h2", {}, "Sweeps"), el("p", { class: "note bad" }, "The dashboard no longer answers. The page below shows its last state."));
     }
     setTimeout(follow, 1000 * live.seconds);
   }
   const minutes = (seconds) => (seconds === null ? "?" : seconds < 90 ? `${Math.ceil(seconds)} s` : seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`);
   function progress({ sweeps, problem, making }) {
     const open = new Set([...live.node.querySelectorAll("details[open]")].map((node) => node.dataset.sweep));
-    return [el("h2", {}, "Sweeps"), el("p", {}, el("span", { class: "at" }), making ? "; the page is being made" : ""),
-      problem ? el("p", { class: "note bad" }, problem) : null, sweeps.length ? null : el("p", { class: "empty" }, "No sweep was begun here."),
+    return [el("h2", {}, "Sweeps"), el("p", {}, el("span", { class: "at" }), making ? "; the page is being rebuilt" : ""),
+      problem ? el("p", { class: "note bad" }, problem) : null, sweeps.length ? null : el("p", { class: "empty" }, "No sweep was started here."),
       ...sweeps.map((sweep) => oneSweep(sweep, open))].filter(Boolean);
   }
   function oneSweep({ name, wrong, counts, cells }, open) {
     if (wrong) return el("div", { class: "sweep" }, el("h3", {}, name), el("p", { class: "note bad" }, wrong));
     const some = Object.entries(counts).filter(([, count]) => count);
     const waits = cells.reduce((sum, { left }) => sum + (left || 0), 0), unknown = cells.filter(({ left }) => left === null).length;
-    const more = [some.map(([state, count]) => `${count} ${state}`).join(", "), waits ? `about ${minutes(waits)} left on one worker` : "", unknown ? `${unknown} with no measured time to go by` : ""];
+    const more = [some.map(([state, count]) => `${count} ${state}`).join(", "), waits ? `about ${minutes(waits)} left on one worker` : "", unknown ? `${unknown} without a time estimate` : ""];
     const table = (own) => el("div", { class: "scroll" }, el("table", {}, el("tbody", {}, own.map(({ cell, name: state, records, total, reason, left }) => el("tr", {}, el("td", { class: "name" }, cell),
       el("td", { class: "state" }, el("i", { class: "dot", style: `background: ${COLOURS[state]}` }), state), el("td", { class: "num" }, total === null && !records ? "" : `${records} of ${total === null ? "?" : total}`),
       el("td", { class: "num" }, left ? `${minutes(left)} left` : ""), el("td", { class: "why" }, reason))))));
@@ -441,7 +441,7 @@
       el("small", {}, more.filter(Boolean).join("; ")), now.length ? table(now) : null,
       el("details", { "data-sweep": name, open: open.has(name) ? "" : null }, el("summary", {}, `${cells.length} cells`), table(cells)));
   }
-  function anew(data) { // where the reader is stays where it is
+  function anew(data) { // keeps the reader's place on the screen
     const key = (node) => [node.closest("section").id, node.querySelector("header")?.innerText].join();
     const places = () => [...document.querySelectorAll("#page > section, .panel, .sample")].filter((node) => node.getClientRects().length);
     const place = places().findLast((node) => node.getBoundingClientRect().top <= 150);

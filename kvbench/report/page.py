@@ -1,7 +1,7 @@
-"""The page as one file: style, charting library, specifications, numbers; and the folder of samples beside it.
+"""Write the page as one file with style, charting library, specifications and numbers, and the samples in a folder.
 
-Where the numbers would make the page larger than MOST, they lie in script files beside it: those of each panel in one
-that is loaded when it comes near the screen, all else in one that the page begins with.
+If the page would become larger than MOST, its numbers go into script files next to it. Each panel has a file, which is
+loaded when the panel comes near the screen. Everything else is in one file, which the page loads first.
 """
 
 import fcntl
@@ -21,27 +21,33 @@ from kvbench.report.samples import to_embedded_json, write_file, write_samples
 from kvbench.report.style import FULL
 
 HERE = Path(__file__).parent
-FOLDER = "report"  # of the samples, beside the page
-NUMBERS = (*TABLES, "series", "grids", "solvable")  # of a panel
-DIGITS = 4  # after the point
-COMPACT_TABLES = (*TABLES, "cells")  # a grid's too
-MOST = 2_000_000  # bytes of a page
+FOLDER = "report"  # folder of the samples, next to the page
+NUMBERS = (*TABLES, "series", "grids", "solvable")  # keys of a panel that move into its file
+DIGITS = 4  # decimal places
+COMPACT_TABLES = (*TABLES, "cells")  # tables that are written compactly; "cells" are also those of a grid
+MOST = 2_000_000  # largest size of a page, in bytes
 
 
 def write_report(results: Path, now: datetime) -> Path:
-    """Write the page and its samples; the page's path. SettingError for a folder without runs."""
+    """Write the page and its samples, and return the page's path.
+
+    Raises:
+        SettingError: The folder contains no runs.
+    """
     gathered = gather_results(results, now)
     path = results / "report.html"
     folder = results / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:  # until it is closed: who else makes the page here, waits
+    with open(
+        folder / "lock", "w"
+    ) as lock:  # held until the file is closed; another process that writes the page waits
         fcntl.lockf(lock, fcntl.LOCK_EX)
         write_page(gathered, path, folder)
     return path
 
 
 def write_page(gathered: PageData, path: Path, folder: Path) -> None:
-    """Write the page and what lies beside it, and take away what lay there for another."""
+    """Write the page and its files, and delete files of an earlier page."""
     page = compact_json(gathered.page | {"files": write_answers(gathered, folder), "folder": FOLDER})
     wanted = {name for own in page["files"] for name in own["names"]}
     text = render_html(page)
@@ -55,7 +61,7 @@ def write_page(gathered: PageData, path: Path, folder: Path) -> None:
 
 
 def split_data(page: dict[str, Any], folder: Path) -> tuple[dict[str, Any], set[str]]:
-    """The page that loads its data, and the names of the files in `folder` that now have them."""
+    """Move the data of a page into files in `folder`. Return the page that loads them, and the names of the files."""
     names = set()
 
     def put(value: object) -> str:
@@ -74,7 +80,7 @@ def split_data(page: dict[str, Any], folder: Path) -> tuple[dict[str, Any], set[
 
 
 def write_answers(gathered: PageData, folder: Path) -> list[dict[str, Any]]:
-    """What the browser of samples may load."""
+    """Write the answers of all pairs, and return the list of files that the page can load."""
     found = []
     for own in gathered.pairings:
         try:
@@ -90,7 +96,7 @@ def write_answers(gathered: PageData, folder: Path) -> list[dict[str, Any]]:
 
 
 def render_html(page: dict[str, Any]) -> str:
-    """The whole page."""
+    """Return the page as HTML."""
     library, script = load_scripts()
     data = to_embedded_json(page | {"charts": build_charts(), "ink": FULL, "shades": SCORE})
     style = (HERE / "page.css").read_text(encoding="utf-8")
@@ -113,17 +119,20 @@ def render_html(page: dict[str, Any]) -> str:
 
 @cache
 def load_scripts() -> tuple[str, str]:
-    """The charting library and the page's own."""
-    found = vl_convert.javascript_bundle(), (HERE / "page.js").read_text(encoding="utf-8")
+    """Return the charting library and the page's own script."""
+    library = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub lacks the argument's default
+    found = library, (HERE / "page.js").read_text(encoding="utf-8")
     for text in found:
         if "</script" in text.lower() or "<!--" in text:
-            raise ValueError("a script that would end itself")
+            raise ValueError("a script contains </script or <!--, which would end it early")
     return found
 
 
 def content_security_policy() -> str:
-    """What the page may do. The library compiles expressions; files beside the page are loaded by its scripts and by
-    nobody else.
+    """Return the page's content security policy.
+
+    It allows `unsafe-eval` because the charting library compiles expressions. Only the page's own scripts may load the
+    files next to it.
     """
     allowed = " ".join(f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in load_scripts())
     return (
@@ -133,7 +142,7 @@ def content_security_policy() -> str:
 
 
 def compact_json(value: Any, name: str = "") -> Any:
-    """Floats with the digits that a page can show, and tables with their names once: {"names": […], "rows": [[…]]}."""
+    """Round floats to DIGITS places, and write tables with their names only once: {"names": […], "rows": [[…]]}."""
     if isinstance(value, float):
         return round(value, DIGITS)
     if name in COMPACT_TABLES:

@@ -1,9 +1,9 @@
-"""What page and figures show of a store: panels of runs that can be compared, numbers from the modules of the tables.
+"""Group the runs of a store into panels of comparable runs, for the page and for figures.
 
-A panel is one protocol (kvbench.store.audit.comparison_key): the same model, task, data, question, sampling, seed and
-kind of machine. In it a series is the runs that differ in their budget alone, and its numbers are those of
-kvbench.analysis.budget_series; what subtasks lose and runs cost are those of kvbench.analysis.closing_table. Damaged
-runs are named and left out.
+All runs of a panel have the same protocol (kvbench.store.audit.comparison_key): the same model, task, data, question,
+sampling, seed and kind of machine. A series is the runs of a panel that differ only in their budget; its numbers come
+from kvbench.analysis.budget_series. Losses by subtask and costs come from kvbench.analysis.closing_table. Damaged runs
+are listed and left out.
 """
 
 import json
@@ -49,12 +49,12 @@ DATA_ERRORS = (
     TypeError,
     AttributeError,
     ArithmeticError,
-)  # what records that are none can raise
+)  # errors that damaged records can raise
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """A run, the full cache's beside it, and what the page calls it."""
+    """A run, the full cache's run to compare with, the number of its panel, and its name on the page."""
 
     run: StoredRun
     full: StoredRun
@@ -64,20 +64,20 @@ class Pairing:
 
 @dataclass(frozen=True)
 class PageData:
-    """What the page takes, and the pairs whose answers stand beside it."""
+    """The data of the page, and the pairs of runs whose answers it can show."""
 
     page: dict[str, Any]
     pairings: list[Pairing]
 
 
 def build_panels(found: FoundRuns, wanted: Collection[StoredRun], choice: CurveOptions) -> list["Panel"]:
-    """The panels of the wanted runs, with the full cache's of their protocols."""
+    """Build the panels of the wanted runs, together with the full-cache runs of their protocols."""
     groups: dict[str, list[StoredRun]] = {}
     for run in found.runs:
         groups.setdefault(comparison_key(run.value), []).append(run)
     names = {key: name_panel(own[0]) for key, own in groups.items()}
     hashes = {run.hash for run in wanted}
-    panels = []
+    panels: list[Panel] = []
     for key, every in sorted(groups.items(), key=lambda item: (names[item[0]], item[0])):
         if hashes.isdisjoint(run.hash for run in every):
             continue
@@ -88,17 +88,21 @@ def build_panels(found: FoundRuns, wanted: Collection[StoredRun], choice: CurveO
 
 
 def gather_results(results: Path, now: datetime) -> PageData:
-    """Everything but the answers; SettingError for a folder without runs."""
+    """Collect everything for the page but the answers.
+
+    Raises:
+        SettingError: The folder contains no runs.
+    """
     check_folder(results)
     return gather_found(find_finished(results), now)
 
 
 def gather_found(found: FoundRuns, now: datetime) -> PageData:
-    """The same of runs that were found."""
+    """Collect everything for the page but the answers, from runs that were already found."""
     panels = build_panels(found, found.runs, CurveOptions())
     first = [run.value for run in found.runs]
     left_out = found.damaged | {name: why for panel in panels for name, why in panel.refused.items()}
-    left_out |= {name: f"used without its damage: {why}" for name, why in found.passed_over.items()}
+    left_out |= {name: f"used without its damaged records: {why}" for name, why in found.passed_over.items()}
     series = [(panel.data, own) for panel in panels for own in panel.data["series"]]
     page = {
         "made": now.strftime("%Y-%m-%d %H:%M UTC"),
@@ -123,7 +127,7 @@ def gather_found(found: FoundRuns, now: datetime) -> PageData:
 
 
 class Panel:
-    """The runs of one protocol: `data` is what is drawn, tables of rows with names, of kvbench.report.charts."""
+    """The runs of one protocol. `data` holds the tables that kvbench.report.charts draws."""
 
     def __init__(
         self, index: int, key: str, runs: Sequence[StoredRun], also: Sequence[str], choice: CurveOptions
@@ -134,7 +138,7 @@ class Panel:
         self.listed: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.tables: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
-        self.solvable: dict[str, Any] = {"average": None, "points": [], "full": []}  # of what the model can do
+        self.solvable: dict[str, Any] = {"average": None, "points": [], "full": []}  # subtasks that the model can solve
         self.grids: list[dict[str, Any]] = []
         series = self._build_series()
         candidates = [*self.tables["costs"], *self.tables["free"]]
@@ -143,7 +147,7 @@ class Panel:
                 row[f"front_{name}"] = is_on_front(row, candidates, name)
                 if row[f"front_{name}"]:
                     self.tables["front"].append({"cost": name, "at": row[name], "diff": row["diff"]})
-        self.data = {
+        self.data: dict[str, Any] = {
             "model": get_name(runs[0].value, "model"),
             "task": get_name(runs[0].value, "task"),
             "question": shorten(str(runs[0].value["question"])),
@@ -172,7 +176,7 @@ class Panel:
         return series
 
     def _add_run(self, run: StoredRun, series: int, label: str) -> bool:
-        """Take in one run; False, and named, where it cannot be compared."""
+        """Add one run and return True. If it cannot be compared, note the reason and return False."""
         name = f"{label} · {format_budget(run)}"
         self._add_listed(run, label)
         try:
@@ -183,7 +187,7 @@ class Panel:
         except DATA_ERRORS as error:
             self.refused[f"{run.hash} ({name})"] = describe_error(error)
             return False
-        notes = table.notes[1:]  # the first says the model
+        notes = table.notes[1:]  # the first note states the model, which the page shows elsewhere
         self.notes += [note for note in notes if not note[0].isdigit()]
         self.listed[-1]["notes"] = [note for note in notes if note[0].isdigit()]
         self.pairings.append(Pairing(run, full, self.index, name))
@@ -204,9 +208,9 @@ class Panel:
         for row in averages:
             if row.interval:
                 held = fmean(one["resident_bytes"] for one in run.records.values() if find_failure(one) is None)
-                own = {"s": series, "row": name, "held": row.held, "megabytes": held / 1e6}
+                own: dict[str, Any] = {"s": series, "row": name, "held": row.held, "megabytes": held / 1e6}
                 costs.append(own | describe_times(row, "") | describe_difference(row.interval))
-                full = [{"held": 1.0, "diff": 0.0} | describe_times(row, "_full")]
+                full = [{"held": 1.0, "diff": 0.0, **describe_times(row, "_full")}]
         self.tables["rows"].append({"s": series, "order": len(self.tables["rows"]), "row": name})
         self.tables["tasks"] = [{"column": column, "task": task} for column, task in enumerate(tasks)]
         self.tables["cells"] += cells
@@ -214,7 +218,7 @@ class Panel:
         self.tables["free"] = full or self.tables["free"]
 
     def _add_curve(self, runs: Sequence[StoredRun], series: int) -> dict[str, Any]:
-        """Take in the points of a curve; the smallest budget, or why there are none."""
+        """Add the points of a curve, and return its smallest budget or the reason why there is no curve."""
         try:
             swept, *solvable = build_all_series(runs, self.runs, self.choice)
         except DATA_ERRORS as error:
@@ -233,7 +237,8 @@ class Panel:
         *points, full = swept.points
         for point in points:
             own = {"s": series, "budget": named_budget[point.budget], "share": point.share}
-            tables["points"].append(own | describe_difference(point.interval) | describe_mean(point.score))
+            change = describe_difference(point.interval) if point.interval else {}
+            tables["points"].append(own | change | describe_mean(point.score))
         tables["full"].append({"s": series} | describe_mean(full.score))
 
     def _add_listed(self, run: StoredRun, label: str) -> None:
@@ -253,7 +258,7 @@ class Panel:
         )
 
     def _add_grid(self, run: StoredRun, full: StoredRun, series: int | None, name: str) -> None:
-        """Score and difference by length and depth, where records have them."""
+        """Add scores and differences by length and depth, if records have these."""
         cells: dict[tuple, list[dict]] = {}
         try:
             for record in run.records.values():
@@ -275,7 +280,7 @@ TABLES = ("points", "full", "tasks", "rows", "cells", "costs", "free", "front")
 
 
 def is_on_front(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], name: str) -> bool:
-    """Whether no other row, the full cache among them, costs as little and loses as little, one of them truly less."""
+    """Return whether a row is on the Pareto front of cost and loss. The full cache is one of the rows."""
     own = (row[name], -row["diff"])
     if own[0] is None:
         return False
@@ -284,7 +289,10 @@ def is_on_front(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], name:
 
 
 def read_machines(run: StoredRun) -> list[tuple[str, str]]:
-    """What ran it: (hardware and versions, revision of the code, "" of an older record), of each machine that did."""
+    """Return (hardware and versions, revision of the code) of each machine that worked on a run.
+
+    The revision is "" in older records.
+    """
     found = []
     for path in sorted(run.folder.path.glob("machine*.json")):
         try:
@@ -301,7 +309,7 @@ def read_machines(run: StoredRun) -> list[tuple[str, str]]:
 
 
 def find_least_budget(swept: BudgetSeries) -> dict[str, Any]:
-    """What the leaderboard says; `order`: its place, smallest first; +inf: not kept."""
+    """Return a row of the leaderboard. `order` sorts the rows, the smallest first; None if the score is not kept."""
     low, high = swept.measured_range
     shares, scores, full = swept.curve.points
     most = float(scores[shares.argmax()])
@@ -315,13 +323,13 @@ def find_least_budget(swept: BudgetSeries) -> dict[str, Any]:
     ends = [] if own.low is None else rest.partition("]")[0].split(", ")
     interval = " to ".join(dict.fromkeys(ends))
     order = low / 2 if own.value < 0 else own.value
-    ends = [max(low, min(high, one)) if one is not None else None for one in (own.low, own.value, own.high)]
-    return shown | {"text": text, "interval": interval, "order": order if order < 2 else None, "ends": ends}
+    clipped = [max(low, min(high, one)) if one is not None else None for one in (own.low, own.value, own.high)]
+    return shown | {"text": text, "interval": interval, "order": order if order < 2 else None, "ends": clipped}
 
 
 def describe_times(row: TableRow, side: str) -> dict[str, float | None]:
-    """Both times of a row in ms, with their 95 % intervals: of the method, or with side "_full" of the full cache."""
-    found = {}
+    """Return both times in ms with their 95 % intervals, of the method or (`side="_full"`) of the full cache."""
+    found: dict[str, float | None] = {}
     for name in ("ttft", "tpot"):
         value, error = (getattr(row, f"{name}{side}{end}") for end in ("", "_error"))
         reach = None if error is None else float(ndtri(TAIL)) * error
@@ -331,13 +339,13 @@ def describe_times(row: TableRow, side: str) -> dict[str, float | None]:
 
 
 def compare_records(full: Mapping[str, dict], records: Sequence[dict]) -> dict[str, Any]:
-    """The difference of those records that the full cache has a score for too; None where none has."""
+    """Return the difference from the full cache over records that have a score there too; None without such records."""
     both = [own for own in records if own["uid"] in full and find_failure(full[own["uid"]]) is None]
     if not both:
         return dict.fromkeys(("diff", "diff_low", "diff_high"))
-    scores = [[own["score"] for own in side] for side in ([full[own["uid"]] for own in both], both)]
-    own = compare_scores(*scores, list_groups(both))
-    return {"diff": own.difference, "diff_low": own.low, "diff_high": own.high}
+    scores = [full[own["uid"]]["score"] for own in both]
+    change = compare_scores(scores, [own["score"] for own in both], list_groups(both))
+    return {"diff": change.difference, "diff_low": change.low, "diff_high": change.high}
 
 
 def list_groups(records: Sequence[dict]) -> list[str]:

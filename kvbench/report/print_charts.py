@@ -1,7 +1,8 @@
-"""A panel's charts as the page has them (kvbench.report.charts), with a title, a key and a width for print, as SVG.
+"""Draw a panel's charts (kvbench.report.charts) as SVG for print, with a title, a key and a given width.
 
-Lengths are pixels of the page until the end: POINTS makes them typographic points, so that a figure has the page's
-proportions of letters, lines and marks. How wide plots are follows from what the drawn figure measured around them.
+Lengths are pixels of the page. Only at the end POINTS converts them to typographic points, so that a figure keeps the
+page's proportions of letters, lines and marks. The width of the plots follows from the measured size of the drawn
+figure around them.
 """
 
 import re
@@ -18,9 +19,9 @@ from kvbench.analysis.closing_table import EMBEDDED_NOTE, MINIATURE_NOTE
 from kvbench.report import charts
 from kvbench.report.style import FULL
 
-POINTS = 0.7  # typographic points of a pixel: letters of 11 pixels have 7.7 points
-FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # vl-convert brings the first
-LETTER = 5.9  # pixels that a letter takes at most, in the mean
+POINTS = 0.7  # typographic points per pixel: letters of 11 pixels have 7.7 points
+FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # vl-convert contains the first
+LETTER = 5.9  # upper bound of a letter's mean width in pixels
 SUBTITLE = {"subtitleFontSize": 11, "subtitleColor": charts.MUTED, "subtitlePadding": 4}
 CONFIG = charts.CONFIG | {
     "font": FONT,
@@ -35,18 +36,29 @@ CONFIG = charts.CONFIG | {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart, not yet drawn: `rows` are its numbers."""
+    """A chart that is not drawn yet.
+
+    Attributes:
+        rows: Its numbers, for the CSV.
+        tables: Its data sets.
+        chart: Function that returns the chart for a width of one plot in pixels.
+        plots: Number of plots next to each other.
+        reach: Smallest and largest width of one plot, in pixels.
+        key: Entries of the key.
+        about: Texts for the subtitle.
+    """
 
     rows: list[dict[str, Any]]
-    tables: Mapping[str, Sequence[Mapping[str, Any]]]  # the data sets
-    chart: Callable[[float], alt.TopLevelMixin]  # of the width of one plot
-    plots: int  # beside each other
-    reach: tuple[float, float]  # of the width of one plot: least, most
-    key: Sequence[Mapping[str, Any]] = ()  # what looks how
-    about: Sequence[str] = ()  # for the title
+    tables: Mapping[str, Sequence[Mapping[str, Any]]]
+    chart: Callable[[float], alt.TopLevelMixin]
+    plots: int
+    reach: tuple[float, float]
+    key: Sequence[Mapping[str, Any]] = ()
+    about: Sequence[str] = ()
 
 
 def draw_curve(panel: Mapping[str, Any], against: str, total: float) -> Drawing | None:
+    """Return the drawing of score against kept share, at most `total` pixels wide; None if there is no curve."""
     series = [own for own in panel["series"] if "smallest" in own]
     if not series:
         return None
@@ -66,11 +78,12 @@ def draw_curve(panel: Mapping[str, Any], against: str, total: float) -> Drawing 
 
 
 def format_range(counts: Collection[int]) -> str:
-    """What several have: one number, or the least and the most."""
+    """Return one number, or the smallest and the largest if they differ."""
     return " to ".join(map(str, sorted({min(counts), max(counts)})))
 
 
 def draw_tasks(panel: Mapping[str, Any], total: float) -> Drawing | None:
+    """Return the drawing of differences by subtask; None if there are none."""
     if not panel["cells"]:
         return None
     runs = {own["order"]: own["row"] for own in panel["rows"]}
@@ -85,6 +98,7 @@ def draw_tasks(panel: Mapping[str, Any], total: float) -> Drawing | None:
 
 
 def draw_grid(panel: Mapping[str, Any], total: float, change: bool = False) -> Drawing | None:
+    """Return the drawing of scores, or with `change` of differences, by length and depth; None if there are none."""
     cells, seen = [], []
     for own in panel["grids"]:
         if change and own["s"] is None:
@@ -100,7 +114,7 @@ def draw_grid(panel: Mapping[str, Any], total: float, change: bool = False) -> D
     lengths, depths = (len({own[name] for own in cells}) for name in ("length", "depth"))
     least = max(76, 17 * lengths, min(LETTER * max(map(len, runs)), total - 130))
     beside = max(1, min(len(runs), int((total - 130) // (least + 12))))
-    whole = (own for own in range(beside, beside // 2, -1) if len(runs) % own == 0)  # no row with a gap
+    whole = (own for own in range(beside, beside // 2, -1) if len(runs) % own == 0)  # avoids rows with gaps
     beside = next(whole, ceil(len(runs) / ceil(len(runs) / beside)))
     height = max(60, min(200, 20 * depths))
 
@@ -113,6 +127,7 @@ def draw_grid(panel: Mapping[str, Any], total: float, change: bool = False) -> D
 
 
 def draw_cost(panel: Mapping[str, Any], total: float) -> Drawing | None:
+    """Return the drawing of differences against costs; None if no cost is known."""
     known = [name for name in charts.COSTS if any(own[name] is not None for own in panel["costs"])]
     if not known:
         return None
@@ -130,12 +145,12 @@ def draw_cost(panel: Mapping[str, Any], total: float) -> Drawing | None:
 
 
 def make_legend(height: float) -> alt.Legend:
-    """Of colours, beside plots of this height."""
+    """Return the legend of colours for plots of this height in pixels."""
     return alt.Legend(orient="right", gradientLength=min(height, 150), titleLimit=90)
 
 
 def make_key(entries: Sequence[Mapping[str, Any]], width: float) -> alt.LayerChart:
-    """Lines, marks and names in as many columns as have room."""
+    """Return a key of lines, marks and names, in as many columns as fit."""
     column = min(width, 42 + LETTER * max(len(own["label"]) for own in entries))
     columns = max(1, int(width // column))
     places = [(at % columns * column, 8 + 17 * (at // columns)) for at in range(len(entries))]
@@ -152,7 +167,7 @@ def make_key(entries: Sequence[Mapping[str, Any]], width: float) -> alt.LayerCha
     line = base.transform_filter("datum.dash").mark_rule(strokeWidth=2)
     mark = base.transform_filter("datum.shape").mark_point(filled=True, size=60, opacity=1)
     name = base.mark_text(align="left", dx=6, fontSize=11, limit=width - 30)
-    return alt.layer(
+    return charts.stack_layers(
         line.encode(x=at("x"), x2="end", strokeDash=charts.DASH),
         mark.encode(x=at("mid"), shape=charts.SHAPE),
         name.encode(x=at("end"), text="label:N", color=alt.value(charts.INK)),
@@ -160,7 +175,7 @@ def make_key(entries: Sequence[Mapping[str, Any]], width: float) -> alt.LayerCha
 
 
 def make_title(panel: Mapping[str, Any], about: Sequence[str], total: float) -> alt.TitleParams:
-    """Model, task, question; below, what tells the protocol from others."""
+    """Return a title with model, task and question, and a subtitle that distinguishes the protocol."""
     first = f"{panel['model']} · {panel['task']} · question {panel['question']}"
     below = " · ".join([*panel["also"], *about])
     notes = [note for note in panel["notes"] if note in (EMBEDDED_NOTE, MINIATURE_NOTE)]
@@ -169,9 +184,9 @@ def make_title(panel: Mapping[str, Any], about: Sequence[str], total: float) -> 
 
 
 def make_figure_specification(drawing: Drawing, panel: Mapping[str, Any], plot: float, total: float) -> dict[str, Any]:
-    """All of a figure, its numbers too."""
+    """Return the complete specification of a figure, including its numbers."""
     chart = drawing.chart(plot)
-    parts = [chart, make_key(drawing.key, plot * drawing.plots)] if drawing.key else [chart]
+    parts: list[Any] = [chart, make_key(drawing.key, plot * drawing.plots)] if drawing.key else [chart]
     figure = alt.vconcat(*parts, spacing=14, title=make_title(panel, drawing.about, total)).configure(**CONFIG)
     spec = figure.resolve_scale(color="independent", shape="independent", strokeDash="independent").to_dict()
     tables = {name: drawing.tables[name] for name in sorted(find_data_sets(spec) & drawing.tables.keys())}
@@ -179,7 +194,7 @@ def make_figure_specification(drawing: Drawing, panel: Mapping[str, Any], plot: 
 
 
 def find_data_sets(spec: Any) -> set[str]:
-    """The data sets that a specification asks for."""
+    """Return the names of the data sets that a specification uses."""
     if isinstance(spec, dict):
         own = {spec["data"]["name"]} if set(spec.get("data") or ()) == {"name"} else set()
         return own.union(*map(find_data_sets, spec.values()))
@@ -187,19 +202,36 @@ def find_data_sets(spec: Any) -> set[str]:
 
 
 def render_svg(drawing: Drawing, panel: Mapping[str, Any], total: float) -> tuple[str, float, float]:
-    """(text, width, height in points), at most `total` pixels wide or as narrow as its plots can be."""
+    """Draw a figure.
+
+    Args:
+        drawing: The chart.
+        panel: Its panel, for the title.
+        total: Largest width in pixels. The figure is wider only if its plots have their smallest width.
+
+    Returns:
+        The SVG, and its width and height in points.
+    """
     least, most = drawing.reach
     plot = min(most, total / drawing.plots)
     while True:
         text = vl_convert.vegalite_to_svg(make_figure_specification(drawing, panel, plot, total))
-        width, height = (float(size) for size in SIZE.search(text).groups())
+        width, height = read_size(text)
         if width <= total + 0.5 or plot <= least:
             return renumber_names(text), width * POINTS, height * POINTS
         plot = max(least, plot - max(1, (width - total) / drawing.plots))
 
 
+def read_size(text: str) -> tuple[float, float]:
+    """Return the width and height of an SVG; ValueError if it states none."""
+    found = SIZE.search(text)
+    if found is None:
+        raise ValueError("the SVG has no width and height")
+    return float(found[1]), float(found[2])
+
+
 def renumber_names(text: str) -> str:
-    """With names counted from 0 again: the converter counts on from figure to figure."""
+    """Count the names in an SVG from 0 again, because the converter goes on counting from figure to figure."""
     names = {own: f"{index}" for index, own in enumerate(dict.fromkeys(own[2] for own in NAME.finditer(text)))}
     return NAME.sub(lambda own: own[1] + names[own[2]], text)
 

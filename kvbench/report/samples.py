@@ -1,8 +1,8 @@
-"""Answers beside the full cache's, in script files that the page loads when somebody looks: no server is needed.
+"""Write answers next to the full cache's into script files, which the page loads when needed. This needs no server.
 
-A file is one call, kvbenchSamples(run, part, samples), of about PART characters; a sample is [uid, subtask, targets,
-full cache's side, method's side, question, strip], a side [output, score, error]. Samples that lost most come first.
-Question and strip are null in runs of a kvbench that did not record them.
+A file is one call, kvbenchSamples(run, part, samples), of about PART characters. A sample is [uid, subtask, targets,
+full cache's side, method's side, question, strip], and a side is [output, score, error]. The samples that lost most
+come first. Question and strip are null for runs of older versions, which did not record them.
 """
 
 import json
@@ -25,7 +25,7 @@ SURVIVED = re.compile("([0-5][0-9a-f]|6[0-4]){1,64}")  # percentages, as kvbench
 
 
 def escape_invisible(text: object, longest: int = LONGEST) -> str:
-    """`text` with control, format and surrogate characters written out, but for line ends and tabs; cut if huge."""
+    """Escape control, format and surrogate characters except line ends and tabs, and cut the text if it is huge."""
     text = text if isinstance(text, str) else "" if text is None else json.dumps(text)
     more = len(text) - longest
     shown = text[:longest]
@@ -39,7 +39,7 @@ def format_side(record: dict) -> list:
 
 
 def format_strip(record: dict) -> list | None:
-    """[percentages of the bins, tokens read, bins where a target stands]"""
+    """Return [percentages of the bins, tokens read, bins that contain a target]; None if the record lacks them."""
     found, tokens, places = (record.get(name) for name in ("survived", "rows_seen", "evidence"))
     if not (isinstance(found, str) and SURVIVED.fullmatch(found) and isinstance(tokens, int)):
         return None
@@ -51,7 +51,7 @@ def format_strip(record: dict) -> list | None:
 
 
 def list_entries(pairing: Pairing) -> Iterator[list]:
-    """The samples of a run, those that lost most first."""
+    """Yield the samples of a run, those that lost most first."""
 
     def order(both: tuple[dict, dict]) -> tuple:
         scores = [record["score"] for record in both]
@@ -67,8 +67,10 @@ def list_entries(pairing: Pairing) -> Iterator[list]:
 
 
 def write_samples(folder: Path, pairing: Pairing) -> list[str]:
-    """Write a run's files into `folder`; their names."""
-    names, part, held = [], [], 0
+    """Write a run's files into `folder` and return their names."""
+    names: list[str] = []
+    part: list[str] = []
+    held = 0
 
     def close() -> None:
         name = f"samples-{pairing.run.hash}-{len(names)}.js"
@@ -89,12 +91,12 @@ def write_samples(folder: Path, pairing: Pairing) -> list[str]:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file completely or not at all."""
     with replace_file(path) as draft:
         draft.write_text(text, encoding="utf-8")
 
 
 def to_embedded_json(value: Any) -> str:
-    """ASCII JSON that no HTML parser and no script takes for anything else."""
+    """Return ASCII JSON without characters that have a meaning in HTML."""
     text = json.dumps(to_json_value(value), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,1 +1,1 @@
-"""Runs and their records on the disk: written, read, exported, audited."""
+"""Write, read, export and audit runs and their records on disk."""

@@ -1,11 +1,16 @@
-"""Whether the records of a results folder are whole and can be paired: `make check-results`.
+"""Check that the records of a results folder are intact and can be paired: `make check-results`.
 
-`--replay` executes n random records again and compares them (kvbench.runs.replay); `--seed` draws the same ones again.
+The audit checks for every run:
 
-Of every run: run.yaml and its hash, every line of every file and the fields of its record (kvbench.store.record), one
-record a sample, `done` against the records (kvbench.store.runs), and the same prompts and targets as the other runs on
-these samples. One line a run; exit code 1 if any is damaged. A run that is merely unfinished is not: the command that
-began it goes on with it.
+* run.yaml and its hash,
+* every line of every file, and the fields of its record (kvbench.store.record),
+* that each sample has one record, and that `done` counts exactly the records (kvbench.store.runs),
+* that prompts and targets equal those of the other runs on the same samples.
+
+It prints one line per run and exits with code 1 if any run is damaged. An unfinished run is not damaged: the command
+that started it continues it.
+
+`--replay=n` also executes n random records again and compares them (kvbench.runs.replay). `--seed` chooses them.
 """
 
 import json
@@ -19,16 +24,24 @@ from kvbench.store.run_folder import run_hash
 from kvbench.store.runs import UNSHARED_SETTINGS, RunRecords, StoredRun, check_folder, find_runs
 from kvbench.validation import SettingError
 
-HASHES = ("prompt_hash", "target_hash")
-
 
 def comparison_key(value: Mapping[str, Any]) -> str:
-    """What runs have in common that can be compared: model, task, data, question, sampling, seed, machine's kind."""
+    """Return a hash of the settings that two comparable runs share.
+
+    These are the model, task, data, question, sampling, seed and kind of machine.
+    """
     return run_hash({key: item for key, item in value.items() if key not in UNSHARED_SETTINGS})
 
 
 def audit_runs(results: Path) -> Iterator[tuple[str, str, list[str]]]:
-    """(hash, state, what is wrong) of every run; SettingError for a folder without runs."""
+    """Check every run of a results folder.
+
+    Yields:
+        The run's hash, its state and a list of problems.
+
+    Raises:
+        SettingError: The folder contains no runs.
+    """
     check_folder(results)
     found = find_runs(results)
     said = find_common_hashes(found.runs)
@@ -39,20 +52,28 @@ def audit_runs(results: Path) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def check_run(run: StoredRun, said: Mapping[tuple[str, str], Sequence[tuple[str, str]]]) -> tuple[str, list[str]]:
-    """The state of a run and what is wrong with its records; `said`: what `find_common_hashes` says."""
+    """Check the records of one run.
+
+    Args:
+        run: The run.
+        said: The result of `find_common_hashes`.
+
+    Returns:
+        The run's state ("damaged", or how many records it has) and a list of problems.
+    """
     records, key, count, differ = RunRecords(run.folder.path, fields=True), comparison_key(run.value), 0, 0
     for record in records:
         count += 1
         own = get_hashes(record)
-        differ += own not in said.get((key, record["uid"]), [own])  # it may have come since
+        differ += own not in said.get((key, record["uid"]), [own])  # a record may be newer than `said`
     wrong = list(records.problems)
     if differ:
-        wrong.append(f"{differ} samples whose prompt or target is not that of most runs")
+        wrong.append(f"{differ} samples have another prompt or target than in most runs")
     return "damaged" if wrong else f"{count} records, {'finished' if records.done else 'unfinished'}", wrong
 
 
 def find_common_hashes(runs: Sequence[StoredRun]) -> dict[tuple[str, str], list[tuple[str, str]]]:
-    """(protocol, uid) -> the hashes that most runs have; none where no hashes have more runs than others."""
+    """Return (comparison key, uid) -> the hashes that most runs have, or nothing if there is a tie."""
     found: dict[tuple[str, str], Counter[tuple[str, str]]] = {}
     for run in runs:
         key = comparison_key(run.value)
@@ -64,15 +85,25 @@ def find_common_hashes(runs: Sequence[StoredRun]) -> dict[tuple[str, str], list[
 
 
 def get_hashes(record: Mapping[str, Any]) -> tuple[str, str]:
-    """Of its prompt and its target, as JSON: a damaged record has anything there."""
-    return tuple(json.dumps(record.get(name)) for name in HASHES)
+    """Return the hashes of a record's prompt and target as JSON, because a damaged record may hold anything there."""
+    return json.dumps(record.get("prompt_hash")), json.dumps(record.get("target_hash"))
 
 
 def draw_records(results: Path, count: int, seed: int) -> tuple[list[tuple[str, str]], int]:
-    """`count` random records of the runs that can be read, as (run, uid), and how many there are; SettingError if there
-    are fewer.
+    """Draw random records from all runs that can be read.
+
+    Args:
+        results: The results folder.
+        count: How many records to draw.
+        seed: Seed of the draw.
+
+    Returns:
+        The records as (run hash, uid), and the number of all records.
+
+    Raises:
+        SettingError: The store has fewer than `count` records.
     """
     found = [(run.hash, record["uid"]) for run in find_runs(results).runs for record in RunRecords(run.folder.path)]
     if count > len(found):
-        raise SettingError(f"REPLAY={count}: there are {len(found)} records")
+        raise SettingError(f"REPLAY={count}: the store has {len(found)} records")
     return Random(seed).sample(sorted(found), count), len(found)

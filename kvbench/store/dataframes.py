@@ -1,11 +1,11 @@
-"""What the store holds, as pandas frames: `kvbench.load("results", method="snapkv", budget=[0.05, 0.1])`.
+"""Load a store as pandas frames: `kvbench.load("results", method="snapkv", budget=[0.05, 0.1])`.
 
-    loaded.runs          one line a run, by its hash: model, task, method, …, every setting as `method.window`
-    loaded.records()     one line a sample, read when it is asked for; `run` is the hash, `meta.depth`, `also.rouge1`
-                         are what the task wrote
-    loaded.damaged       hash -> what is wrong, of runs that are left out (kvbench.store.runs)
+    loaded.runs          one line per run, by its hash: model, task, method, …, and every setting as `method.window`
+    loaded.records()     one line per sample: `run` is the hash, `meta.depth` and `also.rouge1` are what the task wrote
+    loaded.damaged       hash -> what is wrong, for runs that are left out (kvbench.store.runs)
 
-Lines are parsed a chunk at a time into Arrow columns: a million records never are a million dicts. No torch is needed.
+Records are read when they are needed. They are parsed in chunks into Arrow columns, so that a million records are never
+a million dicts. This module does not import torch.
 """
 
 import gc
@@ -26,28 +26,44 @@ from kvbench.store.runs import NAMED_GROUPS, FoundRuns, RunRecords, StoredRun, c
 from kvbench.validation import SettingError, require_choice, require_writable
 
 CHUNK = 20_000  # records parsed at a time
-RUN_COLUMNS = ("model", "task", "method", "allocator", "codec", "question")  # of a record's run, beside its hash
-NESTED = ("meta", "also", "fidelity")  # their keys become columns of their own
+RUN_COLUMNS = ("model", "task", "method", "allocator", "codec", "question")  # settings of its run that a record gets
+NESTED = ("meta", "also", "fidelity")  # fields whose keys become columns
 
 
 @dataclass(frozen=True)
 class LoadedRuns:
-    """Runs of a results folder, and their records when they are asked for."""
+    """Runs of a results folder. Their records are read when they are needed.
+
+    Attributes:
+        folder: The results folder.
+        runs: One line per run: its settings, and whether it is `finished`. The index is the run's hash.
+        damaged: Hash -> what is wrong, for runs that are left out.
+    """
 
     folder: Path
     runs: pandas.DataFrame
     damaged: Mapping[str, str]
 
     def records(self, columns: Iterable[str] | None = None) -> pandas.DataFrame:
-        """All whole records of the runs; `columns`: only these, SettingError for one that no record has."""
+        """Return all intact records of the runs.
+
+        Args:
+            columns: Columns to return. None returns all of them.
+
+        Raises:
+            SettingError: No record has one of the columns.
+        """
 
         def kind(own: pyarrow.DataType) -> Any:
             return pandas.ArrowDtype(own) if pyarrow.types.is_nested(own) else None
 
-        return self.table(columns).to_pandas(types_mapper=kind, split_blocks=True, self_destruct=True)
+        frame: pandas.DataFrame = self.table(columns).to_pandas(
+            types_mapper=kind, split_blocks=True, self_destruct=True
+        )
+        return frame
 
     def table(self, columns: Iterable[str] | None = None) -> pyarrow.Table:
-        """The same as an Arrow table."""
+        """Return the same records as `records` as an Arrow table."""
         wanted = None if columns is None else list(dict.fromkeys(columns))
         parts = [pyarrow.table({"run": pyarrow.nulls(0), "uid": pyarrow.nulls(0)})]
         damage = FoundRuns()
@@ -69,7 +85,7 @@ class LoadedRuns:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Nobody looks for cycles inside: lines have none, and looking at all of them again and again takes long."""
+    """Pause the cyclic garbage collector. Parsed records have no cycles, and scanning them takes most of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -80,9 +96,22 @@ def gc_paused() -> Iterator[None]:
 
 
 def load(results: str | Path = "results", **filters: Any) -> LoadedRuns:
-    """Runs of a results folder; `filters`: a column of `runs` and its value or list of values. SettingError for a
-    folder without runs and a column that no run has. Runs that are damaged or of another format are named, on stderr
-    and in `damaged`, and left out.
+    """Load the runs of a results folder.
+
+    Runs that are damaged or have another format are left out. `damaged` and a line on stderr name them.
+
+    Args:
+        results: The results folder.
+        filters: Columns of `runs`, each with an allowed value or a list of allowed values.
+
+    Returns:
+        The runs, and access to their records.
+
+    Raises:
+        SettingError: The folder contains no runs, or no run has a column of `filters`.
+
+    Example:
+        >>> kvbench.load("results", method="snapkv", budget=[0.05, 0.1]).records()["score"].mean()
     """
     check_folder(Path(results))
     found = find_runs(Path(results))
@@ -98,7 +127,18 @@ def load(results: str | Path = "results", **filters: Any) -> LoadedRuns:
 
 
 def export_parquet(results: Path, out: Path) -> list[Path]:
-    """`out`/runs.parquet and records.parquet, each written whole or not at all; SettingError if it cannot be."""
+    """Write runs.parquet and records.parquet. Each file is written completely or not at all.
+
+    Args:
+        results: The results folder.
+        out: Folder for the two files.
+
+    Returns:
+        Paths of the two files.
+
+    Raises:
+        SettingError: `results` contains no runs, or `out` cannot be written.
+    """
     require_writable("out", out)
     loaded = load(results)
     runs = pyarrow.Table.from_pydict(
@@ -114,15 +154,21 @@ def export_parquet(results: Path, out: Path) -> list[Path]:
 
 
 def describe(run: StoredRun) -> dict[str, Any]:
-    """What run.yaml says, flat; `finished`: whether `done` is there."""
+    """Return the settings in run.yaml as one flat dict, with `finished` for whether `done` exists."""
     own = {group: run.value[group]["name"] for group in NAMED_GROUPS}
     settings = {name: item for name, item in run.settings.items() if not name.endswith(".name")}
     return own | settings | {"finished": (run.folder.path / "done").is_file()}
 
 
 def records_to_table(chunk: list[dict[str, Any]], about: Mapping[str, str], wanted: list[str] | None) -> pyarrow.Table:
-    """Columns of some records of one run. Values are taken a column at a time, which costs half of taking them a record
-    at a time.
+    """Return some records of one run as a table.
+
+    Values are collected column by column, because this takes half as long as going through them record by record.
+
+    Args:
+        chunk: The records.
+        about: Columns that have one value for the whole run.
+        wanted: Columns to return, None for all.
     """
     one = pyarrow.array([0] * len(chunk), "int32")
     columns: dict[str, Any] = {key: pyarrow.DictionaryArray.from_arrays(one, [value]) for key, value in about.items()}
@@ -142,7 +188,7 @@ def records_to_table(chunk: list[dict[str, Any]], about: Mapping[str, str], want
 
 
 def to_array(values: list[Any]) -> pyarrow.Array:
-    """Values as they are, or as JSON where they are of different kinds; a lone surrogate in a text is written out."""
+    """Return values as an array. Values of different types become JSON; a lone surrogate in a text is escaped."""
     try:
         return pyarrow.array(values)
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, UnicodeEncodeError):
@@ -150,12 +196,13 @@ def to_array(values: list[Any]) -> pyarrow.Array:
 
 
 def to_json_array(values: list[Any]) -> pyarrow.Array:
+    """Return values as an array of texts. Values other than text and None become JSON."""
     texts = (value if value is None or isinstance(value, str) else json.dumps(value) for value in values)
     return pyarrow.array([text and text.encode("utf-8", "backslashreplace").decode() for text in texts])
 
 
 def concat_tables(parts: list[pyarrow.Table]) -> pyarrow.Table:
-    """One table; a column that is of different kinds in its parts becomes JSON."""
+    """Concatenate tables. A column that has different types in its parts becomes JSON."""
     try:
         return pyarrow.concat_tables(parts, promote_options="permissive")
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
@@ -164,7 +211,7 @@ def concat_tables(parts: list[pyarrow.Table]) -> pyarrow.Table:
     for part in parts:
         for field in part.schema:
             kinds.setdefault(field.name, set()).add(field.type)
-    mixed = {name for name, own in kinds.items() if not unifiable(own)}
+    mixed = {name for name, own in kinds.items() if not can_unify(own)}
     texts = []
     for part in parts:
         for index, name in enumerate(part.column_names):
@@ -174,8 +221,8 @@ def concat_tables(parts: list[pyarrow.Table]) -> pyarrow.Table:
     return pyarrow.concat_tables(texts, promote_options="permissive")
 
 
-def unifiable(kinds: set[pyarrow.DataType]) -> bool:
-    """Whether columns of these kinds make one column."""
+def can_unify(kinds: set[pyarrow.DataType]) -> bool:
+    """Return whether columns of these types can become one column."""
     try:
         fields = [pyarrow.schema([("column", own)]) for own in kinds]
         pyarrow.unify_schemas(fields, promote_options="permissive")

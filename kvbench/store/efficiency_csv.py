@@ -1,7 +1,8 @@
-"""results/efficiency/<gpu>.csv: one line a measured quantity, with all that it was measured with. Lines are appended.
+"""Read and append measurements of cost: results/efficiency/<gpu>.csv.
 
-A cell is one set of settings on one machine with one state of the sources; its lines are written at once and the last
-one is ENDED, so that a cell is whole or is measured again. A line that a killed writer left torn is passed over.
+A line is one measured quantity, with all settings and versions that it was measured with. A cell is one set of settings
+on one machine with one state of the sources. Its lines are written together, and the last one is LAST_QUANTITY: a cell
+without it is incomplete and is measured again. Readers skip a line that a killed writer left torn.
 """
 
 import csv
@@ -15,7 +16,7 @@ from typing import Any
 
 from kvbench.validation import SettingError, name_file_in_errors
 
-LAST_QUANTITY = "measuring_s"  # the last quantity of every cell: how long it took
+LAST_QUANTITY = "measuring_s"  # the last quantity of every cell: the time that measuring it took, in seconds
 SETTINGS = (
     "gpu", "measure", "model", "weights", "method", "preset", "changed", "allocator", "codec", "budget", "budget_of",
     "block_size", "baseline", "compile", "implementation", "length", "batch", "rows", "fill", "new_tokens", "repeats",
@@ -38,25 +39,42 @@ VERSIONS = (
     "cell",
 )
 COLUMNS = (*SETTINGS, *VALUES, *VERSIONS)
-COLUMNS_0_1 = tuple(column for column in COLUMNS if column != "replay")  # of kvbench 0.1: read, and never written to
+COLUMNS_0_1 = tuple(column for column in COLUMNS if column != "replay")  # files of kvbench 0.1, which are only read
 
 
 Line = dict[str, Any]
 
 
 def make_line(quantity: str, unit: str, value: float | Mapping[str, float], note: str = "") -> Line:
-    """A measured quantity: one number, or a spread (kvbench.engine.timing), whose median is the value."""
+    """Return the line of a measured quantity.
+
+    Args:
+        quantity: Its name.
+        unit: Its unit.
+        value: One number, or a spread (kvbench.engine.timing), whose median becomes the value.
+        note: A remark.
+    """
     spread = {"value": value} if not isinstance(value, Mapping) else {"value": value["median"], **value}
     return {"quantity": quantity, "unit": unit, "note": note, **spread}
 
 
 def make_out_of_memory_line(quantity: str) -> Line:
-    """There was no memory to measure it."""
+    """Return the line of a quantity that could not be measured because memory ran out."""
     return {"quantity": quantity, "status": "out_of_memory"}
 
 
 def append_lines(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequence[str] = COLUMNS) -> None:
-    """Write whole lines behind what is there, in one write, and wait until they are on the disk."""
+    """Append lines in one write and wait until they are on disk.
+
+    Args:
+        path: The file. It is created if it does not exist.
+        rows: The lines by column. Missing columns stay empty.
+        columns: The columns of the file.
+
+    Raises:
+        SettingError: The file has other columns.
+        OSError: The lines could not be written completely.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for row in rows:
@@ -69,7 +87,7 @@ def append_lines(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequ
         if end:
             check_columns(path, columns)
             file.seek(end - 1)
-            before = "" if file.read(1) == b"\n" else "\n"  # a torn line stays as it is, ours starts on its own
+            before = "" if file.read(1) == b"\n" else "\n"  # a torn line stays, and the new lines start below it
         data = (before + text.getvalue()).encode()
         if os.write(file.fileno(), data) != len(data):
             raise OSError(errno.ENOSPC, "the lines could not be written; is the disk full?")
@@ -77,17 +95,21 @@ def append_lines(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequ
 
 
 def check_columns(path: Path, columns: Sequence[str] = COLUMNS) -> None:
-    """SettingError if the file's columns are not the ones that would be appended."""
+    """Raise a SettingError if the file has other columns than those to append."""
     with path.open(newline="", encoding="utf-8") as file:
         if next(csv.reader(file), []) != list(columns):
             raise SettingError(f"{path}: has other columns than this version writes; move it away")
 
 
 def read_lines(path: Path) -> list[dict[str, str]]:
-    """All whole lines, in the order in which they were measured; none if there is no such file."""
+    """Return all complete lines by column, in the order of measurement; an empty list if the file does not exist.
+
+    Raises:
+        SettingError: The file has other columns.
+    """
     if not path.exists():
         return []
-    # line by line: a quote that a torn line leaves open must not take in the ones behind it
+    # each line is parsed on its own, so that an open quote in a torn line does not swallow the lines after it
     first, *lines = (next(csv.reader([line]), []) for line in path.read_text(encoding="utf-8").split("\n"))
     columns = COLUMNS_0_1 if tuple(first) == COLUMNS_0_1 else COLUMNS
     check_columns(path, columns)
@@ -96,12 +118,12 @@ def read_lines(path: Path) -> list[dict[str, str]]:
 
 
 def find_whole_cells(path: Path) -> set[str]:
-    """The cells that are whole."""
+    """Return the names of all complete cells."""
     return {row["cell"] for row in read_lines(path) if row["quantity"] == LAST_QUANTITY}
 
 
 def find_measurements(folder: Path) -> Iterable[Path]:
-    """The files of measurements among a folder's CSV files."""
+    """Yield the CSV files of a folder that hold measurements."""
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             if tuple(next(csv.reader(file), ())) in (COLUMNS, COLUMNS_0_1):

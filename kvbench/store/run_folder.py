@@ -1,20 +1,25 @@
-"""The folder of one run: what was chosen, on which machine, and one line for every sample done.
+"""Read and write the folder of one run: its settings, its machines, and one line for each finished sample.
 
-    results/runs/<hash>/run.yaml                 the resolved value that the hash stands for, and the format's number
-                        machine.json             the first writer's machine; a later writer on another machine adds
-                        machine-<writer>.json    its own
-                        records-<writer>.jsonl   one line a sample, one file a writing process (appends by several
-                                                 to one file are not atomic on shared file systems)
-                        samples              how many there will be
-                        claims.lock              byte-range locks: byte 0 while the folder is set up or closed,
-                                                 one byte for each sample that somebody is working on, and a last one
-                                                 that all who have the run open share
+    results/runs/<hash>/run.yaml                 the settings that the hash identifies, and the number of the format
+                        machine.json             the machine of the first process that wrote
+                        machine-<writer>.json    the machine of a later process, if it differs
+                        records-<writer>.jsonl   one line per sample, one file per process, because appends by several
+                                                 processes to one file are not atomic on shared file systems
+                        samples                  the number of samples that the run will have
+                        claims.lock              byte-range locks: byte 0 while a process sets up or closes the folder,
+                                                 one byte for each sample in progress, and a last byte that all
+                                                 processes share that have the run open
                         done                     written last
 
-Three facts of POSIX carry it. A line counts once its newline is on the disk, so a killed writer leaves at most a torn
-tail, which readers pass over and the next writer cuts off. A lock dies with its process, so a killed worker's sample
-is free at once. A file renamed into place is there whole or not at all. Locks belong to the process, not to the
-object: open one run once per process, and claim after a fork rather than before it.
+Three properties of POSIX make this safe:
+
+* A line counts once its newline is on disk. A killed writer leaves at most one torn line at the end of its file.
+  Readers skip it, and the next writer removes it.
+* A lock ends with its process. The sample of a killed worker is free at once.
+* A renamed file is either complete or absent.
+
+Locks belong to the process, not to the object. Open a run only once per process, and claim samples after a fork, not
+before it.
 """
 
 import errno
@@ -37,14 +42,22 @@ import yaml
 from kvbench.atomic import replace_file
 from kvbench.validation import SettingError, name_file_in_errors
 
-FORMAT = 1  # of the folder and its records; a folder of another format is refused, never mixed
-OPEN_BYTE = 1 << 57  # a byte of claims.lock: who looks on sees who works, between two samples too
+FORMAT = 1  # of the folder and its records; a folder of another format is rejected, so that formats never mix
+OPEN_BYTE = 1 << 57  # byte of claims.lock that is locked while a process has the run open, also between two samples
 
 
 def to_plain(value: object) -> Any:
-    """`value` as dicts, lists, str, int, float, bool and None; an OmegaConf container is fine.
+    """Convert a value to dicts, lists, str, int, float, bool and None.
 
-    Raises TypeError for anything else (a Path, a tensor): what it means must be said by whoever owns it.
+    Args:
+        value: Such a value, or an OmegaConf container of such values.
+
+    Returns:
+        The converted copy. -0.0 becomes 0.0.
+
+    Raises:
+        TypeError: `value` contains something else, such as a Path or a tensor. The caller must convert it first,
+            because only the caller knows what it means.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -54,20 +67,20 @@ def to_plain(value: object) -> Any:
         return float(value) + 0.0  # turns -0.0 into 0.0
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str)]:
-            raise TypeError(f"a key is {wrong[0]!r}: keys are str")
+            raise TypeError(f"the key {wrong[0]!r} is not a str")
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [to_plain(item) for item in value]
-    raise TypeError(f"{value!r} is a {type(value).__name__}: neither a number, a text, a list nor a mapping")
+    raise TypeError(f"{value!r} is a {type(value).__name__}, not a number, text, list or mapping")
 
 
 def to_json_value(value: object) -> Any:
-    """`to_plain(value)` with None for NaN and the infinities, which JSON cannot say."""
+    """Convert a value like `to_plain`, and NaN and the infinities to None, because JSON cannot express them."""
     return json.loads(json.dumps(to_plain(value)), parse_constant=lambda name: None)
 
 
 def describe_old_format(found: object) -> str:
-    """What to do with a run of another format."""
+    """Return the end of a message about a run of another format: both numbers, and what the user can do."""
     return (
         f"format {found}, and this kvbench reads {FORMAT}: read it with the kvbench that wrote it, or move the folder "
         "away and run it again"
@@ -75,17 +88,36 @@ def describe_old_format(found: object) -> str:
 
 
 def run_hash(value: Mapping[str, Any]) -> str:
-    """16 hex digits of the SHA-256 of `value` as canonical JSON.
+    """Return the hash that identifies a run.
 
-    Keys are sorted and a float is written in its shortest exact form: the order of keys and the spelling of a number
-    (0.05, 5e-2) do not matter, but 1 and 1.0 are different settings. Raises ValueError for NaN and the infinities.
+    The hash does not depend on the order of keys or the spelling of a number (0.05, 5e-2), because keys are sorted and
+    floats have their shortest exact form. 1 and 1.0 are different settings.
+
+    Args:
+        value: The resolved settings of the run.
+
+    Returns:
+        The first 16 hexadecimal digits of the SHA-256 of `value` as canonical JSON.
+
+    Raises:
+        ValueError: `value` contains NaN or an infinity.
+        TypeError: `value` contains something that `to_plain` cannot convert.
     """
     text = json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class RunFolder:
-    """The records of the run that `value` describes, under `root`. Nothing is written before `open`."""
+    """The folder of the run with these settings. Nothing is written before `open`.
+
+    Args:
+        root: Folder that holds the folders of all runs.
+        value: The resolved settings of the run.
+
+    Attributes:
+        hash: The run's hash, which is also the folder's name.
+        path: The folder.
+    """
 
     def __init__(self, root: Path, value: Mapping[str, Any]) -> None:
         self.value = to_plain(value)
@@ -97,21 +129,31 @@ class RunFolder:
         self._own: int | None = None  # descriptor of this process's records
         self._claimed: set[str] = set()
         self._read: dict[str, int] = {}  # file name -> bytes read, always up to the end of a line
-        self._lines: dict[str, dict[str, dict]] = {}  # file name -> uid -> record
+        self._lines: dict[str, dict[str, dict[str, Any]]] = {}  # file name -> uid -> record
 
     @contextmanager
     def open(self, machine: Mapping[str, Any], samples: int | None = None) -> Iterator["RunFolder"]:
-        """Make the folder ready for this process to write; give back locks and claims at the end. `samples`: how many
-        there will be, for those who look on.
+        """Prepare the folder for writing by this process. Locks and claims are released at the end.
+
+        Args:
+            machine: Description of this process's machine.
+            samples: Number of samples that the run will have. Progress displays read it.
+
+        Yields:
+            This object.
+
+        Raises:
+            RuntimeError: This object is open already.
+            SettingError: The folder has another format.
         """
         if self._locks is not None:
             raise RuntimeError(f"{self.path} is already open in this process")
-        machine = to_json_value(machine)
+        plain = to_json_value(machine)
         self.path.mkdir(parents=True, exist_ok=True)
         self._locks = os.open(self.path / "claims.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             with self._alone():
-                self._set_up(machine)
+                self._set_up(plain)
                 if samples is not None:
                     self._put("samples", f"{samples}\n")
                 self._cut_torn_tails()
@@ -124,20 +166,20 @@ class RunFolder:
             self._own = self._locks = None
             self._claimed.clear()
 
-    def records(self) -> dict[str, dict]:
-        """uid -> record of every whole line that any process has written so far.
+    def records(self) -> dict[str, dict[str, Any]]:
+        """Return uid -> record of every complete line that any process has written so far.
 
-        Should two files hold one uid (folders copied together by hand), the first file by name wins.
+        If two files hold the same uid, because somebody merged folders by hand, the first file by name wins.
         """
         self.refresh()
-        merged: dict[str, dict] = {}
+        merged: dict[str, dict[str, Any]] = {}
         for name in sorted(self._lines):
             for uid, record in self._lines[name].items():
                 merged.setdefault(uid, record)
         return merged
 
     def machine(self, uid: str) -> dict[str, Any]:
-        """What machine.json says of the process that wrote a sample's record; {} where it cannot be read."""
+        """Return the description of the machine that wrote a sample's record, {} if it cannot be read."""
         self.refresh()
         name = next((name for name in sorted(self._lines) if uid in self._lines[name]), "")
         own = self.path / name.replace("records-", "machine-").replace(".jsonl", ".json")
@@ -148,10 +190,10 @@ class RunFolder:
         return found if isinstance(found, dict) else {}
 
     def refresh(self) -> None:
-        """Take in the whole lines that other processes have written since the last look."""
+        """Read the complete lines that other processes have written since the last call."""
         for path in self.path.glob("records*.jsonl"):
             if self._own is not None and path == self._own_path:
-                continue  # known already; and over NFS closing a second descriptor would drop the lock of the first
+                continue  # its records are known, and over NFS closing a second descriptor would drop the first's lock
             with open(path, "rb") as file:
                 start = file.seek(self._read.get(path.name, 0))
                 text = file.read()
@@ -163,24 +205,30 @@ class RunFolder:
                     lines.setdefault(record["uid"], record)
 
     def record(self, uid: str) -> dict[str, Any] | None:
-        """The record of a sample, also one that another process has written; None if there is none so far."""
+        """Return the record of a sample, even if another process wrote it; None if there is none yet."""
         if not self.is_recorded(uid):
             self.refresh()
         return next((self._lines[name][uid] for name in sorted(self._lines) if uid in self._lines[name]), None)
 
     def is_recorded(self, uid: str) -> bool:
-        """Whether the sample had a record when the files were last read (`refresh`)."""
+        """Return whether the sample had a record when the files were last read (`refresh`)."""
         return any(uid in lines for lines in self._lines.values())
 
     def claim(self, uid: str) -> bool:
-        """True if the sample is now this process's to do: it has no record and nobody else is at it."""
-        if self._locks is None:
-            raise RuntimeError("open the run before claiming")
+        """Claim a sample for this process.
+
+        Returns:
+            Whether the claim succeeded: the sample has no record, and no other process has claimed it.
+
+        Raises:
+            RuntimeError: The run is not open.
+        """
+        locks = self._open_locks
         if uid in self._claimed or self.is_recorded(uid):
             return False
         try:
-            fcntl.lockf(self._locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _lock_byte(uid))
-        except (BlockingIOError, PermissionError):  # POSIX allows EAGAIN and EACCES for "taken"
+            fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _lock_byte(uid))
+        except (BlockingIOError, PermissionError):  # POSIX allows EAGAIN and EACCES for a lock that is taken
             return False
         self._claimed.add(uid)
         self.refresh()
@@ -190,21 +238,27 @@ class RunFolder:
         return True
 
     def release(self, uid: str) -> None:
-        """Give a claim back; without a claim nothing happens."""
+        """Release the claim of a sample. Without a claim nothing happens."""
         if uid in self._claimed:
             self._claimed.remove(uid)
-            fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, _lock_byte(uid))
+            fcntl.lockf(self._open_locks, fcntl.LOCK_UN, 1, _lock_byte(uid))
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write the record of a claimed sample as one line, at once on the disk, and give the claim back."""
-        record = to_json_value(record)
-        uid = record["uid"]
+        """Write the record of a claimed sample as one line, wait until it is on disk, and release the claim.
+
+        Raises:
+            RuntimeError: This process has not claimed the sample.
+            OSError: The line could not be written completely, for example because the disk is full. The file is left
+                as it was.
+        """
+        plain: dict[str, Any] = to_json_value(record)
+        uid = plain["uid"]
         if uid not in self._claimed:
             raise RuntimeError(f"{uid}: not claimed by this process")
-        line = json.dumps(record, allow_nan=False).encode() + b"\n"  # ASCII: any str, lone surrogates too, survives
+        line = json.dumps(plain, allow_nan=False).encode() + b"\n"  # ASCII: any str, lone surrogates too, survives
         if self._own is None:
             self._own = os.open(self._own_path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            fcntl.flock(self._own, fcntl.LOCK_EX)  # held until death: tells others that this tail is being written
+            fcntl.flock(self._own, fcntl.LOCK_EX)  # held until the end of the process: other writers leave this tail
         start = self._read.get(self._own_path.name, 0)
         with name_file_in_errors(self._own_path):
             if (written := os.write(self._own, line)) != len(line):
@@ -212,11 +266,11 @@ class RunFolder:
                 raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes could be written; is the disk full?")
             os.fsync(self._own)
         self._read[self._own_path.name] = start + len(line)
-        self._lines.setdefault(self._own_path.name, {})[uid] = record
+        self._lines.setdefault(self._own_path.name, {})[uid] = plain
         self.release(uid)
 
     def finish(self, expected_uids: Iterable[str]) -> bool:
-        """Write `done` if every expected sample has a record; says whether it has."""
+        """Write `done` if every expected sample has a record, and return whether that is the case."""
         have = self.records()
         if any(uid not in have for uid in expected_uids):
             return False
@@ -226,12 +280,19 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether `done` is there and speaks of exactly the records that are."""
+        """Whether `done` exists and counts exactly the records in the folder."""
         try:
             done = json.loads((self.path / "done").read_text())
         except (FileNotFoundError, ValueError):
             return False
-        return done == make_seal(self.records())
+        return bool(done == make_seal(self.records()))
+
+    @property
+    def _open_locks(self) -> int:
+        """Descriptor of claims.lock; RuntimeError unless the run is open."""
+        if self._locks is None:
+            raise RuntimeError(f"{self.path}: open the run before claiming its samples or finishing it")
+        return self._locks
 
     @property
     def _own_path(self) -> Path:
@@ -239,23 +300,23 @@ class RunFolder:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold byte 0 of the locks: one process at a time sets the folder up or closes it."""
-        if self._locks is None:
-            raise RuntimeError("open the run before finishing it")
-        fcntl.lockf(self._locks, fcntl.LOCK_EX, 1, 0)
+        """Hold byte 0 of the locks, so that only one process at a time sets up or closes the folder."""
+        locks = self._open_locks
+        fcntl.lockf(locks, fcntl.LOCK_EX, 1, 0)
         try:
             yield
         finally:
-            fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, 0)
+            fcntl.lockf(locks, fcntl.LOCK_UN, 1, 0)
 
     def _put(self, name: str, text: str) -> None:
-        """Write a small file. Under `_alone`, so that other drafts of it are those of killed writers."""
+        """Write a small file. The caller holds `_alone`, so any other draft of it belongs to a killed writer."""
         for left in self.path.glob(f"{name}.draft*"):
             left.unlink()
         with replace_file(self.path / name) as draft:
             draft.write_text(text, encoding="ascii")
 
-    def _set_up(self, machine: dict) -> None:
+    def _set_up(self, machine: Mapping[str, Any]) -> None:
+        """Write run.yaml and the machine's file, if they are missing."""
         run = self.path / "run.yaml"
         if not run.exists():
             self._put("run.yaml", yaml.safe_dump({"format": FORMAT, "hash": self.hash, "value": self.value}))
@@ -269,7 +330,7 @@ class RunFolder:
             self._put(f"machine-{self._writer}.json", text)
 
     def _cut_torn_tails(self) -> None:
-        """Cut files of dead writers (their lock can be had) back to their last whole line."""
+        """Cut the files of ended writers back to their last complete line. Nobody holds the lock of such a file."""
         for path in self.path.glob("records*.jsonl"):
             with open(path, "r+b") as file:
                 try:
@@ -284,21 +345,29 @@ class RunFolder:
 def claim_samples(
     folders: Collection[RunFolder], uids: Iterable[str], pause: float = 0.2
 ) -> Iterator[tuple[str, list[RunFolder]]]:
-    """Claim one sample after another, each in all open runs that lack it, until each of `uids` has a record in all of
-    `folders`, by this process or another; a run that is taken out of `folders` meanwhile is not waited for. Whoever has
-    the first run that lacks a sample takes it in as many of the others as nobody is at.
+    """Claim one sample after another until every run has a record of every sample.
 
-    Waits `pause` seconds at a time for what others are at, and takes it over when they die. The caller appends
-    a record to each run it is given, before it asks for the next.
+    A process that claims a sample in the first run that lacks it also claims it in every other run where it is free.
+    Other processes may work on the same runs: this one waits for their samples, and takes a sample over if its process
+    ends without a record.
+
+    Args:
+        folders: Open runs. The caller may remove a run meanwhile; it is then no longer waited for.
+        uids: Names of the samples.
+        pause: Seconds between two checks for samples that other processes work on.
+
+    Yields:
+        A sample's name and the runs in which this process has claimed it. The caller appends a record to each of these
+        runs before it asks for the next sample; claims without a record are released.
     """
     waiting = list(uids)
     while waiting:
         worked = False
         for uid in waiting:
-            first, *others = [folder for folder in folders if not folder.is_recorded(uid)] or [None]
-            if first is None or not first.claim(uid):
+            lacking = [folder for folder in folders if not folder.is_recorded(uid)]
+            if not lacking or not lacking[0].claim(uid):
                 continue
-            worked, own = True, [first, *(folder for folder in others if folder.claim(uid))]
+            worked, own = True, [lacking[0], *(folder for folder in lacking[1:] if folder.claim(uid))]
             try:
                 yield uid, own
             finally:
@@ -312,7 +381,7 @@ def claim_samples(
 
 
 def claim_all(folders: Collection[RunFolder], uid: str) -> bool:
-    """Claim the sample in all of these runs, or in none."""
+    """Claim a sample in all of these runs or in none, and return whether it was claimed."""
     own = [folder for folder in folders if folder.claim(uid)]
     if len(own) < len(folders):
         for folder in own:
@@ -321,23 +390,33 @@ def claim_all(folders: Collection[RunFolder], uid: str) -> bool:
 
 
 def read_run_value(path: Path) -> dict[str, Any]:
-    """The value that a run's hash stands for; ValueError if run.yaml is not whole or is of another format."""
+    """Return the settings of a stored run.
+
+    Args:
+        path: Folder of the run.
+
+    Raises:
+        ValueError: run.yaml cannot be read, is incomplete, has another format, or does not fit the folder's name.
+    """
     try:
         stored = yaml.load((path / "run.yaml").read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"run.yaml cannot be read ({type(error).__name__})") from None
     if not isinstance(stored, dict) or not {"format", "hash", "value"} <= stored.keys():
-        raise ValueError("run.yaml is not whole")
+        raise ValueError("run.yaml is incomplete")
     if stored["format"] != FORMAT:
         raise ValueError(describe_old_format(stored["format"]))
     if not path.name == stored["hash"] == run_hash(stored["value"]):
-        raise ValueError("run.yaml does not have the value that the folder's name stands for")
-    return stored["value"]
+        raise ValueError("run.yaml does not fit the folder's name, which is the hash of its settings")
+    value: dict[str, Any] = stored["value"]
+    return value
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line. None for a torn line, a blank one, and a block that a crash of the machine left
-    unwritten: such a sample is done again.
+    """Return the record of a line.
+
+    None for a torn line, a blank line, and a block that a crash of the machine left unwritten. The runner repeats such
+    a sample.
     """
     try:
         record = json.loads(line) if line.endswith(b"\n") else None
@@ -347,11 +426,11 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 def _lock_byte(uid: str) -> int:
-    """The byte of claims.lock that stands for a sample: 1 to 2^56, so that chance never makes two samples one."""
+    """Return the byte of claims.lock that stands for a sample: 1 to 2^56, so many that two samples never share one."""
     return 1 + int.from_bytes(hashlib.sha256(uid.encode(errors="surrogatepass")).digest()[:7], "big")
 
 
 def make_seal(records: Iterable[str]) -> dict[str, Any]:
-    """What `done` says: how many records there are, and a hash of their uids."""
+    """Return the content of `done`: the number of records and a hash of their uids."""
     uids = sorted(records)
     return {"format": FORMAT, "records": len(uids), "uids": hashlib.sha256(json.dumps(uids).encode()).hexdigest()}

@@ -1,14 +1,14 @@
-"""Read the runs of a store, choose some by their settings, and find the full cache's run to compare each with.
+"""Read the runs of a store, filter them by their settings, and find the full cache's run to compare each with.
 
-All commands read a store through this module, so that damage means the same to all of them:
+All commands read a store through this module, so that all of them handle damage in the same way:
 
-    left out       A run whose run.yaml cannot be read, or whose `done` speaks of other records than are there.
-    passed over    A line that holds no record, and all but the first record of a sample. The run is used as far as its
-                   records go, finished or not.
+    left out       A run whose run.yaml cannot be read, or whose `done` counts other records than the folder holds.
+    passed over    A line that holds no record, and all but the first record of a sample. The rest of the run is used,
+                   finished or not.
 
-`find_runs` reads run.yaml alone, `find_finished` the records too. `FoundRuns` keeps what they left out or passed over,
-and `FoundRuns.print_damage` says it on stderr, one line a run. A torn last line without `done` is no damage: somebody
-writes it now, or was killed, and the next writer cuts it off.
+`find_runs` reads run.yaml only, `find_finished` also reads the records. `FoundRuns` collects what they left out or
+passed over, and `FoundRuns.print_damage` prints it on stderr, one line per run. A torn last line without `done` is not
+damage: a process is writing it now or was killed, and the next writer removes it.
 """
 
 import json
@@ -23,34 +23,36 @@ from kvbench.store.record import find_problems
 from kvbench.store.run_folder import RunFolder, make_seal, parse_record, read_run_value, run_hash
 from kvbench.validation import SettingError, escape
 
-NAMED_GROUPS = ("model", "method", "allocator", "codec", "task")  # groups: as a filter their name is meant
+NAMED_GROUPS = ("model", "method", "allocator", "codec", "task")  # groups that a filter selects by their name
 CACHE_GROUPS = ("method", "allocator", "codec")
-# what the full cache's run does not share with others
+# settings in which a run and its full-cache run may differ
 UNSHARED_SETTINGS = (*CACHE_GROUPS, "budget", "budget_of", "block_size", "sources")
-MAX_NAMED = 3  # lines or samples that a message names
+MAX_NAMED = 3  # lines or samples that a message lists
 
 
 class RunRecords:
-    """Iterate over the records of a run's folder, each sample once: the first file by name that has it counts.
+    """Iterate over the records of a run's folder, each sample once: the first file by name counts.
 
     Args:
         path: The folder.
-        fields: Whether `problems` also names records that break the rules of kvbench.store.record. It doubles the time.
+        fields: Whether `problems` also lists records that break the rules of kvbench.store.record. This check doubles
+            the time.
 
     Attributes:
-        problems: What is damaged, one line each; complete after the last record.
-        done: After the last record, whether `done` speaks of exactly these records; None where it is not there.
+        problems: A line for each kind of damage, complete after the last record.
+        done: After the last record: whether `done` counts exactly these records. None if there is no `done`.
     """
 
     def __init__(self, path: Path, fields: bool = False) -> None:
-        self.path, self.fields, self.problems = path, fields, []
+        self.path, self.fields = path, fields
+        self.problems: list[str] = []
         self.done: bool | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        done = self._read_done()  # before the records: a writer puts it behind the last of them
+        done = self._read_done()  # before the records: once `done` exists, every record is on disk
         seen: set[str] = set()
         for file in sorted(self.path.glob("records*.jsonl")):
-            found: dict[str, list] = {"line": [], "sample": [], "record": []}
+            found: dict[str, list[object]] = {"line": [], "sample": [], "record": []}
             with open(file, "rb") as lines:
                 for number, line in enumerate(lines, 1):
                     record = parse_record(line)
@@ -71,10 +73,10 @@ class RunRecords:
             ]
         self.done = None if done is None else done == make_seal(seen)
         if self.done is False:
-            self.problems.append(f"done does not speak of the {len(seen)} records that are there")
+            self.problems.append(f"done does not fit the {len(seen)} records in the folder")
 
     def _read_done(self) -> object:
-        """What `done` says, None where it is not there."""
+        """Return the content of `done`, None if the file does not exist."""
         try:
             return json.loads((self.path / "done").read_text())
         except FileNotFoundError:
@@ -83,66 +85,66 @@ class RunRecords:
             return type(error).__name__
 
 
-PROBLEM_ENDINGS = {"line": " not whole", "sample": " in another line too", "record": ""}
+PROBLEM_ENDINGS = {"line": " cannot be read", "sample": " in another line too", "record": ""}
 
 
 def name_some(found: Sequence[object]) -> str:
-    """Name the first of `found`, and say how many more there are."""
+    """Return a text with the first of `found` and the number of the others."""
     more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
     return f"{', '.join(map(str, found[:MAX_NAMED]))}{more}"
 
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run."""
+    """A run of a store. Its records are read when they are first needed."""
 
     hash: str
     value: Mapping[str, Any]
     folder: RunFolder
 
     @cached_property
-    def _read(self) -> tuple[dict[str, dict], RunRecords]:
+    def _read(self) -> tuple[dict[str, dict[str, Any]], RunRecords]:
         found = RunRecords(self.folder.path)
         return {record["uid"]: record for record in found}, found
 
     @property
-    def records(self) -> dict[str, dict]:
-        """uid -> record."""
+    def records(self) -> dict[str, dict[str, Any]]:
+        """The run's records by uid."""
         return self._read[0]
 
     @property
     def problems(self) -> list[str]:
-        """What is damaged of its records, one line each."""
+        """A line for each kind of damage in the records."""
         return self._read[1].problems
 
     @property
     def finished(self) -> bool:
-        """Whether `done` is there and speaks of exactly its records."""
+        """Whether `done` exists and counts exactly the records."""
         return self._read[1].done is True
 
     @property
     def falsely_done(self) -> bool:
-        """Whether `done` is there and speaks of other records: some were lost."""
+        """Whether `done` exists and counts other records, so that some were lost."""
         return self._read[1].done is False
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Dotted name -> value, of all that the run is known by."""
+        """All settings that identify the run, by dotted name."""
         return flatten(self.value)
 
     @property
     def full(self) -> bool:
-        """Whether it is the full cache as it is, what others are compared with."""
-        return self.value["method"]["name"] == "full" and self.value["codec"]["name"] == "raw"
+        """Whether this is an unchanged full cache, which other runs are compared with."""
+        return (self.value["method"]["name"], self.value["codec"]["name"]) == ("full", "raw")
 
     @property
     def cache(self) -> str:
-        """Method, allocator and codec with all their settings."""
+        """Method, allocator and codec with all their settings, as JSON."""
         return json.dumps({group: self.value[group] for group in CACHE_GROUPS}, sort_keys=True)
 
 
 def flatten(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {"task.length": 2048, …} of nested mappings, however deep; an empty one leaves nothing."""
+    """Return {"task.length": 2048, …} for nested mappings of any depth. An empty mapping adds nothing."""
     flat: dict[str, Any] = {}
     for key, item in value.items():
         if isinstance(item, Mapping):
@@ -154,8 +156,13 @@ def flatten(value: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class FoundRuns:
-    """Runs of a store. `damaged`: name of a folder -> why its run is left out; `passed_over`: hash of a run that is
-    used -> what of its records is not.
+    """Runs that were found in a store.
+
+    Attributes:
+        runs: The runs. `find_finished` puts only finished ones here.
+        unfinished: The other runs, from `find_finished`.
+        damaged: Name of a folder -> why its run is left out.
+        passed_over: Hash of a run that is used -> which of its records are not.
     """
 
     runs: list[StoredRun] = field(default_factory=list)
@@ -164,32 +171,32 @@ class FoundRuns:
     passed_over: dict[str, str] = field(default_factory=dict)
 
     def note_damage(self, run: StoredRun) -> None:
-        """Read the records of a run and keep what is damaged of them."""
+        """Read the records of a run and note their damage."""
         if run.problems:
             own = self.damaged if run.falsely_done else self.passed_over
             own[run.hash] = "; ".join(run.problems)
 
     def print_damage(self) -> None:
-        """Say on stderr what is damaged, one line a run."""
+        """Print the damage on stderr, one line per run."""
         lines = {name: f"is left out: {why}" for name, why in self.damaged.items()}
-        lines |= {name: f"is used without its damage: {why}" for name, why in self.passed_over.items()}
+        lines |= {name: f"is used without its damaged records: {why}" for name, why in self.passed_over.items()}
         for name, line in sorted(lines.items()):
             print(escape(f"kvbench: run {name} {line}"), file=sys.stderr)
 
 
 def check_folder(results: Path) -> None:
-    """SettingError for a folder of results in which nothing was ever run."""
+    """Raise a SettingError if a results folder contains no runs."""
     if not (results / "runs").is_dir():
-        raise SettingError(f"results={results}: no folder with runs")
+        raise SettingError(f"results={results}: the folder contains no runs")
 
 
 def list_folders(results: Path) -> list[Path]:
-    """The folders of all runs, damaged ones too, by name."""
+    """Return the folders of all runs, including damaged ones, sorted by name."""
     return sorted(path for path in (results / "runs").glob("*") if path.is_dir())
 
 
 def find_runs(results: Path) -> FoundRuns:
-    """All runs whose run.yaml can be read, by hash, in `runs`; their records are read when they are asked for."""
+    """Return all runs whose run.yaml can be read, sorted by hash. Their records are read when they are needed."""
     found = FoundRuns()
     for path in list_folders(results):
         try:
@@ -203,7 +210,7 @@ def find_runs(results: Path) -> FoundRuns:
 
 
 def find_finished(results: Path) -> FoundRuns:
-    """The finished runs and the others, by hash, with their records."""
+    """Return the finished and the unfinished runs, sorted by hash. This reads all records."""
     every = find_runs(results)
     found = FoundRuns(damaged=every.damaged)
     for run in every.runs:
@@ -216,7 +223,7 @@ def find_finished(results: Path) -> FoundRuns:
 
 
 def check_value(value: Mapping[str, Any]) -> None:
-    """ValueError for what run.yaml lacks of the settings that every run has."""
+    """Raise a ValueError if run.yaml lacks a setting that every run has."""
     try:
         for group in NAMED_GROUPS:
             str(value[group]["name"])
@@ -226,8 +233,10 @@ def check_value(value: Mapping[str, Any]) -> None:
 
 
 def drop_twins(runs: Iterable[StoredRun]) -> list[StoredRun]:
-    """The runs, by hash. Of two that differ in `fidelity` alone, and so have the same answers, the one that is finished
-    and compares predictions.
+    """Return the runs, sorted by hash, without twins.
+
+    Twins differ only in `fidelity` and therefore have the same answers. The finished twin that compares predictions is
+    preferred.
     """
     twins: dict[str, list[StoredRun]] = {}
     for run in runs:
@@ -242,7 +251,11 @@ def drop_twins(runs: Iterable[StoredRun]) -> list[StoredRun]:
 
 
 def load_runs(results: Path) -> list[StoredRun]:
-    """The runs, finished or not, by hash, one of each twins; SettingError where none is. Damage is told on stderr."""
+    """Return all runs, finished or not, without twins (`drop_twins`), and print damage on stderr.
+
+    Raises:
+        SettingError: There is no run.
+    """
     found = find_finished(results)
     found.print_damage()
     if not (runs := [*found.runs, *found.unfinished]):
@@ -251,7 +264,11 @@ def load_runs(results: Path) -> list[StoredRun]:
 
 
 def load_finished(results: Path) -> tuple[list[StoredRun], int]:
-    """The finished runs, by hash, and how many are not finished; SettingError where none is."""
+    """Return the finished runs, sorted by hash, and the number of unfinished ones.
+
+    Raises:
+        SettingError: There is no finished run.
+    """
     runs = load_runs(results)
     found = [run for run in runs if run.finished]
     if not found:
@@ -260,19 +277,32 @@ def load_finished(results: Path) -> tuple[list[StoredRun], int]:
 
 
 def parse_selection(given: Sequence[str]) -> tuple[Path, dict[str, str]]:
-    """The folder of results and the filters of a command line, `results setting=value,value …`; SettingError."""
+    """Parse a command line of the form `results setting=value,value …`.
+
+    Returns:
+        The results folder ("results" if none is given) and the filters by setting.
+
+    Raises:
+        SettingError: There are two folders, or a setting is given twice.
+    """
     folders = [own for own in given if "=" not in own]
     if len(folders) > 1:
-        raise SettingError(f"{folders[1]}: one folder of results, then setting=value")
+        raise SettingError(f"{folders[1]}: give only one folder of results, then setting=value")
     filters = [own.split("=", 1) for own in given if "=" in own]
     if len(dict(filters)) < len(filters):
-        raise SettingError(f"{' '.join(map('='.join, filters))}: each setting once, with values between commas")
+        raise SettingError(f"{' '.join(map('='.join, filters))}: give each setting once, with commas between values")
     return Path(folders[0] if folders else "results"), dict(filters)
 
 
 def filter_runs(runs: Sequence[StoredRun], filters: Mapping[str, str]) -> list[StoredRun]:
-    """The runs whose settings are among the values given, a value or several between commas; SettingError for a setting
-    that no run has.
+    """Return the runs that pass all filters.
+
+    Args:
+        runs: The runs.
+        filters: Setting -> allowed values, separated by commas. A group such as `method` stands for its name.
+
+    Raises:
+        SettingError: No run has such a setting, or no run passes.
     """
     kept = list(runs)
     for name, text in filters.items():
@@ -281,15 +311,15 @@ def filter_runs(runs: Sequence[StoredRun], filters: Mapping[str, str]) -> list[S
         known = {json.dumps(run.settings[key]) for run in runs if key in run.settings}
         if not known:
             names = sorted({own for run in runs for own in run.settings})
-            raise SettingError(f"{name}: no run has such a setting; choose one of {', '.join([*NAMED_GROUPS, *names])}")
+            raise SettingError(f"{name}: no run has this setting; choose from {', '.join([*NAMED_GROUPS, *names])}")
         kept = [run for run in kept if key in run.settings and run.settings[key] in values]
         if not kept:
-            raise SettingError(f"{name}={text}: no finished run; there are {', '.join(sorted(known))}")
+            raise SettingError(f"{name}={text}: no finished run has this; there are {', '.join(sorted(known))}")
     return kept
 
 
 def _parse_value(text: str) -> Any:
-    """A number, true, false, null or a list; else the text itself."""
+    """Return the number, boolean, null or list that a text spells, otherwise the text itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -297,18 +327,32 @@ def _parse_value(text: str) -> Any:
 
 
 def find_differences(runs: Iterable[StoredRun], without: Sequence[str]) -> dict[str, list[str]]:
-    """Settings in which runs differ, with their values as JSON; `without`: settings or groups left out."""
+    """Return the settings in which runs differ.
+
+    Args:
+        runs: The runs to compare.
+        without: Settings and groups to ignore. `fidelity` is always ignored, because it changes no answer.
+
+    Returns:
+        Dotted name of a setting -> its values as JSON.
+    """
     runs = list(runs)
-    skipped = {*without, "fidelity"}  # which changes no answer
+    skipped = {*without, "fidelity"}
     names = {name for run in runs for name in run.settings if name.split(".")[0] not in skipped}
     found = {name: {json.dumps(run.settings.get(name)) for run in runs} for name in sorted(names)}
     return {name: sorted(values) for name, values in found.items() if len(values) > 1}
 
 
 def find_baseline(run: StoredRun, runs: Sequence[StoredRun], wanted: str | None = None) -> StoredRun:
-    """The full cache's run on the same samples; SettingError if there is none, or several that say different things.
+    """Return the full cache's run on the same samples as `run`.
 
-    `wanted`: the hash of the one meant.
+    Args:
+        run: The run to compare.
+        runs: The finished runs to choose from.
+        wanted: Hash of the full cache's run, if there are several with different answers.
+
+    Raises:
+        SettingError: There is no such run, or there are several with different answers.
     """
     same = [
         own
@@ -316,12 +360,14 @@ def find_baseline(run: StoredRun, runs: Sequence[StoredRun], wanted: str | None 
         if own.full and own.hash == (wanted or own.hash) and not find_differences([own, run], UNSHARED_SETTINGS)
     ]
     if not same:
-        raise SettingError(f"no finished run of the full cache on the same samples{f' is {wanted}' if wanted else ''}")
+        named = f" has the hash {wanted}" if wanted else ""
+        raise SettingError(f"no finished run of the full cache on the same samples{named}")
     if len({json.dumps(_read_answers(own), sort_keys=True) for own in same}) > 1:
-        raise SettingError(f"full-cache runs {', '.join(own.hash for own in same)} differ; choose one, --full HASH")
+        hashes = ", ".join(own.hash for own in same)
+        raise SettingError(f"full-cache runs {hashes} differ in their answers; choose one with --full HASH")
     return same[0]
 
 
-def _read_answers(run: StoredRun) -> dict[str, list]:
+def _read_answers(run: StoredRun) -> dict[str, list[Any]]:
     keys = ("prompt_hash", "target_hash", "score", "error")
     return {uid: [record[key] for key in keys] for uid, record in run.records.items()}

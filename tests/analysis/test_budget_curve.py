@@ -158,7 +158,7 @@ def test_what_is_no_curve_is_refused():
     good |= dict(subtasks=["a"] * 3, groups=["1", "2", "3"], weights={"a": 1.0})
     assert Curve(**good).points[2] == 50
     bad = {
-        "needs scores": [
+        "scores and shares need": [
             {"scores": np.zeros((0, 2))},
             {"scores": np.zeros(3)},
             {"shares": np.zeros((3, 1))},
@@ -171,7 +171,7 @@ def test_what_is_no_curve_is_refused():
             {"full": np.full(3, -1)},
         ],
         "share is not": [{"shares": np.full((3, 2), math.nan)}, {"shares": np.full((3, 2), -0.1)}],
-        "weights of": [{"weights": {"a": 1, "b": 1}}, {"weights": {}}],
+        "weights are for": [{"weights": {"a": 1, "b": 1}}, {"weights": {}}],
         "not a number above 0": [{"weights": {"a": 0}}, {"weights": {"a": math.nan}}],
     }
     for message, changes in bad.items():
@@ -183,7 +183,7 @@ def test_what_is_no_curve_is_refused():
         with pytest.raises(ValueError, match="measured from 0.0500 to 0.4000"):
             own.area(low, high)
     for low, high in ((0.2, 0.2), (0.3, 0.2), (math.nan, 0.2)):
-        with pytest.raises(ValueError, match="no range"):
+        with pytest.raises(ValueError, match="empty or not finite"):
             own.area(low, high)
     assert own.area(0.047, 0.403).value == pytest.approx(50)  # budgets are floored to whole rows
     with pytest.raises(ValueError, match="nothing to keep"):

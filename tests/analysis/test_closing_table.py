@@ -94,12 +94,12 @@ at the length limit %   0.0     0.0  +0.0  [-65.2, +65.2]        0/0/5  5
 tokens                  3.8     3.3  -0.5    [-6.9, +5.9]        1/0/4  5
 
 Model tiny, revision 0a1b.
-diff: method - full in points, with its 95 % interval, paired and clustered by context. Right-or-wrong scores: exact
-  binomial bounds where fewer than 6 contexts differ. Partial scores: with room for one more context as far off as is
-  possible. lost/gained/same: samples with less, more, as much with the method.
-bytes held, rows attended: shares of the full cache's, the latter per token decoded; TTFT: time to first token; TPOT:
-  time per output token after it; medians over samples.
-answers: means over the subtasks that have it, each weighing the same.
+diff: method - full in points, with its 95 % interval, paired and clustered by context. Right-or-wrong scores have exact
+  binomial bounds if fewer than 6 contexts differ. Intervals of partial scores allow for one more context with the most
+  extreme score. lost/gained/same: samples that score less, more or the same with the method.
+bytes held, rows attended: shares of the full cache's bytes, and of its rows per decoded token. TTFT: time to first
+  token. TPOT: time per output token after the first. Both times are medians over samples.
+answers: means over the subtasks that have the metric, each with the same weight.
 """
 
 
@@ -194,7 +194,7 @@ def test_groups_are_contexts():
     assert one.rows[0].interval.low is None and one.rows[-1].interval.low is None
     assert "  n/a        2/0/1  3  " in one.to_text(
         120
-    ) and "No interval where a subtask has one context only" in one.to_text(200)
+    ) and "There is no interval if a subtask has only one context" in one.to_text(200)
     assert lines(one.to_csv())[0]["low"] == ""
 
 
@@ -207,7 +207,7 @@ def test_failures_leave_both_sides_and_are_counted(error, kind):
     assert (vt.held, vt.ttft_full, vt.ttft) == (0.1, 90, 95)
     assert table.rows[-1].failed == 2 and table.rows[-1].interval.samples == 3
     for side in ("full cache's", "method's"):
-        assert f"1 of 5 samples failed in the {side} run (1 {kind}); left out on both sides." in table.notes
+        assert f"1 of 5 samples failed in the {side} run (1 {kind}) and are left out on both sides." in table.notes
     assert "  failed  " in table.to_text(140)
 
 
@@ -234,8 +234,8 @@ def test_samples_without_a_partner_are_counted():
     del full["vt/0"], method["vt/1"], method["niah/1"]
     table = build_closing_table(full, method, HEADING)
     assert table.rows[-1].interval.samples == 2
-    assert "2 samples of the full cache's run have no partner in the other; left out." in table.notes
-    assert "1 samples of the method's run have no partner in the other; left out." in table.notes
+    assert "2 samples of the full cache's run have no partner in the other run and are left out." in table.notes
+    assert "1 samples of the method's run have no partner in the other run and are left out." in table.notes
 
 
 def test_a_time_to_first_token_of_shared_prompts_says_so():
@@ -313,7 +313,10 @@ def test_averages_are_the_tasks_own():
     for name in ("held", "attended", "ttft_full", "ttft", "tpot_full", "tpot"):
         assert getattr(both, name) == pytest.approx((getattr(vt, name) + 3 * getattr(niah, name)) / 4)
     assert (alone.interval, alone.held) == (vt.interval, vt.held)
-    assert (more.interval, more.held) == (None, None) and "No more: no answered sample of qa." in table.notes
+    assert (more.interval, more.held) == (
+        None,
+        None,
+    ) and "There is no more: no sample of qa was answered." in table.notes
     text = table.to_text(120).splitlines()
     assert [line for line in text if line.startswith("more ")][0].split() == ["more", *["n/a"] * 5, "0", *["n/a"] * 6]
     rules = [at for at, line in enumerate(text) if line.startswith("---")]
@@ -321,7 +324,7 @@ def test_averages_are_the_tasks_own():
     gone = failed(failed(records(METHOD), "niah/0", "x"), "niah/1", "x")
     table = build_closing_table(records(FULL), gone, HEADING, weights)
     assert table.rows[2].interval is None and table.rows[2].failed == 2
-    assert "No both: no answered sample of niah." in table.notes
+    assert "There is no both: no sample of niah was answered." in table.notes
 
 
 def test_further_metrics_and_how_answers_ended():
@@ -364,7 +367,7 @@ def test_repeats_have_pass_at_k():
 
     table = build_closing_table(made("full"), made("method"), HEADING)
     assert (table.rows[0].interval.samples, table.rows[0].interval.groups) == (12, 3)
-    assert "avg@4: prompts were answered 4 times; the answers to one are one group." in table.notes
+    assert "avg@4: each prompt was answered 4 times, and its answers form one group." in table.notes
     rows = {row.subtask: row.interval for row in table.also}
     for k in (2, 4):
         full, method = (

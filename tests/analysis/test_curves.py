@@ -128,7 +128,7 @@ def test_one_subtask_another_average_other_shares_and_ranges(curves):
     assert numbers(line)[1:3] == pytest.approx([11.0, mean([scores[0].method_values]).value], abs=0.0501)
     assert "area from 10.0% to 20.0% of rows" in out and "keeps 50.0% of the full score" in out
     assert "area: n/a, measured from 0.0495 to 0.2995, not from 0.02 to 0.2" in curves("--range", "0.02:0.2")[1]
-    assert "area: n/a, one point" in curves("budget=0.1")[1]
+    assert "area: n/a, there is only one point" in curves("budget=0.1")[1]
 
 
 def test_filters_choose_runs(store, curves):
@@ -158,7 +158,7 @@ def test_filters_choose_runs(store, curves):
         ({"seed": 1}, "seed is 0 and 1"),
         ({"budget_of": "seen"}, 'budget_of is "prompt" and "seen"'),
         ({"sources": "s2"}, 'sources is "s0" and "s2"'),
-        ({"seed": 1, "averages": [["a", {"vt": 1}]]}, "no curve: seed is 0 and 1\n"),
+        ({"seed": 1, "averages": [["a", {"vt": 1}]]}, "not form a curve: seed is 0 and 1\n"),
         ({"averages": [["a", {"vt": 1}]]}, 'averages is [["a", {"vt": 1}]] and []'),
     ],
 )
@@ -168,7 +168,7 @@ def test_runs_of_different_protocols_make_no_curve(store, curves, changed, said)
     code, out, err = curves()
     assert code == 2 and "knorm" in out and "snapkv" not in out  # the others are printed
     assert err.startswith("kvbench: tiny · ruler · question visible · snapkv · uniform · raw: ")
-    assert "runs of different protocols make no curve: " in err and err.count("\n") == 1
+    assert "runs of different protocols do not form a curve: " in err and err.count("\n") == 1
     for own in said.split("; "):
         assert own.split(" is ")[0] in err and own.split(" is ")[1] in err
 
@@ -187,10 +187,10 @@ def test_several_full_caches_must_say_the_same(store, curves):
     other["vt/0"]["score"] = 0.0
     third = write(store, other, **FULL | {"sources": "s8"})
     code, out, err = curves()
-    assert code == 2 and "differ; choose one, --full HASH" in err and third in err and again in err
+    assert code == 2 and "differ in their answers; choose one with --full HASH" in err and third in err and again in err
     first, second = (curves("--full", name)[1] for name in (again, third))
     assert first and second and first != second
-    assert "on the same samples is 00" in curves("--full", "00")[2]
+    assert "on the same samples has the hash 00" in curves("--full", "00")[2]
 
 
 def test_samples_without_an_answer_everywhere_are_left_out_and_counted(store, curves):
@@ -199,7 +199,7 @@ def test_samples_without_an_answer_everywhere_are_left_out_and_counted(store, cu
     del broken["niah/1"]
     write(store, broken, budget=0.2)
     out = curves()[1]
-    assert "12 samples, 2 not answered everywhere and left out" in out
+    assert "12 samples; 2 were not answered by all runs and are left out" in out
     assert all(line.endswith(" 12") for line in out.splitlines() if re.match(r"0\.|full", line))
 
 
@@ -226,7 +226,7 @@ def test_a_readers_bytes_make_no_area(store, curves):
     reader = {"method": {"name": "quest"}}
     for budget in (0.1, 0.3):
         write(store, records(budget, 50, resident_bytes=1000), budget=budget, **reader)
-    assert "area: n/a, one share of bytes only; see --against" in curves("method=quest")[1]
+    assert "area: n/a, all points have the same share of bytes; try another --against" in curves("method=quest")[1]
     assert "area from 11.0% to 31.0% of rows" in curves("method=quest", "--against", "rows")[1]
 
 
@@ -235,25 +235,25 @@ def test_an_average_without_its_subtasks_is_refused(store, curves):
     write(store, records(1.0, 100), **FULL, averages=averages, seed=5)
     write(store, records(0.2, 70), budget=0.2, averages=averages, seed=5)
     code, out, err = curves("seed=5")
-    assert (code, out) == (2, "") and "overall: no answered sample of qa; --average each, or another" in err
+    assert (code, out) == (2, "") and "overall: no sample of qa was answered; choose --average each or another" in err
     assert "\nvt alone; 8 samples\n" in curves("seed=5", "--average", "vt alone")[1]
     assert "each subtask weighing the same; 14 samples" in curves("seed=5", "--average", "each")[1]
     assert "--average=qa: choose one of overall, vt alone, each" in curves("seed=5", "--average", "qa")[2]
 
 
 BAD = {
-    ("nothing=1",): "nothing: no run has such a setting; choose one of model, method,",
-    ("method=tova",): 'method=tova: no finished run; there are "full", "snapkv"',
-    ("method=full",): "the full cache alone makes no curve",
+    ("nothing=1",): "nothing: no run has this setting; choose from model, method,",
+    ("method=tova",): 'method=tova: no finished run has this; there are "full", "snapkv"',
+    ("method=full",): "the full cache alone does not form a curve",
     ("subtask=qa",): "subtask=qa: choose one of niah, vt",
     ("--range", "0.3:0.1"): "--range 0.3:0.1: LOW:HIGH, shares in (0, 1]",
     ("--range", "0.3"): "--range 0.3: LOW:HIGH",
     ("--keep", "2"): "--keep 2: shares in (0, 1]",
     ("--keep", "nan"): "--keep nan: shares in (0, 1]",
     ("--against", "time"): "--against=time: choose one of bytes, rows",
-    ("/elsewhere",): "/elsewhere: one folder of results, then setting=value",
-    ("method=[",): 'method=[: no finished run; there are "full", "snapkv"',
-    ("method=a", "method=b"): "method=a method=b: each setting once",
+    ("/elsewhere",): "/elsewhere: give only one folder of results, then setting=value",
+    ("method=[",): 'method=[: no finished run has this; there are "full", "snapkv"',
+    ("method=a", "method=b"): "method=a method=b: give each setting once",
 }
 
 
@@ -270,14 +270,14 @@ def test_a_damaged_store_is_said(tmp_path, store, curves, capsys):
     (folder / "run.yaml").write_text(json.dumps({"format": 1, "hash": "0", "value": made_up_runs.VALUE}))
     code, out, err = curves()
     assert code == 0 and "smallest share" in out  # the other runs are shown
-    assert err.startswith(f"kvbench: run {folder.name} is left out: run.yaml does not have the value")
+    assert err.startswith(f"kvbench: run {folder.name} is left out: run.yaml does not fit the folder")
     for text in ("[", "1", "{}", '{"value": {"when": 2020-01-01}}'):
         (folder / "run.yaml").write_text(text)
-        assert "run.yaml is not whole" in curves()[2] or "run.yaml cannot be read" in curves()[2]
+        assert "run.yaml is incomplete" in curves()[2] or "run.yaml cannot be read" in curves()[2]
     other = next(path for path in (store / "runs").iterdir() if path != folder)
     (folder / "run.yaml").unlink()
     (other / "done").write_text("{}")
-    assert f"kvbench: run {other.name} is left out: done does not speak of the" in curves()[2]
+    assert f"kvbench: run {other.name} is left out: done does not fit the" in curves()[2]
 
 
 def test_runs_of_the_command_line_make_curves(tmp_path, monkeypatch, capsys):
@@ -293,7 +293,9 @@ def test_runs_of_the_command_line_make_curves(tmp_path, monkeypatch, capsys):
             code, out, err = run_cli(own, monkeypatch, capsys)
             assert code == 0, err
             assert "task: ruler\n" in out and "empty answers %" in out and "lost/gained" in out
-            assert "No all: no answered sample of ruler_vt." in out and re.search(r"^all +n/a +n/a", out, re.MULTILINE)
+            assert "There is no all: no sample of ruler_vt was answered." in out and re.search(
+                r"^all +n/a +n/a", out, re.MULTILINE
+            )
             (line,) = [line for line in out.splitlines() if line.startswith("needles ") and "/" in line]
             tables[question, method, budget] = line.split()
     monkeypatch.setattr("sys.argv", ["curves"])
@@ -307,5 +309,9 @@ def test_runs_of_the_command_line_make_curves(tmp_path, monkeypatch, capsys):
         (point,) = [own.split() for own in block.splitlines() if own.startswith(f"{budget} ")]
         score, change, moved = line[2], line[3], next(cell for cell in line if "/" in cell)
         assert point[2] == score and point[5] == change and moved in point
-        wanted = r"area from \d+\.\d% to \d+\.\d% of bytes: \d" if method == "snapkv" else "area: n/a, one point"
+        wanted = (
+            r"area from \d+\.\d% to \d+\.\d% of bytes: \d"
+            if method == "snapkv"
+            else "area: n/a, there is only one point"
+        )
         assert re.search(wanted, block)

@@ -55,7 +55,7 @@ def test_prompts_are_the_unit():
 
 
 def test_what_has_no_estimate_is_refused():
-    with pytest.raises(ValueError, match="prompts with 1 and with 2 answers"):
+    with pytest.raises(ValueError, match="some prompts have 1 answers, others 2"):
         average_at_n(answers([[1, 0], [1]]))
     with pytest.raises(ValueError, match="pass@2 of 1 answers"):
         pass_at_k(answers([[1, 0], [1]]), 2)

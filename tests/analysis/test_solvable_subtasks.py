@@ -206,7 +206,7 @@ def test_a_listed_subtask_without_an_answer_is_named():
     *_, first, last = build_closing_table(records(1.0), method, {}, None, LIST).rows
     assert (first.interval.samples, last.interval, last.failed) == (12, None, 6)
     notes = build_closing_table(records(1.0), method, {}, None, LIST).notes
-    assert f"No {AVERAGE}: no answered sample of ruler_vt." in notes
+    assert f"There is no {AVERAGE}: no sample of ruler_vt was answered." in notes
     assert "The average leaves out ruler_vt: no sample was answered." in notes
 
 

@@ -89,7 +89,7 @@ def test_arguments_that_are_none_are_one_line(command, tmp_path, capsys):
         ("bench_share", ["nosuch=1"], "nosuch: no such setting"),
         ("bench_share", ["method=nosuch"], "method=nosuch: choose one of andpro, "),
         ("bench_share", ["task=efficiency"], "task=efficiency: one whose prompts"),
-        ("wandb_sync", ["{}", "more"], "more: one folder of results"),
+        ("wandb_sync", ["{}", "more"], "more: give only one folder of results"),
     ],
 )
 def test_what_cannot_be_used_is_one_line(command, given, line, tmp_path, capsys):

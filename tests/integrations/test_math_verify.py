@@ -169,7 +169,7 @@ def test_the_command_line(run, tmp_path, monkeypatch, capsys):
     [file] = tmp_path.glob("runs/*/run.yaml")
     file.write_text("format: 1")
     assert grade.main([str(tmp_path)]) == 2
-    left_out = f"kvbench: run {file.parent.name} is left out: run.yaml is not whole\n"
+    left_out = f"kvbench: run {file.parent.name} is left out: run.yaml is incomplete\n"
     assert capsys.readouterr().err == f"{left_out}kvbench: {tmp_path}/runs: no run there\n"
 
 

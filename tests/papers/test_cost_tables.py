@@ -64,7 +64,7 @@ def test_published_and_measured_stand_side_by_side(results):
     assert rows["DropKV"][1].startswith("[")  # a changed setting is no measurement of the method
     text = (folder / "dropkv_table02.md").read_text()
     assert "one A100-80GB" in text and "Measured: nvidia-test" in text and "2026-01-02" in text
-    assert "every prompt read for one cell alone" in text
+    assert "No two cells share a prefill." in text
     latex = (folder / "dropkv_table02.tex").read_text()
     assert "full cache, transformers & 19.08 & 29.00" in latex and latex.count("\\begin{tabular}") == 1
     body = [line for line in latex.splitlines() if not line.startswith("%")]

@@ -155,7 +155,7 @@ def test_the_newest_run_counts_and_failed_samples_are_told(tmp_path):
     put(tmp_path, KEYDIFF, [record(0, 0.0), record(1, 0.0)], ended=6, sources="older")
     own = made("keydiff_table17", tmp_path)
     assert row_of(own, "KeyDiff")[0].measured == "0.50"
-    assert "1 samples failed and are left out of their cells." in own.notes
+    assert "1 samples failed; their cells leave them out." in own.notes
 
 
 def test_one_context_has_no_interval(tmp_path):
@@ -243,7 +243,10 @@ def test_a_damaged_run_is_named_and_the_rest_is_shown(tmp_path, capsys):
     "which, line",
     [
         (["drop"], "kvbench: PAPER=drop: choose one of centroidkv, deltakv, dropkv, expected_attention, keydiff\n"),
-        (["dropkv", "12"], "kvbench: TABLE=12: is not emitted: analysis: the weight of evicted rows, not a score of "),
+        (
+            ["dropkv", "12"],
+            "kvbench: TABLE=12: this table is not emitted: analysis: the weight of evicted rows, not a score of ",
+        ),
         (["dropkv", "44"], "kvbench: TABLE=44: choose one of "),
     ],
 )
@@ -300,7 +303,7 @@ def test_the_averages_that_contradict_their_cells_are_the_ones_footnoted(name):
     keys = {key for who in listed for key in who}
     assert [{key: own[key] for key in own if key in keys} for own in found] == listed
     notes = made(name, ROOT).notes
-    assert sum(note.startswith("Contradiction, ") for note in notes) == len(listed)
+    assert sum(note.startswith("Contradiction in ") for note in notes) == len(listed)
 
 
 @pytest.mark.parametrize("name", [name for name, spec in TABLES.items() if "checks" in spec])

@@ -135,7 +135,7 @@ def test_a_full_cache_that_is_faster_and_better_takes_a_point_off_the_front(tmp_
     assert slow["diff"] < fast["diff"] < 0
     assert (slow["front_ttft"], fast["front_ttft"], full["front_ttft"]) == (False, True, True)
     assert (slow["front_held"], fast["front_held"], full["front_held"]) == (True, True, True)
-    assert "no other run of the panel and not the full cache (the diamond) costs as little" in page.read_text()
+    assert "no other run of the panel, and not the full cache (the diamond), costs as little" in page.read_text()
 
 
 def test_times_have_intervals(store):
@@ -366,7 +366,7 @@ def test_no_store_is_too_large(store, monkeypatch):
 
 
 def test_a_folder_without_runs_is_refused(tmp_path, capsys):
-    with pytest.raises(SettingError, match="no folder with runs"):
+    with pytest.raises(SettingError, match="the folder contains no runs"):
         write_report(tmp_path, NOW)
     assert main([str(tmp_path)]) == 2 and not (tmp_path / "report.html").exists()
     (tmp_path / "runs").mkdir()

@@ -137,7 +137,7 @@ def test_a_file_of_samples_that_is_gone_is_named(chromium, page_file):
     try:
         page.select_option("[data-pick=run]", own["run"])
         page.wait_for_selector("#samples .note.bad")
-        assert f"report/{gone.name} is not beside this page" in page.locator("#samples .note.bad").inner_text()
+        assert f"report/{gone.name} is missing next to this page" in page.locator("#samples .note.bad").inner_text()
     finally:
         away.rename(gone)
         page.close()
@@ -207,7 +207,7 @@ def test_numbers_beside_the_page_come_when_they_are_near(chromium, tmp_path, mon
         part.unlink()
     page.reload()
     page.wait_for_selector(".note.bad")
-    assert "is not beside this page" in page.locator(".note.bad").inner_text()
+    assert "is missing next to this page" in page.locator(".note.bad").inner_text()
     page.close()
 
 

@@ -199,7 +199,7 @@ def test_a_seed_draws_the_same_records(store):
         (["--replay=-3"], "REPLAY=-3: a whole number of at least 1"),
         (["--replay=some"], "REPLAY=some: a whole number of at least 1"),
         (["--replay=1.5"], "REPLAY=1.5: a whole number of at least 1"),
-        (["--replay=500"], "REPLAY=500: there are {} records"),
+        (["--replay=500"], "REPLAY=500: the store has {} records"),
         (["--replay=2", "--seed=x"], "SEED=x: a whole number of at least 0"),
         (["--seed=1"], "SEED=1: draws the records of REPLAY=n"),
     ],

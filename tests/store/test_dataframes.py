@@ -75,7 +75,7 @@ def test_filters_take_values_and_lists_and_refuse_what_is_not_there(tmp_path):
         kvbench.load(tmp_path, methods="snapkv")
     with pytest.raises(SettingError, match="^columns=points: choose from "):
         kvbench.load(tmp_path).records(["points"])
-    with pytest.raises(SettingError, match="no folder with runs$"):
+    with pytest.raises(SettingError, match="the folder contains no runs$"):
         kvbench.load(tmp_path / "nowhere")
 
 
@@ -148,11 +148,11 @@ def test_the_audit_passes_whole_runs(tmp_path):
     ("harm", "said"),
     [
         (lambda file: file.write_bytes(file.read_bytes()[:-5]), "line 3 is torn"),
-        (lambda file: file.write_bytes(file.read_bytes().replace(b'"niah/1"', b'"niah/1')), "line 2 not whole"),
-        (lambda file: file.write_bytes(b"\0" * 9 + b"\n" + file.read_bytes()), "line 1 not whole"),
+        (lambda file: file.write_bytes(file.read_bytes().replace(b'"niah/1"', b'"niah/1')), "line 2 cannot be read"),
+        (lambda file: file.write_bytes(b"\0" * 9 + b"\n" + file.read_bytes()), "line 1 cannot be read"),
         (lambda file: file.with_name("records-b.jsonl").write_bytes(file.read_bytes()), "niah/0, niah/1, niah/2 in"),
         (lambda file: file.write_bytes(b"".join(file.read_bytes().splitlines(True)[:2])), "the 2 records"),
-        (lambda file: (file.parent / "done").write_text("{"), "done does not speak of the 3 records"),
+        (lambda file: (file.parent / "done").write_text("{"), "done does not fit the 3 records"),
         (lambda file: file.parent.joinpath("run.yaml").unlink(), "run.yaml cannot be read"),
     ],
 )  # fmt: skip
@@ -171,7 +171,7 @@ def test_the_audit_finds_runs_that_cannot_be_paired(tmp_path):
     other = write(tmp_path, found=[record(0), record(1, prompt_hash="another"), record(2)])
     write(tmp_path, value("keydiff", seed=1), [record(0, prompt_hash="of another seed")])
     wrong = {name: wrong for name, (_, wrong) in audited(tmp_path).items() if wrong}
-    line = ["1 samples whose prompt or target is not that of most runs"]
+    line = ["1 samples have another prompt or target than in most runs"]
     assert wrong == {full.name: line, other.name: line}  # nobody knows which
     for name in ("snapkv", "dropkv", "tova"):
         write(tmp_path, value(name, budget=0.7))

@@ -406,7 +406,7 @@ def test_two_methods_end_to_end_and_seeds_of_their_own(kvbench, tmp_path):
     code, out, err = kvbench(*sampled, "method=knorm", "method.decoding=true", "budget_of=seen", "limit=2")
     assert code == 0, err
     assert re.search(r"\naime24 .* 4\b", out) and "\ntask: aime24 (miniature)\n" in out
-    assert "avg@2: prompts were answered 2 times" in out and "\npass@2 " in out
+    assert "avg@2: each prompt was answered 2 times" in out and "\npass@2 " in out
     assert kvbench(*sampled, "method=snapkv", "limit=2")[0] == 0
     assert kvbench(*sampled, "method=full", "limit=1", "results=alone")[0] == 0
     found = records(tmp_path / "results")
