@@ -5,17 +5,17 @@ reference's characters, since upstream hands them a text where they expect a lis
 `also`. No metric here cuts Chinese into words (upstream imports jieba elsewhere, its scores do not use it).
 """
 
-import ast
 import re
 import string
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 from kvbench.interfaces.task import Graded
+from kvbench.tasks.common.lm_eval_strings import find_literal, parse_source, read_strings
 
+LM_EVAL_STRINGS = "5f86ce48981e780179eec762828f3289b5631c519ac701aab6ee70d36ac373ab"  # hash for lm-eval 0.4.13
 LETTERS = "ABCD"
 NUMBER = re.compile(r"\d+\.\d+|\d+")
 OPENERS = ("answer is:", "answer:", "answer is", "option is")
@@ -104,13 +104,16 @@ def rouge(output: str, answers: tuple[str, ...]) -> Graded:
 
 @cache
 def chinese_punctuation() -> str:
-    """Punctuation of the Chinese normaliser, from the installed lm-eval's LongBench metrics, where the same stands."""
-    package = find_spec("lm_eval").submodule_search_locations[0]
-    source = Path(package, "tasks", "longbench", "metrics.py").read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "cn_punctuation":
-            return ast.literal_eval(node.value)
-    raise LookupError("lm-eval's LongBench has no cn_punctuation: is lm-eval==0.4.13 installed?")
+    """Load the punctuation of the Chinese normaliser, which lm-eval's LongBench metrics have too.
+
+    Raises:
+        SettingError: The installed lm-eval has other punctuation than the tested one.
+    """
+    return read_strings("task=scbench", "longbench", _read_files, LM_EVAL_STRINGS)["punctuation"]
+
+
+def _read_files(folder: Path) -> dict[str, str]:
+    return {"punctuation": find_literal(parse_source(folder / "metrics.py"), "cn_punctuation")}
 
 
 def _chinese(text: str) -> str:

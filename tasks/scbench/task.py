@@ -24,11 +24,10 @@ from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.tasks.common.dataset_rows import MINIATURE, check_path, hash_rows, name_source, select_subtasks
 from kvbench.tasks.common.sample_cache import hash_parts
 from kvbench.tasks.scbench import rows as data
-from kvbench.tasks.scbench.prompts import NEEDLE, SUMMARY, TaskForm, load_forms
+from kvbench.tasks.scbench.prompts import NAMES, NEEDLE, SUMMARY, TaskForm, load_forms
 from kvbench.tasks.scbench.prompts import hash_prompts as forms_fingerprint
 from kvbench.validation import SettingError, require_choice, require_int
 
-TASKS = tuple(form.name for form in load_forms())
 REFUSED = ("scbench_repoqa", "scbench_repoqa_and_kv")
 MODES, ANSWERS = ("multi_turn", "shared_context"), ("golden", "own")
 DELTAKV = ("scbench_kv", "scbench_qa_eng", "scbench_summary_with_needles", "scbench_many_shot")
@@ -111,7 +110,7 @@ class SCBench:
     @cached_property
     def _loaded(self) -> list[tuple[TaskForm, list[data.Row], list[data.Session]]]:
         """Each task, its rows, and what of them is asked."""
-        found, chosen = [], select_subtasks(self.subtasks, self.path, TASKS)
+        found, chosen = [], select_subtasks(self.subtasks, self.path, NAMES)
         for form in load_forms():
             if form.name in chosen:
                 rows, sessions = data.load_rows(self.path, form)
