@@ -62,6 +62,19 @@ def raise_on_sigterm() -> Iterator[None]:
 
 
 @contextmanager
+def ignore_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C inside. Processes that start inside ignore it for ever: the process that started them ends them."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def name_file_in_errors(path: Path | str) -> Iterator[None]:
     """Inside, a file is written: an OSError that does not name it (Python's `write` names none) names it outside."""
     try:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from kvbench.cli.command import run_command
 from kvbench.integrations.wandb_logger import WandbLogger, load_settings
-from kvbench.integrations.wandb_process import LoggedRun
+from kvbench.integrations.wandb_run import LoggedRun
 from kvbench.validation import SettingError, escape
 
 

@@ -3,7 +3,6 @@ answered once; what one leaves undone when it dies, the others do.
 """
 
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +16,14 @@ from kvbench.runs.checks import check_workers
 from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_runs
 from kvbench.runs.spec import RunSpec
-from kvbench.validation import ContractError, SettingError, Terminated, describe_write_error, raise_on_sigterm
+from kvbench.validation import (
+    ContractError,
+    SettingError,
+    Terminated,
+    describe_write_error,
+    ignore_interrupts,
+    raise_on_sigterm,
+)
 
 PATIENCE = 10  # seconds that a process which is told to end may take to close what it has open
 
@@ -61,16 +67,6 @@ def execute_in_workers(companies: Sequence[Sequence[RunSpec]], results: Path, wo
             process.join(PATIENCE)
             process.kill()
             process.join()
-
-
-@contextmanager
-def ignore_interrupts() -> Iterator[None]:
-    """Inside, Ctrl-C does nothing, and never does to processes that start here: the one that started them ends them."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
