@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeGuard
 
 EMBEDDED_MODELS = ("reference", "reference_v1", "reference_v2")  # of which the project has the weights
 STORAGE = (
@@ -171,7 +171,7 @@ def check_model_path(path: str) -> None:
         raise SettingError(f"model.path={path}: no such folder")
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether `value` is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
