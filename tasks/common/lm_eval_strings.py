@@ -40,15 +40,12 @@ def read_strings(
     Raises:
         SettingError: lm-eval is not installed, its files cannot be read, or its strings have changed.
     """
-    spec = find_spec("lm_eval")
     try:
-        installed = version("lm-eval")
-    except PackageNotFoundError:
-        installed = ""
-    if spec is None or not spec.submodule_search_locations or not installed:
-        raise SettingError(f"{setting}: this task reads its prompts from lm-eval, which is missing; {ADVICE}")
+        installed, tasks = version("lm-eval"), find_lm_eval_tasks()
+    except (PackageNotFoundError, ModuleNotFoundError):
+        raise SettingError(f"{setting}: this task reads its prompts from lm-eval, which is missing; {ADVICE}") from None
     try:
-        strings = read(Path(spec.submodule_search_locations[0], "tasks", folder))
+        strings = read(tasks / folder)
     except (OSError, ValueError, SyntaxError, LookupError, AttributeError, yaml.YAMLError) as error:
         reason = f"{type(error).__name__}: {summarize(error)}"
         raise SettingError(
@@ -60,6 +57,18 @@ def read_strings(
             f"tested with, so scores would not be comparable; {ADVICE}"
         )
     return strings
+
+
+def find_lm_eval_tasks() -> Path:
+    """Find the folder of tasks of the installed lm-eval, without importing it.
+
+    Raises:
+        ModuleNotFoundError: lm-eval is not installed.
+    """
+    spec = find_spec("lm_eval")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("lm-eval is not installed", name="lm_eval")
+    return Path(spec.submodule_search_locations[0], "tasks")
 
 
 def hash_strings(strings: Mapping[str, str]) -> str:

@@ -58,7 +58,8 @@ def _read(path: Path, prefix: str) -> list[Sample]:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 stored: dict[str, Any] = dict(json.loads(line))
-                sample = Sample(**{k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()})
+                fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
+                sample = Sample(**fields)
             except (ValueError, TypeError, KeyError):
                 break
             if sample.uid != f"{prefix}/{len(samples)}":

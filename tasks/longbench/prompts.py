@@ -62,4 +62,6 @@ def _read_files(folder: Path) -> dict[str, str]:
 
 def _read_prompt(path: Path) -> str:
     node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    if not isinstance(node, yaml.MappingNode):
+        raise LookupError(f"{path.name} is no mapping")
     return next((value.value for key, value in node.value if key.value == "doc_to_text"), "")
