@@ -1,4 +1,4 @@
-"""Write a file whole or not at all: under another name beside its place first, then renamed into it."""
+"""Write a file completely or not at all: write a draft beside it, then rename the draft."""
 
 import os
 from collections.abc import Iterator
@@ -10,11 +10,16 @@ from kvbench.validation import name_file_in_errors
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Let a file be written so that readers see the old one or the new one, also after a crash of the machine.
+    """Replace a file so that readers see the old one or the new one, also after a crash of the machine.
 
-    Inside, the caller writes to the path that this gives. At the end the file is forced onto the disk and renamed to
-    `path`. After an error the draft is gone, and `path` is what it was. Of two processes that write at once, the last
-    wins.
+    The caller writes to the draft inside. At the end the draft is forced onto the disk and renamed. After an error the
+    draft is removed and the file is unchanged. If two processes write at once, the last one wins.
+
+    Args:
+        path: The file.
+
+    Yields:
+        The path of the draft.
 
     Raises:
         OSError: The file cannot be written. The error names it.

@@ -1,4 +1,4 @@
-"""Settings that are wrong, said in one line that names the setting and what is allowed."""
+"""Errors that a user sees in one line, the checks of settings that raise them, and the handling of signals."""
 
 import errno
 import json
@@ -12,22 +12,24 @@ from fractions import Fraction
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, TypeGuard
 
-EMBEDDED_MODELS = ("reference", "reference_v1", "reference_v2")  # of which the project has the weights
+EMBEDDED_MODELS = ("reference", "reference_v1", "reference_v2")  # models whose weights the project holds
 STORAGE = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG,
-)  # fmt: skip  # what a disk answers when a file cannot be written there
+)  # fmt: skip  # errors of a disk on which a file cannot be written
 
 
 class SettingError(ValueError):
-    """A setting cannot be used. The message is one line: `setting=value: what is allowed`."""
+    """A setting cannot be used. The message is one line: the setting, its value, and what is allowed."""
 
 
 class ContractError(RuntimeError):
     """A method, an allocator, a codec or a task broke its contract. The message is one line that names it and its hook.
 
-    `spoils_model` says that the weights of the model were changed: whoever holds the model must load it again.
+    Args:
+        message: The line.
+        spoils_model: Whether the model's weights were changed. If so, the model must be loaded again.
     """
 
     def __init__(self, message: str, spoils_model: bool = False) -> None:
@@ -36,17 +38,20 @@ class ContractError(RuntimeError):
 
 
 def summarize(error: Exception) -> str:
-    """What an error of somebody else's code says, in one line of at most 120 characters."""
+    """Return the message of another library's error as one line of at most 120 characters."""
     return (" ".join(str(error).split()) or type(error).__name__)[:120]
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived. It ends the work as Ctrl-C does."""
+    """SIGTERM arrived. It stops the work as Ctrl-C does."""
 
 
 @contextmanager
 def raise_on_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM raises Terminated, so that what is open is closed. Signals reach the main thread only."""
+    """Let SIGTERM raise Terminated inside, so that open files and processes are closed.
+
+    Signals reach the main thread only; in another thread this does nothing.
+    """
     if current_thread() is not main_thread():
         yield
         return
@@ -62,8 +67,21 @@ def raise_on_sigterm() -> Iterator[None]:
 
 
 @contextmanager
+def ignore_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C inside. Processes that start inside ignore it for ever: the process that started them ends them."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def name_file_in_errors(path: Path | str) -> Iterator[None]:
-    """Inside, a file is written: an OSError that does not name it (Python's `write` names none) names it outside."""
+    """Add the file's name to an OSError that has none, because Python's `write` raises such errors."""
     try:
         yield
     except OSError as error:
@@ -73,8 +91,10 @@ def name_file_in_errors(path: Path | str) -> Iterator[None]:
 
 
 def describe_write_error(error: OSError) -> str | None:
-    """The line about a file that could not be written, because the disk is full or read-only for example; None if the
-    error is about something else.
+    """Return the line about a file that could not be written, for example because the disk is full or read-only.
+
+    Returns:
+        The line, or None if the error is about something else.
     """
     if error.errno not in STORAGE or error.filename is None:
         return None
@@ -82,7 +102,7 @@ def describe_write_error(error: OSError) -> str | None:
 
 
 def format_value(value: object) -> str:
-    """A value as it is typed behind `setting=`: `null`, `true`, `[a,b]`."""
+    """Format a value as it is typed after `setting=`: `null`, `true`, `[a,b]`."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, Mapping):
@@ -102,11 +122,22 @@ def require_choice(name: str, value: object, allowed: Iterable[object]) -> None:
 def resolve_subtasks(
     name: str, value: object, allowed: Sequence[str], sets: Mapping[str, Sequence[str]] | None = None
 ) -> list[str]:
-    """The subtasks that `all`, the name of one of the `sets`, one of `allowed` or a list of different ones stands for;
-    SettingError for others.
+    """Resolve the setting that chooses subtasks.
+
+    Args:
+        name: The setting's name, for messages.
+        value: ``all``, the name of a set, one subtask, or a list of different subtasks.
+        allowed: All subtasks.
+        sets: Subtasks by the name of a set.
+
+    Returns:
+        The chosen subtasks.
+
+    Raises:
+        SettingError: The value is none of these.
     """
     sets = {**(sets or {}), "all": allowed}
-    names = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    names: list[Any] = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     for one in names:
         require_choice(name, one, allowed if len(names) > 1 else (*sets, *allowed))
     if not names or len(set(names)) < len(names):
@@ -115,7 +146,7 @@ def resolve_subtasks(
 
 
 def require_writable(name: str, folder: Path) -> None:
-    """Raise a SettingError unless `folder` can be written, or made; nothing is."""
+    """Raise a SettingError unless `folder` can be written or created. This does not create it."""
     try:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     except OSError as error:  # a name that is too long
@@ -137,7 +168,7 @@ def require_odd(name: str, value: object) -> None:
 
 
 def check_sampling(temperature: object, top_p: object) -> None:
-    """Raise a SettingError unless tokens can be drawn at this temperature from this share of the probability."""
+    """Raise a SettingError unless `temperature` is at least 0 and `top_p` is in (0, 1]."""
     if not is_number(temperature) or not temperature >= 0:
         raise SettingError(f"temperature={temperature}: a number from 0 (greedy) on")
     if not is_number(top_p) or not 0 < top_p <= 1:
@@ -150,7 +181,7 @@ def is_gguf(path: str) -> bool:
 
 
 def check_model_path(path: str) -> None:
-    """Raise a SettingError for a folder or a GGUF file that is not there; anything else may be an id of the hub."""
+    """Raise a SettingError for a missing folder or GGUF file. Anything else may be an id of the hub."""
     if is_gguf(path):
         if not Path(path).expanduser().is_file():
             raise SettingError(f"model.path={path}: no such file")
@@ -158,18 +189,18 @@ def check_model_path(path: str) -> None:
         raise SettingError(f"model.path={path}: no such folder")
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether `value` is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def exact_share(share: float, count: int) -> int:
-    """⌊share · count⌋ in exact decimal arithmetic: int(0.29 * 100) would be 28."""
+    """Return ⌊share · count⌋ in exact decimal arithmetic, because int(0.29 * 100) is 28."""
     return int(Fraction(str(share)) * count)
 
 
 def escape(text: str) -> str:
-    """`text` with everything that could steer a terminal or break a line (control, format, surrogate) written out."""
+    """Write out the characters of a text that could control a terminal or break a line."""
 
     def steers(char: str) -> bool:
         return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")

@@ -1,4 +1,4 @@
-"""What is measured where no text is needed: time, memory and throughput on random tokens (kvbench.efficiency)."""
+"""Settings of the efficiency measurements: time, memory and throughput on random tokens (kvbench.efficiency)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from kvbench.validation import SettingError, is_number, require_choice, require_
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Settings as conf/task/efficiency.yaml explains them; lengths in tokens."""
+    """The task. conf/task/efficiency.yaml describes its settings; lengths are in tokens."""
 
     name: str
     measure: str
@@ -28,11 +28,11 @@ class Efficiency:
     flops: float
     seed: int
 
-    measures = True  # there are no samples to score
+    measures = True  # this task measures and has no samples to score
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Tokens of the answer after which the end-to-end time is taken, ascending."""
+        """Numbers of answer tokens after which the end-to-end time is taken, ascending."""
         return tuple(sorted(set(self._several)))
 
     @property
@@ -40,6 +40,11 @@ class Efficiency:
         return self.new_tokens if isinstance(self.new_tokens, list | tuple) else (self.new_tokens,)
 
     def check(self) -> None:
+        """Check the settings.
+
+        Raises:
+            SettingError: A setting is invalid, or two do not go together.
+        """
         require_choice("task.measure", self.measure, ("latency", "throughput", "scoring"))
         require_choice("task.baseline", self.baseline, ("none", "dynamic", "static_compiled"))
         require_choice("task.fill", self.fill, ("replicated", "prefilled"))
@@ -66,10 +71,13 @@ class Efficiency:
             raise SettingError(f"task.implementation={self.implementation}: of task.measure=scoring")
 
     def fingerprint(self) -> str:
+        """Return a constant, because there is no data."""
         return "random tokens"
 
     def samples(self, tokenizer: object, template_tokens: int, longest: int) -> Iterable[Sample]:
+        """Return no samples."""
         return ()
 
     def score(self, sample: Sample, output: str) -> Graded:
+        """Raise NotImplementedError: there is no output to score."""
         raise NotImplementedError("efficiency scores no text")

@@ -1,12 +1,13 @@
-"""Phone book look-up: a list of names and numbers, and the question what one of them (or several) is.
+"""Phone book look-up: a list of names and numbers, and a question for the number of one name or several.
 
-Jelassi et al. 2024 ("Repeat After Me", arXiv 2402.01032); of KV-cache papers KeyDiff's appendix (arXiv 2504.15364,
-Table 17: 100 to 3500 entries in ten even steps, five books of each size, the share of exact answers). Neither wording
-nor unit of the sizes is stated there; entries are [derived] from the sizes, the wording is ours.
+The task is that of Jelassi et al. 2024 ("Repeat After Me", arXiv 2402.01032). Among KV-cache papers, KeyDiff's appendix
+uses it (arXiv 2504.15364, Table 17: 100 to 3500 entries in ten even steps, five books of each size, the share of exact
+answers). KeyDiff states neither the wording nor the unit of the sizes. That the unit is entries is [derived] from the
+sizes, and the wording is ours.
 
-Each book has its own generator, seeded by (seed, size, position, trial): names of prose.py's syllables, none twice, and
-numbers that no two entries share. The score is the share of the numbers asked for that the output holds: their digits
-in order, with nothing but a separator between two groups and no digit before or after.
+Each book has its own generator, seeded by (seed, size, position, trial). It draws different names from the syllables of
+synthetic_prose, and different numbers. The score is the share of the asked numbers that the output holds: their digits
+in order, with nothing but a separator between two groups, and no digit before or after.
 """
 
 import random
@@ -24,20 +25,29 @@ from kvbench.tasks.ruler.fit import fit_units
 from kvbench.tasks.ruler.templates import RenderedPrompt, Wording, load_wordings
 from kvbench.validation import SettingError, require_choice, require_int
 
-MOST = 100_000  # entries: few enough that drawing other names stays fast
+MOST = 100_000  # entries of a book: few enough that different names are drawn fast
 
 
 @dataclass(frozen=True)
 class Book:
-    """How entries and questions are written."""
+    """How entries and questions are written.
+
+    Attributes:
+        entry: Template of an entry, with {key} and {value}.
+        groups: The smallest and the largest value of each group of a number's digits; "-" separates groups.
+        one: The question for one {query}.
+        many: The question for several.
+        new_tokens: The most tokens of one number.
+    """
 
     entry: str
-    groups: tuple[tuple[int, int], ...]  # of a number, parted by "-": their least and largest values
-    one: Wording  # asks for one {query}
+    groups: tuple[tuple[int, int], ...]
+    one: Wording
     many: Wording
-    new_tokens: int  # a number
+    new_tokens: int
 
     def number(self, rng: random.Random) -> str:
+        """Draw a number."""
         return "-".join(f"{rng.randint(least, most):0{len(str(most))}}" for least, most in self.groups)
 
 
@@ -56,14 +66,14 @@ PHONES = Book(
 
 
 def make_needle_book() -> Book:
-    """RULER's multikey needles as entries: what the embedded model has learned to look up."""
+    """Return RULER's multikey needles as entries: the embedded model has learned to look these up."""
     own = load_wordings()
     return Book(own.needle, ((10**6, 10**7 - 1),), own.niah.singular(), own.niah, new_tokens=16)
 
 
 @dataclass(frozen=True)
 class Phonebook:
-    """The task; its settings are described in conf/task/phonebook.yaml."""
+    """The task. conf/task/phonebook.yaml describes its settings."""
 
     sizes: int | Sequence[int] | Mapping[str, int]
     size_of: str
@@ -77,10 +87,15 @@ class Phonebook:
 
     @property
     def length(self) -> int | None:
+        """The largest size, if sizes are in tokens."""
         return max(self._sizes()) if self.size_of == "tokens" else None
 
     def check(self) -> None:
-        """Raises a SettingError; needs no tokenizer, so a size in tokens may still prove too small in `samples`."""
+        """Check the settings. This needs no tokenizer, so `samples` may still find a size in tokens too small.
+
+        Raises:
+            SettingError: A setting is invalid.
+        """
         require_choice("task.size_of", self.size_of, ("entries", "tokens"))
         require_choice("task.wording", self.wording, ("book", "needles"))
         require_int("task.trials", self.trials, 1)
@@ -97,21 +112,21 @@ class Phonebook:
             raise SettingError(f"task.sizes={max(self._sizes())}: at most {MOST} entries")
 
     def fingerprint(self) -> str:
-        """Hash of what names are made of and of the wording."""
+        """Hash the syllables of names and the wording."""
         return sha256(repr((STARTS, ENDS, self._wording())).encode()).hexdigest()
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
-        """Size by size, all positions of a trial after those of the one before."""
+        """Yield the samples size by size and trial by trial, each trial with all positions."""
         for size in self._sizes():
             for trial, position in islice(product(range(self.trials), self._positions()), self.limit):
                 yield self._sample(tokenizer, template_tokens, longest, size, position, trial)
 
     def reference(self, sample: Sample) -> str:
-        """The right answer."""
+        """Return the right answer."""
         return ", ".join(sample.answers)
 
     def score(self, sample: Sample, output: str) -> Graded:
-        """The share of the numbers that the output holds; also whether it holds all."""
+        """Score the share of the numbers that the output holds; also whether it holds all."""
         found = [_number(answer).search(output) is not None for answer in sample.answers]
         return Graded(100 * sum(found) / len(found), output.strip(), {"all_numbers": all(found)})
 
@@ -123,7 +138,7 @@ class Phonebook:
         uid = f"{self.name}/{size}/{where}/{trial}"
 
         def drawn(entries: int) -> tuple[RenderedPrompt, list[int]]:
-            """The prompt, and the entries that are asked for."""
+            """Return the prompt, and the places of the entries that are asked."""
             places = random.Random(f"{self.seed}/{uid}/asked").sample(range(entries), self.asked)
             if position is not None:
                 places = [round((entries - 1) * position / 100)]
@@ -176,7 +191,7 @@ class Phonebook:
 
 
 def _book(entries: int, wording: Book, rng: random.Random) -> list[tuple[str, str]]:
-    """Different names with different numbers; a longer book of the same generator begins with the shorter one."""
+    """Draw different names with different numbers. A longer book of the same generator begins with the shorter one."""
     names: dict[str, None] = {}
     numbers: dict[str, None] = {}
     while len(names) < entries:
@@ -187,5 +202,5 @@ def _book(entries: int, wording: Book, rng: random.Random) -> list[tuple[str, st
 
 
 def _number(number: str) -> re.Pattern[str]:
-    """The number's digits, in groups parted as it is or by blanks, dots and brackets, or not at all."""
+    """Match the number's digits, its groups separated by a dash, blanks, dots and brackets, or not at all."""
     return re.compile(r"(?<!\d)" + r"[-–.\s()]{0,2}".join(number.split("-")) + r"(?!\d)")

@@ -30,7 +30,7 @@ def sync(arguments: Sequence[str]) -> int:
     """Log the chosen runs and print one line for each. Return 1 if one could not be logged."""
     chosen = make_parser().parse_args(arguments).chosen
     from kvbench.integrations.wandb_logger import WandbLogger, load_settings
-    from kvbench.integrations.wandb_process import LoggedRun
+    from kvbench.integrations.wandb_run import LoggedRun
     from kvbench.store.runs import filter_runs, find_baseline, load_runs, parse_selection
 
     results, given = parse_selection(chosen)

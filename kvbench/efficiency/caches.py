@@ -1,8 +1,6 @@
-"""What is measured: a prompt read into a cache, made a batch, and continued. kvbench's cache and transformers' own.
+"""The caches that are measured: kvbench's and transformers' own.
 
-subject.read(ids)            the prompt (B, n): its last logits are there, and the first token
-subject.replicate(times)     one prompt as a batch of many
-subject.answer(count)        the answer, greedy: milliseconds from each token to the next
+Each reads a prompt, can copy it to a batch, and generates a greedy answer.
 """
 
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.storage import Bytes
+from kvbench.efficiency.measured_task import read_task
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.replicate import replicate
 from kvbench.engine.sampling import Sampling
@@ -23,22 +22,38 @@ from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.transformers_port import make_plain_cache
 from kvbench.runs.spec import DTYPES, RunSpec
 
-WARMED = 8  # steps of an answer before the median is taken, or half of a short answer
+WARMED = 8  # first steps of an answer that the median leaves out; half of a short answer
 
 
 class CacheUnderTest(Protocol):
-    """One prompt, or a batch, and its answer."""
+    """A cache that holds one prompt or a batch, and its answer.
 
-    def read(self, ids: Tensor) -> None: ...
+    Attributes:
+        capture_ms: Milliseconds that the last answer took to capture graphs.
+        path: What read the last answer's tokens.
+    """
 
-    def replicate(self, times: int) -> None: ...
+    capture_ms: float
+    path: str
+
+    def read(self, ids: Tensor) -> None:
+        """Read a prompt, shape (B, n), up to its first answer token."""
+
+    def replicate(self, times: int) -> None:
+        """Copy the one prompt to a batch."""
 
     def answer(self, count: int, most: int | None = None) -> list[float]:
-        """`most`: stop after as many tokens, with room for all of them."""
+        """Generate `count` tokens greedily, or only `most` of them with room for all.
 
-    def bytes(self) -> Bytes: ...
+        Returns:
+            Milliseconds from each token to the next.
+        """
 
-    def drop(self) -> None: ...
+    def bytes(self) -> Bytes:
+        """Return the bytes that the cache holds."""
+
+    def drop(self) -> None:
+        """Free the cache."""
 
 
 class KVBenchCache:
@@ -46,7 +61,7 @@ class KVBenchCache:
 
     def __init__(self, model: torch.nn.Module, run: RunSpec, room: int) -> None:
         self.model, self.run, self.room = model, run, room
-        self.capture_ms, self.path = 0.0, ""  # of the last answer: capturing graphs, and what read its tokens
+        self.capture_ms, self.path = 0.0, ""
 
     def read(self, ids: Tensor) -> None:
         run, seeds = self.run, (self.run.seed,) * len(ids)
@@ -74,9 +89,15 @@ class KVBenchCache:
 
 
 class StepwiseAnswer:
-    """Answers step by step; the time of a step is the device's, nothing waits in between."""
+    """Answers step by step. The device takes the time of a step, and nothing waits between steps."""
 
-    capture_ms, path = 0.0, ""
+    capture_ms = 0.0
+    path = ""
+    token: Tensor
+
+    def tokens(self, count: int) -> Iterator[None]:
+        """Generate one token at each step."""
+        raise NotImplementedError
 
     def answer(self, count: int, most: int | None = None) -> list[float]:
         stamps = Stamps(self.token.device.type)
@@ -86,7 +107,7 @@ class StepwiseAnswer:
 
 
 class TransformersDynamic(StepwiseAnswer):
-    """transformers' dynamic cache as users have it: model.forward, SDPA, a greedy loop."""
+    """transformers' dynamic cache as users call it: model.forward, SDPA, a greedy loop."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -117,8 +138,10 @@ class TransformersDynamic(StepwiseAnswer):
 
 
 class TransformersStatic(StepwiseAnswer):
-    """transformers' static cache of `rows` tokens and the answer; the step of one token compiled, in a CUDA graph. What
-    it holds was read into a dynamic cache and copied: only its decoding is compared.
+    """transformers' static cache with room for `rows` tokens and the answer.
+
+    The step of one token is compiled and runs in a CUDA graph. The prompt is read into a dynamic cache and copied,
+    because only decoding is compared.
     """
 
     def __init__(self, model: torch.nn.Module, rows: int, room: int, compiled: bool = True) -> None:
@@ -142,7 +165,7 @@ class TransformersStatic(StepwiseAnswer):
         self.token, self.place = grown.token, torch.full((1, 1), self.rows, device=ids.device)
 
     def begin(self) -> None:
-        """A step begins: what the graph returned before is not needed any more."""
+        """Mark the beginning of a step: the graph may overwrite what it returned before."""
 
     def plain_step(self, token: Tensor, place: Tensor) -> Tensor:
         logits = self.model(input_ids=token, position_ids=place, past_key_values=self.cache, use_cache=True).logits
@@ -153,7 +176,7 @@ class TransformersStatic(StepwiseAnswer):
         for _ in range(count - 1):
             with torch.no_grad():
                 self.begin()
-                self.token = self.step(self.token, self.place).clone()  # the graph writes over what it returned
+                self.token = self.step(self.token, self.place).clone()  # the graph overwrites what it returned
                 self.place += 1
             yield
 
@@ -161,31 +184,32 @@ class TransformersStatic(StepwiseAnswer):
         return Bytes(rows=sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers))
 
     def drop(self) -> None:
-        """Nothing: the graph needs its addresses, and the next prompt is written over this one."""
+        """Do nothing: the graph needs its addresses, and the next prompt overwrites this one."""
 
 
 def make_cache_under_test(model: torch.nn.Module, run: RunSpec) -> CacheUnderTest:
-    """The one that a run names."""
-    room = max(run.task.ends)
-    if run.task.baseline == "dynamic":
+    """Make the cache that a run names."""
+    room = max(read_task(run).ends)
+    if read_task(run).baseline == "dynamic":
         return TransformersDynamic(model)
-    if run.task.baseline == "static_compiled":
-        return TransformersStatic(model, run.task.rows or run.task.length, room)
+    if read_task(run).baseline == "static_compiled":
+        return TransformersStatic(model, read_task(run).rows or read_task(run).length, room)
     return KVBenchCache(model, run, room)
 
 
 @lru_cache(maxsize=1)
 def load_weights(checkpoint: Checkpoint, dtype: str, device: str) -> torch.nn.Module:
-    """The model; one a process is kept for the cells that follow."""
+    """Load a model. The last one is kept for the next cells."""
     return checkpoint.weights(DTYPES[dtype], device)
 
 
 def load_model(run: RunSpec) -> torch.nn.Module:
+    """Load the model of a run."""
     return load_weights(run.checkpoint, run.dtype, run.device)
 
 
 def draw_prompt(run: RunSpec, model: torch.nn.Module, batch: int | None = None) -> Tensor:
-    """(B, n) random tokens: of a static cache as many as it holds."""
-    size = (batch or run.task.batch, run.task.rows or run.task.length)
+    """Draw random tokens, shape (B, n). For a static cache, n is the number of its rows."""
+    size = (batch or read_task(run).batch, read_task(run).rows or read_task(run).length)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     return torch.randint(vocabulary, size, generator=torch.Generator().manual_seed(run.seed)).to(run.device)

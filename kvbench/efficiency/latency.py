@@ -1,7 +1,8 @@
-"""task.measure=latency: time to the first token, per token and to the end, and bytes, of one batch.
+"""Measure latency (task.measure=latency): time to the first token, per token and to the end, and bytes, of one batch.
 
-Time to first token over `repeats` prefills; `answers` of them are followed by the answer. Time per output token: the
-median over steps; WARMED steps leave out what a first step prepares. End-to-end: from the prompt to a token.
+The time to the first token is taken over `repeats` prefills, and `answers` of them are followed by the answer. The time
+per output token is the median over steps, without the first WARMED steps, which prepare later ones. The end-to-end time
+runs from the prompt to a token.
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.efficiency.caches import WARMED, CacheUnderTest, draw_prompt, load_model, make_cache_under_test
+from kvbench.efficiency.measured_task import read_task
 from kvbench.efficiency.roofline import Machine, WeightSizes, decode_ms, prefill_ms
 from kvbench.engine import timing
 from kvbench.engine.timing import fits, spread
@@ -18,8 +20,8 @@ from kvbench.store.efficiency_csv import Line, make_line, make_out_of_memory_lin
 
 
 def measure_latency(run: RunSpec) -> Iterator[Line]:
-    """Time to first token, per token, to the end; bytes."""
-    task, device, model = run.task, run.device, load_model(run)
+    """Yield the lines of a run: times to the first token, per token and to the end, and bytes."""
+    task, device, model = read_task(run), run.device, load_model(run)
     answer, own, ids = max(task.ends), make_cache_under_test(model, run), draw_prompt(run, model)
     for _ in range(task.warmup):
         own.drop()
@@ -40,7 +42,7 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
             return
         first.append(1000 * (timing.now(device) - begin))
         found |= measure_memory(own, model, device)
-        if run.task.baseline != "static_compiled":
+        if read_task(run).baseline != "static_compiled":
             found["peak_prefill_bytes"] = timing.peak(device)
         if number >= task.answers:
             continue
@@ -55,7 +57,7 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
             times.append(sum(between[: end - 1]))
         captures.append(own.capture_ms)
         found["peak_decode_bytes"] = timing.peak(device)
-    if run.task.baseline != "static_compiled":  # what it holds was read by another cache
+    if read_task(run).baseline != "static_compiled":  # another cache read its prompt
         yield make_line("ttft_ms", "ms", spread(first))
     if steps:
         yield make_line("tpot_ms", "ms", spread(steps), own.path)
@@ -64,7 +66,7 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
         yield make_line("capture_ms", "ms", spread(captures))  # of graphs, once an answer; part of the end-to-end time
         for end, times in ends.items():
             yield make_line(f"answer_{end}_ms", "ms", spread(times))  # from the first token on
-            if run.task.baseline != "static_compiled":
+            if read_task(run).baseline != "static_compiled":
                 whole = [sum(parts) for parts in zip(first, captures, times, strict=False)]
                 yield make_line(f"e2e_{end}_ms", "ms", spread(whole))
     for part in ("prefill", "decode"):
@@ -76,26 +78,27 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
 
 
 def compute_floors(run: RunSpec, model: torch.nn.Module, held: int, batch: int) -> Iterator[Line]:
-    """What the machine's bandwidth and rate would allow."""
-    here, sizes = Machine(run.task.bandwidth, run.task.flops), WeightSizes.of(model)
+    """Yield the shortest times that the machine's bandwidth and rate allow."""
+    here, sizes = Machine(read_task(run).bandwidth, read_task(run).flops), WeightSizes.of(model)
     element = DTYPES[run.dtype].itemsize
-    method, length = run.choice().method, run.task.length
+    method, length = run.choice().method, read_task(run).length
     if not method.attends_subset:
         yield make_line("tpot_floor_ms", "ms", decode_ms(here, sizes, held, batch, element))
-    if run.task.baseline != "static_compiled":
+    if read_task(run).baseline != "static_compiled":
         quota = None if method.attends_subset or method.needs_extra_reads else run.budget.rows(length, length)
         yield make_line("ttft_floor_ms", "ms", prefill_ms(here, model, length, batch, run.block_size, quota))
 
 
 def warm_up(own: CacheUnderTest, ids: Tensor, count: int) -> None:
-    """All of a trial but the times: a short answer, or long enough to have compiled what will run."""
+    """Do everything that a trial does, untimed, with an answer long enough to compile what will run."""
     own.read(ids)
     own.answer(count, WARMED)
 
 
 def measure_memory(own: CacheUnderTest, model: torch.nn.Module, device: str) -> dict[str, int | None]:
-    """Bytes when the prompt is read: held, and allocated on the GPU with and without the weights."""
+    """Return the bytes after the prompt was read: held, and allocated on the GPU with and without the weights."""
     held, total, here = own.bytes(), WeightSizes.of(model).total, timing.allocated(device)
-    found = {"resident_bytes": held.rows, "metadata_bytes": held.metadata, "state_bytes": held.state}
+    found: dict[str, int | None] = {"resident_bytes": held.rows, "metadata_bytes": held.metadata}
+    found["state_bytes"] = held.state
     found |= {"headroom_bytes": held.headroom, "weights_bytes": total, "allocated_bytes": here}
     return found | {"allocated_over_weights_bytes": None if here is None else here - total}

@@ -1,12 +1,12 @@
-"""What a cache costs in time, memory and throughput: task=efficiency.
+"""Measure what a cache costs in time, memory and throughput: task=efficiency.
 
     python run.py task=efficiency model=random model.like=llama31_8b method=dropkv budget=0.05 task.length=32768
 
-A run is measured on random tokens, which cost what any others cost, and gives lines of results/efficiency/<gpu>.csv,
-one a quantity (kvbench.store.efficiency_csv). `task.measure` says what: latency, throughput or scoring, each a module
-here.
+A run is measured on random tokens, which cost as much as any others. It gives lines of results/efficiency/<gpu>.csv,
+one for each quantity (kvbench.store.efficiency_csv). `task.measure` chooses latency, throughput or scoring; each is a
+module of this package.
 
-Out of memory is a result. What was measured already with the same settings and sources is not measured again.
+Out of memory is a result. A run that was measured with the same settings and sources is not measured again.
 """
 
 import json
@@ -28,6 +28,7 @@ from kvbench.config import catalogue
 from kvbench.config.paths import IS_CHECKOUT
 from kvbench.config.provenance import replay_hash, source_hash
 from kvbench.efficiency.latency import measure_latency
+from kvbench.efficiency.measured_task import read_task
 from kvbench.efficiency.scoring_time import measure_scoring
 from kvbench.efficiency.throughput import measure_throughput
 from kvbench.engine import timing
@@ -37,7 +38,11 @@ from kvbench.validation import SettingError
 
 
 def measure_once(run: RunSpec, results: Path) -> tuple[Path, list[Line]]:
-    """Measure a run and append its lines, unless that was done; returns the file, and the lines that are new."""
+    """Measure a run and append its lines, unless that was done before.
+
+    Returns:
+        The file, and the new lines.
+    """
     run = simplify_run(run)
     path = find_file(run, results)
     if hash_cell(run) in find_whole_cells(path):
@@ -48,32 +53,36 @@ def measure_once(run: RunSpec, results: Path) -> tuple[Path, list[Line]]:
 
 
 def measure_run(run: RunSpec) -> list[Line]:
-    """All lines of a run."""
-    kind = {"latency": measure_latency, "throughput": measure_throughput, "scoring": measure_scoring}[run.task.measure]
+    """Measure a run and return all of its lines."""
+    kind = {"latency": measure_latency, "throughput": measure_throughput, "scoring": measure_scoring}[
+        read_task(run).measure
+    ]
     lines = list(kind(run))
-    if run.task.baseline == "static_compiled":
+    if read_task(run).baseline == "static_compiled":
         torch.compiler.reset()  # its graphs hold memory
     timing.clear(run.device)
     return lines
 
 
 def save_lines(run: RunSpec, path: Path, lines: list[Line], seconds: float) -> list[Line]:
-    """Append the lines of a cell, with its settings and versions; returns them."""
-    about = collect_settings(run) | collect_versions(run) | {"cell": hash_cell(run), "status": "ok"}
+    """Append the lines of a cell, with its settings and versions, and return them."""
+    about = {**collect_settings(run), **collect_versions(run)} | {"cell": hash_cell(run), "status": "ok"}
     whole = [about | line for line in [*lines, {"quantity": LAST_QUANTITY, "unit": "s", "value": seconds}]]
     append_lines(path, whole)
     return whole
 
 
 def append_failure(run: RunSpec, results: Path, error: Exception) -> None:
-    """A run that failed is not tried again before the sources change."""
+    """Keep a failure, so that the run is not tried again before the sources change."""
     run = simplify_run(run)
     note = f"{type(error).__name__}: {error}"[:300]
-    save_lines(run, find_file(run, results), [{"quantity": run.task.measure, "status": "failed", "note": note}], 0.0)
+    save_lines(
+        run, find_file(run, results), [{"quantity": read_task(run).measure, "status": "failed", "note": note}], 0.0
+    )
 
 
 def find_file(run: RunSpec, results: Path) -> Path:
-    """Where the lines of a run's machine are; SettingError if they are of another format."""
+    """Return the file of the run's machine; SettingError if it has another format."""
     path = results / "efficiency" / f"{machine_name(run.device)}.csv"
     if path.exists():
         check_columns(path)
@@ -81,7 +90,7 @@ def find_file(run: RunSpec, results: Path) -> Path:
 
 
 def summarize_lines(path: Path, lines: list[Line]) -> str:
-    """For people: what was measured, and where it is kept."""
+    """Summarize for people what was measured and where it is kept."""
     if not lines:
         return f"measured already with these settings and sources: {path}"
     first = lines[0]
@@ -104,23 +113,23 @@ def summarize_lines(path: Path, lines: list[Line]) -> str:
 
 
 def simplify_run(run: RunSpec) -> RunSpec:
-    """A run without what does not matter to what it measures: transformers' caches have no method and no budget."""
-    if run.task.baseline == "none":
+    """Drop the settings that do not matter to a measurement: transformers' caches have no method and no budget."""
+    if read_task(run).baseline == "none":
         return run
-    if run.task.baseline == "static_compiled" and run.device == "cpu":
+    if read_task(run).baseline == "static_compiled" and run.device == "cpu":
         raise SettingError("task.baseline=static_compiled: needs a GPU")
     return run.baseline()
 
 
 def machine_name(device: str) -> str:
-    """The GPU's name for a file: nvidia-h200; cpu."""
+    """Return the GPU's name for a file, such as nvidia-h200, or cpu."""
     name = torch.cuda.get_device_name() if device != "cpu" else "cpu"
     return "-".join("".join(char if char.isalnum() else " " for char in name.lower()).split())
 
 
 def collect_settings(run: RunSpec) -> Line:
-    """The settings' columns of a run."""
-    task, method = run.task, run.groups["method"]
+    """Return the columns that hold a run's settings."""
+    task, method = read_task(run), run.groups["method"]
     default = catalogue.load_settings(
         "method", method["name"], {"preset": method["preset"]} if "preset" in method else None
     )
@@ -140,16 +149,18 @@ def collect_settings(run: RunSpec) -> Line:
 
 
 def hash_cell(run: RunSpec) -> str:
-    """What names a cell: its settings, the machine, the versions, and the sources that can change what is measured."""
+    """Hash a cell: its settings, the machine, the versions, and the sources that can change what is measured."""
     value = run.value | {"sources": hash_sources(run)}
     return sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def hash_sources(run: RunSpec) -> str:
+    """Hash the sources that can change what is measured."""
     return source_hash(["kvbench.efficiency.measure", *run.modules()])
 
 
 def collect_versions(run: RunSpec) -> Mapping[str, Any]:
+    """Return the columns that hold versions, date, sources, commit and driver."""
     own = {name: version(name) if find_spec(name) else "" for name in ("torch", "transformers", "triton")}
     own |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version()}
     own |= {"cuda": torch.version.cuda or "", "sources": hash_sources(run), "replay": replay_hash()}

@@ -1,9 +1,9 @@
-"""All measurements of a list, one process for all of them: `make efficiency`.
+"""Measure all cells of a list in one process: `make efficiency`.
 
-A list is a key of conf/efficiency/plan.yaml; its lines are arguments of `run.py -m`, comma lists included. The model
-stays loaded from cell to cell; what was measured before with the same settings and sources is passed over, so a list
-that was stopped goes on. What is refused is said and passed over; what fails is kept as a failure, and the rest goes
-on, unless the GPU itself cannot be used any more.
+A list is a key of conf/efficiency/plan.yaml. Its lines are arguments of `run.py -m`, with comma lists. The model stays
+loaded from cell to cell. A cell that was measured with the same settings and sources is skipped, so the same command
+continues a list that was stopped. A refused cell is printed and skipped. A cell that fails is kept as a failure, and
+the others follow, unless the GPU itself cannot be used any more.
 """
 
 import time
@@ -26,7 +26,7 @@ EVERY = ("task=efficiency", "model=random")
 
 
 def measure_cell(settings: list[str], results: Path, loaded: tuple | None) -> tuple:
-    """Measure one cell; returns what is loaded now: the model before, if another one, is dropped first."""
+    """Measure one cell. Another model that is still loaded is dropped first; return the key of the loaded one."""
     run = RunSpec.from_config(compose_config([*EVERY, *settings, f"results={results}"]))
     key = (run.checkpoint, run.dtype, run.device)
     if loaded not in (None, key):
@@ -47,7 +47,7 @@ def measure_cell(settings: list[str], results: Path, loaded: tuple | None) -> tu
 
 
 def measure_plan(options: Namespace) -> int:
-    """Measure the cells of a list; 1 if the time was over first."""
+    """Measure the cells of a list. Return 1 if the time was over before the last one, else 0."""
     begin, loaded = time.monotonic(), None
     plan = yaml.safe_load(options.plan.read_text())
     require_choice("list", options.list, plan)

@@ -1,13 +1,14 @@
-"""The prefill of every method over that of the full cache: what a cut costs, on one machine in one run.
+"""Compare the prefill time of every method with that of the full cache: what an eviction costs.
 
 A set-up is a method with its default preset, an allocator and a codec: every method with uniform and raw, and the
-method of `--cross` with every other allocator and codec. In a round each set-up is timed once, between two prefills of
-the full cache on the same prompt (random tokens: only their number costs time); its ratio is its time over the mean of
-these two, so that what else the machine does hits both alike. The table shows the median of the rounds' ratios and
-their quartiles. Everything was run once before the rounds. A set-up that is refused is listed with the reason.
+method of `--cross` with every other allocator and codec. Everything runs once before the first round. In a round each
+set-up is timed once, between two prefills of the full cache on the same prompt of random tokens. Its ratio is its time
+over the mean of these two, so that other load of the machine affects both alike. The table shows the median of the
+rounds' ratios and their quartiles. A refused set-up is listed with the reason.
 
-Limits: 1.3; 2 for a method that needs the log-sum-exps, since it passes over the logits once more; none for one for
-which the model reads the prompt once more. A ratio over its limit is marked; the exit code says nothing about it.
+The limit is 1.3. It is 2 for a method that needs log-sum-exps, because it passes over the logits once more. A method
+for which the model reads the prompt again has no limit. A ratio over its limit is marked; the exit code does not depend
+on it.
 """
 
 import csv
@@ -39,13 +40,13 @@ from kvbench.runs.runner import describe_machine
 from kvbench.runs.spec import UNCUT
 from kvbench.validation import SettingError, name_file_in_errors, require_choice, require_int
 
-LIMIT = 1.3  # of the full cache's time
+LIMIT = 1.3  # times the full cache's prefill
 LIMIT_LSE = 2.0
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Names as in conf/."""
+    """A method, an allocator and a codec, by their names in conf/."""
 
     method: str = UNCUT["method"]
     allocator: str = UNCUT["allocator"]
@@ -55,7 +56,7 @@ class Setup:
         return " ".join([self.method, *(own for own in (self.allocator, self.codec) if own not in UNCUT.values())])
 
     def choice(self, method_args: Mapping[str, Any]) -> CachePolicy:
-        """The three, constructed; SettingError where they cannot work."""
+        """Build the three; SettingError if they cannot work together."""
         return choose_cache(
             build("method", load_settings("method", self.method, method_args)),
             build("allocator", load_settings("allocator", self.allocator)),
@@ -65,32 +66,43 @@ class Setup:
 
 @dataclass(frozen=True)
 class PrefillCost:
-    """Of one set-up, times in seconds, one for each round."""
+    """The times of one set-up.
+
+    Attributes:
+        setup: The set-up.
+        limit: How many times the full cache's prefill it may take; None for no limit.
+        own: Its seconds in each round.
+        full: In each round, the mean seconds of the two prefills of the full cache around it.
+        reason: Why it was not run.
+    """
 
     setup: Setup
     limit: float | None = None
     own: tuple[float, ...] = ()
-    full: tuple[float, ...] = ()  # mean of the two prefills of the full cache around it
-    reason: str = ""  # why it was not run
+    full: tuple[float, ...] = ()
+    reason: str = ""
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """Of the rounds' ratios; the second is the median."""
-        return tuple(np.quantile(np.divide(self.own, self.full), (0.25, 0.5, 0.75)).tolist())
+        """The quartiles of the rounds' ratios; the second is the median."""
+        low, middle, high = np.quantile(np.divide(self.own, self.full), (0.25, 0.5, 0.75)).tolist()
+        return low, middle, high
 
     @property
     def over(self) -> bool:
+        """Whether the median is over the limit."""
         return self.limit is not None and self.quartiles[1] > self.limit
 
     @property
     def verdict(self) -> str:
+        """The last column of the table."""
         if self.reason:
             return f"not run: {self.reason}"
         return "no limit" if self.limit is None else "OVER" if self.over else "ok"
 
 
 def list_setups(methods: Sequence[str], cross: str | None) -> list[Setup]:
-    """Every method, and `cross` with every allocator and codec but the plain ones."""
+    """List every method, and `cross` with every allocator and codec but the default ones."""
     alone = [Setup(method) for method in methods if method != UNCUT["method"]]
     if cross is None:
         return alone
@@ -103,14 +115,14 @@ def list_setups(methods: Sequence[str], cross: str | None) -> list[Setup]:
 
 
 def find_limit(method: Method) -> float | None:
-    """How many times the full cache's prefill a method may take, None for one that has no limit."""
+    """Return how many times the full cache's prefill a method may take; None for no limit."""
     return None if method.needs_extra_reads else LIMIT_LSE if method.wants_lse else LIMIT
 
 
 def time_prefill(
     model: torch.nn.Module, choice: CachePolicy, budget: Budget, ids: Tensor, own: PromptEncoder | None
 ) -> float:
-    """Of one prefill of `ids` (1, tokens) as one block; `own`: for methods that have words for the model."""
+    """Return the seconds of one prefill of `ids`, shape (1, tokens), as one block; `own` encodes a method's prompts."""
     gc.collect()  # the cache before this one
     start = time.perf_counter()
     GenerationContext(model, choice, budget, None, (0,), words=own).prefill(ids)
@@ -121,10 +133,10 @@ def measure_costs(
     model: torch.nn.Module, ids: Tensor, budget: Budget, rounds: int, chosen: Sequence[Setup],
     method_args: Mapping[str, Mapping[str, Any]], own_words: PromptEncoder | None = None,
 ) -> list[PrefillCost]:  # fmt: skip
-    """The costs in the order of `chosen`; `parse_method_args`: settings by method."""
+    """Measure set-ups. Return their costs in the order of `chosen`; `method_args` are settings by method."""
     full = Setup().choice({})
     time_prefill(model, full, Budget(1.0), ids, own_words)
-    gc.freeze()  # nothing of what is there now is looked through before every prefill
+    gc.freeze()  # the collector skips everything that exists now
     ready, refused = {}, {}
     for setup in tqdm(chosen, desc="once before", file=sys.stderr):
         try:
@@ -133,7 +145,8 @@ def measure_costs(
             ready[setup] = choice
         except SettingError as error:
             refused[setup] = PrefillCost(setup, reason=str(error))
-    own, around = ({setup: [] for setup in ready} for _ in range(2))
+    own: dict[Setup, list[float]] = {setup: [] for setup in ready}
+    around: dict[Setup, list[float]] = {setup: [] for setup in ready}
     for number in range(rounds):
         before = time_prefill(model, full, Budget(1.0), ids, own_words)
         for setup, choice in tqdm(ready.items(), desc=f"round {number + 1} of {rounds}", file=sys.stderr):
@@ -149,8 +162,8 @@ def measure_costs(
 
 
 def format_costs(costs: Sequence[PrefillCost]) -> str:
-    """Aligned text, a line for each set-up."""
-    lines = [("set-up", "ms", "full ms", "ratio", "quartiles", "limit", "")]
+    """Format costs as aligned text with a line for each set-up."""
+    lines: list[tuple[str, ...]] = [("set-up", "ms", "full ms", "ratio", "quartiles", "limit", "")]
     for cost in costs:
         numbers = [""] * 4
         if not cost.reason:
@@ -158,21 +171,22 @@ def format_costs(costs: Sequence[PrefillCost]) -> str:
             times = [f"{1000 * float(np.median(own)):.0f}" for own in (cost.own, cost.full)]
             numbers = [*times, f"{middle:.2f}", f"{low:.2f}-{high:.2f}"]
         lines.append((str(cost.setup), *numbers, "" if cost.limit is None else f"{cost.limit:.1f}", cost.verdict))
-    first, *middle, last = zip(*lines, strict=True)
+    first, *others, last = zip(*lines, strict=True)
     columns = [[cell.ljust(max(map(len, first))) for cell in first]]
-    columns += [[cell.rjust(max(map(len, column))) for cell in column] for column in middle]
+    columns += [[cell.rjust(max(map(len, column))) for cell in column] for column in others]
     return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, last, strict=True))
 
 
 def save_costs(costs: Sequence[PrefillCost], path: Path, about: Mapping[str, Any]) -> None:
-    """A CSV whose lines stand alone: unrounded numbers, and what is the same for all of them."""
+    """Write a CSV of unrounded numbers; every line also has what is the same for all of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     titles = ("method", "allocator", "codec", "ms", "full_ms", "ratio", "quartile_1", "quartile_3", "limit", "over")
     with name_file_in_errors(path), path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*titles, "not_run", *about])
         for cost in costs:
-            setup, numbers = cost.setup, [None] * 7
+            setup = cost.setup
+            numbers: list[float | bool | None] = [None] * 7
             if not cost.reason:
                 low, middle, high = cost.quartiles
                 times = [1000 * float(np.median(own)) for own in (cost.own, cost.full)]
@@ -181,7 +195,7 @@ def save_costs(costs: Sequence[PrefillCost], path: Path, about: Mapping[str, Any
 
 
 def parse_value(text: str) -> Any:
-    """What YAML says it is, or else the text itself."""
+    """Parse a value as YAML; a text that is no YAML stays as it is."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -189,7 +203,7 @@ def parse_value(text: str) -> Any:
 
 
 def parse_method_args(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """METHOD.KEY=VALUE, … as settings by method."""
+    """Parse METHOD.KEY=VALUE, … into settings by method."""
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
         name, equals, own = text.partition("=")

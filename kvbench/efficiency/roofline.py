@@ -1,15 +1,18 @@
-"""The least time that a step, a prefill or a score can take on a machine: what it must read, what it must compute.
+"""Compute the least time that a step, a prefill or a score can take on a machine.
 
     floor = max(bytes / bandwidth, operations / rate)
 
-Decoding reads every weight but the embedding table (unless it is the output layer too) and the keys and values held.
-A prefill multiplies every token with the weights (the output layer: the last token only) and its queries with the rows
-that they see: 4·Hq·d operations a pair; a block at a time where the cache is cut after each. What a score must do is
-data: conf/efficiency/floors.yaml, passes over keys and values and products of queries with rows.
+Decoding reads the held keys and values and every weight, but the embedding table only if it is the output layer too. A
+prefill multiplies every token with the weights (only the last token with the output layer), and its queries with the
+rows that they see, with 4·Hq·d operations for each pair. If the cache is cut after each block, this holds block by
+block. conf/efficiency/floors.yaml lists what each score must do: passes over keys and values, and products of queries
+with rows.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import yaml
@@ -20,18 +23,25 @@ from kvbench.models.transformers_port import Layout, read_layout
 
 @dataclass(frozen=True)
 class Machine:
-    """`bandwidth` in bytes/s, `flops` in operations/s."""
+    """A machine's memory bandwidth in bytes/s and its rate in operations/s."""
 
     bandwidth: float
     flops: float
 
     def ms(self, read: float, operations: float) -> float:
+        """Return the milliseconds to read so many bytes and do so many operations at the same time."""
         return 1000 * max(read / self.bandwidth, operations / self.flops)
 
 
 @dataclass(frozen=True)
 class WeightSizes:
-    """Of a model: bytes of all, bytes that a step reads, and weights that every token is multiplied with."""
+    """Sizes of a model's weights.
+
+    Attributes:
+        total: Bytes of all weights.
+        read: Bytes that a decoding step reads.
+        layers: Number of weights with which every token is multiplied.
+    """
 
     total: int
     read: int
@@ -39,6 +49,7 @@ class WeightSizes:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "WeightSizes":
+        """Read the sizes of a model."""
         sizes = {id(own): own.nbytes for own in model.parameters()}
         table, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         total = sum(sizes.values())
@@ -47,7 +58,7 @@ class WeightSizes:
 
 
 def decode_ms(machine: Machine, weights: WeightSizes, held: int, batch: int, element: int) -> float:
-    """One token of every sample; `held`: bytes of keys and values of the batch."""
+    """Return the milliseconds of one token for every sample; `held` is the bytes of the batch's keys and values."""
     operations = 2 * batch * weights.read / element
     return machine.ms(weights.read + held, operations)
 
@@ -55,7 +66,7 @@ def decode_ms(machine: Machine, weights: WeightSizes, held: int, batch: int, ele
 def prefill_ms(
     machine: Machine, model: torch.nn.Module, tokens: int, batch: int, block: int | None, quota: int | None
 ) -> float:
-    """A prompt of `tokens` in blocks of `block`, cut to `quota` rows after each; None: one block, no cut."""
+    """Return the milliseconds to read a prompt in blocks, cut to `quota` rows after each. None: one block, no cut."""
     shape, weights = read_layout(model), WeightSizes.of(model)
     config = model.config.get_text_config(decoder=True)
     pair = 4 * config.num_attention_heads * shape.dim * batch
@@ -76,20 +87,23 @@ def prefill_ms(
 
 
 def row_bytes(shape: Layout, element: int) -> int:
-    """Of a key and a value of every KV head of a layer."""
+    """Return the bytes of a key and a value of every KV head of a layer."""
     return 2 * shape.heads * shape.dim * element
 
 
 @cache
-def load_needs() -> dict[str, dict]:
-    """By method, what a score needs."""
+def load_needs() -> dict[str, dict[str, Any]]:
+    """Load what a score needs, by method."""
     return yaml.safe_load((CONF / "efficiency" / "floors.yaml").read_text())
 
 
-def compute_score_needs(method: str, settings: dict, sizes: dict[str, int]) -> tuple[int, int] | None:
-    """Bytes and operations of a score; None for a method of which conf/efficiency/floors.yaml says nothing.
+def compute_score_needs(method: str, settings: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[int, int] | None:
+    """Compute the bytes and operations of a score; None for a method that conf/efficiency/floors.yaml does not list.
 
-    `sizes`: batch, heads, group, rows, tokens (of the block), dim, hidden, element (bytes).
+    Args:
+        method: The method's name.
+        settings: Its settings.
+        sizes: batch, heads, group, rows, tokens (of the block), dim, hidden, element (bytes).
     """
     if method not in load_needs():
         return None

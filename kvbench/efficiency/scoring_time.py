@@ -1,8 +1,7 @@
-"""task.measure=scoring: a method's score alone, on made-up rows and queries in the shape of one layer of a model. No
-weights are needed.
+"""Time a method's score alone (task.measure=scoring), on random rows and queries in the shape of one layer of a model.
 
-What is timed is what the engine asks a method when a block was read: `update` where it has one, then `measure_scoring`;
-of a method without scores its `cut` (CentroidKV's matching and merging).
+No weights are needed. The timed calls are those of the engine after a block was read: `update` if the method has it,
+and then `score`, or `cut` for a method without scores (CentroidKV's matching and merging).
 """
 
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.efficiency.measured_task import read_task
 from kvbench.efficiency.roofline import Machine, compute_score_needs
 from kvbench.engine import timing
 from kvbench.engine.timing import fits, spread
@@ -27,20 +27,20 @@ from kvbench.validation import SettingError
 
 @dataclass(frozen=True)
 class ScoreCall:
-    """One call, ready to be timed, and the sizes of what it reads (floors.score_needs)."""
+    """A call that can be timed, and the sizes of what it reads, for `roofline.compute_score_needs`."""
 
     call: Callable[[], Any]
     sizes: dict[str, int]
 
 
 def measure_scoring(run: RunSpec) -> Iterator[Line]:
-    """The method's score: time, scratch, what it moves and computes, kernels."""
-    task, device = run.task, run.device
+    """Yield the lines of a run: the score's time, scratch memory, bytes, operations and kernels."""
+    task, device = read_task(run), run.device
     timing.clear(device)
     fit, made = fits(lambda: prepare_score(run), device)
     if fit:
         fit, times = fits(lambda: timing.calls(made.call, device, 10 * task.repeats, max(2, task.warmup)), device)
-    if not fit:
+    if not fit or made is None:
         yield make_out_of_memory_line("scoring")
         return
     yield make_line("scoring_ms", "ms", spread(times))
@@ -60,11 +60,12 @@ def measure_scoring(run: RunSpec) -> Iterator[Line]:
 
 
 def prepare_score(run: RunSpec) -> ScoreCall:
-    """The score of a run's method on `task.length` rows, of which the last block's are `block_size` or all.
+    """Prepare the score of a run's method on `task.length` rows, whose last `block_size` (or all) are the new block.
 
-    SettingError for a method that does not score when a block was read.
+    Raises:
+        SettingError: The method does not score when a block was read.
     """
-    method, task = run.choice().method, run.task
+    method, task = run.choice().method, read_task(run)
     if method.attends_subset or method.needs_extra_reads or method.name == "full":
         raise SettingError(f"task.measure=scoring: {method.name} scores nothing when a block was read")
     config = run.checkpoint.config().get_text_config(decoder=True)
@@ -77,7 +78,7 @@ def prepare_score(run: RunSpec) -> ScoreCall:
 
     batch, rows = task.batch, make_rows(normal, task.batch, shape.heads, task.length, shape.dim)
     lse = None
-    if method.wants_lse:  # of logits that are normal: log of the rows seen, and half their variance
+    if method.wants_lse:  # for normally distributed logits: log of the number of rows, plus half the variance
         seen_rows = torch.arange(task.length - tokens + 1, task.length + 1, device=run.device)
         lse = (seen_rows.to(rows.mass.dtype).log() + 0.5).expand(batch, query_heads, tokens).contiguous()
     layers = tuple(layer for layer in range(shape.layers) if layer not in shape.sliding)
@@ -90,7 +91,7 @@ def prepare_score(run: RunSpec) -> ScoreCall:
     sizes = {"batch": batch, "heads": shape.heads, "group": query_heads // shape.heads, "rows": task.length}
     sizes |= {"tokens": tokens, "dim": shape.dim, "hidden": config.hidden_size, "element": dtype.itemsize}
     seeds = (run.seed,) * batch
-    shared: dict[str, Any] = {}  # a layer between others finds what the first of them made for all
+    shared: dict[str, Any] = {}  # a middle layer finds what the first one made for all
 
     @torch.inference_mode()
     def call() -> Any:
@@ -101,7 +102,7 @@ def prepare_score(run: RunSpec) -> ScoreCall:
 
 
 def call_method(method: Method, observation: Observation, rows: Rows, state: State, quota: int) -> Any:
-    """What the engine asks after a block (kvbench.cache.layer)."""
+    """Call a method as the engine does after a block (kvbench.cache.layer)."""
     if method.overrides("update"):
         columns = {**rows.columns, **method.update(observation, rows, state)}
         rows = Rows(rows.keys, rows.values, rows.places, rows.mass, columns)
@@ -115,7 +116,7 @@ def call_method(method: Method, observation: Observation, rows: Rows, state: Sta
 
 
 def make_rows(normal: Callable[..., Tensor], batch: int, heads: int, count: int, dim: int) -> Rows:
-    """`count` rows a head, all present, each of one token."""
+    """Make `count` rows for each head, all present, each of one token."""
     keys, values = normal(batch, heads, count, dim), normal(batch, heads, count, dim)
     places = torch.arange(count, device=keys.device).expand(batch, heads, -1)
     return Rows(keys, values, places, torch.ones(places.shape, device=keys.device, dtype=mass_dtype(keys)))
@@ -123,7 +124,7 @@ def make_rows(normal: Callable[..., Tensor], batch: int, heads: int, count: int,
 
 @dataclass(frozen=True)
 class PlainRotation:
-    """A plain rotary embedding, places (B, n) -> cos, sin (B, n, d): which one does not change what a score costs."""
+    """A plain rotary embedding: positions (B, n) -> cos and sin, (B, n, d). Its kind does not change a score's cost."""
 
     dim: int
     theta: float = 10000.0

@@ -1,10 +1,11 @@
-"""What reading a prompt once for many cells saves: the seconds of a sweep's runs, together and each alone.
+"""Measure what a shared prefill saves: the seconds of a sweep's runs together and each alone.
 
-Without methods and budgets it takes METHODS at BUDGETS. The full cache's run, which a sweep makes too, is among them.
-In a round all runs are made twice into new folders, first together, then one after the other, from the same prompts
-with the same loaded weights; before that everything was run on short prompts once. ratio = seconds alone / seconds
-together, of several rounds the medians. A line is appended to <results>/efficiency/share-<machine>.csv. Weights may be
-random, prompts need a tokenizer: model=random model.like=llama31_8b model.tokenizer=reference.
+Without given methods and budgets it runs METHODS at BUDGETS, and the full cache as in a sweep. In a round, all runs are
+executed twice into new folders, first together and then one after the other, from the same prompts with the same loaded
+weights. Before the first round everything runs once on short prompts. The ratio is seconds alone / seconds together,
+with medians over the rounds. A line is appended to <results>/efficiency/share-<machine>.csv.
+
+Weights may be random, but prompts need a tokenizer: model=random model.like=llama31_8b model.tokenizer=reference.
 """
 
 import time
@@ -32,7 +33,7 @@ from kvbench.validation import SettingError, require_int, require_writable
 
 METHODS = ("snapkv", "keydiff", "dropkv", "knorm", "tova", "expected_attention")
 BUDGETS = (0.1, 0.3)
-SHORT = 1024  # tokens of what is run before anything is timed
+SHORT = 1024  # tokens of the prompts that run before anything is timed
 ROUNDS = "rounds="
 COLUMNS = (
     "machine", "model", "weights", "task", "length", "samples", "methods", "budgets", "runs", "rounds", "together_s",
@@ -43,26 +44,34 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class SharingTimes:
-    """Seconds of each round."""
+    """Seconds of each round, with all runs together and each alone."""
 
     together: tuple[float, ...]
     alone: tuple[float, ...]
 
     @property
     def ratio(self) -> float:
+        """How many times longer the runs take alone."""
         return median(self.alone) / median(self.together)
 
 
 def measure_sharing(runs: Sequence[RunSpec], short: Sequence[RunSpec], rounds: int, bench: Resources) -> SharingTimes:
-    """Of runs that read their prompts together; `short`: the same on short prompts."""
+    """Time runs that share their prefills.
+
+    Args:
+        runs: The runs.
+        short: The same runs on short prompts, executed once before.
+        rounds: Number of rounds.
+        bench: Tokenizer, model and prompts.
+    """
     time_runs(short, Resources(short[0], {"model": bench.model, "tokenizer": bench.tokenizer}), True)
-    bench.prompts  # noqa: B018 - drawn before anything is timed
+    bench.prompts  # noqa: B018 - the prompts are made before anything is timed
     found = [(time_runs(runs, bench, True), time_runs(runs, bench, False)) for _ in range(rounds)]
-    return SharingTimes(*map(tuple, zip(*found, strict=True)))
+    return SharingTimes(tuple(together for together, _ in found), tuple(alone for _, alone in found))
 
 
 def time_runs(runs: Sequence[RunSpec], bench: Resources, together: bool) -> float:
-    """Seconds to make the records of the runs in a new folder."""
+    """Return the seconds to make the records of the runs in a new folder."""
     with TemporaryDirectory() as folder:
         begin = time.perf_counter()
         for some in [runs] if together else [[run] for run in runs]:
@@ -75,7 +84,7 @@ def time_runs(runs: Sequence[RunSpec], bench: Resources, together: bool) -> floa
 
 
 def compose_runs(overrides: Sequence[str], *more: str) -> tuple[DictConfig, list[RunSpec]]:
-    """The full cache's run and those of all cells; SettingError unless all read their prompts together."""
+    """Compose the full cache's run and those of all cells; SettingError unless all can share their prefills."""
     given = [parse_override(text).key_or_group for text in overrides]
     usual = {"method": METHODS, "budget": BUDGETS}
     lines = [f"{name}={','.join(map(str, own))}" for name, own in usual.items() if name not in given]
@@ -88,9 +97,10 @@ def compose_runs(overrides: Sequence[str], *more: str) -> tuple[DictConfig, list
 
 
 def run_sharing_bench(arguments: Sequence[str]) -> None:
-    rounds = next((own.removeprefix(ROUNDS) for own in arguments if own.startswith(ROUNDS)), "1")
-    rounds = int(rounds) if rounds.isdecimal() else rounds
-    require_int("rounds", rounds, 1)
+    """Measure, append a line and print it. `arguments` are overrides of settings, and maybe ``rounds=``."""
+    given = next((own.removeprefix(ROUNDS) for own in arguments if own.startswith(ROUNDS)), "1")
+    require_int("rounds", int(given) if given.isdecimal() else given, 1)
+    rounds = int(given)
     try:
         asked = [own for own in arguments if not own.startswith(ROUNDS)]
         config, runs = compose_runs(asked)

@@ -1,36 +1,38 @@
-"""task.measure=throughput: the largest batch that fits, found by bisection, and what it decodes in a second."""
+"""Measure throughput (task.measure=throughput): the largest batch that fits, and the tokens it decodes in a second."""
 
 from collections.abc import Callable, Iterator
 
 import torch
 
 from kvbench.efficiency.caches import WARMED, CacheUnderTest, draw_prompt, load_model, make_cache_under_test
+from kvbench.efficiency.measured_task import read_task
 from kvbench.engine import timing
 from kvbench.engine.timing import fits, spread
 from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import Line, make_line, make_out_of_memory_line
 
 PROBE = 3  # tokens that a batch must decode to count as fitting
-CPU_BATCH = 8  # largest batch tried on a CPU, where memory does not run out in time
+CPU_BATCH = 8  # largest batch that is tried on a CPU, where memory would run out too late
 
 
 def measure_throughput(run: RunSpec) -> Iterator[Line]:
-    """The largest batch that fits, and tokens that it decodes in a second."""
-    task, device, model = run.task, run.device, load_model(run)
+    """Yield the lines of a run: the largest batch that fits, and the tokens that it decodes in a second."""
+    task, device, model = read_task(run), run.device, load_model(run)
     own, ids = make_cache_under_test(model, run), draw_prompt(run, model, 1)
     copied = task.fill == "replicated"
 
     def answer(batch: int, most: int | None = None) -> list[float] | None:
-        """Milliseconds a step of a batch, None if there is no memory for it; `most`: only as many tokens."""
+        """Return the milliseconds of a batch's steps, for at most `most` tokens; None if memory does not suffice."""
         own.drop()
         timing.clear(device)
         timing.forget_peak(device)
-        return fits(lambda: filled(batch) or own.answer(count, most), device)[1]
+        return fits(lambda: fill_and_answer(batch, most), device)[1]
 
-    def filled(batch: int) -> None:
+    def fill_and_answer(batch: int, most: int | None) -> list[float]:
         own.read(ids if copied else ids.repeat(batch, 1))
         if copied and batch > 1:
             own.replicate(batch)
+        return own.answer(count, most)
 
     count, most = max(task.ends), task.most_batch or (CPU_BATCH if device == "cpu" else None)
     largest, between = 0, None
@@ -39,7 +41,7 @@ def measure_throughput(run: RunSpec) -> Iterator[Line]:
     while between is None and largest:  # the last tokens of a long answer may need more than the probe
         between = answer(largest)
         largest = largest if between else min(largest - 1, int(largest * 0.98))
-    if not largest:
+    if not largest or between is None:
         yield make_out_of_memory_line("throughput")
         return
     warm = between[min(WARMED, len(between) // 2) :]
@@ -52,7 +54,7 @@ def measure_throughput(run: RunSpec) -> Iterator[Line]:
 
 
 def guess_batch(own: CacheUnderTest, device: str) -> int:
-    """A batch that should just fit, from what one sample holds and what is free."""
+    """Guess a batch that just fits from the bytes of one sample and the free memory."""
     if device == "cpu":
         return CPU_BATCH
     one = max(1, own.bytes().total)
@@ -61,7 +63,7 @@ def guess_batch(own: CacheUnderTest, device: str) -> int:
 
 
 def find_largest_batch(fit: Callable[[int], bool], first: int, most: int | None) -> int:
-    """The largest batch that fits, to 2 % (exactly below 50), at most `most`; 1 does."""
+    """Find the largest batch that fits, to 2 % (exactly below 50) and at most `most`. A batch of 1 fits."""
     fitting, beyond = 1, None if most is None else most + 1
     at, step = first, max(1, first // 8)
     while beyond is None or beyond - fitting > max(1, fitting // 50):

@@ -1,1 +1,1 @@
-"""Other programs: lm-eval, Weights & Biases, math-verify."""
+"""Connections to other programs: lm-eval, Weights & Biases and math-verify."""

@@ -1,23 +1,25 @@
-"""kvbench as a model of lm-evaluation-harness: any method at any budget under any of its tasks.
+"""Run kvbench as a model of lm-evaluation-harness: any method at any budget on any of its tasks.
 
     from lm_eval import simple_evaluate
     simple_evaluate(model=KVBenchLM("/models/my-llama", method="snapkv", budget=0.1), tasks=["hellaswag"])
 
-What is cut when, for a context x_1…x_n and a continuation y_1…y_m:
+For a context x_1…x_n and a continuation y_1…y_m, the cache is evicted at these points:
 
-* `generate_until` is what a run does: x is read and cut (`question="hidden"`: up to the end of `doc[context_field]` in
-  it, the rest is read over what is held), then the answer is generated.
-* `loglikelihood`: x_1…x_{n−1} is read and cut (hidden: up to the end of the document's context, if that comes earlier),
-  the rest of x and y_1…y_{m−1} are read over what is held (`Context.extend`), so that every log p(y_i | …) is computed
-  over the cut cache: were x_n read with the context, y_1 would be predicted before anything is cut, and so would every
-  one-token choice. With the full cache these are the model's own log-probabilities. Continuations of one context
-  share what is held of it.
-* `loglikelihood_rolling`: the text in windows as lm-eval makes them (`max_length` tokens, each predicted once; the
-  first token is predicted from the begin token), each window read in blocks of `block_size`, cut after each block: a
-  block's tokens are predicted over the rows held before it and the block itself. Needs a block size, but for `full`.
+* `generate_until` does what a run does. It reads x, evicts, and generates the answer. With `question="hidden"` it reads
+  x up to the end of `doc[context_field]`, evicts, and reads the rest over the held rows.
+* `loglikelihood` reads x_1…x_{n−1} (with hidden: up to the end of the document's context, if that comes earlier),
+  evicts, and reads the rest of x and y_1…y_{m−1} over the held rows (`Context.extend`). So every log p(y_i | …) is
+  computed over the compressed cache. If x_n were read with the context, y_1 would be predicted before the eviction, and
+  so would every choice of one token. With the full cache these are the model's own log-probabilities. Continuations of
+  one context share its compressed cache.
+* `loglikelihood_rolling` splits the text into windows as lm-eval does (`max_length` tokens, each predicted once, and
+  the first token from the begin token). It reads each window in blocks of `block_size` and evicts after each block. A
+  block's tokens are predicted over the rows held before it and the block itself. Every method but `full` needs a block
+  size.
 
-lm-eval's `use_cache` is refused: it knows answers by prompt alone and gives one method another's. Do not use
-`cache_requests` either: it knows a task's requests by its name alone.
+lm-eval's `use_cache` is refused, because it identifies answers by the prompt alone and would give one method the
+answers of another. Do not use `cache_requests` either, because it identifies a task's requests by the task's name
+alone.
 """
 
 from collections import Counter
@@ -54,11 +56,28 @@ SUPPORTED_SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_
 
 
 class KVBenchLM(TemplateLM):
-    """`model`: a Hugging Face model with its `tokenizer`, or a local folder, a hub id, "reference" or "reference_v1",
-    which bring theirs. The settings are those of `kvbench.prefill`; `question` and `context_field`: see the module;
-    `max_length`: tokens of prompt and answer, null for what the model takes; `truncate`: what is longer loses its
-    first tokens, as lm-eval's own models do it, else it is refused. One prompt is read at a time. SettingError
-    (a ValueError) names what cannot be used. `records`: what each request's cache held and cost.
+    """A model of lm-eval that reads one prompt at a time into a compressed cache.
+
+    Args:
+        model: A Hugging Face model, or a local folder, a hub id, "reference" or "reference_v1".
+        tokenizer: The tokenizer of a Hugging Face model. The other kinds of models bring theirs.
+        method, budget, block_size, allocator, codec, method_args, allocator_args, codec_args, budget_of: As in
+            ``kvbench.prefill``.
+        question: ``visible`` or ``hidden``; see the module.
+        context_field: The document's field that holds the context.
+        seed: Seed of methods and of sampling.
+        max_length: The most tokens of prompt and answer. ``None``: as many as the model takes.
+        max_gen_toks: The most tokens of an answer whose task does not say.
+        truncate: Whether a longer prompt loses its first tokens, as in lm-eval's own models. If not, it is refused.
+        revision: The commit of a hub id.
+        device: ``cpu`` or ``cuda``.
+        dtype: Type of the weights.
+
+    Attributes:
+        records: For each request, what its cache held and cost.
+
+    Raises:
+        SettingError: A setting cannot be used. The message names it.
     """
 
     def __init__(
@@ -132,7 +151,7 @@ class KVBenchLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context and a rolling text begin with."""
+        """The token with which an empty context and a rolling text begin."""
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else begin
 
@@ -141,12 +160,12 @@ class KVBenchLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids; special ones in front unless the text (of a chat template) begins with them."""
+        """Tokenize a text; special tokens are put in front unless the text, of a chat template, begins with them."""
         special = self._needs_special_tokens(string) if add_special_tokens is None else add_special_tokens
         return self.tokenizer.encode(string, add_special_tokens=special)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The messages as the model's template writes them; an assistant's message at the end is continued."""
+        """Render messages with the model's template; an assistant's message at the end is continued."""
         return self.tokenizer.apply_chat_template(
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt, **TODAY,
@@ -156,7 +175,7 @@ class KVBenchLM(TemplateLM):
         raise SettingError("use_cache: it knows answers by the prompt alone and gives one method another's; null")
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes beside its results."""
+        """Return what lm-eval writes beside its results."""
         run = self.run
         return {
             "kvbench": {name: dict(own) for name, own in run.groups.items()}
@@ -165,7 +184,7 @@ class KVBenchLM(TemplateLM):
         }
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The answers; a request that is repeated is sampled with a seed for each."""
+        """Return the answers. Repeats of a request are sampled with different seeds."""
         asked: Counter[str] = Counter()
         outputs = []
         for request in tqdm(requests, disable=disable_tqdm):
@@ -190,7 +209,7 @@ class KVBenchLM(TemplateLM):
         return outputs
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(log p(continuation | context), whether greedy decoding would give it) for each."""
+        """Return, for each request, log p(continuation | context) and whether greedy decoding would give it."""
         last: tuple[Prompt, GenerationContext] | None = None
         found = []
         for request in tqdm(requests, disable=disable_tqdm):
@@ -208,7 +227,7 @@ class KVBenchLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """log p(text) for each, from its windows."""
+        """Return log p(text) for each request."""
         if self.run.block_size is None and not self.run.full:
             raise SettingError("block_size=None: in one block a text is read before anything is cut; give a block size")
         found = []
@@ -222,7 +241,7 @@ class KVBenchLM(TemplateLM):
         raise NotImplementedError("`loglikelihood` reads contexts itself")
 
     def _score_window(self, context: list[int], target: list[int]) -> float:
-        """log p(target | context) with the window read in blocks."""
+        """Return log p(target | context) for a window that is read in blocks."""
         ids, worth, place = [*context, *target[:-1]], 0.0, 1 - len(context)
 
         def each(logits: Tensor) -> None:
@@ -236,11 +255,12 @@ class KVBenchLM(TemplateLM):
         return worth
 
     def _divide(self, request: Instance, text: str) -> Prompt:
-        """The prompt's tokens, split after the document's context where the question is hidden."""
+        """Tokenize the prompt and, if the question is hidden, split it after the document's context."""
         end = len(text)
         if self.run.question == "hidden":
-            value = request.doc.get(self.context_field) if isinstance(request.doc, Mapping) else None
-            place = text.rfind(value) if isinstance(value, str) and value.strip() else -1
+            found = request.doc.get(self.context_field) if isinstance(request.doc, Mapping) else None
+            value = found if isinstance(found, str) and found.strip() else ""
+            place = text.rfind(value) if value else -1
             if place < 0:
                 raise SettingError(
                     f"question=hidden: {_uid(request)} has no field {self.context_field} that stands in its prompt; "
@@ -251,7 +271,7 @@ class KVBenchLM(TemplateLM):
         return encode_parts(self.tokenizer, text, 0 if special else len(self.tokenizer.bos_token or ""), end, special)
 
     def _encode_request(self, request: Instance) -> tuple[Prompt, list[int]]:
-        """The prompt, split before its last token or where its document's context ends, and the continuation's ids."""
+        """Return the prompt, split before its last token or after its document's context, and the continuation."""
         context, continuation = request.args[:2]
         if context == "":
             ids, target = [self.prefix_token_id], self.tok_encode(continuation, add_special_tokens=False)
@@ -268,7 +288,7 @@ class KVBenchLM(TemplateLM):
         return self._shorten(_uid(request), prompt, len(target) - 1), target
 
     def _shorten(self, uid: str, prompt: Prompt, more: int) -> Prompt:
-        """The prompt if it fits with `more` tokens, else without its first tokens or a SettingError."""
+        """Return the prompt if it fits with `more` tokens; else drop its first tokens or raise a SettingError."""
         over = len(prompt.ids) + more - self.max_length
         if over <= 0:
             return prompt
@@ -298,13 +318,13 @@ class KVBenchLM(TemplateLM):
 
 
 def _score_tokens(logits: Tensor, target: Tensor) -> tuple[float, bool]:
-    """(log p, whether each is the likeliest) of tokens (T,) under logits (T, vocab)."""
+    """Return log p of tokens (T,) under logits (T, vocab), and whether each token is the likeliest."""
     chosen = logits.float().log_softmax(-1).gather(-1, target[:, None])
     return float(chosen.sum()), bool((logits.argmax(-1) == target).all())
 
 
 def _held_bytes(context: GenerationContext) -> dict[str, int]:
-    """What a context holds after its cut."""
+    """Return the bytes that a context holds after its eviction."""
     return {"resident_bytes": context.bytes().rows, "full_bytes": context.full_bytes(), "rows_seen": context.seen}
 
 

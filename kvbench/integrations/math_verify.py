@@ -1,44 +1,46 @@
-"""A second opinion on the answers of finished runs, given off-line: math-verify's beside the score of each record.
+"""Ask math-verify for a second opinion on the answers of finished runs.
 
-A task asks for it in its records (`meta.verify`); after a run `run.py` does the same. Verdicts are lines of
-`verdicts.jsonl` in the run's folder, only ever appended; records are not touched, and what has a verdict of the same
-version is not graded again, but for what ran out of a shorter time. Every answer is graded in a process that is killed
-at the time limit (kvbench.integrations.math_verify_process). The notes say how often the two differ.
+A task asks for it in its records (`meta.verify`), and `run.py` gives it after a run. Verdicts are lines of
+`verdicts.jsonl` in the run's folder; records are not touched. A record that has a verdict of the same version is not
+judged again, unless it ran out of a shorter time. math-verify may take for ever or take all memory, so it runs in a
+process that is limited in both. Notes say how often verdict and score differ.
 """
 
 import fcntl
 import json
-import os
-import select
-import subprocess
-import sys
-import time
+import resource
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvbench.config.paths import make_environment
+from kvbench.integrations.worker import Worker
 from kvbench.store.run_folder import RunFolder, read_run_value
 from kvbench.store.runs import load_runs
-from kvbench.validation import SettingError, name_file_in_errors
+from kvbench.validation import SettingError, name_file_in_errors, summarize
 
 GRADER = "math_verify"
-SECONDS = 10.0  # for one answer
-START = 300.0  # for the grader's process to be ready: it imports sympy
+SECONDS = 10.0  # time limit for one answer
+START = 300.0  # seconds for the process to be ready: it imports sympy
+MEMORY = 4 << 30  # bytes of address space of the process: towers of powers would take all there is
 FILE = "verdicts.jsonl"
 
 
 class Verifier:
-    """A process of kvbench.integrations.math_verify_process, started when it is first needed and again after it was
-    killed.
+    """Judge answers by math-verify in a process of its own.
+
+    The process is started when it is first needed, and again after it was killed.
+
+    Args:
+        seconds: Time limit for one answer, after which the process is killed.
     """
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.process = seconds, None
+        self.seconds = seconds
+        self.worker: Worker | None = None
 
     def __enter__(self) -> "Verifier":
         return self
@@ -47,49 +49,89 @@ class Verifier:
         self._kill()
 
     def verdict(self, output: str, reference: str) -> bool | str:
-        """True, False, "timeout" or "error"."""
-        if self.process is None:
-            command = [sys.executable, "-P", "-m", "kvbench.integrations.math_verify_process"]
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            self.process = subprocess.Popen(command, env=make_environment(), **pipes)
-            if self._line(START) != "ready":
-                self._kill()
-                raise SettingError(
-                    "grade: math-verify does not start; python -m kvbench.integrations.math_verify_process says why"
-                )
-        request = json.dumps({"output": output, "reference": reference}).encode() + b"\n"
-        try:
-            self.process.stdin.write(request)
-            self.process.stdin.flush()
-            found = self._line(self.seconds)
-        except BrokenPipeError:
-            found = "error"
-        if found in ("timeout", "died"):
-            self._kill()
-        return "error" if found == "died" else found
+        """Judge one answer.
 
-    def _line(self, seconds: float) -> bool | str:
-        """The process's next answer; "died" if it ended, "timeout" if it is not there in time."""
-        end, text, pipe = time.monotonic() + seconds, b"", self.process.stdout.fileno()
-        while not text.endswith(b"\n"):
-            if not select.select([pipe], [], [], max(end - time.monotonic(), 0))[0]:
-                return "timeout"
-            part = os.read(pipe, 4096)
-            if not part:
-                return "died"
-            text += part
-        return json.loads(text)["verdict"]
+        Args:
+            output: What the model wrote. The last box counts if there is one, else what math-verify takes for the
+                answer.
+            reference: The right answer, without a box.
+
+        Returns:
+            Whether the answer is right; "timeout" if that took too long, "error" if it could not be found out.
+
+        Raises:
+            SettingError: math-verify cannot be imported.
+        """
+        worker = self.worker or self._start()
+        try:
+            worker.send((output, reference))
+            verdict: bool | str = worker.receive(self.seconds)
+            return verdict
+        except TimeoutError:
+            verdict = "timeout"
+        except (EOFError, OSError):
+            verdict = "error"
+        self._kill()
+        return verdict
+
+    def _start(self) -> Worker:
+        self.worker = Worker(_answer_requests)
+        try:
+            wrong = self.worker.receive(START)
+        except TimeoutError:
+            wrong = f"not ready after {START:g} s"
+        except EOFError:
+            wrong = "its process ended"
+        if wrong is not None:
+            self._kill()
+            raise SettingError(f"grade: math-verify does not start ({wrong}); make setup")
+        return self.worker
 
     def _kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            with suppress(BrokenPipeError):
-                self.process.communicate()
-            self.process = None
+        if self.worker is not None:
+            self.worker.kill()
+            self.worker = None
+
+
+def _answer_requests(pipe: Connection) -> None:
+    """Judge one pair of output and reference after the other; runs in a process of its own.
+
+    The first message says why math-verify cannot be imported, or None. math-verify's own time limits are off: they are
+    signals, which wait for whatever sympy does in C. Whoever asks kills this process instead.
+    """
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    try:
+        from math_verify import parse, verify
+        from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {summarize(error)}")
+        return
+    targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    pipe.send(None)
+    while True:
+        try:
+            output, reference = pipe.recv()
+        except EOFError:
+            return
+        try:
+            right = parse(f"\\boxed{{{reference}}}", targets, parsing_timeout=None)
+            found = parse(output, targets, parsing_timeout=None)
+            pipe.send(bool(verify(right, found, timeout_seconds=None)) if right else "error")
+        except Exception:
+            pipe.send("error")
 
 
 def grade(folder: Path, seconds: float = SECONDS) -> None:
-    """Give every record of the run that asks for it a verdict, unless it has one. SettingError without math-verify."""
+    """Append a verdict for every record of a run that asks for one and has none.
+
+    Args:
+        folder: The run's folder.
+        seconds: Time limit for one answer.
+
+    Raises:
+        SettingError: math-verify is not installed, or it does not start.
+        OSError: The verdicts cannot be written. The error names the file.
+    """
     try:
         its = version("math-verify")
     except PackageNotFoundError:
@@ -98,10 +140,10 @@ def grade(folder: Path, seconds: float = SECONDS) -> None:
     if not asked:
         return
     with name_file_in_errors(folder / FILE), open(folder / FILE, "a+b") as file, Verifier(seconds) as verifier:
-        fcntl.flock(file, fcntl.LOCK_EX)  # one process at a time; the next one finds all done
+        fcntl.flock(file, fcntl.LOCK_EX)  # one process judges at a time; the next one finds everything done
         file.seek(0)
         text = file.read()
-        file.truncate(text.rfind(b"\n") + 1)  # the torn line of one that was killed
+        file.truncate(text.rfind(b"\n") + 1)  # drop the torn line of a process that was killed
         done = read_verdicts(folder)
         for uid, record in asked.items():
             before = done.get(uid)
@@ -114,7 +156,7 @@ def grade(folder: Path, seconds: float = SECONDS) -> None:
 
 
 def read_verdicts(folder: Path) -> dict[str, dict]:
-    """uid -> its last verdict."""
+    """Return the last verdict of each uid."""
     path = folder / FILE
     whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
     lines = (json.loads(line) for line in whole.split(b"\n") if line)
@@ -122,12 +164,12 @@ def read_verdicts(folder: Path) -> dict[str, dict]:
 
 
 def read_records(folder: Path) -> dict[str, dict]:
-    """uid -> record of a run's folder."""
+    """Return the records of a run's folder by uid."""
     return RunFolder(folder.parent, read_run_value(folder)).records()
 
 
 def describe_verdicts(name: str, folder: Path) -> list[str]:
-    """How often the second opinion on a run's answers differs, nothing if none asked for one."""
+    """Return a line on how often verdict and score differ; no line if no record asks for a verdict or has one."""
     answered = [own for own in read_records(folder).values() if own["meta"].get("verify") and own["score"] is not None]
     if not answered:
         return []
@@ -150,7 +192,7 @@ def _describe_differences(answered: Sequence[Mapping[str, Any]], given: Mapping[
 
 
 def grade_all(results: Path, seconds: float) -> None:
-    """Grade every run of a results folder and print its notes."""
+    """Judge the answers of every run of a results folder and print the notes."""
     for run in load_runs(results):
         grade(run.folder.path, seconds)
         named = (run.hash, run.settings["task.name"], run.settings["method.name"], run.settings["budget"])

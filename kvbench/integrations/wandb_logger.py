@@ -1,44 +1,51 @@
-"""logger=wandb: what the store holds about a run goes to Weights & Biases once it is finished, or has failed.
+"""Log runs to Weights & Biases (logger=wandb) when they are finished or have failed.
 
-A run never waits longer than `logger.seconds` and never fails for it: another process talks to W&B
-(kvbench.integrations.wandb_process), is killed at the limit, and whatever goes wrong there is one line on stderr. A hub
-that does not answer in time is not asked again by the same process, so that it costs a sweep `logger.seconds` once.
-What was logged to the same place already is not logged again, but for `wandb_log`, which always does.
+A run never fails because of W&B and never waits for it longer than `logger.seconds`: a process of its own talks to W&B
+and is killed at the limit. Whatever goes wrong there is one line on stderr. After a timeout the same process does not
+ask that hub again, so that a hub which does not answer costs a sweep the limit once.
+
+A run whose state was logged to the same place already is not logged again, except by `wandb-sync`.
 """
 
-import json
-import os
-import select
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryFile
 from threading import Event
 from typing import Any
 
-from kvbench.config.paths import CONF, make_environment
-from kvbench.integrations.wandb_process import REASON, LoggedRun
+from kvbench.config import catalogue
+from kvbench.integrations.wandb_run import REASON, LoggedRun, hold_lock, send_run
+from kvbench.integrations.worker import Worker
 from kvbench.validation import SettingError, escape, is_number, require_choice, require_writable
 
-FORBIDDEN = "/\\#?%:"  # in W&B's names of projects and entities
-UNANSWERED = ("not done after", "CommError")  # what is said of a hub that does not answer, by us and by W&B
-LONGEST = {"project": 128, "entity": 128, "group": 128, "tags": 64}
+FORBIDDEN = "/\\#?%:"  # characters that W&B does not take in names of projects and entities
+UNANSWERED = ("not done after", "CommError")  # how an error of a hub that does not answer begins: ours, W&B's
+LONGEST = {"project": 128, "entity": 128, "group": 128, "tags": 64}  # characters of a name
 
 
 @dataclass(frozen=True)
 class WandbLogger:
-    """Where runs of a results folder are logged, checked. Nothing is written or imported yet."""
+    """Logs the runs of a results folder to one place of W&B. Nothing is written or imported before the first run.
+
+    Attributes:
+        results: The results folder.
+        settings: Checked settings of conf/logger/wandb.yaml.
+    """
 
     results: Path
     settings: Mapping[str, Any]
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], results: Path) -> "WandbLogger":
-        """SettingError for a setting that W&B would not take."""
+        """Check settings and make a logger of them.
+
+        Raises:
+            SettingError: W&B would not take a setting, or the folder cannot be written.
+        """
         own = {name: settings[name] for name in ("mode", "project", "entity", "group", "tags", "dir", "seconds")}
         require_choice("logger.mode", own["mode"], ("online", "offline"))
         for name in ("project", "entity", "group"):
@@ -59,15 +66,19 @@ class WandbLogger:
 
     @property
     def where(self) -> str:
-        """The place, as text, and what marks runs there."""
+        """The place as text: all settings but the time limit. Marks in run folders name it."""
         return " ".join(f"{name}={own}" for name, own in self.settings.items() if name != "seconds" and own)
 
     def finished(self, runs: Sequence[Any]) -> None:
-        """Log those of the runs (each with its `value`), the full cache's first, that nobody has logged yet."""
+        """Log finished runs that were not logged yet.
+
+        Args:
+            runs: Objects with a ``value``; the full cache's run comes first.
+        """
         self._quietly(lambda: self._log_new(self._list_subjects(runs)))
 
     def failed(self, runs: Sequence[Any], error: BaseException) -> None:
-        """Log that the first of the runs that is not finished stopped with `error`, and those before it."""
+        """Log that the first unfinished one of the runs stopped with `error`; log the finished runs before it too."""
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
 
         def subjects() -> Iterator[LoggedRun]:
@@ -85,34 +96,29 @@ class WandbLogger:
         self._quietly(lambda: self._log_new(list(subjects())))
 
     def send(self, subjects: Sequence[LoggedRun], again: bool) -> Iterator[str | None]:
-        """For each subject what went wrong, None if nothing did; ends early, with why, when the time is over."""
-        request = {
-            "results": str(self.results), "settings": dict(self.settings), "where": self.where, "again": again,
-            "subjects": [{"value": own.value, "baseline": own.baseline, "failure": own.failure} for own in subjects],
-        }  # fmt: skip
-        command = [sys.executable, "-P", "-m", "kvbench.integrations.wandb_process"]
-        with TemporaryFile() as file:  # a pipe would be waited for until the process reads it
-            file.write(json.dumps(request).encode())
-            file.seek(0)
-            process = subprocess.Popen(
-                command, env=make_environment(), stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
-        end = time.monotonic() + self.settings["seconds"]
-        try:
+        """Log runs in a process of their own.
+
+        Args:
+            subjects: The runs.
+            again: Whether to log a run whose state was logged there already.
+
+        Yields:
+            For each run, what went wrong, or None. When the time is over or the process ends, the last item says so,
+            and the remaining runs have none.
+        """
+        limit = self.settings["seconds"]
+        end = time.monotonic() + limit
+        with Worker(_log_runs, [replace(own) for own in subjects], dict(self.settings), self.where, again) as worker:
             for _ in subjects:
-                line = read_line(process.stdout.fileno(), end)
-                if line is None:
-                    yield f"{UNANSWERED[0]} {self.settings['seconds']:g} s (logger.seconds)"
+                try:
+                    yield worker.receive(end - time.monotonic())
+                except TimeoutError:
+                    yield f"{UNANSWERED[0]} {limit:g} s (logger.seconds)"
                     return
-                if not line:
+                except EOFError:
                     yield "the process that logs ended"
                     return
-                yield json.loads(line)["error"]
-                end = time.monotonic() + self.settings["seconds"]
-        finally:
-            process.kill()  # what it started sees that and ends
-            process.wait()
-            process.stdout.close()
+                end = time.monotonic() + limit
 
     def _list_subjects(self, runs: Sequence[Any]) -> list[LoggedRun]:
         values = [own.value for own in runs]
@@ -130,8 +136,8 @@ class WandbLogger:
             if get_stop_event(self.where).is_set():
                 return
 
-    def _quietly(self, work: Any) -> None:
-        """Whatever goes wrong is one line."""
+    def _quietly(self, work: Callable[[], Iterable[str | None]]) -> None:
+        """Print whatever goes wrong as one line and go on."""
         try:
             for wrong in filter(None, work()):
                 self.say(wrong)
@@ -139,49 +145,56 @@ class WandbLogger:
             self.say(f"{type(error).__name__}: {error}")
 
     def say(self, wrong: str) -> None:
-        """One line on stderr."""
+        """Print one line on stderr: what went wrong, and how to log the runs later."""
         wrong = escape(" ".join(wrong.split())[:300])
         print(f"kvbench: logger=wandb: {wrong}; later: make wandb-sync RESULTS={self.results}", file=sys.stderr)
 
 
 @cache
 def get_stop_event(where: str) -> Event:
-    """Whether this process has given up logging there."""
+    """Return the event that is set once this process has given up logging there."""
     return Event()
 
 
 def check_name(name: str, value: object) -> None:
-    """SettingError unless W&B takes this as a name."""
+    """Raise a SettingError unless W&B takes this as a name."""
     barred = FORBIDDEN if name in ("project", "entity") else ""
     if not isinstance(value, str) or not 0 < len(value) <= LONGEST[name] or any(char in barred for char in value):
         also = f" without any of {' '.join(barred)}" if barred else ""
         raise SettingError(f"logger.{name}={value}: a text of 1 to {LONGEST[name]} characters{also}")
 
 
-def read_line(pipe: int, end: float) -> bytes | None:
-    """A line from a pipe, b"" if nobody writes to it any more, None if it is not there at the time `end`. One line is
-    on its way at a time, or several: they are read byte by byte.
-    """
-    text = b""
-    while not text.endswith(b"\n"):
-        if not select.select([pipe], [], [], max(end - time.monotonic(), 0))[0]:
-            return None
-        part = os.read(pipe, 1)
-        if not part:
-            return b""
-        text += part
-    return text
+def _log_runs(
+    pipe: Connection, subjects: Sequence[LoggedRun], settings: Mapping[str, Any], where: str, again: bool
+) -> None:
+    """Log runs and send, for each, what went wrong or None; runs in a process of its own."""
+    for subject in subjects:
+        error = None
+        try:
+            with hold_lock(subject.folder.path):
+                if again or not subject.is_logged(where):
+                    send_run(subject, settings)
+                    subject.mark_logged(where)
+        except (Exception, SystemExit) as found:
+            error = f"{type(found).__name__}: {found}"
+        pipe.send(error)
 
 
 def load_settings(overrides: Mapping[str, str]) -> dict[str, Any]:
-    """conf/logger/wandb.yaml with these; SettingError for one that it does not have."""
+    """Read conf/logger/wandb.yaml and change some of its settings.
+
+    Args:
+        overrides: New values by name, as typed in YAML.
+
+    Raises:
+        SettingError: There is no such setting, or a value is not YAML.
+    """
     import yaml
 
-    own = yaml.safe_load((CONF / "logger" / "wandb.yaml").read_text())
+    own = {}
     for name, text in overrides.items():
-        require_choice("logger setting", name, [key for key in own if key not in ("_target_", "name")])
         try:
             own[name] = yaml.safe_load(text)
         except yaml.YAMLError:
             raise SettingError(f"logger.{name}={text}: not a value that a setting can have") from None
-    return own
+    return catalogue.load_settings("logger", "wandb", own)

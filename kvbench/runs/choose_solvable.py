@@ -1,13 +1,13 @@
 """Find the subtasks that a model can do, for its card: what conf/model/<name>.yaml lists under `solvable`.
 
-runs the full cache on samples of a seed of their own and prints the YAML to paste into that file, with every score. A
-subtask is listed if its mean score is at least 50 (kvbench.analysis.solvable_subtasks); a sample that failed counts 0.
-The runs are kept in the store like all others, so that the same command goes on where it was stopped. Other settings
-are those of run.py.
+It runs the full cache on samples with a seed of their own and prints the YAML to paste into that file, with every
+score. A subtask is listed if its mean score is at least 50 (kvbench.analysis.solvable_subtasks); a sample that failed
+counts as 0. The runs are kept in the store, so the same command continues where it was stopped. Other settings are
+those of run.py.
 
-Only a task whose samples follow from `task.seed` can be asked: elsewhere the list would be chosen on the samples that
-are evaluated. RULER's sample i asks question i whatever the seed, so with ruler_qa_squad and ruler_qa_hotpot only the
-documents around the question are others.
+This works only for a task whose samples follow from `task.seed`. For other tasks the list would be chosen on the
+samples that are evaluated. RULER's sample i asks question i whatever the seed, so in ruler_qa_squad and ruler_qa_hotpot
+only the documents around the question differ.
 """
 
 import textwrap
@@ -33,7 +33,7 @@ WIDTH = 120
 
 
 def compose_configs(options: Namespace) -> list[DictConfig]:
-    """One checked configuration for each length; SettingError for what cannot be used."""
+    """Compose and check one configuration for each length; SettingError if a setting cannot be used."""
     for override in options.settings:
         name, sign, value = override.partition("=")
         if not sign or "," in value and value[0] not in "[{'\"":
@@ -62,12 +62,13 @@ def compose_configs(options: Namespace) -> list[DictConfig]:
 def score_subtasks(
     runs: Sequence[Any], results: Path, workers: object
 ) -> Iterator[tuple[int, Mapping[str, list[float]]]]:
-    """Execute the runs; of each its length and, by subtask, the scores of its samples in points."""
+    """Execute the runs. Yield for each its length and, by subtask, the scores of its samples in points."""
     from kvbench.runs.resources import Resources
     from kvbench.runs.runner import execute_run
     from kvbench.runs.workers import count_workers, execute_in_workers
 
-    count, loaded = count_workers(workers or 1, runs[0].device), {}
+    count = count_workers(workers or 1, runs[0].device)
+    loaded: dict[str, Any] = {}
     if count > 1:
         execute_in_workers([[run] for run in runs], results, count)
     for run in runs:
@@ -80,7 +81,7 @@ def score_subtasks(
 
 
 def format_card(run: Any, command: str, found: Mapping[int, Mapping[str, Sequence[float]]]) -> Iterator[str]:
-    """The YAML, with the command and the scores as comments."""
+    """Yield the lines of the YAML, with the command and the scores as comments."""
     yield from wrap_text(command, "# ")
     count = max(len(own) for scores in found.values() for own in scores.values())
     where = f"{run.dtype}, {run.value['device'].get('gpu', 'CPU')}"
@@ -100,6 +101,7 @@ def format_card(run: Any, command: str, found: Mapping[int, Mapping[str, Sequenc
 
 
 def wrap_text(text: str, begin: str, then: str | None = None) -> list[str]:
+    """Wrap a text; `begin` opens the first line and `then` the others."""
     return textwrap.wrap(
         text,
         WIDTH,
@@ -111,7 +113,7 @@ def wrap_text(text: str, begin: str, then: str | None = None) -> list[str]:
 
 
 def parse_numbers(name: str, text: str, most: int | None = None) -> list[int]:
-    """Different whole numbers of at least 1 between commas; SettingError."""
+    """Parse different whole numbers of at least 1, separated by commas; SettingError for anything else."""
     own = text.split(",")
     if not all(one.isascii() and one.isdecimal() and int(one) for one in own) or len(set(map(int, own))) < len(own):
         own = []

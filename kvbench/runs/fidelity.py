@@ -27,33 +27,36 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.engine.generation import GenerationContext
 
-TOKENS = 16  # of an answer that are read: few, because some methods read them one by one
-TOP = 64  # tokens of a distribution that are kept
+TOKENS = 16  # tokens of an answer that are read: few, because some methods read them one by one
+TOP = 64  # tokens of a distribution that are kept, the most likely ones
 STEP = 1 << 32  # above any token id
-ROUNDING = 1e-6  # of a sum of float32 probabilities
+ROUNDING = 1e-6  # rounding error of a sum of float32 probabilities
 
 
 @dataclass(frozen=True)
 class ForcedTokens:
-    """Takes the place of `Sampling` in `Context.generate`: picks the tokens `ids` (B, n) whatever the logits are, and
-    puts each step's logits (B, vocab) into `logits` (B, n, vocab).
+    """Replaces `Sampling` in `Context.generate`: picks given tokens, and keeps the logits of each step.
 
-    The step goes with the token in the number that `Context.generate` hands to `pick`, because in a CUDA graph `pick`
-    is recorded once and repeated for all steps.
+    Attributes:
+        ids: The tokens, shape (B, n).
+        logits: Where the logits go, shape (B, n, vocab).
+
+    The number that `Context.generate` hands to `pick` holds both the step and the token, because a CUDA graph records
+    `pick` once and repeats it for all steps.
     """
 
     ids: Tensor
     logits: Tensor
 
     def draws(self, seeds: tuple[int, ...], tokens: int, after: int = 0) -> Tensor:
-        """(B, tokens) steps and token ids; behind the last of `ids` come zeros, which are not used."""
+        """Return steps with token ids, shape (B, tokens); zeros behind the last of `ids` are not used."""
         found = torch.zeros(len(self.ids), tokens, dtype=torch.int64)
         count = self.ids.shape[1]
         found[:, :count] = self.ids.cpu() + STEP * torch.arange(count)
         return found
 
     def pick(self, logits: Tensor, draws: Tensor) -> Tensor:
-        """(B,) token ids."""
+        """Return the token ids of one step, shape (B,)."""
         self.logits.index_copy_(1, draws[:1] // STEP, logits[:, None].to(self.logits.dtype))
         return draws % STEP
 
@@ -85,14 +88,15 @@ def predict(context: GenerationContext, answers: Sequence[Sequence[int]]) -> Ten
 
 
 def mean_nll(predicted: Tensor, answer: Sequence[int]) -> float:
-    """The mean negative log-likelihood of an answer's n tokens, in nats, of log-probabilities (n, vocab)."""
+    """Return the mean negative log-likelihood of an answer's n tokens, in nats, from log-probabilities (n, vocab)."""
     ids = torch.tensor(answer, device=predicted.device)
     return -float(predicted.gather(1, ids[:, None]).double().mean())
 
 
 def pack_predictions(predicted: Tensor) -> str:
-    """The `TOP` most likely tokens of each of n distributions (n, vocab) and their log-probabilities, as text: base64
-    of n rows of ids (uint32, little-endian), then of n rows of log-probabilities (float32).
+    """Pack the `TOP` most likely tokens of n distributions, shape (n, vocab), and their log-probabilities into a text.
+
+    The text is the base64 of n rows of ids (uint32, little-endian) and then n rows of log-probabilities (float32).
     """
     values, ids = predicted.topk(min(TOP, predicted.shape[1]), dim=1)
     parts = (ids.cpu().numpy().astype("<u4"), values.cpu().numpy().astype("<f4"))
@@ -100,14 +104,19 @@ def pack_predictions(predicted: Tensor) -> str:
 
 
 def unpack_predictions(text: str, count: int) -> tuple[Tensor, Tensor]:
-    """Ids (count, TOP) and log-probabilities (count, TOP) in float64."""
+    """Unpack ids and log-probabilities (float64), both of shape (count, TOP)."""
     raw = np.frombuffer(base64.b64decode(text), "<u4").reshape(2, count, -1)
     return torch.from_numpy(raw[0].astype(np.int64)), torch.from_numpy(raw[1].copy().view("<f4").astype(np.float64))
 
 
 def kl_divergence(full: str, predicted: Tensor) -> float:
-    """The mean over n tokens of KL(p ‖ q) in nats, with p from `pack_predictions` of the full cache and q the
-    log-probabilities (n, vocab), over the tokens of `pack_predictions` and all others as one.
+    """Return the mean of KL(p ‖ q) over n tokens, in nats.
+
+    The divergence is taken over the `TOP` tokens of p and all other tokens as one.
+
+    Args:
+        full: The full cache's predictions p, from `pack_predictions`.
+        predicted: Log-probabilities q, shape (n, vocab).
     """
     ids, p = unpack_predictions(full, len(predicted))
     q = predicted.gather(1, ids.to(predicted.device)).double().cpu()

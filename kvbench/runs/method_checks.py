@@ -1,9 +1,11 @@
-"""Check one method against the laws of kvbench: a method of one's own, before its results are believed.
+"""Check one method against the laws of kvbench, before its results are trusted.
 
 The checks read random tokens into a small model in float64 on the CPU, with exact guards (kvbench.cache.guard), and
-take less than a minute. Every check prints one line: `ok`, `FAIL` with what is wrong, or `-` with the reason where it
-does not apply to the method. Exit code 1 if a check fails, 2 if the method cannot be constructed. A pass does not show
-that the method computes what its paper says: that takes an oracle, as in tests/test_oracles.py.
+take less than a minute. Every check prints one line: `ok`, `FAIL` with what is wrong, or `-` with the reason why it
+does not apply to the method. The exit code is 1 if a check fails and 2 if the method cannot be constructed.
+
+A pass does not show that the method computes what its paper says. That needs an independent implementation, as in
+tests/support/oracles.py.
 """
 
 import time
@@ -31,10 +33,10 @@ from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.transformers_port import read_layout
 from kvbench.validation import ContractError, SettingError
 
-TOKENS = 96  # of a prompt
+TOKENS = 96  # tokens of a prompt
 BUDGETS = (0.5, 0.2, 13)
 BLOCKS = (None, 7, 40)
-CLOSE = 1e-6  # logits in float64, whose spread is about 1
+CLOSE = 1e-6  # tolerance of logits in float64, whose spread is about 1
 COMPARED = ("keys", "values", "places", "mass")
 
 
@@ -48,7 +50,7 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class MethodUnderTest:
-    """The method under test, and the model it is tested on."""
+    """The method under test, and the model on which it is tested."""
 
     name: str
     overrides: dict[str, Any]
@@ -71,13 +73,13 @@ class MethodUnderTest:
         return make_prompt_encoder(self.checkpoint.tokenizer())
 
     def prompt(self, seed: int = 0, tokens: int | None = None) -> Tensor:
-        """(1, tokens) random token ids, none twice: keys of equal norm would be ranked by rounding."""
+        """Draw different token ids, shape (1, tokens). Equal ones would give keys that only rounding can rank."""
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
         generator = torch.Generator().manual_seed(seed)
         return (torch.randperm(vocabulary - 3, generator=generator)[: tokens or TOKENS] + 3)[None]
 
     def choice(self, allocator: str = "uniform") -> CachePolicy:
-        """The method as it is, or SettingError if it does not go with the allocator."""
+        """Combine the method with an allocator; SettingError if they do not go together."""
         built = choose_cache(self.method, build_named("allocator", allocator), build_named("codec", "raw"))
         return CachePolicy(built.method, built.allocator, built.codec, exact=True)
 
@@ -87,25 +89,26 @@ class MethodUnderTest:
         )
 
     def read(self, budget: float | int, block: int | None = None, prompt: Tensor | None = None) -> GenerationContext:
-        """A context that has read a prompt."""
+        """Make a context that has read a prompt."""
         prompt = self.prompt() if prompt is None else prompt
         context = self.context(budget, block, len(prompt))
         context.prefill(prompt)
         return context
 
     def cases(self) -> Iterator[tuple[float | int, int | None]]:
-        """Budgets and blocks that the method takes."""
+        """Yield the budgets and block sizes that the method takes."""
         for block in (None,) if self.method.one_block else BLOCKS:
             for budget in BUDGETS:
                 yield budget, block
 
 
 def build_named(group: str, name: str) -> Any:
+    """Build a method, an allocator or a codec with its default settings."""
     return catalogue.build(group, catalogue.load_settings(group, name))
 
 
 def check_guards(subject: MethodUnderTest) -> str:
-    """Nothing that a hook is handed is written to, in prompt, blocks, questions and decoding."""
+    """Check that no hook writes into its arguments, in prompt, blocks, questions and decoding."""
     rehearse(subject.model, subject.choice(), subject.words, subject.prompt())
     for budget, block in subject.cases():
         context = subject.read(budget, block)
@@ -117,7 +120,7 @@ def check_guards(subject: MethodUnderTest) -> str:
 
 
 def check_full_budget(subject: MethodUnderTest) -> str:
-    """With a full budget the logits are the model's own, also of tokens that follow."""
+    """Check that a full budget gives the model's own logits, also for tokens that follow."""
     more, most = subject.prompt(3, 9), 0.0
     with torch.no_grad():
         own = subject.model(input_ids=torch.cat([subject.prompt(), more], 1)).logits[0]
@@ -132,7 +135,7 @@ def check_full_budget(subject: MethodUnderTest) -> str:
 
 
 def check_quota(subject: MethodUnderTest) -> str:
-    """After every cut a layer holds exactly the quota's rows in every head."""
+    """Check that after every eviction a layer holds exactly the quota's rows in every head."""
     method = subject.method
     if method.attends_subset:
         raise NotApplicable("it holds every row and looks at few")
@@ -157,7 +160,7 @@ def check_quota(subject: MethodUnderTest) -> str:
 
 
 def check_tokens(subject: MethodUnderTest) -> str:
-    """Tokens held and tokens gone make up the tokens read; rows stand in the order of their places."""
+    """Check that held and evicted tokens add up to those read, and that rows are ordered by position."""
     for budget, block in subject.cases():
         context = subject.read(budget, block)
         context.extend(subject.prompt(5, 3))
@@ -176,7 +179,7 @@ def check_tokens(subject: MethodUnderTest) -> str:
 
 
 def collect_outcome(context: GenerationContext) -> dict[str, Tensor]:
-    """What is held, and the answer."""
+    """Collect the held rows and the answer."""
     found = {f"{name} of layer {layer.index}": getattr(layer.rows.view(), name)
              for layer in context.own_layers for name in COMPARED}  # fmt: skip
     with context.branch():
@@ -185,12 +188,12 @@ def collect_outcome(context: GenerationContext) -> dict[str, Tensor]:
 
 
 def find_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
-    """The first thing that is not the same to the bit."""
+    """Return the name of the first tensor that is not the same to the bit; None if all are."""
     return next((name for name, own in expected.items() if not torch.equal(found[name], own)), None)
 
 
 def check_state(subject: MethodUnderTest) -> str:
-    """A prompt gives the same whatever was read before it, and when it is read again."""
+    """Check that a prompt gives the same after another prompt and when it is read again."""
     for budget, block in list(subject.cases())[:: len(BUDGETS)]:
         expected = collect_outcome(subject.read(budget, block))
         subject.read(budget, block, subject.prompt(11))
@@ -203,7 +206,7 @@ def check_state(subject: MethodUnderTest) -> str:
 
 
 def check_blocks(subject: MethodUnderTest) -> str:
-    """While nothing is cut, blocks give what one block gives."""
+    """Check that blocks give what one block gives, as long as nothing is evicted."""
     if subject.method.one_block:
         raise NotApplicable("it needs the prompt as one block")
     one = subject.read(TOKENS).logits
@@ -215,7 +218,7 @@ def check_blocks(subject: MethodUnderTest) -> str:
 
 
 def check_batch(subject: MethodUnderTest) -> str:
-    """A prompt keeps the same rows in a batch as alone."""
+    """Check that a prompt keeps the same rows in a batch as alone."""
     prompts = torch.cat([subject.prompt(seed) for seed in (0, 21)])
     for budget, block in list(subject.cases())[:: len(BUDGETS)]:
         batch = subject.read(budget, block, prompts)
@@ -230,7 +233,7 @@ def check_batch(subject: MethodUnderTest) -> str:
 
 
 def check_sharing(subject: MethodUnderTest) -> str:
-    """Beside other methods on one prefill it is what it is alone, and so are they."""
+    """Check that the method and others give the same on a shared prefill as alone."""
     if subject.method.needs_extra_reads:
         raise NotApplicable("it reads prompts again, therefore alone")
     if subject.method.wants_lse:
@@ -249,7 +252,7 @@ def check_sharing(subject: MethodUnderTest) -> str:
     try:
         shared_prefill.prefill(shared, subject.prompt())
     except shared_prefill.ContextFailed as failed:
-        raise failed.__cause__ from None
+        raise (failed.__cause__ or failed) from None
     for alone, context in zip(contexts(), shared, strict=True):
         alone.prefill(subject.prompt())
         wrong = find_difference(collect_outcome(context), collect_outcome(alone))
@@ -259,7 +262,7 @@ def check_sharing(subject: MethodUnderTest) -> str:
 
 
 def check_allocators(subject: MethodUnderTest) -> str:
-    """Every allocator works with it, or is refused with a reason."""
+    """Check that every allocator works with the method or is refused with a reason."""
     found = []
     for name in catalogue.list_choices("allocator"):
         try:
@@ -286,7 +289,7 @@ CHECKS: tuple[tuple[str, Callable[[MethodUnderTest], str]], ...] = (
 
 
 def run_checks(subject: MethodUnderTest) -> int:
-    """Print a line for each check; how many failed."""
+    """Print a line for each check; return how many failed."""
     failed, last, begin = 0, "", time.perf_counter()
     width = max(len(title) for title, _ in CHECKS)
     for title, check in CHECKS:
@@ -300,14 +303,14 @@ def run_checks(subject: MethodUnderTest) -> int:
             mark, remark = "FAIL", "the same" if line == last else line
             failed, last = failed + 1, line
             if getattr(error, "spoils_model", False):
-                vars(subject).pop("model", None)  # loaded anew for the next check
+                vars(subject).pop("model", None)  # the next check loads it again
         print(f"{mark:<5} {title:<{width}}  {remark}", flush=True)
     print(f"{len(CHECKS) - failed} of {len(CHECKS)} in {time.perf_counter() - begin:.0f} s")
     return failed
 
 
 def print_subject(subject: MethodUnderTest) -> None:
-    """Print what is checked: its file, its settings, its sources that are no installed package."""
+    """Print the method's class and settings, and which of its sources are hashed."""
     target = subject.settings["_target_"]
     module = target.rpartition(".")[0]
     own = {key: value for key, value in subject.settings.items() if key not in ("_target_", "name", "preset")}
@@ -315,9 +318,9 @@ def print_subject(subject: MethodUnderTest) -> None:
     print(f"method={subject.name}: {target} {own or 'without settings'}")
     print(f"model={subject.checkpoint.name}: {shape.layers} layers, {shape.heads} KV heads, float64, {TOKENS} tokens")
     found = map_imports([module])
-    own = sorted(name for name in found if name.split(".")[0] != "kvbench")
+    outside = sorted(name for name in found if name.split(".")[0] != "kvbench")
     installed = sorted(find_packages({name for names in found.values() for name in names}))
-    if own or installed:
-        print(f"hashed with it: {', '.join([*own, *installed])}")
+    if outside or installed:
+        print(f"hashed with it: {', '.join([*outside, *installed])}")
     for place in find_unfollowed(found):
         print(f"not hashed, since it cannot be followed: what {place} executes")

@@ -1,10 +1,12 @@
-"""From a sample's texts to token ids, split where the context ends.
+"""Turn a sample's texts into token ids, split where the context ends.
 
-The prompt is tokenised as one text, so that both values of `question` read the same tokens; a token that straddles the
-end of the context belongs to the question. What was read stays as it was: what a later turn of a conversation adds (the
-answer before, where the task gives it, and all from there to the next answer) is one text of its own. So its ids are
-those of the chat template on the whole conversation but for two things: no token reaches across the beginning of an
-answer, and where the template strips a message's spaces they stay.
+The prompt is tokenised as one text, so that both values of `question` read the same tokens. A token that straddles the
+end of the context belongs to the question.
+
+A later turn of a conversation does not change the tokens that were read before. The text that it adds (the answer
+before it, if the task gives one, and everything up to the next answer) is tokenised by itself. Its ids are therefore
+those of the chat template on the whole conversation, with two exceptions: no token spans the beginning of an answer,
+and spaces stay that the template would strip from a message.
 """
 
 import hashlib
@@ -19,30 +21,38 @@ from kvbench.models.chat_template import split_template, split_turns
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of the context and of what follows it (question, answer prefix). Of a later turn of a conversation what
-    the turns before read stands between as `earlier`, and `rest` begins with the answer before if the task gives one.
+    """The token ids of a prompt.
+
+    Attributes:
+        context: Ids of the context.
+        rest: Ids of what follows it: question and answer prefix. In a later turn of a conversation it begins with the
+            answer before, if the task gives one.
+        prefix: Number of tokens before the sample's own text.
+        earlier: The `rest` of each earlier turn.
+        unknown: The most tokens that the model's own answers to earlier turns can have.
+        ends: For each token of the context, the characters of the sample's context up to the token's end.
     """
 
     context: tuple[int, ...]
     rest: tuple[int, ...]
-    prefix: int = 0  # tokens in front of the sample's own text
-    earlier: tuple[tuple[int, ...], ...] = ()  # the `rest` of each turn before
-    unknown: int = 0  # tokens that own answers of earlier turns have at most
-    ends: Sequence[int] = ()  # of each token of the context: characters of the sample's context up to its end
+    prefix: int = 0
+    earlier: tuple[tuple[int, ...], ...] = ()
+    unknown: int = 0
+    ends: Sequence[int] = ()
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All that is known of the prompt before an answer is: own answers of earlier turns are not."""
+        """All ids that are known before the model answers. Its own answers to earlier turns are not."""
         return sum((self.context, *self.earlier, self.rest), ())
 
     def hash(self) -> str:
-        """Of all token ids and the split."""
+        """Hash all token ids and the split."""
         pieces = (self.context, self.rest, *((self.earlier,) if self.earlier else ()))
         return hashlib.sha256(repr(pieces).encode()).hexdigest()[:16]
 
 
 def encode_all(tokenizer: Any, samples: Iterable[Sample]) -> dict[str, tuple[Sample, Prompt]]:
-    """Sample and prompt by uid, in the samples' order."""
+    """Encode samples. Return sample and prompt by uid, in the samples' order; ValueError if a uid occurs twice."""
     found: dict[str, tuple[Sample, Prompt]] = {}
     last: tuple[Sample, Prompt] | None = None
     for sample in samples:
@@ -57,7 +67,7 @@ def encode_all(tokenizer: Any, samples: Iterable[Sample]) -> dict[str, tuple[Sam
 
 
 def _next_turn(tokenizer: Any, sample: Sample, before: Sample, prompt: Prompt) -> Prompt:
-    """The prompt of the turn that follows `before`, whose own is `prompt`."""
+    """Encode the turn that follows the sample `before` with its `prompt`."""
     lead, opening, closing = split_turns(tokenizer) if sample.chat else ("", "", "")
     said = "" if before.said is None else lead + before.said
     text = said + opening + sample.question + closing + sample.answer_prefix
@@ -67,10 +77,10 @@ def _next_turn(tokenizer: Any, sample: Sample, before: Sample, prompt: Prompt) -
 
 
 def encode(tokenizer: Any, sample: Sample) -> Prompt:
-    """The sample's prompt for this tokenizer; the chat template brings its own special tokens.
+    """Encode a sample for a tokenizer. The chat template brings its own special tokens.
 
-    Around a solved example stands the whole template a second time, with nothing after the example's answer, as
-    NVIDIA/RULER writes it (scripts/data/prepare.py and common_words_extraction.py).
+    A solved example gets the whole template too, with nothing after its answer, as NVIDIA/RULER writes it
+    (scripts/data/prepare.py and common_words_extraction.py).
     """
     before, after = split_template(tokenizer) if sample.chat else ("", "")
     turns = tuple(zip(sample.solved, (after, before), strict=False)) if before or after else ()
@@ -87,8 +97,14 @@ def encode(tokenizer: Any, sample: Sample) -> Prompt:
 
 
 def encode_parts(tokenizer: Any, text: str, begin: int, end: int, special: bool) -> Prompt:
-    """The tokens of a whole prompt, whose own text begins at the character `begin` and whose context ends at `end`;
-    `special`: with the tokenizer's special tokens.
+    """Tokenize a whole prompt and split it at the end of its context.
+
+    Args:
+        tokenizer: The model's tokenizer, a fast one.
+        text: The prompt with its chat template.
+        begin: The character at which the sample's own text begins.
+        end: The character at which the context ends.
+        special: Whether the tokenizer's special tokens are added.
     """
     found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
     # special tokens in front have the empty span (0, 0); the first real span that reaches past `end` opens the rest
@@ -96,5 +112,5 @@ def encode_parts(tokenizer: Any, text: str, begin: int, end: int, special: bool)
     ids = found["input_ids"]
     spans = found["offset_mapping"]
     prefix = next((i for i, (_, stop) in enumerate(spans) if stop > begin), len(ids))
-    ends = array("I", (max(0, stop - begin) for _, stop in spans[:split]))  # a long prompt has many
+    ends = array("I", (max(0, stop - begin) for _, stop in spans[:split]))  # an array, because a long prompt has many
     return Prompt(tuple(ids[:split]), tuple(ids[split:]), min(prefix, split), ends=ends)

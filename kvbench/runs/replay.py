@@ -1,9 +1,9 @@
 """Execute records of a store again and compare them: `make check-results REPLAY=n`.
 
-Compared are the answer, its score, and which rows were held. Where machine, versions, sources and batch are those of
-then, any difference is damage. Elsewhere rounding may differ, so only the share that agrees is reported. A record of a
-run without settings (written before kvbench kept them), or whose data, model or method cannot be had any more, is named
-with the reason. Nothing is written into the store; generated samples are made again.
+The answer, its score and the held rows are compared. If machine, versions, sources and batch are the same as then, any
+difference is damage. Otherwise rounding may differ, so only the share that agrees is reported. A record that cannot be
+executed again is named with the reason: the run was written before kvbench kept its settings, or its data, model or
+method are missing. Nothing is written into the store, and generated samples are made again.
 """
 
 import sys
@@ -28,8 +28,8 @@ from kvbench.store.runs import flatten
 
 COMPARED = ("output", "score", "rows_held", "rows_held_end", "survived")
 MACHINE = ("python", "processor", "threads", "gpu", "versions")
-ELSEWHERE = ("sources", "device")  # parts of a run's value that today's machine and checkout decide
-SHOWN = 40  # characters of a value
+ELSEWHERE = ("sources", "device")  # parts of a run's value that depend on machine and checkout
+SHOWN = 40  # characters of a value in a message
 
 
 class CannotReplay(Exception):
@@ -38,7 +38,7 @@ class CannotReplay(Exception):
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """Records of a run that are to be executed again."""
+    """The records of a run that are executed again."""
 
     run: RunSpec
     folder: RunFolder
@@ -47,15 +47,24 @@ class ReplayPlan:
 
 @dataclass
 class ReplayCounts:
-    """What executing records again gave."""
+    """Counts of records that were executed again.
 
-    agree: int = 0  # with everything as it was then
+    Attributes:
+        agree: Records that agree, under the same conditions.
+        damaged: Records that differ, under the same conditions.
+        elsewhere: For each record made under other conditions, whether it agrees.
+        differences: The conditions that differ, with the number of records.
+        impossible: Records that cannot be executed again.
+    """
+
+    agree: int = 0
     damaged: int = 0
-    elsewhere: list[bool] = field(default_factory=list)  # whether they agree, of those that ran elsewhere
-    differences: Counter = field(default_factory=Counter)  # between then and now
+    elsewhere: list[bool] = field(default_factory=list)
+    differences: Counter[str] = field(default_factory=Counter)
     impossible: int = 0
 
     def lines(self) -> Iterator[str]:
+        """Yield the lines to print."""
         if self.agree or self.damaged:
             yield f"replay: {self.agree} agree, {self.damaged} damaged, executed as they were then"
         if self.elsewhere:
@@ -67,7 +76,7 @@ class ReplayCounts:
 
 
 def replay(results: Path, drawn: Sequence[tuple[str, str]]) -> ReplayCounts:
-    """Execute these records (run, uid) again, and print what differs."""
+    """Execute records, given as (run, uid), again. Print what differs and return the counts."""
     found, plans = ReplayCounts(), []
     by_run = {name: [uid for _, uid in own] for name, own in groupby(sorted(drawn), key=lambda one: one[0])}
     bar = tqdm(total=len(drawn), desc="replay", file=sys.stderr)
@@ -96,8 +105,11 @@ def replay(results: Path, drawn: Sequence[tuple[str, str]]) -> ReplayCounts:
 
 
 def rebuild_run(folder: RunFolder, uid: str) -> RunSpec:
-    """The run of a record, from the settings that its machine.json holds. Impossible, or SettingError of a setting that
-    cannot be used here.
+    """Make the run of a record from the settings that its machine.json holds.
+
+    Raises:
+        CannotReplay: There are no settings, or they give another run today.
+        SettingError: A setting cannot be used here.
     """
     settings = folder.machine(uid).get("settings")
     if not isinstance(settings, Mapping):
@@ -105,11 +117,11 @@ def rebuild_run(folder: RunFolder, uid: str) -> RunSpec:
     value = folder.value
     own = {"device": value["device"]["type"], "dtype": value["device"]["dtype"], "workers": None}
     own["results"] = str(folder.path.parents[1])
-    if (value["method"]["name"], value["codec"]["name"]) == ("full", "raw"):  # a baseline has the settings of its cell
+    if (value["method"]["name"], value["codec"]["name"]) == ("full", "raw"):  # a baseline has its cell's settings
         own |= {group: catalogue.load_settings(group, name) for group, name in UNCUT.items()}
     config = OmegaConf.create({**settings, **own})
     if "cache" in config.task:
-        config.task.cache = None  # it lies in the store
+        config.task.cache = None  # the cache of samples lies in the store
     run = RunSpec.from_config(config)
     chosen = ({key: part for key, part in one.items() if key not in ELSEWHERE} for one in (value, run.value))
     then, now = map(flatten, chosen)
@@ -119,19 +131,19 @@ def rebuild_run(folder: RunFolder, uid: str) -> RunSpec:
 
 
 def weights_key(plan: ReplayPlan) -> tuple[str, str, str]:
-    """Runs of one key use one copy of the weights."""
+    """Return the key of the weights: runs with the same key use one copy."""
     return repr(plan.run.checkpoint), plan.run.dtype, plan.run.device
 
 
 def prompts_key(plan: ReplayPlan) -> str:
-    """Runs of one key answer the same prompts."""
+    """Return the key of the prompts: runs with the same key answer the same prompts."""
     return run_hash(plan.run.baseline().value)
 
 
 def replay_group(
     plans: Sequence[ReplayPlan], found: ReplayCounts, give_up: Callable, say: Callable, step: Callable
 ) -> None:
-    """Execute the records of runs that use one model, and compare them. The model is gone when this returns."""
+    """Execute and compare the records of runs that use one model. The model is freed when this returns."""
     common: dict[str, Any] = {}  # tokenizer and weights
     for _, some in groupby(plans, key=prompts_key):
         bench = None
@@ -140,10 +152,11 @@ def replay_group(
                 if bench is None:
                     bench = Resources(plan.run, dict(common))
                     common |= {"tokenizer": bench.tokenizer, "model": bench.model}
-                reader, records, again = Responder(plan.run, bench), plan.folder.records(), {}
+                reader, records = Responder(plan.run, bench), plan.folder.records()
+                again: dict[str, dict[str, Any]] = {}
             except Exception as error:
                 give_up(plan.folder.hash, plan.uids, error)
-                if spoils_model(error):  # the next run loads the weights anew
+                if spoils_model(error):  # the next run loads the weights again
                     common.clear()
                     bench = None
                 continue
@@ -164,7 +177,7 @@ def replay_group(
 
 
 def execute_again(reader: Responder, bench: Resources, uid: str, then: Mapping[str, Any]) -> dict[str, dict]:
-    """The record of a sample made again, and those of all turns of its conversation."""
+    """Make the record of a sample again, and those of all turns of its conversation."""
     if then.get("error"):
         raise CannotReplay(f"it holds no answer ({then['error']})")
     if uid not in bench.prompts:
@@ -179,7 +192,7 @@ def execute_again(reader: Responder, bench: Resources, uid: str, then: Mapping[s
 def compare_records(
     found: ReplayCounts, plan: ReplayPlan, then: Mapping[str, Any], now: Mapping[str, Any], say: Callable
 ) -> None:
-    """Count a record, and name each field that is damaged."""
+    """Count a record, and print each field that is damaged."""
     differ = [name for name in COMPARED if then.get(name) != now.get(name)]
     here = list(find_differences(plan.run, plan.folder, then))
     if here:
@@ -194,7 +207,7 @@ def compare_records(
 
 
 def find_differences(run: RunSpec, folder: RunFolder, then: Mapping[str, Any]) -> Iterator[str]:
-    """What may make a record differ from the one that is made now."""
+    """Yield the conditions under which a record was made and that differ today."""
     before, now = folder.machine(then["uid"]), to_json_value(describe_machine(run.device))
     before, now = (flatten({name: own.get(name) for name in MACHINE}) for own in (before, now))
     for name in sorted(before.keys() | now.keys()):
@@ -208,11 +221,12 @@ def find_differences(run: RunSpec, folder: RunFolder, then: Mapping[str, Any]) -
 
 
 def shorten_both(one: object, other: object) -> tuple[str, str]:
-    """Both values around the first character in which they differ."""
+    """Shorten two values to the characters around their first difference."""
     texts = repr(one), repr(other)
     first = next((place for place, pair in enumerate(zip(*texts, strict=False)) if len(set(pair)) > 1), 0)
     start = max(0, first - SHOWN // 2)
-    return tuple(
-        f"{'…' if start else ''}{text[start : start + SHOWN]}{'…' if len(text) > start + SHOWN else ''}"
-        for text in texts
-    )
+
+    def shorten(text: str) -> str:
+        return f"{'…' if start else ''}{text[start : start + SHOWN]}{'…' if len(text) > start + SHOWN else ''}"
+
+    return shorten(texts[0]), shorten(texts[1])

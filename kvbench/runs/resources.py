@@ -1,4 +1,4 @@
-"""What the runs of one process share: the model, its tokenizer, the encoded prompts."""
+"""Load what the runs of one process share: the model, its tokenizer and the encoded prompts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,11 +16,17 @@ from kvbench.validation import SettingError
 
 @dataclass
 class Resources:
-    """Loads the tokenizer, the samples and the weights of a checkpoint when they are first needed, once."""
+    """Tokenizer, samples and weights of a checkpoint. Each is loaded once, when it is first needed.
+
+    Attributes:
+        run: The run whose checkpoint and task are loaded.
+        loaded: What has been loaded, by name.
+        full: The full cache's records, for runs with fidelity=true.
+    """
 
     run: RunSpec
     loaded: dict[str, Any] = field(default_factory=dict)
-    full: RunFolder | None = None  # records of the full cache, for runs with fidelity=true
+    full: RunFolder | None = None
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self.loaded:
@@ -29,10 +35,13 @@ class Resources:
 
     @property
     def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer."""
         return self._once("tokenizer", self.run.checkpoint.tokenizer)
 
     @property
     def model(self) -> torch.nn.Module:
+        """The model with its weights on the run's device."""
+
         def load() -> torch.nn.Module:
             try:
                 return self.run.checkpoint.weights(DTYPES[self.run.dtype], self.run.device)
@@ -45,7 +54,7 @@ class Resources:
         return self._once("model", load)
 
     def reload_model(self) -> None:
-        """Load the weights anew when they are needed next: a method wrote into them."""
+        """Load the weights again when they are needed next, because a method wrote into them."""
         self.loaded.pop("model", None)
 
     @property

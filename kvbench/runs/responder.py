@@ -1,4 +1,4 @@
-"""One run's answers: prompts read into its cache, tokens generated, records made of them."""
+"""Answer the samples of one run: read prompts into its cache, generate tokens, and make records of the answers."""
 
 import time
 from bisect import bisect_left
@@ -7,6 +7,7 @@ from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,22 +28,27 @@ from kvbench.runs.survival import find_evidence, measure_survival
 from kvbench.store.record import Record
 from kvbench.validation import ContractError, is_number
 
-UNGRADED = {"score": None, "answer": None, "also": {}}
+UNGRADED: dict[str, Any] = {"score": None, "answer": None, "also": {}}
 ASKED = 1000  # characters of a question that are recorded
-TAIL = 32  # characters in front of a right answer with which it is encoded
-WARM_UP = tuple(range(64))  # token ids
+TAIL = 32  # characters before a right answer that are encoded together with it
+WARM_UP = tuple(range(64))  # token ids of the short prompt that is read first
 
 
 def list_turns(uid: str, prompts: Mapping[str, tuple[Sample, Prompt]]) -> list[str]:
-    """All turns of the conversation that a sample is one of, in order; none where it is not."""
+    """List all turns of the conversation that a sample belongs to, in order; none if it belongs to none."""
     own = prompts[uid][0].conversation
     return [other for other, (sample, _) in prompts.items() if sample.conversation == own] if own else []
 
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """What a batch begins with: token ids that are read and cut, of samples of these groups; `room`: tokens that may
-    follow (samples on one context may leave different room: it does not tell openings apart).
+    """The beginning of a batch, which is read and compressed before anything else.
+
+    Attributes:
+        ids: Token ids of each sample.
+        groups: The group of each sample.
+        prefix: The number of tokens before the sample's own text.
+        room: Tokens to reserve after the prompt. Not compared: prompts that differ only in `room` share a prefill.
     """
 
     ids: tuple[tuple[int, ...], ...]
@@ -52,25 +58,27 @@ class SharedPrefix:
 
 
 class Responder:
-    """Answers samples with one model and one cache set-up; reuses a compressed context for the next question on it."""
+    """Answers samples with one model and one cache setting. Questions on one context reuse its compressed cache."""
 
     def __init__(self, run: RunSpec, bench: Resources) -> None:
         self.run, self.model, self.tokenizer, self.choice = run, bench.model, bench.tokenizer, run.choice()
         self.bench = bench
-        self.made: dict[str, dict] = {}  # records of the full cache that were made here, by uid
+        self.made: dict[str, dict] = {}  # the full cache's records that were made here, by uid
         self.order = {uid: index for index, uid in enumerate(bench.prompts)}
-        self.task = bench.run.task  # only the task that made the samples may know how to grade them
+        self.task = bench.run.task  # only the task that made the samples can score them
         self.stop = find_stop_tokens(self.model)
-        self.context: GenerationContext | None = None  # the last compressed context, of what was read
+        self.context: GenerationContext | None = None  # the last compressed context
         self.opening: SharedPrefix | None = None
         self.prefill_ms, self.shared = 0.0, 1
-        self.peak = 0  # bytes on a GPU since the context was begun, but for what looking at it took
+        self.peak = 0  # bytes on a GPU since the context was begun, without those of inspecting it
         self.warm_up()
 
     def warm_up(self) -> None:
-        """Read a short prompt, first with exact guards, so that a hook that writes into what it is handed is found
-        before it can spoil a sample, then once more to pay for what later prompts find ready. Where there is no memory
-        for it, the samples' records will say so.
+        """Read a short prompt twice.
+
+        The first time exact guards are on, so that a hook that writes into its arguments is found before it can spoil a
+        sample. The second time pays for everything that happens only once. If memory does not suffice, the samples'
+        records will say so.
         """
         with suppress(torch.cuda.OutOfMemoryError):
             rehearse(self.model, self.choice, make_prompt_encoder(self.tokenizer), self._tensor([WARM_UP]))
@@ -80,7 +88,14 @@ class Responder:
             torch.cuda.empty_cache()
 
     def answer(self, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
-        """One record for each sample of a batch of prompts of one length, or of all turns of a conversation."""
+        """Answer a batch of prompts of equal length, or all turns of a conversation.
+
+        If memory does not suffice, the samples of a batch are answered one by one, and a sample that does not fit alone
+        gets a record with the error.
+
+        Returns:
+            One record for each sample.
+        """
         started, found = time.perf_counter(), self.attempt(batch)
         if found is None:
             self.drop()
@@ -92,16 +107,16 @@ class Responder:
         return found
 
     def attempt(self, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict] | None:
-        """The same, or None where there is not memory enough."""
+        """Answer a batch as `answer` does; None if memory does not suffice."""
         started, measured = time.perf_counter(), None
         with suppress(torch.cuda.OutOfMemoryError):
             measured = self._converse(batch) if batch[0][0].conversation else self._measure(batch)
-        if measured is None:  # here, not where it is caught: an error that is handled holds what its frames made
+        if measured is None:  # not in an except block: an error that is handled keeps its frames' tensors alive
             return None
         return self._make_records(batch, measured, started)
 
     def _make_records(self, batch: Sequence[tuple[Sample, Prompt]], measured: list[dict], started: float) -> list[dict]:
-        """What was measured, scored."""
+        """Score what was measured and make records of it."""
         records = []
         for (sample, prompt), found in zip(batch, measured, strict=True):
             grade = None if found["error"] else self._grade(sample, found["output"])
@@ -112,7 +127,7 @@ class Responder:
         return records
 
     def _grade(self, sample: Sample, output: str) -> Graded:
-        """What the task says the output is worth; ContractError for what is no score from 0 to 100."""
+        """Let the task score an output; ContractError if it returns no score from 0 to 100."""
         owner = f"task={self.run.task_settings.get('name')}"
         grade = ask(owner, "score", lambda: self.task.score(sample, output), f" of {sample.uid}")
         score = getattr(grade, "score", None)
@@ -122,7 +137,7 @@ class Responder:
         return grade
 
     def measure(self, sample: Sample, prompt: Prompt) -> dict:
-        """What the answer to one prompt is and what it cost, not scored."""
+        """Answer one prompt and measure what it cost, without a score."""
         return self._measure([(sample, prompt)])[0]
 
     def _identity(self, sample: Sample, prompt: Prompt) -> dict:
@@ -144,7 +159,7 @@ class Responder:
             return self._generate_answers(context, batch, self.prefill_ms + self._extend(context, rest))[0]
 
     def _converse(self, turns: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
-        """The turns of one conversation: what was said stays in the cache, as the task says it or as it was."""
+        """Answer the turns of a conversation. The task's or the model's own answers stay in the cache."""
         found = []
         context = self._open(turns)
         with context.branch():
@@ -154,21 +169,21 @@ class Responder:
                 with nullcontext() if sample.said is None else context.branch():
                     [own], answer = self._generate_answers(context, [(sample, prompt)], spent)
                 found.append(own)
-                last = int(answer[0, -1])  # not read yet; one that ends answers is for the next turn to bring
+                last = int(answer[0, -1])  # not read yet; if it ends answers, the next turn brings it
                 if sample.said is None and last not in self.stop:
                     self._extend(context, [(last,)])
         return found
 
     def has_read(self, batch: Sequence[tuple[Sample, Prompt]]) -> bool:
-        """Whether what the batch begins with was read last."""
+        """Whether the batch's shared prefix was read last."""
         return self.opening == self.find_prefix(batch)
 
     def drop(self) -> None:
-        """Free what was read last."""
+        """Free the last context."""
         self.context = self.opening = None
 
     def find_prefix(self, batch: Sequence[tuple[Sample, Prompt]]) -> SharedPrefix:
-        """What is read first, and then cut."""
+        """Return the beginning of a batch that is read first and then compressed."""
         hidden, (sample, prompt) = self.run.question == "hidden", batch[0]
         room = sample.max_new_tokens + (len(prompt.rest) if hidden else 0)
         if sample.conversation:
@@ -177,7 +192,7 @@ class Responder:
         return SharedPrefix(ids, tuple(own.group or own.uid for own, _ in batch), prompt.prefix, room)
 
     def make_context(self, opening: SharedPrefix) -> GenerationContext:
-        """The context to read it into."""
+        """Make the context into which a shared prefix is read."""
         seeds, own = (
             tuple(derive_seed(self.run.seed, group) for group in opening.groups),
             make_prompt_encoder(self.tokenizer),
@@ -190,7 +205,7 @@ class Responder:
     def keep_context(
         self, opening: SharedPrefix, context: GenerationContext, milliseconds: float, shared: int = 1
     ) -> None:
-        """The context was read; `shared`: how many were at once."""
+        """Keep a context that was read. `shared` is the number of runs that shared the prefill."""
         self.opening, self.context, self.prefill_ms, self.shared = opening, context, milliseconds, shared
         self.peak = peak(self.run.device) or 0
 
@@ -203,13 +218,14 @@ class Responder:
         self.keep_context(opening, context, 1000 * (now(self.run.device) - begin))
 
     def _open(self, batch: Sequence[tuple[Sample, Prompt]]) -> GenerationContext:
-        """The compressed context of a batch: the last one if it is the same."""
+        """Return the compressed context of a batch: the last one if it is the same."""
         if not self.has_read(batch):
             self._read(self.find_prefix(batch))
+        assert self.context is not None  # it was read now or before
         return self.context
 
     def _extend(self, context: GenerationContext, rest: Sequence[tuple[int, ...]]) -> float:
-        """Read what follows the context, if anything: milliseconds."""
+        """Read what follows the context, if anything; return the milliseconds."""
         if not rest[0]:
             return 0.0
         begin = now(self.run.device)
@@ -219,7 +235,16 @@ class Responder:
     def _generate_answers(
         self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]], spent: float
     ) -> tuple[list[dict], Tensor]:
-        """What the answers are and cost, and their tokens (B, n); `spent`: milliseconds that reading took before."""
+        """Generate the answers of a batch.
+
+        Args:
+            context: The context that was read.
+            batch: Samples with their prompts.
+            spent: Milliseconds that reading took.
+
+        Returns:
+            For each sample the answer and its costs, and the tokens, shape (B, n).
+        """
         looked = self._inspect_context(context, batch)
         context.reserve(batch[0][0].max_new_tokens)
         counted = self._count(context) | {"batch": len(batch)}
@@ -246,7 +271,7 @@ class Responder:
         return [counted | own | other for own, other in zip(looked, outputs, strict=True)], answers
 
     def _tokens(self, context: GenerationContext, samples: Sequence[Sample]) -> Tensor:
-        """(B, n) tokens, until each sample's answer is over."""
+        """Generate tokens, shape (B, n), until each sample's answer is over."""
         like, stop = samples[0], self.stop.union(samples[0].ends)
         seeds = tuple(derive_seed(self.run.seed, sample.uid) for sample in samples)
         steps = context.generate(
@@ -270,8 +295,9 @@ class Responder:
         return torch.stack(tokens, dim=1)
 
     def _inspect_context(self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
-        """Which of the tokens read are held when the answers begin, and with fidelity=true what the model predicts.
-        What looking takes is no part of the peak.
+        """Record which of the read tokens are held when the answers begin and, with fidelity=true, the predictions.
+
+        The memory that this takes is no part of the peak.
         """
         self.peak = max(self.peak, peak(self.run.device) or 0)
         shares = measure_survival([layer.rows for layer in context.own_layers], context.seen)
@@ -285,17 +311,17 @@ class Responder:
         return found
 
     def _compare(self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
-        """How likely the right answers are and how far the predictions are from the full cache's
-        (kvbench.runs.fidelity).
+        """Measure how likely the right answers are, and how far the predictions are from the full cache's.
 
-        Nothing is compared where a conversation holds answers of the model's own, since they differ between runs, and
-        where a sample has no right answer.
+        Nothing is compared if a conversation holds the model's own answers, because they differ between runs, or if a
+        sample has no right answer. See kvbench.runs.fidelity.
         """
         begin = now(self.run.device)
         answers = [self._right_answer(sample, prompt) for sample, prompt in batch]
         if not any(answers):
             return [{"fidelity": {}} for _ in batch]
-        found = []
+        found: list[dict[str, Any]] = []
+        kl: float | None
         for (sample, _), answer, predicted in zip(batch, answers, predict(context, answers), strict=True):
             if not answer:
                 found.append({"fidelity": {}})
@@ -311,7 +337,7 @@ class Responder:
         return [own | {"fidelity_ms": spent} for own in found]
 
     def _right_answer(self, sample: Sample, prompt: Prompt) -> list[int]:
-        """The first tokens of the right answer as they follow the prompt, none where there is nothing to compare."""
+        """Return the first tokens of the right answer as they follow the prompt; none if nothing is compared."""
         if prompt.unknown:
             return []
         owner = f"task={self.run.task_settings.get('name')}"
@@ -328,8 +354,9 @@ class Responder:
         return ids[:TOKENS]
 
     def _full_predictions(self, uid: str, batch: Sequence[tuple[Sample, Prompt]]) -> str | None:
-        """What the full cache predicts for a sample: from its record, or made now where another process has not written
-        it yet; None where the full cache did not fit into memory.
+        """Return the full cache's predictions for a sample; None if the full cache did not fit into memory.
+
+        They are read from its record, or made now if another process has not written it yet.
         """
         record = (self.bench.full.record(uid) if self.bench.full else None) or self.made.get(uid)
         if record is None:
@@ -340,14 +367,14 @@ class Responder:
         return record.get("predictions")
 
     def _count(self, context: GenerationContext) -> dict:
-        """What one sample of the batch holds when the answer begins."""
+        """Return what one sample of the batch holds when the answer begins."""
         held, layers, batch = context.bytes(), context.own_layers, len(context.seeds)
         return {
             "quota": context.budget.rows(context.progress.prompt, context.progress.prompt),
             "protected": max(int(layer.tally.protected) for layer in layers),
-            # protected rows that the quota had no room for, in the head and at the cut with most of them
+            # protected rows that the quota had no room for, in the head and at the eviction with most of them
             "given_up": {kind: max(int(own.tally.given_up[kind]) for own in layers) for kind in ("sinks", "recents")},
-            "allocation": layers[0].state.shared.get("allocation"),  # which rule the allocator says it followed
+            "allocation": layers[0].state.shared.get("allocation"),  # the rule that the allocator says it followed
             "resident_bytes": held.rows // batch, "full_bytes": context.full_bytes() // batch,
             "metadata_bytes": held.metadata // batch, "state_bytes": held.state // batch,
             "headroom_bytes": held.headroom // batch, "sliding_bytes": context.sliding_bytes() // batch,
@@ -378,16 +405,17 @@ class Responder:
 
 
 def shorten(text: str, most: int = ASKED) -> str:
-    """`text` without its middle where that is long, and how much is not there."""
+    """Leave out the middle of a long text and say how many characters are missing."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} […{len(text) - most // 2 * 2} characters…] {text[-(most // 2) :]}"
 
 
 def mean(values: Sequence[float]) -> float:
+    """Return the mean."""
     return sum(values) / len(values)
 
 
 def derive_seed(seed: int, group: str) -> int:
-    """The own seed of the samples of one context, the same whatever runs beside them."""
+    """Derive the seed of the samples of one context. It does not depend on other samples."""
     return int.from_bytes(sha256(f"{seed} {group}".encode()).digest()[:7], "big")

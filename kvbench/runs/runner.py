@@ -1,4 +1,4 @@
-"""Samples in, records out: reads prompts into the cache, lets the model answer, scores, writes one line a sample."""
+"""Execute runs: read prompts into the cache, let the model answer, score, and write one record for each sample."""
 
 import platform
 import sys
@@ -27,14 +27,38 @@ from kvbench.validation import ContractError, SettingError
 
 
 def execute_run(run: RunSpec, results: Path, bench: Resources) -> dict[str, dict]:
-    """All records of the run, by uid: those on disk, and the missing ones made now. A finished run returns at once."""
+    """Execute a run and return all of its records by uid.
+
+    Records that are on disk are not made again, so a finished run returns at once.
+
+    Args:
+        run: The run.
+        results: The results folder.
+        bench: Tokenizer, model and prompts.
+
+    Raises:
+        SettingError: A sample does not fit the model, or the results folder cannot be used.
+    """
     [folder] = execute_runs([run], results, bench)
     return folder.records()
 
 
 def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> list[RunFolder]:
-    """Make the missing records of runs that differ only in what they keep of a prompt, each sample's in all of them
-    before the next. Of several, one that fails is left out: alone it says why.
+    """Make the missing records of runs that differ only in method, allocator, codec or budget.
+
+    Each sample is answered in all runs before the next one. A run that fails is dropped from a group; executed alone,
+    it raises.
+
+    Args:
+        runs: The runs.
+        results: The results folder.
+        bench: Tokenizer, model and prompts.
+
+    Returns:
+        The folders of the runs.
+
+    Raises:
+        SettingError: A sample does not fit the model, or the results folder cannot be used.
     """
     with make_records_folder(results, results / "runs"):
         folders = {RunFolder(results / "runs", run.value): run for run in runs}
@@ -53,7 +77,7 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
         base = runs[0].baseline()
         full = [folder for folder, run in folders.items() if run.value == base.value]
         bench.full = full[0] if full else RunFolder(results / "runs", base.value)
-        open_ = {folder: open_[folder] for folder in [*full, *open_] if folder in open_}  # others compare with it
+        open_ = {folder: open_[folder] for folder in [*full, *open_] if folder in open_}  # the others use it
     company = RunGroup(open_, partial(Responder, bench=bench), bench.reload_model)
     name = runs[0].groups["method"]["name"] if len(runs) == 1 else f"{len(open_)} together"
     with ExitStack() as stack:
@@ -62,7 +86,7 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
             folder.refresh()
 
         def made_so_far() -> int:
-            """Records on the disk, whoever made them."""
+            """Count the records on disk, whichever process made them."""
             return sum(folder.is_recorded(uid) for folder in open_ for uid in prompts)
 
         bar = tqdm(total=len(prompts) * len(open_), initial=made_so_far(), desc=f"{name:>10}", file=sys.stderr)
@@ -73,10 +97,10 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
             own = {folder: [uid, *filter(folder.claim, turns)] if turns else batch for folder in free}
             for folder, records in company.answer(free, [prompts[other] for other in batch]):
                 for record in records:
-                    if record["uid"] in own[folder]:  # an earlier turn that was answered before is only read again
+                    if record["uid"] in own[folder]:  # a turn that was answered earlier is only read again
                         folder.append(record)
                         bar.update()
-            for folder, uids in own.items():  # of one that was left out
+            for folder, uids in own.items():  # a dropped run still holds its claims
                 for other in uids:
                     folder.release(other)
             bar.update(made_so_far() - bar.n)
@@ -88,7 +112,7 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
 
 @contextmanager
 def make_records_folder(results: Path, folder: Path) -> Iterator[None]:
-    """`folder` is there or can be made; what was made is gone again if it is empty when a setting cannot be used."""
+    """Create `folder`. If the body finds an invalid setting, remove the created folders that are empty."""
     try:
         absent = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,12 +128,12 @@ def make_records_folder(results: Path, folder: Path) -> Iterator[None]:
 
 
 def check_extra_reads(run: RunSpec, bench: Resources, longest: int) -> None:
-    """SettingError if a method lets the model read so much about a prompt that it comes beyond what the model takes."""
+    """Raise a SettingError if a method's extra reads and a prompt together have more tokens than the model takes."""
     method = run.choice().method
     if not method.needs_extra_reads:
         return
     for uid, (_, prompt) in bench.prompts.items():
-        if prompt.earlier:  # nothing is cut at a later turn
+        if prompt.earlier:  # later turns evict nothing
             continue
         ids = torch.tensor([prompt.context if run.question == "hidden" else prompt.ids])
         most = max(
@@ -127,8 +151,9 @@ def check_extra_reads(run: RunSpec, bench: Resources, longest: int) -> None:
 def claim_companions(
     uid: str, prompts: dict[str, tuple[Sample, Prompt]], run: RunSpec, folders: Sequence[RunFolder]
 ) -> Iterator[str]:
-    """Further samples, claimed in all `folders`, of the same lengths, up to `max_batch` with the first. On a CPU none:
-    there a sample in a batch would not give exactly what it gives alone.
+    """Claim further samples with the same lengths in all `folders`, up to `max_batch` together with the first one.
+
+    On a CPU there are none, because a sample would give other results in a batch than alone.
     """
     room = run.max_batch - 1 if run.device != "cpu" else 0
     own = batch_key(*prompts[uid])
@@ -141,18 +166,18 @@ def claim_companions(
 
 
 def batch_key(sample: Sample, prompt: Prompt) -> tuple[Any, ...]:
-    """What samples of one batch have in common."""
+    """Return what samples of one batch have in common."""
     ends = (sample.max_new_tokens, sample.min_new_tokens, sample.ends, sample.until)
     return len(prompt.context), len(prompt.rest), prompt.prefix, *ends
 
 
 def describe_process(run: RunSpec) -> dict[str, Any]:
-    """What a process writes beside its records: for people, and to make the run again."""
+    """Describe the process that makes records, for people and for executing the run again."""
     return describe_machine(run.device) | {"settings": run.settings, "sources": source_hashes(run.sources())}
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """What ran it: for people, not for the hash."""
+    """Describe the machine, for people. It is no part of the run's hash."""
     packages = ("torch", "transformers", "tokenizers", "triton", "numpy")
     return {
         "code": find_revision(),

@@ -1,5 +1,10 @@
-"""Readers of runs that differ only in what they keep of a prompt: it is read once for all of them, and each answers
-from its own rows. Where there is no room for all beside each other there may be for half as many, and so on.
+"""Answer the samples of several runs on one prefill.
+
+Runs that differ only in method, allocator, codec or budget read the same prompts. A prompt is read once for all of
+them, and each run then generates from its own compressed cache.
+
+If the group does not fit in memory, it is split in half and retried. A run that fails is dropped with a warning, and
+the others continue.
 """
 
 import sys
@@ -23,23 +28,43 @@ Batch = Sequence[tuple[Sample, Prompt]]
 
 
 class RunGroup:
-    """The readers of `runs`, which `make` gives, by the folders of their records. Of several, one that fails leaves;
-    what one that was alone from the beginning raises is raised.
+    """Runs that share their prefills.
+
+    In a group, a run that fails is dropped with a warning. If the group was made of a single run, its error propagates.
+
+    Attributes:
+        runs: The runs by the folders of their records.
+        readers: The responders of the runs that have not been dropped.
+        most: How many runs one prefill serves.
     """
 
     def __init__(
         self, runs: Mapping[RunFolder, RunSpec], make: Callable[[RunSpec], Responder], reload: Callable[[], None]
     ) -> None:
-        """`make` gives the reader of a run; `reload`: the next that are made get a model that is loaded anew."""
+        """Make a responder for each run.
+
+        Args:
+            runs: The runs by the folders of their records.
+            make: Makes a run's responder.
+            reload: Makes the next responders get a freshly loaded model.
+        """
         self.runs, self.make, self.reload = runs, make, reload
-        self.most = len(runs)  # how many prompts are read for at once
+        self.most = len(runs)
         self.readers: dict[RunFolder, Responder] = {}
         for folder in runs:
             with self._leave_on_failure(folder):
                 self.readers[folder] = make(runs[folder])
 
     def answer(self, folders: Sequence[RunFolder], batch: Batch) -> Iterator[tuple[RunFolder, list[dict]]]:
-        """The records of these runs, of each as soon as they are made; of one that leaves none."""
+        """Answer a batch in some of the runs.
+
+        Args:
+            folders: The folders of the runs.
+            batch: Samples with their prompts.
+
+        Yields:
+            (folder, records) as soon as a run is done. A run that fails yields nothing.
+        """
         left = [folder for folder in folders if folder in self.readers]
         while left:
             some, left = left[: self.most], left[self.most :]
@@ -61,8 +86,10 @@ class RunGroup:
                 left = some + left
 
     def _open(self, folders: Sequence[RunFolder], batch: Batch) -> dict[RunFolder, float] | None:
-        """Read what the batch begins with into all contexts that lack it, where several do: milliseconds of each. None
-        where there is not memory enough.
+        """Read the batch's shared prefix into all contexts that lack it, if several do.
+
+        Returns:
+            The milliseconds of each run; None if memory does not suffice.
         """
         while True:
             own = {folder: self.readers[folder] for folder in folders if folder in self.readers}
@@ -74,12 +101,12 @@ class RunGroup:
                 with suppress(torch.cuda.OutOfMemoryError):
                     spent = prefill_together(list(lacking.values()), batch)
             except ContextFailed as failed:
-                self._leave(list(lacking)[failed.number], failed.__cause__)
+                self._leave(list(lacking)[failed.number], failed.__cause__ or failed)
                 continue
             return None if spent is None else dict(zip(lacking, spent, strict=True))
 
     def _answer(self, folder: RunFolder, batch: Batch, alone: bool) -> list[dict] | None:
-        """A run's records, none if it leaves or has left; None where there is not memory enough beside the others."""
+        """Return a run's records: none if it is dropped, None if memory does not suffice beside the other runs."""
         if folder in self.readers:
             with self._leave_on_failure(folder):
                 reader = self.readers[folder]
@@ -87,7 +114,7 @@ class RunGroup:
         return []
 
     def _read_for_fewer(self, count: int) -> None:
-        """There was not memory enough for so many."""
+        """Halve the number of runs that one prefill serves, because memory did not suffice for `count`."""
         self.most = (count + 1) // 2
         tqdm.write(f"kvbench: no memory for {count} runs at once: {self.most} from now on", file=sys.stderr)
         for reader in self.readers.values():
@@ -96,7 +123,7 @@ class RunGroup:
 
     @contextmanager
     def _leave_on_failure(self, folder: RunFolder) -> Iterator[None]:
-        """The run whose part fails inside leaves."""
+        """Drop the run if the body raises; a single run's error propagates."""
         try:
             yield
         except Exception as error:
@@ -107,20 +134,20 @@ class RunGroup:
             self._leave(folder, error)
 
     def _leave(self, folder: RunFolder, error: BaseException) -> None:
-        """Go on without a run that failed. The others read the sample again: it may have spoiled what they share."""
+        """Drop a run that failed. The others read the sample again, as the run may have changed what they share."""
         self.readers.pop(folder, None)
         for reader in self.readers.values():
             reader.drop()
         if spoils_model(error):
             others = list(self.readers)
-            self.readers.clear()  # nobody holds the old weights when the new ones are loaded
+            self.readers.clear()  # the old weights must be freed before the new ones are loaded
             clear_frames(error)
             self.reload()
             clear(self.runs[folder].device)
             for other in others:
                 with self._leave_on_failure(other):
                     self.readers[other] = self.make(self.runs[other])
-        if isinstance(error, ContractError):  # its own cell says it, and once is enough
+        if isinstance(error, ContractError):  # the run's own cell will say it
             return
         groups = self.runs[folder].groups
         label = " ".join(f"{group}={own['name']}" for group, own in groups.items())
@@ -130,19 +157,19 @@ class RunGroup:
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Let go of what the frames of an error and of its causes hold."""
+    """Free what the frames of an error and of its causes hold."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def spoils_model(error: BaseException | None) -> bool:
-    """Whether the weights of the model are not what they were."""
+    """Whether the error says that the model's weights were changed."""
     return isinstance(error, ContractError) and error.spoils_model
 
 
 def prefill_together(readers: Sequence[Responder], batch: Batch) -> list[float]:
-    """Read what the batch begins with into new contexts of all readers: milliseconds of each."""
+    """Read the batch's shared prefix into new contexts of all readers; return the milliseconds of each."""
     for reader in readers:
         reader.drop()  # freed before the new ones grow
     forget_peak(readers[0].run.device)

@@ -1,6 +1,6 @@
-"""Which of the tokens read are held when an answer begins, and where among them the text of a target stands.
+"""Measure which of the read tokens are held when an answer begins, and find where among them a target stands.
 
-The places 0 … n - 1 are cut into m = min(BINS, n) bins: place p lies in bin ⌊p·m/n⌋.
+The positions 0 … n - 1 are divided into m = min(BINS, n) bins: position p lies in bin ⌊p·m/n⌋.
 """
 
 import re
@@ -13,26 +13,41 @@ from kvbench.cache.storage import StoredRows
 from kvbench.interfaces.task import Sample
 from kvbench.runs.prompt import Prompt
 
-BINS = 64  # as many as a narrow screen can show; twice as many digits in a record
+BINS = 64  # as many as a narrow screen can show; a record has two digits for each
 
 
 @torch.inference_mode()
 def measure_survival(layers: Sequence[StoredRows], tokens: int) -> list[str]:
-    """Of each sample the percentages of its bins, two hexadecimal digits each (`bytes.fromhex` reads them): how many of
-    a bin's `tokens` read are held, mean over `layers` and KV heads. A merged row counts where its place is.
+    """Return the share of tokens that are held in each bin, as a mean over layers and KV heads.
+
+    A merged row counts at its position.
+
+    Args:
+        layers: The rows of each layer.
+        tokens: The number of tokens that were read.
+
+    Returns:
+        For each sample, the percentages of its bins with two hexadecimal digits each, for `bytes.fromhex`.
     """
     bins = min(BINS, tokens)
     edges = [-(-number * tokens // bins) for number in range(bins + 1)]
     parts = [rows.rank_of(edges).diff().sum(1) for rows in layers]  # (B, bins) each
-    held = sum(part.to(parts[0].device) for part in parts).tolist()
+    held = torch.stack([part.to(parts[0].device) for part in parts]).sum(0).tolist()
     heads = sum(rows.shape[1] for rows in layers)
     most = [heads * (stop - start) for start, stop in zip(edges, edges[1:], strict=False)]
     return [bytes((200 * own + of) // (2 * of) for own, of in zip(sample, most, strict=True)).hex() for sample in held]
 
 
 def find_evidence(sample: Sample, prompt: Prompt, tokens: int) -> list[int]:
-    """The bins, of `tokens` read, in which a target stands in the sample's context, in words of its own."""
-    bins, found = min(BINS, tokens), set()
+    """Find the bins in which a target stands in the sample's context, as whole words.
+
+    Args:
+        sample: The sample; its answers are the targets.
+        prompt: Its prompt.
+        tokens: The number of tokens that were read.
+    """
+    bins = min(BINS, tokens)
+    found: set[int] = set()
     for target in filter(None, map(str.strip, sample.answers)):
         begin, end = (r"\b" if re.match(r"\w", edge, re.ASCII) else "" for edge in (target[0], target[-1]))
         for match in re.finditer(begin + re.escape(target) + end, sample.context, re.ASCII):

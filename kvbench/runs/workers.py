@@ -1,9 +1,10 @@
-"""Several processes that share the samples of runs, on GPUs one each. The store's claims see to it that every sample is
-answered once; what one leaves undone when it dies, the others do.
+"""Execute runs in several processes that share the samples; on GPUs each process has one.
+
+The store's claims make sure that every sample is answered once. If a process dies, the others answer the samples that
+it had claimed.
 """
 
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,24 +18,38 @@ from kvbench.runs.checks import check_workers
 from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_runs
 from kvbench.runs.spec import RunSpec
-from kvbench.validation import ContractError, SettingError, Terminated, describe_write_error, raise_on_sigterm
+from kvbench.validation import (
+    ContractError,
+    SettingError,
+    Terminated,
+    describe_write_error,
+    ignore_interrupts,
+    raise_on_sigterm,
+)
 
-PATIENCE = 10  # seconds that a process which is told to end may take to close what it has open
+PATIENCE = 10  # seconds that a process may take to close its files before it is killed
 
 
 def count_workers(workers: object, device: str) -> int:
-    """The number of processes, auto: one a GPU; SettingError where there are fewer GPUs."""
+    """Return the number of processes; ``auto`` is one for each GPU. SettingError if there are fewer GPUs."""
     if workers == "auto":
         return max(1, torch.cuda.device_count()) if device == "cuda" else 1
     check_workers(workers)
+    assert isinstance(workers, int)
     if device == "cuda" and workers > torch.cuda.device_count():
         raise SettingError(f"workers={workers}: a GPU each, and there are {torch.cuda.device_count()}")
     return workers
 
 
 def execute_in_workers(companies: Sequence[Sequence[RunSpec]], results: Path, workers: int) -> None:
-    """Execute the runs, those of one company together and one company after the other, in `workers` processes at once.
-    Whoever asks for a run's records next finds them on disk; a process that died is reported and what it did is kept.
+    """Execute runs in several processes at once and wait for them. The records are on disk then.
+
+    A process that died is reported on stderr; its records are kept.
+
+    Args:
+        companies: Groups of runs that share prefills. One group is executed after the other.
+        results: The results folder.
+        workers: The number of processes.
     """
     context, gpus = get_context("spawn"), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     gpus = gpus if gpus != [""] else [str(index) for index in range(workers)]
@@ -44,10 +59,7 @@ def execute_in_workers(companies: Sequence[Sequence[RunSpec]], results: Path, wo
             own = {"CUDA_VISIBLE_DEVICES": gpus[index]} if companies[0][0].device == "cuda" else {}
             own |= {"TQDM_DISABLE": "1"} if index else {}
             process = context.Process(target=run_worker, args=(companies, results), daemon=True)
-            with (
-                set_environment(own),
-                ignore_interrupts(),
-            ):  # of the new process, from its first import on: tqdm looks then
+            with set_environment(own), ignore_interrupts():  # before the new process imports tqdm, which reads it
                 process.start()
             processes.append(process)
         for index, process in enumerate(processes):
@@ -55,7 +67,7 @@ def execute_in_workers(companies: Sequence[Sequence[RunSpec]], results: Path, wo
             if process.exitcode:
                 print(f"kvbench: worker {index} ended with code {process.exitcode}", file=sys.stderr)
     finally:
-        for process in processes:  # still at work where this one was stopped
+        for process in processes:  # they still work if this process was stopped
             process.terminate()
         for process in processes:
             process.join(PATIENCE)
@@ -64,18 +76,8 @@ def execute_in_workers(companies: Sequence[Sequence[RunSpec]], results: Path, wo
 
 
 @contextmanager
-def ignore_interrupts() -> Iterator[None]:
-    """Inside, Ctrl-C does nothing, and never does to processes that start here: the one that started them ends them."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
 def set_environment(own: dict[str, str]) -> Iterator[None]:
-    """Inside, these variables are set."""
+    """Set environment variables inside."""
     before = dict(os.environ)
     os.environ.update(own)
     try:
@@ -87,8 +89,10 @@ def set_environment(own: dict[str, str]) -> Iterator[None]:
 
 
 def run_worker(companies: Sequence[Sequence[RunSpec]], results: Path) -> None:
-    """What a process does. A setting that cannot be used and a contract that is broken are said by whoever asks for the
-    records; so is a disk that cannot be written, which that process finds as this one did.
+    """Execute runs; the main function of a process.
+
+    It is silent about invalid settings, broken contracts and a disk that cannot be written. The process that asks for
+    the records next finds them too, and says so.
     """
     Thread(target=exit_with_parent, daemon=True).start()
     bench = Resources(companies[0][0])
@@ -105,6 +109,8 @@ def run_worker(companies: Sequence[Sequence[RunSpec]], results: Path) -> None:
 
 
 def exit_with_parent() -> None:
-    """End this process when its parent has ended, killed or not: nobody waits for it any more."""
-    parent_process().join()
+    """End this process when its parent has ended, killed or not, because nobody waits for it any more."""
+    parent = parent_process()
+    assert parent is not None  # a worker is always started by another process
+    parent.join()
     os._exit(1)

@@ -1,12 +1,12 @@
-"""The reference model while it is trained: a Llama in plain PyTorch over flat tokens, and its look-ahead.
+"""The embedded model while it is trained: a Llama in plain PyTorch over flat tokens, and its look-ahead.
 
-Parameters carry the names that transformers' LlamaForCausalLM gives them, so the weights are exported as they are.
-All positionwise work runs on a flat (tokens, hidden) array, which has one shape at every sequence length: it is
-compiled once. Only attention sees (rows, length). Residuals and norms stay in fp32, products run in bf16.
+Parameters have the names of transformers' LlamaForCausalLM, so the weights are exported as they are. All positionwise
+work runs on a flat (tokens, hidden) array. It has the same shape at every sequence length, so it is compiled once. Only
+attention sees (rows, length). Residuals and norms stay in fp32, and products run in bf16.
 
-The look-ahead is trained with the model and never exported: through one matrix per offset k, the last hidden state
-at i also predicts token i + k with the model's own unembedding (multi-token prediction, Gloeckle et al. 2024, arXiv
-2404.19737, with a linear map in place of a layer, and far offsets of answers only).
+The look-ahead is trained with the model and never exported. Through one matrix for each offset k, the last hidden state
+at i also predicts token i + k with the model's own unembedding. This is multi-token prediction (Gloeckle et al. 2024,
+arXiv 2404.19737) with a linear map instead of a layer, and with far offsets for answers only.
 """
 
 from pathlib import Path
@@ -20,18 +20,18 @@ from kvbench.training.recipe import DIM, EPSILON, VOCABULARY, Recipe
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """RMSNorm of (…, hidden), `weight` (hidden,), in fp32."""
+    """Compute RMSNorm of (…, hidden) with `weight` (hidden,) in fp32."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON) * weight
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of (tokens, heads, dim), halves as in Llama."""
+    """Apply RoPE to (tokens, heads, dim), with halves as in Llama."""
     a, b = x.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 def project_qkv(x: Tensor, weight: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, angles: Tensor, places: Tensor):
-    """Queries (tokens, heads, 64), keys and values (tokens, KV heads, 64) of one layer."""
+    """Compute queries (tokens, heads, 64), keys and values (tokens, KV heads, 64) of one layer."""
     h = rms_norm(x, weight)
     cos, sin = angles[places].cos()[:, None], angles[places].sin()[:, None]
     q, k, v = (F.linear(h, w).unflatten(-1, (-1, DIM)) for w in (wq, wk, wv))
@@ -39,21 +39,19 @@ def project_qkv(x: Tensor, weight: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, a
 
 
 def finish_layer(x: Tensor, seen: Tensor, wo: Tensor, weight: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """The rest of the layer: output projection of `seen` (tokens, heads * 64) and feed-forward, both added to the
-    residual `x` (tokens, hidden).
-    """
+    """Add the output projection of `seen` (tokens, heads * 64) and the feed-forward to `x` (tokens, hidden)."""
     x = x + F.linear(seen, wo)
     h = rms_norm(x, weight)
     return x + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), down)
 
 
 def next_token_loss(x: Tensor, weight: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy (tokens,) in nats of `targets` (tokens,) after last hidden states (tokens, hidden)."""
+    """Return the cross-entropy (tokens,) in nats of `targets` (tokens,) after last hidden states (tokens, hidden)."""
     return F.cross_entropy(F.linear(rms_norm(x, weight), embedding).float(), targets, reduction="none")
 
 
 def look_ahead_loss(x: Tensor, weight: Tensor, maps: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy (offsets, pairs) of hidden states (offsets, pairs, hidden) mapped by (offsets, hidden, hidden)."""
+    """Return the cross-entropy (offsets, pairs) of states (offsets, pairs, hidden), each mapped by its offset's map."""
     h = torch.bmm(rms_norm(x, weight), maps)
     return F.cross_entropy(F.linear(h, embedding).float().flatten(0, 1), targets.flatten(), reduction="none").view_as(
         targets
@@ -61,7 +59,7 @@ def look_ahead_loss(x: Tensor, weight: Tensor, maps: Tensor, embedding: Tensor, 
 
 
 def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
-    """The model's weights by the names that transformers gives them."""
+    """Return the shapes of the model's weights by transformers' names."""
     hidden, inner, queries, keys = recipe.hidden, recipe.inner, recipe.heads * DIM, recipe.kv_heads * DIM
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
     found |= {"model.norm.weight": (hidden,)}
@@ -81,7 +79,11 @@ def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
 
 
 class Llama(nn.Module):
-    def __init__(self, recipe: Recipe, seed: int = 0, compile: bool = False):
+    """The model with its look-ahead. Its weights are drawn from `seed`."""
+
+    angles: Tensor
+
+    def __init__(self, recipe: Recipe, seed: int = 0, compile: bool = False) -> None:
         super().__init__()
         self.recipe = recipe
         draw = torch.Generator().manual_seed(seed)
@@ -107,7 +109,7 @@ class Llama(nn.Module):
         )
 
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and targets (rows, length) -> cross-entropy (rows, length), last hidden states (tokens, hidden)."""
+        """Return the cross-entropy of targets after tokens (rows, length), and last hidden states (tokens, hidden)."""
         rows, length = tokens.shape
         places = torch.arange(length, device=tokens.device).repeat(rows)
         embedding, final, *layers = self.weights
@@ -123,18 +125,18 @@ class Llama(nn.Module):
         return self.next_token_loss(x, final, embedding, targets.flatten()).view(rows, length), x
 
     def compute_look_ahead_loss(self, x: Tensor, pairs: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy (offsets, pairs) of predicting `targets` from the hidden states at flat places `pairs`."""
+        """Return the cross-entropy (offsets, pairs) of `targets` after the hidden states at flat positions `pairs`."""
         embedding, final, *_ = self.weights
         return self.look_ahead_loss(x[pairs], final, self.maps, embedding, targets)
 
     def take(self, folder: Path) -> None:
-        """The weights that a folder holds, exported by a model of this shape."""
+        """Load the weights of a folder, exported by a model of this shape."""
         held = {name: weight for path in folder.glob("model*.safetensors") for name, weight in load_file(path).items()}
         with torch.no_grad():
             for name, weight in zip(self.names, self.weights, strict=True):
                 weight.copy_(held[name])
 
     def export(self) -> dict[str, Tensor]:
-        """Weights in bf16 under transformers' names."""
+        """Return the weights in bf16 under transformers' names."""
         named = zip(self.names, self.weights, strict=True)
         return {name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in named}

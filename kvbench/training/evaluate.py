@@ -1,9 +1,10 @@
-"""The reference model's full-cache scores: the tasks' own prompts and metrics, greedy generation by transformers.
+"""Score the embedded model with the full cache: the tasks' own prompts and metrics, greedy generation by transformers.
 
-A list of {task, length or steps, samples, score} under `scores`, beside whose scores they are and how they were made; a
-file that holds such of the same weights is added to: what it has of as many samples is not made again. The seed is not
-the harness's default, so the draws are not the main table's; the QA questions are, since RULER's sample i always asks
-question i. None of either was ever trained on.
+The file holds a list of {task, length or steps, samples, score} under `scores`, and what was scored and how. Scores of
+the same weights are added to an existing file, and a score with as many samples is not made again.
+
+The seed is not kvbench's default, so the draws are not those of the main table. The QA questions are, because RULER's
+sample i always asks question i. The model was trained on neither.
 """
 
 import json
@@ -38,7 +39,7 @@ SampleRequest = tuple[str, int, int, str, str | None]  # subtask, length or line
 
 @cache
 def load_ledger_settings() -> dict[str, Any]:
-    """The task's settings."""
+    """Load the settings of task=ledger."""
     return yaml.safe_load((CONF / "task/ledger.yaml").read_text())
 
 
@@ -51,12 +52,12 @@ def make_task(subtask: str, length: int, samples: int, cache: str | None = None)
 
 
 def score_key(score: dict[str, Any]) -> tuple[str, int]:
-    """What a score in the file is of: subtask, and length or lines."""
+    """Return the key of a score in the file: its subtask, and its length or lines."""
     return score["task"], score["steps" if score["task"] == LEDGER else "length"]
 
 
 def draw_samples(asked: SampleRequest) -> list[Sample]:
-    """Samples of one subtask and length; fitting needs the tokenizer and one added token, <bos>."""
+    """Draw the samples of one subtask and length, with room for one added token, <bos>."""
     subtask, length, samples, folder, cache = asked
     model = Checkpoint("", folder)
     longest = length if subtask != LEDGER else model.longest()
@@ -65,7 +66,7 @@ def draw_samples(asked: SampleRequest) -> list[Sample]:
 
 @torch.inference_mode()
 def generate_answers(model, tokenizer, samples: list[Sample]) -> list[str]:
-    """Greedy answers to the prompts, left-padded to one batch."""
+    """Generate greedy answers to the prompts, padded on the left to one batch."""
     prompts = [s.context + s.question + s.answer_prefix for s in samples]
     batch = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
     new = max(sample.max_new_tokens for sample in samples)
@@ -74,7 +75,7 @@ def generate_answers(model, tokenizer, samples: list[Sample]) -> list[str]:
 
 
 def load_scores(out: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """What the file holds, or an empty one; SettingError where it is about something else."""
+    """Load the file, or make an empty one; SettingError if the file is about something else."""
     if not out.exists():
         return about | {"scores": []}
     try:
@@ -88,8 +89,10 @@ def load_scores(out: Path, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluate(given: Namespace, held: dict[str, Any]) -> int:
-    """Mean scores of ledgers and of every length and subtask that the file has not, each written at once; none is begun
-    when `--seconds` are over, and then 1 is returned.
+    """Score the ledgers and every length and subtask that the file lacks. Each score is written at once.
+
+    Returns:
+        0, or 1 if `--seconds` were over before the last one.
     """
     until, folder = time.monotonic() + given.seconds, str(given.model)
     model = Checkpoint("", folder)

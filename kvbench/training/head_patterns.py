@@ -1,4 +1,4 @@
-"""DuoAttention's pattern of heads, from KVzip's head scores."""
+"""Compute DuoAttention's pattern of heads from KVzip's head scores."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from kvbench.models.transformers_port import read_layout
 
 @dataclass(frozen=True)
 class ScoreRecorder(KVzip):
-    """KVzip, whose scores stay in every layer's state."""
+    """KVzip that keeps its scores in every layer's state."""
 
     def forget(self, state: State) -> None:
         pass
@@ -30,8 +30,17 @@ class ScoreRecorder(KVzip):
 def compute_head_scores(
     model: torch.nn.Module, sequences: Sequence[Tensor], own: PromptEncoder, prefix: int = 0, **args: Any
 ) -> Tensor:
-    """(layers, KV heads) float32 KVzip's head scores of texts (tokens,), of which `prefix` in front are no text; nan
-    for layers with a sliding window. `args`: settings of conf/method/kvzip.yaml.
+    """Compute KVzip's head scores.
+
+    Args:
+        model: The model.
+        sequences: Texts as token ids, each of shape (tokens,).
+        own: Encodes KVzip's own prompts.
+        prefix: Number of tokens in front that are no text.
+        args: Settings of conf/method/kvzip.yaml.
+
+    Returns:
+        The scores in float32, shape (layers, KV heads); nan for layers with a sliding window.
     """
     chosen = {k: v for k, v in load_settings("method", "kvzip", args).items() if k not in ("_target_", "preset")}
     choice = CachePolicy(ScoreRecorder(**chosen), Allocator("uniform"), build("codec", load_settings("codec", "raw")))
@@ -46,7 +55,7 @@ def compute_head_scores(
 
 
 def write_pattern(alpha: Tensor, folder: Path, sinks: int, recent: int, source: str) -> None:
-    """A folder as published: full_attention_heads.tsv with α (layers, KV heads), config.json."""
+    """Write a folder in the published format: full_attention_heads.tsv with α (layers, KV heads), and config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = ["\t".join(f"{value:.6f}" for value in layer) for layer in alpha.tolist()]
     (folder / "full_attention_heads.tsv").write_text("\n".join(lines) + "\n")

@@ -1,7 +1,8 @@
-"""Q-Filters' directions, from a model's queries."""
+"""Compute Q-Filters' directions from a model's queries."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,9 @@ from kvbench.validation import SettingError
 
 @dataclass(frozen=True)
 class QueryRecorder(Method):
-    """The full cache, and the queries at `places` in every layer's state."""
+    """The full cache, which keeps the queries at the positions `places` (n,) in every layer's state."""
 
-    places: Tensor  # (n,)
+    places: Tensor
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         state.layer["queries"] = observation.queries[0, :, self.places].float().cpu()
@@ -30,8 +31,16 @@ class QueryRecorder(Method):
 
 
 def collect_queries(model: torch.nn.Module, sequences: Sequence[Tensor], count: int, seed: int) -> list[Tensor | None]:
-    """Rotated queries (query heads, about `count`, d) of every layer at random places of `sequences` (tokens,), equally
-    many of each; None for layers with a sliding window.
+    """Collect rotated queries of every layer at random positions.
+
+    Args:
+        model: The model.
+        sequences: Texts as token ids, each of shape (tokens,). Each gives equally many queries.
+        count: Number of queries of all sequences together, rounded up for each.
+        seed: Seed of the positions.
+
+    Returns:
+        For each layer the queries, shape (query heads, about `count`, d); None for layers with a sliding window.
     """
     generator = torch.Generator().manual_seed(seed)
     codec = build("codec", load_settings("codec", "raw"))
@@ -48,7 +57,7 @@ def collect_queries(model: torch.nn.Module, sequences: Sequence[Tensor], count: 
 def compute_query_filters(
     model: torch.nn.Module, sequences: Sequence[Tensor], count: int = 3000, seed: int = 0
 ) -> Tensor:
-    """(layers, KV heads, d) float32; zeros for layers with a sliding window, which no method cuts."""
+    """Compute the directions in float32, shape (layers, KV heads, d); zeros for layers with a sliding window."""
     shape = read_layout(model)
     filters = torch.zeros(shape.layers, shape.heads, shape.dim)
     for layer, own in enumerate(collect_queries(model, sequences, count, seed)):
@@ -58,14 +67,14 @@ def compute_query_filters(
 
 
 def find_directions(own: Tensor) -> Tensor:
-    """(query heads, d) first right singular vectors of queries (query heads, n, d), most queries on their side."""
+    """Return first right singular vectors (query heads, d) of queries (query heads, n, d), most of them on its side."""
     first = torch.linalg.svd(own, full_matrices=False).Vh[:, 0]
     positive = ((own @ first[..., None]) > 0).float().mean((1, 2)) >= 0.5
     return torch.where(positive[:, None], first, -first)
 
 
-def split_text(tokenizer: object, text: str, sequences: int, length: int) -> list[Tensor]:
-    """`sequences` pieces of `length` tokens, each with what the tokenizer puts first; SettingError if text is short."""
+def split_text(tokenizer: Any, text: str, sequences: int, length: int) -> list[Tensor]:
+    """Split a text into pieces of `length` tokens, with special tokens; SettingError if the text is too short."""
     start = tokenizer("").input_ids
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     piece = length - len(start)

@@ -1,5 +1,7 @@
-"""A training of the reference model as one value with a file: shape, schedule, losses and kinds of samples. How samples
-of each kind are drawn and what their tokens weigh is in data.py.
+"""The recipe of a training of the embedded model: shape, schedule, losses and kinds of samples, as one value with a
+file.
+
+training_data.py draws the samples of each kind and weighs their tokens.
 """
 
 import json
@@ -18,7 +20,7 @@ SHARES = ("shorter", "copies", "copying", "warmup", "steady", "look_ramp", "conf
 
 @dataclass(frozen=True)
 class Recipe:
-    """Shares and schedule are of the training's time, from 0 to 1."""
+    """A recipe. Shares and the schedule refer to the training's time, from 0 to 1."""
 
     hidden: int = 320
     layers: int = 6
@@ -51,15 +53,15 @@ class Recipe:
 
     @property
     def offsets(self) -> range:
-        """How far ahead is looked."""
+        """The offsets of the tokens that the look-ahead predicts."""
         return range(2, self.look_ahead + 1)
 
     def lengths(self, done: float) -> list[int]:
-        """The lengths of all stages begun at this share of the time."""
+        """Return the lengths of all stages that have begun at this share of the time."""
         return [length for start, length in self.stages if start <= done]
 
     def config(self) -> dict[str, Any]:
-        """What transformers loads."""
+        """Return the config that transformers loads."""
         return dict(
             architectures=["LlamaForCausalLM"],
             model_type="llama",
@@ -85,8 +87,10 @@ class Recipe:
         )
 
     def with_settings(self, settings: list[str]) -> "Recipe":
-        """With `name=value` of each setting, the value as JSON; SettingError for what `check` refuses, an unknown name
-        or another type.
+        """Change settings, each given as `name=value` with the value as JSON.
+
+        Raises:
+            SettingError: A name is unknown, a value has another type, or `check` refuses it.
         """
         known, own = {one.name for one in fields(self)}, {}
         for setting in settings:
@@ -108,7 +112,7 @@ class Recipe:
         return made
 
     def check(self) -> None:
-        """SettingError for what nothing can be trained with."""
+        """Raise a SettingError for a recipe that cannot be trained."""
         for one in fields(self):
             value = getattr(self, one.name)
             if isinstance(value, int):
@@ -139,9 +143,11 @@ class Recipe:
                 raise SettingError(f"stages: a length of {length}: at most context={self.context}")
 
     def save(self, folder: Path) -> None:
+        """Write recipe.json into a folder."""
         (folder / "recipe.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
 def load_recipe(folder: Path) -> Recipe:
+    """Read recipe.json of a folder."""
     own = json.loads((folder / "recipe.json").read_text())
     return Recipe(**own | {"stages": tuple(map(tuple, own["stages"]))})

@@ -1,7 +1,7 @@
-"""The reference model's tokenizer: byte-level BPE of 4096 pieces, learned from the generators' own text.
+"""The embedded model's tokenizer: byte-level BPE with 4096 pieces, learned from the generators' own text.
 
-Digits and capital letters of an all-capital word stand alone, so numbers and variable names are copied letter by
-letter, alike wherever they stand; a leading space belongs to the piece after it. `<bos>` is put first on encode.
+Digits, and letters of words in capitals, are pieces of their own. So numbers and variable names are copied letter by
+letter, in the same way everywhere. A leading space belongs to the piece after it. Encoding puts `<bos>` first.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ PIECES = r" ?\p{Lu}?\p{Ll}+| ?\p{L}| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def train_tokenizer(texts: Iterable[str], size: int, folder: Path) -> None:
-    """Learn the pieces from `texts` and write what AutoTokenizer loads from `folder`."""
+    """Learn `size` pieces from texts and write them into a folder from which AutoTokenizer loads them."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,4 +1,4 @@
-"""Trains the embedded reference model from scratch; the model card is v2/README.md.
+"""Train the embedded model from scratch; the model card is v2/README.md.
 
 Worker processes make samples all the while, the GPU takes one step after the other. Sequence length, learning rate and
 the share of copying follow the training's own clock, not the step. Every minute, and whatever happens, the weights and
@@ -45,7 +45,7 @@ SURE = math.log(2)  # nats: a token with less is more probable than all others t
 
 
 def feed_batches(name: str, folder: Path, own: Recipe, progress, full) -> None:
-    """A worker: batches for where the training stands, until it is ended or its parent has."""
+    """Make batches for the current state of the training, until this process or its parent ends."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     Thread(target=exit_with_parent, daemon=True).start()
@@ -63,7 +63,7 @@ def feed_batches(name: str, folder: Path, own: Recipe, progress, full) -> None:
 
 
 class NoSamples(Exception):
-    """No samples come any more."""
+    """No worker makes samples any more."""
 
 
 def receive_batches(full, processes: list) -> Iterator[training_data.Batch]:
@@ -87,18 +87,18 @@ def receive_batches(full, processes: list) -> Iterator[training_data.Batch]:
 
 
 def learning_rate(own: Recipe, done: float) -> float:
-    """Learning rate after this share of the time: warm-up, constant, then a line to zero."""
+    """Return the learning rate after this share of the time: warm-up, constant, then a line to zero."""
     return own.rate * min(1.0, done / own.warmup, max(0.0, 1 - done) / (1 - own.steady))
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Has the file written beside its place first: a reader never sees half of it."""
+    """Write a file beside its place and rename it, so that a reader never sees half of it."""
     with replace_file(path) as draft:
         write(draft)
 
 
 def save_model(model: Llama, folder: Path) -> None:
-    """Writes the weights and configs that transformers loads."""
+    """Write the weights and configs that transformers loads."""
     shards: list[dict[str, Tensor]] = [{}]
     for name, weight in model.export().items():
         if sum(map(count_bytes, shards[-1].values())) + count_bytes(weight) > SHARD:
@@ -125,7 +125,7 @@ def count_bytes(weight: Tensor) -> int:
 
 @dataclass
 class Training:
-    """A training and how far it is: `spent` of `limit` seconds."""
+    """A training and its progress: `spent` of `limit` seconds."""
 
     out: Path
     recipe: Recipe
@@ -138,7 +138,7 @@ class Training:
     begun_with: str | None = None  # identity of the weights that it began with, None: from scratch
 
     def begin(self, device: str, weights: Path | None) -> None:
-        """The model, on the device: new, or with the weights in a folder, or as the last session left it."""
+        """Make the model on the device: new, with the weights of a folder, or as the last session left it."""
         self.device, cuda = device, device == "cuda"
         self.model = Llama(self.recipe, self.seed, compile=cuda).to(device)
         matrices = [p for p in self.model.weights if p.dim() > 1]
@@ -164,7 +164,7 @@ class Training:
         write_whole(self.out / STATE, lambda part: torch.save(state, part))
 
     def losses(self, made: training_data.Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Cross-entropy (rows, length) and its weights, and the look-ahead's mean."""
+        """Return the cross-entropy (rows, length), its weights, and the mean of the look-ahead's loss."""
         # A blocking copy would wait for the GPU to finish the step before.
         ids = torch.from_numpy(made.ids).to(self.device, torch.int64, non_blocking=True)
         weights = torch.from_numpy(made.weights[:, 1:]).to(self.device, torch.float32, non_blocking=True)
@@ -198,7 +198,7 @@ class Training:
         return loss.detach(), looked.detach(), told
 
     def warm(self) -> None:
-        """Compiles, and leaves everything as it is."""
+        """Compile the model without changing its weights."""
         length = self.recipe.stages[0][1]
         shape = max(1, self.recipe.tokens // length), length + 1
         pairs = len(self.recipe.offsets), self.recipe.places
@@ -286,7 +286,7 @@ def train(training: Training, device: str, workers: int, pause: float, steps: fl
 
 
 def check_weights(weights: Path, own: Recipe) -> None:
-    """SettingError if the folder holds no weights of the recipe's shape."""
+    """Raise a SettingError if the folder holds no weights of the recipe's shape."""
     config = weights / "config.json"
     if not config.is_file() or not any(weights.glob("model*.safetensors")):
         raise SettingError(f"--weights={weights}: no folder with config.json and model*.safetensors")

@@ -57,7 +57,7 @@ WINDOW, IN_ANSWER, BEFORE = 16, 0.3, 0.15  # places: a question's last ones coun
 
 @dataclass(frozen=True)
 class Piece:
-    """A text and the loss weight of its tokens; an answer is preceded by its question."""
+    """A text and the loss weight of its tokens. The question of an answer comes before it."""
 
     text: str
     weight: float = CONTEXT
@@ -67,7 +67,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """Token ids, as many weights, and where (question, answer, end) of each answer begin."""
+    """Token ids with their weights, and where the question, the answer and the end of each answer begin."""
 
     name: str
     ids: list[int]
@@ -82,7 +82,7 @@ def load_needle_wording() -> dict[str, str]:
 
 
 def split_runs(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Pieces up to each <eos>."""
+    """Split into pieces that end with <eos>."""
     run: list[Piece] = []
     for piece in pieces:
         run.append(piece)
@@ -94,7 +94,7 @@ def split_runs(pieces: list[Piece]) -> Iterator[list[Piece]]:
 
 
 def compute_shares(recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """Share of every kind of sample, and the tokens of a unit; SettingError for a `mix` that cannot be used."""
+    """Return the share of every kind of sample, and the tokens of a unit; SettingError for an invalid `mix`."""
     found, own = {}, ((TURNS, recipe.turns), (LEDGER, recipe.ledgers), (NEEDLE, recipe.needles))
     for kinds, part in ((RULER, 1 - sum(part for _, part in own)), *own):
         whole = sum(share for share, _ in kinds.values())
@@ -120,7 +120,7 @@ class SampleMaker:
         self.served = 0
 
     def sample(self, length: int) -> TrainingSample:
-        """A sample of at most length + 1 tokens, nearly as many; ValueError if none is found."""
+        """Make a sample of at most length + 1 tokens, and nearly as many; ValueError if none is found."""
         for _ in range(TRIES):
             name = self.rng.choices(list(self.shares), [share for share, _ in self.shares.values()])[0]
             per_unit = self.shares[name][1]
@@ -142,7 +142,7 @@ class SampleMaker:
         raise ValueError(f"no sample of {length} tokens in {TRIES} draws: none of the kinds has such")
 
     def encode(self, name: str, pieces: list[Piece], length: int) -> TrainingSample:
-        """The rest of a long context weighs less, so that it does not outweigh its answers."""
+        """Give the rest of a long context less weight, so that it does not outweigh the answers."""
         rest = CONTEXT * min(1.0, 1024 / length)
         ids, weights, spans, asked = [BOS], [0.0], [], 0
         for run in split_runs(pieces):  # tokens as a prompt has them: its parts are no borders
@@ -162,7 +162,7 @@ class SampleMaker:
         return TrainingSample(name, ids, weights, spans)
 
     def pieces(self, name: str, units: int, length: int) -> list[Piece] | None:
-        """A context and its questions, or None where `units` are too few."""
+        """Make a context and its questions; None if `units` are too few."""
         kind = name.removeprefix("ruler_").split("_")[0]
         return getattr(self, f"_{kind}")(self.families.get(name, name), units, length)
 
@@ -196,7 +196,7 @@ class SampleMaker:
         return pieces
 
     def _confuse(self, draws: dict) -> None:
-        """Gives all facts values that differ in few characters from one of a few."""
+        """Give the facts values that differ in few characters from one of a few values."""
         facts = [[values, i] for values in draws["values"] for i in range(len(values))]
         facts += [[other, 1] for other in draws.get("others", ())]
         sources = [own[i] for own, i in self.rng.sample(facts, 1 + len(facts) // 16)]
@@ -209,7 +209,7 @@ class SampleMaker:
             own[i] = value
 
     def _alike(self, value: str) -> str:
-        """With one to three characters drawn anew, the first apart."""
+        """Draw one to three characters of a value again, but not the first one."""
         drawn = list(value)
         digits = "0123456789abcdef" if "-" in value else "0123456789"
         for place in self.rng.sample([i for i, c in enumerate(value) if i and c != "-"], self.rng.randint(1, 3)):
@@ -225,7 +225,7 @@ class SampleMaker:
         return [*shown, *self._asked(rendered, " ".join(draws["names"]))]
 
     def _cwe(self, family, units: int, length: int) -> list[Piece] | None:
-        """Units are entries of the list; official repetitions half of the time."""
+        """Make a list of words. Units are its entries; half of the samples have the official repetitions."""
         rng = self.rng
         common, rare = rng.choice([(6, 1), (30, 3)] if length > 2048 else [(6, 1)])
         example = family.draw(11, rng, self.texts, 4096 if common == 30 else 1)["example"]
@@ -244,7 +244,7 @@ class SampleMaker:
         return [*shown, *self._asked(rendered, " ".join(f"{i}. {w}" for i, w in enumerate(rendered.answers, 1)))]
 
     def _example(self, context: str, prefix: str, start: str, keep: bool) -> list[Piece]:
-        """Splits the solved example that opens a context, whose answer counts as one; or leaves it out."""
+        """Split off the solved example of a context, whose answer counts as an answer, or leave it out."""
         second = context.rindex(start)
         if not keep:
             return [Piece(context[second:])]
@@ -261,7 +261,7 @@ class SampleMaker:
         return [Piece(rendered.context), *pieces]
 
     def _qa(self, family, units: int, length: int) -> list[Piece] | None:
-        """Articles (squad) or chains (hotpot) that are asked about, among single documents of others."""
+        """Make articles (squad) or chains (hotpot) with questions, among single documents of others."""
         rng, texts = self.rng, self.texts
         self._renew()
         groups = rng.sample(*((texts.articles, 24) if family.source == "squad" else (texts.chains, 60)))
@@ -289,7 +289,7 @@ class SampleMaker:
         return pieces
 
     def _renew(self) -> None:
-        """New articles and chains every now and then."""
+        """Make new articles and chains from time to time."""
         self.served += 1
         if self.texts.renewals == 0 or self.served % 250 == 0:
             self.texts.renew()
@@ -327,7 +327,7 @@ class SampleMaker:
         return pieces
 
     def _articles(self, units: int, turns: int) -> dict:
-        """Documents of several articles, and questions about them."""
+        """Return documents of several articles, and questions about them."""
         self._renew()
         chosen, documents = self.rng.sample(self.texts.articles, len(self.texts.articles)), []
         asked: list = []
@@ -340,7 +340,7 @@ class SampleMaker:
         return {"context": texts, "multi_turns": [{"input": q, "answer": a} for q, a in drawn]}
 
     def _magic(self, name: str, units: int, length: int) -> list[Piece] | None:
-        """Units are words; one to three cities, nouns in capital letters here, have numbers."""
+        """Make a needle sample. Units are words; one to three cities (capitalised nouns here) have numbers."""
         if units < 20:
             return None
         words, ends = self.texts.essay(units)
@@ -358,7 +358,7 @@ class SampleMaker:
         return pieces
 
     def _ledger(self, name: str, units: int, length: int) -> list[Piece] | None:
-        """Units are lines."""
+        """Make a ledger. Units are lines."""
         early = self.rng.choice([0.5, 0.75, 1.0])
         most = int(units * early) - task.STARTS
         if most < 2 or units > LONGEST:
@@ -370,7 +370,7 @@ class SampleMaker:
 
 @dataclass(frozen=True)
 class Batch:
-    """A step's rows, and the pairs of its look-ahead. Targets of -100 are none."""
+    """The rows of a step, and the pairs of its look-ahead. A target of -100 is no target."""
 
     ids: np.ndarray  # (rows, length + 1)
     weights: np.ndarray  # (rows, length + 1)
@@ -425,7 +425,7 @@ def draw_look_ahead(
 
 
 def draw_corpus(samples: int = 2600, length: int = 1500):
-    """Text for the tokenizer: every subtask equally often."""
+    """Yield texts for the tokenizer, equally many of every subtask."""
     maker = SampleMaker("tokenizer", None, Recipe(confusable=0.0))
     units = dict(
         niah_single_1=8,

@@ -1,4 +1,4 @@
-"""Essays and documents to train on: made by the generators' own code, with seeds that no evaluation uses."""
+"""Make essays and documents to train on, with the generators' own code and seeds that no evaluation uses."""
 
 import random
 from collections import deque
@@ -9,9 +9,9 @@ from kvbench.tasks.ruler.texts import load_texts
 
 
 class EndlessTexts:
-    """Stands in for the generators' texts: the same word lists, ever new essays and documents."""
+    """Replaces the generators' texts: the same word lists, but always new essays and documents."""
 
-    def __init__(self, name: str, rng: random.Random):
+    def __init__(self, name: str, rng: random.Random) -> None:
         self.name, self.rng, self.renewals = name, rng, 0
         official = load_texts()
         self.nouns, self.adjectives, self.pool = official.nouns, official.adjectives, official.pool
@@ -20,21 +20,22 @@ class EndlessTexts:
             self.write()
 
     def write(self, sentences: int = 24) -> None:
-        """Add to the essay; its oldest sentences are forgotten."""
+        """Add sentences to the essay; the oldest ones are dropped."""
         self.sentences.extend(s.split() for s in synthetic_prose.write_essay(self.rng, sentences))
 
     def essay(self, units: int) -> tuple[tuple[str, ...], list[int]]:
-        """`units` words from a random sentence on, and where sentences end."""
+        """Return `units` words from a random sentence on, and the words up to the end of each sentence."""
         self.write()
         start = self.rng.randrange(len(self.sentences))
-        taken, have = [], 0
+        taken: list[list[str]] = []
+        have = 0
         while have < units:
             taken.append(self.sentences[(start + len(taken)) % len(self.sentences)])
             have += len(taken[-1])
         return tuple(chain.from_iterable(taken))[:units], list(accumulate(map(len, taken)))
 
     def renew(self) -> None:
-        """Invent new provinces and people: [(documents, [(question, answer)])] of each article and chain."""
+        """Invent new provinces and people: for each article and chain, documents with questions and answers."""
         self.renewals += 1
         inventor = synthetic_qa.Inventor(f"kvbench reference/{self.name}/{self.renewals}")
         self.articles, self.chains = [], []

@@ -1,18 +1,35 @@
-"""Values of one axis of a grid, as a setting gives them: a number, a list, or evenly spaced ones."""
+"""Read the values of one axis of a grid from a setting: a number, a list, or a range of evenly spaced values."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
 
 import numpy as np
 
 from kvbench.validation import SettingError, is_number, require_int
 
 
+@overload
+def parse_axis(setting: str, given: object, least: float, most: float | None = None) -> list[int]: ...
+@overload
 def parse_axis(
-    setting: str, given: object, least: float, most: float | None = None, fractions: bool = False
-) -> list[float]:
-    """The values of a number, a list, or `{start, stop, steps}`: evenly spaced, both ends included, rounded to whole
-    numbers as gkamradt's are. SettingError unless they differ, fractions to the six digits that uids have, and lie in
-    [least, most]; only listed ones may be `fractions`.
+    setting: str, given: object, least: float, most: float | None = None, *, fractions: Literal[True]
+) -> list[float]: ...
+def parse_axis(
+    setting: str, given: object, least: float, most: float | None = None, *, fractions: bool = False
+) -> list[int] | list[float]:
+    """Return the values of an axis.
+
+    Args:
+        setting: The setting's name, for messages.
+        given: A number, a list of numbers, or ``{start, stop, steps}``: evenly spaced values, both ends included,
+            rounded to whole numbers as in gkamradt/LLMTest_NeedleInAHaystack.
+        least: The smallest value that is allowed.
+        most: The largest value that is allowed; None for no limit.
+        fractions: Whether a number or a list may have fractions.
+
+    Raises:
+        SettingError: Values are equal (fractions are compared by the six digits that uids have), out of range, or no
+            numbers.
     """
     kind = "numbers" if fractions else "whole numbers"
     allowed = f"different {kind} {f'from {least} to {most}' if most is not None else f'of at least {least}'}"
@@ -21,7 +38,7 @@ def parse_axis(
             raise SettingError(f"{setting}={dict(given)}: {{start, stop, steps}} with numbers")
         require_int(f"{setting}.steps", given["steps"], 2)
         spaced = np.linspace(given["start"], given["stop"], given["steps"])
-        values: list[float] = np.round(spaced).astype(int).tolist()
+        values: list[Any] = np.round(spaced).astype(int).tolist()
     else:
         values = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
 
@@ -36,5 +53,5 @@ def parse_axis(
 
 
 def _uid_value(value: float) -> float:
-    """The value as a uid has it."""
+    """Return the value as a uid has it."""
     return value if isinstance(value, int) else float(f"{value:g}")

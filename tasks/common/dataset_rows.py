@@ -1,8 +1,12 @@
-"""Rows of a benchmark's data: from a file or folder in the official format, from the hub, or made in that format.
+"""Read the rows of a benchmark's data from a file or folder in the official format, or from the hub.
 
-`path` is `miniature` (rows that kvbench makes, to try a task on; no benchmark's numbers), `hub` (the published data set
-at a pinned revision) or a file or folder in the published format. Whatever is wrong with them is a SettingError that
-names the file, the line and the column.
+A task's `path` is one of:
+
+* `miniature`: rows that kvbench makes in the official format, for trying a task. They are not the benchmark.
+* `hub`: the published data set at a pinned revision.
+* A file or folder in the published format.
+
+Whatever is wrong with rows is a SettingError that names the file, the line and the column.
 """
 
 import hashlib
@@ -16,19 +20,19 @@ from typing import Any
 from kvbench.validation import SettingError, resolve_subtasks
 
 MINIATURE, HUB = "miniature", "hub"
-HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of an escaped character beyond U+FFFF
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # one half of an escaped character beyond U+FFFF
 
 Row = Mapping[str, Any]
-Columns = Mapping[str, type | tuple[type, ...]]  # name -> what it holds; a list's items are checked by the task
+Columns = Mapping[str, type | tuple[type, ...]]  # name -> type; a task checks the items of lists
 
 
 def name_source(path: str) -> str:
-    """What a record says about its data: miniature, hub or local."""
+    """Return what a record says about its data: miniature, hub or local."""
     return path if path in (MINIATURE, HUB) else "local"
 
 
 def check_path(setting: str, path: object) -> None:
-    """SettingError unless `path` is miniature, hub, or a file or folder that is there."""
+    """Raise a SettingError unless `path` is miniature, hub, or an existing file or folder."""
     if not isinstance(path, str):
         raise SettingError(f"{setting}={path}: {MINIATURE}, {HUB}, or a file or folder in the official format")
     if path not in (MINIATURE, HUB) and not Path(path).expanduser().exists():
@@ -36,7 +40,14 @@ def check_path(setting: str, path: object) -> None:
 
 
 def select_subtasks(given: object, path: str, names: Sequence[str]) -> list[str]:
-    """What `task.subtasks` stands for; `all` with one file, of one subtask (not a .zip), is the subtask in its name."""
+    """Resolve `task.subtasks`.
+
+    If `path` is a single file (not a .zip), it holds one subtask, and ``all`` means the subtask that the file is named
+    after.
+
+    Raises:
+        SettingError: A name is unknown, or a single file is asked for several subtasks.
+    """
     file = Path(path).expanduser()
     if path in (MINIATURE, HUB) or not file.is_file() or file.suffix == ".zip":
         return resolve_subtasks("task.subtasks", given, names)
@@ -47,7 +58,7 @@ def select_subtasks(given: object, path: str, names: Sequence[str]) -> list[str]
 
 
 def find_file(setting: str, path: Path, names: Sequence[str]) -> Path:
-    """`path` itself if it is a file, else the first of `names` in the folder."""
+    """Return `path` if it is a file, else the first of `names` that the folder has; SettingError if it has none."""
     if path.is_file():
         return path
     for name in names:
@@ -58,8 +69,18 @@ def find_file(setting: str, path: Path, names: Sequence[str]) -> Path:
 
 
 def read_rows(setting: str, path: Path, member: str | None = None) -> Iterator[tuple[str, Row]]:
-    """(where, row) of a .jsonl, .json (a list of rows), .csv or .parquet file, or of `member` of a .zip. `where` names
-    file and line (or row) for messages.
+    """Read rows of a file.
+
+    Args:
+        setting: The setting that messages name.
+        path: A .jsonl, .json (a list of rows), .csv, .parquet or .zip file.
+        member: The file inside a .zip.
+
+    Yields:
+        (where, row) for each row. `where` names the file and the line or row, for messages.
+
+    Raises:
+        SettingError: The file cannot be read, or a row is no object.
     """
     name = f"{path.name}:{member}" if member else path.name
     suffix = Path(member or path.name).suffix
@@ -86,7 +107,18 @@ def read_rows(setting: str, path: Path, member: str | None = None) -> Iterator[t
 def check_rows(
     setting: str, found: Iterable[tuple[str, Row]], columns: Columns, unique: str | None = None, what: str = "rows"
 ) -> list[Row]:
-    """The rows, each with `columns` of the given types, and with different values of `unique`; at least one."""
+    """Check rows and return them.
+
+    Args:
+        setting: The setting that messages name.
+        found: (where, row) for each row.
+        columns: Columns that each row must have, and their types.
+        unique: A column whose values must differ.
+        what: What the rows are, for a message that there are none.
+
+    Raises:
+        SettingError: A row lacks a column, has a wrong type or repeats a value of `unique`, or there are no rows.
+    """
     kept: list[Row] = []
     seen: dict[Any, str] = {}
     for where, row in found:
@@ -106,7 +138,7 @@ def check_rows(
 
 
 def check_texts(setting: str, where: str, name: str, value: object) -> tuple[str, ...]:
-    """A list of strings that is not empty."""
+    """Return a column's value if it is a list of strings with at least one; else raise a SettingError."""
     if not isinstance(value, list | tuple) or not value or not all(isinstance(text, str) for text in value):
         raise SettingError(f"{setting}: {where}: {name} is not a list of strings with at least one")
     return tuple(value)
@@ -115,7 +147,7 @@ def check_texts(setting: str, where: str, name: str, value: object) -> tuple[str
 def read_hub_rows(
     setting: str, dataset: str, revision: str, config: str | None, split: str
 ) -> Iterator[tuple[str, Row]]:
-    """(where, row) of a split of a data set on the hub at a revision."""
+    """Yield (where, row) for a split of a data set on the hub at a revision; SettingError if it is out of reach."""
 
     def fetch() -> Any:
         from datasets import load_dataset
@@ -128,7 +160,7 @@ def read_hub_rows(
 
 
 def fetch_hub_file(setting: str, dataset: str, revision: str, file: str) -> Path:
-    """A file of a data set on the hub at a revision."""
+    """Download a file of a data set on the hub at a revision; SettingError if it is out of reach."""
 
     def fetch() -> Path:
         from huggingface_hub import hf_hub_download
@@ -139,7 +171,14 @@ def fetch_hub_file(setting: str, dataset: str, revision: str, file: str) -> Path
 
 
 def try_fetch(setting: str, source: str, fetch: Callable[[], Any], instead: str = "give a path instead") -> Any:
-    """`fetch()`, or a SettingError that says what is out of reach."""
+    """Call `fetch`; any error becomes a SettingError.
+
+    Args:
+        setting: The setting whose value is ``hub``.
+        source: What is fetched, for the message.
+        fetch: Downloads it.
+        instead: The way out that the message names.
+    """
     try:
         return fetch()
     except Exception as error:  # whatever the network's libraries raise
@@ -148,8 +187,10 @@ def try_fetch(setting: str, source: str, fetch: Callable[[], Any], instead: str 
 
 
 def hash_rows(path: str, found: Iterable[Row]) -> str:
-    """Hash of rows, in order, wherever they lie; but rows that kvbench made are others than a copy of them, since
-    settings that are null may stand for something else there.
+    """Hash rows in their order, wherever they are stored.
+
+    The miniature's rows have another hash than a copy of them, because settings that are null may mean something else
+    there.
     """
     digest = hashlib.sha256(MINIATURE.encode() if path == MINIATURE else b"")
     for row in found:
@@ -191,10 +232,11 @@ def _frame(name: str, form: str, path: Path) -> Iterator[tuple[str, Row]]:
     if form == "csv":
         import pandas
 
-        rows = pandas.read_csv(path, dtype=str, keep_default_na=False).to_dict("records")
+        frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
+        rows = [{str(column): value for column, value in row.items()} for row in frame.to_dict("records")]
     else:
         from pyarrow import parquet
 
-        rows = parquet.read_table(path).to_pylist()  # plain Python values, those inside of lists too
+        rows = parquet.read_table(path).to_pylist()  # plain Python values, also inside lists
     for index, row in enumerate(rows):
         yield f"{name} row {index}", row

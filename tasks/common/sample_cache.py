@@ -1,4 +1,4 @@
-"""Samples kept on disk, one JSON line each, in a file named by the hash of all that made them."""
+"""Keep samples on disk, one JSON line each, in a file that is named after the hash of everything that made them."""
 
 import hashlib
 import json
@@ -12,9 +12,15 @@ from kvbench.interfaces.task import Sample
 
 
 def read_or_make(path: Path | None, prefix: str, count: int, make: Callable[[int], Sample]) -> Iterator[Sample]:
-    """Samples 0 to count - 1, whose uids are `prefix/index`: from the file as far as it reaches, else made when asked.
+    """Yield samples 0 to count - 1: from the file as far as it reaches, then made one by one.
 
-    What was made is added to the file when the reader stops, so a larger count extends it. No path, no file.
+    New samples are added to the file when the caller stops, so a larger count extends it.
+
+    Args:
+        path: The file; None to keep nothing.
+        prefix: The uid of sample `index` is ``prefix/index``.
+        count: Number of samples.
+        make: Makes the sample of an index.
     """
     kept = _read(path, prefix) if path else []
     samples = list(kept)
@@ -29,11 +35,16 @@ def read_or_make(path: Path | None, prefix: str, count: int, make: Callable[[int
 
 
 def hash_parts(*parts: str) -> str:
+    """Hash several texts."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def hash_tokenizer(tokenizer: Any) -> str:
-    """Hash of what the tokenizer does: its serialised backend, less what a call may leave behind, or its vocabulary."""
+    """Hash what a tokenizer does.
+
+    The hash is that of the serialised backend, without the padding and truncation that an earlier call may have set. A
+    tokenizer without a backend is hashed by its vocabulary.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return hash_parts(json.dumps(tokenizer.get_vocab(), sort_keys=True))
@@ -41,13 +52,14 @@ def hash_tokenizer(tokenizer: Any) -> str:
 
 
 def _read(path: Path, prefix: str) -> list[Sample]:
-    """The samples in the file up to the first line that is not the one expected."""
+    """Read the samples of the file up to the first line that is not the expected one."""
     samples: list[Sample] = []
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                stored = json.loads(line)
-                sample = Sample(**{k: tuple(v) if isinstance(v, list) else v for k, v in dict(stored).items()})
+                stored: dict[str, Any] = dict(json.loads(line))
+                fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
+                sample = Sample(**fields)
             except (ValueError, TypeError, KeyError):
                 break
             if sample.uid != f"{prefix}/{len(samples)}":
@@ -57,7 +69,7 @@ def _read(path: Path, prefix: str) -> list[Sample]:
 
 
 def _write(path: Path, samples: list[Sample]) -> None:
-    """The whole file at once: readers see the old one or the new one."""
+    """Write the whole file at once: readers see the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replace_file(path) as draft:
         draft.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in samples), encoding="utf-8")

@@ -1,8 +1,8 @@
-"""English prose that nobody wrote: essays for haystacks where no official text is at hand.
+"""Generate English prose: essays for haystacks where no official text is available.
 
-Every essay has a theme (two people, a place, a few nouns, adjectives and verbs of the wonderwords lists), every
-paragraph a part of it, and every sentence is put together from an opener, one or two clauses and a tail. The text is
-always the same: its generator has a fixed seed.
+An essay has a theme: two people, a place, and some nouns, adjectives and verbs of wonderwords' lists. A paragraph uses a
+part of the theme. A sentence is made of an opener, one or two clauses and a tail. The generator has a fixed seed, so the
+text is always the same.
 """
 
 import random
@@ -167,13 +167,13 @@ TAILS = (
 
 
 def draw_short_name(rng: random.Random) -> str:
-    """Six letters, so that it is never one of invented.py's names of eight."""
+    """Draw a name of six letters. The names of synthetic_qa have eight, so it is never one of them."""
     return rng.choice(STARTS) + rng.choice(ENDS)
 
 
 @cache
 def load_word_lists() -> tuple[list[str], list[str], list[str]]:
-    """Nouns, adjectives and verbs that read well: lower-case words, none of them rude."""
+    """Load nouns, adjectives and verbs of wonderwords: words in lower case, without rude ones."""
     folder = files("wonderwords.assets")
     rude = set(folder.joinpath("profanitylist.txt").read_text(encoding="utf-8").split())
 
@@ -185,7 +185,7 @@ def load_word_lists() -> tuple[list[str], list[str], list[str]]:
 
 
 def write_essay(rng: random.Random, sentences: int) -> list[str]:
-    """Sentences of 5 to 25 words about one theme."""
+    """Write sentences of 5 to 25 words about one theme."""
     nouns, adjectives, verbs = (rng.sample(words, n) for words, n in zip(load_word_lists(), (24, 16, 16), strict=True))
     place, people = draw_short_name(rng), [f"{draw_short_name(rng)} {draw_short_name(rng)}", draw_short_name(rng)]
     written: list[str] = []
@@ -198,8 +198,9 @@ def write_essay(rng: random.Random, sentences: int) -> list[str]:
 
 @cache
 def write_words(total: int = 130_000) -> tuple[str, ...]:
-    """The haystack: at least this many words, one essay after the other."""
-    rng, text = random.Random("kvbench prose"), []
+    """Write the haystack: at least `total` words, one essay after the other."""
+    rng = random.Random("kvbench prose")
+    text: list[str] = []
     while len(text) < total:
         text += " ".join(write_essay(rng, rng.randint(50, 90))).split()
     return tuple(text)

@@ -1,8 +1,8 @@
-"""Two question sets about people and places that do not exist, in the formats of SQuAD v2 and HotpotQA.
+"""Generate two sets of questions about invented people and places, in the formats of SQuAD v2 and HotpotQA.
 
-They stand in where the official files are not at hand. Nothing in them can be known from elsewhere: every name is put
-together from syllables, and every answer stands in exactly one document (all names have eight letters, dates have a
-two-digit day and counts four digits, so that none is a part of another).
+They replace the official files where these are not available. A model cannot know the answers from elsewhere, because
+every name is made of syllables. Every answer stands in exactly one document: all names have eight letters, dates have a
+day of two digits and counts have four digits, so that none is a part of another.
 """
 
 import random
@@ -60,7 +60,7 @@ MONTHS = (
 )
 ARTICLES, CHAINS = 70, 1050
 
-# A paragraph, and questions with the slot that answers each. A slot's letters say what is drawn for it.
+# A paragraph, and questions with the slot that answers each. The letters of a slot's name say what is drawn for it.
 PARAGRAPHS = (
     (
         "{person1} was a mapmaker of {province}, born in the village of {name1} on {date1}. As an apprentice of {person2} "
@@ -174,12 +174,14 @@ BRIDGES = (
 
 
 class Inventor:
-    """Draws values that were not drawn before."""
+    """Draws values and never draws one twice."""
 
     def __init__(self, seed: str):
-        self.rng, self.used = random.Random(seed), set()
+        self.rng = random.Random(seed)
+        self.used: set[str] = set()
 
     def draw(self, slot: str) -> str:
+        """Draw a new value for a slot such as ``person1``."""
         while True:
             value = getattr(self, f"_{slot.rstrip('0123456789')}")()
             if value not in self.used:
@@ -187,7 +189,7 @@ class Inventor:
                 return value
 
     def slots(self, text: str, **known: str) -> dict[str, str]:
-        """A new value for every slot of the text that is not known."""
+        """Draw a new value for every slot of the text that is not known, and add the known ones."""
         return known | {slot: self.draw(slot) for slot in sorted(set(re.findall(r"{(\w+)}", text)) - set(known))}
 
     def _name(self) -> str:
@@ -206,13 +208,13 @@ class Inventor:
 
 
 def make_squad() -> dict:
-    """Articles about provinces in the format of SQuAD v2's dev file."""
+    """Make articles about provinces in the format of SQuAD v2's dev file."""
     inventor = Inventor("kvbench squad")
     return {"data": [make_article(inventor) for _ in range(ARTICLES)]}
 
 
 def make_hotpot() -> list[dict]:
-    """Questions over two documents, with four other pairs beside them, in the format of HotpotQA's distractor file."""
+    """Make questions about two documents among four other pairs, in the format of HotpotQA's distractor file."""
     inventor = Inventor("kvbench hotpot")
     chains = [make_chain(inventor) for _ in range(CHAINS)]
     entries = []
@@ -225,6 +227,7 @@ def make_hotpot() -> list[dict]:
 
 
 def make_article(inventor: Inventor) -> dict:
+    """Make an article about a province: paragraphs with their questions."""
     province = inventor.draw("name")
     paragraphs = []
     for text, questions in PARAGRAPHS:
@@ -243,12 +246,12 @@ def make_article(inventor: Inventor) -> dict:
 
 
 def _aliases(slot: str, value: str) -> list[str]:
-    """A person answers by full name or by surname."""
+    """Return the right answers: for a person, the full name and the surname."""
     return [value, value.split()[-1]] if slot.startswith("person") else [value]
 
 
 def make_chain(inventor: Inventor) -> tuple[list, list[tuple[str, str]]]:
-    """A work and the person behind it: two documents, and questions that need both."""
+    """Make documents about a work and the person behind it, and questions that need both."""
     role, title, text = inventor.rng.choice(PEOPLE)
     slots = inventor.slots(text + LIVES, work=inventor.draw("name"), person=inventor.draw("person"), role=role)
     pages = [[title.format(**slots), [text.format(**slots)]], [slots["person"], [LIVES.format(**slots)]]]

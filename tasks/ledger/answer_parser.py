@@ -1,12 +1,14 @@
-"""What an answer to a ledger says: the sum of each line, and the results at its end.
+"""Read an answer to a ledger: the sum of each line, and the results at its end.
 
-Markdown and brackets count for nothing, words may stand for signs. A sum of two numbers stands in a text line that
-begins with `Line 45`, perhaps behind a bullet or a number; the last one there counts: `Line 45: so 38 plus 7 = 45`.
+Markdown and brackets are ignored, and words may replace signs.
 
-Results stand behind the word `Results` (of several the one that most of the lines asked for follow, the last of these),
-each behind its `line 45` on the same text line: the number after the last equals sign, else the first one (`line 5 is
-12`, `- Line 5: 38 + 7 = 45`, `| line 5 | 12 |`). A line with two different results has none; lines that were not asked
-for do not matter.
+A sum of two numbers stands in a text line that begins with `Line 45`, maybe behind a bullet or a number. The last sum
+of the text line counts: `Line 45: so 38 plus 7 = 45`.
+
+Results stand behind the word `Results`. If the word appears several times, the one counts that most of the asked lines
+follow, and the last of these. A result stands behind its `line 45` on the same text line. It is the first number after
+the last equals sign, or the first number if there is none (`line 5 is 12`, `- Line 5: 38 + 7 = 45`, `| line 5 | 12 |`).
+A line with two different results has none. Lines that were not asked do not matter.
 """
 
 import re
@@ -14,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-DIGITS = r"\d{1,18}"  # an answer that loops writes numbers that nobody can mean
+DIGITS = r"\d{1,18}"  # an answer that loops writes longer numbers, which mean nothing
 BLANK = re.compile(r"[*_`$\\()\[\] \t]+")
 SIGNS = {"−": "-", "–": "-", "plus": "+", "minus": "-", "equals": "="}
 SIGN = re.compile("|".join(rf"\b{own}\b" if own.isalpha() else own for own in SIGNS), re.IGNORECASE)
@@ -22,7 +24,7 @@ STEP = re.compile(rf"^[^a-z\n]*line ({DIGITS})\b(.*)$", re.IGNORECASE | re.MULTI
 NAMED = re.compile(rf"\bline ({DIGITS})\b", re.IGNORECASE)
 SUM = re.compile(
     rf"(?<![\d.])(?<!line )({DIGITS}) ?([+-]) ?({DIGITS}) ?= ?(-?{DIGITS})(?!\d|\.\d| ?[+-] ?\d)", re.IGNORECASE
-)  # of values, not of a line's number; what it gives begins no further sum
+)  # a sum of values and not of a line's number, whose result does not begin another sum
 HEADING = re.compile(r"\bresults\b", re.IGNORECASE)
 ITEM = re.compile(rf"\bline ({DIGITS})\b(.*?)(?=\bline\b|$)", re.IGNORECASE | re.MULTILINE)
 WHOLE = re.compile(rf"-?{DIGITS}$")
@@ -31,7 +33,15 @@ NUMBER = re.compile(r"(?<![\w.])-?\d+(?:[.,]\d+)*")
 
 @dataclass(frozen=True)
 class WrittenSum:
-    """`left sign right = result`; `line` is the one that is named last before it, None: none is."""
+    """A sum that an answer has written: `left sign right = result`.
+
+    Attributes:
+        line: The line that is named last before the sum; None if none is.
+        left: The first number.
+        sign: ``+`` or ``-``.
+        right: The second number.
+        result: The result as written, right or wrong.
+    """
 
     line: int | None
     left: int
@@ -41,14 +51,22 @@ class WrittenSum:
 
     @property
     def holds(self) -> bool:
+        """Whether the result is right."""
         return self.result == (self.left + self.right if self.sign == "+" else self.left - self.right)
 
 
 def parse_answer(
     output: str, asked: Collection[int]
 ) -> tuple[Sequence[tuple[int, WrittenSum]], Mapping[int, int | None]]:
-    """Lines and their sums as they follow one another; the results of lines asked for that stand at the end, None where
-    it is no whole number or not always the same.
+    """Read an answer.
+
+    Args:
+        output: The answer.
+        asked: The lines whose results are asked.
+
+    Returns:
+        Each line with its sum, in the order of the answer; and the results of asked lines at the end, None for a line
+        whose result is no whole number or is written differently.
     """
     text = BLANK.sub(" ", SIGN.sub(lambda found: SIGNS[found[0].lower()], output))
     edges = [*(heading.start() for heading in HEADING.finditer(text)), len(text)]
@@ -70,4 +88,10 @@ def _results(text: str, asked: Collection[int]) -> dict[int, int | None]:
     for line, said in ITEM.findall(text):
         if int(line) in asked and (numbers := NUMBER.findall(said.rpartition("=")[2])):
             found.setdefault(int(line), set()).add(numbers[0].lstrip("0"))
-    return {line: int(*own) if len(own) == 1 and WHOLE.match(*own) else None for line, own in found.items()}
+    return {line: _only_number(own) for line, own in found.items()}
+
+
+def _only_number(written: set[str]) -> int | None:
+    """Return the number, if it is a whole one and always the same."""
+    first, *others = written
+    return int(first) if not others and WHOLE.match(first) else None

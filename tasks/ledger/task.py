@@ -1,14 +1,15 @@
 """A ledger of sums that build on one another: an answer of a thousand tokens whose end needs what it wrote early.
 
-Made by kvbench, no benchmark. Line n of the ledger adds a number to the result of an earlier line or takes one away
-(`Line 45: line 12 plus 7.`); the first STARTS lines begin with a number. The answer works out line after line
-(`Line 45: line 12 is 38, 38 + 7 = 45`) and closes with the results of a few lines (`Results: line 9 is 52, …`). So
-every step reads a row of the prompt and one that was generated, at distances from one line to the whole answer.
+kvbench makes this task; it is no published benchmark. Line n of the ledger adds a number to the result of an earlier
+line or subtracts one (`Line 45: line 12 plus 7.`). The first STARTS lines begin with a number. The answer works out
+line after line (`Line 45: line 12 is 38, 38 + 7 = 45`) and closes with the results of a few lines (`Results: line 9 is
+52, …`). So every step reads a row of the prompt and a generated row, at distances from one line to the whole answer.
 
-Drawing is apart from rendering. A line builds on any line before it, each as likely, so chains have about log(steps)
-lines and an error reaches few others. Each result in [10, 99] at most `largest` away is as likely, so nothing wraps and
-all have two digits. Lines to recall are drawn among the first `early` of the ledger, no starts (these could be computed
-from the prompt), and no line behind that part builds on them: their results are last written there.
+Drawing is separate from rendering. A line builds on any line before it with equal chance, so chains have about
+log(steps) lines, and an error reaches few other lines. Every result in [10, 99] that is at most `largest` away has
+equal chance, so all results have two digits. The lines to recall are drawn from the first `early` of the ledger. Starts
+are left out, because they can be computed from the prompt. No line behind that part builds on a recalled line, so its
+result is written there for the last time.
 """
 
 import random
@@ -25,10 +26,10 @@ from kvbench.tasks.ledger.answer_parser import WrittenSum, parse_answer
 from kvbench.validation import SettingError, exact_share, is_number, require_int
 
 STARTS = 4
-LEAST, MOST = 10, 99  # of a result
-EXAMPLE = 901  # its first line: no ledger has that many
+LEAST, MOST = 10, 99  # the smallest and the largest result
+EXAMPLE = 901  # number of the example's first line: no ledger has that many lines
 WORDS = {"+": "plus", "-": "minus"}
-SLACK = 1.25, 64  # an answer may be that many times as long as it must, rounded up to a multiple
+SLACK = 1.25, 64  # an answer may have so many times the tokens it needs, rounded up to a multiple
 
 CONTEXT = """\
 Work out a ledger line by line. Each line adds two numbers or subtracts one from the other, and "line 7" stands for \
@@ -52,7 +53,14 @@ PREFIX = "\n"
 
 @dataclass(frozen=True)
 class Step:
-    """`left` is a number of its own, or the result of line `line`."""
+    """A line of the ledger: `left sign right`.
+
+    Attributes:
+        line: The line whose result is `left`; None if `left` is a number of its own.
+        left: The first number.
+        sign: ``+`` or ``-``.
+        right: The second number.
+    """
 
     line: int | None
     left: int
@@ -61,43 +69,49 @@ class Step:
 
     @property
     def result(self) -> int:
+        """The line's result."""
         return self.left + self.right if self.sign == "+" else self.left - self.right
 
     def render_lines(self) -> str:
+        """Render the line as the ledger has it."""
         left = self.left if self.line is None else f"line {self.line}"
         return f"{left} {WORDS[self.sign]} {self.right}."
 
     def render_solution(self) -> str:
+        """Render the line as the answer works it out."""
         named = "" if self.line is None else f"line {self.line} is {self.left}, "
         return f"{named}{self.left} {self.sign} {self.right} = {self.result}"
 
     def matches(self, written: WrittenSum) -> bool:
-        """Whether the line is written down as the ledger has it, whatever the result of the line that it builds on."""
+        """Whether the answer copied the line rightly, whatever the result of the line that it builds on."""
         named = written.line in (None, self.line) if self.line else written.left == self.left
         return named and (written.sign, written.right) == (self.sign, self.right)
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Lines by their numbers, and the numbers of those whose results are asked for, in order."""
+    """The lines by their numbers, and the numbers of the lines whose results are asked, in order."""
 
     steps: Mapping[int, Step]
     recalled: tuple[int, ...]
 
     def render_lines(self) -> str:
+        """Render the ledger."""
         return "\n".join(f"Line {line}: {step.render_lines()}" for line, step in self.steps.items())
 
     def render_solution(self) -> str:
-        """The answer: what the prompt asks for and the score reads."""
+        """Render the right answer."""
         lines = "\n".join(f"Line {line}: {step.render_solution()}" for line, step in self.steps.items())
         return f"{lines}\nResults: {', '.join(f'line {line} is {self.steps[line].result}' for line in self.recalled)}."
 
     def context(self) -> str:
+        """Render the prompt up to the question."""
         return CONTEXT.format(
             example=EXAMPLE_LEDGER.render_lines(), solved=EXAMPLE_LEDGER.render_solution(), lines=self.render_lines()
         )
 
     def question(self) -> str:
+        """Render the question."""
         *first, last = self.recalled
         return QUESTION.format(steps=len(self.steps), first=", ".join(map(str, first)), last=last)
 
@@ -108,7 +122,15 @@ EXAMPLE_LEDGER = Ledger(
 
 
 def draw_ledger(steps: int, recalled: int, early: float, largest: int, rng: random.Random) -> Ledger:
-    """A ledger of `steps` lines; ⌊early · steps⌋ is at least STARTS + recalled."""
+    """Draw a ledger.
+
+    Args:
+        steps: Number of lines.
+        recalled: Number of lines whose results are asked.
+        early: The part of the ledger from which these are drawn. ⌊early · steps⌋ must be at least STARTS + recalled.
+        largest: The largest difference between a line's first number and its result.
+        rng: The sample's generator.
+    """
     last = exact_share(early, steps)
     asked = rng.sample(range(STARTS + 1, last + 1), recalled)
     made: dict[int, Step] = {}
@@ -125,26 +147,30 @@ def draw_ledger(steps: int, recalled: int, early: float, largest: int, rng: rand
 
 @dataclass(frozen=True)
 class LedgerTask:
-    """The task; its settings are described in conf/task/ledger.yaml."""
+    """The task. conf/task/ledger.yaml describes its settings."""
 
     steps: int | Sequence[int] | Mapping[str, int]
     recalled: int
     early: float
     largest: int
     max_new_tokens: int | None
-    samples: InitVar[int]  # required; kept as `per_subtask`, since `samples` is the protocol's method
+    samples: InitVar[int]  # kept as `per_subtask`, because `samples` is the protocol's method
     seed: int = 0
     limit: int | None = None
     name: str = "ledger"
     per_subtask: int = field(init=False)
 
-    length = None  # what the answer needs
+    length = None  # a prompt is as long as its ledger
 
-    def __post_init__(self, samples: int):
+    def __post_init__(self, samples: int) -> None:
         object.__setattr__(self, "per_subtask", samples)
 
     def check(self) -> None:
-        """Raises a SettingError; needs no tokenizer, so a ledger may still prove too long in `samples`."""
+        """Check the settings. This needs no tokenizer, so `samples` may still find a ledger too long for the model.
+
+        Raises:
+            SettingError: A setting is invalid.
+        """
         require_int("task.recalled", self.recalled, 2)
         if not is_number(self.early) or not 0 < self.early <= 1:
             raise SettingError(f"task.early={self.early}: a number in (0, 1]")
@@ -165,27 +191,30 @@ class LedgerTask:
                 raise SettingError(f"task.steps={steps}: at least {least} with {settings}")
 
     def fingerprint(self) -> str:
-        """Hash of the wording."""
+        """Hash the wording."""
         return sha256("\0".join([EXAMPLE_LEDGER.context(), EXAMPLE_LEDGER.question(), PREFIX]).encode()).hexdigest()
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
-        """Size by size."""
+        """Yield the samples size by size."""
         for steps in self._steps():
             for index in islice(range(self.per_subtask), self.limit):
                 yield self._sample(tokenizer, template_tokens, longest, steps, index)
 
     def reference(self, sample: Sample) -> str:
-        """All lines worked out."""
+        """Return the right answer: all lines worked out."""
         return self._ledger(sample.meta["steps"], sample.uid).render_solution()
 
     def score(self, sample: Sample, output: str) -> Graded:
-        """The share of the results asked for that the answer gives (`ledger_answer` says what it reads).
+        """Score the share of the asked results that the answer gives. `answer_parser` says what it reads.
 
-        Also, in points: `recalled_own`, the share that it gives as it worked them out, right or wrong; `steps`, the
-        share of all lines with the right result. Of the lines that it wrote down the share whose sum `holds` (else it
-        cannot add), that is `read` as the prompt has it (else a row of the prompt was lost), and, if it builds on a
-        line, whose first number is `carried` over as the answer itself worked it out (else a generated row was lost).
-        `ended`: whether it came to all results.
+        Further metrics, in points:
+            recalled_own: The share of the asked results that are given as the answer itself worked them out.
+            steps: The share of all lines with the right result.
+            holds: The share of the written lines whose sum is right. If not, the model cannot add.
+            read: The share of the written lines that are copied rightly. If not, a row of the prompt was lost.
+            carried: The share of the written lines that build on another line and begin with the result that the answer
+                worked out for it. If not, a generated row was lost.
+            ended: Whether the answer came to all asked results.
         """
         ledger = self._ledger(sample.meta["steps"], sample.uid)
         sums, found = parse_answer(output, ledger.recalled)
@@ -193,7 +222,8 @@ class LedgerTask:
         carried: dict[int, bool] = {}
         for line, written in sums:
             if step := ledger.steps.get(line):
-                before = own.get(written.line or step.line)
+                named = written.line or step.line
+                before = None if named is None else own.get(named)
                 carried |= {} if step.line is None else {line: before is not None and before.result == written.left}
                 own[line] = written
         said = {line: written.result for line, written in own.items()}
@@ -205,9 +235,9 @@ class LedgerTask:
             "carried": _share(carried.values()),
             "ended": len(found) == len(ledger.recalled),
         }
-        score = _share(found.get(line) == ledger.steps[line].result for line in ledger.recalled)
+        right = [found.get(line) == ledger.steps[line].result for line in ledger.recalled]
         given = (f"line {line} is {result}" for line, result in found.items() if result is not None)
-        return Graded(score, ", ".join(given), also)
+        return Graded(100 * sum(right) / len(right), ", ".join(given), also)
 
     def _steps(self) -> list[int]:
         return parse_axis("task.steps", self.steps, 1, EXAMPLE - 1)
@@ -242,6 +272,6 @@ class LedgerTask:
 
 
 def _share(found: Iterable[bool]) -> float | None:
-    """In points; None of nothing."""
-    found = list(found)
-    return 100 * sum(found) / len(found) if found else None
+    """Return the share in points; None for an empty list."""
+    listed = list(found)
+    return 100 * sum(listed) / len(listed) if listed else None

@@ -1,7 +1,7 @@
-"""Documents of an lm-eval task: each as a Sample, and the score of its output by the task's own filters and metrics.
+"""Turn the documents of an lm-eval task into samples, and score outputs by the task's own filters and metrics.
 
 lm-eval builds the prompt (`fewshot_context`), the generation settings (`construct_requests`) and the metrics
-(`process_results` of each filter's output). Only `generate_until` with one request a document becomes a sample.
+(`process_results` of each filter's output). A document becomes a sample only if it has one request, `generate_until`.
 """
 
 import hashlib
@@ -22,7 +22,21 @@ FOLLOWED = ("until", "max_gen_toks", "do_sample", "temperature", "top_p")
 
 @dataclass(frozen=True)
 class DocumentSettings:
-    """What the settings ask of every task's documents."""
+    """How documents are read.
+
+    Attributes:
+        num_fewshot: Number of few-shot examples. ``None``: the task's own.
+        gen_kwargs: Generation settings that replace the task's.
+        apply_chat_template: Whether the model's chat template is used.
+        context: The document's column that holds the context.
+        hidden: Whether every document needs a context, because the cache is cut after it.
+        metric: The metric that is the score. ``None``: the task's first.
+        best: The metric's largest value.
+        temperature: The run's temperature; a task that samples must ask for the same.
+        top_p: The run's top_p, likewise.
+        seed: Seed of lm-eval's generators.
+        limit: The most documents.
+    """
 
     num_fewshot: int | None = None
     gen_kwargs: Mapping[str, Any] | None = None
@@ -39,16 +53,24 @@ class DocumentSettings:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of one task: samples by uid, each with lm-eval's Instance."""
+    """The documents of one task.
+
+    Attributes:
+        name: The task's name.
+        task: lm-eval's Task.
+        best: The metric's largest value.
+        metric: The metric that is the score.
+        found: By uid, a sample and lm-eval's Instance.
+    """
 
     name: str
-    task: Any  # lm_eval.api.task.Task
+    task: Any
     best: float
     metric: str
     found: Mapping[str, tuple[Sample, Any]]
 
     def score(self, uid: str, output: str) -> Graded:
-        """Points of the metric, and of the task's others that are means over documents."""
+        """Score an output: points of the metric, and of the task's other metrics that are means over documents."""
         from lm_eval.api.instance import Instance
 
         asked = self.found[uid][1]
@@ -73,7 +95,7 @@ class Documents:
         return 100.0 * float(value) / self.best
 
     def fingerprint(self) -> str:
-        """Hash of documents, prompts and generation settings."""
+        """Hash documents, prompts and generation settings."""
         digest = hashlib.sha256(self.name.encode())
         for _, asked in self.found.values():
             digest.update(json.dumps([asked.doc, asked.arguments], sort_keys=True, default=str).encode())
@@ -83,8 +105,17 @@ class Documents:
 def read_documents(
     name: str, task: Any, wishes: DocumentSettings, meta: Mapping[str, Any], prefix: str | None = None
 ) -> Documents:
-    """All documents, or the first `limit`, with uids `prefix/index` (None: the name); SettingError for what cannot be a
-    sample.
+    """Read a task's documents.
+
+    Args:
+        name: The task's name.
+        task: lm-eval's Task.
+        wishes: How documents are read.
+        meta: What records say about each sample.
+        prefix: The uid of a document is ``prefix/index``. ``None``: the task's name.
+
+    Raises:
+        SettingError: The task has no documents, or one cannot be a sample.
     """
     setting = f"task.tasks={name}"
     check_output(setting, task.OUTPUT_TYPE)
@@ -99,7 +130,7 @@ def read_documents(
     with seed_generators(wishes.seed), silence_output():
         for index, document in enumerate(islice(task.eval_docs, wishes.limit)):
             with explain_errors(f"{setting}: document {index}", "lm-eval cannot read it"):
-                sample, asked = _sample(name, task, index, document, wishes, meta | {"metric": metric})
+                sample, asked = _sample(name, task, index, document, wishes, {**meta, "metric": metric})
             sample = replace(sample, uid=f"{prefix or name}/{index}")
             found[sample.uid] = sample, asked
     if not found:
@@ -108,7 +139,7 @@ def read_documents(
 
 
 def _sample(
-    name: str, task: Any, index: int, document: Any, wishes: DocumentSettings, meta: Mapping
+    name: str, task: Any, index: int, document: Any, wishes: DocumentSettings, meta: Mapping[str, Any]
 ) -> tuple[Sample, Any]:
     setting = f"task.tasks={name}"
     text, prefix = _build_prompt(task, document, wishes.apply_chat_template)
@@ -149,7 +180,11 @@ def _sample(
 def read_generation_settings(
     setting: str, given: Mapping[str, Any], temperature: float, top_p: float
 ) -> dict[str, Any]:
-    """`max_new_tokens` and `until` of a request's generation settings; SettingError for what cannot be followed."""
+    """Return `max_new_tokens` and `until` from a request's generation settings.
+
+    Raises:
+        SettingError: A setting cannot be followed, or the task samples otherwise than the run.
+    """
     from lm_eval.models.utils import normalize_gen_kwargs
 
     own = normalize_gen_kwargs(dict(given), MOST_TOKENS)
@@ -166,8 +201,10 @@ def read_generation_settings(
 
 
 def _build_prompt(task: Any, document: Any, chat: bool) -> tuple[str, str]:
-    """The prompt up to the answer's beginning, and that. With a chat template, texts as lm-eval gives to one; a
-    description (lm-eval: the system's message) opens the user's.
+    """Build the prompt and the answer prefix.
+
+    With a chat template, the prompt is the text that lm-eval gives to the template. A description, which lm-eval makes
+    the system's message, opens the user's message.
     """
     prefix = task.doc_to_prefix(document) or ""
     shots = task.get_config("num_fewshot")
@@ -188,14 +225,16 @@ def _build_prompt(task: Any, document: Any, chat: bool) -> tuple[str, str]:
 
 
 def _find_context_end(text: str, document: Any, column: str) -> int | None:
-    """Where the document's context ends in its prompt: few-shot examples stand before it."""
+    """Find where the document's context ends in its prompt. It may stand behind few-shot examples."""
     value = document.get(column) if isinstance(document, Mapping) else None
-    place = text.rfind(value) if isinstance(value, str) and value.strip() else -1
+    if not isinstance(value, str) or not value.strip():
+        return None
+    place = text.rfind(value)
     return None if place < 0 else place + len(value)
 
 
 def _choose_metric(setting: str, task: Any, wanted: str | None) -> str:
-    """The metric that is the score: the one asked for, else the task's first."""
+    """Choose the metric that is the score: the wanted one, else the task's first."""
     higher = task.higher_is_better()
     names = [
         _metric_name(name, ensemble.name)
@@ -212,12 +251,12 @@ def _choose_metric(setting: str, task: Any, wanted: str | None) -> str:
 
 
 def _list_mean_metrics(task: Any) -> list[str]:
-    """Metrics whose aggregation is the mean over documents; others have no score of one document."""
+    """List the metrics that are means over documents; other metrics do not score a single document."""
     from lm_eval.api.metrics import mean
 
     return [name for name, aggregation in task.aggregation().items() if aggregation is mean]
 
 
 def _metric_name(name: str, key: str) -> str:
-    """lm-eval's name of a metric: with the filter's where there is one."""
+    """Return lm-eval's name of a metric: with the filter's name, if there is a filter."""
     return name if key == "none" else f"{name},{key}"

@@ -1,8 +1,10 @@
-"""Tasks of the installed lm-eval package and of users' own YAML files, found by name and loaded one by one.
+"""Find and load tasks of the installed lm-eval package and of users' own YAML files.
 
-lm-eval's own index parses all its 14,000 files; here they are only searched for a line `task: <name>`, and the file
-that has it is loaded. lm-eval seeds Python's, NumPy's and the few-shot generators once before all tasks of a run
-(evaluator.py, `simple_evaluate`), so that a task's documents may depend on its company: here before each task.
+lm-eval's own index parses all of its 14,000 files. This module only searches them for a line `task: <name>` and loads
+the file that has it.
+
+lm-eval seeds Python's, NumPy's and the few-shot generators once before all tasks of a run (evaluator.py,
+`simple_evaluate`), so that a task's documents may depend on the other tasks. This module seeds them before each task.
 """
 
 import io
@@ -10,24 +12,24 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy
 
 from kvbench.tasks.common.dataset_rows import check_rows, read_rows
+from kvbench.tasks.common.lm_eval_strings import find_lm_eval_tasks
 from kvbench.validation import SettingError
 
-PACKAGE = Path(find_spec("lm_eval").submodule_search_locations[0], "tasks")
+PACKAGE = find_lm_eval_tasks()
 MINIATURES = Path(__file__).parent / "miniature"
-OTHER_SEED = 1234  # lm-eval's default seed of NumPy and of the few-shot examples; Python's is 0
+OTHER_SEED = 1234  # lm-eval's default seed of NumPy and of the few-shot examples; that of Python is 0
 NAME = re.compile(r"""^(task|group|tag):[ \t]*["']?([^\s"'#\[]+)""", re.MULTILINE)
 
 _ANTLR = "its grader needs antlr 4.11 and Hydra 4.9"
 _BOXED = "it grades what stands between dollar signs, and a boxed answer counts as wrong"
 _METRICS = "it needs transformers.data.metrics, which transformers 5 has no more"
-REFUSED = {  # folder of lm_eval/tasks -> why its tasks are no use here
+REFUSED = {  # folder of lm_eval/tasks -> why its tasks cannot be used
     "minerva_math": f"{_ANTLR}; task=math500",
     "leaderboard/math": f"{_ANTLR}; task=math500",
     "putnam_axiom": _ANTLR,
@@ -44,7 +46,18 @@ REFUSED = {  # folder of lm_eval/tasks -> why its tasks are no use here
 
 
 def find_tasks(names: Sequence[str], include_path: str | None) -> dict[str, tuple[Path, Path]]:
-    """Name -> its YAML file and the folder of tasks that has it: the user's, kvbench's miniatures or lm-eval's."""
+    """Find tasks by name.
+
+    Args:
+        names: Names of tasks.
+        include_path: The user's folder of tasks, or None.
+
+    Returns:
+        For each name its YAML file and the folder of tasks that has it: the user's, kvbench's miniatures or lm-eval's.
+
+    Raises:
+        SettingError: A task does not exist, or a name is that of a group or a tag.
+    """
     found: dict[str, tuple[Path, Path]] = {}
     kinds: dict[str, str] = {}
     own = [] if include_path is None else [Path(include_path).expanduser()]
@@ -65,8 +78,20 @@ def find_tasks(names: Sequence[str], include_path: str | None) -> dict[str, tupl
 
 
 def load_task(name: str, path: Path, folder: Path, metadata: Mapping[str, Any], seed: int) -> Any:
-    """lm-eval's Task; SettingError with the reason where it cannot be used. Where its generators stand depends on
-    `seed` alone.
+    """Load an lm-eval task. The state of its generators depends on `seed` alone.
+
+    Args:
+        name: The task's name.
+        path: Its YAML file.
+        folder: The folder of tasks that has the file.
+        metadata: What lm-eval's TaskManager passes on to the task.
+        seed: Seed of the generators; 0 gives lm-eval's defaults.
+
+    Returns:
+        lm-eval's Task.
+
+    Raises:
+        SettingError: The task cannot be used. The message says why.
     """
     setting = f"task.tasks={name}"
     if folder == PACKAGE:
@@ -87,7 +112,7 @@ def load_task(name: str, path: Path, folder: Path, metadata: Mapping[str, Any], 
 
 
 def check_output(setting: str, output_type: str | None) -> None:
-    """SettingError for a task whose answers are not generated."""
+    """Raise a SettingError for a task that does not generate its answers."""
     if output_type not in (None, "generate_until"):
         raise SettingError(
             f"{setting}: its output type is {output_type}, samples are generated; lm-eval runs it with KVBenchLM"
@@ -95,8 +120,11 @@ def check_output(setting: str, output_type: str | None) -> None:
 
 
 def check_lines(setting: str, config: Mapping[str, Any]) -> None:
-    """SettingError, with the line, for a local .jsonl file that is missing, empty or broken, or whose rows have not the
-    columns and types of the first: a template writes whatever it finds.
+    """Check the local .jsonl files of a task, because a template writes whatever it finds.
+
+    Raises:
+        SettingError: A file is missing, empty or broken, or a row's columns and types are not those of the first row.
+            The message names the line.
     """
     given = (config.get("dataset_kwargs") or {}).get("data_files") or []
     listed = given.values() if isinstance(given, Mapping) else [given]
@@ -110,7 +138,7 @@ def check_lines(setting: str, config: Mapping[str, Any]) -> None:
 
 
 def _column_types(value: object) -> tuple[type, ...]:
-    """Types of a column with this value in its first row: numbers go together, and nothing goes with anything."""
+    """Return the types that a column may have by its first value. None may follow any type, and any type None."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     own = (int, float) if number else (type(value),) if value is not None else (str, bool, int, float, list, dict)
     return (*own, type(None))
@@ -118,14 +146,14 @@ def _column_types(value: object) -> tuple[type, ...]:
 
 @contextmanager
 def explain_errors(setting: str, what: str) -> Iterator[None]:
-    """Whatever a task's code raises is one line that names the setting."""
+    """Turn whatever a task's code raises into one line that names the setting."""
     try:
         yield
     except SettingError:
         raise
     except Exception as error:
         first: BaseException = error
-        while first.__cause__ is not None:  # `datasets` says only that something failed
+        while first.__cause__ is not None:  # `datasets` only says that something failed
             first = first.__cause__
         reason = " ".join(f"{type(first).__name__}: {first}".split())
         raise SettingError(f"{setting}: {what} ({reason[:300]})") from error
@@ -133,14 +161,14 @@ def explain_errors(setting: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def silence_output() -> Iterator[None]:
-    """lm-eval's and its tasks' progress bars, prints and warnings stay out of the table."""
+    """Throw away what lm-eval and its tasks print: progress bars, texts and warnings."""
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         yield
 
 
 @contextmanager
 def seed_generators(seed: int) -> Iterator[None]:
-    """The global generators as lm-eval seeds them; seed 0 gives its defaults. Afterwards they are as before."""
+    """Seed the global generators inside as lm-eval does, and restore them. Seed 0 gives lm-eval's defaults."""
     before = random.getstate(), numpy.random.get_state()
     random.seed(seed)
     numpy.random.seed(OTHER_SEED + seed)

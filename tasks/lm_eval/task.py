@@ -1,8 +1,8 @@
-"""Tasks of EleutherAI's lm-evaluation-harness (lm_eval 0.4.13): its documents, prompts, stop texts and metrics, with
-kvbench's samples, records, pairing and intervals.
+"""Tasks of EleutherAI's lm-evaluation-harness (lm_eval 0.4.13).
 
-Only generation; multiple choice and perplexity: kvbench.integrations.lm_eval_model.KVBenchLM. Neither of lm-eval's
-caches is used.
+lm-eval gives documents, prompts, stop texts and metrics; kvbench gives records, pairing and intervals. Only tasks that
+generate text run here. For multiple choice and perplexity use kvbench.integrations.lm_eval_model.KVBenchLM. Neither of
+lm-eval's caches is used.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ SOURCES = ("", ".yaml", ".yml", ".py")
 
 @dataclass(frozen=True)
 class LmEval:
-    """The task; its settings are described in conf/task/lm_eval.yaml."""
+    """The task. conf/task/lm_eval.yaml describes its settings."""
 
     tasks: str | Sequence[str]
     name: str = "lm_eval"
@@ -44,7 +44,11 @@ class LmEval:
     length = None
 
     def check(self) -> None:
-        """Loads all documents: they are what a run is known by."""
+        """Check the settings and load all documents, because a run is identified by their hash.
+
+        Raises:
+            SettingError: A setting is invalid, or a task cannot be used.
+        """
         names = self._names()
         if not names or len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
             raise SettingError(f"task.tasks={self.tasks}: a name of lm-eval's, or a list of different ones")
@@ -67,7 +71,7 @@ class LmEval:
         _ = self._documents
 
     def fingerprint(self) -> str:
-        """Hash of all documents and prompts, of lm-eval's version, and of the files beside a task of the user's."""
+        """Hash all documents and prompts, lm-eval's version, and the files beside a user's own task."""
         digest = hashlib.sha256(version("lm-eval").encode())
         for name, documents in self._documents.items():
             digest.update(documents.fingerprint().encode())
@@ -86,8 +90,7 @@ class LmEval:
         return self._documents[sample.subtask].score(sample.uid, output)
 
     def _names(self) -> list[str]:
-        listed = isinstance(self.tasks, Sequence) and not isinstance(self.tasks, str)
-        return list(self.tasks) if listed else [self.tasks]
+        return [self.tasks] if isinstance(self.tasks, str) or not isinstance(self.tasks, Sequence) else list(self.tasks)
 
     @cached_property
     def _places(self) -> dict[str, tuple[Path, Path]]:
@@ -107,5 +110,5 @@ class LmEval:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings alone travel to another process: a task's functions cannot."""
+        """Pickle the settings alone, because functions of lm-eval's tasks cannot be pickled."""
         return {own.name: getattr(self, own.name) for own in fields(self)}

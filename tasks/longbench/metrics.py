@@ -1,16 +1,16 @@
-"""LongBench's metrics, each of one output and one reference, in [0, 1] (THUDM/LongBench 2e00731, LongBench/metrics.py).
+"""LongBench's metrics (THUDM/LongBench 2e00731, LongBench/metrics.py): one output and one reference give [0, 1].
 
-`rouge` is the `rouge-l` f of the package rouge 1.0.1, which LongBench calls, and no other ROUGE-L: texts are split at
-every ".", words are counted once each, and with U the union of the words on one longest common subsequence of each
-pair of an output's and a reference's sentence, W the different words of a text,
+`rouge` is the `rouge-l` f of the package rouge 1.0.1, which LongBench calls, and no other ROUGE-L. Texts are split at
+every ".", and each word counts once. Let U be the union of the words on one longest common subsequence of each pair of
+a sentence of the output and a sentence of the reference, and W(text) the different words of a text. Then
 
     p = |U| / |W(output)|,    r = |U| / |W(reference)|,    f = 2 p r / (p + r + 1e-8)
 
-The package walks back along a subsequence by recursion, and LongBench scores 0 whatever it raises. So a walk beyond
-Python's recursion limit (STEPS, counted from eval.py) is a 0 here too. It takes a pair of sentences of together about a
-thousand words without any ".".
+The package walks back along a subsequence by recursion, and LongBench scores 0 if it raises anything. So a walk beyond
+Python's recursion limit (STEPS, counted from eval.py) scores 0 here too. Only a pair of sentences that together have
+about a thousand words without any "." is that long.
 
-`code_sim` is `fuzz.ratio` of fuzzywuzzy 0.18.0 where python-Levenshtein is not installed: difflib's, in whole per cent.
+`code_sim` is `fuzz.ratio` of fuzzywuzzy 0.18.0 without python-Levenshtein: difflib's ratio in whole per cent.
 """
 
 import re
@@ -19,13 +19,13 @@ from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
-STEPS = 990  # of a walk: 991 calls fit into 1000 frames below eval.py's own (Python 3.11)
+STEPS = 990  # the longest walk: 991 calls fit into 1000 frames below those of eval.py (Python 3.11)
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def qa_f1(output: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """F1 of the bags of words, without case, ASCII punctuation and articles."""
+    """Return the F1 of the bags of words, without case, ASCII punctuation and articles."""
     found, wanted = _words(output), _words(reference)
     same = (Counter(found) & Counter(wanted)).total()
     if not same:
@@ -35,7 +35,7 @@ def qa_f1(output: str, reference: str, classes: Sequence[str] = ()) -> float:
 
 
 def rouge(output: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """Summary-level ROUGE-L f of rouge 1.0.1; 0 where one has no sentence or a walk is longer than STEPS."""
+    """Return the summary-level ROUGE-L f of rouge 1.0.1; 0 if a text has no sentence or a walk is longer than STEPS."""
     found, wanted = _sentences(output), _sentences(reference)
     if not found or not wanted:
         return 0.0
@@ -52,8 +52,10 @@ def rouge(output: str, reference: str, classes: Sequence[str] = ()) -> float:
 
 
 def classification_score(output: str, reference: str, classes: Sequence[str]) -> float:
-    """1 / n if the reference is among the n classes that stand in the output. Those contained in the reference do not
-    count; but upstream drops them from the list that it walks along, so that the one after a dropped one stays.
+    """Return 1 / n if the reference is among the n classes that the output contains, else 0.
+
+    Classes that are part of the reference's name do not count. But upstream drops them from the list that it walks
+    along, so that it skips the class after a dropped one; this function does the same.
     """
     found = [name for name in classes if name in output]
     place = 0
@@ -66,40 +68,40 @@ def classification_score(output: str, reference: str, classes: Sequence[str]) ->
 
 
 def count_score(output: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """The share of the numbers in the output that are the reference."""
+    """Return the share of the output's numbers that equal the reference."""
     numbers = re.findall(r"\d+", output)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
 
 def retrieval_score(output: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """`count_score` of the number of the paragraph that the reference, "Paragraph 7", names."""
+    """Return `count_score` for the number of the paragraph that the reference ("Paragraph 7") names."""
     return count_score(output, find_paragraph(reference) or "")
 
 
 def find_paragraph(reference: str) -> str | None:
-    """The number in "Paragraph 7", None where there is none."""
+    """Find the number in "Paragraph 7"; None if there is none."""
     found = re.search(r"Paragraph (\d+)", reference)
-    return found and found[1]
+    return found[1] if found else None
 
 
 def code_sim(output: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """How similar the output's line of code is to the reference, in hundredths."""
+    """Return how similar the output's line of code is to the reference, in hundredths."""
     return int(round(100 * SequenceMatcher(None, code_line(output), reference).ratio())) / 100
 
 
 def first_line(output: str) -> str:
-    """The first line that is not empty."""
+    """Return the first line that is not empty."""
     return output.lstrip("\n").split("\n")[0]
 
 
 def code_line(output: str) -> str:
-    """The first line, of those after leading line breaks, without `, # and //; else nothing."""
+    """Return the first line after leading line breaks that has no `, # or //; an empty text if there is none."""
     lines = output.lstrip("\n").split("\n")
     return next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
 
 
 def lm_eval_code_line(output: str) -> str:
-    """lm-eval's reading of code (lm_eval/tasks/longbench/metrics.py, code_sim_score): as `code_line`, and not blank."""
+    """Return the first line without a mark that is not blank, as lm-eval's code_sim_score does."""
     return code_line("\n".join(filter(str.strip, output.split("\n"))))
 
 
@@ -108,19 +110,20 @@ def _words(text: str) -> list[str]:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Words of each piece between full stops; one of blanks alone has the empty word."""
+    """Split into words of each piece between full stops; a piece of blanks has one empty word."""
     return [" ".join(piece.split()).split(" ") for piece in text.split(".") if piece]
 
 
 def _common(x: Sequence[str], y: Sequence[str]) -> set[str] | None:
-    """The words of a longest common subsequence; None if the way back to its beginning is longer than STEPS."""
+    """Return the words of a longest common subsequence; None if the walk to its beginning is longer than STEPS."""
     table = [[0] * (len(y) + 1)]
     for word in x:
         above, row = table[-1], [0]
         for j, other in enumerate(y):
             row.append(above[j] + 1 if word == other else max(above[j + 1], row[j]))
         table.append(row)
-    i, j, words = len(x), len(y), set()
+    i, j = len(x), len(y)
+    words: set[str] = set()
     for _ in range(STEPS + 1):
         if i == 0 or j == 0:
             return words

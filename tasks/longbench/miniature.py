@@ -1,7 +1,7 @@
-"""Rows in LongBench's format that nobody wrote: small contexts to try the tasks on, and no numbers of the benchmark.
+"""Make synthetic rows in LongBench's format, with small contexts, for trying the tasks. They are not the benchmark.
 
-Made of prose.py and invented.py, always the same. The questions over documents are RULER's invented ones, which the
-embedded model can answer; of the other tasks it gets what words in common give.
+synthetic_prose and synthetic_qa make the texts, which are always the same. The questions about documents are RULER's
+synthetic ones, which the embedded model can answer. In the other tasks it scores by words in common only.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ Texts = tuple[str, str, list[str]]  # input, context, answers
 
 
 def make_rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of a subtask, as the reader of the official files gives them."""
+    """Yield (where, row) for a subtask, as the reader of the official files does."""
     inventor = Inventor(f"kvbench longbench {name}")
     for index, (question, context, answers) in enumerate(MAKERS[name](inventor)):
         where = f"miniature {name} row {index}"
@@ -38,7 +38,7 @@ def make_rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def single(inventor: Inventor) -> Iterator[Texts]:
-    """Two questions on each document."""
+    """Ask two questions about each document."""
     for _ in range(ROWS // 2):
         paragraphs = make_article(inventor)["paragraphs"]
         context = "\n\n".join(paragraph["context"] for paragraph in paragraphs)
@@ -48,7 +48,7 @@ def single(inventor: Inventor) -> Iterator[Texts]:
 
 
 def multi(inventor: Inventor) -> Iterator[Texts]:
-    """A question that needs two of ten passages."""
+    """Ask a question that needs two of ten passages."""
     for _ in range(ROWS):
         chains = [make_chain(inventor) for _ in range(5)]
         pages = [page for own, _ in chains for page in own]
@@ -58,19 +58,20 @@ def multi(inventor: Inventor) -> Iterator[Texts]:
 
 
 def report(inventor: Inventor) -> Iterator[Texts]:
-    """The summary is the first sentence of each paragraph."""
+    """Ask for a summary: the first sentence of each paragraph."""
     for _ in range(ROWS):
         paragraphs = [paragraph["context"] for paragraph in make_article(inventor)["paragraphs"]]
         yield "", "\n\n".join(paragraphs), [" ".join(map(first_sentence, paragraphs))]
 
 
 def news(inventor: Inventor) -> Iterator[Texts]:
+    """Ask for the same summary of numbered passages."""
     for _, context, answers in report(inventor):
         yield "", join_passages(context.split("\n\n")), answers
 
 
 def meeting(inventor: Inventor) -> Iterator[Texts]:
-    """Two queries on each transcript."""
+    """Ask two queries about each transcript."""
     for _ in range(ROWS // 2):
         speakers = [inventor.draw("person") for _ in range(3)]
         said = [
@@ -87,7 +88,7 @@ def meeting(inventor: Inventor) -> Iterator[Texts]:
 
 
 def types(inventor: Inventor) -> Iterator[Texts]:
-    """Questions and the type of their answers."""
+    """Show questions with the type of their answers, and ask for the type of another one."""
     for _ in range(ROWS):
         shots = [(asked["question"], answer_type(asked["answers"][0]["text"])) for asked in make_questions(inventor)]
         *shown, (question, kind) = inventor.rng.sample(shots, 13)
@@ -96,9 +97,10 @@ def types(inventor: Inventor) -> Iterator[Texts]:
 
 
 def trivia(inventor: Inventor) -> Iterator[Texts]:
-    """Passages with a question each; the last one is asked."""
+    """Show passages with a question each; the last question is asked."""
     for _ in range(ROWS):
-        shots, last = [], None
+        shots: list[str] = []
+        last: list[str] = []
         for paragraph in make_article(inventor)["paragraphs"]:
             asked = inventor.rng.choice(paragraph["qas"])
             last = [answer["text"] for answer in asked["answers"]]
@@ -108,7 +110,7 @@ def trivia(inventor: Inventor) -> Iterator[Texts]:
 
 
 def dialogues(inventor: Inventor) -> Iterator[Texts]:
-    """Two people agree when to meet where."""
+    """Show dialogues in which two people agree when and where to meet, and ask for a summary of the last one."""
     for _ in range(ROWS):
         shots = []
         for _ in range(8):
@@ -122,7 +124,7 @@ def dialogues(inventor: Inventor) -> Iterator[Texts]:
 
 
 def repeated_paragraphs(inventor: Inventor) -> Iterator[Texts]:
-    """Ten paragraphs, some of them twice."""
+    """Ask how many of ten paragraphs are different."""
     for _ in range(ROWS):
         different = [
             first_sentence(paragraph["context"]) for _ in range(2) for paragraph in make_article(inventor)["paragraphs"]
@@ -134,7 +136,7 @@ def repeated_paragraphs(inventor: Inventor) -> Iterator[Texts]:
 
 
 def one_of_paragraphs(inventor: Inventor) -> Iterator[Texts]:
-    """Thirty paragraphs, and the beginning of one."""
+    """Show thirty paragraphs and the beginning of one, and ask for its number."""
     for _ in range(ROWS):
         listed = [
             first_sentence(paragraph["context"]) for _ in range(5) for paragraph in make_article(inventor)["paragraphs"]
@@ -144,7 +146,7 @@ def one_of_paragraphs(inventor: Inventor) -> Iterator[Texts]:
 
 
 def completion(inventor: Inventor) -> Iterator[Texts]:
-    """A class whose methods look alike."""
+    """Ask for the last line of a class whose methods look alike."""
     for _ in range(ROWS):
         *above, last = write_class(inventor, 12)
         head, line = last.rstrip("\n").rsplit("\n", 1)
@@ -152,7 +154,7 @@ def completion(inventor: Inventor) -> Iterator[Texts]:
 
 
 def repository(inventor: Inventor) -> Iterator[Texts]:
-    """The class of one file is used in another."""
+    """Ask for the line in which a file uses the class of another one."""
     for _ in range(ROWS):
         *above, last = write_class(inventor, 8)
         name = last.split("def ")[1].split("(")[0]
@@ -166,17 +168,19 @@ def repository(inventor: Inventor) -> Iterator[Texts]:
 
 
 def write_class(inventor: Inventor, count: int) -> list[str]:
+    """Write a class with `count` setters, one text each."""
     names = [inventor.draw("name").lower() for _ in range(count)]
     methods = [f"    def set_{name}(self, value):\n        self.{name} = value\n\n" for name in names]
     return ["class Store:\n" + methods[0], *methods[1:]]
 
 
 def make_questions(inventor: Inventor) -> list[dict[str, Any]]:
+    """Make the questions of an article."""
     return [asked for paragraph in make_article(inventor)["paragraphs"] for asked in paragraph["qas"]]
 
 
 def answer_type(answer: str) -> str:
-    """The class of an invented answer."""
+    """Return the class of a synthetic answer."""
     if answer.replace(",", "").isdigit():
         return CLASSES["count"]
     if answer[0].isdigit():
@@ -185,14 +189,17 @@ def answer_type(answer: str) -> str:
 
 
 def first_sentence(paragraph: str) -> str:
+    """Return the first sentence of a paragraph."""
     return paragraph.split(". ")[0].rstrip(".") + "."
 
 
 def join_passages(texts: list[str]) -> str:
+    """Number texts as passages and join them."""
     return "\n\n".join(f"Passage {number}:\n{text}" for number, text in enumerate(texts, 1))
 
 
 def join_paragraphs(texts: list[str]) -> str:
+    """Number texts as paragraphs and join them."""
     return "\n\n".join(f"Paragraph {number}: {text}" for number, text in enumerate(texts, 1))
 
 

@@ -1,17 +1,22 @@
-"""LongBench's prompts: lm-eval's, read from the task files of its installed package, and the official ones, which are
-those with the official wording put back.
+"""LongBench's prompts: lm-eval's and the official ones.
 
-lm-eval 0.4.13 changed these of config/dataset2prompt.json (THUDM/LongBench 2e00731): a line break less before the
-question of triviaqa and samsum, and the blank or line break at the end of four others.
+lm-eval's prompts are read from the task files of the installed package. The official prompts are those of
+config/dataset2prompt.json (THUDM/LongBench 2e00731). lm-eval 0.4.13 changed six of them, and this module changes them
+back: lm-eval leaves out a line break before the question of triviaqa and samsum, and the blank or line break at the end
+of four others.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
 
+from kvbench.tasks.common.lm_eval_strings import read_strings
+from kvbench.tasks.longbench.subtasks import NAMES
+
+LM_EVAL_STRINGS = "5bc46c8b6b6f7cafc5301871ff64d79aa8d2a945d45549aa96439e5e1bf471a6"  # hash for lm-eval 0.4.13
 CONTEXT, QUESTION = "{{context}}", "{{question}}"
 BLANK_LINE = ("triviaqa", "samsum")  # between context and question
 ENDS = {"passage_count": " ", "passage_retrieval_en": " ", "lcc": "\n", "repobench-p": "\n"}
@@ -19,27 +24,44 @@ ENDS = {"passage_count": " ", "passage_retrieval_en": " ", "lcc": "\n", "repoben
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """What stands before the context, and what follows it with a place for the question (if it has one)."""
+    """The text before the context, and the text after it with a place for the question, if the subtask asks one."""
 
     before: str
     after: str
 
     def render(self, context: str, question: str) -> tuple[str, str]:
-        """The prompt up to the end of the context, and the rest of it."""
+        """Return the prompt up to the end of the context, and the rest of it."""
         return self.before + context, self.after.replace(QUESTION, question)
 
 
-@cache
 def load_official_prompt(name: str) -> PromptTemplate:
-    """The official prompt of a subtask, e.g. "repobench-p"."""
+    """Load the official prompt of a subtask, e.g. "repobench-p"."""
     own = load_lm_eval_prompt(name)
     return PromptTemplate(own.before, ("\n" if name in BLANK_LINE else "") + own.after + ENDS.get(name, ""))
 
 
-@cache
 def load_lm_eval_prompt(name: str) -> PromptTemplate:
-    """lm-eval's prompt. The file is parsed and not loaded: its tags would import modules that need more packages."""
-    package = find_spec("lm_eval").submodule_search_locations[0]
-    node = yaml.compose(Path(package, "tasks", "longbench", f"{name}.yaml").read_text(encoding="utf-8"))
-    text = next(value.value for key, value in node.value if key.value == "doc_to_text")
-    return PromptTemplate(*text.split(CONTEXT))
+    """Load lm-eval's prompt of a subtask.
+
+    Raises:
+        SettingError: The installed lm-eval has other prompts than the tested one.
+    """
+    return PromptTemplate(*_load_texts()[name].split(CONTEXT))
+
+
+@cache
+def _load_texts() -> Mapping[str, str]:
+    """Load lm-eval's prompts of all subtasks."""
+    return read_strings("task=longbench", "longbench", _read_files, LM_EVAL_STRINGS)
+
+
+def _read_files(folder: Path) -> dict[str, str]:
+    """Read the prompts by subtask. The files are not loaded as tasks, because their tags import more packages."""
+    return {name: _read_prompt(folder / f"{name}.yaml") for name in NAMES}
+
+
+def _read_prompt(path: Path) -> str:
+    node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    if not isinstance(node, yaml.MappingNode):
+        raise LookupError(f"{path.name} is no mapping")
+    return next((value.value for key, value in node.value if key.value == "doc_to_text"), "")

@@ -13,20 +13,28 @@ from kvbench.tasks.longbench.subtasks import Subtask
 from kvbench.validation import SettingError
 
 HUB = ("zai-org/LongBench", "5e628be450b7e67fb7ae6e201bd6d8f7056f7672", "data.zip")
-COLUMNS = {
+COLUMNS: dataset_rows.Columns = {
     "_id": str,
     "dataset": str,
-    "language": str,  # en; of code, the programming language
+    "language": str,  # en, or the programming language of code
     "input": str,
     "context": str,
     "answers": list,
-    "length": int,  # words of input, context and answers
+    "length": int,  # number of words of input, context and answers
     "all_classes": (list, NoneType),
 }
 
 
 def load_rows(path: str, subtasks: Iterable[Subtask]) -> dict[str, list[dataset_rows.Row]]:
-    """The rows of each subtask from `miniature`, `hub`, or a file or folder; SettingError names line and column."""
+    """Load the rows of each subtask.
+
+    Args:
+        path: ``miniature``, ``hub``, or a file or folder in the official format.
+        subtasks: The subtasks to load.
+
+    Raises:
+        SettingError: Rows are missing or wrong. The message names the file, the line and the column.
+    """
     if path == dataset_rows.MINIATURE:
         return {own.name: check_rows(own, miniature.make_rows(own.name)) for own in subtasks}
     place = dataset_rows.fetch_hub_file("task.path", *HUB) if path == dataset_rows.HUB else Path(path).expanduser()
@@ -34,14 +42,14 @@ def load_rows(path: str, subtasks: Iterable[Subtask]) -> dict[str, list[dataset_
 
 
 def find_rows(path: Path, name: str) -> Iterator[tuple[str, dataset_rows.Row]]:
-    """(where, row) of a subtask in data.zip, in a folder that has it or its files, or in a .jsonl file."""
+    """Yield (where, row) for a subtask from data.zip, a folder that has data.zip or its files, or a .jsonl file."""
     member = f"data/{name}.jsonl"
     file = dataset_rows.find_file("task.path", path, (member, f"{name}.jsonl", "data.zip"))
     return dataset_rows.read_rows("task.path", file, member if file.suffix == ".zip" else None)
 
 
 def check_rows(subtask: Subtask, found: Iterable[tuple[str, dataset_rows.Row]]) -> list[dataset_rows.Row]:
-    """The rows of a subtask in the official format; SettingError with the line and column of what is not."""
+    """Check that rows have the official format and return them; a SettingError names line and column."""
     listed = list(found)
     rows = dataset_rows.check_rows("task.path", listed, COLUMNS, unique="_id", what=f"rows of {subtask.name}")
     for where, row in listed:

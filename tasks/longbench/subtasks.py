@@ -1,4 +1,4 @@
-"""LongBench's 16 English tasks in their categories (THUDM/LongBench 2e00731, LongBench/: eval.py, pred.py, config/)."""
+"""LongBench's 16 English tasks by category (THUDM/LongBench 2e00731, LongBench/: eval.py, pred.py, config/)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,14 +9,23 @@ from kvbench.tasks.longbench import metrics
 
 @dataclass(frozen=True)
 class Subtask:
-    """One of the tasks."""
+    """One of the tasks.
+
+    Attributes:
+        name: The task's name in the benchmark.
+        category: The benchmark's category.
+        metric: Scores an output by a reference and, for trec, the classes.
+        new_tokens: The most tokens of an answer: upstream's dataset2maxlen.
+        chat: Whether the model's chat template is used.
+        extract: Returns the part of an output that is scored.
+    """
 
     name: str
     category: str
     metric: Callable[[str, str, Sequence[str]], float]
-    new_tokens: int  # upstream's dataset2maxlen
-    chat: bool = True  # whether the model's chat template is used
-    extract: Callable[[str], str] = str  # what of an output is graded
+    new_tokens: int
+    chat: bool = True
+    extract: Callable[[str], str] = str
 
 
 QA_F1, ROUGE, CODE = metrics.qa_f1, metrics.rouge, metrics.code_sim

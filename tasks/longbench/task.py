@@ -1,25 +1,26 @@
 """LongBench v1: its 16 English tasks (arXiv 2308.14508; THUDM/LongBench 2e00731, LongBench/).
 
 Prompts, middle truncation before the chat template, tasks without a template, token limits and metrics are official.
-The context ends where the row's `context` ends; the question is what follows, and there is no answer prefix: upstream
-puts all of a prompt into the user's message.
+The context ends where the row's `context` ends, and the question follows. There is no answer prefix, because upstream
+puts the whole prompt into the user's message.
 
 `max_length` (tokens before the chat template) is upstream's model2maxlen: 3500, 7500, 15500, 31500 for windows of 4096,
-8192, 16384, 32768. null continues that series, 1000 ⌊window / 1024⌋ − 500, to the 127500 that papers use at 131072.
+8192, 16384, 32768. null continues that series by 1000 ⌊window / 1024⌋ − 500, which gives the 127500 that papers use at
+131072.
 
-`protocol=lm_eval` reads the same rows as lm-evaluation-harness 0.4.13 would (lm_eval/tasks/longbench/), with its
+`protocol=lm_eval` reads the same rows as lm-evaluation-harness 0.4.13 does (lm_eval/tasks/longbench/), with its
 defaults:
 
-* The prompt is the port's template, which lacks a line break or a blank at the end of six prompts (longbench_prompts).
+* The prompt is lm-eval's template. Six of these lack a line break or a blank (tasks/longbench/prompts.py).
 * No task has a chat template.
 * A line break ends the answers of trec, triviaqa and samsum, also as their first token.
-* An answer loses the white space around it before it is scored. Of code, the first line counts that is not blank and
-  has no comment mark.
-* No prompt is shortened. lm-eval drops the beginning of one that is too long for the model; kvbench refuses it, and
-  `max_length` leaves out its middle as upstream does.
+* White space around an answer is stripped before it is scored. An answer of code counts by its first line that is not
+  blank and has no comment mark.
+* No prompt is shortened. lm-eval drops the beginning of a prompt that is too long for the model. kvbench refuses such a
+  prompt, unless `max_length` leaves out its middle as upstream does.
 
 lm-eval's own data set (Xnhyacinth/LongBench) already holds the instructions that its templates write around a row, so
-that its prompts have them twice. kvbench reads the official rows, so that they stand there once.
+its prompts have them twice. kvbench reads the official rows, so its prompts have them once.
 """
 
 import hashlib
@@ -43,7 +44,7 @@ OFFICIAL, LM_EVAL = "official", "lm_eval"
 
 @dataclass(frozen=True)
 class LongBench:
-    """The task; its settings are described in conf/task/longbench.yaml."""
+    """The task. conf/task/longbench.yaml describes its settings."""
 
     name: str = "longbench"
     path: str = dataset_rows.MINIATURE
@@ -55,7 +56,11 @@ class LongBench:
     subtask_names: ClassVar[tuple[str, ...]] = NAMES
 
     def check(self) -> None:
-        """Raises a SettingError; reads all rows of the chosen subtasks."""
+        """Check the settings and read all rows of the chosen subtasks.
+
+        Raises:
+            SettingError: A setting or a row is invalid.
+        """
         dataset_rows.check_path("task.path", self.path)
         require_choice("task.protocol", self.protocol, (OFFICIAL, LM_EVAL))
         if self.max_length is not None:
@@ -66,8 +71,11 @@ class LongBench:
 
     @property
     def averages(self) -> Mapping[str, Mapping[str, float]]:
-        """Two means of all, over the 16 tasks (KeyDiff, DropKV, CentroidKV) and over the six categories (DeltaKV), and
-        those of the categories. Of chosen subtasks: the mean over them, and the categories that are whole.
+        """Return the weights of the averages: name -> subtask -> weight.
+
+        All subtasks have two means, over the 16 tasks (as in KeyDiff, DropKV and CentroidKV) and over the six
+        categories (as in DeltaKV), and each category has its own. A choice of subtasks has the mean over them, and the
+        means of those categories that are complete.
         """
         chosen = self._chosen
         means = {f"mean of {len(chosen)} tasks": {subtask.name: 1 / len(chosen) for subtask in chosen}}
@@ -80,15 +88,15 @@ class LongBench:
         return means
 
     def inventory(self) -> dict[str, int]:
-        """Rows of each subtask."""
+        """Count the rows of each subtask."""
         return {name: len(rows) for name, rows in self._rows.items()}
 
     def fingerprint(self) -> str:
-        """Hash of the rows and prompts of the chosen subtasks."""
+        """Hash the rows and prompts of the chosen subtasks."""
         return self._fingerprint
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
-        """Subtask by subtask, in the order of the rows."""
+        """Yield the samples subtask by subtask, in the order of the rows."""
         series = sys.maxsize if self.protocol == LM_EVAL else longest // 1024 * 1000 - 500
         most = self.max_length if self.max_length is not None else series
         if most < 2:
@@ -101,11 +109,11 @@ class LongBench:
                 yield sample
 
     def reference(self, sample: Sample) -> str:
-        """The first of the answers that are right."""
+        """Return the first of the right answers."""
         return sample.answers[0]
 
     def score(self, sample: Sample, output: str) -> Graded:
-        """The best of the answers, by the subtask's metric."""
+        """Score an output by the subtask's metric and the reference that gives most."""
         subtask = SUBTASKS[NAMES.index(sample.subtask)]
         extract, classes = subtask.extract, sample.meta.get("all_classes", ())
         if self.protocol == LM_EVAL:
@@ -120,7 +128,7 @@ class LongBench:
 
     @cached_property
     def _rows(self) -> dict[str, list[dataset_rows.Row]]:
-        """Of each chosen subtask."""
+        """The rows of each chosen subtask."""
         return load_rows(self.path, self._chosen)
 
     @cached_property
@@ -156,7 +164,7 @@ class LongBench:
         )
 
     def _check_fit(self, sample: Sample, tokenizer: Tokenizer, template_tokens: int, longest: int) -> None:
-        """SettingError if prompt, chat template and answer are more than the model takes."""
+        """Raise a SettingError if prompt, chat template and answer have more tokens than the model takes."""
         text = sample.context + sample.question
         if sample.chat:
             need = len(tokenizer.encode(text, add_special_tokens=False)) + template_tokens

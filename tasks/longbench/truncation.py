@@ -1,24 +1,34 @@
-"""Leaving out the middle of a prompt that is too long, as LongBench does (THUDM/LongBench 2e00731, LongBench/pred.py).
+"""Leave out the middle of a prompt that is too long, as LongBench does (THUDM/LongBench 2e00731, LongBench/pred.py).
 
-The prompt is tokenised, special tokens included; of more than `most` tokens the first and the last most // 2 are
-decoded, without special tokens, and joined. Then the prompt is split anew:
+The prompt is tokenised with special tokens. If it has more than `most` tokens, the first and the last most // 2 of them
+are decoded without special tokens and joined. Then the shortened prompt is split into context and question again:
 
-* where the end of the shortened prompt is still the whole question, there;
-* where it is not (the question itself reaches into the middle, or decoding does not give it back to the letter), after
-  the last kept token that the prompt has in common with its context.
+* If it still ends with the whole question, it is split there.
+* If not (the question reaches into the middle, or decoding changes its text), it is split after the last kept token
+  that the prompt has in common with its context.
 
-Joined again, the two are the shortened prompt to the byte.
+Context and question together are the shortened prompt to the byte.
 """
 
 from os.path import commonprefix
 
 from kvbench.interfaces.task import Tokenizer
 
-NOTHING, CONTEXT, QUESTION = "nothing", "context", "question"  # of what something was left out
+NOTHING, CONTEXT, QUESTION = "nothing", "context", "question"  # the part that was shortened
 
 
 def truncate_middle(tokenizer: Tokenizer, context: str, question: str, most: int) -> tuple[str, str, str]:
-    """(context, question, of what something was left out) of a prompt of at most `most` tokens, at least 2."""
+    """Shorten a prompt.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        context: The prompt's context.
+        question: The text that follows the context.
+        most: The most tokens of the prompt, at least 2.
+
+    Returns:
+        The context, the question, and the part that was shortened: NOTHING, CONTEXT or QUESTION.
+    """
     ids = tokenizer.encode(context + question)
     if len(ids) <= most:
         return context, question, NOTHING

@@ -1,11 +1,15 @@
-"""Whether two answers of a mathematics problem are the same, by their text alone.
+"""Decide by text alone whether two answers of a mathematics problem are the same.
 
-`normalize` brings an answer to one spelling: fractions, roots and powers with braces, no units, degrees, currency, per
-cent signs, thousands separators, spacing or `x =` in front. It covers what the rule of MATH's authors covers (Hendrycks
-et al. 2021, arXiv 2103.03874; hendrycks/math, math_equivalence.py) and is applied until nothing changes.
-`is_same_answer` then compares numbers by value (070 = 70, 0.5 = 1/2, 2.5 · 10^3 = 2500), intervals and tuples element
-by element, and sets, unions, bare lists and the terms of a sum in any order. No other algebra is done: 2(x + 1) and 2x
-+ 2 differ. Neither sympy nor math-verify is asked here, because both evaluate what a model wrote and may not end;
+`normalize` brings an answer to one spelling: fractions, roots and powers have braces, and units, degrees, currencies,
+per cent signs, thousands separators, spacing and a leading `x =` are dropped. It covers what the rule of MATH's authors
+covers (Hendrycks et al. 2021, arXiv 2103.03874; hendrycks/math, math_equivalence.py) and is applied until nothing
+changes.
+
+`is_same_answer` compares numbers by value (070 = 70, 0.5 = 1/2, 2.5 · 10^3 = 2500), intervals and tuples element by
+element, and sets, unions, lists without brackets and the terms of a sum in any order. It does no other algebra:
+2(x + 1) and 2x + 2 differ.
+
+This module does not use sympy or math-verify, because both evaluate what a model wrote and may not end.
 kvbench.integrations.math_verify asks math-verify after a run, in a process that it can kill.
 """
 
@@ -14,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-LONGEST = 1000  # characters; what is longer is no answer and is compared as it is
-DEEPEST = 20  # brackets inside brackets that are taken apart
+LONGEST = 1000  # characters of an answer; a longer text is compared as it is
+DEEPEST = 20  # levels of brackets that are compared element by element
 
 _END = r"(?![a-zA-Z])"  # a command ends here
 _TEXT = r"\\(?:text|textrm|textbf|textit|textsf|mbox|mathrm|mathbf|mathit|mathsf|operatorname)\s*"
@@ -36,7 +40,7 @@ _SIGNS = str.maketrans(
 _RULES: tuple[tuple[re.Pattern, str], ...] = tuple(
     (re.compile(pattern, re.DOTALL), by)
     for pattern, by in (
-        # what says nothing
+        # commands that mean nothing
         (r"\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr|Bigl|Bigr)(?:\.|" + _END + ")", ""),
         (r"\\!\s*", ""),
         (r"\\[,;:> ]|\\(?:quad|qquad|displaystyle|textstyle|limits|thinspace)" + _END, " "),
@@ -85,14 +89,14 @@ _RULES: tuple[tuple[re.Pattern, str], ...] = tuple(
         (r"\+-", "-"),
         (r"--", "+"),
         (r"(^|[(\[{,=])\s*\+", r"\1"),
-        # what stands around the answer
+        # text around the answer
         (r"^\s*(?:[a-zA-Z](?:_[0-9a-zA-Z])?|\\[a-zA-Z]+|[a-zA-Z]\s*\(\s*[a-zA-Z]\s*\))\s*=(?=[^=]*$)", ""),
         (r"^\s*[a-zA-Z]\s*\\in" + _END, ""),
         (r"^\s*\(\s*([A-Z])\s*\)\s*$", r"\1"),
         (r"[\s.,;:]+$", ""),
     )
 )
-_SPACES = tuple(  # a command and a letter keep one between them, and commas that separate have one behind them
+_SPACES = tuple(  # one blank stays between a command and a letter, and behind a comma that separates
     (re.compile(pattern), by)
     for pattern, by in (
         (r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", "\\1\0"),
@@ -110,13 +114,13 @@ _FRACTION = re.compile(r"(-?)([0-9]*)\\frac\{([0-9]+(?:\.[0-9]+)?)\}\{(-?[0-9]+(
 _TOKEN = re.compile(r"\\[a-zA-Z]+ ?|\\.|, |.", re.DOTALL)
 _OPENING, _CLOSING = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
 _BETWEEN = (",", "=", "<", ">", ":", *(rf"\{name}" for name in ("leq", "geq", "neq", "cup", "cap", "in", "to")))
-_UNARY_AFTER = ("^", "_", "/", r"\cdot", "+", "-")  # a sign behind it begins no new term
+_UNARY_AFTER = ("^", "_", "/", r"\cdot", "+", "-")  # a sign behind one of these begins no new term
 _UNCLEAR = re.compile(r"\||\\(?:begin|sum|prod|int|lim|mid)" + _END)
 
 
 @dataclass
 class _Sum:
-    """A sum that is being read: what stands before it, its terms with their signs, and the last term."""
+    """A sum while it is read: the text before it, its terms with their signs, and the last term."""
 
     before: str
     terms: list[str] = field(default_factory=list)
@@ -129,7 +133,7 @@ class _Sum:
 
 
 def normalize(answer: str) -> str:
-    """The answer in its one spelling; `normalize(normal(x)) == normal(x)`. Never raises."""
+    """Bring an answer to one spelling. Normalizing it again changes nothing. Never raises."""
     if len(answer) > LONGEST:
         return answer
     before, seen = None, 0
@@ -140,7 +144,7 @@ def normalize(answer: str) -> str:
 
 
 def is_same_answer(one: str, other: str) -> bool:
-    """Whether two answers say the same. Symmetric, true of equal texts; never raises."""
+    """Whether two answers are the same. Symmetric, and true for equal texts. Never raises."""
     if one.strip() == other.strip() or max(len(one), len(other)) > LONGEST:
         return one.strip() == other.strip()
     if _equal(normalize(one), normalize(other), 0):
@@ -170,9 +174,9 @@ def _equal(one: str, other: str, depth: int) -> bool:
     if None not in values or depth > DEEPEST:
         return None not in values and values[0] == values[1]
     for separator in (r"\cup", ", "):
-        parts = [_items(text, separator) for text in (one, other)]
-        if max(map(len, parts)) > 1:
-            return _unordered(*parts, depth)
+        left, right = _items(one, separator), _items(other, separator)
+        if len(left) > 1 or len(right) > 1:
+            return _unordered(left, right, depth)
     if (
         one[:1] in ("(", "[")
         and (one[:1], one[-1:]) == (other[:1], other[-1:])
@@ -185,7 +189,7 @@ def _equal(one: str, other: str, depth: int) -> bool:
 
 
 def _value(text: str) -> Fraction | None:
-    """The number that the text is: an integer, a decimal, one times a power of ten, a fraction or a mixed number."""
+    """Read an integer, a decimal, one of these times a power of ten, a fraction or a mixed number; else None."""
     if _NUMBER.fullmatch(text):
         return Fraction(text)
     if found := _POWER.fullmatch(text):
@@ -198,7 +202,7 @@ def _value(text: str) -> Fraction | None:
 
 
 def _sort_terms(text: str) -> str:
-    """The text with the terms of every sum in one order, also inside brackets; unchanged if a sum's end is unclear."""
+    """Sort the terms of every sum, also inside brackets; leave the text as it is if the end of a sum is unclear."""
     if _UNCLEAR.search(text):
         return text
     levels = [_Sum("")]
@@ -232,7 +236,7 @@ def _unordered(one: Sequence[str], other: Sequence[str], depth: int) -> bool:
 
 
 def _items(text: str, separator: str) -> list[str]:
-    """The parts of a union, or of a list or a set; an item with ± is two."""
+    """Split a union, a list or a set into its parts; a part with ± is two."""
     if separator == ", " and text.startswith(r"\{") and text.endswith(r"\}") and _is_bracketed(text):
         text = text[2:-2]
     parts = [(part, "+-" if part.count(r"\pm") == 1 and separator == ", " else " ") for part in _split(text, separator)]
@@ -240,7 +244,7 @@ def _items(text: str, separator: str) -> list[str]:
 
 
 def _brackets(text: str) -> Sequence[tuple[int, int]]:
-    """(place, depth after it) of every bracket; braces and round and square brackets may close each other."""
+    """Return (place, depth after it) for every bracket; brackets of different kinds may close each other."""
     depth, found = 0, []
     for place, char in enumerate(text):
         if char in "([{)]}":
@@ -256,7 +260,7 @@ def _is_bracketed(text: str) -> bool:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """The parts between separators that stand in no bracket."""
+    """Split at the separators that stand in no bracket."""
     parts, start, levels = [], 0, dict(_brackets(text))
     depth = 0
     for place in range(len(text)):

@@ -1,29 +1,30 @@
-r"""The final answer in a model's output.
+r"""Find the final answer in a model's output.
 
-`extract_boxed` is what stands in the last \boxed{} that is closed (braces balanced as TeX balances them) and not empty.
-`extract_flexible` takes that, else what follows the last "answer is" or "answer:", else the last number or `$…$`; where
-the output closes its thinking with </think>, it looks for these two only behind it. `extract_first_box` is kvpress's
-reading of MATH-500 (evaluation/benchmarks/math500/calculate_metrics.py): from the first "boxed{" to the next "}".
+* `extract_boxed` returns the content of the last \boxed{} that is closed (braces are balanced as in TeX) and not empty.
+* `extract_flexible` returns that, else the text after the last "answer is" or "answer:", else the last number or `$…$`.
+  If the output closes its thinking with </think>, the last two must stand behind it.
+* `extract_first_box` reads MATH-500 as kvpress does (evaluation/benchmarks/math500/calculate_metrics.py): from the
+  first "boxed{" to the next "}".
 """
 
 import re
 from collections import deque
 
 CLOSED = "</think>"
-FEW = 3  # words of what is called the answer, up to which all of it is
+FEW = 3  # a text behind "answer is" with at most so many words is the whole answer
 
 _BRACE = re.compile(r"\\f?box(?:ed)?\s*\{|\\.|[{}]", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _SAID = re.compile(r"answer\s*(?:\*\*)?\s*(?:is\s*:?|:|=)", re.IGNORECASE)
 _LAST = re.compile(
-    r"(?<!\\)\$(?P<tex>(?:\\.|[^$\\\n])+)\$"  # between dollar signs that are no amounts of money
+    r"(?<!\\)\$(?P<tex>(?:\\.|[^$\\\n])+)\$"  # a formula between dollar signs, no amount of money
     r"|(?P<number>-?[0-9](?:[0-9,]*[0-9])?(?:\.[0-9]+)?(?:/[0-9]+)?)"
 )
 
 
 def extract_boxed(output: str) -> str | None:
-    """What stands in the last closed box that is not empty, if there is one."""
-    opened: list[int | None] = []  # for every brace that is open: where the content of its box begins
+    """Return the content of the last closed box that is not empty; None if there is none."""
+    opened: list[int | None] = []  # for each open brace: where the content of its box begins
     last: tuple[int, int] | None = None
     for found in _BRACE.finditer(output):
         if found[0] == "}":
@@ -36,7 +37,7 @@ def extract_boxed(output: str) -> str | None:
 
 
 def extract_flexible(output: str) -> str | None:
-    """The last box, else what is called the answer, else the last number or formula, if there is one."""
+    """Return the last box, else what the output calls the answer, else the last number or formula, else None."""
     box = extract_boxed(output)
     if box is not None:
         return box
@@ -52,10 +53,10 @@ def extract_flexible(output: str) -> str | None:
 
 
 def extract_first_box(output: str) -> str | None:
-    """As kvpress reads it."""
+    """Return the first box as kvpress reads it; None if there is none."""
     _, found, rest = output.partition("boxed{")
     return rest.partition("}")[0] if found else None
 
 
-def _find_last(pattern: re.Pattern, text: str) -> re.Match | None:
+def _find_last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     return next(iter(deque(pattern.finditer(text), maxlen=1)), None)

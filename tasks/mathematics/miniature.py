@@ -1,8 +1,9 @@
-r"""A few problems in the form of MATH-500's and AIME's rows, made by kvbench: for trying the tasks, no benchmark.
+r"""Make a few problems in the format of MATH-500's and AIME's rows, for trying the tasks. They are not the benchmark.
 
-Each is a word problem whose numbers stand in its text (the invented articles of RULER's questions), asked twice: in the
-problem and, since the embedded model answers nothing else, in `answer_prefix`, which opens the answer. MATH's answers
-have the spellings that a grader must see through, and every fourth is a fraction that has to be computed.
+Each is a word problem whose numbers stand in its text, the synthetic articles of RULER's questions. It is asked in the
+problem and again in `answer_prefix`, which opens the answer, because the embedded model answers nothing else. The
+answers in MATH's format have the different spellings that a grader must accept, and every fourth is a fraction that has
+to be computed.
 """
 
 import random
@@ -16,7 +17,7 @@ PROBLEMS = 12
 
 
 def make_problems(name: str, integers: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row); `integers`: answers as AIME's, from 0 to 999."""
+    """Yield (where, row). With `integers`, answers are whole numbers from 0 to 999, as in AIME."""
     for index in range(PROBLEMS):
         rng = random.Random(f"kvbench {name} miniature/{index}")
         paragraphs = make_article(Inventor(f"kvbench {name} miniature/{index}"))["paragraphs"]

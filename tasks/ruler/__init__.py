@@ -1,1 +1,1 @@
-"""RULER: needles, variables, words and questions in texts of an exact length."""
+"""RULER: needles, variables, word counts and questions in texts of an exact length."""

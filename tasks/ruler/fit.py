@@ -1,22 +1,34 @@
-"""How much haystack a sample gets: the most that fits (`fit_units`), or what NVIDIA/RULER gives it (`search_size`,
-`step_down`).
+"""Find how much haystack a sample gets.
+
+`fit_units` finds the most that fits. `search_size` and `step_down` find what NVIDIA/RULER gives a sample.
 """
 
 from collections.abc import Callable, Iterator
 
-TRIES = 100  # NVIDIA/RULER draws its smallest sample again without end until one fits
+TRIES = 100  # draws of the smallest sample; NVIDIA/RULER draws it without end until one fits
 
 
 def fit_units(cost: Callable[[int], int], most: int, room: int, guess: int = 8) -> int | None:
-    """The largest count with cost(count) <= room (and cost(count + 1) > room, or count == most); None if none.
+    """Find the largest count that fits: cost(count) <= room, and cost(count + 1) > room or count == most.
 
-    A bisection that interpolates its next guess: costs are nearly linear, so four or five guesses do, and three where
-    the first `guess` is right.
+    The bisection interpolates its next guess. Costs are nearly linear, so it needs four or five guesses, and three if
+    the first one is right.
+
+    Args:
+        cost: Tokens of a prompt with so many units; it grows with them.
+        most: The largest count.
+        room: Tokens that `cost` may reach.
+        guess: The first guess.
+
+    Returns:
+        The count, or None if not even 0 units fit.
     """
     low, low_cost = 0, cost(0)
     if low_cost > room:
         return None
-    first, high, high_cost = low_cost, None, None
+    first = low_cost
+    high: int | None = None
+    high_cost = 0
     while low < most and (high is None or high - low > 1):
         guess = min(guess, most)
         guessed = cost(guess)
@@ -33,7 +45,7 @@ def fit_units(cost: Callable[[int], int], most: int, room: int, guess: int = 8) 
 
 
 def search_size(cost: Callable[[int], int], length: int, room: int, step: int) -> int:
-    """The units that NVIDIA/RULER (since 56ea4ef) gives to all samples of a subtask, found on its first draws.
+    """Search the units that NVIDIA/RULER (since 56ea4ef) gives to all samples of a subtask.
 
     Args:
         cost: Tokens of a prompt with so many units. Every call draws a new prompt, so two calls may differ.
@@ -48,7 +60,7 @@ def search_size(cost: Callable[[int], int], length: int, room: int, step: int) -
 
 
 def bisect_units(cost: Callable[[int], int], room: int, step: int, most: int) -> int:
-    """The last units between `step` and `most` (at least 2 * step) that fitted `room` in a bisection, else `step`."""
+    """Bisect from `step` to `most` (or 2 * step, if that is more); return the last units that fitted, else `step`."""
     low, high, found = step, max(most, 2 * step), step
     while low <= high:
         middle = (low + high) // 2
@@ -60,11 +72,11 @@ def bisect_units(cost: Callable[[int], int], room: int, step: int, most: int) ->
 
 
 def step_down(units: int, step: int, floor: int) -> Iterator[int]:
-    """The units of NVIDIA/RULER's attempts at one sample, the first that fits being taken.
+    """Yield the units of NVIDIA/RULER's attempts at one sample, until the caller finds one that fits.
 
-    A sample that is too long loses `step` units. One that has `step` or fewer is drawn again as it is; after TRIES of
-    these this ends, where upstream would go on. Where upstream goes below `floor`, the fewest units that can be drawn,
-    it never ends; here the sample gets `floor`.
+    A sample that is too long loses `step` units. A sample with `step` units or fewer is drawn again with as many;
+    upstream does so without end, this function TRIES times. Upstream never ends if it goes below `floor`, the fewest
+    units that can be drawn; here the sample gets `floor`.
     """
     yield (units := max(units, floor))
     while units > max(step, floor):

@@ -1,13 +1,19 @@
-"""RULER as lm-eval 0.4.13 ports it: for numbers that must be compared with lm-eval's. task=ruler is the official one.
+"""RULER as lm-eval 0.4.13 ports it, for numbers that must be compared with lm-eval's. The official RULER is task=ruler.
 
-lm-eval's own modules make the documents, prompts and scores; what differs from NVIDIA/RULER: the sizes (linear steps,
-fwe overflows), cwe without its example, older wordings, essays that are not repeated, and qa, where an answer counts
-in part (`string_match_part` of one sample is `string_match_all`). Each subtask is seeded by itself: samples do not
-depend on which others run, as they do in lm-eval; seed 0 gives what lm-eval gives for a subtask that runs alone.
+lm-eval's own modules make the documents, prompts and scores. They differ from NVIDIA/RULER:
+
+* Sizes grow in linear steps, and fwe overflows the length.
+* cwe has no solved example.
+* Some wordings are older.
+* Essays are not repeated.
+* In qa an answer counts in part: `string_match_part` of one sample is `string_match_all`.
+
+Each subtask is seeded by itself, so its samples do not depend on the other subtasks of the run, as they do in lm-eval.
+Seed 0 gives what lm-eval gives for a subtask that runs alone.
 
 The documents of niah_single_1, niah_multikey_2, niah_multikey_3, ruler_vt, ruler_cwe and ruler_fwe need no data. The
-other needles need essays from the hub (baber/paul_graham_essays) and nltk's punkt_tab, qa needs SQuAD or HotpotQA,
-which lm-eval downloads.
+other needles need essays from the hub (baber/paul_graham_essays) and nltk's punkt_tab; qa needs SQuAD or HotpotQA.
+lm-eval downloads these.
 """
 
 import hashlib
@@ -32,16 +38,24 @@ METRIC = "string_match"
 
 @dataclass(frozen=True)
 class PortedSubtask:
-    """A subtask: lm-eval's YAML file, its module, what makes documents of (module, tokenizer, length, count), and the
-    tokens that it needs at least of (module, tokenizer, length): below them lm-eval's loops do not end.
+    """A subtask of lm-eval's port.
+
+    Attributes:
+        file: lm-eval's YAML file, without its ending. Empty: the file has the subtask's name.
+        module: lm-eval's module.
+        make: Makes documents from (module, tokenizer, length, count).
+        least: Returns the fewest tokens of a prompt from (module, tokenizer, length). Below them lm-eval's loops do
+            not end.
+        needs: Names what is downloaded, for messages. Empty: nothing is.
+        data: Downloads it and returns it, from the module.
     """
 
     file: str
     module: str
     make: Callable[[ModuleType, Any, int, int], list[dict]]
     least: Callable[[ModuleType, Any, int], int] = lambda *_: 1
-    needs: str = ""  # what is fetched
-    data: Callable[[ModuleType], Any] = lambda _: None  # that
+    needs: str = ""
+    data: Callable[[ModuleType], Any] = lambda _: None
 
 
 def _niah(haystack: str, keys: str, values: str, **more: int) -> PortedSubtask:
@@ -107,7 +121,7 @@ def _tokens(tokenizer: Any, text: str) -> int:
     return len(tokenizer(text).input_ids)
 
 
-MARGIN = 32  # tokens by which two draws of one size may differ
+MARGIN = 32  # tokens by which two draws of the same size may differ
 PORTS = {
     "niah_single_1": _niah("repeat", "words", "numbers"),
     "niah_single_2": _niah("essay", "words", "numbers"),
@@ -132,9 +146,9 @@ OFFLINE = tuple(name for name, port in PORTS.items() if not port.needs)
 
 @dataclass(frozen=True)
 class RulerLmEval:
-    """The task; its settings are described in conf/task/ruler_lmeval.yaml."""
+    """The task. conf/task/ruler_lmeval.yaml describes its settings."""
 
-    samples: InitVar[int]  # kept as `per_subtask`, since `samples` is the protocol's method
+    samples: InitVar[int]  # kept as `per_subtask`, because `samples` is the protocol's method
     name: str = "ruler_lmeval"
     length: int = 2048
     subtasks: str | Sequence[str] = "offline"
@@ -144,11 +158,15 @@ class RulerLmEval:
     per_subtask: int = field(init=False)
     subtask_names: ClassVar[tuple[str, ...]] = tuple(PORTS)
 
-    def __post_init__(self, samples: int):
+    def __post_init__(self, samples: int) -> None:
         object.__setattr__(self, "per_subtask", samples)
 
     def check(self) -> None:
-        """Fetches what the subtasks need."""
+        """Check the settings and download the data that the subtasks need.
+
+        Raises:
+            SettingError: A setting is invalid, or the data cannot be reached.
+        """
         require_int("task.length", self.length, 1)
         require_int("task.samples", self.per_subtask, 1)
         if self.limit is not None:
@@ -157,7 +175,7 @@ class RulerLmEval:
         self.fingerprint()
 
     def fingerprint(self) -> str:
-        """Hash of the versions whose code and word lists make the documents, and of what was fetched."""
+        """Hash the versions of the packages whose code and word lists make the documents, and the downloaded data."""
         digest = hashlib.sha256("".join(map(version, ("lm-eval", "wonderwords", "numpy"))).encode())
         for name in self._names():
             port = PORTS[name]
@@ -182,7 +200,7 @@ class RulerLmEval:
         return resolve_subtasks("task.subtasks", self.subtasks, tuple(PORTS), {"offline": OFFLINE})
 
     def _read(self, name: str, tokenizer: Any, count: int) -> Documents:
-        """lm-eval's task of this subtask over documents that its module makes for the tokenizer."""
+        """Load lm-eval's task of a subtask, over documents that its module makes for the tokenizer."""
         from datasets import Dataset
         from lm_eval.api.task import ConfigurableTask
         from lm_eval.tasks._yaml_loader import load_yaml
@@ -220,23 +238,24 @@ class RulerLmEval:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings alone travel to another process: a task's functions cannot."""
+        """Pickle the settings alone, because functions of lm-eval's tasks cannot be pickled."""
         return {own.name: getattr(self, own.name) for own in fields(self)}
 
 
 def find_context(text: str) -> str:
-    """The prompt up to its last question: what `question=hidden` reads before the cut."""
+    """Return the prompt up to its last question: the part that `question=hidden` reads before the eviction."""
     cut = text.rfind("\nQuestion: ")
     return text[: cut if cut >= 0 else text.rfind("\n")]
 
 
 def _module(name: str) -> ModuleType:
-    """A fresh copy of one of lm-eval's modules: cwe's has a generator that goes on from call to call.
+    """Load a fresh copy of one of lm-eval's modules, because cwe's has a generator that goes on from call to call.
 
-    `prepare_niah` downloads when it is imported, unless it is told that another process does.
+    `prepare_niah` downloads data when it is imported, unless LOCAL_RANK says that another process does.
     """
     path = PACKAGE / "ruler" / f"{name}.py"
     spec = spec_from_file_location(f"ruler_lmeval_{name}", path)
+    assert spec is not None and spec.loader is not None  # both are there for a path that ends in .py
     module, before = module_from_spec(spec), os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = "1"
     try:

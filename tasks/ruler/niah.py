@@ -1,7 +1,7 @@
-"""Needles in a haystack: the eight niah_* subtasks of RULER (upstream scripts/data/synthetic/niah.py).
+"""Needles in a haystack: the eight niah_* subtasks of RULER (upstream: scripts/data/synthetic/niah.py).
 
-A needle is one sentence that gives a key a value. The haystack is an essay (needles between its sentences), one
-repeated noise sentence, or other needles (one a line).
+A needle is a sentence that gives a value to a key. The haystack is an essay with needles between its sentences, or
+lines that all hold the same noise sentence, or lines that hold other needles.
 """
 
 import random
@@ -15,17 +15,28 @@ from kvbench.tasks.ruler.family import Family
 from kvbench.tasks.ruler.templates import RenderedPrompt, load_wordings
 from kvbench.tasks.ruler.texts import RulerTexts
 
-DEPTHS = tuple(round(100 * i / 39) for i in range(40))  # per cent of the essay's sentences
+DEPTHS = tuple(round(100 * i / 39) for i in range(40))  # in per cent of the essay's sentences
 
 
 @dataclass(frozen=True)
 class NiahFamily(Family):
-    haystack: str  # essay, noise or needle
+    """A niah subtask.
+
+    Attributes:
+        haystack: ``essay``, ``noise`` or ``needle``.
+        key: Kind of the keys: ``words`` or ``uuids``.
+        value: Kind of the values: ``numbers`` or ``uuids``.
+        keys: Number of keys.
+        values: Number of values of each key.
+        asked: Number of keys in the question.
+    """
+
+    haystack: str
     key: str = "words"
     value: str = "numbers"
     keys: int = 1
-    values: int = 1  # per key
-    asked: int = 1  # keys in the question
+    values: int = 1
+    asked: int = 1
     new_tokens: ClassVar[int] = 128
 
     def draw(self, units: int, rng: random.Random, texts: RulerTexts, length: int, **fixed: int) -> dict[str, Any]:
@@ -70,7 +81,7 @@ class NiahFamily(Family):
         return load_wordings().needle.format(type_needle_v=self.value, key=key, value=value)
 
     def _essay(self, needles: list[str], draws: dict[str, Any], texts: RulerTexts) -> str:
-        """Words with needles between sentences. As upstream, a needle at an end leaves an empty piece, so a space."""
+        """Put needles between sentences. As in upstream, a needle at an end leaves an empty piece and thus a blank."""
         words, ends = texts.essay(draws["units"])
         sentences = bisect_left(ends, len(words)) + 1  # the last one may be cut
         cuts = [int(sentences * (depth / 100)) for depth in draws["places"]]
@@ -94,7 +105,7 @@ class NiahFamily(Family):
         return 1 if self.haystack == "essay" else self.keys * self.values
 
     def meta(self, draws: dict[str, Any], texts: RulerTexts) -> dict[str, Any]:
-        """Depths: where each needle stands, in per cent, from the front; sentences: what ends those of an essay."""
+        """Return each needle's depth in per cent of the haystack and, for an essay, how its sentences were found."""
         essay = self.haystack == "essay"
         depths = draws["places"] if essay else [round(100 * p / draws["units"]) for p in draws["places"]]
         own = {"haystack": texts.haystack if essay else "none", "depths": depths}

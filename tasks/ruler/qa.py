@@ -1,6 +1,7 @@
-"""Questions over documents: RULER's qa_1 (SQuAD) and qa_2 (HotpotQA) (upstream scripts/data/synthetic/qa.py).
+"""Questions about documents: RULER's qa_1 (SQuAD) and qa_2 (HotpotQA) (upstream: scripts/data/synthetic/qa.py).
 
-The question's own documents among others of its article and then of the whole set, shuffled and numbered.
+The prompt holds the documents that the question needs, then other documents of the same article, then documents of the
+whole set; they are shuffled and numbered.
 """
 
 import random
@@ -15,12 +16,14 @@ from kvbench.tasks.ruler.texts import RulerTexts
 
 @dataclass(frozen=True)
 class QuestionFamily(Family):
-    source: str  # squad or hotpot
+    """A qa subtask. `source` names its set of questions: ``squad`` or ``hotpot``."""
+
+    source: str
     new_tokens: ClassVar[int] = 32
     any_answer: ClassVar[bool] = True
 
     def draw(self, units: int, rng: random.Random, texts: RulerTexts, length: int, **fixed: int) -> dict[str, Any]:
-        """`index`: the sample's number. Upstream's sample i asks question i; without one the question is drawn."""
+        """Draw documents. Sample ``index`` asks question ``index``, as upstream; without it the question is drawn."""
         chosen = self._set(texts)
         number = fixed.get("index", rng.randrange(len(chosen.questions))) % len(chosen.questions)
         question, every = chosen.questions[number], len(chosen.documents)
@@ -31,7 +34,7 @@ class QuestionFamily(Family):
             order = own + rng.sample(related, units - len(own))
         else:
             known = {*own, *related}
-            drawn = rng.sample(range(every), units)  # of these at most len(known) are refused
+            drawn = rng.sample(range(every), units)  # at most len(known) of these are left out
             order = own + related + [i for i in drawn if i not in known][: units - len(own) - len(related)]
         rng.shuffle(order)
         return {"question": number, "documents": order}

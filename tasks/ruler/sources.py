@@ -1,4 +1,4 @@
-"""Where official texts come from: a file, or the hub. Every failure is a SettingError that names the setting."""
+"""Read official texts from a file, the hub or the web. Every failure is a SettingError that names the setting."""
 
 import hashlib
 from pathlib import Path
@@ -8,7 +8,7 @@ from kvbench.validation import SettingError
 
 
 def read_source(setting: str, given: str, path: Path) -> bytes:
-    """The file's bytes; `given` is what the user typed."""
+    """Read the bytes of a file; `given` is what the user typed as the setting's value."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -16,7 +16,7 @@ def read_source(setting: str, given: str, path: Path) -> bytes:
 
 
 def fetch_column(setting: str, name: str, column: str) -> list[str]:
-    """A column of a dataset on the hub."""
+    """Fetch a column of the split `train` of a data set on the hub."""
 
     def fetch() -> list[str]:
         from datasets import load_dataset
@@ -27,7 +27,7 @@ def fetch_column(setting: str, name: str, column: str) -> list[str]:
 
 
 def download_file(setting: str, url: str) -> Path:
-    """A file of the web, kept in the cache of `datasets`."""
+    """Download a file into the cache of `datasets`."""
 
     def fetch() -> Path:
         from datasets import DownloadManager
@@ -38,4 +38,5 @@ def download_file(setting: str, url: str) -> Path:
 
 
 def short_hash(raw: bytes) -> str:
+    """Return 12 hex digits of the SHA-256 of some bytes."""
     return hashlib.sha256(raw).hexdigest()[:12]

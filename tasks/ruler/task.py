@@ -1,23 +1,30 @@
 """RULER: 13 synthetic long-context tasks at any length (arXiv 2404.06654; NVIDIA/RULER c3f5e3b, scripts/).
 
-Templates, parameters, token limits and metrics are upstream's; where lm-eval's port differs, upstream wins. Drawing and
-rendering are apart: `draw_sample` makes all random choices of a sample, `render_sample` makes the prompt of them. Each
+Templates, parameters, token limits and metrics are upstream's, also where lm-eval's port differs. Drawing is separate
+from rendering: `draw_sample` makes all random choices of a sample, and `render_sample` makes the prompt from them. Each
 sample has its own generator, seeded by (seed, subtask, length, index), so it depends neither on the other samples nor
 on the other subtasks. Every sample satisfies
 
     tokens(prompt) + template_tokens + max_new_tokens <= length
 
-with template_tokens twice for cwe, whose solved example is a turn of its own under a chat template. `fit` says how
-closely. `fill` gives each sample as many units of haystack as this allows. `upstream` follows upstream's scripts: one
-search per subtask, on draws of its own, chooses a size for all samples, and a sample that is too long loses a whole
-step of units. A step is 500 words of an essay, 25 lines (niah), 10 sentences (vt), words (cwe) or documents (qa), or
+where template_tokens counts twice for cwe, because its solved example is a turn of its own under a chat template. The
+setting `fit` decides how closely a sample comes to `length`:
+
+* `fill` gives each sample as many units of haystack as fit.
+* `upstream` follows upstream's scripts. One search per subtask, on draws of its own, chooses a size for all samples,
+  and a sample that is too long loses a whole step of units.
+
+A step is 500 words of an essay, 25 lines (niah), 10 sentences (vt), words (cwe) or documents (qa), or
 1/32 of the length (fwe); below 4096 tokens 5 lines or sentences. So upstream's prompts are shorter: they fill 59 to
 100 % of 2048 tokens and 79 to 100 % of 4096.
 
-`upstream` differs from the scripts where these fail. They draw the smallest size again without end; kvbench refuses the
-length after 100 draws. They never end when a step takes a question's own documents (qa) or leaves too few sentences
-(vt); kvbench keeps what is needed. And they take words from a longer list where cwe needs more than wonderwords has (at
-about 128k tokens); kvbench does not have that list, so its prompts stay shorter.
+`upstream` differs from the scripts where the scripts fail:
+
+* They draw the smallest size again without end. kvbench refuses the length after 100 draws.
+* They never end when a step takes a question's own documents (qa) or leaves too few sentences (vt). kvbench keeps the
+  documents and sentences that the sample needs.
+* They take words from a longer list when cwe needs more than wonderwords has, at about 128k tokens. kvbench does not
+  have that list, so its prompts stay shorter.
 """
 
 import random
@@ -44,38 +51,47 @@ FAMILIES: tuple[Family, ...] = (*NIAH, *VT, *WORDS, *QA)
 SUBTASKS = tuple(family.name for family in FAMILIES)
 GENERATORS = ("synthetic_prose.py", "synthetic_qa.py")  # of tasks/common
 FITS = ("fill", "upstream")
-Fitted = Callable[[int], tuple[int, dict[str, Any]]]  # of a sample's index: its units and draws
+Fitted = Callable[[int], tuple[int, dict[str, Any]]]  # index of a sample -> its units and draws
 
 
 def draw_sample(
     subtask: str, units: int, rng: random.Random, texts: RulerTexts, length: int, **fixed: int
 ) -> dict[str, Any]:
-    """All random choices of a sample with `units` units of haystack, as plain JSON values.
+    """Make all random choices of a sample.
 
-    `length` decides parameters that upstream switches with it (cwe, fwe). `fixed` may hold `index`, the number of the
-    sample (qa: of the question; else it is drawn), and `example`, the noise sentences of vt's example (else 15).
+    Args:
+        subtask: Name of the subtask.
+        units: Units of haystack.
+        rng: The sample's generator.
+        texts: The texts to draw from.
+        length: Tokens of prompt and answer. It decides parameters of cwe and fwe, as in upstream.
+        fixed: ``index``, the number of the sample, decides the question of qa (drawn without it); ``example`` is the
+            number of noise sentences of vt's example (15 without it).
+
+    Returns:
+        The choices as plain JSON values.
     """
     return _find_family(subtask).draw(units, rng, texts, length, **fixed)
 
 
 def render_sample(subtask: str, draws: dict[str, Any], texts: RulerTexts) -> RenderedPrompt:
-    """The prompt that these draws make, byte for byte upstream's; no randomness."""
+    """Render the prompt of these draws, byte for byte as upstream does; no randomness."""
     return _find_family(subtask).render(draws, texts)
 
 
 def count_least_units(subtask: str, texts: RulerTexts, length: int, index: int = 0) -> int:
-    """The fewest units that the sample can be drawn with."""
+    """Return the fewest units with which a sample can be drawn."""
     return _find_family(subtask).least(texts, length, index)
 
 
 @dataclass(frozen=True)
 class Ruler:
-    """The task; its settings are described in conf/task/ruler.yaml."""
+    """The task. conf/task/ruler.yaml describes its settings."""
 
+    samples: InitVar[int]  # kept as `per_subtask`, because `samples` is the protocol's method
     name: str = "ruler"
     length: int = 2048
     subtasks: str | Sequence[str] = "all"
-    samples: InitVar[int]  # required; kept as `per_subtask`, since `samples` is the protocol's method
     fit: str = "fill"
     haystack_path: str | None = None
     qa_path: str | None = None
@@ -85,11 +101,15 @@ class Ruler:
     per_subtask: int = field(init=False)
     subtask_names: ClassVar[tuple[str, ...]] = SUBTASKS
 
-    def __post_init__(self, samples: int):
+    def __post_init__(self, samples: int) -> None:
         object.__setattr__(self, "per_subtask", samples)
 
     def check(self) -> None:
-        """Raises a SettingError; needs no tokenizer, so a length may still prove too small in `samples`."""
+        """Check the settings. This needs no tokenizer, so `samples` may still find a length too small.
+
+        Raises:
+            SettingError: A setting is invalid, or a file cannot be used.
+        """
         require_int("task.length", self.length, 1)
         require_int("task.samples", self.per_subtask, 1)
         require_choice("task.fit", self.fit, FITS)
@@ -103,11 +123,11 @@ class Ruler:
                 raise SettingError(f"task.length={self.length}: at least {least} for {family.name}")
 
     def fingerprint(self) -> str:
-        """Hash of the texts and of the prompt strings."""
+        """Hash the texts and the prompt strings."""
         return hash_parts(self._texts().fingerprint, load_wordings().fingerprint())
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
-        """Subtask by subtask, each drawn when it is asked for, and kept in the cache."""
+        """Yield the samples subtask by subtask. Each is drawn when it is asked for, and kept in the cache."""
         texts, count = self._texts(), self.per_subtask if self.limit is None else min(self.per_subtask, self.limit)
         folder = Path(__file__).parent
         sources = sorted([*folder.glob("*.py"), *map((folder.parent / "common").joinpath, GENERATORS)])
@@ -121,14 +141,14 @@ class Ruler:
             yield from read_or_make(path, f"{family.name}/{self.length}", count, make)
 
     def score(self, sample: Sample, output: str) -> Graded:
-        """string_match_all: the share of the references that the output holds; string_match_part: any of them."""
+        """Score by string_match_all, the share of the references in the output, or string_match_part, any of them."""
         answer = re.sub(r"[\x00-\x1f]", "\n", output.strip()).strip()
         found = [reference.lower() in answer.lower() for reference in sample.answers]
         share = any(found) if _find_family(sample.subtask).any_answer else sum(found) / len(found)
         return Graded(100.0 * share, answer)
 
     def reference(self, sample: Sample) -> str:
-        """The right answer: all references, or the first where any of them is right."""
+        """Return the right answer: all references, or the first one if any of them is enough."""
         return sample.answers[0] if _find_family(sample.subtask).any_answer else ", ".join(sample.answers)
 
     def _chosen(self) -> list[str]:
@@ -142,7 +162,7 @@ class Ruler:
         return family.render(family.draw(least, random.Random(0), texts, self.length, index=0), texts)
 
     def _maker(self, family: Family, texts: RulerTexts, tokenizer: Tokenizer, reserved: int) -> Callable[[int], Sample]:
-        """The function that makes sample `index` of the subtask; `reserved`: tokens of the chat template."""
+        """Return the function that makes sample `index` of a subtask. `reserved` counts the chat template's tokens."""
         room = self.length - reserved - family.new_tokens
 
         def tokens(prompt: str) -> int:
@@ -169,7 +189,7 @@ class Ruler:
         return make
 
     def _fill(self, family: Family, texts: RulerTexts, tokens: Callable[[str], int], room: int) -> Fitted:
-        """As many units as fit, found for each sample with the same draws for every size."""
+        """Give each sample as many units as fit. All sizes of a sample are tried with the same draws."""
         fixed = family.fixed(tokens)
 
         def fitted(index: int) -> tuple[int, dict[str, Any]]:
@@ -190,8 +210,8 @@ class Ruler:
         return fitted
 
     def _upstream(self, family: Family, texts: RulerTexts, tokens: Callable[[str], int], room: int) -> Fitted:
-        """The units that upstream's scripts would choose: one search for all samples, then steps down for each."""
-        reserved = self.length - family.new_tokens - room  # upstream counts the chat template as part of a prompt
+        """Give samples the units of upstream's scripts: one search for all samples, then steps down for each."""
+        reserved = self.length - family.new_tokens - room  # upstream counts the chat template in the prompt
 
         @cache
         def chosen() -> tuple[int, dict[str, int]]:
@@ -221,7 +241,7 @@ class Ruler:
         return fitted
 
     def _generator(self, family: Family, of: int | str) -> random.Random:
-        """That of a sample, by its index, or of the search that comes before all samples, `fit`."""
+        """Return the generator of a sample, by its index, or of the search before all samples, ``fit``."""
         return random.Random(f"{self.seed}/{family.name}/{self.length}/{of}")
 
     def _too_short(self, family: Family, needed: int) -> SettingError:

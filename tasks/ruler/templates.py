@@ -1,8 +1,10 @@
-"""RULER's prompt strings, read from the source of the installed lm-eval package and corrected to the official wording.
+"""RULER's prompt strings: read from the installed lm-eval package and corrected to the official wording.
 
-The source is parsed, not imported: importing lm-eval's `prepare_niah` tries to download. What lm-eval changed against
-NVIDIA/RULER c3f5e3b `scripts/data/synthetic/constants.py` is changed back: answer prefixes begin with a space (niah,
-qa), and "assgined" is spelt right since upstream's 4a216f4 (vt).
+The official strings are those of NVIDIA/RULER c3f5e3b, `scripts/data/synthetic/constants.py`. lm-eval changed some of
+them, and this module changes them back:
+
+* The answer prefixes of niah and qa begin with a space.
+* "assgined" in vt is spelt "assigned", as upstream spells it since 4a216f4.
 """
 
 import ast
@@ -11,19 +13,31 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
+
+from kvbench.tasks.common.lm_eval_strings import find_literal, parse_source, read_strings
+
+LM_EVAL_STRINGS = "7b469e6cb82fd93b841635d80612f5f9a41ec00944bc7565a01d99532cde03c1"  # hash for lm-eval 0.4.13
 
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """One prompt in its three parts, and the references of its answer."""
+    """One prompt in its three parts, and the reference answers.
 
-    context: str  # ends where the haystack ends
-    question: str  # begins with what stands between haystack and question
+    Attributes:
+        context: The text up to the end of the haystack.
+        question: The text between the haystack and the answer prefix.
+        answer_prefix: The beginning of the answer, which the model continues.
+        answers: The reference answers.
+        solved: Where the answer of a solved example begins and ends in `context`, in characters. A chat template makes
+            that answer a turn of its own. Empty without such an example.
+    """
+
+    context: str
+    question: str
     answer_prefix: str
     answers: tuple[str, ...]
-    solved: tuple[int, ...] = ()  # where in the context a solved example's answer begins and ends: a turn of its own
+    solved: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> str:
@@ -32,18 +46,19 @@ class RenderedPrompt:
 
 @dataclass(frozen=True)
 class Wording:
-    """A template with one `{context}`, and the beginning of the answer."""
+    """A template with one `{context}`, and the answer prefix."""
 
     template: str
     prefix: str
 
     def render(self, context: str, answers: Iterable[str], **slots: object) -> RenderedPrompt:
+        """Fill the template with a haystack and the values of its other slots."""
         before, after = self.template.split("{context}")
         parts = before.format(**slots) + context, after.format(**slots), self.prefix.format(**slots)
         return RenderedPrompt(*parts, answers=tuple(answers))
 
     def singular(self) -> "Wording":
-        """The wording when exactly one value is asked (upstream's niah.py, by the same replacements)."""
+        """Return the wording that asks for exactly one value, by the replacements of upstream's niah.py."""
 
         def one(text: str) -> str:
             return text.replace("Some", "A").replace("are all", "is").replace("are", "is")
@@ -53,6 +68,8 @@ class Wording:
 
 @dataclass(frozen=True)
 class Wordings:
+    """RULER's templates by family, the needle's sentence, the noise sentence and the heading of a document."""
+
     niah: Wording
     vt: Wording
     cwe: Wording
@@ -63,53 +80,68 @@ class Wordings:
     document: str
 
     def fingerprint(self) -> str:
+        """Hash all strings."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
 @cache
 def load_wordings() -> Wordings:
-    """The official strings; reading them takes a few milliseconds, once."""
-    niah, prepare, vt, cwe, fwe, qa = (
-        _parse(f"{n}.py") for n in ("niah_utils", "prepare_niah", "vt_utils", "cwe_utils", "fwe_utils", "qa_utils")
-    )
-    chain = _literal(vt, "CONFIG")["variable_tracking"]
-    common, frequent, documents = _literal(cwe, "CONFIG"), _literal(fwe, "CONFIG"), _literal(qa, "CONFIG")
+    """Load the official strings.
+
+    Raises:
+        SettingError: The installed lm-eval has other strings than the tested one.
+    """
+    found = read_strings("task=ruler", "ruler", _read_files, LM_EVAL_STRINGS)
     return Wordings(
-        niah=Wording(_literal(niah, "TEMPLATE"), " " + _plural_prefix(prepare)),
-        vt=Wording(chain["template"], chain["answer_prefix"].replace("assgined", "assigned")),
-        cwe=Wording(common["template"], common["answer_prefix"]),
-        fwe=Wording(frequent["template"], frequent["answer_prefix"]),
-        qa=Wording(documents["template"], " " + documents["answer_prefix"]),
-        needle=_literal(prepare, "NEEDLE"),
-        noise=_literal(prepare, "haystack"),
-        document=_literal(qa, "DOCUMENT_PROMPT"),
+        niah=Wording(found["niah"], " " + found["niah_prefix"]),
+        vt=Wording(found["vt"], found["vt_prefix"].replace("assgined", "assigned")),
+        cwe=Wording(found["cwe"], found["cwe_prefix"]),
+        fwe=Wording(found["fwe"], found["fwe_prefix"]),
+        qa=Wording(found["qa"], " " + found["qa_prefix"]),
+        needle=found["needle"],
+        noise=found["noise"],
+        document=found["document"],
     )
 
 
-def _parse(name: str) -> ast.Module:
-    package = find_spec("lm_eval").submodule_search_locations[0]
-    return ast.parse(Path(package, "tasks", "ruler", name).read_text(encoding="utf-8"))
+def _read_files(folder: Path) -> dict[str, str]:
+    """Read lm-eval's strings from the files of its folder `ruler`."""
+    prepare, qa = parse_source(folder / "prepare_niah.py"), parse_source(folder / "qa_utils.py")
+    configs = {
+        "vt": find_literal(parse_source(folder / "vt_utils.py"), "CONFIG")["variable_tracking"],
+        "cwe": find_literal(parse_source(folder / "cwe_utils.py"), "CONFIG"),
+        "fwe": find_literal(parse_source(folder / "fwe_utils.py"), "CONFIG"),
+        "qa": find_literal(qa, "CONFIG"),
+    }
+    return {
+        "niah": find_literal(parse_source(folder / "niah_utils.py"), "TEMPLATE"),
+        "niah_prefix": _find_plural_prefix(prepare),
+        "needle": find_literal(prepare, "NEEDLE"),
+        "noise": find_literal(prepare, "haystack"),
+        "document": find_literal(qa, "DOCUMENT_PROMPT"),
+        **{name: config["template"] for name, config in configs.items()},
+        **{f"{name}_prefix": config["answer_prefix"] for name, config in configs.items()},
+    }
 
 
-def _literal(module: ast.Module, name: str):
-    """The literal value that is assigned to `name` anywhere in the module."""
-    for node in ast.walk(module):
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
-            try:
-                return ast.literal_eval(node.value)
-            except ValueError:
-                continue  # an assignment of something computed
-    raise LookupError(f"lm-eval's RULER has no literal {name}: is lm-eval==0.4.13 installed?")
-
-
-def _plural_prefix(prepare: ast.Module) -> str:
-    """The f-string under "gen_prefix" for several values, with its placeholders in braces."""
+def _find_plural_prefix(prepare: ast.Module) -> str:
+    """Find the f-string under "gen_prefix" for several values, with its placeholders in braces."""
     for node in ast.walk(prepare):
         if isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):
-                if isinstance(key, ast.Constant) and key.value == "gen_prefix":
-                    return "".join(
-                        p.value if isinstance(p, ast.Constant) else f"{{{ast.unparse(p.value)}}}"
-                        for p in value.orelse.values
-                    )
-    raise LookupError("lm-eval's RULER has no gen_prefix: is lm-eval==0.4.13 installed?")
+                if isinstance(key, ast.Constant) and key.value == "gen_prefix" and isinstance(value, ast.IfExp):
+                    return _unparse_template(value.orelse)
+    raise LookupError("no gen_prefix for several values")
+
+
+def _unparse_template(node: ast.expr) -> str:
+    """Turn an f-string into a template for `str.format`."""
+    if not isinstance(node, ast.JoinedStr):
+        raise LookupError("gen_prefix is no f-string")
+    parts = []
+    for part in node.values:
+        if isinstance(part, ast.FormattedValue):
+            parts.append(f"{{{ast.unparse(part.value)}}}")
+        elif isinstance(part, ast.Constant):
+            parts.append(str(part.value))
+    return "".join(parts)

@@ -1,7 +1,7 @@
-"""What RULER's samples are made of: word lists, an essay, and two question sets; official, or generated offline.
+"""Load the texts of RULER's samples: word lists, an essay and two sets of questions.
 
-`load_texts` takes the official data from a path, or from the hub when the path is the word `hub`; without a path the
-own generators of prose.py and invented.py stand in, and `haystack` and `qa` say so.
+`load_texts` reads the official data from a path or, if the path is `hub`, from the hub. Without a path, the generators
+synthetic_prose and synthetic_qa make the essay and the questions offline, and `haystack` and `qa` say "generated".
 """
 
 import hashlib
@@ -22,28 +22,48 @@ ESSAYS = "baber/paul_graham_essays"
 
 @dataclass(frozen=True)
 class RulerTexts:
-    """All that a draw chooses from."""
+    """The texts from which samples are drawn.
+
+    Attributes:
+        nouns: Nouns of wonderwords.
+        adjectives: Adjectives of wonderwords.
+        pool: Different nouns, adjectives and verbs, sorted.
+        words: The essay's words.
+        squad: Questions in SQuAD's way.
+        hotpot: Questions in HotpotQA's way.
+        haystack: Origin of the essay: ``generated``, ``file:<hash>`` or ``hub:<hash>``.
+        qa: Origin of the questions, likewise.
+        sentences: What finds the ends of sentences: ``regex`` or ``punkt:<hash>``.
+    """
 
     nouns: tuple[str, ...]
     adjectives: tuple[str, ...]
-    pool: tuple[str, ...]  # different nouns, adjectives and verbs
-    words: tuple[str, ...]  # the essay
+    pool: tuple[str, ...]
+    words: tuple[str, ...]
     squad: QuestionSet
     hotpot: QuestionSet
-    haystack: str  # where the essay is from: generated, or file:<hash>, or hub:<hash>
-    qa: str  # where the questions are from
-    sentences: str = "regex"  # what ends the essay's sentences; or punkt:<hash>
+    haystack: str
+    qa: str
+    sentences: str = "regex"
 
     @cached_property
     def pieces(self) -> tuple[tuple[str, ...], list[int], list[int]]:
-        """The words of the essay, but in two where Punkt ends a sentence inside one ("so.[1]"), since upstream puts a
-        blank there; how many pieces stand before each word and after the last; and up to the end of each sentence.
+        """Split the essay into pieces.
+
+        A piece is a word. Punkt may end a sentence inside a word ("so.[1]"); then the word is two pieces, because
+        upstream puts a blank there.
+
+        Returns:
+            The pieces; the number of pieces before each word and, at the end, of all; and the number of pieces up to
+            the end of each sentence.
         """
         if self.sentences == "regex":
             closed = [i for i, word in enumerate(self.words[:-1], 1) if ends_sentence(word)]
             return self.words, list(range(len(self.words) + 1)), [*closed, len(self.words)]
-        split, _ = load_punkt()
-        ends = iter(split(" ".join([*self.words, self.words[0]])))  # the essay may begin again
+        found = load_punkt()
+        assert found is not None  # `sentences` says that Punkt was there
+        split, _ = found
+        ends = iter(split(" ".join([*self.words, self.words[0]])))  # the essay may be repeated
         pieces: list[str] = []
         before, closed, place, end = [0], [], 0, next(ends)
         for word in self.words:
@@ -59,12 +79,13 @@ class RulerTexts:
 
     @property
     def ends(self) -> list[int]:
-        """Pieces up to the end of each sentence."""
+        """Return the number of pieces up to the end of each sentence."""
         return self.pieces[2]
 
     def essay(self, units: int) -> tuple[tuple[str, ...], list[int]]:
-        """The pieces of the first `units` words of the essay, repeated when it is too short, and where its sentences
-        end.
+        """Return the pieces of the first `units` words, and the number of pieces up to the end of each sentence.
+
+        The essay is repeated if it is too short.
         """
         pieces, before, ends = self.pieces
         whole, rest = divmod(units, len(self.words))
@@ -74,19 +95,28 @@ class RulerTexts:
 
     @cached_property
     def fingerprint(self) -> str:
+        """Hash all texts."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
 
 
 @cache
 def load_texts(haystack_path: str | None = None, qa_path: str | None = None) -> RulerTexts:
-    """Texts by path, `hub`, or None (generated). Raises a SettingError that names the setting."""
+    """Load all texts.
+
+    Args:
+        haystack_path: Path of the essay, ``hub``, or None to generate it.
+        qa_path: Folder of the questions, ``hub``, or None to generate them.
+
+    Raises:
+        SettingError: A file cannot be used. The message names the setting.
+    """
     nouns, adjectives, verbs = (_load_word_list(name) for name in ("noun", "adjective", "verb"))
     words, haystack = (
         (synthetic_prose.write_words(), "generated") if haystack_path is None else _load_essay(haystack_path)
     )
     squad, hotpot, qa = load_questions(qa_path)
     pool = tuple(sorted({*nouns, *adjectives, *verbs}))
-    # The regular expression finds all sentences of the generated prose, whose prompts are thus the same everywhere.
+    # The regular expression finds all sentences of generated prose. Its prompts are thus the same on every machine.
     found = None if haystack_path is None else load_punkt()
     sentences = f"punkt:{found[1]}" if found else "regex"
     return RulerTexts(nouns, adjectives, pool, tuple(words), squad, hotpot, haystack, qa, sentences)
@@ -98,7 +128,7 @@ def _load_word_list(name: str) -> tuple[str, ...]:
 
 
 def _load_essay(path: str) -> tuple[list[str], str]:
-    """The words of a text file, of upstream's PaulGrahamEssays.json, or of the hub's copy of the essays."""
+    """Load the words of a text file, of upstream's PaulGrahamEssays.json or of the hub's essays, and their origin."""
     if path == "hub":
         raw = " ".join(fetch_column("task.haystack_path", ESSAYS, "text")).encode()
         return raw.decode().split(), f"hub:{short_hash(raw)}"
@@ -107,7 +137,7 @@ def _load_essay(path: str) -> tuple[list[str], str]:
 
 
 def read_text_file(path: str) -> tuple[str, bytes]:
-    """The text of a file, or under the key text of JSON as upstream's PaulGrahamEssays.json, and the file's bytes."""
+    """Read a text file, or the key `text` of JSON such as upstream's PaulGrahamEssays.json; also return the bytes."""
     raw = read_source("task.haystack_path", path, Path(path))
     try:
         text = raw.decode("utf-8")

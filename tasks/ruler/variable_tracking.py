@@ -1,7 +1,7 @@
-"""Variable tracking: RULER's vt (upstream scripts/data/synthetic/variable_tracking.py).
+"""Variable tracking: RULER's vt (upstream: scripts/data/synthetic/variable_tracking.py).
 
-One chain `VAR B = VAR A` of four hops, its statements in order among repetitions of a noise sentence, after one solved
-example of at most 500 tokens with three-letter names.
+One chain of four hops (`VAR B = VAR A`) stands in order among repetitions of a noise sentence. A solved example of at
+most 500 tokens, whose variables have three letters, comes first.
 """
 
 import random
@@ -18,15 +18,17 @@ from kvbench.tasks.ruler.texts import RulerTexts
 
 HOPS = 4
 EXAMPLE_TOKENS = 500
-EXAMPLE_UNITS = 15  # noise sentences that 500 tokens hold where no tokenizer says how many
+EXAMPLE_UNITS = 15  # noise sentences of the example where no tokenizer counts them
 
 
 @dataclass(frozen=True)
 class VariableTracking(Family):
+    """The subtask vt. Its units are noise sentences."""
+
     new_tokens: ClassVar[int] = 30
 
     def draw(self, units: int, rng: random.Random, texts: RulerTexts, length: int, **fixed: int) -> dict[str, Any]:
-        """`example`: the noise sentences of the example."""
+        """Draw two chains; `example` gives the noise sentences of the solved one."""
         example = draw_chain(3, fixed.get("example", EXAMPLE_UNITS), rng)
         return {"example": example, **draw_chain(5, units, rng)}
 
@@ -48,7 +50,7 @@ class VariableTracking(Family):
         return HOPS + 1
 
     def shown(self, tokens: Callable[[str], int], rng: random.Random) -> tuple[dict[str, int], int]:
-        """Upstream fits the example as a sample of EXAMPLE_TOKENS, and gives every prompt this one with other names."""
+        """Fit the example as upstream: as a sample of EXAMPLE_TOKENS. All prompts get its size, with other names."""
 
         def cost(units: int) -> int:
             return tokens(_render(draw_chain(3, units, rng)).prompt)
@@ -64,7 +66,7 @@ class VariableTracking(Family):
 
 
 def draw_chain(letters: int, units: int, rng: random.Random) -> dict[str, Any]:
-    """One chain: its names in order, its value, and the noise sentences before which its statements stand."""
+    """Draw one chain: its names in order, its value, and the noise sentences before which its statements stand."""
     names: list[str] = []
     while len(names) < HOPS + 1:
         name = "".join(rng.choices(ascii_uppercase, k=letters))
@@ -74,7 +76,7 @@ def draw_chain(letters: int, units: int, rng: random.Random) -> dict[str, Any]:
 
 
 def fit_example(tokens: Callable[[str], int]) -> int:
-    """The noise sentences with which the example, less its answer, fits EXAMPLE_TOKENS (whatever its names)."""
+    """Count the noise sentences with which the example without its answer fits EXAMPLE_TOKENS, whatever its names."""
 
     def cost(more: int) -> int:
         return tokens(_render(draw_chain(3, HOPS + 1 + more, random.Random("vt example"))).prompt)
@@ -83,7 +85,7 @@ def fit_example(tokens: Callable[[str], int]) -> int:
 
 
 def _solved(draws: dict[str, Any]) -> str:
-    """The example with its answer. The prefix ends in a space, and upstream adds one before the answer."""
+    """Render the example with its answer. The prefix ends in a blank, and upstream adds one before the answer."""
     example = _render(draws)
     return f"{example.prompt} {' '.join(example.answers)}\n"
 

@@ -1,9 +1,10 @@
-"""Counting words: RULER's cwe and fwe (upstream common_words_extraction.py and freq_words_extraction.py).
+"""Counting words: RULER's cwe and fwe (upstream: common_words_extraction.py and freq_words_extraction.py).
 
-cwe: a numbered list in which ten words appear more often than the others, after one solved example. Upstream's scripts
-put the model's template around the example too, so with a chat template it is a turn of its own. (vt's example stands
-within the one message; what upstream prepares for NeMo-Skills, cwe's does too.)
-fwe: coded words whose counts fall as rank^-2; the first rank is noise, the next three are asked.
+cwe is a numbered list in which ten words appear more often than the others, after one solved example. Upstream's
+scripts put the model's template around the example too, so with a chat template the example is a turn of its own. (The
+example of vt stands within the one message. In the files that upstream prepares for NeMo-Skills, that of cwe does too.)
+
+fwe is a text of coded words whose counts fall as rank^-2. The first rank is noise, and the next three are asked.
 """
 
 import math
@@ -18,16 +19,18 @@ from kvbench.tasks.ruler.fit import bisect_units
 from kvbench.tasks.ruler.templates import RenderedPrompt, load_wordings
 from kvbench.tasks.ruler.texts import RulerTexts
 
-COMMON = 10  # words asked
+COMMON = 10  # words that the question asks for
 
 
 @dataclass(frozen=True)
 class CommonWords(Family):
+    """The subtask cwe. Its units are different words."""
+
     new_tokens: ClassVar[int] = 120
     turns: ClassVar[int] = 2
 
     def draw(self, units: int, rng: random.Random, texts: RulerTexts, length: int, **fixed: int) -> dict[str, Any]:
-        """Units are different words. Below 4096 tokens words repeat less often, and the example is shorter."""
+        """Draw two lists. Below 4096 tokens words repeat less often, and the example is shorter."""
         if length < 4096:
             return {"example": _list(20, 3, 1, rng, texts), **_list(units, 6, 1, rng, texts)}
         return {"example": _list(40, 10, 3, rng, texts), **_list(units, 30, 3, rng, texts)}
@@ -53,12 +56,14 @@ class CommonWords(Family):
 
 @dataclass(frozen=True)
 class FrequentWords(Family):
+    """The subtask fwe. Its units are the sum of the counts before each count is rounded down."""
+
     new_tokens: ClassVar[int] = 50
     redraws: ClassVar[bool] = False  # a shorter sample keeps its coded words
 
     def draw(self, units: int, rng: random.Random, texts: RulerTexts, length: int, **fixed: int) -> dict[str, Any]:
-        """Units are what the counts add up to before each is rounded down."""
-        drawn: dict[str, None] = {}  # a set in order
+        """Draw coded words and shuffle them."""
+        drawn: dict[str, None] = {}  # an ordered set
         while len(drawn) < length // 50:
             drawn["".join(rng.choices(ascii_lowercase, k=6))] = None
         coded = list(drawn)
@@ -72,7 +77,7 @@ class FrequentWords(Family):
         return load_wordings().fwe.render(" ".join(draws["words"]), draws["top"])
 
     def least(self, texts: RulerTexts, length: int, index: int) -> int:
-        """The first of upstream's sizes, which are (room // 6) plus steps, at which the ranks asked stand out."""
+        """Return the first of upstream's sizes (room // 6 plus steps) at which the ranks that are asked stand out."""
         start, step = (length - self.new_tokens) // 6, self.step(length)
         return start - max(0, start - 60) // step * step
 
@@ -83,7 +88,7 @@ class FrequentWords(Family):
         return self.step(length)
 
     def size(self, cost: Callable[[int], int], length: int, room: int) -> int:
-        """One step below the first size that fills the room."""
+        """Return one step less than the first size that fills the room."""
         units = (length - self.new_tokens) // 6
         while cost(units) < room:
             units += self.step(length)

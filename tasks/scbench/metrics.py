@@ -1,66 +1,68 @@
 """The metrics of SCBench (microsoft/MInference 9987de6, scbench/compute_scores.py), in points of 100.
 
-They are the published ones, with what is odd about them: `contains_any_character` and `chinese_f1` go through a
-reference's characters, since upstream hands them a text where they expect a list. What they mean stands beside in
-`also`. No metric here cuts Chinese into words (upstream imports jieba elsewhere, its scores do not use it).
+They are the published metrics with their oddities. `contains_any_character` and `chinese_f1` compare with the single
+characters of a reference, because upstream gives them a text where they expect a list. The further metrics in `also`
+are what they were meant to be. No metric cuts Chinese into words: upstream imports jieba, but its scores do not use it.
 """
 
-import ast
 import re
 import string
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 from kvbench.interfaces.task import Graded
+from kvbench.tasks.common.lm_eval_strings import find_literal, parse_source, read_strings
 
+LM_EVAL_STRINGS = "5f86ce48981e780179eec762828f3289b5631c519ac701aab6ee70d36ac373ab"  # hash for lm-eval 0.4.13
 LETTERS = "ABCD"
 NUMBER = re.compile(r"\d+\.\d+|\d+")
 OPENERS = ("answer is:", "answer:", "answer is", "option is")
 
 
 def contains_label(output: str, answers: tuple[str, ...]) -> Graded:
-    """kv, prefix_suffix: the output has the label."""
+    """Score kv and prefix_suffix: whether the output contains the label."""
     return _grade(answers[0] in output, output)
 
 
 def share_found(output: str, answers: tuple[str, ...]) -> Graded:
-    """vt: the share of the references that the output has, whatever their case, rounded to two decimals."""
+    """Score vt: the share of the references that the output contains in any case, rounded to two decimals."""
     found = sum(reference.lower() in output.lower() for reference in answers)
     return _grade(round(found / len(answers), 2), output)
 
 
 def contains_any(output: str, answers: tuple[str, ...]) -> Graded:
-    """qa_eng: the output has one of the references, whatever its case."""
+    """Score qa_eng: whether the output contains one of the references in any case."""
     output = output.strip()
     return _grade(any(reference.upper() in output.upper() for reference in answers), output)
 
 
 def contains_any_character(output: str, answers: tuple[str, ...]) -> Graded:
-    """many_shot: as qa_eng, with the characters of the label as references; `contains_label`: the label itself."""
+    """Score many_shot as qa_eng, with the characters of the label as references; `contained` is for the whole label."""
     [label] = answers
     grade, whole = contains_any(output, tuple(label)), contains_any(output, answers)
     return Graded(grade.score, grade.answer, {"contained": whole.score})
 
 
 def chinese_f1(output: str, answers: tuple[str, ...]) -> Graded:
-    """qa_chn: the best F1 of the output's characters and any one character of the reference; `f1`: and all of them."""
+    """Score qa_chn: the best F1 of the output's characters and one of the reference's; `f1` is for all of them."""
     [reference] = answers
     best = max(f1(_chinese(output), _chinese(character)) for character in reference)
     return Graded(100.0 * best, output, {"f1": 100.0 * f1(_chinese(output), _chinese(reference))})
 
 
 def f1(one: str, other: str) -> float:
-    """Of the characters of two texts."""
+    """Return the F1 of the characters of two texts."""
     same = sum((Counter(one) & Counter(other)).values())
     return 2 * same / (len(one) + len(other)) if same else 0.0
 
 
 def choice_score(output: str, answers: tuple[str, ...]) -> Graded:
-    """choice_eng: `answers` are the option's text and its letter. What counts is the first letter if it is A to D, else
-    the whole output, else what follows an opening like "answer is", else the first word of A, B, C or D.
+    """Score choice_eng; `answers` are the option's text and its letter.
+
+    The first character counts if it is A, B, C or D; else the whole output if it is an answer; else what follows an
+    opening such as "answer is"; else the first word that is A, B, C or D.
     """
     answer = output.strip()
     if not answer:
@@ -80,7 +82,7 @@ def choice_score(output: str, answers: tuple[str, ...]) -> Graded:
 
 
 def first_number(output: str, answers: tuple[str, ...]) -> Graded:
-    """mf: the first number of the output is the label; for a whole label its decimals do not count."""
+    """Score mf: whether the output's first number is the label. Its decimals do not count if the label is whole."""
     [label] = answers
     found = NUMBER.search(output)
     if found is None:
@@ -91,30 +93,33 @@ def first_number(output: str, answers: tuple[str, ...]) -> Graded:
 
 
 def first_digits(output: str, answers: tuple[str, ...]) -> Graded:
-    """Needles: the first run of digits of the output is the label."""
+    """Score needles: whether the output's first digits are the label."""
     found = re.search("[0-9]+", output)
     digits = found[0] if found else ""
     return _grade(digits == answers[0], digits)
 
 
 def rouge(output: str, answers: tuple[str, ...]) -> Graded:
-    """summary: F of ROUGE-Lsum, sentences parted by line breaks, no stemming: what `evaluate` makes of rouge-score."""
+    """Score summary: F of ROUGE-Lsum with line breaks between sentences, unstemmed, as `evaluate` calls rouge-score."""
     return _grade(_scorer()(answers[0], output), output)
 
 
 @cache
 def chinese_punctuation() -> str:
-    """Punctuation of the Chinese normaliser, from the installed lm-eval's LongBench metrics, where the same stands."""
-    package = find_spec("lm_eval").submodule_search_locations[0]
-    source = Path(package, "tasks", "longbench", "metrics.py").read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "cn_punctuation":
-            return ast.literal_eval(node.value)
-    raise LookupError("lm-eval's LongBench has no cn_punctuation: is lm-eval==0.4.13 installed?")
+    """Load the punctuation of the Chinese normaliser, which lm-eval's LongBench metrics have too.
+
+    Raises:
+        SettingError: The installed lm-eval has other punctuation than the tested one.
+    """
+    return read_strings("task=scbench", "longbench", _read_files, LM_EVAL_STRINGS)["punctuation"]
+
+
+def _read_files(folder: Path) -> dict[str, str]:
+    return {"punctuation": find_literal(parse_source(folder / "metrics.py"), "cn_punctuation")}
 
 
 def _chinese(text: str) -> str:
-    """Lower case without punctuation and white space."""
+    """Return the text in lower case without punctuation and white space."""
     marks = string.punctuation + chinese_punctuation()
     return "".join(character for character in text.lower() if character not in marks and not character.isspace())
 

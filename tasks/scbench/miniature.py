@@ -1,7 +1,7 @@
-"""A miniature of SCBench's data: rows in the published format, of texts that kvbench makes. It is no benchmark.
+"""Make synthetic rows in SCBench's published format, for trying the tasks. They are not the benchmark.
 
-What the embedded model was trained on (RULER's needles, variable chains and questions about invented documents) is what
-kv, vt, qa_eng, choice_eng and the needles ask; the other tasks are there to be run, not to be answered.
+kv, vt, qa_eng, choice_eng and the needles ask what the embedded model was trained on: RULER's needles, variable chains
+and questions about synthetic documents. It cannot answer the other tasks; they only run.
 """
 
 import json
@@ -11,6 +11,7 @@ from typing import Any
 
 from kvbench.tasks.common import synthetic_prose
 from kvbench.tasks.ruler.niah import NiahFamily
+from kvbench.tasks.ruler.questions import Question
 from kvbench.tasks.ruler.templates import load_wordings
 from kvbench.tasks.ruler.texts import load_texts
 from kvbench.tasks.ruler.variable_tracking import HOPS, draw_chain
@@ -19,20 +20,20 @@ ROWS, TURNS = 5, 3
 
 
 def make_rows(name: str) -> list[dict[str, Any]]:
-    """All rows of a task; each has its own seed."""
+    """Make all rows of a task. Each row has its own seed."""
     return [
         {"id": index, **MAKERS[name](random.Random(f"kvbench miniature/{name}/{index}"), TURNS + (index == 1))}
         for index in range(ROWS)
     ]
 
 
-def _row(context: str | list[int], turns: list[tuple]) -> dict[str, Any]:
+def _row(context: str | list[int], turns: list[tuple[Any, ...]]) -> dict[str, Any]:
     names = ("input", "answer", "task")
     return {"context": context, "multi_turns": [dict(zip(names, turn, strict=False)) for turn in turns]}
 
 
 def _needles(rng: random.Random, count: int) -> dict[str, str]:
-    """Key -> number."""
+    """Draw needles: key -> number."""
     texts = load_texts()
     drawn = NiahFamily("needle", "needle", keys=count).draw(count, rng, texts, 0)
     return dict(zip(drawn["keys"], (values[0] for values in drawn["values"]), strict=True))
@@ -75,8 +76,8 @@ def _vt(rng: random.Random, turns: int, noise: int = 4) -> dict[str, Any]:
     return _row(form.render("\n".join(lines), (), query=chains[0]["value"], num_v=HOPS + 1).context, asked)
 
 
-def _documents(rng: random.Random, turns: int) -> tuple[str, list]:
-    """The documents of an article, and questions about them."""
+def _documents(rng: random.Random, turns: int) -> tuple[str, list[Question]]:
+    """Return the documents of an article, and questions about them."""
     squad = load_texts().squad
     first = rng.choice(squad.questions)
     numbers = sorted({*first.documents, *first.related})
@@ -95,7 +96,7 @@ def _choice_eng(rng: random.Random, turns: int) -> dict[str, Any]:
 
 
 def add_options(rng: random.Random, row: dict[str, Any]) -> dict[str, Any]:
-    """Multiple choice: three names beside each answer."""
+    """Turn questions into multiple choice: add three names beside each answer."""
     for turn in row["multi_turns"]:
         turn["options"] = rng.sample([turn["answer"], *(synthetic_prose.draw_short_name(rng) for _ in range(3))], 4)
     return row
@@ -131,7 +132,7 @@ def _mf(rng: random.Random, turns: int) -> dict[str, Any]:
 
 def _summary_with_needles(rng: random.Random, turns: int) -> dict[str, Any]:
     parts, pairs = [synthetic_prose.write_essay(rng, 8) for _ in range(turns)], _needles(rng, turns)
-    asked: list[tuple] = []
+    asked: list[tuple[Any, ...]] = []
     for number, (part, (key, value)) in enumerate(zip(parts, pairs.items(), strict=True), 1):
         asked += [(f"Summarise essay {number} in one sentence.", part[0], "scbench_summary")]
         asked += [(_ask(key), value, "scbench_passkey")]

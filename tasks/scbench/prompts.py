@@ -1,9 +1,11 @@
-"""What each task of SCBench asks: prompts, token limits, metrics (microsoft/MInference 0ff346d, scbench/eval_utils.py).
+"""SCBench's prompts, token limits and metrics (microsoft/MInference 0ff346d, scbench/eval_utils.py).
 
-A wording has the text before the context, what the first turn asks, and what later turns ask where there is no chat
-template (with one choice_eng asks as in the first turn). Slots: {input}, {prefix} (mf: "What is ...?" made of the
-input) and the options {A} to {D}. Prompt strings that also stand in the installed lm-eval package (of InfiniteBench,
-which SCBench took over) are read from its source, not imported; "The the" is upstream's.
+A wording is what a task writes around its rows: the text before the context, what the first turn asks, and what later
+turns ask where there is no chat template. (choice_eng is an exception: with a chat template, its later turns ask as the
+first one does.) Slots are {input}, {prefix} (mf: "What is ...?", made from the input) and the options {A} to {D}.
+
+SCBench took some prompts over from InfiniteBench, and lm-eval has these too. They are read from the installed lm-eval.
+"The the" is upstream's spelling.
 """
 
 import ast
@@ -11,14 +13,15 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 from kvbench.interfaces.task import Graded
+from kvbench.tasks.common.lm_eval_strings import parse_source, read_strings
 from kvbench.tasks.scbench import metrics
 
+LM_EVAL_STRINGS = "761f0b1d765b3b40c6909aa8948736b7ae7d1a474de9c31ab73326045176d6d7"  # hash for lm-eval 0.4.13
 SUMMARY, NEEDLE = "scbench_summary", "scbench_passkey"  # a turn's column `task` in summary_with_needles
 QUESTION = "Question: {input}\nAnswer:"
 CHOICE = "Question: {input}\nA. {A}\nB. {B}\nC. {C}\nD. {D}\n\n"
@@ -26,7 +29,7 @@ CHOICE = "Question: {input}\nA. {A}\nB. {B}\nC. {C}\nD. {D}\n\n"
 
 @dataclass(frozen=True)
 class Metric:
-    """How a turn is graded, and the most tokens of its answer."""
+    """The function that grades a turn, and the most tokens of its answer."""
 
     grade: Callable[[str, tuple[str, ...]], Graded]
     new_tokens: int
@@ -34,19 +37,37 @@ class Metric:
 
 @dataclass(frozen=True)
 class Wording:
-    """Of multi_turn, and of shared_context where that differs."""
+    """What a task writes around its rows.
+
+    Attributes:
+        before: The text before the context.
+        asked: What a turn asks.
+        later: What turns after the first one ask. ``None``: the same as `asked`; also the same with a chat template,
+            but for mf.
+        shared_before: `before` in the mode shared_context, where that differs.
+        shared_asked: `asked` in the mode shared_context, where that differs.
+        prefilled: The beginning of the answers of later turns, with a chat template.
+    """
 
     before: str = ""
     asked: str = "{input}"
-    later: str | None = None  # None: as `asked`; with a chat template too, but for mf
-    shared_before: str | None = None  # None: as `before`
-    shared_asked: str | None = None  # None: as `asked`
-    prefilled: str = ""  # with a chat template: what the answers of later turns begin with
+    later: str | None = None
+    shared_before: str | None = None
+    shared_asked: str | None = None
+    prefilled: str = ""
 
 
 @dataclass(frozen=True)
 class TaskForm:
-    """One task: metrics by the `task` of a turn (None: turns have none), and what its rows hold."""
+    """One task of SCBench.
+
+    Attributes:
+        name: The task's name in the benchmark.
+        metrics: The metric of a turn by the turn's column `task`. The key is ``None`` where turns have no such column.
+        wording: What the task writes around its rows.
+        answer: Type of the reference answers.
+        choices: Whether a turn has options to choose from.
+    """
 
     name: str
     metrics: Mapping[str | None, Metric]
@@ -56,50 +77,68 @@ class TaskForm:
 
     @property
     def numbers(self) -> bool:
-        """mf: the context is a list of numbers."""
+        """Whether the context is a list of numbers, as in mf."""
         return self.answer is not list and self.answer is not str
+
+
+def _one_metric(grade: Callable[[str, tuple[str, ...]], Graded], new_tokens: int) -> dict[str | None, Metric]:
+    return {None: Metric(grade, new_tokens)}
+
+
+# All tasks whose metric needs no code execution, in the order of the benchmark's script. The text before the context of
+# kv and choice_eng is read from lm-eval, see `load_forms`.
+_FORMS = (
+    TaskForm("scbench_kv", _one_metric(metrics.contains_label, 150)),
+    TaskForm("scbench_prefix_suffix", _one_metric(metrics.contains_label, 150)),
+    TaskForm("scbench_vt", _one_metric(metrics.share_found, 30), answer=list),
+    TaskForm(
+        "scbench_qa_eng",
+        _one_metric(metrics.contains_any, 40),
+        Wording("Read the book and answer the question. Be very concise in your answer.\n\n", QUESTION),
+    ),
+    TaskForm(
+        "scbench_qa_chn",
+        _one_metric(metrics.chinese_f1, 40),
+        Wording("阅读以下书籍然后回答问题。\n\n", "问题：{input}\n答案："),
+    ),
+    TaskForm(
+        "scbench_choice_eng",
+        _one_metric(metrics.choice_score, 40),
+        Wording("", CHOICE + "The the correct answer is", CHOICE + "The letter of the correct answer is"),
+        choices=True,
+    ),
+    TaskForm("scbench_many_shot", _one_metric(metrics.contains_any_character, 10)),
+    TaskForm("scbench_summary", _one_metric(metrics.rouge, 200), Wording(prefilled="This paper")),
+    TaskForm(
+        "scbench_mf",
+        _one_metric(metrics.first_number, 5),
+        Wording("{prefix}\n\n", "{input}", "{prefix}\n\n{input}", "{input}\n\n", "{prefix}\n\n{input}"),
+        answer=(int, float),
+    ),
+    TaskForm(
+        "scbench_summary_with_needles",
+        {SUMMARY: Metric(metrics.rouge, 800), NEEDLE: Metric(metrics.first_digits, 15)},
+    ),
+)
+NAMES = tuple(form.name for form in _FORMS)
 
 
 @cache
 def load_forms() -> tuple[TaskForm, ...]:
-    """All tasks whose metric needs no code execution, in the order of the benchmark's script."""
-    return (
-        TaskForm("scbench_kv", _one_metric(metrics.contains_label, 150), Wording(_retrieval())),
-        TaskForm("scbench_prefix_suffix", _one_metric(metrics.contains_label, 150)),
-        TaskForm("scbench_vt", _one_metric(metrics.share_found, 30), answer=list),
-        TaskForm(
-            "scbench_qa_eng",
-            _one_metric(metrics.contains_any, 40),
-            Wording("Read the book and answer the question. Be very concise in your answer.\n\n", QUESTION),
-        ),
-        TaskForm(
-            "scbench_qa_chn",
-            _one_metric(metrics.chinese_f1, 40),
-            Wording("阅读以下书籍然后回答问题。\n\n", "问题：{input}\n答案："),
-        ),
-        TaskForm(
-            "scbench_choice_eng",
-            _one_metric(metrics.choice_score, 40),
-            Wording(_choice(), CHOICE + "The the correct answer is", CHOICE + "The letter of the correct answer is"),
-            choices=True,
-        ),
-        TaskForm("scbench_many_shot", _one_metric(metrics.contains_any_character, 10)),
-        TaskForm("scbench_summary", _one_metric(metrics.rouge, 200), Wording(prefilled="This paper")),
-        TaskForm(
-            "scbench_mf",
-            _one_metric(metrics.first_number, 5),
-            Wording("{prefix}\n\n", "{input}", "{prefix}\n\n{input}", "{input}\n\n", "{prefix}\n\n{input}"),
-            answer=(int, float),
-        ),
-        TaskForm(
-            "scbench_summary_with_needles",
-            {SUMMARY: Metric(metrics.rouge, 800), NEEDLE: Metric(metrics.first_digits, 15)},
-        ),
+    """Load all tasks, in the order of NAMES, with the prompts that are read from lm-eval.
+
+    Raises:
+        SettingError: The installed lm-eval has other prompts than the tested one.
+    """
+    before = read_strings("task=scbench", "infinitebench", _read_files, LM_EVAL_STRINGS)
+    return tuple(
+        replace(form, wording=replace(form.wording, before=before[form.name])) if form.name in before else form
+        for form in _FORMS
     )
 
 
 def hash_prompts() -> str:
-    """Hash of every prompt string and token limit, and of the punctuation of the Chinese metric."""
+    """Hash every prompt string and token limit, and the punctuation of the Chinese metric."""
     plain = [
         [form.name, asdict(form.wording), [[task, own.new_tokens] for task, own in form.metrics.items()]]
         for form in load_forms()
@@ -107,27 +146,27 @@ def hash_prompts() -> str:
     return hashlib.sha256(json.dumps([plain, metrics.chinese_punctuation()]).encode()).hexdigest()[:16]
 
 
-def _one_metric(grade: Callable[[str, tuple[str, ...]], Graded], new_tokens: int) -> dict[None, Metric]:
-    return {None: Metric(grade, new_tokens)}
+def _read_files(folder: Path) -> dict[str, str]:
+    """Read the text before the context of two tasks from the files of lm-eval's folder `infinitebench`."""
+    return {
+        "scbench_kv": _find_description((folder / "infinitebench_kv_retrieval.yaml").read_text(encoding="utf-8")),
+        "scbench_choice_eng": _find_book_heading(parse_source(folder / "utils.py")),
+    }
 
 
-def _retrieval() -> str:
-    """The `description` of lm-eval's infinitebench_kv_retrieval."""
-    found = re.search(r"^description: (\".*\")$", _source("infinitebench_kv_retrieval.yaml"), re.MULTILINE)
+def _find_description(text: str) -> str:
+    """Find the `description` in the text of a task's YAML file."""
+    found = re.search(r"^description: (\".*\")$", text, re.MULTILINE)
     if found is None:
-        raise LookupError("lm-eval's infinitebench_kv_retrieval has no description: is lm-eval==0.4.13 installed?")
+        raise LookupError("no description of infinitebench_kv_retrieval")
     return json.loads(found[1])
 
 
-def _choice() -> str:
-    """What lm-eval's InfiniteBench puts before the book of a multiple-choice question."""
-    for node in ast.walk(ast.parse(_source("utils.py"))):
+def _find_book_heading(utils: ast.Module) -> str:
+    """Find what stands before the book of a multiple-choice question."""
+    for node in ast.walk(utils):
         if isinstance(node, ast.FunctionDef) and node.name == "doc_to_text_longbook_choice":
             text = next(part for part in ast.walk(node) if isinstance(part, ast.JoinedStr))
-            return text.values[0].value
-    raise LookupError("lm-eval's InfiniteBench has no multiple choice: is lm-eval==0.4.13 installed?")
-
-
-def _source(name: str) -> str:
-    package = find_spec("lm_eval").submodule_search_locations[0]
-    return Path(package, "tasks", "infinitebench", name).read_text(encoding="utf-8")
+            if isinstance(text.values[0], ast.Constant):
+                return str(text.values[0].value)
+    raise LookupError("no prompt of longbook_choice")

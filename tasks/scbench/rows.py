@@ -1,8 +1,9 @@
-"""The rows of SCBench: a long context and turns that ask about it, from the hub, a local copy or the miniature.
+"""Load the rows of SCBench: a long context and turns that ask about it, from the hub, a local copy or the miniature.
 
-The published format (https://huggingface.co/datasets/microsoft/SCBench): one config a task, one row a context, with
-the columns `context` (mf: a list of numbers) and `multi_turns`, a list of {input, answer}, with `options` (four, the
-answer among them) in choice_eng and `task` in summary_with_needles. Some configs have `id` too.
+The published format (https://huggingface.co/datasets/microsoft/SCBench) has a config for each task and a row for each
+context. The columns are `context` (a list of numbers in mf) and `multi_turns`, a list of {input, answer}. A turn also
+has `options` in choice_eng (four, with the answer among them) and `task` in summary_with_needles. Some configs have
+`id`.
 """
 
 import json
@@ -15,6 +16,7 @@ from typing import Any
 from kvbench.tasks.common.dataset_rows import (
     HUB,
     MINIATURE,
+    Columns,
     Row,
     check_rows,
     check_texts,
@@ -29,14 +31,21 @@ from kvbench.validation import SettingError, is_number
 DATASET = "microsoft/SCBench"
 REVISION = "283310bb8c5ba6909dd9a6b1be087d2937f76f6d"
 SETTING = "task.path"
-ASKED = re.compile(r"The .+ is")  # mf's inputs: upstream makes a question of what stands between
+ASKED = re.compile(r"The .+ is")  # in mf's inputs; upstream makes a question of the words between
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One question, the references of its answer, and what a later turn finds as its answer."""
+    """One question.
 
-    slots: dict[str, str]  # of the form's prompt
+    Attributes:
+        slots: Values of the slots of the task's wording.
+        answers: The reference answers.
+        golden: The answer that later turns find in the conversation.
+        task: The turn's column `task`, if the task has one.
+    """
+
+    slots: dict[str, str]
     answers: tuple[str, ...]
     golden: str
     task: str | None
@@ -51,12 +60,23 @@ class Session:
 
 
 def list_files(name: str) -> tuple[str, ...]:
-    """Where a local copy may have a task's rows: as published, or one file a task."""
+    """List the files that may hold a task's rows in a local copy: as published, or one file for each task."""
     return f"{name}.jsonl", f"{name}.parquet", f"data/{name}.jsonl", f"{name}/test-00000-of-00001.parquet"
 
 
 def load_rows(path: str, form: TaskForm) -> tuple[list[Row], list[Session]]:
-    """A task's rows as they are, and what they say. SettingError names what is wrong with them."""
+    """Load a task's rows.
+
+    Args:
+        path: ``miniature``, ``hub``, or a file or folder.
+        form: The task.
+
+    Returns:
+        The rows as they are, and as sessions.
+
+    Raises:
+        SettingError: Rows are missing or wrong. The message names the file, the line and the column.
+    """
     if path == MINIATURE:
         found: Iterable[tuple[str, Row]] = ((f"{form.name} row {i}", row) for i, row in enumerate(make_rows(form.name)))
     elif path == HUB:
@@ -64,10 +84,10 @@ def load_rows(path: str, form: TaskForm) -> tuple[list[Row], list[Session]]:
     else:
         found = read_rows(SETTING, find_file(SETTING, Path(path).expanduser(), list_files(form.name)))
     located = list(found)
-    columns = {"context": list if form.numbers else str, "multi_turns": list}
+    columns: Columns = {"context": list if form.numbers else str, "multi_turns": list}
     plain = check_rows(SETTING, located, columns, what=f"rows of {form.name}")
     seen: dict[str, str] = {}
-    for where, row in located:  # ids may begin anew with each context
+    for where, row in located:  # ids may start again with each context
         known = json.dumps([row.get("id", where), row["context"]])
         if (first := seen.setdefault(known, where)) != where:
             raise SettingError(f"{SETTING}: {where}: id {row['id']!r} with this context is that of {first}")
@@ -75,7 +95,7 @@ def load_rows(path: str, form: TaskForm) -> tuple[list[Row], list[Session]]:
 
 
 def parse_session(where: str, row: Row, form: TaskForm) -> Session:
-    """What a row says, or SettingError; `where` names the row there."""
+    """Turn a row into a session; `where` names the row in a SettingError."""
     if form.numbers and not all(map(is_number, row["context"])):
         raise SettingError(f"{SETTING}: {where}: context is not a list of numbers")
     if not row["multi_turns"]:
@@ -108,7 +128,7 @@ def _parse_turn(where: str, turn: Any, form: TaskForm) -> Turn:
     if len(form.metrics) > 1:
         task = own["task"]
         if task not in form.metrics:
-            raise SettingError(f"{SETTING}: {where}: task is {task!r}, expected {' or '.join(form.metrics)}")
+            raise SettingError(f"{SETTING}: {where}: task is {task!r}, expected {' or '.join(map(str, form.metrics))}")
     return Turn(slots, answers, str(answer), task)
 
 

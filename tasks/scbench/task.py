@@ -1,19 +1,24 @@
 """SCBench: several turns, or several queries, on one long context (arXiv 2412.10319; microsoft/MInference, scbench/).
 
-Prompts, token limits and metrics are upstream's; repoqa and repoqa_and_kv, whose metric runs a parser over the code
-that the model wrote, are refused. `multi_turn`: one conversation a row; a later turn finds the reference answers before
-it (`answers=golden`, upstream's default) or the model's own. `shared_context` (upstream's
-same_context_different_query): every query by itself on one context, which `question=hidden` cuts once for all of them.
+Prompts, token limits and metrics are upstream's. repoqa and repoqa_and_kv are refused, because their metric runs a
+parser over the code that the model wrote. There are two modes:
 
-Rows of the table are a task's turn indices (upstream prints one accuracy for each); in shared_context a row is a task
-and each of its queries weighs the same, as upstream has it. The averages are the mean of the tasks, that of DeltaKV's
-Table 2 (four tasks), and each task's mean over its rows. All weigh rows alike, however few samples a late turn has;
-DeltaKV's mean also stands there with the samples of a task weighing alike.
+* `multi_turn`: a row is one conversation. A later turn finds the reference answers before it (`answers=golden`,
+  upstream's default) or the model's own.
+* `shared_context` (upstream's same_context_different_query): every query stands by itself on the context. With
+  `question=hidden` the context's cache is cut once for all of them.
 
-Other than upstream: one token begins a sequence where upstream's chat prompts have two; a context is cut in the middle
-so that the whole conversation fits `length`, where upstream keeps room for answers only; `max_turns` holds for every
-row, where upstream leaves all as they are if the first is no longer; and with a chat template each turn of mf asks for
-its own number, where upstream's follow-ups all name the last turn's.
+A row of the table is a turn index of a task, for which upstream prints one accuracy. In shared_context a row is a task,
+and each of its queries weighs the same, as in upstream. The averages are the mean of the tasks, the mean of the four
+tasks of DeltaKV's Table 2, and each task's mean over its rows. They weigh all rows alike, even if a late turn has few
+samples. DeltaKV's mean is also given with equal weights for the samples of a task.
+
+kvbench differs from upstream:
+
+* A sequence begins with one begin token; upstream's chat prompts have two.
+* A context is cut in the middle so that the whole conversation fits `length`; upstream keeps room for answers only.
+* `max_turns` holds for every row; upstream cuts no row if the first one is short enough.
+* With a chat template each turn of mf asks for its own number; upstream's later turns all name the last turn's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,11 +29,10 @@ from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.tasks.common.dataset_rows import MINIATURE, check_path, hash_rows, name_source, select_subtasks
 from kvbench.tasks.common.sample_cache import hash_parts
 from kvbench.tasks.scbench import rows as data
-from kvbench.tasks.scbench.prompts import NEEDLE, SUMMARY, TaskForm, load_forms
+from kvbench.tasks.scbench.prompts import NAMES, NEEDLE, SUMMARY, TaskForm, load_forms
 from kvbench.tasks.scbench.prompts import hash_prompts as forms_fingerprint
 from kvbench.validation import SettingError, require_choice, require_int
 
-TASKS = tuple(form.name for form in load_forms())
 REFUSED = ("scbench_repoqa", "scbench_repoqa_and_kv")
 MODES, ANSWERS = ("multi_turn", "shared_context"), ("golden", "own")
 DELTAKV = ("scbench_kv", "scbench_qa_eng", "scbench_summary_with_needles", "scbench_many_shot")
@@ -37,7 +41,7 @@ PARTS = {SUMMARY: "summary", NEEDLE: "needle"}
 
 @dataclass(frozen=True)
 class SCBench:
-    """The task; its settings are described in conf/task/scbench.yaml."""
+    """The task. conf/task/scbench.yaml describes its settings."""
 
     name: str = "scbench"
     path: str = MINIATURE
@@ -49,7 +53,11 @@ class SCBench:
     limit: int | None = None
 
     def check(self) -> None:
-        """Reads the data; raises SettingError."""
+        """Check the settings and read the data.
+
+        Raises:
+            SettingError: A setting or a row is invalid.
+        """
         check_path("task.path", self.path)
         require_choice("task.mode", self.mode, MODES)
         require_choice("task.answers", self.answers, ANSWERS)
@@ -64,16 +72,16 @@ class SCBench:
         self.inventory()
 
     def fingerprint(self) -> str:
-        """Hash of the rows and of the prompt strings."""
+        """Hash the rows and the prompt strings."""
         return hash_parts(forms_fingerprint(), *(hash_rows(self.path, rows) for _, rows, _ in self._loaded))[:16]
 
     def inventory(self) -> dict[str, int]:
-        """Contexts of each task in the data."""
+        """Count the contexts of each task in the data."""
         return {form.name: len(rows) for form, rows, _ in self._loaded}
 
     @property
     def averages(self) -> dict[str, dict[str, float]]:
-        """Name of an average: subtask -> weight, which sum to one."""
+        """The weights of the averages: name -> subtask -> weight. The weights of an average sum to one."""
         tasks: dict[str, dict[str, int]] = {}
         for form, _, sessions in self._loaded:
             for session in sessions:
@@ -84,13 +92,13 @@ class SCBench:
         found = {"mean of tasks": _mean(list(means.values()))}
         if set(DELTAKV) <= set(means):
             found["DeltaKV's four"] = _mean([means[name] for name in DELTAKV])
-            counts = [tasks[name] for name in DELTAKV]
-            by_samples = [{row: count / sum(own.values()) for row, count in own.items()} for own in counts]
+            chosen = [tasks[name] for name in DELTAKV]
+            by_samples = [{row: count / sum(own.values()) for row, count in own.items()} for own in chosen]
             found["DeltaKV's four, by samples"] = _mean(by_samples)
         return found | {name: rows for name, rows in means.items() if len(rows) > 1}
 
     def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterator[Sample]:
-        """Task by task, row by row, turn by turn."""
+        """Yield the samples task by task, row by row and turn by turn."""
         chat = bool(getattr(tokenizer, "chat_template", None))
         for form, _, sessions in self._loaded:
             for index, session in enumerate(sessions):
@@ -100,18 +108,18 @@ class SCBench:
                     yield Sample(context=context, **turn)
 
     def reference(self, sample: Sample) -> str:
-        """What later turns find as the answer, or the first of the answers that are right."""
+        """Return the answer that later turns find, or the first of the right answers."""
         return sample.said or sample.answers[0]
 
     def score(self, sample: Sample, output: str) -> Graded:
-        """By the metric of the sample's task."""
+        """Score an output by the metric of the sample's task."""
         form = next(form for form in load_forms() if form.name == sample.subtask.partition("/")[0])
         return form.metrics[sample.meta["task"]].grade(output, sample.answers)
 
     @cached_property
     def _loaded(self) -> list[tuple[TaskForm, list[data.Row], list[data.Session]]]:
-        """Each task, its rows, and what of them is asked."""
-        found, chosen = [], select_subtasks(self.subtasks, self.path, TASKS)
+        """Each chosen task with all its rows and the sessions that are asked."""
+        found, chosen = [], select_subtasks(self.subtasks, self.path, NAMES)
         for form in load_forms():
             if form.name in chosen:
                 rows, sessions = data.load_rows(self.path, form)
@@ -124,7 +132,7 @@ class SCBench:
         return "/".join([form.name, *part, *([f"turn{index + 1}"] if self.mode == "multi_turn" else [])])
 
     def _turns(self, row: str, form: TaskForm, session: data.Session, chat: bool, tokenizer: Tokenizer) -> list[dict]:
-        """What each sample of a row has beside the context."""
+        """Return the fields of each sample of a row, without the context."""
         wording, found = form.wording, []
         own, conversing = self.answers == "own", self.mode == "multi_turn"
         for index, turn in enumerate(session.turns):
@@ -158,7 +166,7 @@ class SCBench:
     def _fit(
         self, form: TaskForm, session: data.Session, turns: list[dict], tokenizer: Tokenizer, template: int, most: int
     ) -> str:
-        """What stands before the context, and the context, its middle cut out so that all turns fit `most` tokens."""
+        """Return the context with the text before it, its middle cut out so that all turns fit `most` tokens."""
 
         def tokens(text: str) -> list[int]:
             return tokenizer.encode(text, add_special_tokens=False)
@@ -191,5 +199,5 @@ class SCBench:
 
 
 def _mean(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Several averages' mean."""
+    """Return the mean of several averages."""
     return {name: weight / len(rows) for own in rows for name, weight in own.items()}

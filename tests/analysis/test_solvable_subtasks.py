@@ -20,7 +20,7 @@ from kvbench.cli import curves as curves_command
 from kvbench.cli import figures as figures_command
 from kvbench.config import catalogue
 from kvbench.config.compose import compose_config
-from kvbench.integrations.wandb_process import LoggedRun
+from kvbench.integrations.wandb_run import LoggedRun
 from kvbench.interfaces.task import Graded
 from kvbench.report.page import NUMBERS
 from kvbench.report.panels import build_panels

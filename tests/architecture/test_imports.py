@@ -41,7 +41,8 @@ WITH_TRANSFORMERS = ("kvbench.models", "kvbench.training")
 WITHOUT_TORCH = (
     *("kvbench.validation", "kvbench.atomic", "kvbench.config", "kvbench.store", "kvbench.analysis", "kvbench.papers"),
     *("kvbench.report", "kvbench.integrations.loggers", "kvbench.integrations.math_verify"),
-    *("kvbench.integrations.wandb_logger", "kvbench.integrations.wandb_process", "kvbench.sweeps.status"),
+    *("kvbench.integrations.wandb_logger", "kvbench.integrations.wandb_run", "kvbench.integrations.worker"),
+    "kvbench.sweeps.status",
 )
 
 

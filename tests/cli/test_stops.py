@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from threading import Timer
+from threading import Thread
 
 import pytest
 
@@ -144,11 +144,18 @@ def test_workers_end_with_a_run_that_is_stopped(tmp_path):
 
 def test_a_logger_that_hangs_does_not_hold_what_is_stopped(tmp_path, monkeypatch):
     write_run(tmp_path, make_records(1.0, 100), method={"name": "full"}, sampling={"temperature": 0.0, "top_p": 1.0})
-    slow = tmp_path / "slow"
-    slow.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 100\n")
-    slow.chmod(0o755)
-    monkeypatch.setattr("kvbench.integrations.wandb_logger.sys.executable", str(slow))
-    begin, timer = time.monotonic(), Timer(1, os.kill, (os.getpid(), signal.SIGTERM))
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "wandb.py").write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(100)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "slow")
+
+    def stop_when_it_hangs() -> None:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    begin, timer = time.monotonic(), Thread(target=stop_when_it_hangs, daemon=True)
     with raise_on_sigterm(), pytest.raises(Terminated):
         timer.start()
         WandbLogger.of(load_settings({"seconds": "60"}), tmp_path).finished(load_runs(tmp_path))

@@ -94,15 +94,16 @@ def test_the_normaliser_and_math_verify_differ_where_known(verifier):
 def test_what_does_not_end_is_killed_in_time_and_the_next_is_graded():
     with Verifier(1.0) as verifier:
         verifier.verdict("1", "1")
-        first = verifier.process
+        first = verifier.worker.process
         begun = time.monotonic()
         assert verifier.verdict(r"\boxed{9^{9^{9^{9}}}}", "9") == "timeout"
         assert time.monotonic() - begun < 10
-        assert first.poll() is not None and verifier.process is None  # really gone
+        assert not first.is_alive() and verifier.worker is None  # really gone
         verifier.seconds = 20.0
         assert verifier.verdict(r"\boxed{4}", "4") is True
-        os.kill(verifier.process.pid, 9)
+        os.kill(verifier.worker.process.pid, 9)
         assert verifier.verdict(r"\boxed{4}", "4") == "error"
+        assert verifier.verdict(r"\boxed{4}", "4") is True  # a new process judges the next one
 
 
 def test_verdicts_stand_beside_untouched_records(run, verifier, monkeypatch):

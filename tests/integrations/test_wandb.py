@@ -82,7 +82,7 @@ def fake(tmp_path_factory, monkeypatch):
     """A wandb of our own for the process that logs; `told` reads what it was told."""
     folder = tmp_path_factory.mktemp("fake")
     (folder / "wandb.py").write_text(FAKE)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.syspath_prepend(folder)  # a new process takes over this path
     monkeypatch.setenv("TOLD", str(folder / "told"))
     monkeypatch.setenv("FAKE", "")
 
@@ -250,12 +250,11 @@ def test_a_run_is_logged_when_it_fails_and_again_when_it_is_done(tmp_path, monke
     assert before == sorted([full["id"], method["id"]])
 
     monkeypatch.setitem(sys.modules, "wandb", None)  # an import would raise
-    for name in ("kvbench.integrations.wandb_logger", "kvbench.integrations.wandb_process"):
+    for name in ("kvbench.integrations.wandb_logger", "kvbench.integrations.wandb_run"):
         monkeypatch.delitem(sys.modules, name)
     assert run_cli(QUICK, monkeypatch, capsys)[0] == 0
     assert (
-        "kvbench.integrations.wandb_logger" not in sys.modules
-        and "kvbench.integrations.wandb_process" not in sys.modules
+        "kvbench.integrations.wandb_logger" not in sys.modules and "kvbench.integrations.wandb_run" not in sys.modules
     )
     assert before == sorted(path.name for path in Path("results/runs").iterdir()) and len(fake()) == 4
 

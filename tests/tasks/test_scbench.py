@@ -13,9 +13,9 @@ from kvbench.models.embedded import REFERENCE
 from kvbench.runs.prompt import encode_all
 from kvbench.tasks.scbench import metrics
 from kvbench.tasks.scbench.miniature import make_rows
-from kvbench.tasks.scbench.prompts import hash_prompts, load_forms
+from kvbench.tasks.scbench.prompts import NAMES, hash_prompts, load_forms
 from kvbench.tasks.scbench.rows import DATASET, REVISION
-from kvbench.tasks.scbench.task import TASKS, SCBench
+from kvbench.tasks.scbench.task import SCBench
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
 from tests.support.recorded_runs import read_runs
@@ -129,7 +129,7 @@ def test_own_answers_are_followed_by_the_end_token_where_there_is_no_template(wr
 def test_prompt_strings_are_those_of_the_installed_package():
     """Changes when lm-eval's files, a prompt of ours or a token limit do."""
     assert hash_prompts() == "9ed942f25f73534d"
-    assert [form.name for form in load_forms()] == list(TASKS) and len(TASKS) == 10
+    assert [form.name for form in load_forms()] == list(NAMES) and len(NAMES) == 10
     limits = [[own.new_tokens for own in form.metrics.values()] for form in load_forms()]
     assert limits == [[150], [150], [30], [40], [40], [40], [10], [200], [5], [800, 15]]
 
@@ -200,20 +200,20 @@ def test_rouge_is_what_evaluate_computes():
 
 def test_the_miniature_is_made_alike_and_read_by_the_same_reader(tmp_path, tokenizer):
     made = task()
-    assert made.inventory() == dict.fromkeys(TASKS, 5)
+    assert made.inventory() == dict.fromkeys(NAMES, 5)
     assert made.fingerprint() == task().fingerprint() == task(mode="shared_context").fingerprint()
     samples = list(made.samples(tokenizer, 1, 4096))
     assert {sample.meta["data"] for sample in samples} == {"miniature"}
     assert len({sample.uid for sample in samples}) == len(samples)
     assert all(made.score(sample, sample.answers[-1]).score > 0 for sample in samples)
-    for name in TASKS:
+    for name in NAMES:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(name)))
         (tmp_path / name).mkdir()
         pandas.DataFrame(make_rows(name)).to_parquet(tmp_path / name / "test-00000-of-00001.parquet")
     local = list(task(tmp_path).samples(tokenizer, 1, 4096))
     assert [replace(sample, meta={}) for sample in local] == [replace(sample, meta={}) for sample in samples]
     assert task(tmp_path).fingerprint() == task(tmp_path).fingerprint() != made.fingerprint()
-    for name in TASKS:
+    for name in NAMES:
         (tmp_path / f"{name}.jsonl").unlink()
     assert list(task(tmp_path).samples(tokenizer, 1, 4096)) == local
     assert "scbench_kv                         5 rows" in examine("scbench", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Documents in lm-eval's way: columns context, question, answer_prefix and answers, and a metric of one document."""
+"""Make documents for lm-eval: columns context, question, answer_prefix and answers, and a metric of one document."""
 
 import random
 from typing import Any
@@ -8,19 +8,21 @@ from datasets import Dataset
 from kvbench.tasks.ruler.task import draw_sample, render_sample
 from kvbench.tasks.ruler.texts import load_texts
 
-COUNT, LENGTH = 20, 1024  # documents, and the length of RULER's whose parameters they have
+COUNT, LENGTH = 20, 1024  # number of documents; the length in tokens that decides RULER's parameters
 
 
 def niah(**_: object) -> dict[str, Dataset]:
+    """Make needles in noise."""
     return {"test": _documents("niah_single_1", 25)}
 
 
 def vt(**_: object) -> dict[str, Dataset]:
+    """Make chains of variables."""
     return {"test": _documents("ruler_vt", 12)}
 
 
 def share_found(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """The share of the answers that the output holds, RULER's string_match_all."""
+    """Return the share of the answers that the output holds: RULER's string_match_all."""
     return {"found": sum(answer.lower() in results[0].lower() for answer in doc["answers"]) / len(doc["answers"])}
 
 

@@ -1,25 +1,19 @@
-"""What Weights & Biases is told about a run, from the store's records, and the process that tells it.
+"""What kvbench tells Weights & Biases about a run: everything comes from the store's records.
 
-    python -m kvbench.integrations.wandb_process
+W&B's config is the run's value, and its id is the run's hash. Everything else is summary. kvbench writes no history,
+because a history grows each time: a run that is logged twice is one run and says what the store said last.
 
-It reads a request as JSON on stdin, and writes a line as JSON on stdout for each of the request's runs.
-
-Config is the run's value, W&B's id its hash. Everything else is summary: a summary is written over where a history
-would grow, so that a run that is logged twice is one run and says what the store said last.
-
-    state, failure, samples, failed_samples      finished, failed (with its reason) or unfinished
-    <quantity>/<row>                             of every row of the closing table, subtasks and averages:
-                                                 score, full, diff with their intervals (/low, /high), costs
-    resident_bytes, full_bytes, peak_bytes       means over answered samples, the most of any
-    closing_table, failures                      tables; `notes` and `text` are the first one's, for people
+    state, failure, samples, failed_samples      finished, failed (with the reason) or unfinished
+    <quantity>/<row>                             for every row of the closing table, subtasks and averages: score, full,
+                                                 diff with their intervals (/low, /high), and costs
+    resident_bytes, full_bytes, peak_bytes       means over the answered samples; the peak is their maximum
+    closing_table, failures                      tables; `notes` and `text` are the closing table's, for people
 """
 
 import csv
 import fcntl
 import io
 import json
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,29 +27,36 @@ from kvbench.analysis.closing_table_format import COST_NAMES, ClosingTable, Tabl
 from kvbench.store.run_folder import RunFolder, run_hash
 from kvbench.validation import escape
 
-MARK = "wandb.jsonl"  # in the run's folder: what was logged, and whither
-MOST = 1000  # failures in the table; all are counted
+MARK = "wandb.jsonl"  # file in the run's folder: what was logged, and where
+MOST = 1000  # failures that the table lists; all of them are counted
 FAILURE = ["uid", "subtask", "reason"]
-REASON = "failed"  # in the run's folder: why it stopped when it last did, for those who log it later
+REASON = "failed"  # file in the run's folder: why the run stopped the last time, for a process that logs it later
 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """A run to be logged, by its value and that of the full cache's run beside it (None: it is that itself)."""
+    """A run to be logged.
+
+    Attributes:
+        results: The results folder.
+        value: The run's value (`RunSpec.value`).
+        baseline: The value of the full cache's run beside it. ``None``: this is the full cache's run.
+        failure: Why the run has just stopped, if it has.
+    """
 
     results: Path
     value: Mapping[str, Any]
     baseline: Mapping[str, Any] | None = None
-    failure: str | None = None  # why it stopped just now
+    failure: str | None = None
 
     @cached_property
     def folder(self) -> RunFolder:
-        """What the store has of it."""
+        """The run's folder in the store."""
         return RunFolder(self.results / "runs", self.value)
 
     @cached_property
     def state(self) -> dict[str, Any]:
-        """How far the run is, at the first look: what decides whether there is anything new to say of it."""
+        """How far the run is when this is first read. A run is logged again only if its state has changed."""
         folder = self.folder
         finished = folder.finished
         reason = None if finished else self.failure or read_reason(folder.path)
@@ -64,23 +65,23 @@ class LoggedRun:
         return {"state": state, "failure": reason, "samples": len(folder.records()), "baseline": full}
 
     def is_logged(self, where: str) -> bool:
-        """Whether just this has been logged there already."""
+        """Whether this state is the last one that was logged there."""
         last = None
         with suppress(OSError):
             for line in (self.folder.path / MARK).read_text().splitlines():
-                with suppress(ValueError):  # torn by one that was killed
+                with suppress(ValueError):  # a torn line of a process that was killed
                     mark = json.loads(line)
                     last = mark["said"] if mark["where"] == where else last
         return last == self.state
 
     def mark_logged(self, where: str) -> None:
-        """Keep that it has been logged there."""
+        """Note in the run's folder that this state was logged there."""
         if self.folder.path.is_dir():
             with open(self.folder.path / MARK, "a", encoding="ascii") as file:
                 file.write(json.dumps({"where": where, "said": self.state}) + "\n")
 
     def table(self) -> ClosingTable | None:
-        """The closing table, None before the first record."""
+        """Build the closing table; None before the first record."""
         records = self.folder.records()
         if not records:
             return None
@@ -88,7 +89,7 @@ class LoggedRun:
         return build_run_table(self.value, full, None if self.baseline is None else records)
 
     def summary(self) -> dict[str, Any]:
-        """Everything but the config, plainly: a table is {"columns": […], "rows": [[…]]}."""
+        """Return everything but the config as plain values; a table is ``{"columns": […], "rows": [[…]]}``."""
         records = self.folder.records()
         failures = [(own["uid"], own["subtask"], why) for own in records.values() if (why := find_failure(own))]
         answered = [own for own in records.values() if own["error"] is None]
@@ -109,7 +110,7 @@ class LoggedRun:
 
 
 def summarize_row(row: TableRow, paired: bool) -> dict[str, float | None]:
-    """Scores and differences of a row with their intervals, and costs: `score/vt`, `score/vt/low`, …"""
+    """Name a row's scores and differences with their intervals, and its costs: `score/vt`, `score/vt/low`, …"""
     score = row.method if paired else row.full
     found = {"score": (score, "value"), "n": (row.interval, "samples")}
     if paired:
@@ -124,7 +125,7 @@ def summarize_row(row: TableRow, paired: bool) -> dict[str, float | None]:
 
 
 def parse_cell(text: str) -> float | str | None:
-    """A number of a CSV line, or its text; None for an empty one."""
+    """Turn a cell of a CSV line into a number, or leave it as text; an empty one is None."""
     try:
         return float(text) if text else None
     except ValueError:
@@ -132,7 +133,7 @@ def parse_cell(text: str) -> float | str | None:
 
 
 def read_reason(path: Path) -> str | None:
-    """Why the run of this folder stopped, if that is known."""
+    """Read why the run of this folder stopped, if that is known."""
     try:
         return (path / REASON).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -141,17 +142,22 @@ def read_reason(path: Path) -> str | None:
 
 @contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """One process at a time logs a run; the next finds it logged."""
+    """Let one process at a time log a run; the next one finds it logged."""
     if not path.is_dir():
-        yield  # it failed before its first record
+        yield  # the run failed before its first record
         return
     with open(path / MARK, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def log_run(subject: LoggedRun, settings: Mapping[str, Any]) -> None:
-    """Log one run. Whatever W&B raises is raised."""
+def send_run(subject: LoggedRun, settings: Mapping[str, Any]) -> None:
+    """Send one run to W&B. Whatever W&B raises is raised.
+
+    Args:
+        subject: The run.
+        settings: conf/logger/wandb.yaml's, with a folder as ``dir``.
+    """
     import wandb
 
     value, said = subject.value, subject.summary()
@@ -179,26 +185,3 @@ def log_run(subject: LoggedRun, settings: Mapping[str, Any]) -> None:
     for name, own in tables.items():
         run.summary[name] = wandb.Table(columns=own["columns"], data=own["rows"], allow_mixed_types=True)
     run.finish(exit_code=int(said["state"] == "failed"))
-
-
-def main() -> int:
-    """Log the runs of a request, one line of answer for each: {"error": null or what went wrong}."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)  # the descriptor is not inherited: what W&B starts cannot hold it
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    request = json.load(sys.stdin)
-    for own in request["subjects"]:
-        error = None
-        try:
-            subject = LoggedRun(Path(request["results"]), **own)
-            with hold_lock(subject.folder.path):
-                if request["again"] or not subject.is_logged(request["where"]):
-                    log_run(subject, request["settings"])
-                    subject.mark_logged(request["where"])
-        except (Exception, SystemExit) as found:
-            error = f"{type(found).__name__}: {found}"
-        print(json.dumps({"error": error}), file=answers)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
