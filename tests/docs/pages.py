@@ -17,7 +17,8 @@ FILE = re.compile(r"# ((?:methods|tasks|conf)/[\w./]+)\n")
 class Block:
     """A fenced block. A comment right in front of it says how to run it.
 
-    `<!-- run with: a=1 b=2 -->` adds these settings to its commands `python run.py …`, to make them small.
+    `<!-- run with: a=1 b=2 -->` gives its commands `python run.py …` these settings in place of their own, to make them
+    small.
     `<!-- run after: a=1 b=2 -->` runs `python run.py -m a=1 b=2` before, so that commands find results.
     `<!-- not run: reason -->` does not run it.
     """

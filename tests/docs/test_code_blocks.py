@@ -125,12 +125,14 @@ class Shell:
         if words[0] != "python":
             assert words[0] == "make"
             return
-        added = [] if words[:2] != RUN or "--cfg" in words else more
+        if words[:2] == RUN and "--cfg" not in words:
+            keys = {setting.partition("=")[0] for setting in more}
+            words = [*(word for word in words if word.partition("=")[0] not in keys), *more]
         if self.copy is not None:
-            done = subprocess.run([sys.executable, *words[1:], *added], cwd=self.copy, capture_output=True, text=True)
+            done = subprocess.run([sys.executable, *words[1:]], cwd=self.copy, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr[-2000:]
         elif words[:2] == RUN:
-            code, _, errors = run_cli([*words[2:], *added], self.monkeypatch, self.capsys)
+            code, _, errors = run_cli(words[2:], self.monkeypatch, self.capsys)
             assert code in (0, None), errors[-2000:]
         else:
             assert run_kvbench(words[3:]) in (0, None), self.capsys.readouterr().err[-2000:]
