@@ -181,3 +181,20 @@ MODEL ?= results/reference
 reference-model:
 	$(GPU) -m kvbench train --out $(MODEL) $(if $(wildcard $(MODEL)/state.pt),--resume,--minutes 16 --seed 0)
 	$(GPU) -m kvbench evaluate --model $(MODEL)
+
+# the documentation as a site in site/, from an environment of its own; a warning fails the build
+DOCS := .versions/docs
+
+.PHONY: docs test-docs
+
+docs: $(DOCS)/ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
+
+$(DOCS)/ready: requirements-docs.lock
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --requirement requirements-docs.lock
+	touch $@
+
+# every code block of README.md and docs/ that says no reason against it
+test-docs: setup
+	$(PYTEST) -m docs tests/docs

@@ -1,0 +1,84 @@
+"""README and the pages say what is there: links, methods, presets, settings, commands."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from kvbench.config import catalogue
+from tests.docs.pages import PAGES
+from tests.support.repository import ROOT
+
+LINK = re.compile(r"\]\((?!https?://|#)([^)\s#]+)(#[^)\s]+)?\)")
+
+
+def slugs(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title.replace("`", "")).strip().lower()) for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page):
+    for path, anchor in LINK.findall(page.read_text()):
+        target = (page.parent / path).resolve()
+        assert target.exists(), (page.name, path)
+        if anchor and target.suffix == ".md":
+            assert anchor[1:] in slugs(target), (page.name, path, anchor)
+
+
+def test_readme_is_short_and_names_the_pages():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    assert "docs/records.md" in text and "make run" in text and "make test" in text
+
+
+def test_readme_names_every_choice():
+    text = (ROOT / "README.md").read_text()
+    for group in ("method", "allocator", "codec", "task"):
+        for name in catalogue.list_choices(group):
+            assert re.search(rf"[\[`, ]{name}[\]`,( ]", text) or name == "full", (group, name)
+
+
+def test_every_choice_has_a_section_with_its_presets():
+    text = (ROOT / "docs" / "methods.md").read_text()
+    for group in ("method", "allocator", "codec"):
+        for name in catalogue.list_choices(group):
+            if name == "full":
+                continue
+            section = re.search(rf"^`{group}={name}` .*?(?=^### |^## |\Z)", text, re.MULTILINE | re.DOTALL)
+            assert section, (group, name)
+            config = yaml.safe_load((catalogue.CONF / group / f"{name}.yaml").read_text())
+            shown = dict(re.findall(r"^\| `(\w+)`(?: \(default\))? \| (.*?) \|", section[0], re.MULTILINE))
+            assert list(shown) == list(config.get("presets", {})), name
+            everywhere = "".join(re.findall(r"^In all presets: (.*)$", section[0], re.MULTILINE))
+            for preset, settings in shown.items():
+                for key, value in re.findall(r"`(\w+)=([^`]*)`", settings + everywhere):
+                    said, meant = yaml.safe_load(value), config["presets"][preset][key]
+                    assert said == meant or float(said) == meant, (name, preset, key)
+            if shown:
+                assert f"| `{config['preset']}` (default) |" in section[0]
+
+
+def test_the_settings_of_a_run_are_described():
+    text = (ROOT / "docs" / "settings.md").read_text()
+    config = OmegaConf.load(catalogue.CONF / "config.yaml")
+    names = [name for name in config if name not in ("defaults", "hydra", "model", "sweep")]
+    names += [f"{group}.{name}" for group in ("model", "sweep") for name in config[group]]
+    for name in names:
+        assert re.search(rf"^\| .*`{re.escape(name)}`.* \|", text, re.MULTILINE), name
+
+
+def test_every_task_has_a_line():
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    for name in catalogue.list_choices("task"):
+        assert f"`{name}`" in text, name
+
+
+def test_every_page_is_in_the_sites_contents():
+    site = (ROOT / "mkdocs.yml").read_text()
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        assert f": {page.name}\n" in site, page.name
