@@ -32,17 +32,21 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-test: setup lint
-	$(PYTEST) -n 2 -m "not full and not gpu and not slurm and not browser and not parity"
+# a covering selection of every cross, in a few minutes; tests/README.md says what it leaves to the other targets
+PLAIN := not full and not gpu and not slurm and not browser and not parity and not package
 
+test: setup lint
+	$(PYTEST) -n 2 --dist worksteal -m "$(PLAIN)"
+
+# every cross, and what needs a browser or a SLURM
 test-all: setup lint
-	$(PYTEST) -n auto -m "not gpu and not parity"
+	$(PYTEST) -n auto --dist worksteal -m "not gpu and not parity"
 
 # every transformers version in its own folder beside the pinned one; the rest of .venv stays
 test-versions: setup $(VERSIONS:%=.versions/%)
 	set -e; for version in $(VERSIONS); do \
 	  PYTHONPATH=.versions/$$version $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"; \
-	  PYTHONPATH=.versions/$$version $(PYTEST) -n 2 -m "not full and not gpu and not slurm and not browser and not parity" tests/laws tests/engine/test_compressed_cache.py tests/replay; \
+	  PYTHONPATH=.versions/$$version $(PYTEST) -n 2 --dist worksteal -m "$(PLAIN)" tests/laws tests/engine/test_compressed_cache.py tests/replay; \
 	done
 
 .versions/%:
