@@ -235,6 +235,7 @@ def ask(path: Path, models: Path, limit: int | None = None) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes)
 
 
+@pytest.mark.full
 def test_two_processes_convert_once(tmp_path, models):
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
