@@ -353,13 +353,8 @@ def parts(settings: dict) -> set[tuple[str, str]]:
 def every_part() -> list[dict]:
     """A few of all cells' runs that together have all parts of all of them."""
     runs = {str(own): own for spec in TABLES.values() for row in wanted(spec) for own in row}
-    missing = {name: parts(own) for name, own in runs.items()}
-    chosen = []
-    while most := max(missing, key=lambda name: len(missing[name]), default=None):
-        chosen.append(runs[most])
-        seen = missing[most]
-        missing = {name: left for name, own in missing.items() if (left := own - seen)}
-    return chosen
+    chosen = choose_covering([frozenset(parts(own)) for own in runs.values()])
+    return [own for place, own in enumerate(runs.values()) if place in chosen]
 
 
 def distinct() -> list[str]:
