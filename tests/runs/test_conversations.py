@@ -105,6 +105,7 @@ def greedy(model, ids, tokens: int) -> list[int]:
     return out[0, len(ids) :].tolist()
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("template", [None, HEADERS])
 @pytest.mark.parametrize("question", ["visible", "hidden"])
 @pytest.mark.parametrize("said", [SAID, (None,) * 3, ("a monk.", None, "x")])
@@ -124,6 +125,7 @@ def test_with_the_full_cache_every_turn_is_transformers_own(reader, template, qu
         assert record["rows_seen"] == len(ids) - (7 if sample.said is None else 0)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("question", ["visible", "hidden"])
 @pytest.mark.parametrize("said", [SAID, (None,) * 3])
 @pytest.mark.parametrize("method", ["snapkv", "keydiff", "tova", "graph"])
