@@ -5,6 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 VERSIONS := 5.5.4 5.17.0 5.23.0
 ARGS ?= method=dropkv budget=0.05 task=ruler
+PLAIN := not full and not gpu and not slurm and not browser and not parity and not package
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help test-package model real parity bench-share report figures dashboard test-browser table papers test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint bench-methods efficiency efficiency-tables reference-model
@@ -43,13 +44,13 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Run the tests that every change must pass.
+# Run the tests that every change must pass: a covering selection of every cross (tests/README.md says of which).
 test: setup lint
-	$(PYTEST) -n 2 -m "not full and not gpu and not slurm and not browser and not parity and not package"
+	$(PYTEST) -n 2 --dist worksteal -m "$(PLAIN)"
 
-# Run all tests that need no GPU, the exhaustive crosses too.
+# Run every cross, and what needs a browser, a SLURM or the documentation's packages.
 test-all: setup lint
-	$(PYTEST) -n auto -m "not gpu and not parity and not package"
+	$(PYTEST) -n auto --dist worksteal -m "not gpu and not parity and not package"
 
 # Build the wheel, install it into an empty environment and run the main job there.
 test-package: setup
@@ -60,7 +61,7 @@ test-package: setup
 test-versions: setup $(VERSIONS:%=.versions/%)
 	set -e; for version in $(VERSIONS); do \
 	  PYTHONPATH=.versions/$$version $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"; \
-	  PYTHONPATH=.versions/$$version $(PYTEST) -n 2 -m "not full and not gpu and not slurm and not browser and not parity and not package" tests/laws tests/engine/test_compressed_cache.py tests/replay; \
+	  PYTHONPATH=.versions/$$version $(PYTEST) -n 2 --dist worksteal -m "$(PLAIN)" tests/laws tests/engine/test_compressed_cache.py tests/replay; \
 	done
 
 .versions/%:

@@ -23,6 +23,17 @@ settings.register_profile("kvbench", deadline=None, derandomize=True, max_exampl
 settings.load_profile("kvbench")
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "cover: make test runs a selection of these cases (tests/README.md)")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m leaves out what is marked
+def pytest_collection_modifyitems(items):
+    from tests.support.selection import mark_rest_as_full
+
+    mark_rest_as_full(items)
+
+
 @pytest.fixture(autouse=True)
 def no_trace_of_attached_models():
     """Whatever a test does, no tiny model may stay attached to kvbench."""

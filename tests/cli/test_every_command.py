@@ -12,6 +12,7 @@ from kvbench.cli.command import READER_GONE, run_command
 from tests.support.command_line import run_cli
 from tests.support.report_store import make_records, write_run
 from tests.support.repository import ROOT
+from tests.support.selection import only_in_full
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def unread(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("command", ["curves", "audit", "grid", "papers", "report", "export"])
+@pytest.mark.parametrize("command", ["curves", *map(only_in_full, ["audit", "grid", "papers", "report", "export"])])
 def test_a_command_ends_in_silence(command, store, tmp_path):
     more = [str(tmp_path)] if command == "export" else []
     assert unread("-m", "kvbench", command, str(store), *more) == (READER_GONE, "")

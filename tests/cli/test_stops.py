@@ -27,6 +27,7 @@ from kvbench.validation import Terminated, describe_write_error, name_file_in_er
 from tests.support.command_line import run_cli
 from tests.support.report_store import make_records, write_run
 from tests.support.repository import ROOT
+from tests.support.selection import only_in_full
 
 QUICK = ("device=cpu", "task.subtasks=[niah_single_1]", "task.length=512", "task.samples=3", "model=reference_v1")
 RECORDS = r"runs/\w+/records-[^ ]*\.jsonl"
@@ -78,8 +79,8 @@ def lines(results: Path) -> list[str]:
     ("many", "number", "after", "where"),
     [
         (("method=snapkv",), signal.SIGINT, 4, "at 4 of 6"),
-        (("method=snapkv",), signal.SIGTERM, 0, "at 0 of 6"),
-        (("-m", "method=snapkv,knorm", "sweep.share_prefill=false"), signal.SIGINT, 7, "at 1 of 2"),
+        only_in_full(("method=snapkv",), signal.SIGTERM, 0, "at 0 of 6"),
+        only_in_full(("-m", "method=snapkv,knorm", "sweep.share_prefill=false"), signal.SIGINT, 7, "at 1 of 2"),
         (("-m", "method=snapkv,knorm"), signal.SIGTERM, 4, "at 0 of 2"),
     ],
 )
@@ -113,6 +114,7 @@ def at_work(group: int) -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_workers_end_with_a_run_that_is_stopped(tmp_path):
     """Ctrl-C in a terminal reaches all processes of the group."""
     arguments = [str(ROOT / "run.py"), "method=snapkv", "workers=2", f"results={tmp_path}", *QUICK]
@@ -178,9 +180,9 @@ def full_beyond(size: int) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("many", "size", "where"),
     [
-        (("method=snapkv",), 7000, RECORDS),
+        only_in_full(("method=snapkv",), 7000, RECORDS),
         (("-m", "method=snapkv,knorm"), 7000, RECORDS),
-        (("method=snapkv", "workers=2"), 7000, RECORDS),
+        only_in_full(("method=snapkv", "workers=2"), 7000, RECORDS),
         (("-m", "method=snapkv,knorm"), 4000, r"sweeps/[^/]*"),  # what a sweep keeps
     ],
 )

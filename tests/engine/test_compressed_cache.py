@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -26,7 +27,11 @@ from tests.support.tiny_models import distinct, ids, make_fresh, tiny
 
 CHOICES = {pair: build_policy(*pair, "llama") for pair in product(list_choices("method"), list_choices("allocator"))}
 COMBINATIONS = [pair for pair, (method, *others) in CHOICES.items() if method.refuses(*others) is None]
-each_method = pytest.mark.parametrize("method, allocator", COMBINATIONS)
+
+
+def each_method(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test with every method and every allocator; with every pair of them that is not refused, if all run."""
+    return pytest.mark.cover(pytest.mark.parametrize("method, allocator", COMBINATIONS)(test))
 
 
 def holds_all(method: str) -> bool:
@@ -278,16 +283,18 @@ def test_any_method_may_cut_while_decoding(method, allocator, interval):
         assert sum(held.masses(1, 0).tolist()) + held.evicted(1, 0) == 40 + read
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float16, 0.02), (torch.bfloat16, 0.1)])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_other_dtypes(name, dtype, tolerance):
+@pytest.mark.parametrize("allocator", list_choices("allocator"))
+def test_other_dtypes(allocator, name, dtype, tolerance):
     """A full cache gives the model's own logits; every method runs and holds what it should."""
     model = make_fresh(name).to(dtype)
     with torch.no_grad():
         own = model(input_ids=distinct(60)).logits[0, -1]
     full = kvbench.prefill(model, distinct(60), block_size=9)
     torch.testing.assert_close(full.logits[0], own, rtol=0, atol=tolerance)
-    for method, allocator in COMBINATIONS:
+    for method in (own for own, other in COMBINATIONS if other == allocator):
         (block,) = blocks_for(method, 9) or (None,)
         held = kvbench.prefill(
             model, distinct(60), method, 15, block, allocator, method_args=make_tiny_method_args(method, name)

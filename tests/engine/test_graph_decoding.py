@@ -16,6 +16,7 @@ from kvbench.interfaces.budget import Budget
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError
 from tests.support.method_files import build_policy
+from tests.support.selection import only_in_full
 from tests.support.tiny_models import ids, tiny
 
 APPENDING = {"method": "snapkv"}
@@ -89,6 +90,7 @@ def test_biases_and_norms_of_heads_are_the_models(name):
     assert torch.allclose(modules.logits, step.logits, atol=1e-5)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.parametrize("method", ["dropkv", "keydiff", "knorm", "snapkv", "tova"])
 def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
@@ -164,6 +166,7 @@ def test_sampled_tokens_are_the_same_too_and_a_second_answer_continues_the_draws
     assert torch.equal(*answers)
 
 
+@pytest.mark.cover
 @EVERY
 @pytest.mark.parametrize("read_last", [False, True])
 @pytest.mark.parametrize("end", [2, CHUNK, CHUNK + 3])
@@ -203,6 +206,7 @@ def test_a_branch_leaves_nothing_behind(chosen):
     )
 
 
+@pytest.mark.cover
 @EVERY
 @pytest.mark.parametrize("first", [5, CHUNK + 2])
 def test_what_is_read_while_an_answer_is_under_way_comes_behind_what_it_has_read(chosen, first):
@@ -286,7 +290,9 @@ def test_frequencies_that_follow_the_longest_place_are_left_to_the_modules():
     assert collect_weights(qwen2()) is not None
 
 
-@EVERY
+@pytest.mark.parametrize(
+    "chosen", [APPENDING, only_in_full(CUTTING), only_in_full(CUTTING_FIVES)], ids=lambda own: own["method"]
+)
 def test_the_kernels_take_the_same_step(chosen):
     """Steps of two layers through the interpreter, or on the GPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

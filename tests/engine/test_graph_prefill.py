@@ -29,6 +29,7 @@ def read(model, choice, size, budget, prompt, stepped):
     return context
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("model", ["llama", "qwen3"])
 @pytest.mark.parametrize(("size", "budget", "tokens"), [(7, 24, 150), (16, 0.2, 160), (30, 10, 211)])
 @pytest.mark.parametrize("method", RELATIVE)

@@ -71,6 +71,7 @@ def test_without_a_context_the_begin_token_stands_in_front(full):
     assert found == pytest.approx(plain(full.model, [full.tokenizer.bos_token_id, *ids], len(ids))[0], abs=1e-4)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("length", [4096, 9])
 @pytest.mark.parametrize("block_size", [None, 1, 5])
 def test_rolling_is_the_sum_over_lm_evals_windows(full, length, block_size):

@@ -50,6 +50,7 @@ def as_double(held):
     )  # fmt: skip
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("enough", [0, 10**6], ids=["many", "few"])
@@ -71,6 +72,7 @@ def test_triton_agrees_with_the_equation(shape, enough, merged, dtype, monkeypat
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="cuDNN's attention needs a GPU")
+@pytest.mark.cover
 @pytest.mark.parametrize("longest", [0, 300])
 @pytest.mark.parametrize("tail", [512, 700])
 def test_two_calls_joined_are_one_attention(longest, tail):
@@ -170,9 +172,3 @@ def ahead():
     for kind in ("_few", "_many", "_combine"):
         for dim in (64, 128):
             yield ahead_of_time(kind, "bf16", dim)
-
-
-def test_the_kernels_compile_for_hopper():
-    from tests.support.compile_kernels import compile_all
-
-    assert compile_all(__name__).count("_many") == 2

@@ -7,7 +7,7 @@ import torch
 
 from kvbench.kernels.accumulated_attention import accumulated_attention
 from kvbench.kernels.max_attention import max_attention
-from tests.support.compile_kernels import compile_all, list_typed_kernel
+from tests.support.compile_kernels import list_typed_kernel
 from tests.support.kernel_checks import DEVICE, DTYPES, assert_equal_sums, poison_memory
 
 # batch, KV heads, query heads of a group, tokens, rows, dimension
@@ -53,6 +53,7 @@ def close(found, exact, dim):
     torch.testing.assert_close(found.double(), exact, rtol=2.0**-20 * (8 + dim), atol=1e-12)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     "masses, dtype", [("ones", DTYPES[0]), ("ragged", DTYPES[1]), *(("merged", dtype) for dtype in DTYPES)]
 )
@@ -75,6 +76,7 @@ def test_votes(shape, masses, dtype, monkeypatch):
     assert (mean[mass == 0] == 0).all()
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_peaks(shape, dtype, monkeypatch):
@@ -146,7 +148,3 @@ def ahead():
             more = {"GROUP": 4, "TOGETHER": together, "MAXIMUM": maximum, "HAS_MASS": mass, "UNIT": 1.0}
             yield list_typed_kernel(columns_kernel, kinds, same | more | blocks(dtype, dim, 4096))
         yield list_typed_kernel(lse_kernel, kinds, same | tiles(dtype, dim, 4096))
-
-
-def test_kernels_compile_for_sm_90():
-    assert "columns_kernel" in compile_all(__name__)

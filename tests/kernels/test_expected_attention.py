@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvbench.kernels.expected_attention import expected_logits, expected_scores, merge, moments
-from tests.support.compile_kernels import compile_all, list_typed_kernel
+from tests.support.compile_kernels import list_typed_kernel
 from tests.support.kernel_checks import DEVICE, DTYPES, assert_equal_sums, poison_memory
 
 SPLIT = 2.0**-16 if DEVICE == "cuda" else 2.0**-14
@@ -40,6 +40,7 @@ def asked(shape, dtype, seed=0):
     return queries.to(dtype).to(DEVICE), turn if rotated else None
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("scatter", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", QUERIES)
@@ -89,6 +90,7 @@ def expecting(shape, dtype, seed=0):
     return [x.to(DEVICE) for x in (mean, root @ root.mT, keys, values, mass)]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("square", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", KEYS)
@@ -104,6 +106,7 @@ def test_expected_logits(shape, dtype, square, monkeypatch):
     torch.testing.assert_close(found.double(), exact, rtol=SPLIT, atol=2e-5 if DEVICE == "cuda" else 1e-4)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("valued", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", KEYS)
@@ -190,7 +193,3 @@ def ahead():
         yield list_typed_kernel(kernels.logits_kernel, kinds, own)
     own = {"GROUP": 4, "WEIGHED": True, "DIM": dim, "BLOCK_D": wide, "BLOCK_N": 32, "BLOCK_P": 128}
     yield list_typed_kernel(kernels.scores_kernel, kinds, {**own, "num_warps": 4, "num_stages": 3})
-
-
-def test_kernels_compile_for_sm_90():
-    assert "scores_kernel" in compile_all(__name__)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvbench.kernels.key_similarity import METRICS, anchor, norms, similarity
-from tests.support.compile_kernels import compile_all, list_typed_kernel
+from tests.support.compile_kernels import list_typed_kernel
 from tests.support.kernel_checks import DEVICE, DTYPES, assert_equal_sums, poison_memory
 
 SHAPES = [(1, 1, 1, 16), (2, 3, 37, 24), (1, 2, 130, 96), (1, 8, 257, 64), (2, 1, 1031, 128), (1, 1, 90, 256)]
@@ -24,6 +24,7 @@ def made(shape, dtype, seed=0):
     return keys.to(dtype).to(DEVICE), mass.to(DEVICE)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -40,6 +41,7 @@ def test_anchor(shape, dtype, normalised, monkeypatch):
         torch.testing.assert_close(found.double(), exact, **CLOSE)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -56,6 +58,7 @@ def test_similarity(shape, dtype, metric, monkeypatch):
     assert found[mass == 0].isnan().all()
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_norms(shape, dtype, monkeypatch):
@@ -120,7 +123,3 @@ def ahead():
             yield list_typed_kernel(sums_kernel, kinds, {**same, "NORMALISED": normalised, "UNIT": 1e-12})
         for metric in (*METRICS, "norm"):
             yield list_typed_kernel(compare_kernel, kinds, {**same, "METRIC": metric, "COSINE": 1e-8})
-
-
-def test_kernels_compile_for_sm_90():
-    assert "compare_kernel" in compile_all(__name__)

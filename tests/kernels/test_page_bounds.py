@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds
-from tests.support.compile_kernels import compile_all, list_kernel
+from tests.support.compile_kernels import list_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -23,6 +23,7 @@ def tail(rows, dim, dtype, seed=0):
     return keys[:, :, :rows]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, page, dim", [(1, 1, 16), (1, 16, 96), (37, 16, 24), (130, 5, 16), (60, 100, 256)])
 def test_bounds(rows, page, dim, dtype):
@@ -39,6 +40,7 @@ def test_long_pages_are_read_in_parts():
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pages, group, dim", [(1, 1, 16), (33, 4, 96), (7, 3, 256), (40, 2, 24)])
 def test_upper(pages, group, dim, dtype):
@@ -85,7 +87,3 @@ def ahead():
         yield list_kernel(own._bounds, rows, {"PAGES": size, "ROWS": page, "D": dim, "k_d": 1})
         own_strides = {"q_d": 1, "l_d": 1, "h_d": 1}
         yield list_kernel(own._upper, {**rows, "above": "*fp32"}, {"PAGES": own.PAGES, "D": dim, **own_strides})
-
-
-def test_the_kernels_compile_for_hopper():
-    assert compile_all(__name__).count("_upper") == 3

@@ -75,6 +75,7 @@ def by_loops(queries, keys, values, mass, scaling, look=None, sliding=None):
     return outputs, sums
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("look", [False, True])
 @pytest.mark.parametrize("mass", MASSES)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -97,6 +98,7 @@ def test_attend(shape, mass, look):
     torch.testing.assert_close(outputs, expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("mass", MASSES)
 @pytest.mark.parametrize("chunk", [1, 500])
 def test_attend_in_steps_writes_every_output(chunk, mass, monkeypatch):
@@ -171,6 +173,7 @@ def test_storage_fills_absent_rows_with_zeros_and_keeps_the_rest():
     assert torch.equal(view.keys[1, 0], keys[1, 0])
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("sliding", [None, 1, 4, 50])
 @pytest.mark.parametrize("chunk", [1, 1 << 24])
 @pytest.mark.parametrize("shape", SHAPES[1:])
@@ -201,6 +204,7 @@ def test_attend_refuses_what_does_not_fit():
             attend(queries, keys, values, mass, 1.0, **more)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("mass", MASSES[1:])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_window(shape, mass):
@@ -229,6 +233,7 @@ def test_window_refuses_what_does_not_fit():
             window_probabilities(*arguments, 1.0)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("pooling", ["avg", "max"])
 @pytest.mark.parametrize("kernel", [1, 3, 7, 21])
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 40])
@@ -242,6 +247,7 @@ def test_pool(rows, kernel, pooling):
         torch.testing.assert_close(found[..., index], expected)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("chunk", [None, 2, 3, 7, 8, 100])
 @pytest.mark.parametrize("held", [1, 100, 1 << 21])
 @pytest.mark.parametrize("rows", [1, 2, 3, 9, 16, 29])

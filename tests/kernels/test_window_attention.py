@@ -24,7 +24,6 @@ from kvbench.methods.cake import Cake
 from kvbench.methods.dropkv import DropKV
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.tova import TOVA
-from tests.support.compile_kernels import compile_all
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -151,6 +150,7 @@ def close(found: Tensor, expected: Tensor, tolerance: Tensor) -> None:
     assert not found.isnan().any() and over.max() <= 0, f"{over.max()} over the tolerance"
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_glance(case, dtype, programs):
@@ -235,6 +235,7 @@ def within(found: Tensor, least: Tensor, most: Tensor) -> None:
     assert under.max() <= 0 and over.max() <= 0, (under.max(), over.max())
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("dtype, rounded", [(DTYPES[0], False), (DTYPES[1], True), (DTYPES[2], False)])
 @pytest.mark.parametrize("case", CASES)
 def test_dropkv(case, dtype, rounded, programs):
@@ -247,6 +248,7 @@ def test_dropkv(case, dtype, rounded, programs):
         assert (found[inputs.mass == 0] == 0).all()
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("sink, rounded", [(6.0, False), (11.0, True), (20.0, True), (-40.0, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dropkv_of_a_sink_keeps_the_digits_of_its_distance(dtype, sink, rounded):
@@ -281,6 +283,7 @@ def test_dropkv_by_loops():
         assert along[b, h, j].item() == pytest.approx(projected / group, rel=1e-9)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_andpro(case, dtype, programs):
@@ -295,6 +298,7 @@ def test_andpro(case, dtype, programs):
     close(andpro(*inputs.all, **TRITON), andpro(*exact.all), 2 * blur(exact) * size)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("group", ["after", "before"])
 @pytest.mark.parametrize("pooling", ["avg", "max"])
 @pytest.mark.parametrize("kernel", [1, 11])
@@ -340,6 +344,7 @@ METHODS = [
 ]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 @pytest.mark.parametrize("tokens", [8, 3])
 def test_methods_score_alike_with_and_without_kernels(method, tokens, monkeypatch):
@@ -431,7 +436,3 @@ def ahead():
     yield entry(join_kernel, dict(GT=4, WT=32, SPLITS=128), "fp32", num_warps=8)
     yield entry(share_kernel, dict(GT=4, WT=4, N=1024), "fp32")
     yield entry(pool_kernel, dict(N=512, KERNEL=11, LARGEST=True, BEFORE=False, HIDDEN=True), "fp32")
-
-
-def test_kernels_compile_for_sm_90():
-    assert len(compile_all(__name__).splitlines()) == 13

@@ -1,16 +1,17 @@
 """The seven laws of docs/architecture.md, for every method of conf/method/ with every allocator, in blocks.
 
-A pairwise covering selection runs always, the full cross with `make test-all`. What the set-up refuses is asserted to
-be refused. No method is known by name here.
+`make test` checks every law with every method in one block and in several, and with every allocator on every model.
+`make test-all` checks every law with the full cross. If a method refuses a set-up, the test asserts the refusal. No
+method is known by name here.
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from itertools import combinations, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from kvbench.interfaces.method import Method
 from kvbench.validation import SettingError
 from tests.support.dense_engine import DenseEngine, Head, HeadView
 from tests.support.method_files import build_policy, make_tiny_method_args
+from tests.support.selection import choose_covering
 from tests.support.tiny_models import distinct, ids, tiny
 
 BLOCKS = (None, 1, 7, 128)
@@ -56,15 +58,16 @@ class Case:
 
     @property
     def prompt(self) -> torch.Tensor:
-        return prompt_of(30 if self.block == 1 else 140)
+        return prompt_of(self.tokens)
 
     @property
     def tokens(self) -> int:
-        return self.prompt.shape[1]
+        return 30 if self.block == 1 else 140
 
     @property
     def blocks(self) -> list[int]:
-        return [len(part) for part in torch.arange(self.tokens).split(self.block or self.tokens)]
+        size = self.block or self.tokens
+        return [min(size, self.tokens - first) for first in range(0, self.tokens, size)]
 
     @property
     def choice(self) -> CachePolicy:
@@ -83,8 +86,7 @@ class Case:
     @property
     def refused(self) -> bool:
         """Whether the method says that it cannot work with the allocator, or needs one block."""
-        method, allocator, codec = self.built
-        return method.refuses(allocator, codec) is not None or (method.one_block and len(self.blocks) > 1)
+        return is_refused(self.method, self.allocator, several=len(self.blocks) > 1)
 
     @property
     def holds_all(self) -> bool:
@@ -100,47 +102,75 @@ class Case:
         return min(seen, max(1, Fraction(str(self.budget)) * self.tokens // 1))
 
 
-def pairwise(*factors: Sequence[object]) -> list[tuple]:
-    """Rows such that every two values of two factors meet in one; greedy and the same every time."""
-    missing = {
-        ((i, a), (j, b))
-        for (i, one), (j, other) in combinations(enumerate(factors), 2)
-        for a, b in product(range(len(one)), range(len(other)))
-    }
-    candidates = list(product(*(range(len(factor)) for factor in factors)))
-    rows = []
-    while missing:
-        best = max(candidates, key=lambda row: len(missing.intersection(combinations(enumerate(row), 2))))
-        missing -= set(combinations(enumerate(best), 2))
-        rows.append(tuple(factor[index] for factor, index in zip(factors, best, strict=True)))
-    return rows
+@cache
+def is_refused(method: str, allocator: str, several: bool) -> bool:
+    """Whether a method says that it cannot work with an allocator, or with several blocks, on whatever model."""
+    own, *others = build_policy(method, allocator, "wide")
+    return own.refuses(*others) is not None or (own.one_block and several)
 
 
-FACTORS = (list_choices("method"), list_choices("allocator"), BLOCKS, MODELS)
-SELECTED = [Case(*row) for row in pairwise(*FACTORS, BUDGETS)]
-REST = [
-    case
-    for index, row in enumerate(product(*FACTORS))
-    if (case := Case(*row, BUDGETS[index % len(BUDGETS)])) not in SELECTED
+def list_features(case: Case) -> frozenset[Hashable]:
+    """What a selection of cases has to hold: see the docstring of this file. A refused case stands for its refusal."""
+    if case.refused:
+        return frozenset([("refused", case.method)])
+    several = len(case.blocks) > 1
+    features = [("method", case.method, several), ("allocator", case.allocator, several), (case.allocator, case.model)]
+    return frozenset([*features, ("block", case.block), ("budget", case.budget)])
+
+
+CASES = [
+    Case(*row, BUDGETS[index % len(BUDGETS)])
+    for index, row in enumerate(product(list_choices("method"), list_choices("allocator"), BLOCKS, MODELS))
+]
+WIDE = [
+    Case(method, allocator, block, "wide", 0.25)
+    for method, allocator, block in product(list_choices("method"), list_choices("allocator"), (None, 64))
 ]
 
+SELECTED, SELECTED_WIDE = (
+    [cases[index] for index in choose_covering([list_features(case) for case in cases])] for cases in (CASES, WIDE)
+)
 
-def each_case(law: Callable[[Case], None]) -> Callable[[Case], None]:
-    """Run a law for all cases; a refused one must be refused."""
 
-    def check(case: Case) -> None:
-        if case.refused:
-            with pytest.raises(SettingError, match=f"{case.method}|block_size"):
-                kvbench.prefill(
-                    tiny(case.model), case.prompt, case.method, 0.5, case.block, case.allocator, method_args=case.args
-                )
-        else:
-            law(case)
+def each_case(
+    selected: Sequence[Case], cases: Sequence[Case]
+) -> Callable[[Callable[[Case], None]], Callable[[Sequence[Case]], None]]:
+    """Run a law for the selected cases in `make test`, for all in `make test-all`. A refused case must be refused.
 
-    check.__doc__ = law.__doc__
-    cases = [pytest.param(case, id=str(case)) for case in SELECTED]
-    cases += [pytest.param(case, id=str(case), marks=pytest.mark.full) for case in REST]
-    return pytest.mark.parametrize("case", cases)(check)
+    Each selected case is a test of its own. The others of a method and an allocator are one test, since thousands of
+    tests take long to collect; a failure names its case in a note.
+    """
+    rest: dict[str, list[Case]] = {}
+    for case in cases:
+        if case not in selected:
+            rest.setdefault(f"{case.method}-{case.allocator}-rest", []).append(case)
+    params = [pytest.param([case], id=str(case)) for case in selected]
+    params += [pytest.param(own, id=name, marks=pytest.mark.full) for name, own in rest.items()]
+
+    def decorate(law: Callable[[Case], None]) -> Callable[[Sequence[Case]], None]:
+        def check(cases: Sequence[Case]) -> None:
+            for case in cases:
+                try:
+                    check_case(case, law)
+                except BaseException as error:
+                    error.add_note(f"case {case}")
+                    raise
+
+        check.__doc__ = law.__doc__
+        return pytest.mark.parametrize("cases", params)(check)
+
+    return decorate
+
+
+def check_case(case: Case, law: Callable[[Case], None]) -> None:
+    """Check the law, or the refusal."""
+    if not case.refused:
+        law(case)
+        return
+    with pytest.raises(SettingError, match=f"{case.method}|block_size"):
+        kvbench.prefill(
+            tiny(case.model), case.prompt, case.method, 0.5, case.block, case.allocator, method_args=case.args
+        )
 
 
 @contextmanager
@@ -211,18 +241,25 @@ def spared(case: Case, layer: int) -> bool:
     return context.choice.method.skips_layer(layer, len(context.layers))
 
 
-def test_the_selection_covers_every_pair():
-    factors = (*FACTORS, BUDGETS)
-    rows = [(case.method, case.allocator, case.block, case.model, case.budget) for case in SELECTED]
-    for (i, one), (j, other) in combinations(enumerate(factors), 2):
-        assert {(row[i], row[j]) for row in rows} == set(product(one, other))
-    longest, second = sorted(map(len, factors))[:-3:-1]
-    assert longest * second <= len(rows) <= 2 * longest * second
-    assert len(SELECTED) + len(REST) >= len(list(product(*FACTORS)))
-    assert sum(not case.refused for case in SELECTED) > len(SELECTED) / 2
+@pytest.mark.parametrize("selected", [SELECTED, SELECTED_WIDE], ids=["SELECTED", "SELECTED_WIDE"])
+def test_every_method_and_allocator_is_under_every_law(selected):
+    """In the selection that `make test` runs: accepted in one block, and in several unless the method needs one."""
+    accepted = [case for case in selected if not case.refused]
+    for several in (False, True):
+        own = [case for case in accepted if (len(case.blocks) > 1) == several]
+        assert {case.allocator for case in own} == set(list_choices("allocator"))
+        assert {case.method for case in own} == {
+            name
+            for name in list_choices("method")
+            if not (several and build_policy(name, "uniform", "wide")[0].one_block)
+        }
+    assert {case.method for case in selected if case.refused} == {case.method for case in CASES if case.refused}
+    if selected is SELECTED:
+        assert {(case.allocator, case.model) for case in accepted} == set(product(list_choices("allocator"), MODELS))
+        assert {case.block for case in accepted} == set(BLOCKS) and {case.budget for case in accepted} == set(BUDGETS)
 
 
-@each_case
+@each_case(SELECTED, CASES)
 def test_law_1_a_full_budget_changes_nothing(case):
     own = own_logits(case.model, case.tokens)
     held = kvbench.prefill(
@@ -243,7 +280,7 @@ def case_layer(held: "kvbench.engine.compressed_cache.CompressedCache") -> int:
     return next(layer for layer in range(len(held.contexts[0].layers)) if layer not in held.sliding_layers)
 
 
-@each_case
+@each_case(SELECTED, CASES)
 def test_law_2_every_cut_leaves_exactly_the_quota(case):
     run = trace(case)
     allocator = run.context.choice.allocator
@@ -279,7 +316,7 @@ def test_law_2_every_cut_leaves_exactly_the_quota(case):
         assert most <= case.quota(case.tokens) + max(case.blocks)
 
 
-@each_case
+@each_case(SELECTED, CASES)
 def test_law_2_while_decoding(case):
     """Methods that cut while decoding are back at the quota every `decode_interval` tokens; others append."""
     context = trace(case).context
@@ -311,7 +348,7 @@ def test_law_2_while_decoding(case):
         assert context.seen == case.tokens + 5 + 58 + 3
 
 
-@each_case
+@each_case(SELECTED, CASES)
 def test_law_3_tokens_are_conserved(case):
     run = trace(case)
     with run.context.branch():
@@ -328,7 +365,7 @@ def test_law_3_tokens_are_conserved(case):
                     assert (rows.mass == 1).all() and evicted == run.context.seen - len(rows.mass)
 
 
-@each_case
+@each_case(SELECTED, CASES)
 def test_law_4_no_state_leaks(case):
     """A sample read by a set-up that has read another before gives what it gives alone."""
 
@@ -348,7 +385,7 @@ def test_law_4_no_state_leaks(case):
     assert found[1] == expected != found[0]
 
 
-@each_case
+@each_case(SELECTED, CASES)
 def test_law_5_ragged_equals_gathered(case):
     """After every block the dense engine is told which rows each head holds; its own attention must then agree, if
     rows are attended at their own positions.
@@ -389,7 +426,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.double(), expected.double(), **CLOSE)
 
 
-@each_case
+@each_case(SELECTED, CASES)
 def test_law_6_blocks_without_eviction_equal_one_shot(case):
     held = kvbench.prefill(
         tiny(case.model), case.prompt, case.method, case.tokens, case.block, case.allocator, method_args=case.args
@@ -399,7 +436,7 @@ def test_law_6_blocks_without_eviction_equal_one_shot(case):
     assert held.resident_bytes == held.full_bytes
 
 
-@each_case
+@each_case(SELECTED, CASES)
 def test_law_7_a_batch_gives_what_its_samples_give_alone(case):
     """Exactly through the interface; and the engine's own batched path, as GPUs use it, keeps the same rows."""
     model = tiny(case.model)
@@ -436,7 +473,7 @@ def test_law_7_a_batch_gives_what_its_samples_give_alone(case):
                     assert batch.evicted(layer.index, head, sample) == held.evicted(layer.index, head)
 
 
-@each_case
+@each_case(SELECTED, CASES)
 def test_eviction_happens_inside_the_loop(case):
     """One block is exact whatever is cut after it; with several, later blocks no longer see what was cut."""
     run = trace(case)
@@ -484,20 +521,15 @@ def reachable(thing: object, seen: set[int]) -> Iterator[torch.Tensor]:
         yield from reachable(vars(thing), seen)
 
 
-@pytest.mark.parametrize("block", [None, 64])
-@pytest.mark.parametrize("allocator", list_choices("allocator"))
-@pytest.mark.parametrize("method", list_choices("method"))
-def test_bytes_are_those_of_the_rows_held(method, allocator, block):
+@each_case(SELECTED_WIDE, WIDE)
+def test_bytes_are_those_of_the_rows_held(case):
     """K and V: rows × 2 × d × 4 bytes exactly, metadata at most 3 %; nothing of the uncut cache stays alive."""
-    case, model = Case(method, allocator, block, "wide", 0.25), tiny("wide")
-    if case.refused:
-        pytest.raises(
-            SettingError, kvbench.prefill, model, ids(300), method, 0.25, block, allocator, method_args=case.args
-        )
-        return
+    model = tiny("wide")
     kvbench.prefill(model, ids(30))
     with newly_alive() as new:
-        held = kvbench.prefill(model, ids(300), method, 0.25, block, allocator, method_args=case.args)
+        held = kvbench.prefill(
+            model, ids(300), case.method, case.budget, case.block, case.allocator, method_args=case.args
+        )
     layers = held.contexts[0].own_layers
     rows = sum(sum(layer.rows.counts()[0].tolist()) for layer in layers)
     exact, full = rows * 2 * 64 * 4, 300 * 2 * 2 * 2 * 64 * 4

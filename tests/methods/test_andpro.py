@@ -9,6 +9,7 @@ from tests.support.oracles import assert_engines_agree, keep_by_score, protect_n
 from tests.support.tiny_models import ids, tiny
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "mistral", "gemma3", "llama3"])
 def test_andpro(model, block):
@@ -16,6 +17,7 @@ def test_andpro(model, block):
     assert_engines_agree(model, cut, "andpro", 17, block, 45, window=6)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9])
 @pytest.mark.parametrize("chunk, kernel", [(4, 7), (4, 1), (1, 3)])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "mistral"])

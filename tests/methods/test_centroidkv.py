@@ -11,6 +11,7 @@ from tests.support.oracles import CLOSE, assert_engines_agree, assert_same_rows
 from tests.support.tiny_models import ids, tiny
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9, 25])
 @pytest.mark.parametrize("chunk, r", [(8, 0.8), (None, 0.5), (7, 1.0), (2, 0.8)])
 @pytest.mark.parametrize("model", ["llama", "gemma3"])

@@ -20,6 +20,7 @@ from tests.support.oracles import CLOSE, assert_engines_agree, assert_same_rows,
 from tests.support.tiny_models import distinct, ids, tiny
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9])
 @pytest.mark.parametrize("alpha, epsilon", [(0.5, 1e-4), (0.25, 1e-2), (0.0, 0.0), (1.0, 1e-4)])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "mistral"])
@@ -28,6 +29,7 @@ def test_criticalkv(model, alpha, epsilon, block):
     assert_engines_agree(model, cut, "criticalkv", 13, block, 45, alpha=alpha, epsilon=epsilon, base_args=SNAPKV)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9])
 @pytest.mark.parametrize("model", ["llama", "qwen3"])
 @pytest.mark.parametrize("quota, floor", [(13, 0.2), (20, 0.75)])
@@ -123,6 +125,7 @@ BASES = [name for name in methods_available() if build_policy(name, "uniform", "
 BASES = [name for name in BASES if type(build_policy(name, "uniform", "llama")[0]).score is not Method.score]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("decoding", [False, True])
 @pytest.mark.parametrize("base", [name for name in BASES if name != "criticalkv"])
 def test_with_alpha_1_it_is_its_base(base, decoding):

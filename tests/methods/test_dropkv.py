@@ -13,6 +13,7 @@ from tests.support.oracles import assert_engines_agree, keep_by_score, protect_n
 from tests.support.tiny_models import ids
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9])
 @pytest.mark.parametrize("p_dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("pooling", ["avg", "max"])

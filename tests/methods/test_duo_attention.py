@@ -77,6 +77,7 @@ def agree(name: str, cut, quota: int, block: int | None, decoding: bool = True, 
     )
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("quota", [2, 5, 9, 10, 17, 30, 59])
 @pytest.mark.parametrize("block", [None, 1, 9])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
@@ -93,6 +94,7 @@ def test_as_many_heads_stream_as_the_budget_needs(name, block, quota):
     assert total > heads * quota - (60 - 9) or total == heads * quota  # less than one head's difference below it
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("count", ["quantile", "round"])
 @pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.5, 0.75, 1.0])
 @pytest.mark.parametrize("block", [None, 9])

@@ -174,12 +174,14 @@ def agree(name: str, quota: int, block: int | None, tokens: int = 60, decode=Fal
         )
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 1, 9])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_and_block(name, block):
     agree(name, 17, block)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     "args",
     [
@@ -203,6 +205,7 @@ def test_quotas_below_the_sinks(quota):
     agree("llama", quota, 9)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", ["llama", "yarn"])
 @pytest.mark.parametrize("interval, buffer", [(1, 6), (3, 5), (2, 256)])
 def test_decoding_cuts_by_the_last_queries(name, interval, buffer):
@@ -301,6 +304,7 @@ def beside_kvpress(name: str, rows: int | None, parts: list[int], **args) -> Dec
     return press
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("rows", [None, 21])
 @pytest.mark.parametrize("name", ["llama", "yarn", "qwen3"])
 def test_decode_kvpress_is_its_decoding_press(name, rows):

@@ -16,6 +16,7 @@ from tests.support.oracles import assert_engines_agree, protect_newest, protect_
 from tests.support.tiny_models import ids, tiny
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 1, 9])
 @pytest.mark.parametrize("norm, gqa", [("none", "mean"), ("none", "max"), ("count", "mean")])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "mistral", "gemma3", "phi3"])

@@ -7,6 +7,7 @@ from tests.support.oracle_shares import share_safeguarded
 from tests.support.oracles import assert_engines_agree, keep_by_score, protect_newest
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9])
 @pytest.mark.parametrize("metric", SIMILAR)
 @pytest.mark.parametrize("anchor", [*ANCHORS, "pairwise"])

@@ -15,6 +15,7 @@ def small_norm(glance: HeadView) -> np.ndarray:
     return np.array([-math.sqrt(sum(x * x for x in key)) for key in glance.rows.keys])
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 1, 9])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "phi3"])
 def test_knorm(model, block):

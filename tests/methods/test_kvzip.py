@@ -87,6 +87,7 @@ def held_by(model, prompt, quota, prefix=0, allocator="uniform", **args):
     return kvbench.prefill(tiny(model), prompt, "kvzip", quota, None, allocator, method_args=own, prefix=prefix)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("scope", ["model", "head"])
 @pytest.mark.parametrize(
     "prefix, sinks, chunk, quota",

@@ -78,6 +78,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("selector", ["last", "softmax_last", "uniform", "exp"])
 @pytest.mark.parametrize(
     "model, filters, wait",

@@ -52,6 +52,7 @@ def keeps(path: str, quota: int, recent: int):
     return cut
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("recent, decoding", [(0, False), (0, True), (6, True), (64, True)])
 @pytest.mark.parametrize("block", [None, 1, 9])
 @pytest.mark.parametrize("name", ["llama", "llama3", "yarn", "mistral", "qwen3", "phi3", "gemma3"])

@@ -61,6 +61,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("model", ["llama", "llama3", "yarn", "qwen3", "phi3", "mistral"])
 @pytest.mark.parametrize("block", [None, 21])
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def test_dropkv(model):
     )
 
 
+@pytest.mark.cover
 @each_model
 @pytest.mark.parametrize("anchor", ["mean_normalised", "mean_raw"])
 def test_keydiff(model, anchor):
@@ -58,6 +59,7 @@ def test_centroidkv(model):
     assert_engines_agree(model, cut_to_centroids(15, **MERGING), "centroidkv", 15, 9, **MERGING | {"decoding": False})
 
 
+@pytest.mark.cover
 @each_rotation
 @pytest.mark.parametrize("norm, gqa", [("none", "mean"), ("count", "max")])
 def test_h2o(model, norm, gqa):
@@ -88,12 +90,14 @@ def test_criticalkv(model):
     assert_engines_agree(model, cut, "criticalkv", 13, 9, 45, alpha=0.5, epsilon=1e-4, base_args=SNAPKV)
 
 
+@pytest.mark.cover
 @each_rotation
 @pytest.mark.parametrize("cascade", [True, False])
 def test_cake(model, cascade):
     assert_cake_agrees(model, cascade, 9)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("model", ["llama3", "yarn", "phi3", "mistral", "gemma3"])
 @pytest.mark.parametrize(("mode", "share"), MODES)
 def test_ada(model, mode, share):

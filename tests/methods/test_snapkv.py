@@ -13,6 +13,7 @@ from tests.support.oracles import assert_engines_agree, keep_by_score, protect_n
 from tests.support.tiny_models import distinct, ids, tiny
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9, 24])
 @pytest.mark.parametrize("group", ["after", "before"])
 @pytest.mark.parametrize("pooling", ["avg", "max"])

@@ -67,6 +67,7 @@ def streaming(sinks: int, quota: int) -> Callable[[list[HeadView]], list[Head]]:
     return cut
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9, 1])
 @pytest.mark.parametrize("model", MODELS)
 def test_keys_are_rotated_by_their_slot(model, block):

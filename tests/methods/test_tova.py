@@ -39,6 +39,7 @@ def one_set(quota: int, recent: int = 0) -> Callable[[list[HeadView]], list[Head
     return cut
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 1, 9])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "mistral", "gemma3", "phi3", "llama3", "yarn"])
 def test_tova(model, block):

@@ -238,6 +238,7 @@ def ask(path: Path, models: Path, limit: int | None = None) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes)
 
 
+@pytest.mark.full
 def test_two_processes_convert_once(tmp_path, models):
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
@@ -247,6 +248,7 @@ def test_two_processes_convert_once(tmp_path, models):
     assert sum(err.count("converting") for _, err in found) == 1
 
 
+@pytest.mark.full
 def test_a_full_disk_leaves_nothing(tmp_path, models):
     path = tmp_path / "tiny.gguf"
     write_gguf(path)

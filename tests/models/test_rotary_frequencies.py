@@ -96,6 +96,7 @@ BEFORE: dict[str, Callable[[torch.nn.Module], object]] = {
 }
 
 
+@pytest.mark.cover
 @each_rope
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("tokens, block", [(SHORT, None), (SHORT, 20), (LONG, None), (LONG, 20)])
@@ -105,6 +106,7 @@ def test_a_prompt_is_answered_alike_whatever_was_read_before(kind, before, token
     assert equal(answer(used, "snapkv", tokens, block), answer(llama(kind), "snapkv", tokens, block))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("kind", CHANGING)
 @each_method
 def test_methods_that_turn_rows_are_asked_with_the_contexts_own(kind, method):
@@ -140,6 +142,7 @@ def test_contexts_that_interleave_do_not_see_each_others(kind):
         assert equal(facts(own), expected[len(expected) // 2 :])
 
 
+@pytest.mark.cover
 @each_rope
 @each_method
 @pytest.mark.parametrize("tokens", [SHORT, LONG])
@@ -157,6 +160,7 @@ def test_a_branch_that_went_longer_is_forgotten(kind, method, tokens):
     assert equal(*found)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("kind", CHANGING)
 @pytest.mark.parametrize("tokens", [SHORT, LONG])
 def test_a_shared_prefill_hands_the_frequencies_on(kind, tokens):
@@ -182,6 +186,7 @@ def test_a_replicated_context_goes_on_with_its_own(kind):
     torch.testing.assert_close(held.extend(more.repeat(2, 1)), expected.repeat(2, 1, 1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.cover
 @each_rope
 @pytest.mark.parametrize("before", [None, LONG])
 def test_the_model_is_left_as_it_was_found(kind, before):

@@ -1,24 +1,31 @@
 """All cells of the net, computed again; see README.md here."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.replay import adapter, net
+from tests.support.selection import choose_covering, only_in_full
 
 
-def check(path: Path, compute, make) -> None:
-    """Fail with at most `net.LINES` lines on the cells that differ from those in `path`."""
-    others, before = net.other_versions(), net.load(path)
+def check(path: Path, compute, make, chosen: Callable[[str], bool] = bool) -> None:
+    """Fail with at most `net.LINES` lines on the chosen cells that differ from those in `path`."""
+    others = net.other_versions()
+    before = {cell: found for cell, found in net.load(path).items() if chosen(cell)}
     changed = net.compare(before, compute(before, make), net.CLOSE if others is None else net.LOOSE)
     if changed:
         head = f"{len(changed)} of {len(before)} cells differ{f' ({others})' if others else ''}:"
         pytest.fail("\n".join([head, *net.report(changed, net.LINES - 1)]), pytrace=False)
 
 
-def test_the_engine_computes_what_it_did():
-    check(net.CELLS, net.compute_cells, adapter.play)
+@pytest.mark.parametrize("covering", [True, only_in_full(False)], ids=["every_setting", "the_rest"])
+def test_the_engine_computes_what_it_did(covering):
+    """Every setting in one cell at least, each method with its allocators; the other cells in `make test-all`."""
+    cells = list(net.load(net.CELLS))
+    some = {cells[index] for index in choose_covering([frozenset(cell.split()) for cell in cells])}
+    check(net.CELLS, net.compute_cells, adapter.play, lambda cell: (cell in some) == covering)
 
 
 def test_whole_runs_record_what_they_did():

@@ -11,6 +11,7 @@ CHECKPOINT = dict(layers=4, stops=False)
 OMNIKV = ("method=omnikv", "method.filters=[1]", "method.depth=null", "method.wait=1")
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("question", ["visible", "hidden"])
 @pytest.mark.parametrize("settings, dense", [(("method=quest",), 2), (OMNIKV, 3)], ids=["quest", "omnikv"])
 def test_everything_is_resident_and_few_rows_attended(checkpoint, tmp_path, monkeypatch, settings, dense, question):

@@ -102,6 +102,7 @@ def held_places(context: GenerationContext) -> list[list[list[list[int]]]]:
     ]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(("name", "block_size"), [("llama", None), ("llama", 40), ("gemma3", 40)])
 @pytest.mark.parametrize("method", list_choices("method"))
 def test_what_every_method_holds_of_a_batch(method, name, block_size):
@@ -122,7 +123,7 @@ def test_what_every_method_holds_of_a_batch(method, name, block_size):
             context.extend(prompts[:, :9])
 
 
-SMALL = ("task.subtasks=niah_single_1", "task.length=512", "task.samples=2")
+SMALL = ("task.subtasks=niah_single_1", "task.length=512", "task.samples=1")
 
 
 @cache
@@ -135,6 +136,7 @@ def bench():
     return Resources(run_of("method=full", *SMALL))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("question", ["visible", "hidden"])
 @pytest.mark.parametrize(
     "settings",

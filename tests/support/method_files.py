@@ -6,6 +6,7 @@ import atexit
 import json
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -54,10 +55,15 @@ def make_tiny_method_args(method: str, name: str) -> dict:
     return make_method_args(method, name, tiny(name), [ids(100, seed)[0] for seed in range(4)])
 
 
+@cache
+def load_defaults(group: str, name: str) -> dict:
+    """The settings of a method, an allocator or a codec, read once."""
+    return load_settings(group, name)
+
+
 def build_policy(method: str, allocator: str, name: str, codec: str = "raw", **more: object) -> list:
     """Method, with `more` settings, allocator and codec as a user of a tiny model gets them."""
-    args, groups = (
-        {"method": make_tiny_method_args(method, name) | more},
-        {"method": method, "allocator": allocator, "codec": codec},
-    )
-    return [build(group, load_settings(group, own, args.get(group))) for group, own in groups.items()]
+    args = make_tiny_method_args(method, name) | more
+    settings = load_settings("method", method, args) if args else load_defaults("method", method)
+    others = [build(group, load_defaults(group, own)) for group, own in (("allocator", allocator), ("codec", codec))]
+    return [build("method", settings), *others]

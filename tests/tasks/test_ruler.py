@@ -219,6 +219,7 @@ def upstreams(name: str, length: int, count, template: int, samples: int) -> lis
     return found
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("length", [2048, 4500])
 @pytest.mark.parametrize("name", SUBTASKS)
 def test_upstreams_fit_is_what_its_scripts_do(tokenizer, name, length):

@@ -323,6 +323,7 @@ def test_answers_before_a_query_and_one_file_for_all_are_refused(tmp_path):
     assert task(file, "scbench_kv").inventory() == {"scbench_kv": 1}
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("settings", [{}, {"answers": "own"}, {"mode": "shared_context"}])
 @pytest.mark.parametrize("name", ["scbench_kv", "scbench_qa_chn"])
 def test_a_long_context_loses_its_middle_and_all_turns_fit(tmp_path, tokenizer, chatting, settings, name):

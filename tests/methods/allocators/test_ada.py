@@ -7,6 +7,7 @@ from tests.support.oracle_shares import MODES
 from tests.support.oracles import assert_engines_agree, keep_by_score, protect_newest
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("block", [None, 9])
 @pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5, 1.0])
 @pytest.mark.parametrize(("mode", "share"), MODES)

@@ -1,6 +1,7 @@
 """KIVI against its formula, written out in loops in float64: alone, after eviction, over ragged heads, in decoding."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 import pytest
@@ -86,6 +87,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("model", ["llama", "qwen3", "phi3"])
 @pytest.mark.parametrize("tokens, block", [(60, None), (60, 13), (48, None), (17, None)])
 @pytest.mark.parametrize("args", [SMALL, dict(bits=4, group=16, residual=16)], ids=["2bit", "4bit"])
@@ -102,6 +104,7 @@ def test_the_full_cache_packed(model, tokens, block, args):
         assert own.bytes().rows == bytes_of(lengths, 32, 8, **args)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("allocator", ["uniform", "ada"])
 @pytest.mark.parametrize("block", [None, 20])
 def test_the_rows_that_stayed_are_packed(allocator, block):
@@ -136,20 +139,22 @@ def test_merged_rows_keep_their_masses():
     assert held.masses(1, 1).tolist() == raw.masses(1, 1).tolist() + [1] * 5
 
 
-@pytest.mark.parametrize("method", methods_available())
-@pytest.mark.parametrize("allocator", list_choices("allocator"))
+def appends(method: str) -> dict:
+    """Settings with which a method does not cut while decoding: packed rows are never repacked."""
+    return {"decoding": False} if build_policy(method, "uniform", "llama")[0].decoding else {}
+
+
+PAIRS = list(product(methods_available(), list_choices("allocator")))
+REFUSED = [
+    pair for pair in PAIRS if (own := build_policy(*pair, "llama", "kivi", **appends(pair[0])))[0].refuses(*own[1:])
+]
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("method, allocator", [pair for pair in PAIRS if pair not in REFUSED])
 def test_every_method_and_allocator(method, allocator):
-    """The same rows as raw, smaller; or refused, with the reason."""
-    one, other, codec = build_policy(method, allocator, "llama", "kivi")
-    args = make_tiny_method_args(method, "llama")
-    if one.decoding:
-        with pytest.raises(SettingError, match=f"codec=kivi: {method} cuts.*never repacked|allocator="):
-            kvbench.prefill(tiny("llama"), ids(140), method, 100, None, allocator, "kivi", args)
-        one, args = replace(one, decoding=False), args | {"decoding": False}
-    if one.refuses(other, codec) is not None:
-        with pytest.raises(SettingError, match=f"{method}"):
-            kvbench.prefill(tiny("llama"), ids(140), method, 100, None, allocator, "kivi", args)
-        return
+    """The same rows as raw, smaller."""
+    args = make_tiny_method_args(method, "llama") | appends(method)
     raw = kvbench.prefill(tiny("llama"), ids(140), method, 100, None, allocator, method_args=args)
     held = kvbench.prefill(tiny("llama"), ids(140), method, 100, None, allocator, "kivi", args, codec_args=SMALL)
     assert held.resident_bytes < 0.65 * raw.resident_bytes
@@ -157,6 +162,19 @@ def test_every_method_and_allocator(method, allocator):
         for head in range(2):
             assert torch.equal(held.places(layer, head), raw.places(layer, head))
     assert torch.isfinite(held.extend(ids(9))).all()
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("method, allocator", [pair for pair in PAIRS if pair in REFUSED or appends(pair[0])])
+def test_what_cannot_be_packed_is_refused(method, allocator):
+    """A method that cuts while decoding, and what it refuses besides, with the reason."""
+    args = make_tiny_method_args(method, "llama")
+    reasons = {method: appends(method)} if (method, allocator) in REFUSED else {}
+    if appends(method):
+        reasons |= {f"codec=kivi: {method} cuts.*never repacked|allocator=": {}}
+    for reason, more in reasons.items():
+        with pytest.raises(SettingError, match=reason):
+            kvbench.prefill(tiny("llama"), ids(140), method, 100, None, allocator, "kivi", args | more)
 
 
 def test_a_batch_gives_what_its_samples_give_alone():

@@ -1,0 +1,27 @@
+"""Every Triton kernel compiles for sm_90, on machines without a GPU too."""
+
+import re
+from pathlib import Path
+
+from tests.support.compile_kernels import compile_all
+from tests.support.repository import ROOT
+
+MODULES = sorted(
+    path.stem
+    for path in Path(__file__).parent.glob("test_*.py")
+    if re.search("^def ahead", path.read_text(), re.MULTILINE)
+)
+
+
+def list_launched() -> set[str]:
+    """The names of kernels that the sources launch."""
+    text = "\n".join(path.read_text() for path in ROOT.glob("kernels/**/*.py"))
+    jitted = set(re.findall(r"^@triton\.jit\b.*\n(?:@.*\n)*def (\w+)\(", text, re.MULTILINE))
+    return {name for name in re.findall(r"\b(\w+)\[(?:[^][]|\[[^][]*\])*\]\(", text) if name in jitted}
+
+
+def test_every_kernel_compiles_for_sm_90():
+    """One process compiles all, because each takes seconds to start."""
+    lines = [line.split() for line in compile_all([f"{__package__}.{name}" for name in MODULES]).splitlines()]
+    assert {name for name, _ in lines} == list_launched()
+    assert len(lines) >= 96  # with their types and settings

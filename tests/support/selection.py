@@ -1,0 +1,66 @@
+"""Choose the cases of a cross that `make test` runs. The others carry the marker `full` and run in `make test-all`.
+
+A test whose parameters multiply carries `@pytest.mark.cover` above its `parametrize` decorators:
+
+    @pytest.mark.cover
+    @pytest.mark.parametrize("block", [None, 1, 7])
+    @pytest.mark.parametrize("method", list_choices("method"))
+    def test_something(method, block): ...
+
+Of its cases `make test` runs as few as hold every value of every parameter at least once: here one case a method, and
+the blocks in turn.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from types import NoneType
+
+import pytest
+import torch
+
+
+def only_in_full(*values: object) -> object:
+    """A case of `parametrize` that runs in `make test-all` alone."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+def choose_covering(cases: Sequence[frozenset[Hashable]]) -> list[int]:
+    """Indices of cases that together hold every feature of any case: greedy, and the same every time.
+
+    Among cases that add as much, the one whose features were chosen least often wins, so that values meet in turn.
+    """
+    missing, used, chosen = set().union(*cases), Counter(), []
+    left = list(range(len(cases)))
+    while missing:
+        left = [index for index in left if missing & cases[index]]
+        best = max(
+            left,
+            key=lambda index: (len(missing & cases[index]), -sum(used[own] for own in cases[index]), -index),
+        )
+        chosen.append(best)
+        used.update(cases[best])
+        missing -= cases[best]
+    return sorted(chosen)
+
+
+def list_features(item: pytest.Function) -> frozenset[Hashable]:
+    """The values that a case gives its parameters.
+
+    Plain values are the same if they are equal; others, such as tensors and functions, if they are one object.
+    """
+    plain = (str, int, float, NoneType, torch.dtype)
+    return frozenset(
+        (name, repr(value) if isinstance(value, plain) else id(value)) for name, value in item.callspec.params.items()
+    )
+
+
+def mark_rest_as_full(items: Iterable[pytest.Item]) -> None:
+    """Give the marker `full` to every case that the selection of its test leaves out."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if item.get_closest_marker("cover"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        chosen = choose_covering([list_features(case) for case in cases])
+        for index in set(range(len(cases))) - set(chosen):
+            cases[index].add_marker(pytest.mark.full)
