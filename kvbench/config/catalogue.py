@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from copy import deepcopy
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -52,11 +53,19 @@ def _compose_choice(group: str, name: str) -> Mapping[str, Any]:
     return OmegaConf.to_container(config)
 
 
+@cache
+def _resolve_choice(group: str, name: str) -> Mapping[str, Any]:
+    """The resolved settings of a group's file as they are without overrides."""
+    return resolve(group, OmegaConf.create(_compose_choice(group, name)))
+
+
 def load_settings(group: str, name: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The resolved settings of conf/<group>/<name>.yaml with `overrides`; SettingError for an unknown one."""
+    if not overrides:
+        return deepcopy(dict(_resolve_choice(group, name)))
     config = OmegaConf.create(_compose_choice(group, name))
     own = [key for key in config if key not in ("_target_", "name", "presets")]
-    for key, value in (overrides or {}).items():
+    for key, value in overrides.items():
         if not own:
             raise SettingError(f"{group} setting={key}: {name} has no settings")
         require_choice(f"{group} setting", key, own)

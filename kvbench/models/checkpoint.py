@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,12 @@ class Checkpoint:
         """Return a text that identifies the weights.
 
         For a model of the hub that is its commit. For a local folder it is a hash over weights, settings and tokenizer;
-        of a file over 64 MiB it covers 64 samples of 1 MiB.
+        of a file over 64 MiB it covers 64 samples of 1 MiB. It is computed once for this object.
         """
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> str:
         folder = Path(self.path)
         if (converted := identify_converted(folder)) is not None:
             return converted

@@ -1,7 +1,7 @@
 """Read the configuration of a model and check that the model is supported."""
 
 from copy import deepcopy
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def load_configuration(path: str, revision: str | None = None) -> Any:
     Raises:
         SettingError: There is no configuration, or the architecture is not supported.
     """
-    config = find_files(path, revision) if Path(path).exists() else deepcopy(find_on_hub(path, revision))
+    config = find_stamped(path, revision) if Path(path).exists() else deepcopy(find_on_hub(path, revision))
     if isinstance(config, str):
         raise SettingError(f"model.path={path}: cannot read a model there ({config})")
     check_architecture(config)
@@ -50,6 +50,20 @@ def find_files(path: str, revision: str | None) -> Any:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def find_stamped(path: str, revision: str | None) -> Any:
+    """Call `find_files` once for as long as a local configuration stays as it is: every cell of a sweep asks for it."""
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        return find_files(path, revision)
+    stat = file.stat()
+    return deepcopy(_find_once(path, revision, (stat.st_mtime_ns, stat.st_size, stat.st_ino)))
+
+
+@lru_cache(maxsize=64)
+def _find_once(path: str, revision: str | None, stamp: tuple[int, int, int]) -> Any:
+    return find_files(path, revision)
 
 
 @cache

@@ -160,8 +160,10 @@ def test_a_file_of_conf_that_cannot_be_used_is_one_line(project, case, many):
 def test_so_it_is_from_python(tmp_path, monkeypatch, text, line):
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     monkeypatch.setattr(compose, "CONF", tmp_path / "conf")
-    catalogue._compose_choice.cache_clear()
+    for cached in (catalogue._compose_choice, catalogue._resolve_choice):
+        cached.cache_clear()
     (tmp_path / "conf" / "method" / "x.yaml").write_text(text)
     with pytest.raises(SettingError, match=f"^method=x: conf/method/x.yaml .*{line}"):
         catalogue.load_settings("method", "x")
-    catalogue._compose_choice.cache_clear()
+    for cached in (catalogue._compose_choice, catalogue._resolve_choice):
+        cached.cache_clear()
