@@ -8,7 +8,7 @@ ARGS ?= method=dropkv budget=0.05 task=ruler
 PLAIN := not full and not gpu and not slurm and not browser and not parity and not package
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help test-package model real parity bench-share report figures dashboard test-browser table papers test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint bench-methods efficiency efficiency-tables reference-model
+.PHONY: help docs test-docs test-package model real parity bench-share report figures dashboard test-browser table papers test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint bench-methods efficiency efficiency-tables reference-model
 
 # Print the targets.
 help:
@@ -44,7 +44,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Run the tests that every change must pass: a covering selection of every cross (tests/README.md says of which).
+# Run the tests that every change must pass; tests/README.md says what they leave out.
 test: setup lint
 	$(PYTEST) -n 2 --dist worksteal -m "$(PLAIN)"
 
@@ -183,11 +183,9 @@ reference-model:
 	$(GPU) -m kvbench train --out $(MODEL) $(if $(wildcard $(MODEL)/state.pt),--resume,--minutes 16 --seed 0)
 	$(GPU) -m kvbench evaluate --model $(MODEL)
 
-# the documentation as a site in site/, from an environment of its own; a warning fails the build
 DOCS := .versions/docs
 
-.PHONY: docs test-docs
-
+# Build the documentation in site/, from an environment of its own; a warning fails the build.
 docs: $(DOCS)/ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
 
@@ -196,6 +194,6 @@ $(DOCS)/ready: requirements-docs.lock
 	$(DOCS)/bin/python -m pip install --quiet --requirement requirements-docs.lock
 	touch $@
 
-# every code block of README.md and docs/ that says no reason against it
+# Run every code block of README.md and docs/ that gives no reason against it.
 test-docs: setup
 	$(PYTEST) -m docs tests/docs

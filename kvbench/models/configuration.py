@@ -73,12 +73,16 @@ def find_on_hub(path: str, revision: str | None) -> Any:
 
 
 def find_max_tokens(config: Any) -> int:
-    """Return how many tokens a model supports: its positions with YaRN's factor, or its window if all layers slide."""
+    """Return how many tokens a model supports.
+
+    These are its positions, or those that its RoPE scaling extends them to (YaRN, dynamic, LongRoPE), or its window if
+    all layers slide.
+    """
     text = config.get_text_config(decoder=True)
     longest, rope = text.max_position_embeddings, read_rope_settings(text)
-    if rope.get("rope_type") == "yarn":
+    if rope.get("rope_type") in ("yarn", *LENGTH_DEPENDENT_ROPE):
         original = rope.get("original_max_position_embeddings") or longest
-        longest = max(longest, int(original * rope.get("factor", 1)))
+        longest = max(longest, int(original * (rope.get("factor") or 1)))
     layers: list[Any] = list(DynamicCache(config=text).layers)
     if layers and all(layer.is_sliding for layer in layers):
         longest = min(longest, layers[0].sliding_window)

@@ -183,7 +183,6 @@ def full_beyond(size: int) -> Iterator[None]:
         only_in_full(("method=snapkv",), 7000, RECORDS),
         (("-m", "method=snapkv,knorm"), 7000, RECORDS),
         only_in_full(("method=snapkv", "workers=2"), 7000, RECORDS),
-        (("-m", "method=snapkv,knorm"), 4000, r"sweeps/[^/]*"),  # what a sweep keeps
     ],
 )
 def test_a_full_disk_ends_a_run_in_one_line(many, size, where, tmp_path, monkeypatch, capsys):

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra import initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from kvbench.__main__ import main as run_kvbench
-from kvbench.config import catalogue
+from kvbench.config import catalogue, compose
+from kvbench.sweeps.plan import expand_sweep
 from tests.docs.pages import PAGES, Block, iterate_commands, read_blocks
 from tests.support.command_line import run_cli
 from tests.support.repository import ROOT
@@ -58,24 +57,17 @@ def write_files(page: Path, folder: Path) -> list[str]:
 
 def first_cell(arguments: Sequence[str]) -> list[str]:
     """Return the overrides of a run, or of a sweep's first cell."""
-    given = [word for word in arguments if word not in ("-m", "--cfg", "job")]
-    parsed = OverridesParser.create().parse_overrides(given)
-    return [
-        f"{own.get_key_element()}={next(own.sweep_string_iterator())}" if own.is_sweep_override() else own.input_line
-        for own in parsed
-    ]
+    return expand_sweep([word for word in arguments if word not in ("-m", "--cfg", "job")])[0]
 
 
 @pytest.mark.parametrize(("block", "words"), COMMANDS, ids=NAMES)
 def test_a_command_has_settings_and_arguments_that_exist(block, words, tmp_path, monkeypatch):
     if words[:2] == RUN:
-        overrides = first_cell(words[2:])
         if any(file.startswith("conf/") for file in write_files(block.page, tmp_path)):
-            overrides.append(f"hydra.searchpath=[file://{tmp_path / 'conf'}]")
-        with initialize_config_dir(str(catalogue.CONF), version_base="1.3"):
-            config = catalogue.compose_overrides(overrides)
-            for group in ("method", "allocator", "codec", "task"):
-                catalogue.resolve(group, config[group])
+            monkeypatch.setattr(compose, "_added", [tmp_path / "conf"])
+        config = compose.compose_config(first_cell(words[2:]))
+        for group in ("method", "allocator", "codec", "task"):
+            catalogue.resolve(group, config[group])
     elif words[:3] == KVBENCH:
         parse = argparse.ArgumentParser.parse_known_args
 

@@ -69,9 +69,11 @@ class DenseEngine:
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
         model = make_double(self.name)
         AttentionInterface.register("dense", self.attention)
+        before = model.config._attn_implementation
         model.set_attn_implementation("dense")
         positions = torch.arange(self.seen, self.seen + tokens.shape[1])[None]
         logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0]
+        model.set_attn_implementation(before)  # other tests read with the same model
         self.seen += tokens.shape[1]
         return logits
 
