@@ -80,9 +80,10 @@ def find_max_tokens(config: Any) -> int:
     """
     text = config.get_text_config(decoder=True)
     longest, rope = text.max_position_embeddings, read_rope_settings(text)
-    if rope.get("rope_type") in ("yarn", *LENGTH_DEPENDENT_ROPE):
-        original = rope.get("original_max_position_embeddings") or longest
-        longest = max(longest, int(original * (rope.get("factor") or 1)))
+    for own in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # Gemma 3 has one a kind of layer
+        if own.get("rope_type") in ("yarn", *LENGTH_DEPENDENT_ROPE):
+            original = own.get("original_max_position_embeddings") or text.max_position_embeddings
+            longest = max(longest, int(original * (own.get("factor") or 1)))
     layers: list[Any] = list(DynamicCache(config=text).layers)
     if layers and all(layer.is_sliding for layer in layers):
         longest = min(longest, layers[0].sliding_window)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from transformers import AttentionInterface
 
 import kvbench
 from kvbench.cache.rerotation import rotate_by_slot
@@ -36,15 +35,8 @@ def rotate(rows: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
 class Rolling(DenseEngine):
     """Every token is read at position 0, where nothing is rotated; attention rotates by slot."""
 
-    @torch.no_grad()
-    def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        model = make_double(self.name)
-        AttentionInterface.register("dense", self.attention)
-        model.set_attn_implementation("dense")
-        positions = torch.zeros(1, tokens.shape[1], dtype=torch.int64)
-        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0]
-        self.seen += tokens.shape[1]
-        return logits
+    def positions(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int64)
 
     def attend(self, queries, rows, places, scaling, window) -> np.ndarray:
         slots = np.arange(len(rows.places))

@@ -65,13 +65,17 @@ class DenseEngine:
         self.cutting = self.cut is not None and self.cuts_decoding
         return self.read(tokens)
 
+    def positions(self, count: int) -> torch.Tensor:
+        """The positions (count,) of the next tokens."""
+        return torch.arange(self.seen, self.seen + count)
+
     @torch.no_grad()
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
         model = make_double(self.name)
         AttentionInterface.register("dense", self.attention)
         before = model.config._attn_implementation
         model.set_attn_implementation("dense")
-        positions = torch.arange(self.seen, self.seen + tokens.shape[1])[None]
+        positions = self.positions(tokens.shape[1])[None]
         logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0]
         model.set_attn_implementation(before)  # other tests read with the same model
         self.seen += tokens.shape[1]
