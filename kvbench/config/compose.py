@@ -109,8 +109,12 @@ def expand_override(override: Override) -> list[str]:
     if not override.is_sweep_override():
         return [override.input_line]
     with _initialized():
-        own = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_override(override.input_line)
-        return [f"{own.get_key_element()}={value}" for value in own.sweep_string_iterator()]
+        loader = GlobalHydra.instance().config_loader()
+        [own] = OverridesParser.create(loader).parse_overrides([override.input_line])
+        values = list(own.sweep_string_iterator())
+    if is_group(override.key_or_group):
+        values = [value for value in values if not value.startswith("_")]  # parts of other files
+    return [f"{own.get_key_element()}={value}" for value in values]
 
 
 def expand_cells(overrides: Sequence[str]) -> list[list[str]]:

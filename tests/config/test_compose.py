@@ -1,0 +1,124 @@
+"""Settings are composed in one place, and as Hydra composes them."""
+
+import random
+
+import hydra
+import pytest
+from hydra import initialize_config_dir
+from omegaconf import OmegaConf
+
+from kvbench.config import catalogue, compose
+from kvbench.config.paths import CONF
+from kvbench.sweeps.plan import expand_sweep, label_cells
+from kvbench.validation import SettingError
+from tests.support.selection import only_in_full
+
+VALUES = {
+    "budget": ["0.05", "0.5", "128"],
+    "budget_of": ["prompt", "seen"],
+    "block_size": ["null", "16"],
+    "seed": ["0", "7"],
+    "limit": ["null", "3"],
+    "temperature": ["0.0", "0.7"],
+    "model.compile": ["auto", "off"],
+    "sweep.share_prefill": ["true", "false"],
+    "results": ["results", "'a b/é'"],
+    "+task.note": ["x", "{a: [1, 2]}"],
+}
+INSIDE = {
+    "method=snapkv": {"method.preset": ["kvpress", "paper"], "method.window": ["3", "64"]},
+    "method=criticalkv": {"method.base_args": ["{preset: kvpress}", "{}"]},
+    "method=knorm": {"method.skip_layers": ["[0, 1]", "[]"]},
+    "task=ruler": {"task.subtasks": ["[niah_single_1, ruler_vt]", "all"], "task.length": ["512"]},
+    "task=longbench": {"task.path": ["miniature", "null"]},
+}
+
+
+def draw_cells(count: int) -> list[list[str]]:
+    """Overrides of random cells: groups, settings in them and settings at the root, in any order."""
+    draw = random.Random(0)
+    cells = []
+    for _ in range(count):
+        own = [f"{group}={draw.choice(compose.list_choices(group))}" for group in ("allocator", "codec", "model")]
+        chosen = [draw.choice([key for key in INSIDE if key.startswith(group)]) for group in ("method", "task")]
+        values = VALUES | INSIDE[chosen[0]] | INSIDE[chosen[1]]
+        names = draw.sample(sorted(values), draw.randint(0, 5))
+        cell = [
+            *draw.sample(own, draw.randint(0, 3)),
+            *chosen,
+            *(f"{name}={draw.choice(values[name])}" for name in names),
+        ]
+        cells.append(draw.sample(cell, len(cell)))
+    return cells
+
+
+@pytest.mark.parametrize("count", [20, only_in_full(200)])
+def test_cells_are_composed_as_hydra_composes_them(count):
+    for cell in draw_cells(count):
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            expected = hydra.compose("config", cell)
+        found = compose.compose_config(cell)
+        assert OmegaConf.to_container(found) == OmegaConf.to_container(expected), cell
+        assert OmegaConf.to_container(found, resolve=True) == OmegaConf.to_container(expected, resolve=True), cell
+
+
+def test_a_composition_is_no_others():
+    one = compose.compose_config(["method=snapkv"])
+    one.method.window = 3
+    assert compose.compose_config(["method=snapkv"]).method.window == 32
+
+
+def test_cells_are_counted_as_hydra_counts_them():
+    assert expand_sweep(["method=snapkv,knorm", "seed=1", "budget=0.1,0.2"]) == [
+        [f"method={method}", "seed=1", f"budget={budget}"] for method in ("snapkv", "knorm") for budget in (0.1, 0.2)
+    ]
+    assert [cell[0] for cell in expand_sweep(["seed=range(0, 3)"])] == ["seed=0", "seed=1", "seed=2"]
+    assert [cell[0] for cell in expand_sweep(["method=glob(s*)"])] == ["method=sink", "method=snapkv"]
+
+
+def test_a_label_says_what_tells_a_cell_from_the_others():
+    cells = expand_sweep(["method=snapkv,knorm", "budget=0.1", "seed=1,2"])
+    assert label_cells(cells)[1] == "method=snapkv seed=2" and label_cells(cells[:1]) == ["(one cell)"]
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    """A folder with a method of one's own, and its package."""
+    monkeypatch.setattr(compose, "_added", [])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "my_methods"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "newest.py").write_text(
+        "from kvbench.interfaces.method import Method\n\n\nclass Newest(Method):\n"
+        "    def score(self, observation, rows, state):\n        return rows.places.float()\n"
+    )
+    folder = tmp_path / "conf"
+    (folder / "method").mkdir(parents=True)
+    text = "_target_: my_methods.newest.Newest\nname: newest\n"
+    (folder / "method" / "newest.yaml").write_text(text)
+    return folder
+
+
+def test_a_method_lives_in_ones_own_package(own_folder):
+    compose.add_folder(own_folder)
+    assert "newest" in catalogue.methods_available()
+    method = catalogue.build("method", catalogue.load_settings("method", "newest"))
+    assert type(method).__module__ == "my_methods.newest"
+    assert compose.compose_config(["method=newest", "budget=0.1"]).method.name == "newest"
+
+
+def test_two_files_of_one_name_are_one_line(own_folder):
+    (own_folder / "method" / "snapkv.yaml").write_text("_target_: my_methods.newest.Newest\nname: snapkv\n")
+    compose.add_folder(own_folder)
+    with pytest.raises(
+        SettingError, match=r"^method=snapkv: .*conf/method/snapkv.yaml .* have the same name; rename one$"
+    ):
+        compose.compose_config(["method=snapkv"])
+
+
+def test_a_folder_that_is_none_is_one_line(tmp_path):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(SettingError, match=r"^--config-dir=.*: a folder with method/<name>.yaml"):
+            compose.add_folder(folder)
