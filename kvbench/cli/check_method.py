@@ -15,6 +15,7 @@ def make_parser() -> CommandParser:
     parser = CommandParser("check-method", __doc__)
     parser.add_argument("method", help="its name in conf/method")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the method")
+    parser.add_argument("--config-dir", help="a folder of your own with method/<name>.yaml in it")
     parser.add_argument("--model", default="reference", help="an embedded model, or the folder of a small one")
     return parser
 
@@ -22,6 +23,12 @@ def make_parser() -> CommandParser:
 def check_method(arguments: Sequence[str]) -> int:
     """Print what each check finds. Return 1 if one fails."""
     chosen = make_parser().parse_args(arguments)
+    from pathlib import Path
+
+    from kvbench.config.compose import add_folder
+
+    if chosen.config_dir is not None:
+        add_folder(Path(chosen.config_dir))
     import torch
     import yaml
 

@@ -21,7 +21,7 @@ from tests.docs.pages import PAGES, Block, iterate_commands, read_blocks
 from tests.support.command_line import run_cli
 from tests.support.repository import ROOT
 
-LANGUAGES = ("python", "bash", "yaml", "")
+LANGUAGES = ("python", "bash", "yaml", "toml", "")
 KEYS = ("run with", "run after", "not run")
 RUN, KVBENCH = ["python", "run.py"], ["python", "-m", "kvbench"]
 OTHERS = ("pre-commit",)  # programs that only blocks that are not run may call
