@@ -27,6 +27,7 @@ import yaml
 
 from kvbench.analysis.intervals import TOLERANCE
 from kvbench.config import catalogue
+from kvbench.config.compose import find_file
 from kvbench.validation import SettingError, format_value, require_choice, require_int
 
 KEY = "solvable"
@@ -93,7 +94,7 @@ def read_card(name: str) -> Mapping[str, Any]:
     Raises:
         SettingError: The value is damaged.
     """
-    return _parse_card(name, (catalogue.CONF / "model" / f"{name}.yaml").read_text())
+    return _parse_card(name, find_file("model", name).read_text())
 
 
 @cache
@@ -101,7 +102,7 @@ def _parse_card(name: str, text: str) -> Mapping[str, Any]:
     try:
         settings = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SettingError(catalogue.describe_damage(error, catalogue.CONF / "model" / f"{name}.yaml")) from None
+        raise SettingError(catalogue.describe_damage(error, find_file("model", name))) from None
     card = settings.get(KEY) if isinstance(settings, Mapping) else None
     if card is None:
         return {}
@@ -134,7 +135,7 @@ def list_listable(where: str, task: object) -> tuple[tuple[str, ...], bool]:
         SettingError: There is no such task, or its subtasks have no fixed names.
     """
     require_choice(where, task, catalogue.list_choices("task"))
-    settings = yaml.safe_load((catalogue.CONF / "task" / f"{task}.yaml").read_text())
+    settings = yaml.safe_load(find_file("task", task).read_text())
     kind = catalogue.load_class(f"task={task}", settings["_target_"]) if "_target_" in settings else None
     if not (names := getattr(kind, "subtask_names", ())):
         raise SettingError(f"{where}: the subtasks of {task} have no fixed names, so they cannot be listed")

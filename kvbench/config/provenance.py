@@ -114,12 +114,14 @@ def sources_unchanging() -> Iterator[None]:
 
 
 def replay_hash() -> str:
-    """Return 16 hex digits over the data of the replay net (tests/replay).
+    """Return 16 hex digits over the data of the replay net (tests/replay), "" where that is not part of the copy.
 
     The data changes only with what kvbench computes. A published result carries this hash beside that of its sources:
     while it stays, a later move or renaming of files has changed nothing that the result depends on.
     """
     files = [REPLAY / name for name in ("cells.jsonl", "runs.jsonl")]
+    if not all(file.is_file() for file in files):
+        return ""
     return _short("".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files))
 
 

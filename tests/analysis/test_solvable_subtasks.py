@@ -18,7 +18,7 @@ from kvbench.analysis.paired import PairedScores, compare_subtasks
 from kvbench.cli import choose_solvable as choose_solvable_command
 from kvbench.cli import curves as curves_command
 from kvbench.cli import figures as figures_command
-from kvbench.config import catalogue
+from kvbench.config import compose
 from kvbench.config.compose import compose_config
 from kvbench.integrations.wandb_run import LoggedRun
 from kvbench.interfaces.task import Graded
@@ -43,12 +43,15 @@ VALUE = made_up_runs.VALUE | {"task": {"name": "ruler", "length": 2048, "seed": 
 def write_card(tmp_path_factory, monkeypatch):
     """A copy of conf/ in the place of it; the function that gives it the card of a model."""
     conf = tmp_path_factory.mktemp("project") / "conf"
-    shutil.copytree(catalogue.CONF, conf)
-    monkeypatch.setattr(catalogue, "CONF", conf)
+    shutil.copytree(compose.CONF, conf)
+    monkeypatch.setattr(compose, "CONF", conf)
 
     def write(own: object, name: str = "tiny") -> None:
         text = own if isinstance(own, str) else yaml.safe_dump({solvable_subtasks.KEY: own})
-        (conf / "model" / f"{name}.yaml").write_text(f"name: {name}\npath: null\nrevision: null\n{text}")
+        (conf / "model" / f"{name}.yaml").write_text(
+            f"_target_: kvbench.models.model_kinds.HuggingFaceModel\nname: {name}\npath: null\nrevision: null\n{text}"
+        )
+        compose._compose_groups.cache_clear()  # files of conf/ are read once a process
 
     return write
 

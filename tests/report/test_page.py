@@ -17,6 +17,7 @@ from kvbench.analysis.closing_table import SHARED_PREFILL_NOTE
 from kvbench.analysis.intervals import mean
 from kvbench.analysis.paired import PairedDifference, PairedScores, compare_subtasks
 from kvbench.cli.report import main
+from kvbench.config.compose import list_choices
 from kvbench.report.labels import shorten
 from kvbench.report.page import MOST, NUMBERS, compact_json, render_html, write_page, write_report
 from kvbench.report.panels import gather_results
@@ -25,7 +26,6 @@ from kvbench.report.style import COLOURS, ORDER, choose_style
 from kvbench.validation import SettingError
 from tests.support import report_store
 from tests.support.report_store import BUDGETS, HOSTILE, TASKS, make_records, write_run, write_small_store
-from tests.support.repository import ROOT
 
 NOW = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 
@@ -179,7 +179,7 @@ def test_a_method_keeps_its_look(store):
     assert choose_style("newest") == choose_style("newest") and choose_style("newest")["colour"] in COLOURS
     looks = [tuple(choose_style(name).values()) for name in ORDER]
     assert len(set(looks)) == len(ORDER)
-    names = {path.stem for path in (ROOT / "conf/method").glob("*.yaml")}
+    names = set(list_choices("method"))
     assert names - {"full"} <= set(ORDER), "give a new method a look of its own"
     for panel in gather_results(store, NOW).page["panels"]:
         for own in panel["series"]:

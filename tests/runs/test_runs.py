@@ -356,6 +356,7 @@ def test_readme_shows_a_method_that_runs(checkpoint, tmp_path):
     where = [f"model.path={checkpoint}", "device=cpu", "limit=1", "task.subtasks=niah_single_1", "task.length=1024"]
     done = subprocess.run(
         [sys.executable, "run.py", "method=newest", "budget=0.5", "model=hf", *where],
-        cwd=copy, capture_output=True, text=True, check=True,
+        cwd=copy, capture_output=True, text=True, check=False,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     assert "method: newest" in done.stdout and re.search(r"(49.9|50.0)%", done.stdout)
