@@ -47,9 +47,10 @@ def write_card(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(compose, "CONF", conf)
 
     def write(own: object, name: str = "tiny") -> None:
+        kind = "EmbeddedModel" if name.startswith("reference") else "HuggingFaceModel"
         text = own if isinstance(own, str) else yaml.safe_dump({solvable_subtasks.KEY: own})
         (conf / "model" / f"{name}.yaml").write_text(
-            f"_target_: kvbench.models.model_kinds.HuggingFaceModel\nname: {name}\npath: null\nrevision: null\n{text}"
+            f"_target_: kvbench.models.model_kinds.{kind}\nname: {name}\npath: null\nrevision: null\n{text}"
         )
         compose._compose_groups.cache_clear()  # files of conf/ are read once a process
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from kvbench.__main__ import main as run_kvbench
+from kvbench.cli.run import parse_arguments
 from kvbench.config import catalogue, compose
 from kvbench.sweeps.plan import expand_sweep
 from tests.docs.pages import PAGES, Block, iterate_commands, read_blocks
@@ -57,7 +58,7 @@ def write_files(page: Path, folder: Path) -> list[str]:
 
 def first_cell(arguments: Sequence[str]) -> list[str]:
     """Return the overrides of a run, or of a sweep's first cell."""
-    return expand_sweep([word for word in arguments if word not in ("-m", "--cfg", "job")])[0]
+    return expand_sweep(parse_arguments(arguments).overrides)[0]
 
 
 @pytest.mark.parametrize(("block", "words"), COMMANDS, ids=NAMES)
