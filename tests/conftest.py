@@ -2,11 +2,16 @@
 interpreter runs the kernels.
 """
 
+import atexit
 import os
+import shutil
+import tempfile
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-from pathlib import Path
+if "PYTEST_XDIST_WORKER" not in os.environ:  # its workers share this folder; the user's own stays as it is
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="kvbench-cache-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 import pytest
 import torch

@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from fractions import Fraction
 
+from kvbench.cache.guard import reason_against
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
+from kvbench.validation import SettingError
 
 
 @dataclass(frozen=True)
@@ -54,3 +56,15 @@ class CachePolicy:
     def token_by_token(self) -> bool:
         """Whether tokens that follow the prefill are read one at a time, even if several are known."""
         return self.method.token_by_token or self.codec.token_by_token
+
+
+def choose_cache(method: Method, allocator: Allocator, codec: Codec) -> CachePolicy:
+    """Return the policy of a cache.
+
+    Raises:
+        SettingError: Two of the three cannot work together. The message says why.
+    """
+    reason = reason_against(method, allocator, codec)
+    if reason is not None:
+        raise SettingError(reason)
+    return CachePolicy(method, allocator, codec)

@@ -131,7 +131,7 @@ def run_sweep_cell(folder: Path, own: Any, launcher: str, groups: Sequence[Seque
 
     Args:
         folder: The cell's folder.
-        own: A `kvbench.sweeps.plan.MadeCell`.
+        own: A `kvbench.sweeps.plan.PlannedCell`.
         launcher: How the sweep is launched.
         groups: Runs of the sweep that read prompts together with this cell's.
     """
@@ -140,10 +140,11 @@ def run_sweep_cell(folder: Path, own: Any, launcher: str, groups: Sequence[Seque
     reason: dict[str, str] = {}
     try:
         if own.run is None:
-            raise SettingError(own.refused)
+            raise SettingError(own.cell.refused)
+        own.run.check()  # the plan takes the records' word for a run that is done
         execute_cell(own.run, own.composition.config, own.log, launcher, groups)
     except (SettingError, ContractError) as error:
-        print_refusal(f"{' '.join(own.overrides)}: {error}")
+        print_refusal(f"{' '.join(own.cell.overrides)}: {error}")
         reason["failed" if isinstance(error, ContractError) else "refused"] = str(error)
     except Exception as error:
         line = describe_write_error(error) if isinstance(error, OSError) else None
@@ -162,7 +163,7 @@ def launch_on_slurm(sweep: Any) -> None:
 
     more = tuple(map(str, folders()[1:]))
     jobs = [
-        CellJob(run_job, sweep.folder.absolute(), number, tuple(own.overrides), more)
+        CellJob(run_job, sweep.folder.absolute(), number, tuple(own.cell.overrides), more)
         for number, own in enumerate(sweep.cells)
     ]
     launch_jobs(sweep.composition.hydra.launcher, jobs)
@@ -172,16 +173,16 @@ def run_job(folder: Path, number: int, overrides: Sequence[str], more: Sequence[
     """What a SLURM job does for a cell. `more`: folders of configuration files beside conf/."""
     from kvbench.config import compose
     from kvbench.sweeps import status
-    from kvbench.sweeps.plan import make_cell, sharing_groups
+    from kvbench.sweeps.plan import plan_cell, sharing_groups
 
     for path in more:
         if Path(path) not in compose.folders():
             compose.add_folder(Path(path))
-    own = make_cell(overrides)
+    own = plan_cell(overrides)
     groups = []
     if own.run is not None and not own.run.measures:
         known = status.read_cells(folder)
-        cells = [(cell["runs"], cell["readings"], lambda cell=cell: make_cell(cell["overrides"]).run) for cell in known]
+        cells = [(cell["runs"], cell["readings"], lambda cell=cell: plan_cell(cell["overrides"]).run) for cell in known]
         groups = sharing_groups(cells, [own.run.baseline(), own.run], Path(own.composition.config.results))
     run_sweep_cell(folder / str(number), own, "slurm", groups)
 

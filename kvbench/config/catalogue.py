@@ -78,20 +78,39 @@ def load_settings(group: str, name: str, overrides: Mapping[str, Any] | None = N
 
 def resolve(group: str, config: DictConfig) -> dict[str, Any]:
     """A group's config with its preset applied; SettingError for an unknown preset."""
+    return complete(group, read_settings(group, config))
+
+
+def read_settings(group: str, config: DictConfig) -> dict[str, Any]:
+    """The resolved settings of a group or of another part of the configuration, in which the chosen preset is applied.
+
+    Raises:
+        SettingError: There is no such preset, or a setting refers to another one that is not there.
+    """
     if "presets" in config:
         require_choice(f"{group}.preset", config.preset, list(config.presets))
     try:
-        resolved = OmegaConf.to_container(config, resolve=True)
+        resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise SettingError(f"{group}: {str(error).splitlines()[0]}") from None
     resolved.pop("presets", None)
-    if "base" in resolved:  # a composite's own method, by name
-        args = resolved.pop("base_args", None)
-        require_choice(f"{group}.base", resolved["base"], list_choices(group))
-        if not isinstance(args, Mapping | None):
-            raise SettingError(f"{group}.base_args={args}: settings of {resolved['base']}, such as {{preset: paper}}")
-        resolved["base"] = load_settings(group, resolved["base"], args)
     return resolved
+
+
+def complete(group: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's resolved settings with those of a composite's own method, which is given by name.
+
+    Raises:
+        SettingError: There is no such method, or it has no such setting.
+    """
+    found = dict(settings)
+    if "base" in found:
+        args = found.pop("base_args", None)
+        require_choice(f"{group}.base", found["base"], list_choices(group))
+        if not isinstance(args, Mapping | None):
+            raise SettingError(f"{group}.base_args={args}: settings of {found['base']}, such as {{preset: paper}}")
+        found["base"] = load_settings(group, found["base"], args)
+    return found
 
 
 def identity_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

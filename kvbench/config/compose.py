@@ -98,6 +98,7 @@ def check_choice(group: str, name: str, config: object) -> None:
         raise SettingError(f"{group}.name={config.name}: must be {name}, as its file {file}")
 
 
+@cache
 def parse_override(text: str) -> Override:
     """What one argument of a command line says."""
     [own] = OverridesParser.create().parse_overrides([text])

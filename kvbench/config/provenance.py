@@ -167,6 +167,9 @@ def content_hash(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+find_installed_version = cache(version)  # a package's version; its metadata is read once
+
+
 @cache
 def find_revision(root: Path = ROOT) -> str:
     """`git <40 hex digits>` of the checkout, with ` dirty` behind it where its code has changed since; `version <n>`

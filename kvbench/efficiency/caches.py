@@ -20,7 +20,7 @@ from kvbench.engine.sampling import Sampling
 from kvbench.engine.timing import Stamps
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.transformers_port import make_plain_cache
-from kvbench.runs.spec import DTYPES, RunSpec
+from kvbench.runs.spec import RunSpec
 
 WARMED = 8  # first steps of an answer that the median leaves out; half of a short answer
 
@@ -200,7 +200,7 @@ def make_cache_under_test(model: torch.nn.Module, run: RunSpec) -> CacheUnderTes
 @lru_cache(maxsize=1)
 def load_weights(checkpoint: Checkpoint, dtype: str, device: str) -> torch.nn.Module:
     """Load a model. The last one is kept for the next cells."""
-    return checkpoint.weights(DTYPES[dtype], device)
+    return checkpoint.weights(getattr(torch, dtype), device)
 
 
 def load_model(run: RunSpec) -> torch.nn.Module:

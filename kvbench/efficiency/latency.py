@@ -15,7 +15,7 @@ from kvbench.efficiency.measured_task import read_task
 from kvbench.efficiency.roofline import Machine, WeightSizes, decode_ms, prefill_ms
 from kvbench.engine import timing
 from kvbench.engine.timing import fits, spread
-from kvbench.runs.spec import DTYPES, RunSpec
+from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import Line, make_line, make_out_of_memory_line
 
 
@@ -80,7 +80,7 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
 def compute_floors(run: RunSpec, model: torch.nn.Module, held: int, batch: int) -> Iterator[Line]:
     """Yield the shortest times that the machine's bandwidth and rate allow."""
     here, sizes = Machine(read_task(run).bandwidth, read_task(run).flops), WeightSizes.of(model)
-    element = DTYPES[run.dtype].itemsize
+    element = run.torch_dtype.itemsize
     method, length = run.choice().method, read_task(run).length
     if not method.attends_subset:
         yield make_line("tpot_floor_ms", "ms", decode_ms(here, sizes, held, batch, element))

@@ -27,9 +27,8 @@ import yaml
 from torch import Tensor
 from tqdm import tqdm
 
-from kvbench.cache.policy import CachePolicy
+from kvbench.cache.policy import CachePolicy, choose_cache
 from kvbench.config.catalogue import build, list_choices, load_settings, methods_available
-from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method

@@ -18,7 +18,8 @@ import torch
 import yaml
 
 from kvbench.config.catalogue import CONF
-from kvbench.models.transformers_port import Layout, read_layout
+from kvbench.models.configuration import Layout
+from kvbench.models.transformers_port import read_layout
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from kvbench.interfaces.method import Method, fit_protected
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows, mass_dtype
 from kvbench.kernels.dispatch import force_implementation
-from kvbench.models.transformers_port import read_config_layout
-from kvbench.runs.spec import DTYPES, RunSpec
+from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import Line, make_line, make_out_of_memory_line
 from kvbench.validation import SettingError
 
@@ -69,7 +68,7 @@ def prepare_score(run: RunSpec) -> ScoreCall:
     if method.attends_subset or method.needs_extra_reads or method.name == "full":
         raise SettingError(f"task.measure=scoring: {method.name} scores nothing when a block was read")
     config = run.checkpoint.config().get_text_config(decoder=True)
-    shape, dtype = read_config_layout(config), DTYPES[run.dtype]
+    shape, dtype = run.checkpoint.layout(), run.torch_dtype
     query_heads, tokens = config.num_attention_heads, min(run.block_size or task.length, task.length)
     generator = torch.Generator(run.device).manual_seed(run.seed)
 

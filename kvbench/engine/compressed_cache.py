@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.guard import reason_against
 from kvbench.cache.layer import Layer
-from kvbench.cache.policy import CachePolicy
+from kvbench.cache.policy import choose_cache
 from kvbench.cache.storage import Bytes
 from kvbench.config.catalogue import build, load_settings
 from kvbench.engine.generation import GenerationContext
@@ -19,23 +18,11 @@ from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.method import Method
 from kvbench.models.chat_template import make_prompt_encoder
-from kvbench.models.checkpoint import find_stop_tokens
 from kvbench.models.configuration import find_max_tokens
+from kvbench.models.loading import find_stop_tokens
 from kvbench.validation import SettingError, format_value, require_int
 
 REPLACEABLE = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-
-
-def choose_cache(method: Method, allocator: Allocator, codec: Codec) -> CachePolicy:
-    """Return the policy of a cache.
-
-    Raises:
-        SettingError: Two of the three cannot work together. The message says why.
-    """
-    reason = reason_against(method, allocator, codec)
-    if reason is not None:
-        raise SettingError(reason)
-    return CachePolicy(method, allocator, codec)
 
 
 def make_part(group: str, kind: type, given: Any, args: Mapping[str, Any] | None) -> Any:

@@ -46,10 +46,11 @@ from kvbench.models.chat_template import TODAY, make_prompt_encoder
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.configuration import find_max_tokens
 from kvbench.models.transformers_port import read_layout
+from kvbench.runs.checks import DTYPES
 from kvbench.runs.prompt import Prompt, encode_parts
 from kvbench.runs.resources import Resources
 from kvbench.runs.responder import Responder, derive_seed
-from kvbench.runs.spec import DTYPES, RunSpec
+from kvbench.runs.spec import RunSpec
 from kvbench.validation import SettingError, require_choice, require_int
 
 SUPPORTED_SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_p")
@@ -135,7 +136,7 @@ class KVBenchLM(TemplateLM):
         self.max_length = find_max_tokens(config) if max_length is None else max_length
         require_int("max_length", self.max_length, 1)
         self.tokenizer = tokenizer or checkpoint.tokenizer()
-        self.model = checkpoint.weights(DTYPES[dtype], device) if isinstance(model, str) else model
+        self.model = checkpoint.weights(getattr(torch, dtype), device) if isinstance(model, str) else model
         shape = read_layout(self.model)
         check_shape(self.choice.method, shape.layers, shape.heads, shape.dim, shape.sliding)
         self.context_field, self.max_gen_toks, self.truncate = context_field, max_gen_toks, truncate

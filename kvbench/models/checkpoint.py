@@ -1,4 +1,8 @@
-"""Load a model from the disk or the hub: its configuration, tokenizer and weights, and the identity of its weights."""
+"""Describe a model of the disk or the hub: its configuration, how many tokens it takes, the identity of its weights.
+
+This module imports neither torch nor transformers, so that a sweep whose runs are all finished is answered at once.
+`kvbench.models.loading` loads the tokenizer and the weights.
+"""
 
 import hashlib
 from dataclasses import dataclass
@@ -6,15 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
-
-from kvbench.models.configuration import LENGTH_DEPENDENT_ROPE, find_max_tokens, load_configuration, read_rope_settings
+from kvbench.models.configuration import Layout, load_configuration, load_layout
 from kvbench.models.embedded import EMBEDDED_MODELS
-from kvbench.models.gguf import find_converted, read_samples
-from kvbench.models.local_models import FETCHED_MODELS, MODELS, check_fetched, identify_converted
-from kvbench.models.transformers_port import text_config
+from kvbench.models.local_models import FETCHED_MODELS, MODELS, check_fetched, identify_converted, read_samples
 from kvbench.validation import SettingError, check_model_path, is_gguf
 
 IDENTITY = (
@@ -33,36 +31,6 @@ SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 KNOWN_MODELS = EMBEDDED_MODELS | {name: MODELS / name for name in FETCHED_MODELS}
 
 
-def find_stop_tokens(model: Any) -> frozenset[int]:
-    """Return the token ids that end an answer."""
-    found = model.generation_config.eos_token_id
-    if found is None:
-        found = text_config(model).eos_token_id
-    return frozenset([] if found is None else [found] if isinstance(found, int) else found)
-
-
-def make_random_model(config: Any, dtype: torch.dtype, device: str, seed: int) -> torch.nn.Module:
-    """Make a model with random weights. The global random state does not change.
-
-    Args:
-        config: The model's configuration.
-        dtype: The dtype of the weights.
-        device: Where the weights are initialised, "cpu" or "cuda".
-        seed: The seed of the weights.
-    """
-    gpus = [torch.cuda.current_device()] if device == "cuda" else []
-    with torch.random.fork_rng(devices=gpus), torch.device(device):
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
-
-
-def count_parameters(config: Any) -> int:
-    """Return how many parameters a model of this configuration has. Tied ones count once. It needs no memory."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(own.numel() for own in model.parameters())
-
-
 def find_model(model: str) -> str:
     """Return the folder of a model, or its id on the hub.
 
@@ -76,7 +44,11 @@ def find_model(model: str) -> str:
         check_fetched(model)
     path = str(KNOWN_MODELS.get(model, model))
     check_model_path(path)
-    return str(find_converted(Path(path).expanduser())) if is_gguf(path) else path
+    if not is_gguf(path):
+        return path
+    from kvbench.models.gguf import find_converted
+
+    return str(find_converted(Path(path).expanduser()))
 
 
 @dataclass(frozen=True)
@@ -105,18 +77,18 @@ class Checkpoint:
         check_model_path(self.path)
         return load_configuration(self.path, self.revision)
 
+    def layout(self) -> Layout:
+        """Return what a cache must know about the model.
+
+        Raises:
+            SettingError: There is no configuration, or the architecture is not supported.
+        """
+        check_model_path(self.path)
+        return load_layout(self.path, self.revision)
+
     def longest(self) -> int:
         """Return how many tokens the model supports."""
-        return find_max_tokens(self.config())
-
-    def find_rope_switch(self) -> int | None:
-        """Return the length beyond which RoPE changes its frequencies (LongRoPE, dynamic), or None if it never does."""
-        text = self.config().get_text_config(decoder=True)
-        rope = read_rope_settings(text)
-        if rope.get("rope_type") not in LENGTH_DEPENDENT_ROPE:
-            return None
-        original = rope.get("original_max_position_embeddings")
-        return original or getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
+        return self.layout().longest
 
     def check(self) -> None:
         """Raise a SettingError if a local folder has no weights in safetensors. Nothing is loaded."""
@@ -130,35 +102,19 @@ class Checkpoint:
         Raises:
             SettingError: There is no tokenizer, or it is not a fast one.
         """
-        try:
-            found = AutoTokenizer.from_pretrained(self.path, revision=self.revision, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise SettingError(
-                f"model.path={self.path}: cannot read a tokenizer there ({str(error).splitlines()[0]})"
-            ) from None
-        if not found.is_fast:
-            raise SettingError(
-                f"model.path={self.path}: its tokenizer gives no offsets; use a fast one (tokenizer.json)"
-            )
-        return found
+        from kvbench.models.loading import load_tokenizer
 
-    def weights(self, dtype: torch.dtype, device: str) -> torch.nn.Module:
+        return load_tokenizer(self.path, self.revision)
+
+    def weights(self, dtype: Any, device: str) -> Any:
         """Load the model from safetensors, ready to run.
 
         Raises:
             SettingError: The weights cannot be read.
         """
-        logging.disable_progress_bar()
-        try:
-            model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-                self.path, revision=self.revision, dtype=dtype, trust_remote_code=False, use_safetensors=True,
-                device_map=self.device_map,
-            )  # fmt: skip
-        except (OSError, ValueError) as error:
-            raise SettingError(
-                f"model.path={self.path}: cannot read weights there ({str(error).splitlines()[0]})"
-            ) from None
-        return (model if self.device_map else model.to(device)).eval()
+        from kvbench.models.loading import load_weights
+
+        return load_weights(self.path, self.revision, self.device_map, dtype, device)
 
     def identity(self) -> str:
         """Return a text that identifies the weights.

@@ -1,17 +1,44 @@
-"""Read the configuration of a model and check that the model is supported."""
+"""Read the configuration of a model and check that the model is supported.
 
+transformers reads configurations, and to import it takes seconds. `load_layout` therefore keeps what kvbench needs of a
+local configuration in the user's cache folder, so that the settings of a sweep are checked without transformers.
+"""
+
+import json
+from contextlib import suppress
 from copy import deepcopy
+from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-from transformers.cache_utils import DynamicCache
-
+from kvbench.atomic import replace_file
+from kvbench.config.paths import CACHE
+from kvbench.config.provenance import content_hash, find_installed_version
 from kvbench.validation import SettingError
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")  # RoPE whose frequencies follow the largest position
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a cache must know about a model."""
+
+    layers: int
+    """Number of layers."""
+    heads: int
+    """Number of KV heads of a layer."""
+    dim: int
+    """Head dimension."""
+    sliding: tuple[int, ...]
+    """Layers with a sliding window. They keep transformers' own cache."""
+    window: int | None
+    """The window, if every layer has one. The layers then count as full, and no text may be longer."""
+    longest: int
+    """How many tokens the model supports."""
+    rope_switch: int | None
+    """The length beyond which RoPE changes its frequencies (LongRoPE, dynamic), or None if it never does."""
 
 
 def read_rope_settings(config: Any) -> dict[str, Any]:
@@ -46,6 +73,8 @@ def load_configuration(path: str, revision: str | None = None) -> Any:
 
 def find_files(path: str, revision: str | None) -> Any:
     """Return a configuration, or a text that says why it cannot be read."""
+    from transformers import AutoConfig
+
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -78,6 +107,8 @@ def find_max_tokens(config: Any) -> int:
     These are its positions, or those that its RoPE scaling extends them to (YaRN, dynamic, LongRoPE), or its window if
     all layers slide.
     """
+    from transformers.cache_utils import DynamicCache
+
     text = config.get_text_config(decoder=True)
     longest, rope = text.max_position_embeddings, read_rope_settings(text)
     for own in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # Gemma 3 has one a kind of layer
@@ -88,3 +119,64 @@ def find_max_tokens(config: Any) -> int:
     if layers and all(layer.is_sliding for layer in layers):
         longest = min(longest, layers[0].sliding_window)
     return longest
+
+
+def find_rope_switch(text: Any) -> int | None:
+    """Return the length beyond which a text decoder's RoPE changes its frequencies, or None if it never does."""
+    rope = read_rope_settings(text)
+    if rope.get("rope_type") not in LENGTH_DEPENDENT_ROPE:
+        return None
+    original = rope.get("original_max_position_embeddings")
+    return original or getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
+
+
+def read_config_layout(config: Any) -> Layout:
+    """Return the layout of a model by its configuration, before the model is loaded."""
+    from transformers.cache_utils import DynamicCache
+
+    check_architecture(config)
+    longest = find_max_tokens(config)
+    config = config.get_text_config(decoder=True)
+    own: list[Any] = list(DynamicCache(config=config).layers)
+    sliding = tuple(i for i, layer in enumerate(own) if layer.is_sliding)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    all_slide = len(sliding) == config.num_hidden_layers
+    window = own[0].sliding_window if all_slide else None
+    return Layout(
+        layers=config.num_hidden_layers,
+        heads=config.num_key_value_heads,
+        dim=dim,
+        sliding=() if all_slide else sliding,
+        window=window,
+        longest=longest,
+        rope_switch=find_rope_switch(config),
+    )
+
+
+def load_layout(path: str, revision: str | None = None) -> Layout:
+    """Return the layout of a model that is not loaded.
+
+    For a local configuration it is read once: a file in the user's cache folder, named by a hash of the configuration,
+    of transformers' version and of this module, keeps it.
+
+    Args:
+        path: A folder, a config.json, or an id of the hub.
+        revision: A revision of the hub.
+
+    Raises:
+        SettingError: There is no configuration, or the architecture is not supported.
+    """
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        return read_config_layout(load_configuration(path, revision))
+    made_of = f"{content_hash(file)}-{find_installed_version('transformers')}-{content_hash(Path(__file__))}"
+    kept = CACHE / "layouts" / f"{made_of}.json"
+    with suppress(OSError, ValueError, TypeError):  # not there, or damaged: read again
+        found = json.loads(kept.read_text())
+        return Layout(**found | {"sliding": tuple(found["sliding"])})
+    layout = read_config_layout(load_configuration(path, revision))
+    with suppress(OSError):  # without the file the next process reads the configuration again
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(kept) as draft:
+            draft.write_text(json.dumps(asdict(layout)))
+    return layout

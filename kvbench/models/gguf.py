@@ -37,7 +37,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from kvbench.models import local_models
-from kvbench.models.local_models import NOTE, VERSION, hold_lock, is_converted
+from kvbench.models.local_models import NOTE, VERSION, hold_lock, is_converted, read_samples
 from kvbench.validation import SettingError, name_file_in_errors, summarize
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # as GGUF names them; Mistral's files say llama
@@ -318,12 +318,3 @@ def hash_file(path: Path) -> str:
     for sample in read_samples(path):
         digest.update(sample)
     return digest.hexdigest()[:16]
-
-
-def read_samples(path: Path) -> Iterator[bytes]:
-    """Yield pieces of 1 MiB: all of a file up to 64 MiB, or 64 pieces at equal distances of a larger file."""
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        for start in range(0, size, max(1 << 20, size // 64)):
-            stream.seek(start)
-            yield stream.read(1 << 20)

@@ -21,6 +21,15 @@ VERSION = 1  # of the conversion; folders of other versions are made again
 NOTE = "conversion.json"
 
 
+def read_samples(path: Path) -> Iterator[bytes]:
+    """Yield pieces of 1 MiB: all of a file up to 64 MiB, or 64 pieces at equal distances of a larger file."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        for start in range(0, size, max(1 << 20, size // 64)):
+            stream.seek(start)
+            yield stream.read(1 << 20)
+
+
 def read_note(folder: Path) -> dict[str, Any] | None:
     """Return the content of `conversion.json` if the folder is complete and of this version, otherwise None."""
     try:

@@ -9,12 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvbench.config.catalogue import SHAPES, list_shapes
 from kvbench.config.provenance import content_hash
-from kvbench.models.checkpoint import Checkpoint, make_random_model
-from kvbench.models.configuration import load_configuration
+from kvbench.models.checkpoint import Checkpoint
+from kvbench.models.configuration import Layout, load_configuration, load_layout
 from kvbench.models.embedded import REFERENCE
 from kvbench.validation import SettingError, require_choice
 
@@ -60,6 +58,9 @@ class RandomCheckpoint(Checkpoint):
     def config(self) -> Any:
         return load_configuration(self.path)
 
+    def layout(self) -> Layout:
+        return load_layout(self.path)
+
     def check(self) -> None:
         """Do nothing, because no file can be missing."""
 
@@ -68,8 +69,10 @@ class RandomCheckpoint(Checkpoint):
             raise SettingError(f"model=random: {self.name} has no tokenizer")
         return self.lender.tokenizer()
 
-    def weights(self, dtype: torch.dtype, device: str) -> torch.nn.Module:
+    def weights(self, dtype: Any, device: str) -> Any:
         """Make the model with its architecture's own random initialisation. No copy is made on the CPU."""
+        from kvbench.models.loading import make_random_model
+
         return make_random_model(self.config(), dtype, device, self.seed)
 
     def identity(self) -> str:

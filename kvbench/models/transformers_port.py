@@ -7,7 +7,6 @@ therefore returns itself, and the attention function calls it. Nothing of transf
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -16,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer, StaticCache
 
 from kvbench.kernels.attention.sdpa import attend_windowed
-from kvbench.models.configuration import LENGTH_DEPENDENT_ROPE, check_architecture
+from kvbench.models.configuration import LENGTH_DEPENDENT_ROPE, Layout, read_config_layout
 
 NAME = "kvbench"
 
@@ -126,22 +125,6 @@ def kvbench_attention(model: torch.nn.Module) -> Iterator[None]:
         decoder.set_attn_implementation(before if len(before) > 1 else before[""])
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What a cache must know about a model's layers."""
-
-    layers: int
-    """Number of layers."""
-    heads: int
-    """Number of KV heads of a layer."""
-    dim: int
-    """Head dimension."""
-    sliding: tuple[int, ...]
-    """Layers with a sliding window. They keep transformers' own cache."""
-    window: int | None
-    """The window, if every layer has one. The layers then count as full, and no text may be longer."""
-
-
 def text_config(model: torch.nn.Module) -> Any:
     """Return the configuration of a model's text decoder."""
     return cast(PreTrainedModel, model).config.get_text_config(decoder=True)
@@ -154,18 +137,6 @@ def read_layout(model: torch.nn.Module) -> Layout:
         SettingError: The architecture is not supported.
     """
     return read_config_layout(cast(PreTrainedModel, model).config)
-
-
-def read_config_layout(config: Any) -> Layout:
-    """Return the layout of a model by its configuration, before the model is loaded."""
-    check_architecture(config)
-    config = config.get_text_config(decoder=True)
-    own: list[Any] = list(DynamicCache(config=config).layers)
-    sliding = tuple(i for i, layer in enumerate(own) if layer.is_sliding)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    all_slide = len(sliding) == config.num_hidden_layers
-    window = own[0].sliding_window if all_slide else None
-    return Layout(config.num_hidden_layers, config.num_key_value_heads, dim, () if all_slide else sliding, window)
 
 
 def find_rotary_module(model: torch.nn.Module) -> Any:

@@ -19,6 +19,9 @@ from kvbench.models.model_kinds import ModelKind
 from kvbench.validation import SettingError, check_sampling, format_value, require_choice, require_int
 
 CACHE = ("method", "allocator", "codec")
+# enough to make the same run again; `workers` is left out: how many processes share a run changes nothing
+KEPT = (*CACHE, "task", "model", "budget", "budget_of", "block_size", "question", "seed", "limit", "temperature")
+KEPT += ("top_p", "device", "dtype", "max_batch", "fidelity", "sweep")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -30,12 +33,14 @@ class CheckedSettings:
     budget: Budget
     task: Task
     task_settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # all of KEPT, resolved
 
 
 def check_settings(config: DictConfig) -> CheckedSettings:
     """Check the settings of a run; a SettingError names the first that cannot be used. No weights, no torch."""
-    groups = {group: catalogue.resolve(group, config[group]) for group in CACHE}
-    settings = catalogue.resolve("task", config.task)
+    kept = keep_settings(config)
+    groups = {group: catalogue.complete(group, kept[group]) for group in CACHE}
+    settings = catalogue.complete("task", kept["task"])
     check_results(config.results)
     require_int("seed", config.seed, 0)
     if config.limit is not None:
@@ -53,7 +58,7 @@ def check_settings(config: DictConfig) -> CheckedSettings:
     check_sampling(config.temperature, config.top_p)
     budget = Budget(config.budget, config.budget_of)
     solvable_subtasks.check_card(config.model)
-    find_model_kind(config.model).check()
+    find_model_kind(kept["model"]).check()
     task = catalogue.build("task", settings)
     if config.question == "hidden" and not getattr(task, "has_context", True):
         name = settings["name"]
@@ -62,7 +67,7 @@ def check_settings(config: DictConfig) -> CheckedSettings:
     if fidelity and not hasattr(task, "reference"):
         raise SettingError(f"fidelity=true: task={settings['name']} has no texts of right answers; fidelity=false")
     task.check()
-    return CheckedSettings(groups, budget, task, settings)
+    return CheckedSettings(groups, budget, task, settings, kept)
 
 
 def check_results(results: object) -> None:
@@ -77,8 +82,20 @@ def check_workers(workers: object) -> None:
         require_int("workers", workers, 1)
 
 
-def find_model_kind(config: DictConfig) -> ModelKind:
+def keep_settings(config: DictConfig) -> dict[str, Any]:
+    """Return the resolved settings that make the same run again, paths among them.
+
+    Raises:
+        SettingError: A preset is unknown, or a setting refers to another one that is not there.
+    """
+    found = {name: config[name] for name in KEPT if name in config}
+    for name in (name for name, own in found.items() if OmegaConf.is_config(own)):
+        found[name] = catalogue.read_settings(name, found[name])
+    found["model"].pop(solvable_subtasks.KEY, None)  # changes no number
+    return found
+
+
+def find_model_kind(settings: Mapping[str, Any]) -> ModelKind:
     """The kind of model that conf/model/<name>.yaml names. Settings of older records name none: their file says it."""
-    settings = OmegaConf.to_container(config, resolve=True)
     target = settings.get("_target_") or catalogue.load_settings("model", settings["name"])["_target_"]
     return catalogue.load_class(f"model={settings['name']}", target)(settings)

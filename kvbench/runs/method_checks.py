@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.policy import CachePolicy
+from kvbench.cache.policy import CachePolicy, choose_cache
 from kvbench.config import catalogue
 from kvbench.config.provenance import find_packages, find_unfollowed, map_imports
 from kvbench.engine import shared_prefill
-from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.rehearsal import rehearse
 from kvbench.engine.sampling import Sampling

@@ -9,7 +9,7 @@ import torch
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import count_template_tokens
 from kvbench.runs.prompt import Prompt, encode_all
-from kvbench.runs.spec import DTYPES, RunSpec
+from kvbench.runs.spec import RunSpec
 from kvbench.store.run_folder import RunFolder
 from kvbench.validation import SettingError
 
@@ -44,7 +44,7 @@ class Resources:
 
         def load() -> torch.nn.Module:
             try:
-                return self.run.checkpoint.weights(DTYPES[self.run.dtype], self.run.device)
+                return self.run.checkpoint.weights(self.run.torch_dtype, self.run.device)
             except torch.cuda.OutOfMemoryError:
                 raise SettingError(
                     f"model={self.run.checkpoint.name}: its weights do not fit into the GPU's memory; a smaller model, "

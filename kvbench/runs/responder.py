@@ -19,7 +19,7 @@ from kvbench.engine.rehearsal import rehearse
 from kvbench.engine.timing import forget_peak, now, peak
 from kvbench.interfaces.task import Graded, Sample
 from kvbench.models.chat_template import make_prompt_encoder, split_template
-from kvbench.models.checkpoint import find_stop_tokens
+from kvbench.models.loading import find_stop_tokens
 from kvbench.runs.fidelity import TOKENS, kl_divergence, mean_nll, pack_predictions, predict
 from kvbench.runs.prompt import Prompt
 from kvbench.runs.resources import Resources

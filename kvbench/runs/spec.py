@@ -1,36 +1,47 @@
-"""A run is a value: every resolved setting that may change a number. Its hash names the folder of its records."""
+"""A run is a value: every resolved setting that may change a number. Its hash names the folder of its records.
 
-from collections.abc import Iterable, Mapping
+To describe a run takes neither torch nor transformers; to check it takes both, for the method's class and the model's
+configuration. A sweep whose runs are all in the store is therefore answered without them.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.analysis import solvable_subtasks
-from kvbench.cache.guard import check_shape
-from kvbench.cache.policy import CachePolicy
 from kvbench.config import catalogue
-from kvbench.config.provenance import source_hash
-from kvbench.engine.compressed_cache import choose_cache
-from kvbench.engine.sampling import Sampling
+from kvbench.config.provenance import find_installed_version, source_hash
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.task import Task
 from kvbench.models.checkpoint import Checkpoint
-from kvbench.models.transformers_port import read_config_layout
-from kvbench.runs import checks
 from kvbench.runs.checks import CheckedSettings, check_settings, find_model_kind
+from kvbench.runs.devices import choose_device, choose_dtype, name_gpu
 from kvbench.store.run_folder import run_hash
 from kvbench.validation import SettingError
 
 IDENTITY = 2  # how a run is named; runs that were named in another way are shown, and never paired with these
-DTYPES = {name: getattr(torch, name) for name in checks.DTYPES}
+Part = TypeVar("Part")
 UNCUT = {"method": "full", "allocator": "uniform", "codec": "raw"}
-# read by `RunSpec.from_config`; `workers` is left out: how many processes share a run changes nothing
-READ = ("model", "task", *UNCUT, "budget", "budget_of", "block_size", "question", "seed", "limit", "temperature")
-READ += ("top_p", "device", "dtype", "max_batch", "fidelity", "sweep")
+
+
+# read by `RunSpec.describe`; `workers` is left out: how many processes share a run changes nothing
+class SharedParts:
+    """Parts that the runs of a sweep share where they are equal, so that a model's files and the full cache's value are
+    read once.
+    """
+
+    def __init__(self) -> None:
+        self.checkpoints: list[Checkpoint] = []
+        self.baselines: list[RunSpec] = []
+
+    def share(self, own: Part, known: list[Part]) -> Part:
+        """Return the first of `known` that equals `own`. If there is none, `own` becomes one of them."""
+        found = next((other for other in known if other == own), None)
+        if found is None:
+            known.append(found := own)
+        return found
 
 
 @dataclass(frozen=True)
@@ -43,7 +54,8 @@ class RunSpec:
     block_size: int | None
     question: str
     seed: int
-    sampling: Sampling
+    temperature: float
+    top_p: float
     task: Task
     task_settings: Mapping[str, Any]
     device: str
@@ -51,74 +63,81 @@ class RunSpec:
     max_batch: int
     fidelity: bool = False  # also compare predictions with the full cache's (kvbench.runs.fidelity)
     compile: bool = True  # decode in a CUDA graph where that is possible
-    settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as composed: `from_config`
+    settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as composed: `describe`
+    shared: SharedParts = field(default_factory=SharedParts, compare=False, repr=False)
 
     @classmethod
-    def from_config(
-        cls, config: DictConfig, checked: CheckedSettings | None = None, known: list["RunSpec"] | None = None
-    ) -> "RunSpec":
-        """Check every setting.
-
-        Args:
-            config: The composed settings.
-            checked: What `check_settings` made of them, if it was asked before.
-            known: Runs of the same sweep. They share the checkpoint and the baseline with this one where these are
-                equal, so that a model's files and its identity are read once.
+    def from_config(cls, config: DictConfig) -> "RunSpec":
+        """Describe the run of composed settings and check it.
 
         Raises:
             SettingError: It names the first setting that cannot be used.
         """
-        checked = checked or check_settings(config)
+        run = cls.describe(config, check_settings(config))
+        run.check()
+        return run
+
+    @classmethod
+    def describe(cls, config: DictConfig, checked: CheckedSettings, shared: SharedParts | None = None) -> "RunSpec":
+        """Describe a run that is not checked yet, without torch and transformers.
+
+        Args:
+            config: The composed settings.
+            checked: What `check_settings` made of them.
+            shared: What it may share with other runs of the same sweep.
+
+        Raises:
+            SettingError: There is no such device or model.
+        """
+        shared = shared or SharedParts()
         groups, budget = dict(checked.groups), checked.budget
-        if config.device == "cuda" and not torch.cuda.is_available():
-            raise SettingError("device=cuda: there is no CUDA device here; use device=cpu or device=auto")
-        device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = config.dtype if config.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+        device = choose_device(config.device)
         if config.model.device_map is not None and (device == "cpu" or config.workers not in (None, 1)):
             raise SettingError(f"model.device_map={config.model.device_map}: needs GPUs and workers=1")
         if groups["method"]["name"] == "full":  # nothing is cut: what says how much does not matter
             groups["allocator"], budget = catalogue.load_settings("allocator", UNCUT["allocator"]), Budget(1.0)
-        run = cls(
-            checkpoint=share_equal(
-                find_model_kind(config.model).checkpoint(config.seed), [own.checkpoint for own in known or ()]
-            ),
+        checkpoint = find_model_kind(checked.settings["model"]).checkpoint(config.seed)
+        return cls(
+            checkpoint=shared.share(checkpoint, shared.checkpoints),
             groups=groups,
             budget=budget,
             block_size=config.block_size,
             question=config.question,
             seed=config.seed,
-            sampling=Sampling(config.temperature, config.top_p),
+            temperature=config.temperature,
+            top_p=config.top_p,
             task=checked.task,
             task_settings=checked.task_settings,
             device=device,
-            dtype=dtype,
+            dtype=choose_dtype(config.dtype, device),
             max_batch=config.max_batch,
             fidelity=OmegaConf.select(config, "fidelity", default=False),  # older records have no such setting
             compile=config.model.compile == "auto",
-            settings=keep_settings(config),
+            settings=checked.settings,
+            shared=shared,
         )
-        run.check()
-        if known is not None:
-            baseline = share_equal(run.baseline(), [own.baseline() for own in known])
-            run.__dict__["_baseline"] = baseline  # where a cached property keeps its value
-            known.append(run)
-        return run
 
     def check(self) -> None:
-        """What only all settings together can tell; the model's configuration is read, its weights are not."""
+        """Check what only all settings together can tell. The model's configuration is read, its weights are not.
+
+        Raises:
+            SettingError: It names the first setting that cannot be used.
+        """
+        from kvbench.cache.guard import check_shape
+
         choice = self.choice()
         if choice.method.one_block and self.block_size is not None:
             raise SettingError(
                 f"block_size={self.block_size}: {choice.method.name} needs the prompt as one block (null)"
             )
-        shape = read_config_layout(self.checkpoint.config())
+        shape = self.checkpoint.layout()
         check_shape(choice.method, shape.layers, shape.heads, shape.dim, shape.sliding)
         if not self.checkpoint.reads_text and not self.measures:
             raise SettingError(
                 f"model=random: task={self.task_settings['name']} needs text and it has no tokenizer; task=efficiency, "
                 "or to time it model.tokenizer=reference"
             )
-        longest, switch = self.checkpoint.longest(), self.checkpoint.find_rope_switch()
+        longest, switch = shape.longest, shape.rope_switch
         self.checkpoint.check()
         in_parts = self.block_size is not None or self.question == "hidden" or choice.method.needs_extra_reads
         if switch is not None and in_parts and (self.task.length or longest) > switch:
@@ -137,8 +156,24 @@ class RunSpec:
         """True for a task that measures cost on random tokens and has no samples."""
         return getattr(self.task, "measures", False)
 
-    def choice(self) -> CachePolicy:
-        """Method, allocator and codec, constructed."""
+    @property
+    def sampling(self) -> Any:
+        """How tokens are chosen, a `kvbench.engine.sampling.Sampling`."""
+        from kvbench.engine.sampling import Sampling
+
+        return Sampling(self.temperature, self.top_p)
+
+    @property
+    def torch_dtype(self) -> Any:
+        """The dtype of the weights, a `torch.dtype`."""
+        import torch
+
+        return getattr(torch, self.dtype)
+
+    def choice(self) -> Any:
+        """Method, allocator and codec, constructed: a `kvbench.cache.policy.CachePolicy`."""
+        from kvbench.cache.policy import choose_cache
+
         return choose_cache(*(catalogue.build(group, self.groups[group]) for group in UNCUT))
 
     @property
@@ -154,12 +189,12 @@ class RunSpec:
     def _baseline(self) -> "RunSpec":
         groups = {group: catalogue.load_settings(group, name) for group, name in UNCUT.items()}
         own = replace(self, groups=groups, budget=Budget(1.0), block_size=None)
-        return self if own == self else own  # and so its value, once it is known
+        return self.shared.share(self if own == self else own, self.shared.baselines)  # and so its value, once known
 
     @cached_property
     def reading(self) -> str | None:
         """Runs in which this is the same read a prompt in the same way, and may do so once for all; None: alone."""
-        method, shape = self.choice().method, read_config_layout(self.checkpoint.config())
+        method, shape = self.choice().method, self.checkpoint.layout()
         if self.block_size is not None or method.needs_extra_reads or shape.sliding or shape.window is not None:
             return None
         return run_hash(self.baseline().value) + (" with log-sum-exps" if method.wants_lse else "")
@@ -169,9 +204,9 @@ class RunSpec:
         """All that may change a number, for the hash and for run.yaml. On a GPU rounding depends on more settings."""
         plain = {group: catalogue.identity_settings(own) for group, own in self.groups.items()}
         where: dict[str, Any] = {"type": self.device, "dtype": self.dtype}
-        where |= {name: version(name) for name in ("torch", "transformers")}
+        where |= {name: find_installed_version(name) for name in ("torch", "transformers")}
         if self.device != "cpu":
-            where |= {"gpu": torch.cuda.get_device_name(), "max_batch": self.max_batch, "compile": self.compile}
+            where |= {"gpu": name_gpu(), "max_batch": self.max_batch, "compile": self.compile}
             where["device_map"] = self.checkpoint.device_map
         own = {"fidelity": True} if self.fidelity else {}
         return own | {
@@ -182,7 +217,7 @@ class RunSpec:
             "block_size": None if self.full else self.block_size,
             "question": self.question,
             "seed": self.seed,
-            "sampling": {"temperature": float(self.sampling.temperature), "top_p": float(self.sampling.top_p)},
+            "sampling": {"temperature": float(self.temperature), "top_p": float(self.top_p)},
             "task": catalogue.task_identity(self.task_settings),
             "averages": [[name, own] for name, own in (getattr(self.task, "averages", None) or {}).items()],  # in order
             "data": self.task.fingerprint(),
@@ -201,20 +236,3 @@ class RunSpec:
         chosen += [own for own in [self.settings.get("model", {})] if "_target_" in own]
         chosen += [own["base"] for own in chosen if "base" in own]
         return [own["_target_"].rpartition(".")[0] for own in chosen]
-
-
-def keep_settings(config: DictConfig) -> dict[str, Any]:
-    """The resolved settings that `RunSpec.from_config` reads, paths among them: enough to make the same run again."""
-    found = {}
-    for name in (key for key in config if key in READ):
-        own = config[name]
-        found[name] = OmegaConf.to_container(own, resolve=True) if OmegaConf.is_config(own) else own
-        if isinstance(found[name], dict):
-            found[name].pop("presets", None)  # the chosen one is in the settings
-            found[name].pop(solvable_subtasks.KEY, None)  # of a model: it changes no number
-    return found
-
-
-def share_equal(own: Any, known: Iterable[Any]) -> Any:
-    """The first of `known` that equals `own`, or `own` itself."""
-    return next((other for other in known if other == own), own)

@@ -16,12 +16,9 @@ from kvbench.validation import SettingError
 
 def count_needed_bytes(run: Any) -> int:
     """Bytes of weights and full cache."""
-    from kvbench.models.checkpoint import count_parameters
-    from kvbench.models.transformers_port import read_config_layout
-    from kvbench.runs.spec import DTYPES
+    from kvbench.models.loading import count_parameters
 
-    config, size = run.checkpoint.config(), DTYPES[run.dtype].itemsize
-    shape = read_config_layout(config)
+    config, shape, size = run.checkpoint.config(), run.checkpoint.layout(), run.torch_dtype.itemsize
     return size * (count_parameters(config) + 2 * shape.layers * shape.heads * shape.dim * (run.task.length or 0))
 
 

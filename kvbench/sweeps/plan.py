@@ -5,7 +5,7 @@ paper's table, or from both. Every cell is composed and checked once. A cell tha
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from shutil import which
@@ -20,7 +20,8 @@ from kvbench.integrations.loggers import make_logger
 from kvbench.papers.experiment_key import CUT_SETTINGS
 from kvbench.papers.paper_runs import FULL, Settings, expand_preset, is_of_cache, list_rows, read_rows
 from kvbench.runs.checks import check_results, check_settings
-from kvbench.store.run_folder import RunFolder
+from kvbench.runs.spec import RunSpec, SharedParts
+from kvbench.store.run_folder import RunFolder, run_hash
 from kvbench.sweeps import status
 from kvbench.sweeps.capacity import check_capacity
 from kvbench.sweeps.results import describe_results
@@ -99,22 +100,15 @@ def _merge(base: Mapping[str, str], own: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class MadeCell:
-    """A cell, composed and checked."""
+class PlannedCell:
+    """A cell: composed, checked, and what the sweep's folder keeps of it."""
 
-    overrides: Sequence[str]
     composition: Composition
-    run: Any = None
-    """Its `kvbench.runs.spec.RunSpec`, None where it is refused."""
+    cell: status.SweepCell
+    run: RunSpec | None = None
+    """None where it is refused."""
     log: Any = None
-    refused: str | None = None
-
-
-@dataclass(frozen=True)
-class PlannedCell(MadeCell):
-    """A cell and what the sweep's folder keeps of it."""
-
-    cell: status.SweepCell = field(kw_only=True)
+    """Its logger, or None."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +136,13 @@ class Sweep:
         require_writable("hydra.sweep.dir", folder)
         make_logger(config)  # says once what it cannot use
         shown = tqdm(expanded, desc="checking cells", unit="cell", leave=False, disable=None)
-        known: list[Any] = []
-        made = [make_cell(own, known) for own in shown]
-        for preset in _read_names(overrides, "preset"):
-            check_capacity(preset, [own.run for own in made if own.run is not None])
+        parts = SharedParts()
         with sources_unchanging():
-            cells = [describe_cell(own, label) for own, label in zip(made, label_cells(expanded), strict=True)]
+            cells = [
+                plan_cell(own, label, results, parts) for own, label in zip(shown, label_cells(expanded), strict=True)
+            ]
+        for preset in _read_names(overrides, "preset"):
+            check_capacity(preset, [own.run for own in cells if own.run is not None])
         reasons = {own.cell.refused for own in cells}
         if len(reasons) == 1 and None not in reasons:  # all for the same reason: there is nothing to launch
             raise SettingError(reasons.pop())
@@ -228,44 +223,65 @@ def label_cells(cells: Sequence[Sequence[str]]) -> list[str]:
     return [" ".join(own) or "(one cell)" for own in told]
 
 
-def make_cell(overrides: Sequence[str], known: list[Any] | None = None) -> MadeCell:
-    """Compose and check a cell; a refusal is kept in it. `known`: runs of the same sweep, to which its own is added."""
+def plan_cell(
+    overrides: Sequence[str], label: str = "(one cell)", results: Path | None = None, shared: SharedParts | None = None
+) -> PlannedCell:
+    """Compose and check a cell; a refusal is kept in it.
+
+    Args:
+        overrides: Those of the cell.
+        label: What tells it from the others.
+        results: The folder of results. A cell whose records are all there was checked before they were made.
+        shared: What its run may share with others of the sweep.
+    """
     composition = compose(overrides)
     try:
-        return MadeCell(overrides, composition, *make_run(composition.config, known))
+        run, log = describe_run(composition.config, shared)
+        if results is None or not is_done(run, results):
+            run.check()
+            shares = composition.config.sweep.share_prefill and not run.measures
+            readings = [own.reading for own in (run, run.baseline())] if shares else []
+        else:
+            readings = []
+        cell = status.SweepCell(label, run.value, run.baseline().value, overrides=overrides, readings=readings)
     except (SettingError, ContractError) as error:
-        return MadeCell(overrides, composition, refused=str(error))
+        return PlannedCell(composition, status.SweepCell(label, refused=str(error), overrides=overrides))
+    return PlannedCell(composition, cell, run, log)
 
 
-def describe_cell(made: MadeCell, label: str = "(one cell)") -> PlannedCell:
-    """Name the runs of a cell. `label`: what tells it from the others."""
-    own = dict(vars(made))
+def is_done(run: RunSpec, results: Path) -> bool:
+    """Whether the records of a run and of its full cache are all in the store."""
+    if run.measures or not (results / "runs").is_dir():
+        return False
     try:
-        if made.refused is not None:
-            raise SettingError(made.refused)
-        both = made.run, made.run.baseline()
-        shares = made.composition.config.sweep.share_prefill and not made.run.measures
-        readings = [run.reading for run in both] if shares else []
-        values = [run.value for run in both]
-    except (SettingError, ContractError) as error:
-        own |= {"run": None, "refused": str(error)}
-        return PlannedCell(**own, cell=status.SweepCell(label, refused=str(error), overrides=made.overrides))
-    return PlannedCell(**own, cell=status.SweepCell(label, *values, overrides=made.overrides, readings=readings))
+        names = [run_hash(own.value) for own in (run, run.baseline())]
+    except SettingError:  # `check` may say more about it
+        return False
+    return all((results / "runs" / name / "done").is_file() for name in names)
 
 
-def make_run(config: DictConfig, known: list[Any] | None = None) -> tuple[Any, Any]:
-    """The run that composed settings describe, and its logger or None. `known`: runs of the same sweep.
+def make_run(config: DictConfig) -> tuple[RunSpec, Any]:
+    """The checked run that composed settings describe, and its logger or None.
 
     Raises:
-        SettingError: It cannot be made; settings are checked before torch is imported.
+        SettingError: It cannot be made.
+    """
+    run, log = describe_run(config)
+    run.check()
+    return run, log
+
+
+def describe_run(config: DictConfig, shared: SharedParts | None = None) -> tuple[RunSpec, Any]:
+    """The run that composed settings describe, which nothing of torch was needed for, and its logger or None.
+
+    Raises:
+        SettingError: It cannot be described.
     """
     checked = check_settings(config)
     log = make_logger(config)
     if log is not None and getattr(checked.task, "measures", False):
         raise SettingError(f"logger={config.logger.name}: task={config.task.name} keeps no records; logger=none")
-    from kvbench.runs.spec import RunSpec  # imports torch, which no refusal waits for
-
-    return RunSpec.from_config(config, checked, known), log
+    return RunSpec.describe(config, checked, shared), log
 
 
 def sharing_groups(

@@ -6,7 +6,7 @@ synthetic_prose and synthetic_qa make the essay and the questions offline, and `
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -96,7 +96,8 @@ class RulerTexts:
     @cached_property
     def fingerprint(self) -> str:
         """Hash all texts."""
-        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return hashlib.sha256(json.dumps(own, default=asdict).encode()).hexdigest()
 
 
 @cache

@@ -25,7 +25,8 @@ from kvbench.interfaces.task import Graded
 from kvbench.report.page import NUMBERS
 from kvbench.report.panels import build_panels
 from kvbench.runs import checks
-from kvbench.runs.spec import RunSpec, keep_settings
+from kvbench.runs.checks import keep_settings
+from kvbench.runs.spec import RunSpec
 from kvbench.store.runs import find_finished
 from kvbench.tasks.ruler.task import Ruler
 from kvbench.validation import SettingError

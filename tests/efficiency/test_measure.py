@@ -21,7 +21,7 @@ from kvbench.engine.replicate import replicate
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.timing import fits, spread
 from kvbench.interfaces.budget import Budget
-from kvbench.models.checkpoint import make_random_model
+from kvbench.models.loading import make_random_model
 from kvbench.models.random_weights import RandomCheckpoint, list_shapes
 from kvbench.runs.spec import RunSpec
 from kvbench.store.efficiency_csv import COLUMNS, LAST_QUANTITY, append_lines, find_whole_cells, read_lines

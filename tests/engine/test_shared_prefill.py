@@ -16,6 +16,7 @@ from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.models.checkpoint import Checkpoint
+from kvbench.models.configuration import read_config_layout
 from kvbench.runs import shared_runs
 from kvbench.runs.resources import Resources
 from kvbench.runs.responder import Responder
@@ -24,7 +25,7 @@ from kvbench.runs.spec import RunSpec
 from kvbench.runs.workers import execute_in_workers
 from kvbench.store.run_folder import run_hash
 from kvbench.sweeps import status
-from kvbench.sweeps.plan import describe_cell, make_cell
+from kvbench.sweeps.plan import plan_cell
 from kvbench.validation import ContractError, SettingError
 from tests.support.command_line import run_cli
 from tests.support.method_files import build_policy
@@ -231,15 +232,15 @@ def test_who_may_read_together(runs):
     sliding = replace(runs[0], checkpoint=Windows("windows", "nowhere"))
     assert sliding.reading is None
     timed = ["task=efficiency", "model=random", "model.like=tiny"]
-    timed, plain = (describe_cell(make_cell(own)).cell.readings for own in (timed, ["method=sink"]))
+    timed, plain = (plan_cell(own).cell.readings for own in (timed, ["method=sink"]))
     assert timed == [] and len(plain) == 2 and None not in plain
 
 
 class Windows(Checkpoint):
     """A checkpoint with sliding-window layers."""
 
-    def config(self):
-        return tiny("gemma3").config
+    def layout(self):
+        return read_config_layout(tiny("gemma3").config)
 
 
 def records(results) -> dict:

@@ -18,9 +18,8 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.cache.policy import CachePolicy
+from kvbench.cache.policy import CachePolicy, choose_cache
 from kvbench.config.catalogue import list_choices
-from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.allocator import Allocator

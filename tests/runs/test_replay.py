@@ -224,7 +224,7 @@ def test_settings_of_every_choice_make_the_same_run_again(group):
 
     from kvbench.config import catalogue
     from kvbench.config.compose import compose_config
-    from kvbench.runs.spec import keep_settings
+    from kvbench.runs.checks import keep_settings
     from kvbench.store.run_folder import to_json_value
 
     for name in list_choices(group):

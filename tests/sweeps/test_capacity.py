@@ -2,9 +2,10 @@
 
 import pytest
 
-from kvbench.config.catalogue import CONF
-from kvbench.models.checkpoint import Checkpoint, count_parameters
-from kvbench.models.configuration import load_configuration
+from kvbench.config.catalogue import SHAPES
+from kvbench.models.checkpoint import Checkpoint
+from kvbench.models.configuration import load_configuration, load_layout
+from kvbench.models.loading import count_parameters
 from kvbench.sweeps import capacity
 from kvbench.sweeps.plan import Sweep
 from kvbench.validation import SettingError
@@ -16,9 +17,8 @@ def shapes(monkeypatch):
     """Configurations of models come from their shapes; RULER's port fetches nothing."""
     from kvbench.tasks.ruler.lm_eval_port import RulerLmEval
 
-    monkeypatch.setattr(
-        Checkpoint, "config", lambda self: load_configuration(str(CONF / "model" / "shapes" / f"{self.name}.json"))
-    )
+    for name, read in (("config", load_configuration), ("layout", load_layout)):
+        monkeypatch.setattr(Checkpoint, name, lambda own, read=read: read(str(SHAPES / f"{own.name}.json")))
     monkeypatch.setattr(RulerLmEval, "fingerprint", lambda self: "data")
 
 
@@ -27,7 +27,7 @@ def check(overrides: list[str]) -> None:
 
 
 def test_parameters_are_counted_without_memory():
-    assert count_parameters(load_configuration(str(CONF / "model" / "shapes" / "llama31_8b.json"))) == 8_030_261_248
+    assert count_parameters(load_configuration(str(SHAPES / "llama31_8b.json"))) == 8_030_261_248
 
 
 def test_what_is_too_large_is_refused(shapes, monkeypatch, tmp_path, capsys):
@@ -60,7 +60,7 @@ def test_a_hub_out_of_reach_is_asked_once_for_a_model(monkeypatch):
         asked.append(path)
         raise OSError("no network\nmore")
 
-    monkeypatch.setattr("kvbench.models.configuration.AutoConfig.from_pretrained", unreachable)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", unreachable)
     for name in ("some/one", "some/one", "some/other"):
         with pytest.raises(SettingError, match=rf"^model.path={name}: cannot read a model there \(no network\)$"):
             load_configuration(name)

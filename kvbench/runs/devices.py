@@ -1,0 +1,50 @@
+"""Choose the device and the dtype of a run. torch is imported only if it can have a GPU."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from kvbench.validation import SettingError
+
+
+def has_gpu() -> bool:
+    """Whether torch can use a GPU. A build of torch for CPUs alone is told from its version file, without an import."""
+    if "torch" not in sys.modules and not is_built_for_gpus():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def is_built_for_gpus() -> bool:
+    """Whether torch/version.py names a version of CUDA or ROCm, or there is no such file."""
+    spec = find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    if file is None or not file.is_file():
+        return True
+    names: dict[str, object] = {}
+    exec(compile(file.read_bytes(), str(file), "exec"), names)
+    return names.get("cuda") is not None or names.get("hip") is not None
+
+
+def choose_device(asked: str) -> str:
+    """Return "cpu" or "cuda" for the setting `device`.
+
+    Raises:
+        SettingError: There is no GPU.
+    """
+    if asked == "cuda" and not has_gpu():
+        raise SettingError("device=cuda: there is no CUDA device here; use device=cpu or device=auto")
+    return asked if asked != "auto" else "cuda" if has_gpu() else "cpu"
+
+
+def choose_dtype(asked: str, device: str) -> str:
+    """Return the name of a dtype for the setting `dtype`: "auto" is float32 on a CPU and bfloat16 on a GPU."""
+    return asked if asked != "auto" else "float32" if device == "cpu" else "bfloat16"
+
+
+def name_gpu() -> str:
+    """Return the name of the current GPU."""
+    import torch
+
+    return torch.cuda.get_device_name()

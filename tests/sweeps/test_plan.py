@@ -1,0 +1,56 @@
+"""Planning a sweep: what it reads, and what it can do without."""
+
+import subprocess
+import sys
+
+from kvbench.config.provenance import sources_unchanging
+from kvbench.runs.spec import SharedParts
+from kvbench.sweeps.plan import plan_cell
+from tests.support.repository import ROOT
+
+SWEEP = ["task.subtasks=niah_single_1", "task.samples=1", "task.length=512"]
+WITHOUT = """
+import sys
+from kvbench.cli.command import run_command
+from kvbench.cli.run import main
+code = run_command(lambda: main(sys.argv[1:]))
+print("imported:", *({"torch", "transformers"} & set(sys.modules)))
+sys.exit(code)
+"""
+
+
+def test_a_finished_sweep_is_answered_without_torch(kvbench, checkpoint, tmp_path):
+    """Its records were checked when they were made; a cell that is not done is checked with torch."""
+    axes = ["-m", "method=snapkv,knorm", "budget=0.5", *SWEEP]
+    assert kvbench(*axes)[0] == 0
+    where = ["model=hf", f"model.path={checkpoint}", "device=cpu", f"results={tmp_path / 'results'}"]
+
+    def again(*more: str) -> list[str]:
+        command = [sys.executable, "-c", WITHOUT, *where, *axes, *more]
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return found.stdout.splitlines()
+
+    first, *_, last = again()
+    assert first == "2 cells: 2 done" and last == "imported:"
+
+
+def test_a_done_cell_is_described_and_another_one_is_checked(kvbench, checkpoint, tmp_path):
+    """`is_done` looks for the records of both runs: removing the full cache's makes the cell unfinished."""
+    settings = ["model=hf", f"model.path={checkpoint}", "device=cpu", "method=snapkv", "budget=0.5", *SWEEP]
+    assert kvbench(*settings[3:])[0] == 0
+    results = tmp_path / "results"
+    settings.append(f"results={results}")
+    assert plan_cell(settings, results=results).cell.readings == []
+    full = results / "runs" / plan_cell(settings).cell.names[1]
+    (full / "done").unlink()
+    assert len(plan_cell(settings, results=results).cell.readings) == 2
+
+
+def test_cells_share_the_checkpoint_and_the_full_cache(checkpoint):
+    shared = SharedParts()
+    settings = ["model=hf", f"model.path={checkpoint}", "device=cpu", "method=snapkv", *SWEEP]
+    with sources_unchanging():
+        one, other = (plan_cell([*settings, f"budget={own}"], shared=shared).run for own in (0.1, 0.2))
+        assert one.checkpoint is other.checkpoint and one.baseline() is other.baseline()
+        assert one.value == plan_cell([*settings, "budget=0.1"]).run.value
+        assert one.baseline().value == plan_cell([*settings, "method=full"]).run.value
