@@ -2,7 +2,7 @@
 
 from itertools import groupby
 
-from kvbench.config.paths import CONF
+from kvbench.config.paths import CONF, GROUPS
 
 USAGE = """usage: kvbench run [SETTING=VALUE …]           one run, and the full cache's beside it
        kvbench run -m [SETTING=VALUE,VALUE …]  a sweep over all combinations
@@ -19,7 +19,6 @@ Examples:
   kvbench run row=dropkv_snapkv                    a method as that paper sets it
   kvbench run -m hydra/launcher=slurm …            one SLURM job a cell
 """
-GROUPS = ("model", "method", "allocator", "codec", "task", "logger")
 
 
 def format_run_help() -> str:

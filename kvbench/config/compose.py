@@ -28,10 +28,9 @@ from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.config.paths import CONF
+from kvbench.config.paths import CONF, GROUPS
 from kvbench.validation import SettingError
 
-GROUPS = ("model", "method", "allocator", "codec", "task", "logger")  # each file of these says its name and its class
 ENTRY_POINTS = "kvbench.conf"  # a package's entry point: the name of a package that holds method/, task/ …
 _added: list[Path] = []  # by --config-dir
 

@@ -13,6 +13,7 @@ ROOT = PACKAGE.parent  # the folder from which Python imports kvbench
 IS_CHECKOUT = not (PACKAGE / "conf" / "config.yaml").is_file()
 FILES = ROOT if IS_CHECKOUT else PACKAGE
 CONF = FILES / "conf"
+GROUPS = ("model", "method", "allocator", "codec", "task", "logger")  # folders of conf/ that a name chooses from
 PUBLISHED = FILES / "results" / "published"  # numbers that the papers print
 REPLAY = FILES / "tests" / "replay"  # data of the replay net
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvbench"

@@ -20,17 +20,17 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, requires, version
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from pkgutil import iter_modules
 from site import getsitepackages, getusersitepackages
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import kvbench
 from kvbench.config.paths import IS_CHECKOUT, REPLAY, ROOT
@@ -48,6 +48,8 @@ UNFOLLOWED = {  # calls that execute sources which no import statement names
 # one loads files of lm-eval, a dependency; the other looks for data, which a run's fingerprint counts
 KNOWN = {"kvbench.tasks.ruler.lm_eval_port", "kvbench.tasks.ruler.sentences"}
 
+Found = TypeVar("Found")
+
 UNCOUNTED = {  # modules that runs import and that change no number of a record -> why
     "kvbench.atomic": "renames files into place",
     "kvbench.analysis.solvable_subtasks": "chooses subtasks for tables of records that are there",
@@ -63,6 +65,31 @@ UNCOUNTED = {  # modules that runs import and that change no number of a record 
 _hashes: dict[object, tuple[dict[Path, object], dict[str, str]]] = {}  # what was asked for -> files' stamps, hashes
 _unchanging: dict[Any, Any] | None = None  # inside `sources_unchanging`: what was found
 _reported: set[str] = set()  # places that a line on stderr has named
+
+
+@contextmanager
+def sources_unchanging() -> Iterator[None]:
+    """Inside, every source is read once, because a sweep asks for the hashes of hundreds of runs at one moment."""
+    global _unchanging
+    before, _unchanging = _unchanging, {} if _unchanging is None else _unchanging
+    try:
+        yield
+    finally:
+        _unchanging = before
+
+
+def _read_once(read: Callable[[str], Found]) -> Callable[[str], Found]:
+    """Decorate a function of a module's name so that it is asked once a module inside `sources_unchanging`."""
+
+    @wraps(read)
+    def asked(module: str) -> Found:
+        if _unchanging is None:
+            return read(module)
+        if (key := (read, module)) not in _unchanging:
+            _unchanging[key] = read(module)
+        return cast(Found, _unchanging[key])
+
+    return asked
 
 
 def source_hash(modules: Iterable[str]) -> str:
@@ -100,17 +127,6 @@ def source_hashes(modules: Iterable[str]) -> dict[str, str]:
     if _unchanging is not None:
         _unchanging[asked] = None
     return dict(found)
-
-
-@contextmanager
-def sources_unchanging() -> Iterator[None]:
-    """Inside, every source is read once, because a sweep asks for the hashes of hundreds of runs at one moment."""
-    global _unchanging
-    before, _unchanging = _unchanging, {} if _unchanging is None else _unchanging
-    try:
-        yield
-    finally:
-        _unchanging = before
 
 
 def replay_hash() -> str:
@@ -263,16 +279,8 @@ def find_unfollowed(modules: Iterable[str]) -> list[str]:
     return found
 
 
+@_read_once
 def list_imports(module: str) -> set[str]:
-    """The same as `_list_imports`, once a module inside `sources_unchanging`."""
-    if _unchanging is None:
-        return _list_imports(module)
-    if module not in _unchanging:
-        _unchanging[module] = _list_imports(module)
-    return _unchanging[module]
-
-
-def _list_imports(module: str) -> set[str]:
     """What a followed module imports directly, by full name ("kvbench.interfaces.rows", "torch.nn").
 
     For a kernel's package: what any of its files imports. Importing a.b.c imports a and a.b too.
@@ -347,16 +355,8 @@ def _is_package(module: str) -> bool:
     return any(file.name == "__init__.py" for file in _files(module))
 
 
+@_read_once
 def _files(module: str) -> list[Path]:
-    """The same as `_find_files`, once a module inside `sources_unchanging`."""
-    if _unchanging is None:
-        return _find_files(module)
-    if (key := ("files", module)) not in _unchanging:
-        _unchanging[key] = _find_files(module)
-    return _unchanging[key]
-
-
-def _find_files(module: str) -> list[Path]:
     """The files of a followed module: one, or all of a kernel's package; none for what is not followed, and for a
     folder without `__init__.py`.
     """
