@@ -80,5 +80,6 @@ def check_workers(workers: object) -> None:
 def find_model_kind(config: DictConfig) -> ModelKind:
     """The kind of model that conf/model/<name>.yaml names. Settings of older records name none: their file says it."""
     settings = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(settings, dict)  # of a DictConfig
     target = settings.get("_target_") or catalogue.load_settings("model", settings["name"])["_target_"]
     return catalogue.load_class(f"model={settings['name']}", target)(settings)

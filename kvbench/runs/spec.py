@@ -205,13 +205,13 @@ class RunSpec:
 
 def keep_settings(config: DictConfig) -> dict[str, Any]:
     """The resolved settings that `RunSpec.from_config` reads, paths among them: enough to make the same run again."""
-    found = {}
+    found: dict[str, Any] = {}
     for name in (key for key in config if key in READ):
         own = config[name]
-        found[name] = OmegaConf.to_container(own, resolve=True) if OmegaConf.is_config(own) else own
-        if isinstance(found[name], dict):
-            found[name].pop("presets", None)  # the chosen one is in the settings
-            found[name].pop(solvable_subtasks.KEY, None)  # of a model: it changes no number
+        found[name] = own = OmegaConf.to_container(own, resolve=True) if OmegaConf.is_config(own) else own
+        if isinstance(own, dict):
+            own.pop("presets", None)  # the chosen one is in the settings
+            own.pop(solvable_subtasks.KEY, None)  # of a model: it changes no number
     return found
 
 
