@@ -36,6 +36,7 @@ from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import PromptEncoder
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.checkpoint import Checkpoint, find_model
+from kvbench.models.transformers_port import text_config
 from kvbench.runs.runner import describe_machine
 from kvbench.runs.spec import UNCUT
 from kvbench.validation import SettingError, name_file_in_errors, require_choice, require_int
@@ -228,7 +229,7 @@ def run_prefill_bench(options: Namespace, command: str) -> None:
     if options.tokens > checkpoint.longest():
         raise SettingError(f"--tokens={options.tokens}: the model takes {checkpoint.longest()}")
     model, own_words = checkpoint.weights(torch.float32, "cpu"), make_prompt_encoder(checkpoint.tokenizer())
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    vocabulary = text_config(model).vocab_size
     ids = torch.randint(vocabulary, (1, options.tokens), generator=torch.Generator().manual_seed(0))
     costs = measure_costs(
         model, ids, budget, options.rounds, list_setups(options.methods, options.cross), own, own_words
