@@ -92,7 +92,7 @@ def shorten(value: Any) -> str:
 def make_parser() -> CommandParser:
     parser = CommandParser("explain", __doc__)
     parser.add_argument("run", help="the hash of a run, or its beginning")
-    parser.add_argument("results", nargs="?", default="results", type=Path, help="folder of results (default: results)")
+    parser.add_results()
     return parser
 
 
