@@ -42,13 +42,13 @@ from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
-from kvbench.models.chat_template import TODAY, make_prompt_encoder
+from kvbench.models.chat_template import TODAY
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.configuration import find_max_tokens
 from kvbench.models.transformers_port import read_layout
 from kvbench.runs.prompt import Prompt, encode_parts
 from kvbench.runs.resources import Resources
-from kvbench.runs.responder import Responder, derive_seed
+from kvbench.runs.responder import Responder, SharedPrefix
 from kvbench.runs.spec import DTYPES, RunSpec
 from kvbench.validation import SettingError, require_choice, require_int
 
@@ -272,7 +272,7 @@ class KVBenchLM(TemplateLM):
                 worth += _score_tokens(logits[0, -len(own) :], self._make_tensor(own)[0])[0]
             place += logits.shape[1]
 
-        self._make_context(_hash(ids)).prefill(self._make_tensor(ids), each)
+        self._make_context(tuple(ids)).prefill(self._make_tensor(ids), each)
         return worth
 
     def _divide(self, request: Instance, text: str) -> Prompt:
@@ -321,15 +321,12 @@ class KVBenchLM(TemplateLM):
         return Prompt(context, rest) if context else Prompt(rest[:1], rest[1:])
 
     def _prefill(self, prompt: Prompt) -> GenerationContext:
-        context = self._make_context(_hash(prompt.context), prompt.prefix)
+        context = self._make_context(prompt.context, prompt.prefix)
         context.prefill(self._make_tensor(prompt.context))
         return context
 
-    def _make_context(self, group: str, prefix: int = 0) -> GenerationContext:
-        run, own = self.run, make_prompt_encoder(self.tokenizer)
-        return GenerationContext(
-            self.model, self.choice, run.budget, run.block_size, (derive_seed(run.seed, group),), prefix, own
-        )
+    def _make_context(self, ids: tuple[int, ...], prefix: int = 0) -> GenerationContext:
+        return self.reader.make_context(SharedPrefix((ids,), (_hash(ids),), prefix))
 
     def _needs_special_tokens(self, text: str) -> bool:
         return not (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))

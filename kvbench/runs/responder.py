@@ -193,13 +193,10 @@ class Responder:
 
     def make_context(self, opening: SharedPrefix) -> GenerationContext:
         """Make the context into which a shared prefix is read."""
-        seeds, own = (
-            tuple(derive_seed(self.run.seed, group) for group in opening.groups),
-            make_prompt_encoder(self.tokenizer),
-        )
-        run = self.run
+        run, words = self.run, make_prompt_encoder(self.tokenizer)
+        seeds = tuple(derive_seed(run.seed, group) for group in opening.groups)
         return GenerationContext(
-            self.model, self.choice, run.budget, run.block_size, seeds, opening.prefix, own, run.compile, opening.room
+            self.model, self.choice, run.budget, run.block_size, seeds, opening.prefix, words, run.compile, opening.room
         )
 
     def keep_context(
