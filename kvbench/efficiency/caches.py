@@ -202,9 +202,8 @@ def make_cache_under_test(model: torch.nn.Module, run: RunSpec) -> CacheUnderTes
 
 def make_replicable_cache(model: torch.nn.Module, run: RunSpec) -> ReplicableCache:
     """Make the cache that a run names. It is not the static one, whose graph is compiled for one batch."""
-    if read_task(run).baseline == "dynamic":
-        return TransformersDynamic(model)
-    return KVBenchCache(model, run, max(read_task(run).ends))
+    task = read_task(run)
+    return TransformersDynamic(model) if task.baseline == "dynamic" else KVBenchCache(model, run, max(task.ends))
 
 
 @lru_cache(maxsize=1)
@@ -220,6 +219,7 @@ def load_model(run: RunSpec) -> torch.nn.Module:
 
 def draw_prompt(run: RunSpec, model: torch.nn.Module, batch: int | None = None) -> Tensor:
     """Draw random tokens, shape (B, n). For a static cache, n is the number of its rows."""
-    size = (batch or read_task(run).batch, read_task(run).rows or read_task(run).length)
+    task = read_task(run)
+    size = (batch or task.batch, task.rows or task.length)
     vocabulary = text_config(model).vocab_size
     return torch.randint(vocabulary, size, generator=torch.Generator().manual_seed(run.seed)).to(run.device)

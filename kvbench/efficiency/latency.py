@@ -47,7 +47,7 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
             return
         first.append(1000 * (timing.now(device) - begin))
         found |= measure_memory(own, model, device)
-        if read_task(run).baseline != "static_compiled":
+        if task.baseline != "static_compiled":
             found |= measure_peak("peak_prefill_bytes", device)
         if number >= task.answers:
             continue
@@ -62,7 +62,7 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
             times.append(sum(between[: end - 1]))
         captures.append(own.capture_ms)
         found |= measure_peak("peak_decode_bytes", device)
-    if read_task(run).baseline != "static_compiled":  # another cache read its prompt
+    if task.baseline != "static_compiled":  # another cache read its prompt
         yield make_line("ttft_ms", "ms", spread(first))
     if steps:
         yield make_line("tpot_ms", "ms", spread(steps), own.path)
@@ -71,7 +71,7 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
         yield make_line("capture_ms", "ms", spread(captures))  # of graphs, once an answer; part of the end-to-end time
         for end, times in ends.items():
             yield make_line(f"answer_{end}_ms", "ms", spread(times))  # from the first token on
-            if read_task(run).baseline != "static_compiled":
+            if task.baseline != "static_compiled":
                 whole = [sum(parts) for parts in zip(first, captures, times, strict=False)]
                 yield make_line(f"e2e_{end}_ms", "ms", spread(whole))
     for part in ("prefill", "decode"):
@@ -84,12 +84,13 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
 
 def compute_floors(run: RunSpec, model: torch.nn.Module, held: int, batch: int) -> Iterator[Line]:
     """Yield the shortest times that the machine's bandwidth and rate allow."""
-    here, sizes = Machine(read_task(run).bandwidth, read_task(run).flops), WeightSizes.of(model)
+    task, sizes = read_task(run), WeightSizes.of(model)
+    here = Machine(task.bandwidth, task.flops)
     element = DTYPES[run.dtype].itemsize
-    method, length = run.choice().method, read_task(run).length
+    method, length = run.choice().method, task.length
     if not method.attends_subset:
         yield make_line("tpot_floor_ms", "ms", decode_ms(here, sizes, held, batch, element))
-    if read_task(run).baseline != "static_compiled":
+    if task.baseline != "static_compiled":
         quota = None if method.attends_subset or method.needs_extra_reads else run.budget.rows(length, length)
         yield make_line("ttft_floor_ms", "ms", prefill_ms(here, model, length, batch, run.block_size, quota))
 
