@@ -84,6 +84,12 @@ class PrefillCost:
     reason: str = ""
 
     @property
+    def milliseconds(self) -> tuple[float, float]:
+        """The medians of its own times and of the full cache's."""
+        own, full = (1000 * float(np.median(seconds)) for seconds in (self.own, self.full))
+        return own, full
+
+    @property
     def quartiles(self) -> tuple[float, float, float]:
         """The quartiles of the rounds' ratios; the second is the median."""
         low, middle, high = np.quantile(np.divide(self.own, self.full), (0.25, 0.5, 0.75)).tolist()
@@ -169,7 +175,7 @@ def format_costs(costs: Sequence[PrefillCost]) -> str:
         numbers = [""] * 4
         if not cost.reason:
             low, middle, high = cost.quartiles
-            times = [f"{1000 * float(np.median(own)):.0f}" for own in (cost.own, cost.full)]
+            times = [f"{own:.0f}" for own in cost.milliseconds]
             numbers = [*times, f"{middle:.2f}", f"{low:.2f}-{high:.2f}"]
         lines.append((str(cost.setup), *numbers, "" if cost.limit is None else f"{cost.limit:.1f}", cost.verdict))
     first, *others, last = zip(*lines, strict=True)
@@ -190,8 +196,7 @@ def save_costs(costs: Sequence[PrefillCost], path: Path, about: Mapping[str, Any
             numbers: list[float | bool | None] = [None] * 7
             if not cost.reason:
                 low, middle, high = cost.quartiles
-                times = [1000 * float(np.median(own)) for own in (cost.own, cost.full)]
-                numbers = [*times, middle, low, high, cost.limit, cost.over]
+                numbers = [*cost.milliseconds, middle, low, high, cost.limit, cost.over]
             writer.writerow([setup.method, setup.allocator, setup.codec, *numbers, cost.reason, *about.values()])
 
 
