@@ -8,7 +8,7 @@ ARGS ?= method=dropkv budget=0.05 task=ruler
 PLAIN := not full and not gpu and not slurm and not browser and not parity and not package
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help docs test-docs test-package model real parity bench-share report figures dashboard test-browser table papers test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint bench-methods efficiency efficiency-tables reference-model
+.PHONY: help docs test-docs test-package model real parity bench-share report figures dashboard test-browser table papers test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint style types bench-methods efficiency efficiency-tables reference-model
 
 # Print the targets.
 help:
@@ -39,17 +39,31 @@ REAL ?= model=smollm2 task=ruler task.length=2048 task.samples=3 method=snapkv b
 real: model
 	$(BIN)/python run.py -m $(REAL)
 
+# Check style, format and types.
+lint: style types
+
 # Check style and format.
-lint: setup
+style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+TYPED := .versions/mypy/kvbench
+
+# Check types.
+types: setup $(TYPED)
+	$(BIN)/python -m mypy
+
+# kernels/, methods/ and tasks/ under the names by which they are imported; pyproject.toml tells mypy of it
+$(TYPED):
+	mkdir -p $@
+	ln -sfn ../../../kernels ../../../methods ../../../tasks $@
+
 # Run the tests that every change must pass; tests/README.md says what they leave out.
-test: setup lint
+test: setup style
 	$(PYTEST) -n 2 --dist worksteal -m "$(PLAIN)"
 
 # Run every cross, and what needs a browser, a SLURM or the documentation's packages.
-test-all: setup lint
+test-all: setup style
 	$(PYTEST) -n auto --dist worksteal -m "not gpu and not parity and not package"
 
 # Build the wheel, install it into an empty environment and run the main job there.

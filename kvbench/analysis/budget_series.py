@@ -131,7 +131,8 @@ def compute_kept_share(record: Mapping[str, Any], against: str) -> float:
     part, whole = (record[name] for name in SHARES[against])
     if part is None or not whole:
         raise SettingError(f"{record['uid']}: its record has no {' / '.join(SHARES[against])}")
-    return part / whole
+    share: float = part / whole
+    return share
 
 
 def list_subtasks(runs: Sequence[StoredRun]) -> list[str]:

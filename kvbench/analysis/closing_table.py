@@ -251,7 +251,7 @@ def median_error(values: Sequence[float]) -> float | None:
     count = len(values)
     if count < 2:
         return None
-    place = max(1, round((count + 1) / 2 - ndtri(TAIL) * math.sqrt(count / 4)))
+    place = max(1, round((count + 1) / 2 - float(ndtri(TAIL)) * math.sqrt(count / 4)))
     ordered = sorted(values)
     return (ordered[count - place] - ordered[place - 1]) / (2 * float(ndtri(1 - bdtr(place - 1, count, 0.5))))
 

@@ -10,7 +10,6 @@ from kvbench.analysis.paired import PairedDifference
 from kvbench.analysis.text_table import (
     NOT_AVAILABLE,
     Column,
-    escape,
     escape_markdown,
     format_interval,
     format_markdown,
@@ -19,6 +18,7 @@ from kvbench.analysis.text_table import (
     format_table,
     wrap_texts,
 )
+from kvbench.validation import escape
 
 PAIRED_LEGEND = (
     "diff: method - full in points, with its 95 % interval, paired and clustered by context. Right-or-wrong scores "

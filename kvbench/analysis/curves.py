@@ -8,7 +8,7 @@ which they differ.
 """
 
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import inf, isfinite
 
 from kvbench.analysis.answer_metrics import find_data_kinds
@@ -52,10 +52,11 @@ def format_series(
     count += f"; {swept.left_out} were not answered by all runs and are left out" if swept.left_out else ""
     lines = [*wrap_texts([escape(label), escape(count)], width)]
     lines += [*format_table(COLUMNS, swept.points, 1, width), ""]
-    for name, make_line in (
-        ("area", lambda: area_line(swept, reach)),
-        ("smallest", lambda: smallest_line(swept, keep)),
-    ):
+    makers: dict[str, Callable[[], str]] = {
+        "area": lambda: area_line(swept, reach),
+        "smallest": lambda: smallest_line(swept, keep),
+    }
+    for name, make_line in makers.items():
         try:
             lines.append(make_line())
         except ValueError as error:

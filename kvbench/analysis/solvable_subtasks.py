@@ -135,7 +135,7 @@ def list_listable(where: str, task: object) -> tuple[tuple[str, ...], bool]:
         SettingError: There is no such task, or its subtasks have no fixed names.
     """
     require_choice(where, task, catalogue.list_choices("task"))
-    settings = yaml.safe_load(find_file("task", task).read_text())
+    settings = yaml.safe_load(find_file("task", str(task)).read_text())
     kind = catalogue.load_class(f"task={task}", settings["_target_"]) if "_target_" in settings else None
     if not (names := getattr(kind, "subtask_names", ())):
         raise SettingError(f"{where}: the subtasks of {task} have no fixed names, so they cannot be listed")

@@ -10,7 +10,6 @@ The exit code is 1 if a run or a record is damaged. An unfinished run is not dam
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from secrets import randbelow
 
 from kvbench.cli.command import CommandParser, run_command
@@ -20,7 +19,7 @@ from kvbench.validation import SettingError
 
 def make_parser() -> CommandParser:
     parser = CommandParser("audit", __doc__)
-    parser.add_argument("results", nargs="?", default="results", type=Path, help="folder of results (default: results)")
+    parser.add_results()
     parser.add_argument("--replay", metavar="N", help="run N records again, drawn at random, and compare them")
     parser.add_argument("--seed", metavar="S", help="draw the same records as another audit, which prints its seed")
     return parser

@@ -41,12 +41,12 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     return options
 
 
-def time_methods(arguments: Sequence[str]) -> int | None:
+def time_methods(arguments: Sequence[str]) -> None:
     """Time the methods and write the CSV file with the command that makes it."""
     options = parse_arguments(arguments)
     from kvbench.efficiency.prefill_bench import run_prefill_bench
 
-    return run_prefill_bench(options, shlex.join(["kvbench", "bench-methods", *arguments]))
+    run_prefill_bench(options, shlex.join(["kvbench", "bench-methods", *arguments]))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NoReturn
 
 from kvbench.validation import ContractError, SettingError, Terminated, describe_write_error, raise_on_sigterm
@@ -31,6 +32,25 @@ class CommandParser(ArgumentParser):
             epilog=rest.strip("\n"),
             formatter_class=RawDescriptionHelpFormatter,
             add_help=help_option,
+        )
+
+    def add_results(self) -> None:
+        """Add the folder of results, which need not be given."""
+        self.add_argument(
+            "results", nargs="?", default="results", type=Path, help="folder of results (default: results)"
+        )
+
+    def add_selection(self, use: str) -> None:
+        """Add the folder of results and settings that choose runs, as `kvbench.store.runs.parse_selection` reads them.
+
+        Args:
+            use: What is done with the runs, for the help.
+        """
+        self.add_argument(
+            "chosen",
+            nargs="*",
+            metavar="RESULTS | SETTING=VALUE,VALUE",
+            help=f"folder of results (default: results); settings of the runs to {use}",
         )
 
     def error(self, message: str) -> NoReturn:

@@ -15,12 +15,7 @@ from kvbench.validation import escape, require_choice
 
 def make_parser() -> CommandParser:
     parser = CommandParser("curves", __doc__)
-    parser.add_argument(
-        "chosen",
-        nargs="*",
-        metavar="RESULTS | SETTING=VALUE,VALUE",
-        help="folder of results (default: results); settings of the runs to compare",
-    )
+    parser.add_selection("compare")
     parser.add_argument("--range", help="LOW:HIGH, kept shares between which the area lies (default: all in common)")
     parser.add_argument("--against", default="bytes", help="bytes (bytes held) or rows (rows attended while decoding)")
     parser.add_argument("--keep", help="share of the full cache's score (default: 0.95)")

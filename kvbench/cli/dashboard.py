@@ -7,14 +7,13 @@ Examples:
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from kvbench.cli.command import CommandParser, require_extra, run_command
 
 
 def make_parser() -> CommandParser:
     parser = CommandParser("dashboard", __doc__)
-    parser.add_argument("results", nargs="?", default="results", type=Path, help="folder of results (default: results)")
+    parser.add_results()
     parser.add_argument("--port", type=int, help="port on 127.0.0.1 (default: 8765)")
     return parser
 

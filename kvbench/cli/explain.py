@@ -54,7 +54,8 @@ def find_run(results: Path, name: str) -> RunFolder:
 def explain_sources(folder: RunFolder) -> list[str]:
     """Return one line for each module and package that the run's sources consist of, with what differs today."""
     uid = next(iter(folder.records()), None)
-    then = folder.machine(uid).get("sources") if uid is not None else None
+    machine = {} if uid is None else folder.machine(uid)
+    then = machine.get("sources")
     if not isinstance(then, Mapping):
         return ["(kvbench 0.1 did not write down which modules these are)"]
     modules = [module for module, own in then.items() if own]
@@ -63,7 +64,7 @@ def explain_sources(folder: RunFolder) -> list[str]:
     except ValueError:
         now = source_hashes([module for module in modules if is_importable(module)])
     lines = []
-    if net := folder.machine(uid).get("replay"):
+    if net := machine.get("replay"):
         note = "" if net == replay_hash() else "  (another one today: kvbench computes something else)"
         lines.append(f"{net[:8]:8}  data of the replay net{note}")
     for module, own in then.items():
@@ -91,7 +92,7 @@ def shorten(value: Any) -> str:
 def make_parser() -> CommandParser:
     parser = CommandParser("explain", __doc__)
     parser.add_argument("run", help="the hash of a run, or its beginning")
-    parser.add_argument("results", nargs="?", default="results", type=Path, help="folder of results (default: results)")
+    parser.add_results()
     return parser
 
 

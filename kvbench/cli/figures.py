@@ -53,12 +53,7 @@ def draw_figures(given: Sequence[str]) -> int:
 
 def make_parser() -> CommandParser:
     parser = CommandParser("figures", __doc__)
-    parser.add_argument(
-        "chosen",
-        nargs="*",
-        metavar="RESULTS | SETTING=VALUE,VALUE",
-        help="folder of results (default: results); settings of the runs to draw",
-    )
+    parser.add_selection("draw")
     parser.add_argument("--kind", help="of curve,tasks,grid,change,cost (default: all)")
     parser.add_argument("--width", help="inches at most (default: 3.25 for curves, 6.75 for other charts)")
     parser.add_argument("--against", default="bytes", help="of curves: bytes (bytes held) or rows (rows attended)")

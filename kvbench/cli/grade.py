@@ -5,14 +5,13 @@ Examples:
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from kvbench.cli.command import CommandParser, run_command
 
 
 def make_parser() -> CommandParser:
     parser = CommandParser("grade", __doc__)
-    parser.add_argument("results", nargs="?", default="results", type=Path, help="folder of results (default: results)")
+    parser.add_results()
     parser.add_argument("--seconds", type=float, help="time limit for one answer (default: 10)")
     return parser
 

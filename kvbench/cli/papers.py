@@ -15,7 +15,7 @@ from kvbench.validation import SettingError, require_writable
 
 def make_parser() -> CommandParser:
     parser = CommandParser("papers", __doc__)
-    parser.add_argument("results", nargs="?", default="results", type=Path, help="folder of results (default: results)")
+    parser.add_results()
     parser.add_argument("paper", nargs="?", help="name of a paper in conf/papers (default: all)")
     parser.add_argument("table", nargs="?", help="number of a table; print it too (default: all)")
     parser.add_argument("--beside", action="store_true", help="write the tables of cost beside their measurements")

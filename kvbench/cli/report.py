@@ -7,14 +7,13 @@ Examples:
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
 from kvbench.cli.command import CommandParser, require_extra, run_command
 
 
 def make_parser() -> CommandParser:
     parser = CommandParser("report", __doc__)
-    parser.add_argument("results", nargs="?", default="results", type=Path, help="folder of results (default: results)")
+    parser.add_results()
     return parser
 
 

@@ -13,7 +13,7 @@ from kvbench.cli.command import CommandParser, run_command
 
 def make_parser() -> CommandParser:
     parser = CommandParser("sweep-status", __doc__)
-    parser.add_argument("results", nargs="?", default="results", type=Path, help="folder of results (default: results)")
+    parser.add_results()
     parser.add_argument("folder", nargs="?", type=Path, help="folder of the sweep (default: the newest)")
     return parser
 

@@ -17,12 +17,7 @@ from kvbench.validation import SettingError, escape
 
 def make_parser() -> CommandParser:
     parser = CommandParser("wandb-sync", __doc__)
-    parser.add_argument(
-        "chosen",
-        nargs="*",
-        metavar="RESULTS | SETTING=VALUE,VALUE",
-        help="folder of results (default: results); settings of the runs to log; logger.KEY=VALUE",
-    )
+    parser.add_selection("log; logger.KEY=VALUE")
     return parser
 
 

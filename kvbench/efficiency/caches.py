@@ -3,7 +3,7 @@
 Each reads a prompt, can copy it to a batch, and generates a greedy answer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import lru_cache
 from itertools import islice, pairwise
@@ -19,7 +19,7 @@ from kvbench.engine.replicate import replicate
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.timing import Stamps
 from kvbench.models.checkpoint import Checkpoint
-from kvbench.models.transformers_port import make_plain_cache
+from kvbench.models.transformers_port import list_plain_rows, make_plain_cache, text_config
 from kvbench.runs.spec import RunSpec
 
 WARMED = 8  # first steps of an answer that the median leaves out; half of a short answer
@@ -39,9 +39,6 @@ class CacheUnderTest(Protocol):
     def read(self, ids: Tensor) -> None:
         """Read a prompt, shape (B, n), up to its first answer token."""
 
-    def replicate(self, times: int) -> None:
-        """Copy the one prompt to a batch."""
-
     def answer(self, count: int, most: int | None = None) -> list[float]:
         """Generate `count` tokens greedily, or only `most` of them with room for all.
 
@@ -56,16 +53,30 @@ class CacheUnderTest(Protocol):
         """Free the cache."""
 
 
+class ReplicableCache(CacheUnderTest, Protocol):
+    """A cache that can copy its prompt to a batch."""
+
+    def replicate(self, times: int) -> None:
+        """Copy the one prompt to a batch."""
+
+
 class KVBenchCache:
     """The method, allocator and codec of a run, in kvbench's own cache."""
 
     def __init__(self, model: torch.nn.Module, run: RunSpec, room: int) -> None:
         self.model, self.run, self.room = model, run, room
         self.capture_ms, self.path = 0.0, ""
+        self._context: GenerationContext | None = None
+
+    @property
+    def context(self) -> GenerationContext:
+        """The context that read the prompt."""
+        assert self._context is not None  # `read`
+        return self._context
 
     def read(self, ids: Tensor) -> None:
         run, seeds = self.run, (self.run.seed,) * len(ids)
-        self.context = GenerationContext(
+        self._context = GenerationContext(
             self.model, run.choice(), run.budget, run.block_size, seeds, compile=run.compile, answer=self.room
         )
         self.context.prefill(ids)
@@ -85,7 +96,7 @@ class KVBenchCache:
         return self.context.bytes()
 
     def drop(self) -> None:
-        self.context = None
+        self._context = None
 
 
 class StepwiseAnswer:
@@ -110,7 +121,7 @@ class TransformersDynamic(StepwiseAnswer):
     """transformers' dynamic cache as users call it: model.forward, SDPA, a greedy loop."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
+        self.model, self.cache = model, make_plain_cache(model)
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> None:
@@ -131,10 +142,10 @@ class TransformersDynamic(StepwiseAnswer):
             yield
 
     def bytes(self) -> Bytes:
-        return Bytes(rows=sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers))
+        return Bytes(rows=sum(keys.nbytes + values.nbytes for keys, values in list_plain_rows(self.cache)))
 
     def drop(self) -> None:
-        self.cache = None
+        self.cache = make_plain_cache(self.model)
 
 
 class TransformersStatic(StepwiseAnswer):
@@ -145,27 +156,20 @@ class TransformersStatic(StepwiseAnswer):
     """
 
     def __init__(self, model: torch.nn.Module, rows: int, room: int, compiled: bool = True) -> None:
-        self.model, self.rows, self.room = model, rows, room
-        self.cache = None
-        self.step = self.plain_step
+        self.model, self.rows, self.compiled = model, rows, compiled
+        self.cache = make_plain_cache(model, rows + room)
+        self.step: Callable[[Tensor, Tensor], Tensor] = self.plain_step
         if compiled:
             self.step = torch.compile(self.plain_step, mode="reduce-overhead", dynamic=False)
-            self.begin = torch.compiler.cudagraph_mark_step_begin
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> None:
         grown = TransformersDynamic(self.model)
         grown.read(ids)
-        if self.cache is None:
-            self.cache = make_plain_cache(self.model, self.rows + self.room)
-        else:
-            self.cache.reset()  # the same addresses: the graph stays valid
-        for index, layer in enumerate(grown.cache.layers):
-            self.cache.update(layer.keys, layer.values, index)
+        self.cache.reset()  # the same addresses: the graph stays valid
+        for index, (keys, values) in enumerate(list_plain_rows(grown.cache)):
+            self.cache.update(keys, values, index)
         self.token, self.place = grown.token, torch.full((1, 1), self.rows, device=ids.device)
-
-    def begin(self) -> None:
-        """Mark the beginning of a step: the graph may overwrite what it returned before."""
 
     def plain_step(self, token: Tensor, place: Tensor) -> Tensor:
         logits = self.model(input_ids=token, position_ids=place, past_key_values=self.cache, use_cache=True).logits
@@ -175,13 +179,14 @@ class TransformersStatic(StepwiseAnswer):
         yield
         for _ in range(count - 1):
             with torch.no_grad():
-                self.begin()
-                self.token = self.step(self.token, self.place).clone()  # the graph overwrites what it returned
+                if self.compiled:
+                    torch.compiler.cudagraph_mark_step_begin()  # the graph may overwrite what it returned before
+                self.token = self.step(self.token, self.place).clone()
                 self.place += 1
             yield
 
     def bytes(self) -> Bytes:
-        return Bytes(rows=sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers))
+        return Bytes(rows=sum(keys.nbytes + values.nbytes for keys, values in list_plain_rows(self.cache)))
 
     def drop(self) -> None:
         """Do nothing: the graph needs its addresses, and the next prompt overwrites this one."""
@@ -189,12 +194,16 @@ class TransformersStatic(StepwiseAnswer):
 
 def make_cache_under_test(model: torch.nn.Module, run: RunSpec) -> CacheUnderTest:
     """Make the cache that a run names."""
-    room = max(read_task(run).ends)
-    if read_task(run).baseline == "dynamic":
-        return TransformersDynamic(model)
-    if read_task(run).baseline == "static_compiled":
-        return TransformersStatic(model, read_task(run).rows or read_task(run).length, room)
-    return KVBenchCache(model, run, room)
+    task = read_task(run)
+    if task.baseline == "static_compiled":
+        return TransformersStatic(model, task.rows or task.length, max(task.ends))
+    return make_replicable_cache(model, run)
+
+
+def make_replicable_cache(model: torch.nn.Module, run: RunSpec) -> ReplicableCache:
+    """Make the cache that a run names. It is not the static one, whose graph is compiled for one batch."""
+    task = read_task(run)
+    return TransformersDynamic(model) if task.baseline == "dynamic" else KVBenchCache(model, run, max(task.ends))
 
 
 @lru_cache(maxsize=1)
@@ -210,6 +219,7 @@ def load_model(run: RunSpec) -> torch.nn.Module:
 
 def draw_prompt(run: RunSpec, model: torch.nn.Module, batch: int | None = None) -> Tensor:
     """Draw random tokens, shape (B, n). For a static cache, n is the number of its rows."""
-    size = (batch or read_task(run).batch, read_task(run).rows or read_task(run).length)
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    task = read_task(run)
+    size = (batch or task.batch, task.rows or task.length)
+    vocabulary = text_config(model).vocab_size
     return torch.randint(vocabulary, size, generator=torch.Generator().manual_seed(run.seed)).to(run.device)

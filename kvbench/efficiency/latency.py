@@ -30,7 +30,12 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
         if not fit:
             yield make_out_of_memory_line("latency")
             return
-    first, steps, means, captures, ends, found = [], [], [], [], {end: [] for end in task.ends}, {}
+    first: list[float] = []
+    steps: list[float] = []
+    means: list[float] = []
+    captures: list[float] = []
+    ends: dict[int, list[float]] = {end: [] for end in task.ends}
+    found: dict[str, int] = {}
     for number in range(task.repeats):
         own.drop()
         timing.clear(device)
@@ -42,8 +47,8 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
             return
         first.append(1000 * (timing.now(device) - begin))
         found |= measure_memory(own, model, device)
-        if read_task(run).baseline != "static_compiled":
-            found["peak_prefill_bytes"] = timing.peak(device)
+        if task.baseline != "static_compiled":
+            found |= measure_peak("peak_prefill_bytes", device)
         if number >= task.answers:
             continue
         timing.forget_peak(device)
@@ -56,8 +61,8 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
         for end, times in ends.items():
             times.append(sum(between[: end - 1]))
         captures.append(own.capture_ms)
-        found["peak_decode_bytes"] = timing.peak(device)
-    if read_task(run).baseline != "static_compiled":  # another cache read its prompt
+        found |= measure_peak("peak_decode_bytes", device)
+    if task.baseline != "static_compiled":  # another cache read its prompt
         yield make_line("ttft_ms", "ms", spread(first))
     if steps:
         yield make_line("tpot_ms", "ms", spread(steps), own.path)
@@ -66,25 +71,26 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
         yield make_line("capture_ms", "ms", spread(captures))  # of graphs, once an answer; part of the end-to-end time
         for end, times in ends.items():
             yield make_line(f"answer_{end}_ms", "ms", spread(times))  # from the first token on
-            if read_task(run).baseline != "static_compiled":
+            if task.baseline != "static_compiled":
                 whole = [sum(parts) for parts in zip(first, captures, times, strict=False)]
                 yield make_line(f"e2e_{end}_ms", "ms", spread(whole))
     for part in ("prefill", "decode"):
-        if found.get(f"peak_{part}_bytes"):
+        if f"peak_{part}_bytes" in found:
             found[f"peak_{part}_over_weights_bytes"] = found[f"peak_{part}_bytes"] - found["weights_bytes"]
-    yield from (make_line(name, "bytes", value) for name, value in found.items() if value is not None)
+    yield from (make_line(name, "bytes", value) for name, value in found.items())
     if device != "cpu":
         yield from compute_floors(run, model, found["resident_bytes"], len(ids))
 
 
 def compute_floors(run: RunSpec, model: torch.nn.Module, held: int, batch: int) -> Iterator[Line]:
     """Yield the shortest times that the machine's bandwidth and rate allow."""
-    here, sizes = Machine(read_task(run).bandwidth, read_task(run).flops), WeightSizes.of(model)
+    task, sizes = read_task(run), WeightSizes.of(model)
+    here = Machine(task.bandwidth, task.flops)
     element = run.torch_dtype.itemsize
-    method, length = run.choice().method, read_task(run).length
+    method, length = run.choice().method, task.length
     if not method.attends_subset:
         yield make_line("tpot_floor_ms", "ms", decode_ms(here, sizes, held, batch, element))
-    if read_task(run).baseline != "static_compiled":
+    if task.baseline != "static_compiled":
         quota = None if method.attends_subset or method.needs_extra_reads else run.budget.rows(length, length)
         yield make_line("ttft_floor_ms", "ms", prefill_ms(here, model, length, batch, run.block_size, quota))
 
@@ -95,10 +101,15 @@ def warm_up(own: CacheUnderTest, ids: Tensor, count: int) -> None:
     own.answer(count, WARMED)
 
 
-def measure_memory(own: CacheUnderTest, model: torch.nn.Module, device: str) -> dict[str, int | None]:
-    """Return the bytes after the prompt was read: held, and allocated on the GPU with and without the weights."""
+def measure_memory(own: CacheUnderTest, model: torch.nn.Module, device: str) -> dict[str, int]:
+    """Return the bytes after the prompt was read: held, and on a GPU allocated with and without the weights."""
     held, total, here = own.bytes(), WeightSizes.of(model).total, timing.allocated(device)
-    found: dict[str, int | None] = {"resident_bytes": held.rows, "metadata_bytes": held.metadata}
-    found["state_bytes"] = held.state
-    found |= {"headroom_bytes": held.headroom, "weights_bytes": total, "allocated_bytes": here}
-    return found | {"allocated_over_weights_bytes": None if here is None else here - total}
+    found = {"resident_bytes": held.rows, "metadata_bytes": held.metadata, "state_bytes": held.state}
+    found |= {"headroom_bytes": held.headroom, "weights_bytes": total}
+    return found if here is None else found | {"allocated_bytes": here, "allocated_over_weights_bytes": here - total}
+
+
+def measure_peak(name: str, device: str) -> dict[str, int]:
+    """Return the peak of the bytes on a GPU under this name, {} on the CPU."""
+    peak = timing.peak(device)
+    return {} if peak is None else {name: peak}

@@ -54,11 +54,10 @@ def measure_once(run: RunSpec, results: Path) -> tuple[Path, list[Line]]:
 
 def measure_run(run: RunSpec) -> list[Line]:
     """Measure a run and return all of its lines."""
-    kind = {"latency": measure_latency, "throughput": measure_throughput, "scoring": measure_scoring}[
-        read_task(run).measure
-    ]
-    lines = list(kind(run))
-    if read_task(run).baseline == "static_compiled":
+    kinds = {"latency": measure_latency, "throughput": measure_throughput, "scoring": measure_scoring}
+    task = read_task(run)
+    lines = list(kinds[task.measure](run))
+    if task.baseline == "static_compiled":
         torch.compiler.reset()  # its graphs hold memory
     timing.clear(run.device)
     return lines
@@ -76,9 +75,8 @@ def append_failure(run: RunSpec, results: Path, error: Exception) -> None:
     """Keep a failure, so that the run is not tried again before the sources change."""
     run = simplify_run(run)
     note = f"{type(error).__name__}: {error}"[:300]
-    save_lines(
-        run, find_file(run, results), [{"quantity": read_task(run).measure, "status": "failed", "note": note}], 0.0
-    )
+    line = {"quantity": read_task(run).measure, "status": "failed", "note": note}
+    save_lines(run, find_file(run, results), [line], 0.0)
 
 
 def find_file(run: RunSpec, results: Path) -> Path:
@@ -114,9 +112,10 @@ def summarize_lines(path: Path, lines: list[Line]) -> str:
 
 def simplify_run(run: RunSpec) -> RunSpec:
     """Drop the settings that do not matter to a measurement: transformers' caches have no method and no budget."""
-    if read_task(run).baseline == "none":
+    task = read_task(run)
+    if task.baseline == "none":
         return run
-    if read_task(run).baseline == "static_compiled" and run.device == "cpu":
+    if task.baseline == "static_compiled" and run.device == "cpu":
         raise SettingError("task.baseline=static_compiled: needs a GPU")
     return run.baseline()
 

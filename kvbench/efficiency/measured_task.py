@@ -1,32 +1,10 @@
-"""The settings of task=efficiency, as the measurements read them."""
-
-from typing import Protocol, cast
+"""The task of a run that measures: tasks/efficiency.py, whose settings conf/task/efficiency.yaml describes."""
 
 from kvbench.runs.spec import RunSpec
+from kvbench.tasks.efficiency import Efficiency
 
 
-class MeasuredTask(Protocol):
-    """The task of a run that measures (tasks/efficiency.py). conf/task/efficiency.yaml describes the settings."""
-
-    measure: str
-    baseline: str
-    length: int
-    batch: int
-    repeats: int
-    answers: int
-    warmup: int
-    rows: int | None
-    fill: str
-    most_batch: int | None
-    implementation: str | None
-    bandwidth: float
-    flops: float
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Numbers of answer tokens after which the end-to-end time is taken, ascending."""
-
-
-def read_task(run: RunSpec) -> MeasuredTask:
+def read_task(run: RunSpec) -> Efficiency:
     """Return the task of a run that measures."""
-    return cast(MeasuredTask, run.task)
+    assert isinstance(run.task, Efficiency)  # `RunSpec.measures`
+    return run.task

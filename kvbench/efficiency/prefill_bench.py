@@ -35,6 +35,7 @@ from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import PromptEncoder
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.checkpoint import Checkpoint, find_model
+from kvbench.models.transformers_port import text_config
 from kvbench.runs.runner import describe_machine
 from kvbench.runs.spec import UNCUT
 from kvbench.validation import SettingError, name_file_in_errors, require_choice, require_int
@@ -80,6 +81,12 @@ class PrefillCost:
     own: tuple[float, ...] = ()
     full: tuple[float, ...] = ()
     reason: str = ""
+
+    @property
+    def milliseconds(self) -> tuple[float, float]:
+        """The medians of its own times and of the full cache's."""
+        own, full = (1000 * float(np.median(seconds)) for seconds in (self.own, self.full))
+        return own, full
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
@@ -167,7 +174,7 @@ def format_costs(costs: Sequence[PrefillCost]) -> str:
         numbers = [""] * 4
         if not cost.reason:
             low, middle, high = cost.quartiles
-            times = [f"{1000 * float(np.median(own)):.0f}" for own in (cost.own, cost.full)]
+            times = [f"{own:.0f}" for own in cost.milliseconds]
             numbers = [*times, f"{middle:.2f}", f"{low:.2f}-{high:.2f}"]
         lines.append((str(cost.setup), *numbers, "" if cost.limit is None else f"{cost.limit:.1f}", cost.verdict))
     first, *others, last = zip(*lines, strict=True)
@@ -188,8 +195,7 @@ def save_costs(costs: Sequence[PrefillCost], path: Path, about: Mapping[str, Any
             numbers: list[float | bool | None] = [None] * 7
             if not cost.reason:
                 low, middle, high = cost.quartiles
-                times = [1000 * float(np.median(own)) for own in (cost.own, cost.full)]
-                numbers = [*times, middle, low, high, cost.limit, cost.over]
+                numbers = [*cost.milliseconds, middle, low, high, cost.limit, cost.over]
             writer.writerow([setup.method, setup.allocator, setup.codec, *numbers, cost.reason, *about.values()])
 
 
@@ -227,7 +233,7 @@ def run_prefill_bench(options: Namespace, command: str) -> None:
     if options.tokens > checkpoint.longest():
         raise SettingError(f"--tokens={options.tokens}: the model takes {checkpoint.longest()}")
     model, own_words = checkpoint.weights(torch.float32, "cpu"), make_prompt_encoder(checkpoint.tokenizer())
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    vocabulary = text_config(model).vocab_size
     ids = torch.randint(vocabulary, (1, options.tokens), generator=torch.Generator().manual_seed(0))
     costs = measure_costs(
         model, ids, budget, options.rounds, list_setups(options.methods, options.cross), own, own_words

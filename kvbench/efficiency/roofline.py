@@ -19,7 +19,7 @@ import yaml
 
 from kvbench.config.catalogue import CONF
 from kvbench.models.configuration import Layout
-from kvbench.models.transformers_port import read_layout
+from kvbench.models.transformers_port import embedding_tables, read_layout, text_config
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class WeightSizes:
     def of(cls, model: torch.nn.Module) -> "WeightSizes":
         """Read the sizes of a model."""
         sizes = {id(own): own.nbytes for own in model.parameters()}
-        table, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        table, output = embedding_tables(model)
         total = sum(sizes.values())
         read = total if table is output else total - table.nbytes
         return cls(total, read, (read - output.nbytes) // table.element_size())
@@ -69,11 +69,11 @@ def prefill_ms(
 ) -> float:
     """Return the milliseconds to read a prompt in blocks, cut to `quota` rows after each. None: one block, no cut."""
     shape, weights = read_layout(model), WeightSizes.of(model)
-    config = model.config.get_text_config(decoder=True)
+    config = text_config(model)
     pair = 4 * config.num_attention_heads * shape.dim * batch
     window = getattr(config, "sliding_window", None) or tokens
     full = shape.layers - len(shape.sliding)
-    element = model.get_input_embeddings().weight.element_size()
+    element = embedding_tables(model)[0].element_size()
     total, seen = 0.0, 0
     while seen < tokens:
         new = min(block or tokens, tokens - seen)

@@ -51,8 +51,8 @@ def measure_scoring(run: RunSpec) -> Iterator[Line]:
         return
     if needs is not None:
         yield make_line("scoring_floor_ms", "ms", Machine(task.bandwidth, task.flops).ms(*needs))
-    yield make_line("scoring_scratch_bytes", "bytes", timing.scratch(made.call, device))
-    kernels = timing.launches(made.call, device)
+    yield make_line("scoring_scratch_bytes", "bytes", timing.scratch(made.call))
+    kernels = timing.launches(made.call)
     yield make_line("scoring_launches", "kernels", sum(count for count, _ in kernels.values()))
     for name, (count, us) in sorted(kernels.items(), key=lambda item: -item[1][1]):
         yield make_line("kernel_us", "us", us, name[:120]) | {"count": count}

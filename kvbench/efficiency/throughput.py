@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kvbench.efficiency.caches import WARMED, CacheUnderTest, draw_prompt, load_model, make_cache_under_test
+from kvbench.efficiency.caches import WARMED, CacheUnderTest, draw_prompt, load_model, make_replicable_cache
 from kvbench.efficiency.measured_task import read_task
 from kvbench.engine import timing
 from kvbench.engine.timing import fits, spread
@@ -18,7 +18,7 @@ CPU_BATCH = 8  # largest batch that is tried on a CPU, where memory would run ou
 def measure_throughput(run: RunSpec) -> Iterator[Line]:
     """Yield the lines of a run: the largest batch that fits, and the tokens that it decodes in a second."""
     task, device, model = read_task(run), run.device, load_model(run)
-    own, ids = make_cache_under_test(model, run), draw_prompt(run, model, 1)
+    own, ids = make_replicable_cache(model, run), draw_prompt(run, model, 1)
     copied = task.fill == "replicated"
 
     def answer(batch: int, most: int | None = None) -> list[float] | None:
@@ -49,8 +49,8 @@ def measure_throughput(run: RunSpec) -> Iterator[Line]:
     yield make_line("tpot_ms", "ms", spread(warm), own.path)
     yield make_line("decode_tokens_s", "tokens/s", spread([1000 * largest / step for step in warm]))
     yield make_line("resident_bytes", "bytes", own.bytes().rows)
-    if device != "cpu":
-        yield make_line("peak_decode_bytes", "bytes", timing.peak(device))
+    if (peak := timing.peak(device)) is not None:
+        yield make_line("peak_decode_bytes", "bytes", peak)
 
 
 def guess_batch(own: CacheUnderTest, device: str) -> int:

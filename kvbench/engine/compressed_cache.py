@@ -10,7 +10,7 @@ from torch import Tensor
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import choose_cache
 from kvbench.cache.storage import Bytes
-from kvbench.config.catalogue import build, load_settings
+from kvbench.config.catalogue import build, list_choices, load_settings
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.allocator import Allocator
@@ -20,7 +20,8 @@ from kvbench.interfaces.method import Method
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.configuration import find_max_tokens
 from kvbench.models.loading import find_stop_tokens
-from kvbench.validation import SettingError, format_value, require_int
+from kvbench.models.transformers_port import text_config
+from kvbench.validation import SettingError, format_value, require_choice, require_int
 
 REPLACEABLE = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 
@@ -41,7 +42,9 @@ def make_part(group: str, kind: type, given: Any, args: Mapping[str, Any] | None
         if args:
             raise SettingError(f"{group}_args: {group} is an object, which has its settings already")
         return given
-    if not isinstance(given, str | None):
+    if given is None:
+        require_choice(group, given, list_choices(group))  # refuses it and lists the names
+    if not isinstance(given, str):
         raise SettingError(f"{group}={format_value(given)}: a name of conf/{group} or a {kind.__name__} object")
     return build(group, load_settings(group, given, args))
 
@@ -52,7 +55,7 @@ def check_attention(model: torch.nn.Module) -> None:
     Raises:
         SettingError: The text model has an attention implementation that is not one of transformers' own.
     """
-    own = model.config.get_text_config(decoder=True)._attn_implementation
+    own = text_config(model)._attn_implementation
     if own is not None and own not in REPLACEABLE:
         raise SettingError(
             f"model: has the attention implementation {own}, which kvbench would replace; "
@@ -72,7 +75,7 @@ def check_length(model: torch.nn.Module, name: str, tokens: int) -> None:
         SettingError: The model takes fewer tokens.
     """
     longest = find_max_tokens(model.config)
-    positions = model.config.get_text_config(decoder=True).max_position_embeddings
+    positions = text_config(model).max_position_embeddings
     if tokens > longest >= positions:  # the engine refuses what a model of sliding layers alone cannot read
         raise SettingError(f"{name}: {tokens} tokens with those read before, and the model takes {longest}")
 
@@ -123,14 +126,14 @@ def prefill(
             implementation of its own. The message names the setting and the allowed values.
         ContractError: A method, an allocator or a codec broke its interface.
     """
-    ids = "a LongTensor of shape (batch, tokens) with prompts of one length"
+    expected = "a LongTensor of shape (batch, tokens) with prompts of one length"
     if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
-        raise SettingError(f"input_ids: {ids}, got {getattr(input_ids, 'dtype', type(input_ids).__name__)}")
+        raise SettingError(f"input_ids: {expected}, got {getattr(input_ids, 'dtype', type(input_ids).__name__)}")
     if input_ids.dim() != 2 or 0 in input_ids.shape:
-        raise SettingError(f"input_ids: {ids}, got {tuple(input_ids.shape)}")
+        raise SettingError(f"input_ids: {expected}, got {tuple(input_ids.shape)}")
     if not isinstance(method_args or {}, Mapping):
         raise SettingError("method_args: a dict of settings of the method")
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    vocabulary = text_config(model).vocab_size
     if not 0 <= int(input_ids.min()) <= int(input_ids.max()) < vocabulary:
         raise SettingError(f"input_ids: token ids from 0 to {vocabulary - 1}")
     require_int("seed", seed, 0)
@@ -183,7 +186,7 @@ class CompressedCache:
     @property
     def logits(self) -> Tensor:
         """(batch, vocab) of the last token read."""
-        return torch.cat([context.logits for context in self.contexts])
+        return torch.cat([context.last_logits for context in self.contexts])
 
     def places(self, layer: int, head: int, sample: int = 0) -> Tensor:
         """1-D LongTensor, ascending: original positions of the rows held."""
@@ -261,10 +264,10 @@ class CompressedCache:
         check_length(model, f"max_new_tokens={max_new_tokens}", self.contexts[0].seen + max_new_tokens)
         stop = find_stop_tokens(model) if stop is None else stop
         sampling = Sampling(temperature, top_p)
-        answers = []
+        answers: list[Tensor] = []
         for context in self.contexts:
             steps = context.generate(max_new_tokens, sampling, stop, read_last=True)
-            tokens = torch.stack(list(steps), dim=1).to(context.logits.device)
+            tokens = torch.stack(list(steps), dim=1).to(context.last_logits.device)
             answers.extend(trim(row, stop) for row in tokens)
         longest = max(map(len, answers))
         return torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in answers])

@@ -6,7 +6,7 @@ across cuts if every interval between two cuts runs the same operations (`kvbenc
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from kvbench.engine.context import ROOM, PromptContext
 from kvbench.engine.decode_path import DecodePath
 from kvbench.engine.fixed_quota_rows import FixedQuotaRows, is_at_quota, is_shift_invariant
 from kvbench.engine.graph_decoding import GraphDecoder, GrowingRows, StepRows
-from kvbench.engine.sampling import Sampling
+from kvbench.engine.sampling import TokenChooser
 from kvbench.engine.timing import now
 from kvbench.models.transformers_port import kvbench_attention
 
@@ -32,12 +32,12 @@ class GenerationContext(PromptContext):
     def generate(
         self,
         max_new_tokens: int,
-        sampling: Sampling,
+        sampling: TokenChooser,
         stop: frozenset[int],
         read_last: bool = False,
         seeds: tuple[int, ...] | None = None,
         min_new_tokens: int = 0,
-    ) -> Iterator[Tensor]:
+    ) -> Generator[Tensor, None, None]:
         """Yield tokens, (B,) each on the CPU, until every sample has a token of `stop` or `max_new_tokens` tokens.
 
         Args:
@@ -98,7 +98,9 @@ class GenerationContext(PromptContext):
                 layer.reserve(find_first_cut(self, tokens - 1) or tokens - 1)
 
 
-def open_path(context: GenerationContext, token: Tensor, left: int, sampling: Sampling, draws: Tensor) -> DecodePath:
+def open_path(
+    context: GenerationContext, token: Tensor, left: int, sampling: TokenChooser, draws: Tensor
+) -> DecodePath:
     """Choose the path that reads the next tokens.
 
     Args:
@@ -154,7 +156,9 @@ def find_constant_quota(context: GenerationContext, left: int) -> int | None:
 class ModulePath:
     """Reads one token through the model's modules. It is over after one token, because a graph may be possible then."""
 
-    def __init__(self, context: GenerationContext, token: Tensor, left: int, sampling: Sampling, draws: Tensor) -> None:
+    def __init__(
+        self, context: GenerationContext, token: Tensor, left: int, sampling: TokenChooser, draws: Tensor
+    ) -> None:
         self.context, self.token, self.left = context, token, left
         self.sampling, self.draws = sampling, draws
         self.began = context.stamps[-1]
@@ -182,7 +186,7 @@ class GraphPath:
         make_rows: Callable[..., StepRows],
         token: Tensor,
         left: int,
-        sampling: Sampling,
+        sampling: TokenChooser,
         draws: Tensor,
     ) -> None:
         """Capture the graph.

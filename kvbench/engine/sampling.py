@@ -1,11 +1,22 @@
 """Choose the next token of an answer."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvbench.validation import check_sampling
+
+
+class TokenChooser(Protocol):
+    """Chooses the tokens of an answer. `Sampling` does, and so does whatever reads an answer that is given."""
+
+    def draws(self, seeds: tuple[int, ...], tokens: int, after: int = 0) -> Tensor:
+        """Return a number for each of `tokens` tokens, (B, tokens), of which `after` tokens were chosen before."""
+
+    def pick(self, logits: Tensor, draws: Tensor) -> Tensor:
+        """Choose a token per sample, (B,), from logits (B, vocab) and one of its numbers, (B,)."""
 
 
 @dataclass(frozen=True)

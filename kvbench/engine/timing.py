@@ -121,11 +121,9 @@ def clear(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def scratch(work: Callable[[], Any], device: str) -> int | None:
-    """Return the peak of the bytes that a call needs for itself, without its result, or None on the CPU."""
-    if device == "cpu":
-        return None
-    clear(device)
+def scratch(work: Callable[[], Any]) -> int:
+    """Return the peak of the bytes that a call needs for itself on a GPU, without its result."""
+    clear("cuda")
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -154,10 +152,8 @@ def fits(work: Callable[[], Any], device: str) -> tuple[bool, Any]:
     return False, None
 
 
-def launches(work: Callable[[], Any], device: str) -> dict[str, tuple[int, float]] | None:
-    """Return the kernels that a call runs on a GPU: name -> count and total microseconds. None on the CPU."""
-    if device == "cpu":
-        return None
+def launches(work: Callable[[], Any]) -> dict[str, tuple[int, float]]:
+    """Return the kernels that a call runs on a GPU: name -> count and total microseconds."""
     from torch.profiler import ProfilerActivity, profile
 
     work()

@@ -23,7 +23,7 @@ alone.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
@@ -41,19 +41,40 @@ from kvbench.config.catalogue import load_settings
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
-from kvbench.interfaces.task import Sample
-from kvbench.models.chat_template import TODAY, make_prompt_encoder
+from kvbench.interfaces.task import Graded, Sample, Tokenizer
+from kvbench.models.chat_template import TODAY
 from kvbench.models.checkpoint import Checkpoint, find_model
 from kvbench.models.configuration import find_max_tokens
 from kvbench.models.transformers_port import read_layout
 from kvbench.runs.checks import DTYPES
 from kvbench.runs.prompt import Prompt, encode_parts
 from kvbench.runs.resources import Resources
-from kvbench.runs.responder import Responder, derive_seed
+from kvbench.runs.responder import Responder, SharedPrefix
 from kvbench.runs.spec import RunSpec
 from kvbench.validation import SettingError, require_choice, require_int
 
 SUPPORTED_SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_p")
+
+
+class LmEvalTask:
+    """The task of the model's run. It has no samples and scores nothing, because lm-eval does both."""
+
+    length: int | None = None
+
+    def check(self) -> None:
+        """Do nothing: there are no settings."""
+
+    def fingerprint(self) -> str:
+        """Return a constant, because there is no data."""
+        return "lm-eval"
+
+    def samples(self, tokenizer: Tokenizer, template_tokens: int, longest: int) -> Iterable[Sample]:
+        """Return no samples."""
+        return ()
+
+    def score(self, sample: Sample, output: str) -> Graded:
+        """Raise NotImplementedError: lm-eval scores."""
+        raise NotImplementedError("lm-eval scores")
 
 
 class KVBenchLM(TemplateLM):
@@ -128,8 +149,8 @@ class KVBenchLM(TemplateLM):
             device = next(model.parameters()).device.type
         self.run = RunSpec(
             checkpoint=checkpoint, groups=groups, budget=Budget(1.0 if method == "full" else budget, budget_of),
-            block_size=block_size, question=question, seed=seed, sampling=Sampling(), task=None, task_settings={},
-            device=device, dtype=dtype, max_batch=1,
+            block_size=block_size, question=question, seed=seed, sampling=Sampling(), task=LmEvalTask(),
+            task_settings={}, device=device, dtype=dtype, max_batch=1,
         )  # fmt: skip
         self.choice = self.run.choice()  # refuses what does not go together before weights are loaded
         config = checkpoint.config() if isinstance(model, str) else model.config
@@ -221,7 +242,7 @@ class KVBenchLM(TemplateLM):
                 self.records.append({"uid": _uid(request), **_held_bytes(last[1])})
             held = last[1]
             with held.branch():
-                before = held.logits[:, None]
+                before = held.last_logits[:, None]
                 more = (*prompt.rest, *target[:-1])
                 logits = torch.cat([before, held.extend(self._make_tensor(more))], dim=1) if more else before
                 found.append(_score_tokens(logits[0, -len(target) :], self._make_tensor(target)[0]))
@@ -252,7 +273,7 @@ class KVBenchLM(TemplateLM):
                 worth += _score_tokens(logits[0, -len(own) :], self._make_tensor(own)[0])[0]
             place += logits.shape[1]
 
-        self._make_context(_hash(ids)).prefill(self._make_tensor(ids), each)
+        self._make_context(tuple(ids)).prefill(self._make_tensor(ids), each)
         return worth
 
     def _divide(self, request: Instance, text: str) -> Prompt:
@@ -301,15 +322,12 @@ class KVBenchLM(TemplateLM):
         return Prompt(context, rest) if context else Prompt(rest[:1], rest[1:])
 
     def _prefill(self, prompt: Prompt) -> GenerationContext:
-        context = self._make_context(_hash(prompt.context), prompt.prefix)
+        context = self._make_context(prompt.context, prompt.prefix)
         context.prefill(self._make_tensor(prompt.context))
         return context
 
-    def _make_context(self, group: str, prefix: int = 0) -> GenerationContext:
-        run, own = self.run, make_prompt_encoder(self.tokenizer)
-        return GenerationContext(
-            self.model, self.choice, run.budget, run.block_size, (derive_seed(run.seed, group),), prefix, own
-        )
+    def _make_context(self, ids: tuple[int, ...], prefix: int = 0) -> GenerationContext:
+        return self.reader.make_context(SharedPrefix((ids,), (_hash(ids),), prefix))
 
     def _needs_special_tokens(self, text: str) -> bool:
         return not (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))

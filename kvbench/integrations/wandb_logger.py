@@ -59,10 +59,10 @@ class WandbLogger:
             raise SettingError(f"logger.seconds={own['seconds']}: a number of seconds over 0")
         if not isinstance(own["dir"], str | None):
             raise SettingError(f"logger.dir={own['dir']}: a folder that can be written, or null")
-        own["dir"] = str(Path(own["dir"] or results).expanduser().absolute())
+        folder = Path(own["dir"] or results).expanduser().absolute()
         if settings["dir"] is not None:
-            require_writable("logger.dir", Path(own["dir"]))
-        return cls(Path(results).absolute(), own | {"tags": list(own["tags"])})
+            require_writable("logger.dir", folder)
+        return cls(Path(results).absolute(), own | {"dir": str(folder), "tags": list(own["tags"])})
 
     @property
     def where(self) -> str:

@@ -130,6 +130,13 @@ def text_config(model: torch.nn.Module) -> Any:
     return cast(PreTrainedModel, model).config.get_text_config(decoder=True)
 
 
+def embedding_tables(model: torch.nn.Module) -> tuple[Tensor, Tensor]:
+    """Return the weights of the embedding and of the output layer, (vocab, hidden) each; they may be one tensor."""
+    decoder = cast(PreTrainedModel, model)
+    inputs, outputs = decoder.get_input_embeddings(), decoder.get_output_embeddings()
+    return inputs.get_parameter("weight"), outputs.get_parameter("weight")
+
+
 def read_layout(model: torch.nn.Module) -> Layout:
     """Return the layout of a model.
 
@@ -306,3 +313,9 @@ def make_plain_cache(model: torch.nn.Module, rows: int | None = None) -> Cache:
     """Return transformers' own cache to compare with: one that grows, or a static one for `rows` tokens."""
     config = text_config(model)
     return DynamicCache(config=config) if rows is None else StaticCache(config=config, max_cache_len=rows)
+
+
+def list_plain_rows(cache: Cache) -> list[tuple[Tensor, Tensor]]:
+    """Return the keys and values of each layer of a cache that `make_plain_cache` made and that has read a prompt."""
+    layers: list[Any] = list(cache.layers)
+    return [(layer.keys, layer.values) for layer in layers]

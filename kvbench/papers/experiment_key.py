@@ -132,8 +132,9 @@ def read_defaults() -> dict[str, Any]:
     """What conf/config.yaml says where nothing else is said."""
     found = compose()
     plain = OmegaConf.to_container(found.config)
+    assert isinstance(plain, dict)  # of a DictConfig
     chosen = {group: found.choices[group] for group in CONFIG_GROUPS}
-    return chosen | {name: own for name, own in plain.items() if not isinstance(own, dict | list)}
+    return chosen | {str(name): own for name, own in plain.items() if not isinstance(own, dict | list)}
 
 
 def to_json(value: object) -> str:

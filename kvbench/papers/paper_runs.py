@@ -93,8 +93,8 @@ def find_methods(own: object) -> Iterator[Mapping[str, Any]]:
     """
     if isinstance(own, Mapping):
         run = own.get("run")
-        runs = "label" in own and isinstance(run, Mapping) and "method" in run and "method.path" not in run
-        if runs and all(is_of_cache(name) or name == "budget" for name in run):
+        names = run.keys() if "label" in own and isinstance(run, Mapping) else ()
+        if "method" in names and "method.path" not in names and all(is_of_cache(k) or k == "budget" for k in names):
             yield own
         own = list(own.values())
     if isinstance(own, list):

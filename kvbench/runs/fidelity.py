@@ -35,7 +35,7 @@ ROUNDING = 1e-6  # rounding error of a sum of float32 probabilities
 
 @dataclass(frozen=True)
 class ForcedTokens:
-    """Replaces `Sampling` in `Context.generate`: picks given tokens, and keeps the logits of each step.
+    """A `TokenChooser` that picks given tokens and keeps the logits of each step.
 
     Attributes:
         ids: The tokens, shape (B, n).
@@ -71,18 +71,18 @@ def predict(context: GenerationContext, answers: Sequence[Sequence[int]]) -> Ten
     Returns:
         Log-probabilities of the next token in front of each token of the answers, float32, shape (B, longest, vocab).
     """
-    device = context.logits.device
+    device = context.last_logits.device
     ids = pad_sequence([torch.tensor(own, dtype=torch.int64) for own in answers], batch_first=True).to(device)
     method = context.choice.method
     with context.branch():
         if ids.shape[1] == 1:
-            logits = context.logits[:, None]
+            logits = context.last_logits[:, None]
         elif method.decoding or method.attends_subset:
-            logits = context.logits.new_empty(*ids.shape, context.logits.shape[1])
+            logits = context.last_logits.new_empty(*ids.shape, context.last_logits.shape[1])
             for _ in context.generate(ids.shape[1], ForcedTokens(ids, logits), frozenset()):
                 pass
         else:
-            first = context.logits[:, None]
+            first = context.last_logits[:, None]
             logits = torch.cat([first, context.extend(ids[:, :-1])], dim=1)
     return logits.float().log_softmax(-1)
 

@@ -27,9 +27,10 @@ from kvbench.engine.rehearsal import rehearse
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.method import Method
+from kvbench.interfaces.observation import PromptEncoder
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.models.checkpoint import Checkpoint
-from kvbench.models.transformers_port import read_layout
+from kvbench.models.transformers_port import read_layout, text_config
 from kvbench.validation import ContractError, SettingError
 
 TOKENS = 96  # tokens of a prompt
@@ -68,12 +69,12 @@ class MethodUnderTest:
         return self.checkpoint.weights(torch.float64, "cpu")
 
     @cached_property
-    def words(self) -> Any:
+    def words(self) -> PromptEncoder:
         return make_prompt_encoder(self.checkpoint.tokenizer())
 
     def prompt(self, seed: int = 0, tokens: int | None = None) -> Tensor:
         """Draw different token ids, shape (1, tokens). Equal ones would give keys that only rounding can rank."""
-        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        vocabulary = text_config(self.model).vocab_size
         generator = torch.Generator().manual_seed(seed)
         return (torch.randperm(vocabulary - 3, generator=generator)[: tokens or TOKENS] + 3)[None]
 
@@ -82,7 +83,9 @@ class MethodUnderTest:
         built = choose_cache(self.method, build_named("allocator", allocator), build_named("codec", "raw"))
         return CachePolicy(built.method, built.allocator, built.codec, exact=True)
 
-    def context(self, budget: float | int, block: int | None = None, batch: int = 1, allocator: str = "uniform"):
+    def context(
+        self, budget: float | int, block: int | None = None, batch: int = 1, allocator: str = "uniform"
+    ) -> GenerationContext:
         return GenerationContext(
             self.model, self.choice(allocator), Budget(budget), block, (0,) * batch, 0, self.words, compile=False
         )
@@ -126,7 +129,7 @@ def check_full_budget(subject: MethodUnderTest) -> str:
     for block in (None,) if subject.method.one_block else BLOCKS:
         context = subject.read(1.0, block)
         with context.branch():
-            found = torch.cat([context.logits, context.extend(more)[0]])
+            found = torch.cat([context.last_logits, context.extend(more)[0]])
         most = max(most, (found - own[TOKENS - 1 :]).abs().max().item())
         if most > CLOSE:
             raise CheckFailed(f"block_size={block or 'null'}: logits differ by {most:.2g} from the model's own")
@@ -183,7 +186,7 @@ def collect_outcome(context: GenerationContext) -> dict[str, Tensor]:
              for layer in context.own_layers for name in COMPARED}  # fmt: skip
     with context.branch():
         found["answer"] = torch.stack(list(context.generate(4, Sampling(), frozenset())))
-    return found | {"logits": context.logits}
+    return found | {"logits": context.last_logits}
 
 
 def find_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
@@ -208,9 +211,9 @@ def check_blocks(subject: MethodUnderTest) -> str:
     """Check that blocks give what one block gives, as long as nothing is evicted."""
     if subject.method.one_block:
         raise NotApplicable("it needs the prompt as one block")
-    one = subject.read(TOKENS).logits
+    one = subject.read(TOKENS).last_logits
     for block in BLOCKS[1:]:
-        most = (subject.read(TOKENS, block).logits - one).abs().max().item()
+        most = (subject.read(TOKENS, block).last_logits - one).abs().max().item()
         if most > CLOSE:
             raise CheckFailed(f"block_size={block}: logits differ by {most:.2g} from those of one block")
     return "logits are those of one block"

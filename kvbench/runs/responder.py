@@ -193,13 +193,10 @@ class Responder:
 
     def make_context(self, opening: SharedPrefix) -> GenerationContext:
         """Make the context into which a shared prefix is read."""
-        seeds, own = (
-            tuple(derive_seed(self.run.seed, group) for group in opening.groups),
-            make_prompt_encoder(self.tokenizer),
-        )
-        run = self.run
+        run, words = self.run, make_prompt_encoder(self.tokenizer)
+        seeds = tuple(derive_seed(run.seed, group) for group in opening.groups)
         return GenerationContext(
-            self.model, self.choice, run.budget, run.block_size, seeds, opening.prefix, own, run.compile, opening.room
+            self.model, self.choice, run.budget, run.block_size, seeds, opening.prefix, words, run.compile, opening.room
         )
 
     def keep_context(
@@ -263,7 +260,7 @@ class Responder:
             "prefill_ms": spent,
             "shared_prefill": self.shared,  # runs that the prompt was read for at once
             "ttft_ms": spent + 1000 * context.stamps[0],
-            "peak_bytes": max(self.peak, peak(self.run.device)) if gpu else cached,
+            "peak_bytes": max(self.peak, peak(self.run.device) or 0) if gpu else cached,
             "peak_of": "cuda" if gpu else "cache",
             "error": None,
         }
@@ -340,8 +337,9 @@ class Responder:
         """Return the first tokens of the right answer as they follow the prompt; none if nothing is compared."""
         if prompt.unknown:
             return []
-        owner = f"task={self.run.task_settings.get('name')}"
-        text = ask(owner, "reference", lambda: self.task.reference(sample), f" of {sample.uid}")
+        owner, task = f"task={self.run.task_settings.get('name')}", self.task
+        assert hasattr(task, "reference")  # runs.checks refuses fidelity=true without it
+        text = ask(owner, "reference", lambda: task.reference(sample), f" of {sample.uid}")
         before = sample.answer_prefix or (split_template(self.tokenizer)[1] if sample.chat else "") or sample.question
         tail = before[-TAIL:]  # some tokenizers begin a text with a token that never follows another
         text = tail + ("" if tail[-1:].isspace() else " ") + text

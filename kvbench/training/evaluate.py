@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import yaml
 
+from kvbench.atomic import replace_file
 from kvbench.config.catalogue import CONF, build
 from kvbench.interfaces.task import Sample
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.tasks.ledger.task import LedgerTask
 from kvbench.tasks.ruler.task import SUBTASKS, Ruler
-from kvbench.training.train import write_whole
 from kvbench.validation import SettingError
 
 SEED = 20_000
@@ -61,7 +61,8 @@ def draw_samples(asked: SampleRequest) -> list[Sample]:
     subtask, length, samples, folder, cache = asked
     model = Checkpoint("", folder)
     longest = length if subtask != LEDGER else model.longest()
-    return list(make_task(subtask, length, samples, cache).samples(model.tokenizer(), 1, longest))
+    task = make_task(subtask, length, samples, cache)
+    return list(task.samples(model.tokenizer(), 1, longest))  # type: ignore[union-attr]  # not the InitVar `samples`
 
 
 @torch.inference_mode()
@@ -95,8 +96,9 @@ def evaluate(given: Namespace, held: dict[str, Any]) -> int:
         0, or 1 if `--seconds` were over before the last one.
     """
     until, folder = time.monotonic() + given.seconds, str(given.model)
-    model = Checkpoint("", folder)
-    tokenizer, model = model.tokenizer(), model.weights(torch.float32, "cuda" if torch.cuda.is_available() else "cpu")
+    checkpoint = Checkpoint("", folder)
+    tokenizer = checkpoint.tokenizer()
+    model = checkpoint.weights(torch.float32, "cuda" if torch.cuda.is_available() else "cpu")
     asked = [(LEDGER, given.steps)] if given.steps else []
     asked += [(subtask, length) for length in given.lengths for subtask in SUBTASKS]
     made = {score_key(score) for score in held["scores"] if score["samples"] == given.samples}
@@ -118,7 +120,8 @@ def evaluate(given: Namespace, held: dict[str, Any]) -> int:
             score = {"task": subtask, "steps" if subtask == LEDGER else "length": length, "samples": len(marks)}
             score |= {"score": round(sum(marks) / len(marks), 1)}
             held["scores"] = [*(one for one in held["scores"] if score_key(one) != (subtask, length)), score]
-            write_whole(given.out, lambda part: part.write_text(json.dumps(held, indent=1) + "\n"))
+            with replace_file(given.out) as draft:
+                draft.write_text(json.dumps(held, indent=1) + "\n")
             print(*score.values(), flush=True)
     for length in given.lengths:
         scores = [one["score"] for one in held["scores"] if one.get("length") == length]

@@ -1,7 +1,7 @@
 """Compute Q-Filters' directions from a model's queries."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from kvbench.validation import SettingError
 class QueryRecorder(Method):
     """The full cache, which keeps the queries at the positions `places` (n,) in every layer's state."""
 
-    places: Tensor
+    places: Tensor = field(kw_only=True)
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         state.layer["queries"] = observation.queries[0, :, self.places].float().cpu()
@@ -47,7 +47,7 @@ def collect_queries(model: torch.nn.Module, sequences: Sequence[Tensor], count: 
     found = []
     for ids in sequences:
         places = torch.randperm(len(ids), generator=generator)[: -(-count // len(sequences))].sort().values
-        choice = CachePolicy(QueryRecorder("recorder", places), Allocator("uniform"), codec)
+        choice = CachePolicy(QueryRecorder("recorder", places=places), Allocator("uniform"), codec)
         context = GenerationContext(model, choice, Budget(1.0), None, (seed,))
         context.prefill(ids[None].to(next(model.parameters()).device))
         found.append([None if layer is None else layer.state.layer["queries"] for layer in context.layers])

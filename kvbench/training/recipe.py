@@ -104,7 +104,7 @@ class Recipe:
                 value = None
             if isinstance(value, bool) or not isinstance(value, KINDS[type(before)]):
                 raise SettingError(f"{setting}: a value like {json.dumps(before)}")
-            if name == "stages":
+            if isinstance(value, list):  # the stages
                 value = [tuple(one) if isinstance(one, list) else one for one in value]
             own[name] = type(before)(value)
         made = replace(self, **own)

@@ -16,10 +16,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask for a GPU does not touch it: workers are forked later
@@ -91,12 +92,6 @@ def learning_rate(own: Recipe, done: float) -> float:
     return own.rate * min(1.0, done / own.warmup, max(0.0, 1 - done) / (1 - own.steady))
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file beside its place and rename it, so that a reader never sees half of it."""
-    with replace_file(path) as draft:
-        write(draft)
-
-
 def save_model(model: Llama, folder: Path) -> None:
     """Write the weights and configs that transformers loads."""
     shards: list[dict[str, Tensor]] = [{}]
@@ -104,19 +99,21 @@ def save_model(model: Llama, folder: Path) -> None:
         if sum(map(count_bytes, shards[-1].values())) + count_bytes(weight) > SHARD:
             shards.append({})
         shards[-1][name] = weight
-    names, texts = ["model.safetensors"], {}
+    names = ["model.safetensors"]
+    texts: dict[str, dict[str, Any]] = {}
     if len(shards) > 1:
         names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
         where = {weight: name for name, shard in zip(names, shards, strict=True) for weight in shard}
         total = sum(count_bytes(weight) for shard in shards for weight in shard.values())
         texts = {"model.safetensors.index": {"metadata": {"total_size": total}, "weight_map": where}}
     for name, shard in zip(names, shards, strict=True):
-        write_whole(folder / name, lambda part, shard=shard: save_file(shard, part, metadata={"format": "pt"}))
+        with replace_file(folder / name) as draft:
+            save_file(shard, draft, metadata={"format": "pt"})
     special = {"bos_token_id": tokenizer.BOS, "eos_token_id": tokenizer.EOS, "pad_token_id": tokenizer.PAD}
     texts |= {"config": model.recipe.config(), "generation_config": special | {"do_sample": False}}
     for name, value in texts.items():
-        text = json.dumps(value, indent=2) + "\n"
-        write_whole(folder / f"{name}.json", lambda part, text=text: part.write_text(text))
+        with replace_file(folder / f"{name}.json") as draft:
+            draft.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def count_bytes(weight: Tensor) -> int:
@@ -161,7 +158,8 @@ class Training:
     def save(self) -> None:
         save_model(self.model, self.out)
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "counts": self.counts()}
-        write_whole(self.out / STATE, lambda part: torch.save(state, part))
+        with replace_file(self.out / STATE) as draft:
+            torch.save(state, draft)
 
     def losses(self, made: training_data.Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the cross-entropy (rows, length), its weights, and the mean of the look-ahead's loss."""

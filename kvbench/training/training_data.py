@@ -95,7 +95,8 @@ def split_runs(pieces: list[Piece]) -> Iterator[list[Piece]]:
 
 def compute_shares(recipe: Recipe) -> dict[str, tuple[float, float]]:
     """Return the share of every kind of sample, and the tokens of a unit; SettingError for an invalid `mix`."""
-    found, own = {}, ((TURNS, recipe.turns), (LEDGER, recipe.ledgers), (NEEDLE, recipe.needles))
+    found: dict[str, tuple[float, float]] = {}
+    own = ((TURNS, recipe.turns), (LEDGER, recipe.ledgers), (NEEDLE, recipe.needles))
     for kinds, part in ((RULER, 1 - sum(part for _, part in own)), *own):
         whole = sum(share for share, _ in kinds.values())
         found |= {name: (recipe.mix.get(name, part * share / whole), tokens) for name, (share, tokens) in kinds.items()}
@@ -150,6 +151,7 @@ class SampleMaker:
             for piece in run:
                 text += piece.text
                 ends.append(len(text))
+            assert self.tokenizer is not None  # only `tokenizer_texts` has none, and it encodes nothing
             encoded = self.tokenizer.encode(text, add_special_tokens=False)
             tokens, borders = encoded.ids, np.searchsorted([start for start, _ in encoded.offsets], ends)
             for piece, (first, last) in zip(run, pairwise([0, *borders]), strict=True):
@@ -189,10 +191,10 @@ class SampleMaker:
         blank = replace(family, haystack="noise")  # renders a question without a haystack
         most = min(7, length // 128) // (1 if family.value == "numbers" else 2)
         for _ in range(rng.randint(0, min(most, 2 * len(facts) - 2))):
-            keys = rng.sample(list(facts), min(len(facts), rng.choice([1, 1, 1, 2, 4])))
-            nothing = {"units": 0, "order": [], "places": [], "asked": range(len(keys))}
-            again = blank.render(nothing | {"keys": keys, "values": [facts[k] for k in keys]}, self.texts)
-            pieces += self._asked(again, ", ".join(value for key in keys for value in facts[key]))
+            asked = rng.sample(list(facts), min(len(facts), rng.choice([1, 1, 1, 2, 4])))
+            nothing = {"units": 0, "order": [], "places": [], "asked": range(len(asked))}
+            again = blank.render(nothing | {"keys": asked, "values": [facts[key] for key in asked]}, self.texts)
+            pieces += self._asked(again, ", ".join(value for key in asked for value in facts[key]))
         return pieces
 
     def _confuse(self, draws: dict) -> None:
@@ -329,8 +331,9 @@ class SampleMaker:
     def _articles(self, units: int, turns: int) -> dict:
         """Return documents of several articles, and questions about them."""
         self._renew()
-        chosen, documents = self.rng.sample(self.texts.articles, len(self.texts.articles)), []
-        asked: list = []
+        chosen = self.rng.sample(self.texts.articles, len(self.texts.articles))
+        documents: list[str] = []
+        asked: list[tuple[str, str]] = []
         while len(documents) < units and chosen:
             own, questions = chosen.pop()
             documents += own

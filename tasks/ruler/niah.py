@@ -7,15 +7,29 @@ lines that all hold the same noise sentence, or lines that hold other needles.
 import random
 import uuid
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from kvbench.tasks.ruler.family import Family
 from kvbench.tasks.ruler.templates import RenderedPrompt, load_wordings
 from kvbench.tasks.ruler.texts import RulerTexts
 
 DEPTHS = tuple(round(100 * i / 39) for i in range(40))  # in per cent of the essay's sentences
+
+
+class NeedleTexts(Protocol):
+    """The texts that keys and an essay are drawn from: `RulerTexts`, or those of a training."""
+
+    @property
+    def nouns(self) -> Sequence[str]: ...
+
+    @property
+    def adjectives(self) -> Sequence[str]: ...
+
+    def essay(self, units: int) -> tuple[tuple[str, ...], list[int]]:
+        """Return `units` words of an essay, and the number of words up to the end of each sentence."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +53,7 @@ class NiahFamily(Family):
     asked: int = 1
     new_tokens: ClassVar[int] = 128
 
-    def draw(self, units: int, rng: random.Random, texts: RulerTexts, length: int, **fixed: int) -> dict[str, Any]:
+    def draw(self, units: int, rng: random.Random, texts: NeedleTexts, length: int, **fixed: int) -> dict[str, Any]:
         keys: list[str] = []
         while len(keys) < self.keys:
             key = _draw(self.key, rng, texts)
@@ -60,13 +74,13 @@ class NiahFamily(Family):
             draws["others"] = [self._other(keys, rng, texts) for _ in range(units)]
         return draws
 
-    def _other(self, keys: list[str], rng: random.Random, texts: RulerTexts) -> list[str]:
+    def _other(self, keys: list[str], rng: random.Random, texts: NeedleTexts) -> list[str]:
         key = _draw(self.key, rng, texts)
         while key in keys:
             key = _draw(self.key, rng, texts)
         return [key, _draw(self.value, rng, texts)]
 
-    def render(self, draws: dict[str, Any], texts: RulerTexts) -> RenderedPrompt:
+    def render(self, draws: dict[str, Any], texts: NeedleTexts) -> RenderedPrompt:
         needles = [self._needle(k, v) for k, values in zip(draws["keys"], draws["values"], strict=True) for v in values]
         needles = [needles[i] for i in draws["order"]]
         context = self._essay(needles, draws, texts) if self.haystack == "essay" else self._lines(needles, draws)
@@ -80,7 +94,7 @@ class NiahFamily(Family):
     def _needle(self, key: str, value: str) -> str:
         return load_wordings().needle.format(type_needle_v=self.value, key=key, value=value)
 
-    def _essay(self, needles: list[str], draws: dict[str, Any], texts: RulerTexts) -> str:
+    def _essay(self, needles: list[str], draws: dict[str, Any], texts: NeedleTexts) -> str:
         """Put needles between sentences. As in upstream, a needle at an end leaves an empty piece and thus a blank."""
         words, ends = texts.essay(draws["units"])
         sentences = bisect_left(ends, len(words)) + 1  # the last one may be cut
@@ -124,7 +138,7 @@ NIAH = (
 )
 
 
-def _draw(kind: str, rng: random.Random, texts: RulerTexts) -> str:
+def _draw(kind: str, rng: random.Random, texts: NeedleTexts) -> str:
     if kind == "numbers":
         return str(rng.randint(10**6, 10**7 - 1))
     if kind == "words":

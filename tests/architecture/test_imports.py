@@ -36,7 +36,8 @@ RULES = {  # the only modules of kvbench that these know
     "kvbench.methods": ("kvbench.interfaces", "kvbench.kernels", "kvbench.validation"),
     "kvbench.tasks": ("kvbench.interfaces.task", "kvbench.validation", "kvbench.atomic", "kvbench.tasks"),
 }
-BY_NAME = ("kvbench.training", "kvbench.cli")  # these may import a method or a task; all others build them from conf/
+# These may import a method or a task by its name; all others build them from conf/.
+BY_NAME = ("kvbench.efficiency", "kvbench.training", "kvbench.cli")
 WITH_TRANSFORMERS = ("kvbench.models", "kvbench.training")
 WITHOUT_TORCH = (
     *("kvbench.validation", "kvbench.atomic", "kvbench.config", "kvbench.store", "kvbench.analysis", "kvbench.papers"),
