@@ -66,7 +66,11 @@ def print_settings(options: Namespace) -> None:
     from kvbench.sweeps.plan import resolve_rows
 
     found = compose(resolve_rows(options.overrides))
-    parts = {"job": found.config, "hydra": {"hydra": found.hydra}, "all": {"hydra": found.hydra} | dict(found.config)}
+    parts: dict[str, Any] = {
+        "job": found.config,
+        "hydra": {"hydra": found.hydra},
+        "all": {"hydra": found.hydra} | dict(found.config),
+    }
     shown = OmegaConf.create(parts[options.cfg])
     if options.package is not None and (shown := OmegaConf.select(shown, options.package)) is None:
         raise SettingError(f"--package={options.package}: no such part of the settings")
@@ -79,7 +83,7 @@ def run_single(overrides: Sequence[str]) -> int:
     from kvbench.sweeps.plan import make_run, resolve_rows
 
     composition = compose(resolve_rows(overrides))
-    launcher = composition.choices["hydra/launcher"]
+    launcher = composition.launcher
     if launcher == "slurm":
         raise SettingError("hydra/launcher=slurm: needs -m, which makes each cell a job; or hydra/launcher=local")
     run, log = make_run(composition.config)
@@ -106,11 +110,12 @@ def run_sweep(overrides: Sequence[str]) -> int:
             else:
                 run_here(sweep)
     except KeyboardInterrupt as stop:
-        stop.args, sweep = (sweep.progress_note,), None
+        stop.args = (sweep.progress_note,)
         raise
-    finally:
-        if sweep is not None:
-            sweep.print_end()
+    except BaseException:
+        sweep.print_end()
+        raise
+    sweep.print_end()
     return sweep.exit_code
 
 
@@ -187,9 +192,7 @@ def run_job(folder: Path, number: int, overrides: Sequence[str], more: Sequence[
     run_sweep_cell(folder / str(number), own, "slurm", groups)
 
 
-def execute_cell(
-    run: Any, config: Mapping[str, Any], log: Any, launcher: str, groups: Sequence[Sequence[Any]] = ()
-) -> None:
+def execute_cell(run: Any, config: Any, log: Any, launcher: str, groups: Sequence[Sequence[Any]] = ()) -> None:
     """Make the records of a run and of the full cache on the same samples, where they are not in the store yet, and
     print the table of both.
 

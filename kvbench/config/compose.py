@@ -46,6 +46,11 @@ class Composition:
     hydra: DictConfig
     """Hydra's own settings: `launcher`, `sweep.dir`."""
 
+    @property
+    def launcher(self) -> str:
+        """How cells are launched: basic, local or slurm."""
+        return str(self.choices["hydra/launcher"])
+
 
 def compose(overrides: Sequence[str] = ()) -> Composition:
     """Compose the settings that `overrides` ask for.

@@ -39,7 +39,6 @@ from tqdm import tqdm
 from kvbench.cache.guard import check_shape
 from kvbench.config.catalogue import load_settings
 from kvbench.engine.generation import GenerationContext
-from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.task import Graded, Sample, Tokenizer
 from kvbench.models.chat_template import TODAY
@@ -149,7 +148,7 @@ class KVBenchLM(TemplateLM):
             device = next(model.parameters()).device.type
         self.run = RunSpec(
             checkpoint=checkpoint, groups=groups, budget=Budget(1.0 if method == "full" else budget, budget_of),
-            block_size=block_size, question=question, seed=seed, sampling=Sampling(), task=LmEvalTask(),
+            block_size=block_size, question=question, seed=seed, temperature=0.0, top_p=1.0, task=LmEvalTask(),
             task_settings={}, device=device, dtype=dtype, max_batch=1,
         )  # fmt: skip
         self.choice = self.run.choice()  # refuses what does not go together before weights are loaded
@@ -223,8 +222,8 @@ class KVBenchLM(TemplateLM):
                 until=tuple(end for end in own["until"] if end),
             )  # fmt: skip
             sampled = own["do_sample"] and own.get("temperature", 0.0) > 0
-            sampling = Sampling(own["temperature"], own.get("top_p", 1.0)) if sampled else Sampling()
-            self.reader.run = replace(self.run, sampling=sampling)
+            chance = {"temperature": own["temperature"], "top_p": own.get("top_p", 1.0)} if sampled else {}
+            self.reader.run = replace(self.run, **chance)
             found = self.reader.measure(sample, prompt)
             self.records.append({"uid": sample.uid, **found})
             outputs.append(found["output"])

@@ -20,8 +20,10 @@ from kvbench.validation import SettingError, check_sampling, format_value, requi
 
 CACHE = ("method", "allocator", "codec")
 # enough to make the same run again; `workers` is left out: how many processes share a run changes nothing
-KEPT = (*CACHE, "task", "model", "budget", "budget_of", "block_size", "question", "seed", "limit", "temperature")
-KEPT += ("top_p", "device", "dtype", "max_batch", "fidelity", "sweep")
+KEPT = (
+    *("method", "allocator", "codec", "task", "model", "budget", "budget_of", "block_size", "question", "seed"),
+    *("limit", "temperature", "top_p", "device", "dtype", "max_batch", "fidelity", "sweep"),
+)
 DTYPES = ("float32", "bfloat16", "float16")
 
 

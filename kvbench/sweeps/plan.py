@@ -129,7 +129,7 @@ class Sweep:
         """
         expanded = expand_sweep(overrides)
         shared = compose(expanded[0])  # all cells have the same folders and launcher
-        config, launcher = shared.config, shared.choices["hydra/launcher"]
+        config, launcher = shared.config, shared.launcher
         check_results(config.results)
         results, folder = Path(config.results), Path(shared.hydra.sweep.dir)
         require_writable("results", results)
@@ -158,7 +158,7 @@ class Sweep:
     @property
     def launcher(self) -> str:
         """How its cells are launched: basic, local or slurm."""
-        return self.composition.choices["hydra/launcher"]
+        return self.composition.launcher
 
     @property
     def counted(self) -> bool:
@@ -214,7 +214,7 @@ class Sweep:
 def label_cells(cells: Sequence[Sequence[str]]) -> list[str]:
     """Of each cell the overrides that tell it from the others."""
     values: dict[str, set[str | None]] = {}
-    settings = [dict(text.split("=", 1) if "=" in text else (text, "") for text in own) for own in cells]
+    settings = [{name: value for name, _, value in (text.partition("=") for text in own)} for own in cells]
     names = dict.fromkeys(name for own in settings for name in own)
     for name in names:
         uncut = name.split(".")[0] in CUT_SETTINGS  # the full cache has none of these
@@ -299,8 +299,9 @@ def sharing_groups(
     if not left:
         return []
     cells = list(cells)
-    readings = {name: own for names, shared, _ in cells for name, own in zip(names, shared, strict=False)}
-    found: dict[str, dict[str, Any]] = {readings[own.hash]: {} for own in left if readings.get(own.hash)}
+    pairs = [pair for names, shared, _ in cells for pair in zip(names, shared, strict=False)]
+    readings = {name: own for name, own in pairs if own is not None}
+    found: dict[str, dict[str, Any]] = {readings[own.hash]: {} for own in left if own.hash in readings}
     for names, _, make in cells:
         here = {name: found[readings[name]] for name in names if readings.get(name) in found}
         if new := [name for name, some in here.items() if name not in some]:

@@ -52,8 +52,10 @@ def launch_jobs(settings: DictConfig, jobs: Sequence[CellJob]) -> None:
         submitit.core.utils.UncompletedJobError: Jobs were killed or cancelled; the others ended.
         Exception: A job raised it.
     """
-    own: dict[str, Any] = OmegaConf.to_container(settings, resolve=True)
-    own = {name: value for name, value in own.items() if value is not None and name != "_target_"}
+    plain = OmegaConf.to_container(settings, resolve=True)
+    assert isinstance(plain, dict)  # of a DictConfig
+    own: dict[str, Any] = {str(name): value for name, value in plain.items() if value is not None}
+    own.pop("_target_", None)
     requeued = own.pop("max_num_timeout", 0)
     logs = jobs[0].folder / ".submitit" / "%j"
     executor = submitit.AutoExecutor(logs, cluster="slurm", slurm_max_num_timeout=requeued)

@@ -214,7 +214,7 @@ def estimate_left(
     found: list[float | None] = []
     begun: set[str] = set()
     for value, readings, state in cells:
-        own = set(readings[:1]) - {None}
+        own = {name for name in readings[:1] if name is not None}
         if state.name in ("done", "failed", "refused"):
             found.append(0.0)
             continue
