@@ -131,6 +131,16 @@ class ClosingTable:
         plain = [replace(column, top="") if column.top == "score" else column for column in (*PAIRED, COUNT)]
         return [ANSWERS, *(plain if self.paired else (replace(FULL, top=""), ALONE[1], COUNT))]
 
+    def describe_average(self) -> str:
+        """Return the first average in one line: the score, its difference from the full cache, and the samples."""
+        row = next(row for row in self.rows if row.kind == "average")
+        if row.interval is None:
+            return NOT_AVAILABLE
+        own = row.interval
+        score = f"score {format_number(own.mean_method)}"
+        change = f"{format_number(own.difference, sign='+')} {_format_bounds(row, own, '+')}, " if self.paired else ""
+        return f"{score}, {change}n = {own.samples}"
+
     def to_text(self, width: int = 100) -> str:
         """Return plain aligned text without terminal codes. Columns that do not fit `width` go into a further block."""
         lines = wrap_texts((f"{key}: {value}" for key, value in self.heading.items()), width)

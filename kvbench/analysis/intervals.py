@@ -134,7 +134,7 @@ class Mean:
     groups: int
 
 
-def mean(subtasks: Sequence[Values], weights: Sequence[float] | None = None) -> Mean:
+def mean(subtasks: Sequence[Values], weights: Sequence[float] | None = None, tail: float = TAIL) -> Mean:
     """Compute the weighted mean over subtasks and its interval, as this module's docstring defines them.
 
     The result does not depend on the order of samples, not even in the last bit.
@@ -142,6 +142,7 @@ def mean(subtasks: Sequence[Values], weights: Sequence[float] | None = None) -> 
     Args:
         subtasks: The samples of each subtask.
         weights: A positive weight for each subtask. None weighs all subtasks the same.
+        tail: Quantile of the interval's ends. 0.975 is a two-sided 95 % interval; simultaneous comparisons take more.
 
     Raises:
         ValueError: There are no subtasks, or the weights do not fit.
@@ -159,17 +160,18 @@ def mean(subtasks: Sequence[Values], weights: Sequence[float] | None = None) -> 
         error = math.sqrt(math.fsum(pull**2 for pull in pulls))
         partial = any(part.partial for part in parts) and all(math.isfinite(part.most) for part in parts)
         if _needs_exact_bounds(parts) and not partial:
-            low, high = -_exact_upper_bound(parts, shares, leverage, -1), _exact_upper_bound(parts, shares, leverage, 1)
+            low = -_exact_upper_bound(parts, shares, leverage, -1, tail)
+            high = _exact_upper_bound(parts, shares, leverage, 1, tail)
         else:
             shared = sum(len(part.pull) for part in parts) > len(leverage)
             reach = (
-                stdtrit(fewest - 1 if shared else _degrees_of_freedom(parts, shares), TAIL) * error if error else 0.0
+                stdtrit(fewest - 1 if shared else _degrees_of_freedom(parts, shares), tail) * error if error else 0.0
             )
             low, high = value - reach, value + reach
             if partial:
-                names = sorted(leverage)
-                low = min(low, value - _gaffke_reach(parts, shares, dict(zip(names, pulls, strict=True)), -1))
-                high = max(high, value + _gaffke_reach(parts, shares, dict(zip(names, pulls, strict=True)), 1))
+                pulled = dict(zip(sorted(leverage), pulls, strict=True))
+                low = min(low, value - _gaffke_reach(parts, shares, pulled, -1, tail))
+                high = max(high, value + _gaffke_reach(parts, shares, pulled, 1, tail))
         low = max(min(low, value), weighted_mean(shares, [own.least for own in subtasks]))
         high = min(max(high, value), weighted_mean(shares, [own.most for own in subtasks]))
         if not (math.isfinite(low) and math.isfinite(high)):
@@ -257,7 +259,7 @@ def _needs_exact_bounds(parts: Sequence[_Spread]) -> bool:
 
 
 def _exact_upper_bound(
-    parts: Sequence[_Spread], shares: Sequence[float], leverage: Mapping[str, float], sign: int
+    parts: Sequence[_Spread], shares: Sequence[float], leverage: Mapping[str, float], sign: int, tail: float
 ) -> float:
     """Return the exact upper bound of the mean, or of its negative if `sign` is -1."""
     commons = [sign * part.common for part in parts]
@@ -267,18 +269,20 @@ def _exact_upper_bound(
     weight = len(leverage) * max(leverage.values())
 
     def moved(names: set[str]) -> float:
-        return min(weight * _clopper_pearson_bound(len(names), len(leverage)), 1.0)
+        return min(weight * _clopper_pearson_bound(len(names), len(leverage), tail), 1.0)
 
     high = weighted_mean(shares, commons) + moved(above) * max(max(common, 0) - common for common in commons)
     return high + moved(gained) * max(most - max(common, 0) for most, common in zip(mosts, commons, strict=True))
 
 
-def _clopper_pearson_bound(count: int, trials: int) -> float:
-    """Return the upper 97.5 % Clopper–Pearson bound of a share, of which `count` in `trials` were observed."""
-    return 1.0 if count >= trials else float(betaincinv(count + 1, trials - count, TAIL))
+def _clopper_pearson_bound(count: int, trials: int, tail: float) -> float:
+    """Return the upper Clopper–Pearson bound of a share, of which `count` in `trials` were observed."""
+    return 1.0 if count >= trials else float(betaincinv(count + 1, trials - count, tail))
 
 
-def _gaffke_reach(parts: Sequence[_Spread], shares: Sequence[float], pulls: Mapping[str, float], sign: int) -> float:
+def _gaffke_reach(
+    parts: Sequence[_Spread], shares: Sequence[float], pulls: Mapping[str, float], sign: int, tail: float
+) -> float:
     """Return the distance from the mean up to Gaffke's bound, or down to it if `sign` is -1.
 
     `pulls` maps each group to Σ_h w_h u_hg, its contribution to the error.
@@ -293,12 +297,12 @@ def _gaffke_reach(parts: Sequence[_Spread], shares: Sequence[float], pulls: Mapp
     most = float((room / sizes).max())
     if most <= 0:
         return 0.0
-    reach = max(most * _clopper_pearson_bound(0, len(pulls)), min(2 * math.sqrt((own**2).sum()), most / 2))
+    reach = max(most * _clopper_pearson_bound(0, len(pulls), tail), min(2 * math.sqrt((own**2).sum()), most / 2))
     last, moved = None, math.nan
     for _ in range(STEPS):  # secant method on the logarithm of the chance; a step beyond `most` goes halfway instead
         unseen = int((room - reach * sizes).argmax())
         chance, slopes = _chance_above_zero(np.append(own - reach * sizes, room[unseen] - reach * sizes[unseen]))
-        level = math.log(chance / (1 - TAIL))
+        level = math.log(chance / (1 - tail))
         slope = -float(slopes @ np.append(sizes, sizes[unseen])) if last is None else (level - last) / moved
         moved = -level / slope if slope < 0 else math.inf
         moved = moved if reach + moved < most else (most - reach) / 2

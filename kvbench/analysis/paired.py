@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.analysis.intervals import BOUND, TOLERANCE, Values, mean, normalize_weights, weighted_mean
+from kvbench.analysis.intervals import BOUND, TAIL, TOLERANCE, Values, mean, normalize_weights, weighted_mean
 from kvbench.validation import SettingError
 
 Pair = tuple[dict[str, Any], dict[str, Any]]  # records of one sample, with the full cache and with the method
@@ -101,12 +101,15 @@ def compare_scores(full: Sequence[float], method: Sequence[float], groups: Seque
     return compare_subtasks([PairedScores(full, method, groups)])
 
 
-def compare_subtasks(subtasks: Sequence[PairedScores], weights: Sequence[float] | None = None) -> PairedDifference:
+def compare_subtasks(
+    subtasks: Sequence[PairedScores], weights: Sequence[float] | None = None, tail: float = TAIL
+) -> PairedDifference:
     """Compare the scores of several subtasks.
 
     Args:
         subtasks: The scores of each subtask.
         weights: A positive weight for each subtask. None weighs all subtasks the same.
+        tail: Quantile of the interval's ends (`kvbench.analysis.intervals.mean`).
 
     Returns:
         Weighted means and their difference with its interval.
@@ -115,7 +118,7 @@ def compare_subtasks(subtasks: Sequence[PairedScores], weights: Sequence[float] 
         ValueError: There are no subtasks, or the weights do not fit.
     """
     changes = [scores.differences for scores in subtasks]
-    found = mean(changes, weights)
+    found = mean(changes, weights, tail)
     shares = normalize_weights(weights, len(subtasks))
     return PairedDifference(
         mean_full=weighted_mean(shares, [math.fsum(scores.full) / len(scores.full) for scores in subtasks]),

@@ -1,8 +1,11 @@
 """The commands of `kvbench <command>`, one module each. `GROUPS` says where the help lists them."""
 
 GROUPS = {
-    "Run": ("run", "sweep-status", "model", "data"),
-    "Read results": ("report", "dashboard", "figures", "curves", "grid", "export", "explain", "wandb-sync"),
+    "Run": ("run", "plan", "sweep-status", "model", "data"),
+    "Read results": (
+        *("results", "show", "compare", "report", "dashboard", "figures", "curves", "grid", "export", "explain"),
+        "wandb-sync",
+    ),
     "Check results": ("audit", "grade"),
     "Compare with papers": ("papers", "table"),
     "Measure cost": ("efficiency",),

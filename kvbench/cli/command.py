@@ -2,6 +2,7 @@
 
 import os
 import select
+import shutil
 import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -91,6 +92,13 @@ def run_command(work: Callable[[], int | None]) -> int:
             raise  # another pipe broke
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail when Python ends
         return READER_GONE
+
+
+def find_width() -> int:
+    """Return how many characters a line of a table may have: those of the terminal, at least 80; 120 where there is
+    none.
+    """
+    return max(shutil.get_terminal_size(fallback=(120, 24)).columns, 80)
 
 
 def require_extra(extra: str, *modules: str) -> None:

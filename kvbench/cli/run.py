@@ -4,7 +4,6 @@ python run.py method=dropkv budget=0.05 task=ruler
 """
 
 import os
-import shutil
 import sys
 import textwrap
 from argparse import Namespace
@@ -13,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvbench.cli.command import CommandParser
+from kvbench.cli.command import CommandParser, find_width
 from kvbench.cli.run_help import format_run_help
 from kvbench.validation import ContractError, SettingError, describe_write_error, name_file_in_errors
 
@@ -32,19 +31,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     from kvbench.config import catalogue, compose
 
-    try:
+    with catalogue.translate_errors():
         if options.config_dir is not None:
             compose.add_folder(Path(options.config_dir))
         if options.cfg is not None:
             print_settings(options)
             return 0
-        return run_sweep(options.overrides) if options.multirun else run_single(options.overrides)
-    except (SettingError, ContractError):
-        raise
-    except Exception as error:
-        if (line := catalogue.error_message(error)) is None:
-            raise
-        return print_refusal(line)
+        if options.multirun:
+            return run_sweep(options.overrides, options.verbose)
+        return run_single(options.overrides)
 
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
@@ -52,6 +47,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     parser.add_argument("overrides", nargs="*", metavar="setting=value")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-v", "--verbose", action="store_true")
     parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
     parser.add_argument("-p", "--package")
     parser.add_argument("-cd", "--config-dir")
@@ -95,12 +91,17 @@ def run_single(overrides: Sequence[str]) -> int:
     return 0
 
 
-def run_sweep(overrides: Sequence[str]) -> int:
-    """Run the cells of a sweep and print their tables; return the exit code."""
+def run_sweep(overrides: Sequence[str], verbose: bool = False) -> int:
+    """Run the cells of a sweep and print their scores; return the exit code.
+
+    Args:
+        overrides: What stands on the command line.
+        verbose: Print the table of every cell too.
+    """
     from kvbench.sweeps.plan import Sweep
 
     sweep = Sweep.plan(overrides)
-    sweep.announce()
+    sweep.announce(find_width())
     if sweep.finished:
         return sweep.exit_code
     try:
@@ -108,19 +109,19 @@ def run_sweep(overrides: Sequence[str]) -> int:
             if sweep.launcher == "slurm":
                 launch_on_slurm(sweep)
             else:
-                run_here(sweep)
+                run_here(sweep, verbose)
     except KeyboardInterrupt as stop:
         stop.args = (sweep.progress_note,)
         raise
     except BaseException:
-        sweep.print_end()
+        sweep.print_end(find_width())
         raise
-    sweep.print_end()
+    sweep.print_end(find_width())
     return sweep.exit_code
 
 
-def run_here(sweep: Any) -> None:
-    """Run the cells of a sweep one after the other in this process."""
+def run_here(sweep: Any, verbose: bool) -> None:
+    """Run the cells of a sweep one after the other in this process, and print a line or a table for each."""
     from kvbench.sweeps.plan import sharing_groups
 
     cells = [(own.cell.names, own.cell.readings, lambda own=own: own.run) for own in sweep.cells if own.run]
@@ -128,10 +129,13 @@ def run_here(sweep: Any) -> None:
         groups = (
             sharing_groups(cells, [own.run.baseline(), own.run], sweep.results) if own.run and sweep.counted else []
         )
-        run_sweep_cell(sweep.folder / str(number), own, sweep.launcher, groups)
+        heading = None if verbose else f"[{number + 1} of {len(sweep.cells)}] {own.cell.label}"
+        run_sweep_cell(sweep.folder / str(number), own, sweep.launcher, groups, heading)
 
 
-def run_sweep_cell(folder: Path, own: Any, launcher: str, groups: Sequence[Sequence[Any]]) -> None:
+def run_sweep_cell(
+    folder: Path, own: Any, launcher: str, groups: Sequence[Sequence[Any]], heading: str | None = None
+) -> None:
     """Run a cell of a sweep. If it is refused or fails, its folder says why, and the sweep continues.
 
     Args:
@@ -139,6 +143,7 @@ def run_sweep_cell(folder: Path, own: Any, launcher: str, groups: Sequence[Seque
         own: A `kvbench.sweeps.plan.PlannedCell`.
         launcher: How the sweep is launched.
         groups: Runs of the sweep that read prompts together with this cell's.
+        heading: Begins the one line about the cell; None prints its table.
     """
     write_reason(folder, "failed", None)
     write_reason(folder, "refused", None)
@@ -147,7 +152,7 @@ def run_sweep_cell(folder: Path, own: Any, launcher: str, groups: Sequence[Seque
         if own.run is None:
             raise SettingError(own.cell.refused)
         own.run.check()  # the plan takes the records' word for a run that is done
-        execute_cell(own.run, own.composition.config, own.log, launcher, groups)
+        execute_cell(own.run, own.composition.config, own.log, launcher, groups, heading)
     except (SettingError, ContractError) as error:
         print_refusal(f"{' '.join(own.cell.overrides)}: {error}")
         reason["failed" if isinstance(error, ContractError) else "refused"] = str(error)
@@ -192,9 +197,16 @@ def run_job(folder: Path, number: int, overrides: Sequence[str], more: Sequence[
     run_sweep_cell(folder / str(number), own, "slurm", groups)
 
 
-def execute_cell(run: Any, config: Any, log: Any, launcher: str, groups: Sequence[Sequence[Any]] = ()) -> None:
+def execute_cell(
+    run: Any,
+    config: Any,
+    log: Any,
+    launcher: str,
+    groups: Sequence[Sequence[Any]] = (),
+    heading: str | None = None,
+) -> None:
     """Make the records of a run and of the full cache on the same samples, where they are not in the store yet, and
-    print the table of both.
+    print the table of both, or its first average in one line.
 
     Args:
         run: The `kvbench.runs.spec.RunSpec`.
@@ -202,6 +214,7 @@ def execute_cell(run: Any, config: Any, log: Any, launcher: str, groups: Sequenc
         log: The logger, or None.
         launcher: How the sweep is launched; "local" takes all GPUs unless `workers` says otherwise.
         groups: Runs of the sweep that read prompts together with these.
+        heading: Begins the line; None prints the table.
     """
     from kvbench.efficiency import measure
     from kvbench.runs.resources import Resources
@@ -223,7 +236,7 @@ def execute_cell(run: Any, config: Any, log: Any, launcher: str, groups: Sequenc
         else:
             for group in groups:
                 execute_runs(group, results, bench)
-        print_table(runs, [execute_run(own, results, bench) for own in runs], results)
+        print_table(runs, [execute_run(own, results, bench) for own in runs], results, heading)
         if log is not None:
             log.finished(runs)
     except SettingError:
@@ -234,17 +247,20 @@ def execute_cell(run: Any, config: Any, log: Any, launcher: str, groups: Sequenc
         raise
 
 
-def print_table(runs: Sequence[Any], records: Sequence[Mapping[str, Any]], results: Path) -> None:
-    """Print the closing table of a run, whose full cache's run stands before it, and grade its answers where the task
-    leaves that to math-verify.
+def print_table(
+    runs: Sequence[Any], records: Sequence[Mapping[str, Any]], results: Path, heading: str | None = None
+) -> None:
+    """Print the closing table of a run, whose full cache's run stands before it, or its first average in one line.
+    Answers are graded where the task leaves that to math-verify.
     """
     from kvbench.analysis.closing_table import build_run_table
     from kvbench.integrations import math_verify
     from kvbench.store.run_folder import run_hash
 
-    width = max(shutil.get_terminal_size(fallback=(120, 24)).columns, 80)
+    width = find_width()
     full, *method = records
-    print(build_run_table(runs[-1].value, full, method[0] if method else None).to_text(width))
+    table = build_run_table(runs[-1].value, full, method[0] if method else None)
+    print(table.to_text(width) if heading is None else f"{heading}: {table.describe_average()}", flush=True)
     for own, found in zip(runs, records, strict=True):
         if not any(record["meta"].get("verify") for record in found.values()):
             continue
@@ -253,8 +269,9 @@ def print_table(runs: Sequence[Any], records: Sequence[Mapping[str, Any]], resul
             math_verify.grade(folder)
         except SettingError as error:  # the answers are in the store and can be graded later
             print_refusal(f"{error}, then python -m kvbench grade {results}")
-        for note in math_verify.describe_verdicts(own.groups["method"]["name"], folder):
-            print("\n".join(textwrap.wrap(note, width, subsequent_indent="  ")))
+        if heading is None:
+            for note in math_verify.describe_verdicts(own.groups["method"]["name"], folder):
+                print("\n".join(textwrap.wrap(note, width, subsequent_indent="  ")))
 
 
 def write_reason(folder: Path, name: str, reason: str | None) -> None:

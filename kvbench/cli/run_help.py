@@ -7,6 +7,7 @@ from kvbench.config.paths import CONF, GROUPS
 USAGE = """usage: kvbench run [SETTING=VALUE …]           one run, and the full cache's beside it
        kvbench run -m [SETTING=VALUE,VALUE …]  a sweep over all combinations
        kvbench run --cfg job [SETTING=VALUE …] print the settings and run nothing (--cfg hydra: the launcher's)
+       kvbench run -m --verbose …              print the table of every cell too, not only one line
        kvbench run --config-dir FOLDER …       take files such as FOLDER/method/mine.yaml too
 
 A finished run is not run again, and an interrupted one continues where it stopped. The results go to results/ in the

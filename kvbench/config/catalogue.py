@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.config.compose import compose, folders, list_choices, show_path
 from kvbench.config.paths import CONF
 from kvbench.config.provenance import content_hash
-from kvbench.validation import SettingError, require_choice
+from kvbench.validation import ContractError, SettingError, require_choice
 
 IMPORT_SECONDS = 60  # that the file of a method, an allocator, a codec or a task may take to import
 SHAPES = CONF / "model" / "shapes"
@@ -187,6 +187,19 @@ def limit_seconds(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def translate_errors() -> Iterator[None]:
+    """Raise what Hydra and OmegaConf say of wrong settings as a SettingError of one line."""
+    try:
+        yield
+    except (SettingError, ContractError):
+        raise
+    except Exception as error:
+        if (line := error_message(error)) is None:
+            raise
+        raise SettingError(line) from error
 
 
 def error_message(error: BaseException | None) -> str | None:

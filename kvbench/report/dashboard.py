@@ -23,8 +23,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from kvbench.analysis.run_labels import describe_error, shorten
 from kvbench.config.paths import make_environment
-from kvbench.report.labels import describe_error, shorten
 from kvbench.report.page import FOLDER, content_security_policy, render_html
 from kvbench.report.panels import DATA_ERRORS, gather_found
 from kvbench.report.samples import to_embedded_json

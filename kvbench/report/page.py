@@ -14,8 +14,8 @@ from typing import Any
 
 import vl_convert
 
+from kvbench.analysis.run_labels import describe_error
 from kvbench.report.charts import SCORE, build_charts
-from kvbench.report.labels import describe_error
 from kvbench.report.panels import DATA_ERRORS, TABLES, PageData, gather_results
 from kvbench.report.samples import to_embedded_json, write_file, write_samples
 from kvbench.report.style import FULL

@@ -24,8 +24,7 @@ from kvbench.analysis.closing_table_format import TableRow
 from kvbench.analysis.curves import format_smallest_share
 from kvbench.analysis.intervals import TAIL, Values, mean
 from kvbench.analysis.paired import compare_scores
-from kvbench.analysis.text_table import NOT_AVAILABLE
-from kvbench.report.labels import (
+from kvbench.analysis.run_labels import (
     describe_difference,
     describe_error,
     describe_mean,
@@ -37,6 +36,7 @@ from kvbench.report.labels import (
     rank_budget,
     shorten,
 )
+from kvbench.analysis.text_table import NOT_AVAILABLE
 from kvbench.report.style import DASHES, choose_style
 from kvbench.store.audit import comparison_key
 from kvbench.store.runs import FoundRuns, StoredRun, check_folder, find_baseline, find_finished

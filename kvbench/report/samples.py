@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.analysis.paired import pair_records
+from kvbench.analysis.run_labels import shorten
 from kvbench.atomic import replace_file
-from kvbench.report.labels import shorten
 from kvbench.report.panels import Pairing
 from kvbench.store.run_folder import to_json_value
 from kvbench.validation import escape

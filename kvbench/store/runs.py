@@ -326,6 +326,20 @@ def _parse_value(text: str) -> Any:
         return text
 
 
+def choose_run(runs: Sequence[StoredRun], start: str) -> StoredRun:
+    """Return the run whose hash begins so.
+
+    Raises:
+        SettingError: There is no such run, or there are several.
+    """
+    found = [run for run in runs if run.hash.startswith(start)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise SettingError(f"run={start}: no run has such a hash; kvbench results --format csv lists them")
+    raise SettingError(f"run={start}: begins the hashes of {len(found)} runs: {name_some([run.hash for run in found])}")
+
+
 def find_differences(runs: Iterable[StoredRun], without: Sequence[str]) -> dict[str, list[str]]:
     """Return the settings in which runs differ.
 

@@ -180,17 +180,26 @@ class Sweep:
         """Whether nothing is left to do: every cell is refused, or all its records are there."""
         return self.counted and all(own.name in ("done", "refused") for own in self.states)
 
-    def announce(self) -> None:
+    def describe(self) -> str:
+        """Say what the cells are, how far each of them is, and how long the rest takes."""
+        if not self.counted:
+            return f"{len(self.cells)} cells, which measure cost and keep no records"
+        return status.describe_plan(self.results, [own.cell for own in self.cells])
+
+    def announce(self, width: int) -> None:
         """Say what the cells are and how far, and keep it in the sweep's folder; if all are done, what they found."""
         if not self.counted:
             return
-        cells = [own.cell for own in self.cells]
         if self.finished:
-            lines = describe_results(self.results, cells)
-            print("\n".join([f"{len(cells)} cells: {status.count_states(self.states)}", *lines]), flush=True)
+            count = status.count_states(self.states)
+            print(f"{len(self.cells)} cells: {count}\n{self.describe_results(width)}", end="", flush=True)
         else:
-            print(status.describe_plan(self.results, cells), flush=True)
-            status.write_cells(self.folder, cells)
+            print(self.describe(), flush=True)
+            status.write_cells(self.folder, [own.cell for own in self.cells])
+
+    def describe_results(self, width: int) -> str:
+        """Return the matrix of the cells' scores, and why cells are refused."""
+        return describe_results(self.results, [own.cell for own in self.cells], width)
 
     @property
     def exit_code(self) -> int:
@@ -205,10 +214,11 @@ class Sweep:
         where = f" at {sum(state.name == 'done' for state in states)} of {len(states)}" if states else ""
         return f"{where}; the same command goes on"
 
-    def print_end(self) -> None:
-        """Say how far the cells are now."""
+    def print_end(self, width: int) -> None:
+        """Print the matrix of the cells' scores, and how far the cells are now."""
         if self.counted:
-            status.print_states(self.results, self.folder)
+            print(self.describe_results(width))
+            status.print_states(self.results, self.folder, all_done=False)
 
 
 def label_cells(cells: Sequence[Sequence[str]]) -> list[str]:

@@ -1,35 +1,39 @@
-"""Say in one line for each cell what a finished sweep found."""
+"""Show what the cells of a sweep found, as one matrix."""
 
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.analysis.closing_table import build_run_table
-from kvbench.sweeps.status import SweepCell, read_cell_records
+from kvbench.analysis.score_matrix import build_blocks
+from kvbench.analysis.score_matrix_format import format_text
+from kvbench.store.run_folder import RunFolder
+from kvbench.store.runs import FoundRuns, StoredRun, name_some
+from kvbench.sweeps.status import SweepCell
+from kvbench.validation import escape
 
 
-def describe_results(results: Path, cells: Iterable[SweepCell]) -> list[str]:
-    """The first average of every cell: the score, its paired difference to the full cache in points with the 95 %
-    interval, and the number of samples; the reason where a cell was refused.
+def describe_results(results: Path, cells: Sequence[SweepCell], width: int) -> str:
+    """Return the matrix of the runs of a sweep's cells, and why cells have no numbers.
+
+    Args:
+        results: The folder of results.
+        cells: The cells.
+        width: Characters of a line.
     """
-
-    @cache
-    def read(name: str) -> Mapping[str, dict]:
-        return read_cell_records(results, name)
-
-    lines = [f"  {'':<60}{'score':>7}  difference [95 %]           n"]
+    found = FoundRuns()
+    values = {name: own for cell in cells for name, own in zip(cell.names, (cell.run, cell.baseline), strict=False)}
+    for name, value in values.items():
+        if value is not None and (results / "runs" / name / "run.yaml").is_file():
+            run = StoredRun(name, value, RunFolder(results / "runs", value))
+            found.note_damage(run)
+            if not run.falsely_done and run.records:
+                found.runs.append(run)
+    found.print_damage()
+    asked = {cell.names[0] for cell in cells if cell.names}
+    blocks, refused = build_blocks([run for run in found.runs if run.hash in asked], found.runs)
+    reasons: dict[str, list[str]] = {}
     for cell in cells:
-        if cell.run is None or cell.baseline is None:
-            lines.append(f"  {cell.label:<60}refused: {cell.refused}")
-            continue
-        name, full = cell.names
-        table = build_run_table(cell.run, read(full), read(name) if name != full else None)
-        row = next(row for row in table.rows if row.kind == "average")
-        if row.method is None or row.interval is None:
-            lines.append(f"  {cell.label:<60}{'n/a':>7}")
-            continue
-        own = row.interval
-        ends = "n/a" if own.low is None or own.high is None else f"{own.low:+.1f}, {own.high:+.1f}"
-        difference = f"{own.difference:+.1f} [{ends}]" if name != full else "full cache"
-        lines.append(f"  {cell.label:<60}{own.mean_method:>7.1f}  {difference:<26}{own.samples:>5}")
-    return lines
+        if cell.refused is not None:
+            reasons.setdefault(cell.refused, []).append(cell.label)
+    lines = [f"refused: {name_some(labels)}: {reason}" for reason, labels in reasons.items()]
+    text = format_text(blocks, width) if blocks else ""
+    return text + "".join(f"{escape(line)}\n" for line in [*refused, *lines])

@@ -102,11 +102,6 @@ def read_cell_state(
     return state
 
 
-def read_cell_records(results: Path, name: str) -> dict[str, dict]:
-    """The records of the run of this hash, by uid."""
-    return {record["uid"]: record for record in RunRecords(results / "runs" / name)}
-
-
 def read_total(path: Path) -> int | None:
     """How many samples a run has, as its first writer knew."""
     try:
@@ -263,10 +258,17 @@ def list_timing_keys(value: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
     return (*about, method, str(value["block_size"]), str(value["budget"])), (*about, method), about
 
 
-def print_states(results: Path, folder: Path) -> None:
-    """Print how far the cells of the sweep in `folder` are."""
+def print_states(results: Path, folder: Path, all_done: bool = True) -> None:
+    """Print how far the cells of the sweep in `folder` are.
+
+    Args:
+        results: The folder of results.
+        folder: The sweep's folder.
+        all_done: Print a line for cells that are done too.
+    """
     found = list(read_states(results, folder))
     print(folder)
     for label, state in found:
-        print(f"  {label:<60} {state}")
+        if all_done or str(state) != "done":
+            print(f"  {label:<60} {state}")
     print(count_states([own for _, own in found]))

@@ -16,9 +16,9 @@ import pytest
 from kvbench.analysis.closing_table import SHARED_PREFILL_NOTE
 from kvbench.analysis.intervals import mean
 from kvbench.analysis.paired import PairedDifference, PairedScores, compare_subtasks
+from kvbench.analysis.run_labels import shorten
 from kvbench.cli.report import main
 from kvbench.config.compose import list_choices
-from kvbench.report.labels import shorten
 from kvbench.report.page import MOST, NUMBERS, compact_json, render_html, write_page, write_report
 from kvbench.report.panels import gather_results
 from kvbench.report.samples import LONGEST, QUESTION, escape_invisible, format_strip, to_embedded_json

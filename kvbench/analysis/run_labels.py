@@ -1,4 +1,4 @@
-"""Name runs, settings and methods on the report page."""
+"""Name runs, settings and methods in tables, figures and on the report page."""
 
 import json
 from collections.abc import Mapping, Sequence

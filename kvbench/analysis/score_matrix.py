@@ -1,0 +1,297 @@
+"""Compare many runs in one matrix: a row for each method, a column for each budget, a block for each protocol.
+
+A block holds the runs that can be compared (kvbench.store.audit.comparison_key): the same model, task, data, question,
+sampling, seed and kind of machine. All numbers of a block come from the same samples: those that all its runs and the
+full cache answered. A sweep that is not finished therefore shows what its runs have in common.
+
+Of each run the matrix shows the mean score and its paired difference from the full cache with a 95 % interval
+(kvbench.analysis.paired), the shares of bytes held and rows attended, and the share of answers that ended at the length
+limit. Means over subtasks are those of `kvbench.analysis.budget_series.choose_weights`.
+
+The best of a column is the run with the highest mean score. Chance may have put it there, so a column also marks the
+runs that cannot be told from the best: a set that contains the truly best run with a confidence of 95 %. Run i of k is
+left out of the set only if some run j scores more and the one-sided interval of the paired difference j - i excludes 0
+at the level 1 - 0.05 / (k - 1). If the truly best run is left out, at least one of its k - 1 comparisons was wrong,
+and by Bonferroni's inequality that happens with a chance of at most 5 %. Sources: Gupta 1965, "On Some Multiple
+Decision (Selection and Ranking) Rules"; Hsu 1984, "Constrained Simultaneous Confidence Intervals for Multiple
+Comparisons with the Best".
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvbench.analysis.answer_metrics import find_failure
+from kvbench.analysis.budget_series import SHARES, CurveOptions, choose_weights
+from kvbench.analysis.intervals import TOLERANCE, Mean, mean, normalize_weights
+from kvbench.analysis.paired import PairedDifference, PairedScores, compare_subtasks, pair_records
+from kvbench.analysis.run_labels import describe_protocol, format_budget, group_series, name_panel, rank_budget
+from kvbench.store.audit import comparison_key
+from kvbench.store.runs import StoredRun, find_baseline
+from kvbench.validation import SettingError, require_choice
+
+ERROR = 0.05  # chance that the set of possibly best runs lacks the truly best one
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class MatrixCell:
+    """One run in the matrix.
+
+    Attributes:
+        run: The run.
+        score: Its mean score in points.
+        difference: Its paired difference from the full cache in points; None for the full cache itself.
+        held: Share of the full cache's bytes that it holds, in [0, 1]. None if the records do not say.
+        attended: Share of the full cache's rows that a decoded token attends to, in [0, 1], None likewise.
+        at_limit: Share of the answers that ended at the length limit, in [0, 1].
+        best: Whether no run of the column has a higher score.
+        tied: Whether the run cannot be told from the best of its column. True for the best itself.
+    """
+
+    run: StoredRun
+    score: Mean
+    difference: PairedDifference | None
+    held: float | None
+    attended: float | None
+    at_limit: float
+    best: bool = False
+    tied: bool = False
+
+
+@dataclass(frozen=True)
+class ScoreBlock:
+    """The matrix of one protocol.
+
+    Attributes:
+        model: Name of the model.
+        task: Name of the task.
+        question: "visible" or "hidden".
+        also: Other settings that distinguish the protocol, such as "length 2048".
+        average: Name of the average over subtasks.
+        budgets: The columns, in order.
+        full: The full cache.
+        rows: Label of a method -> budget -> its cell. A budget without a run is missing.
+        samples: Number of samples that the numbers come from.
+        total: Number of samples that any run has.
+        failed: Number of samples that are left out because an answer failed in some run.
+        unfinished: Names of runs that lack records.
+    """
+
+    model: str
+    task: str
+    question: str
+    also: tuple[str, ...]
+    average: str
+    budgets: tuple[str, ...]
+    full: MatrixCell
+    rows: Mapping[str, Mapping[str, MatrixCell]]
+    samples: int
+    total: int
+    failed: int
+    unfinished: tuple[str, ...] = field(default=())
+
+    @property
+    def title(self) -> str:
+        """Model, task and question, with the settings that distinguish the protocol."""
+        return " · ".join([self.model, self.task, *self.also, f"question {self.question}"])
+
+
+def build_blocks(
+    runs: Sequence[StoredRun], stored: Sequence[StoredRun], average: str | None = None
+) -> tuple[list[ScoreBlock], list[str]]:
+    """Build the blocks of the runs.
+
+    Args:
+        runs: The runs to compare, finished or not.
+        stored: The runs among which the full cache's are looked for.
+        average: One of the task's averages, "each" or "solvable"; None for the task's first.
+
+    Returns:
+        The blocks, sorted by model, task and question, visible before hidden; and a line for each protocol or run that
+        cannot be shown.
+    """
+    groups: dict[str, list[StoredRun]] = {}
+    for run in runs:
+        groups.setdefault(comparison_key(run.value), []).append(run)
+    names = {key: name_panel(own[0]) for key, own in groups.items()}
+    blocks, refused = [], []
+    for key in sorted(groups, key=lambda key: (names[key][:2], names[key][2] != "visible", key)):
+        beside = [groups[other][0] for other in groups if names[other] == names[key]]
+        try:
+            blocks.append(build_block(groups[key], stored, describe_protocol(groups[key][0], beside), average))
+        except SettingError as error:
+            refused.append(f"{' · '.join(names[key])}: {error}")
+    return blocks, refused
+
+
+def build_block(
+    runs: Sequence[StoredRun], stored: Sequence[StoredRun], also: Sequence[str], average: str | None = None
+) -> ScoreBlock:
+    """Build the block of runs that can be compared.
+
+    Args:
+        runs: The runs. The full cache's need not be among them.
+        stored: The runs among which the full cache's is looked for.
+        also: Settings that distinguish the protocol from others with the same model, task and question.
+        average: As in `build_blocks`.
+
+    Raises:
+        SettingError: There is no run of the full cache, no sample that all runs answered, or no such average.
+    """
+    full = find_baseline(runs[0], stored)
+    begun = [run for run in runs if run.records and not run.full]
+    records = [full.records, *(run.records for run in begun)]
+    for own in records[1:]:
+        pair_records(full.records, own)
+    every = set().union(*records)
+    shared = [uid for uid in sorted(every) if all(uid in own for own in records)]
+    uids = [uid for uid in shared if not any(find_failure(own[uid]) for own in records)]
+    if not uids:
+        raise SettingError("there is no sample that all runs and the full cache answered")
+    there = {str(full.records[uid]["subtask"]) for uid in uids}
+    name, weights = choose_weights(runs[0], there, CurveOptions(average=average))
+    sample = Samples.of(full, [uid for uid in uids if full.records[uid]["subtask"] in weights], weights)
+    rows: dict[str, dict[str, MatrixCell]] = {}
+    for label, _, series in group_series(begun):
+        unique = label if label not in rows else f"{label} · {series[0].hash[:8]}"
+        rows[unique] = {format_budget(run): sample.make_cell(run) for run in sorted(series, key=rank_budget)}
+    columns = {format_budget(run): rank_budget(run) for run in sorted(begun, key=rank_budget)}
+    marked = {budget: sample.mark_best([own[budget] for own in rows.values() if budget in own]) for budget in columns}
+    cells = {cell.run.hash: cell for own in marked.values() for cell in own}
+    model, task, question = name_panel(full)
+    short = [run for run in runs if not run.finished]
+    return ScoreBlock(
+        model=model,
+        task=task,
+        question=question,
+        also=tuple(also),
+        average=name,
+        budgets=tuple(columns),
+        full=sample.make_cell(full),
+        rows={label: {budget: cells[cell.run.hash] for budget, cell in own.items()} for label, own in rows.items()},
+        samples=len(sample.uids),
+        total=sum(any(uid in own and own[uid]["subtask"] in weights for own in records) for uid in every),
+        failed=len(shared) - len(uids),
+        unfinished=tuple(f"{run.value['method']['name']} {format_budget(run)}" for run in short),
+    )
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a block.
+
+    Attributes:
+        full: The full cache's run.
+        uids: The samples.
+        places: Subtask -> its samples.
+        weights: Subtask -> its weight in the average.
+    """
+
+    full: StoredRun
+    uids: Sequence[str]
+    places: Mapping[str, Sequence[str]]
+    weights: Mapping[str, float]
+
+    @classmethod
+    def of(cls, full: StoredRun, uids: Sequence[str], weights: Mapping[str, float]) -> "Samples":
+        """Group samples by subtask."""
+        places: dict[str, list[str]] = {name: [] for name in weights}
+        for uid in uids:
+            places[full.records[uid]["subtask"]].append(uid)
+        return cls(full, uids, places, weights)
+
+    def make_cell(self, run: StoredRun) -> MatrixCell:
+        """Compute the numbers of a run."""
+        weights = list(self.weights.values())
+        scores = self.pair(self.full, run)
+        held, attended = (
+            self.average(run, lambda record, own=own: divide(record[own[0]], record[own[1]])) for own in SHARES.values()
+        )
+        at_limit = self.average(run, lambda record: float(record["stop"] == "length"))
+        assert at_limit is not None  # every record says how its answer stopped
+        return MatrixCell(
+            run=run,
+            score=mean([own.method_values for own in scores], weights),
+            difference=None if run.hash == self.full.hash else compare_subtasks(scores, weights),
+            held=held,
+            attended=attended,
+            at_limit=at_limit,
+        )
+
+    def pair(self, one: StoredRun, other: StoredRun) -> list[PairedScores]:
+        """Return the scores of two runs by subtask. The first stands where the full cache does."""
+        return [
+            PairedScores(
+                [float(one.records[uid]["score"]) for uid in uids],
+                [float(other.records[uid]["score"]) for uid in uids],
+                [one.records[uid]["group"] or uid for uid in uids],
+            )
+            for uids in self.places.values()
+        ]
+
+    def average(self, run: StoredRun, read: Callable[[Record], float | None]) -> float | None:
+        """Return the weighted mean over subtasks of a number that records have, or None if no record has it."""
+        means: dict[str, float] = {}
+        for name, uids in self.places.items():
+            known = [own for own in (read(run.records[uid]) for uid in uids) if own is not None]
+            if known:
+                means[name] = sum(known) / len(known)
+        shares = normalize_weights([self.weights[name] for name in means], len(means)) if means else []
+        return sum(share * own for share, own in zip(shares, means.values(), strict=True)) if means else None
+
+    def mark_best(self, cells: Sequence[MatrixCell]) -> list[MatrixCell]:
+        """Mark the best of a column and the runs that cannot be told from it, as this module's docstring says."""
+        most = max((cell.score.value for cell in cells), default=0.0)
+        ordered = sorted(cells, key=lambda cell: -cell.score.value)
+        return [
+            replace(
+                cell,
+                best=cell.score.value >= most - TOLERANCE,
+                tied=not any(
+                    other.score.value > cell.score.value + TOLERANCE and self.beats(other, cell, len(cells))
+                    for other in ordered
+                ),
+            )
+            for cell in cells
+        ]
+
+    def beats(self, one: MatrixCell, other: MatrixCell, runs: int) -> bool:
+        """Return whether a run scores more than another one by more than chance explains, among so many runs."""
+        level = 1 - ERROR / max(runs - 1, 1)
+        found = compare_subtasks(self.pair(other.run, one.run), list(self.weights.values()), level)
+        return found.low is not None and found.low > TOLERANCE
+
+
+def sort_rows(block: ScoreBlock, budget: str) -> ScoreBlock:
+    """Sort the rows of a block by their score at a budget, the best first. Rows without that budget come last.
+
+    Args:
+        block: The block.
+        budget: As on the command line, such as "0.05" or "64".
+
+    Raises:
+        SettingError: No run of the block has this budget.
+    """
+    shown = {str(cell.run.value["budget"]): own for cells in block.rows.values() for own, cell in cells.items()}
+    require_choice("--sort", budget, sorted(shown))
+
+    def rank(label: str) -> tuple[bool, float, str]:
+        cell = block.rows[label].get(shown[budget])
+        return cell is None, -cell.score.value if cell is not None else 0.0, label
+
+    return replace(block, rows={label: block.rows[label] for label in sorted(block.rows, key=rank)})
+
+
+def divide(part: float | None, whole: float | None) -> float | None:
+    """Return part / whole, or None if one is unknown or the whole is 0."""
+    return part / whole if part is not None and whole else None
+
+
+def list_cells(blocks: Iterable[ScoreBlock]) -> list[tuple[ScoreBlock, str, str, MatrixCell]]:
+    """Return every cell with its block, the label of its row and its budget. The full cache comes first in a block."""
+    found = []
+    for block in blocks:
+        found.append((block, "full cache", "", block.full))
+        found += [(block, label, budget, cell) for label, own in block.rows.items() for budget, cell in own.items()]
+    return found

@@ -1,0 +1,34 @@
+"""Compare two runs: the settings that differ, the paired difference of each subtask, and the samples lost and gained.
+
+Examples:
+  kvbench compare 3f9a 77b0
+  kvbench compare 3f9a 77b0 /data/results
+
+A and B are hashes of runs, or their first characters. kvbench results --format csv lists the hashes.
+"""
+
+from collections.abc import Sequence
+
+from kvbench.cli.command import CommandParser, find_width, run_command
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser("compare", __doc__)
+    parser.add_argument("a", help="the first run")
+    parser.add_argument("b", help="the second run")
+    parser.add_results()
+    return parser
+
+
+def print_comparison(arguments: Sequence[str]) -> None:
+    """Print the comparison."""
+    options = make_parser().parse_intermixed_args(arguments)
+    from kvbench.analysis.run_comparison import compare_runs
+    from kvbench.store.runs import choose_run, load_runs
+
+    stored = load_runs(options.results)
+    print(compare_runs(choose_run(stored, options.a), choose_run(stored, options.b)).to_text(find_width()), end="")
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: print_comparison(arguments))

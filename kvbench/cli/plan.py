@@ -1,0 +1,38 @@
+"""Say what a sweep would do, and run nothing: its cells, what is done, what is refused and why, and how long it takes.
+
+Examples:
+  kvbench plan method=snapkv,knorm budget=0.05,0.1 task=ruler
+  kvbench plan preset=dropkv_table5 model=llama31_8b
+"""
+
+from collections.abc import Sequence
+
+from kvbench.cli.command import CommandParser, run_command
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser("plan", __doc__)
+    parser.add_argument("overrides", nargs="+", metavar="setting=value", help="as for kvbench run -m")
+    parser.add_argument("--config-dir", help="a folder of configuration files, as for kvbench run")
+    return parser
+
+
+def print_plan(arguments: Sequence[str]) -> int:
+    """Print the plan. Return 2 if a cell is refused."""
+    options = make_parser().parse_intermixed_args(arguments)
+    from pathlib import Path
+
+    from kvbench.config.catalogue import translate_errors
+    from kvbench.config.compose import add_folder
+    from kvbench.sweeps.plan import Sweep
+
+    with translate_errors():
+        if options.config_dir is not None:
+            add_folder(Path(options.config_dir))
+        sweep = Sweep.plan(options.overrides)
+        print(sweep.describe())
+    return 2 if any(own.cell.refused for own in sweep.cells) else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: print_plan(arguments))

@@ -1,0 +1,53 @@
+"""Print the scores of a folder of results as one matrix: methods by budgets, a block for each protocol.
+
+Examples:
+  kvbench results results task=ruler question=hidden
+  kvbench results method=snapkv,knorm budget=0.05,0.1 --format latex > table.tex
+  kvbench results --sort 0.05
+
+The formats are text, markdown, csv, latex (booktabs, siunitx) and html.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from kvbench.cli.command import CommandParser, find_width, run_command
+from kvbench.validation import SettingError, escape, require_choice
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser("results", __doc__)
+    parser.add_selection("show")
+    parser.add_argument("--format", default="text", help="text, markdown, csv, latex or html (default: text)")
+    parser.add_argument("--average", help="one of the task's averages, each or solvable (default: the task's first)")
+    parser.add_argument("--sort", metavar="BUDGET", help="sort the rows by their score at this budget, best first")
+    return parser
+
+
+def print_results(arguments: Sequence[str]) -> int:
+    """Print the matrix, and on stderr what cannot be shown. Return 2 if there is nothing to show."""
+    options = make_parser().parse_intermixed_args(arguments)
+    from kvbench.analysis.score_matrix import build_blocks, sort_rows
+    from kvbench.analysis.score_matrix_format import FORMATS, format_text
+    from kvbench.store.runs import filter_runs, load_runs, parse_selection
+
+    require_choice("--format", options.format, ["text", *FORMATS])
+    results, filters = parse_selection(options.chosen)
+    stored = load_runs(results)
+    runs = filter_runs(stored, filters)
+    blocks, refused = build_blocks([run for run in runs if not run.full] or runs, stored, options.average)
+    if options.sort is not None:
+        blocks = [sort_rows(block, options.sort) for block in blocks]
+    if blocks:
+        print(
+            format_text(blocks, find_width()) if options.format == "text" else FORMATS[options.format](blocks), end=""
+        )
+    for line in refused:
+        print(f"kvbench: {escape(line)}", file=sys.stderr)
+    if not blocks and not refused:
+        raise SettingError(f"{results}: no run to show")
+    return 0 if blocks else 2
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: print_results(arguments))
