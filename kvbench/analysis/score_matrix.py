@@ -288,10 +288,10 @@ def divide(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
 
 
-def list_cells(blocks: Iterable[ScoreBlock]) -> list[tuple[ScoreBlock, str, str, MatrixCell]]:
-    """Return every cell with its block, the label of its row and its budget. The full cache comes first in a block."""
+def list_cells(blocks: Iterable[ScoreBlock]) -> list[tuple[ScoreBlock, str, MatrixCell]]:
+    """Return every cell with its block and the label of its row. The full cache comes first in a block."""
     found = []
     for block in blocks:
-        found.append((block, "full cache", "", block.full))
-        found += [(block, label, budget, cell) for label, own in block.rows.items() for budget, cell in own.items()]
+        found.append((block, "full cache", block.full))
+        found += [(block, label, cell) for label, own in block.rows.items() for cell in own.values()]
     return found

@@ -63,7 +63,7 @@ def format_csv(blocks: Sequence[ScoreBlock]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["model", "task", "question", "protocol", "average", "method", "budget", *NUMBERS, "hash"])
-    for block, label, budget, cell in list_cells(blocks):
+    for block, label, cell in list_cells(blocks):
         about = [block.model, block.task, block.question, ", ".join(block.also), block.average, label]
         numbers = [read(cell) for read in NUMBERS.values()]
         writer.writerow([*map(escape, about), cell.run.value["budget"], *numbers, cell.run.hash])

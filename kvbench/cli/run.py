@@ -114,7 +114,7 @@ def run_sweep(overrides: Sequence[str], verbose: bool = False) -> int:
         stop.args = (sweep.progress_note,)
         raise
     except BaseException:
-        sweep.print_end(find_width())
+        sweep.print_states()
         raise
     sweep.print_end(find_width())
     return sweep.exit_code

@@ -218,7 +218,12 @@ class Sweep:
         """Print the matrix of the cells' scores, and how far the cells are now."""
         if self.counted:
             print(self.describe_results(width))
-            status.print_states(self.results, self.folder, all_done=False)
+            self.print_states()
+
+    def print_states(self) -> None:
+        """Print how far the cells are that are not done."""
+        if self.counted:
+            status.print_states(self.results, self.folder, with_done=False)
 
 
 def label_cells(cells: Sequence[Sequence[str]]) -> list[str]:

@@ -258,17 +258,17 @@ def list_timing_keys(value: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
     return (*about, method, str(value["block_size"]), str(value["budget"])), (*about, method), about
 
 
-def print_states(results: Path, folder: Path, all_done: bool = True) -> None:
+def print_states(results: Path, folder: Path, with_done: bool = True) -> None:
     """Print how far the cells of the sweep in `folder` are.
 
     Args:
         results: The folder of results.
         folder: The sweep's folder.
-        all_done: Print a line for cells that are done too.
+        with_done: Print a line for cells that are done too.
     """
     found = list(read_states(results, folder))
     print(folder)
     for label, state in found:
-        if all_done or str(state) != "done":
+        if with_done or str(state) != "done":
             print(f"  {label:<60} {state}")
     print(count_states([own for _, own in found]))

@@ -101,7 +101,7 @@ def test_a_run_that_is_stopped_goes_on(many, number, after, where, tmp_path, sto
         assert len(before) == after and all(json.loads(line)["error"] is None for line in before)
         monkeypatch.undo()
     code, out, err = run_cli(given, monkeypatch, capsys)
-    assert code == 0 and "average" in out and set(before) <= set(lines(tmp_path))
+    assert code == 0 and "average" in out.lower() and set(before) <= set(lines(tmp_path))
 
 
 def at_work(group: int) -> list[int]:
@@ -189,7 +189,7 @@ def test_a_full_disk_ends_a_run_in_one_line(many, size, where, tmp_path, monkeyp
     """A sweep too: the next cell would find no more room."""
     # what cells.json holds is longer
     monkeypatch.setattr("kvbench.sweeps.status.write_cells", lambda folder, cells: None)
-    monkeypatch.setattr("kvbench.sweeps.plan.Sweep.print_end", lambda own: None)
+    monkeypatch.setattr("kvbench.sweeps.plan.Sweep.print_states", lambda own: None)
     samples = 30 if "workers=2" in many else 9  # more than two workers and the process that waits for them can write
     given = [*many, "budget=0.3", f"results={tmp_path}", *QUICK, f"task.samples={samples}"]
     assert run_cli(["method=full", *given[-len(QUICK) - 2 :]], monkeypatch, capsys)[0] == 0

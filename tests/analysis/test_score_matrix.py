@@ -1,0 +1,232 @@
+"""The matrix of scores: every number against pandas over kvbench.load, marks against their definition, formats."""
+
+import csv
+import io
+import random
+import re
+
+import numpy as np
+import pytest
+
+import kvbench
+from kvbench.analysis import score_matrix
+from kvbench.analysis.intervals import Values, mean
+from kvbench.analysis.score_matrix import build_blocks, list_cells, sort_rows
+from kvbench.analysis.score_matrix_format import FORMATS, format_latex, format_text
+from kvbench.analysis.text_table import format_number
+from kvbench.cli import compare, results, show
+from kvbench.store.runs import load_runs
+from kvbench.validation import SettingError
+from tests.support.made_up_runs import write_run
+from tests.support.report_store import make_records
+
+SUBTASKS = ("one", "two")
+FULL = {"method": {"name": "full"}}
+METHODS = {"snapkv": 0.8, "knorm": 0.4, "h2o": 0.75}
+
+
+def draw_records(budget: float, chance: float, seed: int) -> dict[str, dict]:
+    """30 records of two subtasks of different sizes, right with this chance."""
+    draw, found = random.Random(seed), {}
+    for uid, record in make_records(budget, 100 * chance, count=10).items():
+        subtask = SUBTASKS[record["index"] % 3 == 0]
+        score = 100.0 * (draw.random() < chance)
+        stop = "length" if draw.random() < 0.3 else "eos"
+        found[uid] = record | {"subtask": subtask, "score": score, "stop": stop}
+    return found
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    for question in ("visible", "hidden"):
+        write_run(folder, draw_records(1.0, 0.95, 1), question=question, **FULL)
+        for at, (name, chance) in enumerate(METHODS.items()):
+            for budget in (0.1, 0.2):
+                own = {"method": {"name": name}, "budget": budget, "question": question}
+                write_run(folder, draw_records(budget, chance * (0.8 + budget), at + int(100 * budget)), **own)
+    return folder
+
+
+def test_every_number_is_that_of_pandas(store):
+    """The law of this table: score, difference, costs and counts are means over kvbench.load's records."""
+    loaded = kvbench.load(store)
+    records = loaded.records()
+    rows = list(csv.DictReader(io.StringIO(FORMATS["csv"](build_blocks(load_runs(store), load_runs(store))[0]))))
+    assert len(rows) == 2 * (1 + len(METHODS) * 2)
+    for row in rows:
+        own = records[records["run"] == row["hash"]]
+        asked = loaded.runs[(loaded.runs["question"] == row["question"]) & (loaded.runs["method"] == "full")]
+        full = records[records["run"] == asked.index[0]].set_index("uid")["score"]
+        by = own.groupby("subtask")
+        held, attended = own["resident_bytes"] / own["full_bytes"], own["rows_attended"] / own["rows_seen_decoding"]
+        change = own["score"] - own["uid"].map(full)
+        expected = {
+            "score": by["score"].mean().mean(),
+            "n": len(own),
+            "bytes_held": held.groupby(own["subtask"]).mean().mean(),
+            "rows_attended": attended.groupby(own["subtask"]).mean().mean(),
+            "at_limit": (own["stop"] == "length").groupby(own["subtask"]).mean().mean(),
+        }
+        if row["method"] != "full cache":
+            expected["difference"] = change.groupby(own["subtask"]).mean().mean()
+            expected |= {"lost": (change < 0).sum(), "gained": (change > 0).sum()}
+        for name, value in expected.items():
+            assert float(row[name]) == pytest.approx(float(value), abs=1e-9), (row, name)
+        assert row["budget"] == str(loaded.runs.loc[row["hash"], "budget"])
+
+
+def test_text_and_latex_show_the_same_numbers(store):
+    blocks, _ = build_blocks(load_runs(store), load_runs(store))
+    text, latex = format_text(blocks, 200), format_latex(blocks)
+    assert [block.question for block in blocks] == ["visible", "hidden"]
+    for _, label, cell in list_cells(blocks):
+        score = format_number(cell.score.value)
+        line = next(own for own in text.splitlines() if own.startswith(label) and score in own)
+        assert cell.difference is None or format_number(cell.difference.difference, sign="+") in text
+        assert re.search(rf"^{label} &.*{re.escape(score)}", latex, re.MULTILINE), line
+    assert all(FORMATS[name](blocks) for name in FORMATS)
+
+
+def test_marks_follow_their_definition(store):
+    """A run is not marked only if one that scores more beats it at the level 1 - 0.05 / (k - 1)."""
+    blocks, _ = build_blocks(load_runs(store), load_runs(store))
+    marks = set()
+    for block in blocks:
+        for budget in block.budgets:
+            cells = [own[budget] for own in block.rows.values()]
+            most = max(cell.score.value for cell in cells)
+            assert any(cell.best for cell in cells) and all(cell.tied for cell in cells if cell.best)
+            for cell in cells:
+                assert cell.best == (cell.score.value == most)
+                beaten = []
+                for other in cells:
+                    names = sorted({record["subtask"] for record in cell.run.records.values()})
+                    values = []
+                    for name in names:
+                        uids = [uid for uid, own in cell.run.records.items() if own["subtask"] == name]
+                        change = [other.run.records[uid]["score"] - cell.run.records[uid]["score"] for uid in uids]
+                        groups = [cell.run.records[uid]["group"] or uid for uid in uids]
+                        values.append(Values(change, groups, -100.0, 100.0))
+                    beaten.append(mean(values, None, 1 - 0.05 / 2).low > 0)
+                assert cell.tied == (not any(beaten))
+                marks.add((cell.best, cell.tied))
+    assert marks == {(True, True), (False, True), (False, False)}  # the data hold each kind
+
+
+def test_the_marked_set_holds_the_best_method():
+    """Ten methods, of which one is truly best: in at least 95 % of 200 draws it is marked."""
+    draw, held = np.random.default_rng(0), 0
+    for _ in range(200):
+        chances = [0.55, *[0.5] * 9]
+        scores = [100.0 * (draw.random(40) < chance) for chance in chances]
+        held += mark(scores)[0]
+    assert held >= 190
+
+
+def test_methods_that_are_clearly_worse_are_not_marked():
+    draw = np.random.default_rng(1)
+    marked = mark([100.0 * (draw.random(200) < chance) for chance in (0.9, 0.88, 0.3)])
+    assert marked == [True, True, False]
+
+
+def mark(scores: list[np.ndarray]) -> list[bool]:
+    """Whether each of these rows of scores is marked."""
+    uids = [str(at) for at in range(len(scores[0]))]
+
+    class Run:
+        def __init__(self, own: np.ndarray, name: str) -> None:
+            self.hash = name
+            self.records = {uid: {"score": float(one), "group": uid} for uid, one in zip(uids, own, strict=True)}
+
+    runs = [Run(own, str(at)) for at, own in enumerate(scores)]
+    samples = score_matrix.Samples(runs[0], uids, {"one": uids}, {"one": 1.0})
+    means = [mean([Values(own.tolist(), uids)]) for own in scores]
+    cells = [score_matrix.MatrixCell(run, own, None, 0, 0, 0) for run, own in zip(runs, means, strict=True)]
+    return [cell.tied for cell in samples.mark_best(cells)]
+
+
+def test_an_unfinished_sweep_shows_what_its_runs_have_in_common(tmp_path):
+    write_run(tmp_path, draw_records(1.0, 0.9, 1), **FULL)
+    write_run(tmp_path, draw_records(0.1, 0.9, 2), method={"name": "snapkv"}, budget=0.1)
+    some = dict(list(draw_records(0.1, 0.5, 3).items())[:12])
+    run = write_run(tmp_path, some, finish=False, method={"name": "knorm"}, budget=0.1)
+    run.folder.path.joinpath("samples").write_text("30\n")
+    [block], _ = build_blocks(load_runs(tmp_path), load_runs(tmp_path))
+    assert (block.samples, block.total) == (12, 30) and block.unfinished == ("knorm 10\u202f%",)
+    assert {cell.score.samples for own in block.rows.values() for cell in own.values()} == {12}
+    assert "n = 12 of 30" in format_text([block], 120) and "Not finished: knorm" in format_text([block], 120)
+
+
+def test_a_sample_that_failed_somewhere_is_left_out_everywhere(tmp_path):
+    write_run(tmp_path, draw_records(1.0, 0.9, 1), **FULL)
+    own = draw_records(0.1, 0.9, 2)
+    own[next(iter(own))] |= {"error": "out_of_memory", "score": None}
+    write_run(tmp_path, own, method={"name": "snapkv"}, budget=0.1)
+    [block], _ = build_blocks(load_runs(tmp_path), load_runs(tmp_path))
+    assert (block.samples, block.failed, block.full.score.samples) == (29, 1, 29)
+
+
+def test_names_cannot_break_a_format(tmp_path):
+    hostile = "a&b_%$#{}~^\\|<b>\x1b[31m\n"
+    write_run(tmp_path, draw_records(1.0, 0.9, 1), **FULL)
+    write_run(tmp_path, draw_records(0.1, 0.9, 2), method={"name": hostile}, budget=0.1)
+    [block], _ = build_blocks(load_runs(tmp_path), load_runs(tmp_path))
+    latex = next(line for line in format_latex([block]).splitlines() if line.startswith("a\\&"))
+    written = "\\_\\%\\$\\#\\{\\}\\textasciitilde{}\\textasciicircum{}\\textbackslash{}"
+    assert written in latex and latex.endswith("\\\\")
+    for text in (format_text([block], 120), *(write([block]) for write in FORMATS.values())):
+        assert "\x1b" not in text
+    assert "<b>" not in FORMATS["html"]([block]) and "&lt;b&gt;" in FORMATS["html"]([block])
+
+
+def test_latex_splits_a_block_that_is_too_wide(tmp_path):
+    write_run(tmp_path, draw_records(1.0, 0.9, 1), **FULL)
+    budgets = (0.05, 0.1, 0.2, 0.4, 64)
+    for at, budget in enumerate(budgets):
+        write_run(tmp_path, draw_records(0.1, 0.9, at), method={"name": "snapkv"}, budget=budget)
+    [block], _ = build_blocks(load_runs(tmp_path), load_runs(tmp_path))
+    latex = format_latex([block])
+    assert latex.count("\\begin{tabular}") == latex.count("\\end{table}") == 2
+    assert all(line.count("&") <= 6 for line in latex.splitlines() if not line.startswith("\\caption"))
+    assert block.budgets == ("5\u202f%", "10\u202f%", "20\u202f%", "40\u202f%", "64 rows")
+
+
+def test_rows_are_sorted_by_a_budget(store):
+    block = build_blocks(load_runs(store), load_runs(store))[0][0]
+    ordered = [own["20\u202f%"].score.value for own in sort_rows(block, "0.2").rows.values()]
+    assert ordered == sorted(ordered, reverse=True)
+    with pytest.raises(SettingError, match=r"^--sort=0.3: choose one of 0.1, 0.2$"):
+        sort_rows(block, "0.3")
+
+
+def test_the_commands(store, capsys):
+    assert results.main([str(store), "method=snapkv,knorm", "budget=0.1", "question=hidden", "--format", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["method"] for row in rows] == ["full cache", "knorm", "snapkv"]
+    one, other = (row["hash"] for row in rows[1:])
+    assert show.main([one, str(store)]) == 0 and "lost/gained" in capsys.readouterr().out
+    assert compare.main([one, other, str(store)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^method.name +knorm +snapkv$", out, re.MULTILINE) and "B - A" in out
+    scores = {row["method"]: float(row["score"]) for row in rows}
+    difference = format_number(scores["snapkv"] - scores["knorm"], sign="+")
+    assert next(line for line in out.splitlines() if line.startswith("average")).split()[3] == difference
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "line"),
+    [
+        (results, ["method=quest"], r"method=quest: no finished run has this"),
+        (results, ["colour=red"], r"colour: no run has this setting"),
+        (results, ["--format", "pdf"], r"--format=pdf: choose one of text, markdown, csv, latex, html"),
+        (results, ["--sort", "0.7"], r"--sort=0.7: choose one of 0.1, 0.2"),
+        (show, ["zz"], r"run=zz: no run has such a hash"),
+        (show, [""], r"run=: begins the hashes of 14 runs"),
+        (compare, ["zz", "yy"], r"run=zz: no run has such a hash"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(command, arguments, line, store, capsys):
+    assert command.main([*arguments, str(store)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and re.match(f"kvbench: {line}", err) and err.count("\n") == 1
