@@ -20,7 +20,7 @@ from kvbench.report.page import content_security_policy
 from kvbench.sweeps import status
 from tests.support.browser import CHROMIUM, SIZES, draw_charts
 from tests.support.command_line import run_cli
-from tests.support.report_store import VALUE, make_records, write_run, write_small_store
+from tests.support.report_store import VALUE, make_records, write_run
 from tests.support.repository import ROOT
 
 DEADLINE = 120  # seconds; a process that makes the page imports much, and others may use the machine
@@ -29,7 +29,7 @@ DEADLINE = 120  # seconds; a process that makes the page imports much, and other
 @pytest.fixture
 def served(tmp_path, monkeypatch):
     """A dashboard of an empty folder, in a thread."""
-    monkeypatch.setattr("kvbench.report.dashboard.SECONDS", 0.05)
+    monkeypatch.setattr("kvbench.report.dashboard.SECONDS", 0.1)
     monkeypatch.setattr("kvbench.report.dashboard.PATIENCE", 0)
     monkeypatch.setattr("kvbench.report.dashboard.TIMING_SECONDS", 0)
     with Server(tmp_path, 0) as server:
@@ -65,7 +65,7 @@ def until(server: Server, wanted) -> dict:
     end = time.monotonic() + DEADLINE
     while not wanted(said := called(server, "/progress.js", "kvbenchProgress")):
         assert time.monotonic() < end, said
-        time.sleep(0.02)
+        time.sleep(0.1)
     return said
 
 
@@ -138,11 +138,12 @@ def test_what_is_damaged_is_named_and_the_rest_shown(served, running):
     assert [own["label"] for own in data["panels"][0]["series"]] == ["snapkv"]
 
 
-def test_a_sweep_is_followed(served, tmp_path, monkeypatch, capsys):
+def test_a_sweep_is_followed(served, checkpoint, tmp_path, monkeypatch, capsys):
     said = until(served, lambda said: True)
     assert (said["sweeps"], said["page"], said["problem"]) == ([], "", "") and not list(tmp_path.iterdir())
     assert called(served, "/data.js", "kvbenchData")["panels"] == []
     quick = ["task.subtasks=niah_single_1", "task.samples=2", "task.length=512", f"results={tmp_path}"]
+    quick += ["model=hf", f"model.path={checkpoint}"]
     run_cli(["-m", "method=sink,kvzip", "block_size=128", "budget=0.2", *quick], monkeypatch, capsys)
     said = until(served, lambda said: said["page"] and not said["making"])
     [own] = said["sweeps"]
@@ -158,7 +159,8 @@ def test_a_sweep_is_followed(served, tmp_path, monkeypatch, capsys):
 
 
 def test_only_the_reports_files_are_served(served, tmp_path):
-    write_small_store(tmp_path)
+    write_run(tmp_path, make_records(1.0, 100), method={"name": "full"})
+    write_run(tmp_path, make_records(0.5, 50), budget=0.5)
     (tmp_path / "report").mkdir()
     (tmp_path / "secret.js").write_text("secret")
     (tmp_path / "report" / "notes.txt").write_text("secret")
@@ -234,7 +236,7 @@ def test_what_cannot_be_served_is_one_line(tmp_path, capsys):
 
 
 def test_ctrl_c_ends_it(tmp_path):
-    write_small_store(tmp_path)
+    write_run(tmp_path, make_records(1.0, 100), method={"name": "full"})
     code = (  # as in a terminal: what a shell starts in the background ignores Ctrl-C, and so do its children
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from kvbench.cli.dashboard import main\nsys.exit(main(sys.argv[1:]))"
