@@ -2,6 +2,7 @@
 interpreter runs the kernels.
 """
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,6 +33,12 @@ def pytest_collection_modifyitems(items):
     from tests.support.selection import mark_rest_as_full
 
     mark_rest_as_full(items)
+
+
+def pytest_collection_finish():
+    """Take modules and tests out of Python's garbage collection: every full collection would go through all of them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
