@@ -169,9 +169,9 @@ def test_the_weights_are_loaded_once(store, call, monkeypatch):
     assert len(loads) == 1
 
 
-def test_a_conversation_is_executed_as_a_whole(tmp_path, call, monkeypatch, capsys):
-    base = ["task=scbench", "task.max_turns=2", "limit=1", "device=cpu", "budget=0.1", "task.subtasks=[scbench_kv]"]
-    assert run_cli([*base, "method=knorm", "task.length=1024"], monkeypatch, capsys)[0] == 0
+def test_a_conversation_is_executed_as_a_whole(kvbench, tmp_path, call):
+    task = ("task=scbench", "task.max_turns=2", "limit=1", "task.subtasks=[scbench_kv]", "task.length=1024")
+    assert kvbench(*task, "method=knorm", "budget=0.1")[0] == 0
     results = tmp_path / "results"
     assert count(results) == 4
     assert call(results, 2, seed=1) == (0, ["replay: 2 agree, 0 damaged, executed as they were then"])
