@@ -190,7 +190,7 @@ def test_a_prompt_of_one_token(method, allocator):
 def test_a_quota_of_one(method, allocator):
     for block in blocks_for(method, None, 1, 7):
         args = make_tiny_method_args(method, "llama")
-        held = kvbench.prefill(tiny("llama"), distinct(30), method, 0.001, block, allocator, method_args=args)
+        held = kvbench.prefill(tiny("llama"), distinct(16), method, 0.001, block, allocator, method_args=args)
         if not holds_all(method):
             assert {len(own) for own in places(held).values()} == {1}
         assert held.extend(ids(3)).isfinite().all()
@@ -572,7 +572,7 @@ def test_peak_bytes_of_methods_that_cut_while_decoding():
     held = kvbench.prefill(tiny("wide"), ids(20), "sink", 10)
     memory, row = held.contexts[0].memory, 2 * 2 * 64 * 4
     before = memory.peak
-    held.generate(300, stop=frozenset())
+    held.generate(100, stop=frozenset())
     assert memory.peak <= before + 10 * row
 
 

@@ -121,15 +121,20 @@ def test_every_cell_with_its_state(served, running):
     until(served, lambda said: said["sweeps"][0]["cells"][1]["records"] == 11)
 
 
-def test_what_is_damaged_is_named_and_the_rest_shown(served, running):
+def test_a_damaged_sweep_is_named_and_the_rest_shown(served, running):
     sweeps = running.parents[1] / "sweeps"
     (sweeps / "2026-01-03").mkdir()
     (sweeps / "2026-01-03" / "cells.json").write_text("[{")
     for name in ("2025-01-01", "2025-01-02"):
         shutil.copytree(sweeps / "2026-01-02_03-04-05", sweeps / name)
-    said = until(served, lambda said: said["page"])
+    said = until(served, lambda said: True)
     assert [own["name"] for own in said["sweeps"]] == ["2026-01-03", "2026-01-02_03-04-05", "2025-01-02"]
     assert "no cells.json there" in said["sweeps"][0]["wrong"] and said["sweeps"][1]["counts"]["done"] == 1
+
+
+@pytest.mark.full
+def test_a_damaged_run_is_named_and_the_page_is_made_again(served, running):
+    said = until(served, lambda said: said["page"])
     bad = write_run(running.parents[1], make_records(0.5, 50), budget=0.5)
     (bad / "run.yaml").write_text("format: [")
     until(served, lambda now: now["page"] not in ("", said["page"]) and not now["making"])

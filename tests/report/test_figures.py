@@ -200,6 +200,7 @@ def test_subtasks_and_rows_make_curves_of_their_own(store, tmp_path):
     assert shown == [[point.share, point.score.value] for point in points[:-1]]
 
 
+@pytest.mark.full
 def test_names_that_would_be_more_than_text(tmp_path):
     name = "</text><script>alert(1)</script> & \\textbf{$x_1$} %\x1b[31m ../../up " + "long " * 60
     value = {"task": {"name": name, "length": 1}, "model": {"name": f"../{name}", "identity": "0"}}

@@ -338,6 +338,7 @@ def test_what_workers_cannot_use_is_said_once(checkpoint, tmp_path):
     assert found.returncode == 2 and said.startswith("kvbench: results=") and said.count("\n") == 1, said
 
 
+@pytest.mark.full
 def test_readme_shows_a_method_that_runs(checkpoint, tmp_path):
     """The example is followed to the letter in a copy of the project."""
     copy = tmp_path / "copy"

@@ -94,6 +94,7 @@ def scores(tmp_path) -> Callable[..., dict[str, float]]:
     return run
 
 
+@pytest.mark.full
 def test_the_shipped_weights_keep_what_informed_methods_keep(scores):
     """SnapKV, which sees the question, far above StreamingLLM and that above random."""
     seen = scores("visible", "snapkv", "sink", "random")
