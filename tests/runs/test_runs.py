@@ -22,7 +22,7 @@ from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.model_kinds import name_checkpoint
 from kvbench.runs.responder import Responder
 from tests.support.checkpoints import write_checkpoint
-from tests.support.command_line import assert_refused
+from tests.support.command_line import assert_refused, run_cli
 from tests.support.recorded_runs import TIMES, read_runs
 from tests.support.repository import ROOT
 from tests.support.selection import only_in_full
@@ -285,19 +285,17 @@ def endless(tmp_path_factory) -> Path:
     return folder
 
 
-def test_workers_share_one_run_without_loss_or_doubling(endless, kvbench, tmp_path):
-    settings = ("method=knorm", "budget=0.25", *QUICK, "task.samples=3")
-    (tmp_path / "shared").mkdir()
-    workers = process(endless, tmp_path / "shared", *settings, "workers=2", errors=subprocess.PIPE)
-    out, err = workers.communicate()
-    lone_code, lone_out, lone_err = kvbench(*settings, f"model.path={endless}", f"results={tmp_path / 'alone'}")
-    assert workers.returncode == lone_code == 0 and "average" in out and "average" in lone_out
-    for said in (err, lone_err):
-        said = said.replace("\r", "\n")
+def test_workers_share_one_run_without_loss_or_doubling(endless, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    settings = ("model=hf", f"model.path={endless}", "device=cpu", "method=knorm", "budget=0.25", *QUICK)
+    for own in (("results=alone",), ("results=shared", "workers=2")):
+        code, out, err = run_cli([*settings, "task.samples=3", *own], monkeypatch, capfd)
+        assert code == 0 and "average" in out
+        err = err.replace("\r", "\n")
         # one bar, whoever works: one is closed, however often and from where on it was drawn
-        assert len(re.findall(r"knorm: [^\n]*\n(?:\n|\Z)", said)) == 1
-        assert re.search(r"knorm: 100%.*\| 6/6 \[", said)  # and tells what all of them have done
-    alone, shared = read_runs(tmp_path / "alone"), read_runs(tmp_path / "shared" / "results")
+        assert len(re.findall(r"knorm: [^\n]*\n(?:\n|\Z)", err)) == 1
+        assert re.search(r"knorm: 100%.*\| 6/6 \[", err)  # and tells what all of them have done
+    alone, shared = read_runs(tmp_path / "alone"), read_runs(tmp_path / "shared")
     for name, (folder, records) in shared.items():
         assert len(list(folder.glob("records*.jsonl"))) == 2  # each wrote some
         assert len(records) == len({record["uid"] for record in records}) == 6
