@@ -3,6 +3,7 @@ interpreter runs the kernels.
 """
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -37,6 +38,12 @@ def pytest_collection_modifyitems(items):
     from tests.support.selection import mark_rest_as_full
 
     mark_rest_as_full(items)
+
+
+def pytest_collection_finish():
+    """Take modules and tests out of Python's garbage collection: every full collection would go through all of them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

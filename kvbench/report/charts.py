@@ -5,6 +5,7 @@ which series are drawn; rows of other series are left out. Colours, shapes and d
 (kvbench.report.style), so that no scale assigns them by order.
 """
 
+from functools import cache
 from typing import Any
 
 import altair as alt
@@ -45,8 +46,9 @@ def stack_layers(*layers: alt.Chart, **options: Any) -> alt.LayerChart:
     return alt.LayerChart(layer=list(layers), **options)
 
 
+@cache
 def build_charts() -> dict[str, Any]:
-    """Return the specifications of all charts of the page, by name."""
+    """Return the specifications of all charts of the page, by name. They are the same for every page."""
     own = {
         "curve": chart_curve(),
         "tasks": chart_tasks(),

@@ -46,6 +46,7 @@ OURS = (
     "forget",
 )
 PROMPT = 40
+CHECKPOINT = dict(layers=4)
 
 
 @dataclass(frozen=True)
@@ -539,21 +540,22 @@ def test_a_codec_that_breaks_its_contract_is_named(hook, monkeypatch):
 
 # In a group of runs: the saboteur leaves, the others are what they are alone.
 
-SMALL = ("task.subtasks=niah_single_1", "task.length=256", "task.samples=1", "device=cpu", "model=reference_v1")
-
-
-def run_of(*settings: str) -> RunSpec:
-    return RunSpec.from_config(compose_config([*SMALL, *settings]))
+SMALL = ("task.subtasks=niah_single_1", "task.length=256", "task.samples=1", "device=cpu")
 
 
 @pytest.fixture(scope="module")
-def runs() -> list[RunSpec]:
+def run_of(checkpoint) -> Callable[..., RunSpec]:
+    return lambda *own: RunSpec.from_config(compose_config(["model=hf", f"model.path={checkpoint}", *SMALL, *own]))
+
+
+@pytest.fixture(scope="module")
+def runs(run_of) -> list[RunSpec]:
     own = [run_of(f"method={name}", "budget=0.2") for name in ("tova", "snapkv", "keydiff")]
     return [own[0].baseline(), *own]
 
 
 @pytest.fixture(scope="module")
-def bench():
+def bench(run_of):
     return Resources(run_of("method=full"))
 
 

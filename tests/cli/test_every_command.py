@@ -81,10 +81,10 @@ def test_arguments_that_are_none_are_one_line(command, tmp_path, capsys):
         ("export", ["{}", "{}/file/out"], "out={}/file/out: a folder that can be written"),
         ("papers", ["{}/nowhere"], "results={}/nowhere: no such folder"),
         ("papers", ["{}/file", "dropkv", "1"], "results={}/file: no such folder"),
-        ("bench_share", ["results={}/file"], "results={}/file: a folder that can be written"),
+        ("bench_share", ["results={}/file", "method=knorm"], "results={}/file: a folder that can be written"),
         ("bench_share", ["nosuch=1"], "nosuch: no such setting"),
         ("bench_share", ["method=nosuch"], "method=nosuch: choose one of andpro, "),
-        ("bench_share", ["task=efficiency"], "task=efficiency: one whose prompts"),
+        ("bench_share", ["task=efficiency", "method=knorm"], "task=efficiency: one whose prompts"),
         ("wandb_sync", ["{}", "more"], "more: give only one folder of results"),
     ],
 )

@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -47,10 +48,8 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def refusals(tmp_path_factory) -> dict[str, list]:
-    """Exit code, output, errors and whether torch was imported until then, of each, in a process of its own."""
-    folder = tmp_path_factory.mktemp("refusals")
+def run_all(commands: Iterable[str], folder: Path, project: Path) -> dict[str, list]:
+    """Exit code, output, errors and whether torch was imported until then, of each, in a process of their own."""
     code = (
         "import io, json, shlex, sys\nfrom contextlib import redirect_stderr, redirect_stdout\nimport run\nfound = {}\n"
         "for given in json.load(sys.stdin):\n    sys.argv = ['run.py', *shlex.split(given)]\n"
@@ -62,12 +61,19 @@ def refusals(tmp_path_factory) -> dict[str, list]:
         "print(json.dumps(found))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], input=json.dumps(list(REFUSED)), capture_output=True, text=True, cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""}, check=False,
+        [sys.executable, "-c", code], input=json.dumps(list(commands)), capture_output=True, text=True, cwd=folder,
+        env={"PYTHONPATH": str(project), "PATH": ""}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert list(folder.iterdir()) == []
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory) -> dict[str, list]:
+    folder = tmp_path_factory.mktemp("refusals")
+    found = run_all(REFUSED, folder, ROOT)
+    assert list(folder.iterdir()) == []
+    return found
 
 
 @pytest.mark.parametrize("given", REFUSED)
@@ -106,51 +112,57 @@ def test_what_was_quoted_wrongly_gets_an_example():
     assert catalogue.explain_quoting('task.path="/data').endswith("for the shell: 'task.path=\"/data/a=b\"'")
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory) -> Path:
-    """A copy of the project whose conf/ a test may change."""
-    copy = tmp_path_factory.mktemp("project")
-    for name in ("conf", "kvbench", "kernels", "methods", "tasks"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
-    shutil.copy(ROOT / "run.py", copy)
-    return copy
-
-
 FILES = {
-    "broken": ("method", "name: x\nwindow: [1", "method=x: conf/method/x.yaml line 2 is no YAML (expected ',' or ']'"),
+    "broken": (
+        "method",
+        "name: x\nwindow: [1",
+        "method={0}: conf/method/{0}.yaml line 2 is no YAML (expected ',' or ']'",
+    ),
     "twice": (
         "method",
         "name: x\nname: x",
-        "method=x: conf/method/x.yaml line 2 is no YAML (found duplicate key name)",
+        "method={0}: conf/method/{0}.yaml line 2 is no YAML (found duplicate key name)",
     ),
-    "empty": ("method", "", "method=x: conf/method/x.yaml has no settings; name: x is one that it needs"),
-    "a list": ("method", "- a", "method=x: conf/method/x.yaml has no settings; name: x is one that it needs"),
-    "no class": ("method", "name: x", "method=x: conf/method/x.yaml has no _target_, a class such as kvbench."),
-    "method": ("method", None, "method.name=snapkv: must be x, as its file conf/method/x.yaml"),
-    "allocator": ("allocator", None, "allocator.name=ada: must be x, as its file conf/allocator/x.yaml"),
-    "codec": ("codec", None, "codec.name=kivi: must be x, as its file conf/codec/x.yaml"),
-    "task": ("task", None, "task.name=niah: must be x, as its file conf/task/x.yaml"),
-    "model": ("model", None, "model.name=hf: must be x, as its file conf/model/x.yaml"),
-    "logger": ("logger", None, "logger.name=wandb: must be x, as its file conf/logger/x.yaml"),
+    "empty": ("method", "", "method={0}: conf/method/{0}.yaml has no settings; name: {0} is one that it needs"),
+    "list": ("method", "- a", "method={0}: conf/method/{0}.yaml has no settings; name: {0} is one that it needs"),
+    "no_class": (
+        "method",
+        "name: no_class",
+        "method={0}: conf/method/{0}.yaml has no _target_, a class such as kvbench.",
+    ),
+    "of_method": ("method", None, "method.name=snapkv: must be {0}, as its file conf/method/{0}.yaml"),
+    "of_allocator": ("allocator", None, "allocator.name=ada: must be {0}, as its file conf/allocator/{0}.yaml"),
+    "of_codec": ("codec", None, "codec.name=kivi: must be {0}, as its file conf/codec/{0}.yaml"),
+    "of_task": ("task", None, "task.name=niah: must be {0}, as its file conf/task/{0}.yaml"),
+    "of_model": ("model", None, "model.name=hf: must be {0}, as its file conf/model/{0}.yaml"),
+    "of_logger": ("logger", None, "logger.name=wandb: must be {0}, as its file conf/logger/{0}.yaml"),
 }
 COPIED = {"method": "snapkv", "allocator": "ada", "codec": "kivi", "task": "niah", "model": "hf", "logger": "wandb"}
+ONCE_AND_MANY = ("", "-m ")
+
+
+@pytest.fixture(scope="module")
+def file_refusals(tmp_path_factory) -> dict[str, list]:
+    """What is said about each file of FILES; a copy of the project has it in its conf/, named after the case."""
+    project = tmp_path_factory.mktemp("project")
+    for name in ("conf", "kvbench", "kernels", "methods", "tasks"):
+        shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+    shutil.copy(ROOT / "run.py", project)
+    for case, (group, text, _) in FILES.items():
+        folder = project / "conf" / group
+        (folder / f"{case}.yaml").write_text((folder / f"{COPIED[group]}.yaml").read_text() if text is None else text)
+    found = run_all([f"{many}{FILES[case][0]}={case}" for case in FILES for many in ONCE_AND_MANY], project, project)
+    assert not (project / "results").exists()
+    return found
 
 
 @pytest.mark.parametrize("case", FILES)
-@pytest.mark.parametrize("many", [(), ("-m",)], ids=["run", "sweep"])
-def test_a_file_of_conf_that_cannot_be_used_is_one_line(project, case, many):
-    group, text, line = FILES[case]
-    file = project / "conf" / group / "x.yaml"
-    file.write_text((project / "conf" / group / f"{COPIED[group]}.yaml").read_text() if text is None else text)
-    try:
-        done = subprocess.run(
-            [sys.executable, "run.py", *many, f"{group}=x"], cwd=project, capture_output=True, text=True, check=False
-        )
-    finally:
-        file.unlink()
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"kvbench: {line}") and done.stderr.count("\n") == 1, done.stderr
-    assert not (project / "results").exists()
+@pytest.mark.parametrize("many", ONCE_AND_MANY, ids=["run", "sweep"])
+def test_a_file_of_conf_that_cannot_be_used_is_one_line(file_refusals, case, many):
+    group, _, line = FILES[case]
+    code, out, err, _ = file_refusals[f"{many}{group}={case}"]
+    assert (code, out) == (2, "")
+    assert err.startswith(f"kvbench: {line.format(case)}") and err.count("\n") == 1, err
 
 
 @pytest.mark.parametrize(

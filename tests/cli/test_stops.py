@@ -29,9 +29,15 @@ from tests.support.report_store import make_records, write_run
 from tests.support.repository import ROOT
 from tests.support.selection import only_in_full
 
-QUICK = ("device=cpu", "task.subtasks=[niah_single_1]", "task.length=512", "task.samples=3", "model=reference_v1")
 RECORDS = r"runs/\w+/records-[^ ]*\.jsonl"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+@pytest.fixture
+def quick(checkpoint) -> tuple[str, ...]:
+    """Settings of a run of three samples."""
+    task = ("task.subtasks=[niah_single_1]", "task.length=512", "task.samples=3")
+    return ("model=hf", f"model.path={checkpoint}", "device=cpu", *task)
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +90,8 @@ def lines(results: Path) -> list[str]:
         (("-m", "method=snapkv,knorm"), signal.SIGTERM, 4, "at 0 of 2"),
     ],
 )
-def test_a_run_that_is_stopped_goes_on(many, number, after, where, tmp_path, stopping, monkeypatch, capsys):
-    given = [*many, "budget=0.3", f"results={tmp_path}", *QUICK]
+def test_a_run_that_is_stopped_goes_on(many, number, after, where, quick, tmp_path, stopping, monkeypatch, capsys):
+    given = [*many, "budget=0.3", f"results={tmp_path}", *quick]
     monkeypatch.setattr(sys, "argv", ["run.py", *given])
     with monkeypatch.context():
         stopping(number, after)
@@ -115,9 +121,9 @@ def at_work(group: int) -> list[int]:
 
 
 @pytest.mark.full
-def test_workers_end_with_a_run_that_is_stopped(tmp_path):
+def test_workers_end_with_a_run_that_is_stopped(quick, tmp_path):
     """Ctrl-C in a terminal reaches all processes of the group."""
-    arguments = [str(ROOT / "run.py"), "method=snapkv", "workers=2", f"results={tmp_path}", *QUICK]
+    arguments = [str(ROOT / "run.py"), "method=snapkv", "workers=2", f"results={tmp_path}", *quick]
     code = (
         "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\n"
         "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
@@ -185,14 +191,15 @@ def full_beyond(size: int) -> Iterator[None]:
         only_in_full(("method=snapkv", "workers=2"), 7000, RECORDS),
     ],
 )
-def test_a_full_disk_ends_a_run_in_one_line(many, size, where, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_ends_a_run_in_one_line(many, size, where, quick, tmp_path, monkeypatch, capsys):
     """A sweep too: the next cell would find no more room."""
     # what cells.json holds is longer
     monkeypatch.setattr("kvbench.sweeps.status.write_cells", lambda folder, cells: None)
     monkeypatch.setattr("kvbench.sweeps.plan.Sweep.print_states", lambda own: None)
     samples = 30 if "workers=2" in many else 9  # more than two workers and the process that waits for them can write
-    given = [*many, "budget=0.3", f"results={tmp_path}", *QUICK, f"task.samples={samples}"]
-    assert run_cli(["method=full", *given[-len(QUICK) - 2 :]], monkeypatch, capsys)[0] == 0
+    base = [f"results={tmp_path}", *quick, f"task.samples={samples}"]
+    given = [*many, "budget=0.3", *base]
+    assert run_cli(["method=full", *base], monkeypatch, capsys)[0] == 0
     with full_beyond(size):
         code, _, err = run_cli(given, monkeypatch, capsys)
     said = [line for line in err.replace("\r", "\n").splitlines() if line and not re.search(r"/(9|18|30) \[", line)]

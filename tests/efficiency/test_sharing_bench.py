@@ -12,9 +12,10 @@ from tests.support.command_line import run_cli
 QUICK = ["task.length=512", "task.subtasks=[niah_single_1]", "limit=1", "device=cpu"]
 
 
-def test_a_line_is_appended_for_all_runs_together_and_alone(tmp_path, capsys):
+def test_a_line_is_appended_for_all_runs_together_and_alone(checkpoint, tmp_path, capsys):
+    model = ["model=hf", f"model.path={checkpoint}"]
     for _ in range(2):
-        run_sharing_bench(["method=knorm", "budget=0.2,0.4", "rounds=1", *QUICK, f"results={tmp_path}"])
+        run_sharing_bench(["method=knorm", "budget=0.2,0.4", "rounds=1", *model, *QUICK, f"results={tmp_path}"])
     [path] = (tmp_path / "efficiency").iterdir()
     with path.open(newline="") as file:
         lines = list(csv.DictReader(file))

@@ -1,6 +1,7 @@
 """One prefill for several contexts, runs and cells: their records are those of each alone."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -30,15 +31,15 @@ from kvbench.validation import ContractError, SettingError
 from tests.support.command_line import run_cli
 from tests.support.method_files import build_policy
 from tests.support.recorded_runs import strip_circumstances
+from tests.support.selection import choose_covering, only_in_full
 from tests.support.tiny_models import ids, tiny
 
 BUDGETS = (0.2, 40, 1.0)
-SMALL = ("task.subtasks=niah_single_1", "task.length=512", "task.samples=2", "device=cpu")
 
 
-def choices(lse: bool) -> list[CachePolicy]:
+def choices(lse: bool) -> dict[tuple[str, str, str], CachePolicy]:
     """Whatever can take part on a tiny model: every method with every allocator, and every codec with the plain one."""
-    found = []
+    found = {}
     for method in list_choices("method"):
         pairs = [(name, "raw") for name in list_choices("allocator")] + [("uniform", "kivi")]
         for allocator, codec in pairs:
@@ -47,8 +48,14 @@ def choices(lse: bool) -> list[CachePolicy]:
                 not (own.method.refuses(own.allocator, own.codec) or own.method.needs_extra_reads)
                 and own.method.wants_lse == lse
             ):
-                found.append(own)
+                found[method, allocator, codec] = own
     return found
+
+
+def choose_some(found: dict[tuple[str, str, str], CachePolicy]) -> list[CachePolicy]:
+    """As few as hold every method, every allocator and every codec."""
+    chosen = choose_covering([frozenset(enumerate(names)) for names in found])
+    return [own for place, own in enumerate(found.values()) if place in chosen]
 
 
 def facts(context: GenerationContext) -> dict:
@@ -70,16 +77,18 @@ def facts(context: GenerationContext) -> dict:
     return found
 
 
+@pytest.mark.parametrize("choose", [choose_some, only_in_full(dict.values)], ids=["some", "all"])
 @pytest.mark.parametrize("lse", [False, True])
-def test_every_context_holds_and_answers_as_if_it_were_alone(lse):
-    own = [(choice, BUDGETS[i % 3] if choice.method.name != "full" else 1.0) for i, choice in enumerate(choices(lse))]
+def test_every_context_holds_and_answers_as_if_it_were_alone(lse, choose):
+    taken = choose(choices(lse))
+    own = [(choice, BUDGETS[i % 3] if choice.method.name != "full" else 1.0) for i, choice in enumerate(taken)]
     some, prompt = (
         lambda: [GenerationContext(tiny("llama"), c, Budget(b), None, (7,), 2, answer=9) for c, b in own],
         ids(150),
     )
     shared = some()
     milliseconds = shared_prefill.prefill(shared, prompt)
-    assert len(milliseconds) == len(own) > 5 and min(milliseconds) > 0
+    assert len(milliseconds) == len(own) > 3 and min(milliseconds) > 0
     for alone, context in zip(some(), shared, strict=True):
         alone.prefill(prompt)
         expected, found = facts(alone), facts(context)
@@ -92,26 +101,36 @@ def equal(one: object, other: object) -> bool:
 
 
 def test_rows_before_the_cut_are_written_once():
-    plain = [GenerationContext(tiny("llama"), c, Budget(1.0), None, (7,), answer=4) for c in choices(False)[:4]]
+    plain = [
+        GenerationContext(tiny("llama"), c, Budget(1.0), None, (7,), answer=4)
+        for c in list(choices(False).values())[:4]
+    ]
     shared_prefill.prefill(plain, ids(50))
     for layers in zip(*(context.own_layers for context in plain), strict=True):
         assert len({layer.rows.tail_keys.data_ptr() for layer in layers}) == 1
 
 
-@cache
-def run_of(*settings: str) -> RunSpec:
-    return RunSpec.from_config(compose_config([*SMALL, *settings]))
+@pytest.fixture(scope="module")
+def small(checkpoint) -> tuple[str, ...]:
+    """Settings of a run of two samples."""
+    task = ("task.subtasks=niah_single_1", "task.length=512", "task.samples=2")
+    return ("model=hf", f"model.path={checkpoint}", "device=cpu", *task)
+
+
+@pytest.fixture(scope="module")
+def run_of(small) -> Callable[..., RunSpec]:
+    return cache(lambda *settings: RunSpec.from_config(compose_config([*small, *settings])))
 
 
 @pytest.fixture
-def runs() -> list[RunSpec]:
+def runs(run_of) -> list[RunSpec]:
     """A full cache and three cells that go together."""
     own = [run_of(f"method={name}", "budget=0.2") for name in ("snapkv", "quest", "sink")]
     return [own[0].baseline(), *own]
 
 
 @pytest.fixture(scope="module")
-def bench():
+def bench(run_of):
     return Resources(run_of("method=full"))
 
 
@@ -222,7 +241,7 @@ def test_workers_share_the_samples_of_a_company(runs, bench, alone, tmp_path):
     assert {own for folder in folders for own in shares(folder)} == {4}
 
 
-def test_who_may_read_together(runs):
+def test_who_may_read_together(runs, run_of):
     same = {run.reading for run in runs}
     assert len(same) == 1 and None not in same
     for settings in (["method=kvzip"], ["block_size=64"]):
@@ -254,9 +273,9 @@ def records(results) -> dict:
     return found
 
 
-def test_a_sweep_reads_every_prompt_once_for_all_cells(tmp_path, monkeypatch, capsys):
+def test_a_sweep_reads_every_prompt_once_for_all_cells(small, tmp_path, monkeypatch, capsys):
     """Cells of snapkv and h2o, which do not go together, and kvzip, which goes alone."""
-    found, cells = [], ["-m", "method=snapkv,h2o,kvzip", "budget=0.2,0.4", *SMALL, "limit=1"]
+    found, cells = [], ["-m", "method=snapkv,h2o,kvzip", "budget=0.2,0.4", *small, "limit=1"]
     for own in ("true", "false"):
         settings = [f"results={tmp_path}/{own}", f"sweep.share_prefill={own}"]
         code, out, err = run_cli([*cells, *settings], monkeypatch, capsys)
@@ -268,7 +287,7 @@ def test_a_sweep_reads_every_prompt_once_for_all_cells(tmp_path, monkeypatch, ca
     assert all(own["shared_prefill"] == expected[name] for (name, *_), own in found[0].items())
 
 
-def test_the_plan_counts_a_shared_prefill_once(tmp_path, runs, bench, monkeypatch):
+def test_the_plan_counts_a_shared_prefill_once(tmp_path, run_of, bench, monkeypatch):
     value = run_of("method=snapkv", "budget=0.2").value
     execute_run(run_of("method=snapkv", "budget=0.2"), tmp_path, bench)
     monkeypatch.setattr(status, "RunRecords", lambda path: iter([{"seconds": 60.0, "prefill_ms": 48000.0}] * 2))
@@ -281,7 +300,7 @@ def test_the_plan_counts_a_shared_prefill_once(tmp_path, runs, bench, monkeypatc
 
 
 @pytest.mark.parametrize("setting", ["sweep.share_prefill=maybe", "sweep=null"])
-def test_a_wrong_setting_is_one_line(setting, monkeypatch, capsys):
+def test_a_wrong_setting_is_one_line(setting, run_of, monkeypatch, capsys):
     code, out, err = run_cli([setting], monkeypatch, capsys)
     assert (code, out) == (2, "") and err.startswith("kvbench: sweep.share_prefill=") and err.count("\n") == 1
     with pytest.raises(SettingError):

@@ -15,6 +15,7 @@ from kvbench.integrations.lm_eval_model import KVBenchLM
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.embedded import REFERENCE
 from kvbench.validation import SettingError
+from tests.support.selection import only_in_full
 
 CONTEXT = "The grass is green. VAR ABCDE = 12345. The sky is blue. VAR FGHIJ = VAR ABCDE. " * 3
 ASKED = CONTEXT + "Question: Find all variables."
@@ -191,7 +192,7 @@ doc_to_target: gold
 """
 
 
-@pytest.mark.parametrize("question", ["visible", "hidden"])
+@pytest.mark.parametrize("question", [only_in_full("visible"), "hidden"])
 def test_lm_eval_evaluates_choices_and_answers(full, tmp_path, question):
     rows = [
         {"context": CONTEXT, "question": f"{i}?", "choices": ["green.", "12345", "blue and more"], "gold": i % 3}

@@ -45,7 +45,7 @@ def init(**own):
         os._exit(3)
     return Run(own)
 """
-QUICK = ("device=cpu", "method=keydiff", "task.subtasks=[niah_single_1]", "task.length=512", "task.samples=1")
+QUICK = ("method=keydiff", "task.subtasks=[niah_single_1]", "task.length=512", "task.samples=1")
 
 
 def records(full: bool) -> dict[str, dict]:
@@ -225,8 +225,7 @@ def test_a_hub_that_never_answers_is_waited_for_once(runs, tmp_path, capsys, mon
     assert (tmp_path / "wandb").exists() and capsys.readouterr().err == ""  # another place is none of that hub's
 
 
-def test_a_run_is_logged_when_it_fails_and_again_when_it_is_done(tmp_path, monkeypatch, capsys, fake):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_is_logged_when_it_fails_and_again_when_it_is_done(kvbench, monkeypatch, fake):
 
     def broken(*_):
         raise OSError("no space\nleft")
@@ -234,14 +233,14 @@ def test_a_run_is_logged_when_it_fails_and_again_when_it_is_done(tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr("kvbench.runs.responder.Responder.answer", broken)
         with pytest.raises(OSError, match="no space"):
-            run_cli([*QUICK, "logger=wandb"], monkeypatch, capsys)
+            kvbench(*QUICK, "logger=wandb")
     (failed,) = fake()
     assert failed["config"]["method"]["name"] == "full" and failed["code"] == 1
     assert (failed["summary"]["state"], failed["summary"]["failure"]) == ("failed", "OSError: no space left")
     assert main(["results"]) == 0
     assert fake()[1:] == [failed]
 
-    code, out, _ = run_cli([*QUICK, "logger=wandb"], monkeypatch, capsys)
+    code, out, _ = kvbench(*QUICK, "logger=wandb")
     assert code == 0 and "average" in out
     _, _, full, method = fake()
     assert full["id"] == failed["id"] and (full["summary"]["state"], full["summary"]["failure"]) == ("finished", None)
@@ -252,7 +251,7 @@ def test_a_run_is_logged_when_it_fails_and_again_when_it_is_done(tmp_path, monke
     monkeypatch.setitem(sys.modules, "wandb", None)  # an import would raise
     for name in ("kvbench.integrations.wandb_logger", "kvbench.integrations.wandb_run"):
         monkeypatch.delitem(sys.modules, name)
-    assert run_cli(QUICK, monkeypatch, capsys)[0] == 0
+    assert kvbench(*QUICK)[0] == 0
     assert (
         "kvbench.integrations.wandb_logger" not in sys.modules and "kvbench.integrations.wandb_run" not in sys.modules
     )

@@ -493,14 +493,12 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 @contextmanager
 def newly_alive() -> Iterator[dict[int, int]]:
     """The storages, at the end, of tensors that were made inside and are still alive."""
+    gc.collect()
     gc.freeze()  # what is there now is not looked at again
     found: dict[int, int] = {}
-    try:
-        yield found
-        gc.collect()
-        found |= storages(thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
-    finally:
-        gc.unfreeze()
+    yield found
+    gc.collect()
+    found |= storages(thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
 
 
 def reachable(thing: object, seen: set[int]) -> Iterator[torch.Tensor]:

@@ -469,7 +469,15 @@ def test_every_table_has_a_preset_or_says_why_not():
     assert sorted(found) == list_presets() and {len(own) for own in found.values()} == {1}
 
 
-@pytest.mark.parametrize("preset", list_presets())
+def select_presets() -> list[object]:
+    """All presets; those that `make test` leaves out have a task of which it runs another preset."""
+    presets = list_presets()
+    tasks = [frozenset(run["task"] for run in expand_preset(preset)) for preset in presets]
+    chosen = choose_covering(tasks)
+    return [own if place in chosen else only_in_full(own) for place, own in enumerate(presets)]
+
+
+@pytest.mark.parametrize("preset", select_presets())
 def test_a_preset_has_cells_of_its_table(offline, preset):
     own = runnable(next(name for name, spec in TABLES.items() if find_preset(name, spec) == preset))
     runs = expand_preset(preset)
@@ -535,7 +543,7 @@ def first_cut(preset: str, task: str) -> tuple[str, ...]:
     """The settings of the first run of a preset that cuts anything, beside those of SMALL and a model."""
     run = next(own for own in expand_preset(preset) if own["method"] != "full")
     run = {"allocator": "uniform", "codec": "raw"} | run  # so that these settings make one cell of all
-    given = [own.split("=")[0] for own in (*SMALL[task], "model=reference")]
+    given = ["model", *(own.split("=")[0] for own in SMALL[task])]
     return tuple(f"{name}={value}" for name, value in run.items() if name not in given)
 
 
@@ -545,23 +553,16 @@ def ran() -> dict[tuple[str, ...], tuple[dict, list[Path]]]:
     return {}
 
 
-def select_presets() -> list[object]:
-    """All presets; those that `make test` leaves out have a task of which it runs another preset."""
-    presets = list_presets()
-    tasks = [frozenset(run["task"] for run in expand_preset(preset)) for preset in presets]
-    chosen = choose_covering(tasks)
-    return [own if place in chosen else only_in_full(own) for place, own in enumerate(presets)]
-
-
 @pytest.mark.parametrize("preset", select_presets())
-def test_a_cell_of_a_preset_runs_on_made_data(ran, tmp_path, monkeypatch, capsys, preset):
-    """The sweep that a user starts, of one cell and with the embedded model for the paper's, leaves graded records."""
+def test_a_cell_of_a_preset_runs_on_made_data(ran, checkpoint, tmp_path, monkeypatch, capsys, preset):
+    """The sweep that a user starts, of one cell and with a random model for the paper's, leaves graded records."""
     own = runnable(next(name for name, spec in TABLES.items() if find_preset(name, spec) == preset))
     task = json.loads(next(iter(own)).task)["name"]
     key = first_cut(preset, task)
     if key not in ran:
         monkeypatch.setattr("kvbench.integrations.math_verify.grade", lambda folder: None)
-        asked = ["-m", f"preset={preset}", "model=reference", *first_cut(preset, task), *SMALL[task], "limit=1"]
+        model = ["model=hf", f"model.path={checkpoint}"]
+        asked = ["-m", f"preset={preset}", *model, *first_cut(preset, task), *SMALL[task], "limit=1"]
         where = [f"results={tmp_path}", f"hydra.sweep.dir={tmp_path}/sweep", "device=cpu"]
         code, out, err = run_cli([*asked, *where], monkeypatch, capsys)
         assert code == 0 and "kvbench:" not in err and f"\ntask: {task}" in out, err

@@ -20,7 +20,7 @@ from kvbench.report.page import content_security_policy
 from kvbench.sweeps import status
 from tests.support.browser import CHROMIUM, SIZES, draw_charts
 from tests.support.command_line import run_cli
-from tests.support.report_store import VALUE, make_records, write_run, write_small_store
+from tests.support.report_store import VALUE, make_records, write_run
 from tests.support.repository import ROOT
 
 DEADLINE = 120  # seconds; a process that makes the page imports much, and others may use the machine
@@ -29,7 +29,7 @@ DEADLINE = 120  # seconds; a process that makes the page imports much, and other
 @pytest.fixture
 def served(tmp_path, monkeypatch):
     """A dashboard of an empty folder, in a thread."""
-    monkeypatch.setattr("kvbench.report.dashboard.SECONDS", 0.05)
+    monkeypatch.setattr("kvbench.report.dashboard.SECONDS", 0.1)
     monkeypatch.setattr("kvbench.report.dashboard.PATIENCE", 0)
     monkeypatch.setattr("kvbench.report.dashboard.TIMING_SECONDS", 0)
     with Server(tmp_path, 0) as server:
@@ -65,7 +65,7 @@ def until(server: Server, wanted) -> dict:
     end = time.monotonic() + DEADLINE
     while not wanted(said := called(server, "/progress.js", "kvbenchProgress")):
         assert time.monotonic() < end, said
-        time.sleep(0.02)
+        time.sleep(0.1)
     return said
 
 
@@ -121,15 +121,20 @@ def test_every_cell_with_its_state(served, running):
     until(served, lambda said: said["sweeps"][0]["cells"][1]["records"] == 11)
 
 
-def test_what_is_damaged_is_named_and_the_rest_shown(served, running):
+def test_a_damaged_sweep_is_named_and_the_rest_shown(served, running):
     sweeps = running.parents[1] / "sweeps"
     (sweeps / "2026-01-03").mkdir()
     (sweeps / "2026-01-03" / "cells.json").write_text("[{")
     for name in ("2025-01-01", "2025-01-02"):
         shutil.copytree(sweeps / "2026-01-02_03-04-05", sweeps / name)
-    said = until(served, lambda said: said["page"])
+    said = until(served, lambda said: True)
     assert [own["name"] for own in said["sweeps"]] == ["2026-01-03", "2026-01-02_03-04-05", "2025-01-02"]
     assert "no cells.json there" in said["sweeps"][0]["wrong"] and said["sweeps"][1]["counts"]["done"] == 1
+
+
+@pytest.mark.full
+def test_a_damaged_run_is_named_and_the_page_is_made_again(served, running):
+    said = until(served, lambda said: said["page"])
     bad = write_run(running.parents[1], make_records(0.5, 50), budget=0.5)
     (bad / "run.yaml").write_text("format: [")
     until(served, lambda now: now["page"] not in ("", said["page"]) and not now["making"])
@@ -138,11 +143,12 @@ def test_what_is_damaged_is_named_and_the_rest_shown(served, running):
     assert [own["label"] for own in data["panels"][0]["series"]] == ["snapkv"]
 
 
-def test_a_sweep_is_followed(served, tmp_path, monkeypatch, capsys):
+def test_a_sweep_is_followed(served, checkpoint, tmp_path, monkeypatch, capsys):
     said = until(served, lambda said: True)
     assert (said["sweeps"], said["page"], said["problem"]) == ([], "", "") and not list(tmp_path.iterdir())
     assert called(served, "/data.js", "kvbenchData")["panels"] == []
     quick = ["task.subtasks=niah_single_1", "task.samples=2", "task.length=512", f"results={tmp_path}"]
+    quick += ["model=hf", f"model.path={checkpoint}"]
     run_cli(["-m", "method=sink,kvzip", "block_size=128", "budget=0.2", *quick], monkeypatch, capsys)
     said = until(served, lambda said: said["page"] and not said["making"])
     [own] = said["sweeps"]
@@ -158,7 +164,8 @@ def test_a_sweep_is_followed(served, tmp_path, monkeypatch, capsys):
 
 
 def test_only_the_reports_files_are_served(served, tmp_path):
-    write_small_store(tmp_path)
+    write_run(tmp_path, make_records(1.0, 100), method={"name": "full"})
+    write_run(tmp_path, make_records(0.5, 50), budget=0.5)
     (tmp_path / "report").mkdir()
     (tmp_path / "secret.js").write_text("secret")
     (tmp_path / "report" / "notes.txt").write_text("secret")
@@ -234,7 +241,7 @@ def test_what_cannot_be_served_is_one_line(tmp_path, capsys):
 
 
 def test_ctrl_c_ends_it(tmp_path):
-    write_small_store(tmp_path)
+    write_run(tmp_path, make_records(1.0, 100), method={"name": "full"})
     code = (  # as in a terminal: what a shell starts in the background ignores Ctrl-C, and so do its children
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from kvbench.cli.dashboard import main\nsys.exit(main(sys.argv[1:]))"

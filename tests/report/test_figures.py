@@ -173,13 +173,15 @@ def test_costs_begin_at_zero_and_times_have_whiskers(drawn):
 
 
 def test_the_same_store_gives_the_same_bytes(store, drawn, tmp_path):
-    assert draw_figures([str(store), *ONE, "--out", str(tmp_path)]) == 0
-    for path in (path for path in (store / "figures").iterdir() if path.suffix != ".pdf"):  # its fonts change places
-        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+    assert draw_figures([str(store), *ONE, "--kind", "curve", "--out", str(tmp_path)]) == 0
+    again = [path for path in tmp_path.iterdir() if path.suffix != ".pdf"]  # its fonts change places
+    assert len(again) == 3
+    for path in again:
+        assert (store / "figures" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_a_width_is_kept(store, tmp_path):
-    assert draw_figures([str(store), *ONE, "--kind", "curve,cost", "--width", "4", "--out", str(tmp_path)]) == 0
+    assert draw_figures([str(store), *ONE, "--kind", "curve,tasks", "--width", "4", "--out", str(tmp_path)]) == 0
     for path in tmp_path.glob("*.svg"):
         width = float(ElementTree.parse(path).getroot().get("width").removesuffix("pt"))
         assert 0.95 * 288 < width <= 288.5
@@ -198,6 +200,7 @@ def test_subtasks_and_rows_make_curves_of_their_own(store, tmp_path):
     assert shown == [[point.share, point.score.value] for point in points[:-1]]
 
 
+@pytest.mark.full
 def test_names_that_would_be_more_than_text(tmp_path):
     name = "</text><script>alert(1)</script> & \\textbf{$x_1$} %\x1b[31m ../../up " + "long " * 60
     value = {"task": {"name": name, "length": 1}, "model": {"name": f"../{name}", "identity": "0"}}

@@ -1,5 +1,7 @@
 """`python -m kvbench check-method`: one method of one's own against the laws; and what its import may do wrong."""
 
+from collections.abc import Callable
+
 import pytest
 
 from kvbench.cli.check_method import main
@@ -7,6 +9,14 @@ from kvbench.config import catalogue
 from kvbench.runs import method_checks
 from kvbench.runs.method_checks import CHECKS
 from kvbench.validation import SettingError
+
+CHECKPOINT = dict(layers=4)
+
+
+@pytest.fixture
+def check(checkpoint) -> Callable[[str], int]:
+    """Runs the command for a method on a random model; gives its exit code."""
+    return lambda method: main([method, "--model", str(checkpoint)])
 
 
 @pytest.fixture(autouse=True)
@@ -25,15 +35,15 @@ def method_class(name: str) -> type:
     return type(catalogue.build("method", catalogue.load_settings("method", name)))
 
 
-def test_a_method_that_keeps_the_laws_passes(capsys):
-    assert main(["knorm"]) == 0
+def test_a_method_that_keeps_the_laws_passes(check, capsys):
+    assert check("knorm") == 0
     out = capsys.readouterr().out
     assert verdicts(out) == ["ok"] * len(CHECKS), out
     assert out.startswith("method=knorm: kvbench.methods.knorm.Knorm {") and "'skip_layers': []" in out
 
 
-def test_what_does_not_apply_is_said(capsys):
-    assert main(["quest"]) == 0
+def test_what_does_not_apply_is_said(check, capsys):
+    assert check("quest") == 0
     out = capsys.readouterr().out
     assert verdicts(out).count("-") == 1 and "it holds every row and looks at few" in out
 
@@ -49,15 +59,15 @@ def test_what_does_not_apply_is_said(capsys):
         (lambda self, observation, rows, state: rows.mass[:, :1], "expected a float tensor of shape (1, 2, "),
     ],
 )
-def test_a_method_that_breaks_its_contract_fails(score, failed, capsys, monkeypatch):
+def test_a_method_that_breaks_its_contract_fails(score, failed, check, capsys, monkeypatch):
     monkeypatch.setattr(method_class("knorm"), "score", score)
-    assert main(["knorm"]) == 1
+    assert check("knorm") == 1
     out = capsys.readouterr().out
     assert "FAIL" in verdicts(out) and failed in out
     assert "ok    a full budget changes nothing" in out  # nothing is scored there
 
 
-def test_state_that_leaks_between_prompts_fails(capsys, monkeypatch):
+def test_state_that_leaks_between_prompts_fails(check, capsys, monkeypatch):
     calls = []
 
     def score(self, observation, rows, state):
@@ -65,7 +75,7 @@ def test_state_that_leaks_between_prompts_fails(capsys, monkeypatch):
         return (rows.places * len(calls)).double().cos()
 
     monkeypatch.setattr(method_class("knorm"), "score", score)
-    assert main(["knorm"]) == 1
+    assert check("knorm") == 1
     assert "FAIL  no state leaks between prompts" in capsys.readouterr().out
 
 

@@ -2,8 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -14,6 +17,7 @@ from kvbench.config.catalogue import list_choices
 from kvbench.store import audit
 from tests.support.command_line import run_cli
 from tests.support.recorded_runs import read_records
+from tests.support.selection import only_in_full
 
 QUICK = ("task.subtasks=[niah_single_1]", "task.length=512", "task.samples=2")
 SEVERAL = ("-m", "method=knorm,snapkv", "budget=0.25", *QUICK)
@@ -169,15 +173,23 @@ def test_the_weights_are_loaded_once(store, call, monkeypatch):
     assert len(loads) == 1
 
 
-def test_a_conversation_is_executed_as_a_whole(tmp_path, call, monkeypatch, capsys):
-    base = ["task=scbench", "task.max_turns=2", "limit=1", "device=cpu", "budget=0.1", "task.subtasks=[scbench_kv]"]
-    assert run_cli([*base, "method=knorm", "task.length=1024"], monkeypatch, capsys)[0] == 0
+def test_a_conversation_is_executed_as_a_whole(kvbench, tmp_path, call):
+    task = ("task=scbench", "task.max_turns=2", "limit=1", "task.subtasks=[scbench_kv]", "task.length=1024")
+    assert kvbench(*task, "method=knorm", "budget=0.1")[0] == 0
     results = tmp_path / "results"
     assert count(results) == 4
     assert call(results, 2, seed=1) == (0, ["replay: 2 agree, 0 damaged, executed as they were then"])
 
 
-def test_the_command_checks_and_then_executes(copied, tmp_path, capfd):
+def replay_here(command: Sequence[str], env: Mapping[str, str]) -> SimpleNamespace:
+    """Do in this process what the command starts another one for."""
+    assert command[:4] == [sys.executable, "-m", "kvbench", "replay"] and "PYTHONPATH" in env
+    return SimpleNamespace(returncode=replay_command.main(command[4:]))
+
+
+@pytest.mark.parametrize("run", [replay_here, only_in_full(subprocess.run)], ids=["here", "in another process"])
+def test_the_command_checks_and_then_executes(copied, monkeypatch, capfd, run):
+    monkeypatch.setattr(audit_command.subprocess, "run", run)
     change(copied, "snapkv", "score", lambda score: score + 0.5)
     whole = count(copied)
     assert audit_command.main([str(copied), "--replay", str(whole), "--seed", "7"]) == 1

@@ -22,7 +22,7 @@ from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.model_kinds import name_checkpoint
 from kvbench.runs.responder import Responder
 from tests.support.checkpoints import write_checkpoint
-from tests.support.command_line import assert_refused
+from tests.support.command_line import assert_refused, run_cli
 from tests.support.recorded_runs import TIMES, read_runs
 from tests.support.repository import ROOT
 from tests.support.selection import only_in_full
@@ -285,28 +285,24 @@ def endless(tmp_path_factory) -> Path:
     return folder
 
 
-def test_workers_share_one_run_without_loss_or_doubling(endless, tmp_path):
-    folders = [tmp_path / name for name in ("alone", "shared")]
-    for folder in folders:
-        folder.mkdir()
-    settings = ("method=knorm", "budget=0.25", *QUICK, "task.samples=4")
-    own = [(), ("workers=2",)]
-    both = [
-        process(endless, folder, *settings, *more, errors=subprocess.PIPE)
-        for folder, more in zip(folders, own, strict=True)
-    ]
-    said = [each.communicate() for each in both]
-    assert all("average" in out and each.returncode == 0 for each, (out, _) in zip(both, said, strict=True))
-    # one bar, whoever works: one is closed, however often and from where on it was drawn (its \r is read as \n here)
-    assert [len(re.findall(r"knorm: [^\n]*\n(?:\n|\Z)", err)) for _, err in said] == [1, 1]
-    assert all(re.search(r"knorm: 100%.*\| 8/8 \[", err) for _, err in said)  # and tells what all of them have done
-    alone, shared = (read_runs(folder / "results") for folder in folders)
+def test_workers_share_one_run_without_loss_or_doubling(endless, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    settings = ("model=hf", f"model.path={endless}", "device=cpu", "method=knorm", "budget=0.25", *QUICK)
+    for own in (("results=alone",), ("results=shared", "workers=2")):
+        code, out, err = run_cli([*settings, "task.samples=3", *own], monkeypatch, capfd)
+        assert code == 0 and "average" in out
+        err = err.replace("\r", "\n")
+        # one bar, whoever works: one is closed, however often and from where on it was drawn
+        assert len(re.findall(r"knorm: [^\n]*\n(?:\n|\Z)", err)) == 1
+        assert re.search(r"knorm: 100%.*\| 6/6 \[", err)  # and tells what all of them have done
+    alone, shared = read_runs(tmp_path / "alone"), read_runs(tmp_path / "shared")
     for name, (folder, records) in shared.items():
         assert len(list(folder.glob("records*.jsonl"))) == 2  # each wrote some
-        assert len(records) == len({record["uid"] for record in records}) == 8
+        assert len(records) == len({record["uid"] for record in records}) == 6
         assert {r["uid"]: r["output"] for r in records} == {r["uid"]: r["output"] for r in alone[name][1]}
 
 
+@pytest.mark.full
 def test_workers_end_with_their_parent(endless, tmp_path):
     victim = process(endless, tmp_path, "method=knorm", "budget=0.25", *QUICK, "task.samples=50", "workers=2")
 
@@ -340,6 +336,7 @@ def test_what_workers_cannot_use_is_said_once(checkpoint, tmp_path):
     assert found.returncode == 2 and said.startswith("kvbench: results=") and said.count("\n") == 1, said
 
 
+@pytest.mark.full
 def test_readme_shows_a_method_that_runs(checkpoint, tmp_path):
     """The example is followed to the letter in a copy of the project."""
     copy = tmp_path / "copy"

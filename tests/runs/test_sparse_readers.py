@@ -17,7 +17,7 @@ OMNIKV = ("method=omnikv", "method.filters=[1]", "method.depth=null", "method.wa
 def test_everything_is_resident_and_few_rows_attended(checkpoint, tmp_path, monkeypatch, settings, dense, question):
     monkeypatch.chdir(tmp_path)
     where = ["model=hf", f"model.path={checkpoint}", "device=cpu", f"question={question}", "budget=0.25"]
-    task = ["task.subtasks=niah_single_1", "task.length=512", "task.samples=2"]
+    task = ["task.subtasks=ruler_vt", "task.length=900", "task.samples=1"]
     monkeypatch.setattr(sys, "argv", ["run.py", *settings, *where, *task])
     assert command.main() == 0
     name = settings[0].removeprefix("method=")
@@ -43,7 +43,7 @@ def test_everything_is_resident_and_few_rows_attended(checkpoint, tmp_path, monk
 )
 def test_a_record_says_what_was_given_up(checkpoint, tmp_path, monkeypatch, settings, protected, sinks, recents):
     monkeypatch.chdir(tmp_path)
-    where = ["model=hf", f"model.path={checkpoint}", "device=cpu", "task.subtasks=niah_single_1", "task.length=512"]
+    where = ["model=hf", f"model.path={checkpoint}", "device=cpu", "task.subtasks=ruler_vt", "task.length=900"]
     monkeypatch.setattr(sys, "argv", ["run.py", *settings, *where, "task.samples=1"])
     assert command.main() == 0
     found = read_runs(tmp_path / "results")

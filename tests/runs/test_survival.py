@@ -1,5 +1,6 @@
 """Which rows survived, and where the targets stand: by hand, against a loop over places, and in records."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -126,13 +127,14 @@ def test_what_every_method_holds_of_a_batch(method, name, block_size):
 SMALL = ("task.subtasks=niah_single_1", "task.length=512", "task.samples=1")
 
 
-@cache
-def run_of(*settings: str) -> RunSpec:
-    return RunSpec.from_config(compose_config(["device=cpu", *settings]))
+@pytest.fixture(scope="module")
+def run_of(checkpoint) -> Callable[..., RunSpec]:
+    model = ("model=hf", f"model.path={checkpoint}", "device=cpu")
+    return cache(lambda *own: RunSpec.from_config(compose_config([*model, *own])))
 
 
 @pytest.fixture(scope="module")
-def bench():
+def bench(run_of):
     return Resources(run_of("method=full", *SMALL))
 
 
@@ -150,7 +152,7 @@ def bench():
     ],
     ids=" ".join,
 )
-def test_records_say_what_the_python_interface_shows(bench, settings, question, tmp_path):
+def test_records_say_what_the_python_interface_shows(run_of, bench, settings, question, tmp_path):
     run = run_of(*settings, *SMALL, "budget=0.2", f"question={question}")
     records = execute_run(run, tmp_path, bench)
     for sample, prompt in bench.prompts.values():
@@ -183,7 +185,7 @@ def test_records_say_what_the_python_interface_shows(bench, settings, question, 
         assert number in bench.tokenizer.decode(inside)
 
 
-def test_the_place_of_the_evidence_is_that_of_the_tasks(bench):
+def test_the_place_of_the_evidence_is_that_of_the_tasks(run_of, bench):
     """Of `niah` records, which know the needle's depth."""
     run = run_of("task=niah", "task.lengths=[1024]", "task.depths=[0,50,100]", "task.trials=1", "method=full")
     for sample, prompt in Resources(run, {"tokenizer": bench.tokenizer}).prompts.values():
@@ -221,7 +223,7 @@ def test_a_long_question_says_that_its_middle_is_not_there():
     assert shorten("a" * 700 + "b" * 701) == "a" * 500 + " […401 characters…] " + "b" * 500
 
 
-def test_what_looking_takes_is_no_part_of_the_peak(bench, monkeypatch):
+def test_what_looking_takes_is_no_part_of_the_peak(run_of, bench, monkeypatch):
     """Of a counter as a GPU has it: 50 while the prompt is read, 1000 while somebody looks, 70 in the question."""
     counter = [0]
     run = run_of("method=snapkv", "budget=0.2", *SMALL)

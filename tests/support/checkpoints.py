@@ -11,12 +11,12 @@ from kvbench.models.embedded import REFERENCE
 def write_checkpoint(folder: Path, layers: int = 2, stops: bool = True) -> None:
     """Write a random model with the reference model's tokenizer. It answers nothing, and everything else is real.
 
-    If it `stops`, every sixteenth token ends an answer, so that a run does not spend its time on decoding. Otherwise no
+    If it `stops`, every fourth token ends an answer, so that a run does not spend its time on decoding. Otherwise no
     token does.
     """
     tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
     tokenizer.save_pretrained(folder)
-    ends = [tokenizer.eos_token_id, *range(16, len(tokenizer), 16)]
+    ends = [tokenizer.eos_token_id, *range(4, len(tokenizer), 4)]
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=layers,

@@ -1,6 +1,6 @@
 """A store for the report page, with answers and names that would like to be more than text."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -63,15 +63,15 @@ def write_run(results: Path, own: Mapping[str, dict], finish: bool = True, **cha
     return made_up_runs.write_run(results, own, finish, MACHINE, **VALUE | changed).folder.path
 
 
-def write_small_store(results: Path) -> Path:
-    """Two questions, three methods, one of them in blocks too, three budgets."""
-    for question in ("visible", "hidden"):
-        write_run(results, make_records(1.0, 100), method={"name": "full"}, question=question)
+def write_small_store(results: Path, questions: Sequence[str] = ("visible", "hidden"), count: int = 8) -> Path:
+    """Three methods, one of them in blocks too, three budgets; `count` samples of each subtask."""
+    for question in questions:
+        write_run(results, make_records(1.0, 100, count=count), method={"name": "full"}, question=question)
         for salt, (method, block) in enumerate(
             (("snapkv", None), ("keydiff", None), ("keydiff", 128), ("newest", None))
         ):
             for budget, chance in BUDGETS.items():
-                own = make_records(budget, chance + 15 * (salt % 2), salt)
+                own = make_records(budget, chance + 15 * (salt % 2), salt, count)
                 changed = {"method": {"name": method}, "budget": budget, "block_size": block, "question": question}
                 write_run(results, own, **changed)
     return results

@@ -33,7 +33,7 @@ def test_parameters_are_counted_without_memory():
 def test_what_is_too_large_is_refused(shapes, monkeypatch, tmp_path, capsys):
     # 2 · 8.03e9 of weights and 131072 tokens of 128 KiB: 33.2 GB in bfloat16
     monkeypatch.setattr(capacity, "count_available_bytes", lambda run: 33_000_000_000)
-    given = ["preset=dropkv_table5", "dtype=bfloat16", f"results={tmp_path}"]
+    given = ["preset=dropkv_table5", "row=full", "dtype=bfloat16", f"results={tmp_path}"]
     line = "preset=dropkv_table5: model=llama31_8b needs 33.2 GB for weights and full cache, this machine has 33.0 GB"
     assert_refused(run_cli(["-m", *given], monkeypatch, capsys), line, tmp_path)
     monkeypatch.setattr(capacity, "count_available_bytes", lambda run: 34_000_000_000)

@@ -19,6 +19,7 @@ from kvbench.tasks.ledger.task import PREFIX, STARTS, Ledger, LedgerTask, Step, 
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
 from tests.support.recorded_runs import read_runs
+from tests.support.selection import only_in_full
 
 
 @pytest.fixture(scope="module")
@@ -333,28 +334,28 @@ def test_the_fingerprint_follows_the_wording(monkeypatch):
     assert ledger_task().fingerprint() != before
 
 
-def test_two_methods_and_both_questions(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("question", [only_in_full("visible"), "hidden"])
+def test_two_methods_and_both_questions(question, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for question in ("visible", "hidden"):
-        results = tmp_path / question
-        for method in (("snapkv", "method.decoding=true", "budget=0.5"), ("keydiff", "budget=1.0")):
-            own = ("task.steps=[18]", "task.max_new_tokens=48", "limit=1", "device=cpu", f"question={question}")
-            name, *more = method
-            code, out, err = run_cli(
-                ["task=ledger", f"method={name}", "method.decode_size=64", f"results={results}", *more, *own],
-                monkeypatch,
-                capsys,
-            )
-            assert code == 0 and "ledger_18" in out and "recalled_own" in out, err
-        found = read_runs(results)
-        assert set(found) == {"full", "snapkv", "keydiff"}
-        for _, records in found.values():
-            [record] = records
-            assert record["error"] is None and record["tokens_out"] <= 48 and record["meta"]["steps"] == 18
-        full, *cut = (found[name][1][0] for name in ("full", "snapkv", "keydiff"))
-        assert full["rows_attended"] > 400
-        for record in cut:
-            assert record["while_decoding"] == "cuts" and record["rows_attended"] < 100
+    results = tmp_path / "results"
+    for method in (("snapkv", "method.decoding=true", "budget=0.5"), ("keydiff", "budget=1.0")):
+        own = ("task.steps=[18]", "task.max_new_tokens=48", "limit=1", "device=cpu", f"question={question}")
+        name, *more = method
+        code, out, err = run_cli(
+            ["task=ledger", f"method={name}", "method.decode_size=64", f"results={results}", *more, *own],
+            monkeypatch,
+            capsys,
+        )
+        assert code == 0 and "ledger_18" in out and "recalled_own" in out, err
+    found = read_runs(results)
+    assert set(found) == {"full", "snapkv", "keydiff"}
+    for _, records in found.values():
+        [record] = records
+        assert record["error"] is None and record["tokens_out"] <= 48 and record["meta"]["steps"] == 18
+    full, *cut = (found[name][1][0] for name in ("full", "snapkv", "keydiff"))
+    assert full["rows_attended"] > 400
+    for record in cut:
+        assert record["while_decoding"] == "cuts" and record["rows_attended"] < 100
 
 
 @pytest.mark.parametrize(

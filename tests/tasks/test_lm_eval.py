@@ -15,6 +15,7 @@ from kvbench.tasks.lm_eval.loader import PACKAGE, REFUSED, find_tasks, load_task
 from kvbench.tasks.lm_eval.task import LmEval
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
+from tests.support.selection import only_in_full
 
 ROWS = [
     {"context": f"Row {i % 3} is {i % 3 * 7}.", "question": f"What is row {i}?", "answer": str(i)} for i in range(6)
@@ -298,7 +299,7 @@ def test_only_settings_travel_to_other_processes():
     assert samples(pickle.loads(pickle.dumps(task))) == samples(task)
 
 
-@pytest.mark.parametrize("question", ["visible", "hidden"])
+@pytest.mark.parametrize("question", [only_in_full("visible"), "hidden"])
 def test_the_miniature_runs_from_the_command_line(tmp_path, monkeypatch, capsys, question):
     monkeypatch.chdir(tmp_path)
     scores = {}

@@ -2,6 +2,7 @@
 
 import json
 import queue
+from collections.abc import Callable
 from multiprocessing.pool import ThreadPool
 from shutil import copytree
 from statistics import mean
@@ -78,10 +79,11 @@ def test_no_sample_is_waited_for_that_cannot_be():
         next(train.receive_batches(full, [SimpleNamespace(is_alive=lambda: False)]))
 
 
-def test_the_shipped_weights_keep_what_informed_methods_keep(tmp_path):
-    """SnapKV, which sees the question, far above StreamingLLM and that above random; without it KeyDiff far above."""
+@pytest.fixture
+def scores(tmp_path) -> Callable[..., dict[str, float]]:
+    """Runs methods with the shipped weights on one prefill; gives their mean scores."""
 
-    def scores(question: str, *methods: str) -> dict[str, float]:
+    def run(question: str, *methods: str) -> dict[str, float]:
         asked = [f"question={question}", *ASKED]
         runs = [RunSpec.from_config(compose_config([*asked, f"method={method}"])) for method in methods]
         folders = execute_runs(runs, tmp_path, Resources(runs[0]))
@@ -89,8 +91,18 @@ def test_the_shipped_weights_keep_what_informed_methods_keep(tmp_path):
             name: mean(r["score"] for r in own.records().values()) for name, own in zip(methods, folders, strict=True)
         }
 
+    return run
+
+
+@pytest.mark.full
+def test_the_shipped_weights_keep_what_informed_methods_keep(scores):
+    """SnapKV, which sees the question, far above StreamingLLM and that above random."""
     seen = scores("visible", "snapkv", "sink", "random")
     assert seen["snapkv"] > 90 > 50 > seen["sink"] > seen["random"] + 10, seen
+
+
+@pytest.mark.full
+def test_the_shipped_weights_keep_keys_that_differ_where_the_question_is_hidden(scores):
     unseen = scores("hidden", "keydiff", "sink")
     assert unseen["keydiff"] > unseen["sink"] + 20, unseen
 

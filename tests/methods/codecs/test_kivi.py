@@ -1,6 +1,7 @@
 """KIVI against its formula, written out in loops in float64: alone, after eviction, over ragged heads, in decoding."""
 
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -23,7 +24,13 @@ SMALL = dict(bits=2, group=8, residual=24)
 
 
 def rounded(x: np.ndarray, bits: int) -> np.ndarray:
-    """One group, read back: scale and zero in half precision, one code an element."""
+    """One group, read back."""
+    return round_group(tuple(x.tolist()), bits)
+
+
+@cache
+def round_group(x: tuple[float, ...], bits: int) -> np.ndarray:
+    """Scale and zero in half precision, one code an element. Each step of the oracle rounds all groups again."""
     top = 2**bits - 1
     zero, scale = float(np.float16(min(x))), float(np.float16((max(x) - min(x)) / top))
     if scale == 0:
