@@ -117,14 +117,18 @@ def project(tmp_path_factory) -> Path:
 
 
 FILES = {
-    "broken": ("method", "name: x\nwindow: [1", "method=x: conf/method/x.yaml line 2 is no YAML (expected ',' or ']'"),
+    "broken": (
+        "method",
+        "name: x\nwindow: [1",
+        "method=x: conf/method/x.yaml line 2 is not valid YAML (expected ',' or ']'",
+    ),
     "twice": (
         "method",
         "name: x\nname: x",
-        "method=x: conf/method/x.yaml line 2 is no YAML (found duplicate key name)",
+        "method=x: conf/method/x.yaml line 2 is not valid YAML (found duplicate key name)",
     ),
-    "empty": ("method", "", "method=x: conf/method/x.yaml has no settings; name: x is one that it needs"),
-    "a list": ("method", "- a", "method=x: conf/method/x.yaml has no settings; name: x is one that it needs"),
+    "empty": ("method", "", "method=x: conf/method/x.yaml has no settings; it needs at least name: x"),
+    "a list": ("method", "- a", "method=x: conf/method/x.yaml has no settings; it needs at least name: x"),
     "no class": ("method", "name: x", "method=x: conf/method/x.yaml has no _target_, a class such as kvbench."),
     "method": ("method", None, "method.name=snapkv: must be x, as its file conf/method/x.yaml"),
     "allocator": ("allocator", None, "allocator.name=ada: must be x, as its file conf/allocator/x.yaml"),
@@ -155,7 +159,7 @@ def test_a_file_of_conf_that_cannot_be_used_is_one_line(project, case, many):
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("", "no settings"), ("- a", "no settings"), ("a: [", "line 1 is no YAML"), ("name: y", "no _target_")],
+    [("", "no settings"), ("- a", "no settings"), ("a: [", "line 1 is not valid YAML"), ("name: y", "no _target_")],
 )
 def test_so_it_is_from_python(tmp_path, monkeypatch, text, line):
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
