@@ -1,30 +1,30 @@
-"""The text of `kvbench run --help`, which is read from conf/ without Hydra."""
+"""Write the text of `kvbench run --help` from the files of conf/, without Hydra."""
 
 from itertools import groupby
 
 from kvbench.config.paths import CONF, GROUPS
 
-USAGE = """usage: kvbench run [SETTING=VALUE …]           one run, and the full cache's beside it
+USAGE = """usage: kvbench run [SETTING=VALUE …]           one run, and its baseline with the full cache
        kvbench run -m [SETTING=VALUE,VALUE …]  a sweep over all combinations
-       kvbench run --cfg job [SETTING=VALUE …] print the settings and run nothing (--cfg hydra: the launcher's)
-       kvbench run -m --verbose …              print the table of every cell too, not only one line
-       kvbench run --config-dir FOLDER …       take files such as FOLDER/method/mine.yaml too
+       kvbench run --cfg job [SETTING=VALUE …] print the settings without running (--cfg hydra: the launcher's)
+       kvbench run -m --verbose …              also print the table of every cell, not only one line
+       kvbench run --config-dir FOLDER …       also use files such as FOLDER/method/mine.yaml
 
-A finished run is not run again, and an interrupted one continues where it stopped. The results go to results/ in the
-current folder; results=FOLDER takes another one.
+A finished run is not repeated, and an interrupted run continues where it stopped. Results go to results/ in the
+current folder, or to FOLDER with results=FOLDER.
 
 Examples:
   kvbench run method=snapkv budget=0.1 task=ruler task.length=2048 limit=5
   kvbench run -m method=snapkv,knorm budget=0.05,0.1,0.2 question=hidden
   kvbench run -m preset=dropkv_table5              all runs of a paper's table
-  kvbench run row=dropkv_snapkv                    a method as that paper sets it
-  kvbench run -m hydra/launcher=slurm …            one SLURM job a cell
+  kvbench run row=dropkv_snapkv                    one method with the settings of that paper
+  kvbench run -m hydra/launcher=slurm …            one SLURM job for each cell
 """
 
 
 def format_run_help() -> str:
-    """Return the usage, the names that each group takes, and the settings of conf/config.yaml with their comments."""
-    lines = [USAGE, "Groups (method.window=16 changes a setting of the chosen one):"]
+    """Return the usage, the names that each group accepts, and the settings of conf/config.yaml with their comments."""
+    lines = [USAGE, "Groups (method.window=16 changes a setting of the chosen method):"]
     for group in GROUPS:
         names = sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
         lines.append(f"  {group}={'|'.join(names)}")
@@ -36,7 +36,11 @@ def format_run_help() -> str:
 
 
 def read_blocks(text: str) -> list[tuple[str, list[str]]]:
-    """Split a YAML file at its top-level keys: each key with its lines, those below it included."""
+    """Split a YAML file at its top-level keys.
+
+    Returns:
+        (key, its lines) for each key. The lines include the indented ones below it, but no blank or comment lines.
+    """
     names: list[str] = []
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     for line in lines:

@@ -1,1 +1,1 @@
-"""The registry that is conf/, and the hash of the sources that a run is made with."""
+"""Compose settings from conf/, build the objects that they name, and hash the sources of a run."""

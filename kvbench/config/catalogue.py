@@ -1,6 +1,6 @@
-"""Look up methods, allocators, codecs, tasks, models and loggers by the name of their file in conf/, and build them.
+"""Find methods, allocators, codecs, tasks, models and loggers by the name of their file in conf/, and build them.
 
-A file in conf/<group>/ is all that it takes to add one. A name, a file or a class that cannot be used is a SettingError
+To add one, add a file to conf/<group>/. A name, file or class that cannot be used raises a SettingError with a message
 of one line.
 """
 
@@ -23,74 +23,87 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.config.compose import compose, folders, list_choices, show_path
+from kvbench.config.compose import compose, folders, list_choices, show_path, to_dict
 from kvbench.config.paths import CONF
 from kvbench.config.provenance import content_hash
 from kvbench.validation import ContractError, SettingError, require_choice
 
-IMPORT_SECONDS = 60  # that the file of a method, an allocator, a codec or a task may take to import
+IMPORT_SECONDS = 60  # limit for importing the module of a method, an allocator, a codec or a task
 SHAPES = CONF / "model" / "shapes"
 
 
 def list_shapes() -> list[str]:
-    """Names that `model.like=` takes."""
+    """Return the names that `model.like=` accepts."""
     return sorted(path.stem for path in SHAPES.glob("*.json"))
 
 
 def methods_available() -> list[str]:
-    """Names that `method=` takes."""
+    """Return the names that `method=` accepts."""
     return list_choices("method")
 
 
 @cache
-def _compose_choice(group: str, name: str) -> Mapping[str, Any]:
-    """The settings of a group's file, with its defaults, not resolved."""
+def _compose_choice(group: str, name: str) -> dict[str, Any]:
+    """Return the settings of conf/<group>/<name>.yaml with the defaults that it names, before interpolation."""
     require_choice(group, name, list_choices(group))
     try:
         config = compose([f"{group}={name}"]).config[group]
     except (yaml.YAMLError, HydraException, OmegaConfBaseException) as error:
         raise SettingError(error_message(error) or " ".join(str(error).split())) from None
-    return OmegaConf.to_container(config)
+    return to_dict(config)
 
 
 @cache
-def _resolve_choice(group: str, name: str) -> Mapping[str, Any]:
-    """The resolved settings of a group's file as they are without overrides."""
+def _resolve_choice(group: str, name: str) -> dict[str, Any]:
+    """Return the resolved settings of conf/<group>/<name>.yaml without overrides."""
     return resolve(group, OmegaConf.create(_compose_choice(group, name)))
 
 
 def load_settings(group: str, name: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The resolved settings of conf/<group>/<name>.yaml with `overrides`; SettingError for an unknown one."""
+    """Return the resolved settings of conf/<group>/<name>.yaml.
+
+    Args:
+        group: Folder of conf/, such as "method".
+        name: Name of a file in it, without ".yaml".
+        overrides: Settings to change, by name.
+
+    Raises:
+        SettingError: The file does not exist or cannot be used, or an override names no setting of it.
+    """
     if not overrides:
-        return deepcopy(dict(_resolve_choice(group, name)))
+        return deepcopy(_resolve_choice(group, name))
     config = OmegaConf.create(_compose_choice(group, name))
-    own = [key for key in config if key not in ("_target_", "name", "presets")]
+    names = [key for key in config if key not in ("_target_", "name", "presets")]
     for key, value in overrides.items():
-        if not own:
+        if not names:
             raise SettingError(f"{group} setting={key}: {name} has no settings")
-        require_choice(f"{group} setting", key, own)
+        require_choice(f"{group} setting", key, names)
         try:
             config[key] = value
         except OmegaConfBaseException:
-            raise SettingError(f"{group}.{key}={value}: not a value that a setting can have") from None
+            raise SettingError(f"{group}.{key}={value}: a setting cannot have a value of this type") from None
     return resolve(group, config)
 
 
 def resolve(group: str, config: DictConfig) -> dict[str, Any]:
-    """A group's config with its preset applied; SettingError for an unknown preset."""
+    """Return the settings of a group with its preset and, in a composite, the settings of its base method applied.
+
+    Raises:
+        SettingError: A preset, a base method or a setting of it does not exist.
+    """
     return complete(group, read_settings(group, config))
 
 
 def read_settings(group: str, config: DictConfig) -> dict[str, Any]:
-    """The resolved settings of a group or of another part of the configuration, in which the chosen preset is applied.
+    """Return the resolved settings of a part of the configuration, with the chosen preset applied.
 
     Raises:
-        SettingError: There is no such preset, or a setting refers to another one that is not there.
+        SettingError: The preset does not exist, or a setting refers to one that does not exist.
     """
     if "presets" in config:
         require_choice(f"{group}.preset", config.preset, list(config.presets))
     try:
-        resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)
+        resolved = to_dict(config, resolve=True)
     except OmegaConfBaseException as error:
         raise SettingError(f"{group}: {str(error).splitlines()[0]}") from None
     resolved.pop("presets", None)
@@ -98,23 +111,28 @@ def read_settings(group: str, config: DictConfig) -> dict[str, Any]:
 
 
 def complete(group: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's resolved settings with those of a composite's own method, which is given by name.
+    """Return a group's resolved settings in which the settings of its base method replace that method's name.
+
+    Only composites, such as `method=criticalkv`, have the settings `base` and `base_args`.
 
     Raises:
-        SettingError: There is no such method, or it has no such setting.
+        SettingError: The base method, or one of its settings, does not exist.
     """
-    found = dict(settings)
-    if "base" in found:
-        args = found.pop("base_args", None)
-        require_choice(f"{group}.base", found["base"], list_choices(group))
+    completed = dict(settings)
+    if "base" in completed:
+        args = completed.pop("base_args", None)
+        require_choice(f"{group}.base", completed["base"], list_choices(group))
         if not isinstance(args, Mapping | None):
-            raise SettingError(f"{group}.base_args={args}: settings of {found['base']}, such as {{preset: paper}}")
-        found["base"] = load_settings(group, found["base"], args)
-    return found
+            raise SettingError(f"{group}.base_args={args}: settings of {completed['base']}, such as {{preset: paper}}")
+        completed["base"] = load_settings(group, completed["base"], args)
+    return completed
 
 
 def identity_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's settings as they enter the hash: a file by what is in it, not by where it lies."""
+    """Return a group's settings as a run's identity contains them.
+
+    A file counts by its content instead of its path. The preset's name does not count, because its values do.
+    """
     plain = {key: value for key, value in settings.items() if key not in ("_target_", "preset")}
     if plain.get("path") is not None:
         plain["path"] = content_hash(Path(plain["path"]).expanduser())
@@ -124,20 +142,28 @@ def identity_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def task_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A task's settings as they enter the hash: what a path holds is in the data's, the temperature in the sampling."""
+    """Return a task's settings as a run's identity contains them.
+
+    Paths do not count, because the identity covers the data behind them. The temperature does not count, because it is
+    one of the sampling settings.
+    """
     skipped = [key for key in settings if key in ("cache", "path") or key.endswith("_path")]
     skipped += ["_target_", "preset", "temperature"]
     return {key: value for key, value in settings.items() if key not in skipped}
 
 
 def build(group: str, resolved: Mapping[str, Any]) -> Any:
-    """The method, allocator or codec that resolved settings describe; SettingError for values it refuses."""
-    own = {key: value for key, value in resolved.items() if key not in ("preset", "presets")}
-    if "base" in own:
-        own["base"] = build(group, own["base"])
-    kind = load_class(f"{group}={resolved.get('name')}", own.pop("_target_"))
+    """Build the object that resolved settings describe, such as a method, an allocator, a codec or a task.
+
+    Raises:
+        SettingError: The class cannot be imported, or it refuses a value.
+    """
+    args = {key: value for key, value in resolved.items() if key not in ("preset", "presets")}
+    if "base" in args:
+        args["base"] = build(group, args["base"])
+    kind = load_class(f"{group}={resolved.get('name')}", args.pop("_target_"))
     try:
-        return kind(**own)
+        return kind(**args)
     except SettingError:
         raise
     except Exception as error:
@@ -145,13 +171,21 @@ def build(group: str, resolved: Mapping[str, Any]) -> Any:
 
 
 class ImportTimeout(BaseException):
-    """An import did not end in time. No `except Exception` of the module that is imported holds it up."""
+    """An import took too long. As a BaseException, it passes through `except Exception` in the imported module."""
 
 
 def load_class(owner: str, target: str) -> Any:
-    """The class `target` (module.Name). A SettingError that begins with `owner` says that its module cannot be
-    imported, lacks the class, or takes longer than IMPORT_SECONDS. Standard output is for tables: what the module
-    prints while it is imported is said in one line on standard error.
+    """Import a class.
+
+    Standard output is reserved for tables. If the module prints during the import, the first line goes to standard
+    error.
+
+    Args:
+        owner: Beginning of the messages, such as "method=snapkv".
+        target: Full name of the class, such as "kvbench.methods.snapkv.SnapKV".
+
+    Raises:
+        SettingError: The module cannot be imported within `IMPORT_SECONDS`, or does not define the class.
     """
     module, _, name = target.rpartition(".")
     printed, reason = io.StringIO(), None
@@ -172,7 +206,10 @@ def load_class(owner: str, target: str) -> Any:
 
 @contextmanager
 def limit_seconds(seconds: float) -> Iterator[None]:
-    """Raise TooLong inside after so many seconds, where signals can be received: in the main thread."""
+    """Raise `ImportTimeout` inside this context after some seconds.
+
+    There is no limit in other threads than the main one, because only the main thread receives signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -203,7 +240,7 @@ def translate_errors() -> Iterator[None]:
 
 
 def error_message(error: BaseException | None) -> str | None:
-    """What is wrong with the settings, or None if the error is about something else."""
+    """Return a message of one line if an error, or one of its causes, is about the settings; None otherwise."""
     while error is not None:
         if isinstance(error, SettingError):
             return str(error)
@@ -215,8 +252,8 @@ def error_message(error: BaseException | None) -> str | None:
             group, _, name = error.missing_cfg_file.rpartition("/")
             return f"{group}={name}: choose one of {', '.join(list_choices(group))}"
         if isinstance(error, OmegaConfBaseException) and error.full_key:
-            return f"{error.full_key}: no such setting, or not of this kind; `python run.py --cfg job` lists them"
-        if isinstance(error, ValueError) and "Config group override" in str(error):  # Hydra names no group
+            return f"{error.full_key}: no such setting, or a value of the wrong type; `kvbench run --cfg job` lists all"
+        if isinstance(error, ValueError) and "Config group override" in str(error):  # Hydra does not name the group
             return "a group (model, method, allocator, codec, task, logger) cannot be null: choose one of its names"
         if isinstance(error, HydraException) and not isinstance(
             error.__cause__, HydraException | OmegaConfBaseException
@@ -227,22 +264,29 @@ def error_message(error: BaseException | None) -> str | None:
 
 
 def describe_damage(error: yaml.YAMLError, path: Path | None = None) -> str | None:
-    """Say which file of conf/ is no YAML, where and why; None if the error is about another file."""
+    """Return a message that names the file of conf/ that is not valid YAML, the line and the reason.
+
+    Args:
+        error: The error of the YAML parser.
+        path: The file, if the error does not name it.
+
+    Returns:
+        The message, or None if the file is not in one of the folders of configuration files.
+    """
     mark = getattr(error, "problem_mark", None)
     path = path or Path(mark.name if mark else getattr(error, "name", ""))
-    folder = next((own for own in folders() if path.is_relative_to(own)), None)
-    if folder is None:
+    if not any(path.is_relative_to(folder) for folder in folders()):
         return None
     where = f" line {mark.line + 1}" if mark else ""
     reason = getattr(error, "problem", None) or getattr(error, "reason", None) or type(error).__name__
-    return f"{path.parent.name}={path.stem}: {show_path(path)}{where} is no YAML ({reason})"
+    return f"{path.parent.name}={path.stem}: {show_path(path)}{where} is not valid YAML ({reason})"
 
 
 def explain_quoting(override: str) -> str:
-    """Say how to write an override that Hydra cannot read: quoted for Hydra, and again for the shell."""
+    """Return a message that shows how to quote an override that Hydra cannot read: for Hydra and for the shell."""
     name, _, value = override.partition("=")
     line = f"{override}: cannot be read; a value with = [ ] {{ }} ( ) ' \" , or letters beyond ASCII is quoted twice"
-    if not value or value[0] in "'\"":  # there is nothing to quote, or the user did
+    if not value or value[0] in "'\"":  # there is no value, or it is quoted already
         return f"{line}, for Hydra and for the shell: 'task.path=\"/data/a=b\"'"
     quoted = re.sub(r'(\\*)("|$)', lambda end: 2 * end[1] + ('\\"' if end[2] else ""), value)
     return line + ", for Hydra and for the shell: " + shlex.quote(f'{name}="{quoted}"')

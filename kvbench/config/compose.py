@@ -1,24 +1,24 @@
 """Compose the settings of a run from the files of conf/ and the overrides of a command line.
 
-Everything that reads conf/ composes here, so that a file, a default and an override mean the same to all of it. Hydra
-composes once for each choice of groups, such as `method=snapkv task=ruler`. Settings inside the groups, such as
-`budget=0.1 method.window=16`, are merged into a copy of that, which takes a twentieth of the time.
+All code that reads conf/ composes here, so a file, a default and an override have the same meaning everywhere. Hydra
+composes once for each choice of groups, such as `method=snapkv task=ruler`. Other settings, such as
+`budget=0.1 method.window=16`, are merged into a copy of that composition, which is 20 times faster.
 
-`folders()` lists the folders of configuration files: conf/ itself, those that installed packages name by the entry
-point `kvbench.conf`, and the one that `--config-dir` names.
+`folders()` lists the folders of configuration files: conf/ itself, the folders of installed packages that have the
+entry point `kvbench.conf`, and the folder that `--config-dir` names.
 """
 
 import copy
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 from hydra import initialize_config_dir
@@ -31,20 +31,20 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.config.paths import CONF, GROUPS
 from kvbench.validation import SettingError
 
-ENTRY_POINTS = "kvbench.conf"  # a package's entry point: the name of a package that holds method/, task/ …
-_added: list[Path] = []  # by --config-dir
+ENTRY_POINTS = "kvbench.conf"  # group of entry points; each names a package that contains method/, task/ …
+_added: list[Path] = []  # folders that --config-dir names
 
 
 @dataclass(frozen=True)
 class Composition:
-    """What Hydra made of the overrides."""
+    """The result of composing conf/ with overrides."""
 
     config: DictConfig
     """The settings of a run: conf/config.yaml with its groups."""
     choices: Mapping[str, str | None]
-    """Group -> the file that was chosen of it."""
+    """Group -> name of the chosen file."""
     hydra: DictConfig
-    """Hydra's own settings: `launcher`, `sweep.dir`."""
+    """Settings of Hydra itself: `launcher`, `sweep.dir`."""
 
     @property
     def launcher(self) -> str:
@@ -53,96 +53,126 @@ class Composition:
 
 
 def compose(overrides: Sequence[str] = ()) -> Composition:
-    """Compose the settings that `overrides` ask for.
+    """Compose the settings that `overrides` describe.
 
     Args:
-        overrides: What stands on a command line, such as ``["method=snapkv", "budget=0.1"]``, one value each.
+        overrides: Arguments of a command line, such as ``["method=snapkv", "budget=0.1"]``, each with one value.
 
     Raises:
-        SettingError: A group's file cannot be used.
-        HydraException, OmegaConfBaseException: As Hydra raises them; `kvbench.config.catalogue.error_message` says them
-            in one line.
+        SettingError: The file of a group cannot be used.
+        HydraException, OmegaConfBaseException: Hydra refuses an override. `kvbench.config.catalogue.error_message`
+            turns the error into one line.
     """
     parsed = [parse_override(text) for text in overrides]
-    values = [own for own in parsed if _is_value(own)]
-    base = _compose_groups(tuple(own.input_line for own in parsed if not _is_value(own)), tuple(map(str, folders())))
+    groups = tuple(text for text, override in zip(overrides, parsed, strict=True) if not _is_value(override))
+    base = _compose_groups(groups, tuple(map(str, folders())))
     config = copy.deepcopy(base.config)
     try:
-        for own in values:
-            OmegaConf.update(config, own.key_or_group, own.value(), merge=True)
+        for override in filter(_is_value, parsed):
+            OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
     except OmegaConfBaseException:
-        _compose_groups(tuple(overrides), tuple(map(str, folders())))  # raises as Hydra does
+        _compose_groups(tuple(overrides), tuple(map(str, folders())))  # raises Hydra's error, which says more
         raise
     check_choices(config, base.choices)
     hydra_settings = copy.deepcopy(base.hydra)
-    hydra_settings._set_parent(config)  # its folders are named by settings of the run
+    hydra_settings._set_parent(config)  # the names of its folders refer to settings of the run
     return Composition(config, base.choices, hydra_settings)
 
 
 def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
-    """The settings alone."""
+    """Compose the settings that `overrides` describe, and return them without the choices and Hydra's settings."""
     return compose(overrides).config
 
 
+def to_dict(config: DictConfig, resolve: bool = False) -> dict[str, Any]:
+    """Convert settings to a dictionary.
+
+    Args:
+        config: Settings whose keys are strings.
+        resolve: Whether to replace interpolations, such as `${budget}`, with their values.
+    """
+    return cast(dict[str, Any], OmegaConf.to_container(config, resolve=resolve))
+
+
 def check_choices(config: DictConfig, choices: Mapping[str, str | None]) -> None:
-    """Raise a SettingError unless the group files that Hydra composed `config` of (group -> name) can be used."""
+    """Check the files that were chosen for the groups.
+
+    Args:
+        config: The settings that Hydra composed from the files.
+        choices: Group -> name of the chosen file.
+
+    Raises:
+        SettingError: A file cannot be used.
+    """
     for group in GROUPS:
         if (name := choices.get(group)) is not None:  # Hydra refuses null
             check_choice(group, name, config[group])
 
 
 def check_choice(group: str, name: str, config: object) -> None:
-    """Raise a SettingError unless conf/<group>/<name>.yaml, read as `config`, has a class and the name of its file."""
+    """Check that conf/<group>/<name>.yaml, read as `config`, names its class and has the name of its file.
+
+    Raises:
+        SettingError: The file cannot be used.
+    """
     file = show_path(find_file(group, name))
     if not isinstance(config, DictConfig) or not config or "name" not in config:
-        raise SettingError(f"{group}={name}: {file} has no settings; name: {name} is one that it needs")
+        raise SettingError(f"{group}={name}: {file} has no settings; it needs at least name: {name}")
     if not isinstance(config.get("_target_"), str):
         raise SettingError(f"{group}={name}: {file} has no _target_, a class such as kvbench.methods.sink.Sink")
-    if config.name != name:  # tables and records would show another one's results under this name
+    if config.name != name:  # otherwise tables and records would show the results under another method's name
         raise SettingError(f"{group}.name={config.name}: must be {name}, as its file {file}")
 
 
 @cache
 def parse_override(text: str) -> Override:
-    """What one argument of a command line says."""
-    [own] = OverridesParser.create().parse_overrides([text])
-    return own
+    """Parse one argument of a command line."""
+    [override] = OverridesParser.create().parse_overrides([text])
+    return override
 
 
 def expand_override(override: Override) -> list[str]:
-    """An argument for every value of `budget=0.1,0.2`, `method=glob(*)` …; the argument itself where it has one."""
+    """Return one argument for each value of an override such as `budget=0.1,0.2` or `method=glob(*)`.
+
+    Args:
+        override: An override that `parse_override` returned. If it has a single value, the result is its own text.
+    """
+    text = override.input_line
+    assert text is not None  # Hydra's parser sets it
     if not override.is_sweep_override():
-        return [override.input_line]
+        return [text]
     with _initialized():
         loader = GlobalHydra.instance().config_loader()
-        [own] = OverridesParser.create(loader).parse_overrides([override.input_line])
-        values = list(own.sweep_string_iterator())
+        [sweep] = OverridesParser.create(loader).parse_overrides([text])
+        values = list(sweep.sweep_string_iterator())
     if is_group(override.key_or_group):
         values = [value for value in values if not value.startswith("_")]  # parts of other files
-    return [f"{own.get_key_element()}={value}" for value in values]
+    return [f"{sweep.get_key_element()}={value}" for value in values]
 
 
 def expand_cells(overrides: Sequence[str]) -> list[list[str]]:
-    """The overrides of every cell of a sweep, in the order in which Hydra counts them: the last axis turns fastest."""
-    return [list(own) for own in product(*(expand_override(parse_override(text)) for text in overrides))]
+    """Return the overrides of every cell of a sweep, in Hydra's order: the last override varies fastest."""
+    return [list(cell) for cell in product(*(expand_override(parse_override(text)) for text in overrides))]
 
 
 def is_group(name: str) -> bool:
-    """Whether `name=` chooses a file of a folder, such as `method`."""
+    """Return whether `name=` chooses a file from a folder, as `method=` does."""
     return any((folder / name).is_dir() for folder in folders())
 
 
 def folders() -> list[Path]:
-    """The folders that files are chosen from: conf/, those of installed packages, that of `--config-dir`."""
+    """Return the folders of configuration files: conf/, those of installed packages, those of `--config-dir`."""
     return [CONF, *_installed_folders(), *_added]
 
 
 def add_folder(path: Path) -> None:
-    """Take files from one more folder too. Modules of the current folder can be imported from now on, because the
-    classes that its files name lie there as a rule.
+    """Add a folder of configuration files.
+
+    From now on, Python can also import modules from the current folder, because classes that such files name usually
+    are there.
 
     Raises:
-        SettingError: It is no folder with files of a group in it.
+        SettingError: The folder contains no files of a group.
     """
     path = path.expanduser().resolve()
     if not any(any(path.glob(f"{group.name}/*.yaml")) for group in CONF.iterdir() if group.is_dir()):
@@ -155,20 +185,20 @@ def add_folder(path: Path) -> None:
 
 @cache
 def _installed_folders() -> tuple[Path, ...]:
-    found = []
+    paths: list[Path] = []
     for point in entry_points(group=ENTRY_POINTS):
         spec = find_spec(point.value)
         if spec is None or not spec.submodule_search_locations:
             raise SettingError(f"entry point {ENTRY_POINTS} {point.name}={point.value}: no package of that name")
-        found += [Path(own) for own in spec.submodule_search_locations]
-    return tuple(found)
+        paths += map(Path, spec.submodule_search_locations)
+    return tuple(paths)
 
 
 def find_file(group: str, name: str) -> Path:
-    """The file that `group=name` chooses.
+    """Return the file that `group=name` chooses.
 
     Raises:
-        SettingError: Two folders have one of that name, or none has.
+        SettingError: No folder contains such a file, or two do.
     """
     found = [path for folder in folders() if (path := folder / group / f"{name}.yaml").is_file()]
     if len(found) > 1:
@@ -179,20 +209,21 @@ def find_file(group: str, name: str) -> Path:
 
 
 def show_path(path: Path) -> str:
-    """A file as messages name it: below conf/, or with its whole path where it lies in another folder."""
+    """Return a file's path for messages: "conf/…" for a file of conf/, the full path for any other file."""
     return f"conf/{path.relative_to(CONF)}" if path.is_relative_to(CONF) else str(path)
 
 
 def list_choices(group: str) -> list[str]:
-    """The names that `group=` takes: every file of the folders `<folder>/<group>`. Files that begin with `_` are parts
-    of others.
+    """Return the names that `group=` accepts: the YAML files of the group in all folders.
+
+    Files whose names begin with `_` are left out, because they are parts of other files.
     """
     names = {path.stem for folder in folders() for path in (folder / group).glob("*.yaml")}
     return sorted(name for name in names if not name.startswith("_"))
 
 
 def _is_value(override: Override) -> bool:
-    """Whether an argument changes a setting inside what the groups make."""
+    """Return whether an override changes a single setting, rather than the choice of a file or Hydra's settings."""
     key = override.key_or_group
     plain = override.type is OverrideType.CHANGE and override.package is None and not override.is_sweep_override()
     return plain and key.split(".")[0].split("/")[0] != "hydra" and not is_group(key)
@@ -200,19 +231,25 @@ def _is_value(override: Override) -> bool:
 
 @cache
 def _compose_groups(overrides: tuple[str, ...], searched: tuple[str, ...]) -> Composition:
-    """`searched`: the folders, of which a change is another composition."""
+    """Compose with Hydra.
+
+    Args:
+        overrides: Arguments of a command line.
+        searched: The folders of configuration files. They are an argument so that the cache distinguishes them.
+    """
     more = [f"hydra.searchpath=[{','.join(f'file://{path}' for path in searched[1:])}]"] if searched[1:] else []
     with _initialized():
         config = hydra.compose("config", [*more, *overrides], return_hydra_config=True)
-    choices = OmegaConf.to_container(config.hydra.runtime.choices)
-    own = OmegaConf.to_container(config.hydra)
-    kept = OmegaConf.create({"launcher": own["launcher"], "sweep": {"dir": own["sweep"]["dir"]}})
+    choices = to_dict(config.hydra.runtime.choices)
+    settings = to_dict(config.hydra)
+    kept = OmegaConf.create({"launcher": settings["launcher"], "sweep": {"dir": settings["sweep"]["dir"]}})
     with open_dict(config):
         del config["hydra"]
     return Composition(config, choices, kept)
 
 
-def _initialized() -> Any:
+def _initialized() -> AbstractContextManager[object]:
+    """Return a context in which Hydra reads conf/: the one of a running Hydra application, or a new one."""
     return (
         nullcontext()
         if GlobalHydra.instance().is_initialized()

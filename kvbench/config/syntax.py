@@ -1,11 +1,11 @@
-"""A Python source as a text of what it does, for hashes: without comments, docstrings, layout and messages.
+"""Write a Python source as a canonical text for hashes, without comments, docstrings, layout and messages.
 
-`canonicalize` writes the syntax tree of a source in a form of its own. It is the same on Python 3.11 to 3.14, whose own
-dumps (`ast.dump`, `ast.unparse`) differ from version to version. Left out is what cannot change a number:
+`canonicalize` prints the syntax tree of a source. The text is the same on Python 3.11 to 3.14, while the output of
+`ast.dump` and `ast.unparse` differs between versions. It leaves out what cannot change a number:
 
-* comments and layout, which the tree does not have;
-* docstrings, and strings that stand alone as attributes' descriptions do;
-* texts inside `raise`, `print` and behind the comma of `assert`: they say what happened, and to whom.
+* comments and layout, which the tree does not contain;
+* docstrings, and other strings that form a statement alone, such as descriptions of attributes;
+* strings inside `raise` and `print` and in the message of `assert`.
 
 Everything else counts: operators, defaults, decorators, names, order, and annotations, because `constexpr` and
 `ClassVar` change what a function or a class does.
@@ -16,7 +16,7 @@ import json
 from functools import cache
 
 IGNORED = {"ctx", "kind", "type_comment", "type_ignores", "lineno", "col_offset", "end_lineno", "end_col_offset"}
-OPTIONAL = {"type_params"}  # fields that older versions of Python lack: left out where they are empty
+OPTIONAL = {"type_params"}  # older versions of Python lack these fields, so empty ones are left out
 MESSAGE = "(message)"
 
 
@@ -24,7 +24,7 @@ def canonicalize(source: bytes) -> str:
     """Return the canonical text of a source.
 
     Raises:
-        SyntaxError: The source is no Python.
+        SyntaxError: The source is not valid Python.
     """
     parts: list[str] = []
     _write(ast.parse(source), False, parts)
@@ -32,7 +32,13 @@ def canonicalize(source: bytes) -> str:
 
 
 def _write(value: object, message: bool, parts: list[str]) -> None:
-    """Add the text of a node, of a field's value, or of a list; `message`: inside what only says something."""
+    """Append the text of a syntax tree to `parts`.
+
+    Args:
+        value: A node, the value of a field, or a list of them.
+        message: Whether the value is part of a message, in which strings do not count.
+        parts: The pieces of the text.
+    """
     if isinstance(value, list):
         parts.append("[")
         for item in value:
@@ -40,23 +46,23 @@ def _write(value: object, message: bool, parts: list[str]) -> None:
                 _write(item, message, parts)
                 parts.append(",")
         parts.append("]")
-    elif message and (isinstance(value, ast.JoinedStr) or _is_text(value)):
+    elif message and (isinstance(value, ast.JoinedStr) or _read_text(value) is not None):
         parts.append(MESSAGE)
     elif isinstance(value, ast.AST):
         parts.append(f"({type(value).__name__}")
-        for name in _fields(type(value)):
-            own = getattr(value, name, None)
-            if name in OPTIONAL and not own:
+        for name in _counted_fields(type(value)._fields):
+            field = getattr(value, name, None)
+            if name in OPTIONAL and not field:
                 continue
             if isinstance(value, ast.JoinedStr):
-                own = _join_parts(own)
+                field = _join_parts(value.values)
             parts.append(f" {name}=")
-            _write(own, message or _is_message(value, name), parts)
+            _write(field, message or _is_message(value, name), parts)
         parts.append(")")
     elif isinstance(value, bytes):
         parts.append(f"bytes {value.hex()}")
     elif isinstance(value, str):
-        parts.append(json.dumps(value))  # ASCII; what `repr` shows depends on the version's Unicode tables
+        parts.append(json.dumps(value))  # in ASCII, because `repr` depends on the Unicode tables of the version
     elif value is None or value is Ellipsis or isinstance(value, bool | int | float | complex):
         parts.append(f"{type(value).__name__} {value!r}")
     else:
@@ -64,22 +70,23 @@ def _write(value: object, message: bool, parts: list[str]) -> None:
 
 
 @cache
-def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
-    """The fields of a kind of node that count, in one order on all versions."""
-    return tuple(sorted(set(kind._fields) - IGNORED))
+def _counted_fields(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the fields that count among those of a node, in the same order on all versions."""
+    return tuple(sorted(set(names) - IGNORED))
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+def _read_text(value: object) -> str | None:
+    """Return the string that a node writes as a literal; None for any other node."""
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
 
 
 def _is_docstring(node: object) -> bool:
-    """Whether a statement is a docstring, or a string that stands alone."""
-    return isinstance(node, ast.Expr) and _is_text(node.value)
+    """Return whether a statement is a docstring or another string that forms a statement alone."""
+    return isinstance(node, ast.Expr) and _read_text(node.value) is not None
 
 
 def _is_message(node: ast.AST, field: str) -> bool:
-    """Whether texts in this field only say something."""
+    """Return whether strings in this field of a node are messages."""
     if isinstance(node, ast.Raise):
         return field == "exc"
     if isinstance(node, ast.Assert):
@@ -88,11 +95,13 @@ def _is_message(node: ast.AST, field: str) -> bool:
 
 
 def _join_parts(parts: list[ast.expr]) -> list[ast.expr]:
-    """The parts of an f-string; neighbouring texts are one, which versions of Python split in different ways."""
-    found: list[ast.expr] = []
+    """Join neighbouring strings among the parts of an f-string, because Python's versions split them differently."""
+    joined: list[ast.expr] = []
     for part in parts:
-        if _is_text(part) and found and _is_text(found[-1]):
-            found[-1] = ast.Constant(found[-1].value + part.value)
-        elif not (_is_text(part) and part.value == ""):
-            found.append(part)
-    return found
+        text = _read_text(part)
+        before = _read_text(joined[-1]) if joined else None
+        if text is not None and before is not None:
+            joined[-1] = ast.Constant(before + text)
+        elif text != "":
+            joined.append(part)
+    return joined

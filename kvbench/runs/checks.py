@@ -1,8 +1,8 @@
-"""Check what a composed configuration says before torch is imported.
+"""Check a composed configuration without importing torch.
 
-To import torch and transformers takes seconds. `check_settings` imports neither, so that kvbench refuses a wrong
-setting at once. `kvbench.runs.spec.RunSpec` takes what `check_settings` made and checks the rest: what needs a method's
-class, a GPU or a model's configuration.
+Importing torch and transformers takes seconds. `check_settings` imports neither, so kvbench refuses a wrong setting at
+once. `kvbench.runs.spec.RunSpec` continues with its result and checks everything that needs a method's class, a GPU or
+a model's configuration.
 """
 
 from collections.abc import Mapping
@@ -19,27 +19,33 @@ from kvbench.models.model_kinds import ModelKind
 from kvbench.validation import SettingError, check_sampling, format_value, require_choice, require_int
 
 CACHE = ("method", "allocator", "codec")
-# enough to make the same run again; `workers` is left out: how many processes share a run changes nothing
-KEPT = (
-    *("method", "allocator", "codec", "task", "model", "budget", "budget_of", "block_size", "question", "seed"),
-    *("limit", "temperature", "top_p", "device", "dtype", "max_batch", "fidelity", "sweep"),
+KEPT = (  # settings that reproduce a run; `workers` is not one of them, because it changes no result
+    *(*CACHE, "task", "model", "budget", "budget_of", "block_size", "question", "seed", "limit", "temperature"),
+    *("top_p", "device", "dtype", "max_batch", "fidelity", "sweep"),
 )
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class CheckedSettings:
-    """The parts of a configuration that could be made without torch."""
+    """The parts of a configuration that can be built without torch."""
 
-    groups: Mapping[str, Mapping[str, Any]]  # resolved settings of method, allocator and codec
+    groups: Mapping[str, Mapping[str, Any]]
+    """Resolved settings of the method, the allocator and the codec."""
     budget: Budget
     task: Task
     task_settings: Mapping[str, Any]
-    settings: Mapping[str, Any]  # all of KEPT, resolved
+    """Resolved settings of the task."""
+    settings: Mapping[str, Any]
+    """The settings in `KEPT`, resolved."""
 
 
 def check_settings(config: DictConfig) -> CheckedSettings:
-    """Check the settings of a run; a SettingError names the first that cannot be used. No weights, no torch."""
+    """Check the settings of a run, and build its budget and its task. This loads neither torch nor weights.
+
+    Raises:
+        SettingError: A setting cannot be used. The message names it.
+    """
     kept = keep_settings(config)
     groups = {group: catalogue.complete(group, kept[group]) for group in CACHE}
     settings = catalogue.complete("task", kept["task"])
@@ -64,10 +70,10 @@ def check_settings(config: DictConfig) -> CheckedSettings:
     task = catalogue.build("task", settings)
     if config.question == "hidden" and not getattr(task, "has_context", True):
         name = settings["name"]
-        raise SettingError(f"question=hidden: {name} has no context apart from its question; question=visible")
+        raise SettingError(f"question=hidden: {name} has no context apart from its question; use question=visible")
     require_choice("fidelity", fidelity := OmegaConf.select(config, "fidelity", default=False), (True, False))
     if fidelity and not hasattr(task, "reference"):
-        raise SettingError(f"fidelity=true: task={settings['name']} has no texts of right answers; fidelity=false")
+        raise SettingError(f"fidelity=true: task={settings['name']} has no reference answers; use fidelity=false")
     task.check()
     return CheckedSettings(groups, budget, task, settings, kept)
 
@@ -85,19 +91,22 @@ def check_workers(workers: object) -> None:
 
 
 def keep_settings(config: DictConfig) -> dict[str, Any]:
-    """Return the resolved settings that make the same run again, paths among them.
+    """Return the resolved settings that reproduce a run, including paths.
 
     Raises:
-        SettingError: A preset is unknown, or a setting refers to another one that is not there.
+        SettingError: A preset is unknown, or a setting refers to one that does not exist.
     """
-    found = {name: config[name] for name in KEPT if name in config}
-    for name in (name for name, own in found.items() if OmegaConf.is_config(own)):
-        found[name] = catalogue.read_settings(name, found[name])
-    found["model"].pop(solvable_subtasks.KEY, None)  # changes no number
-    return found
+    kept = {name: config[name] for name in KEPT if name in config}
+    for name in (name for name, value in kept.items() if OmegaConf.is_config(value)):
+        kept[name] = catalogue.read_settings(name, kept[name])
+    kept["model"].pop(solvable_subtasks.KEY, None)  # changes no number
+    return kept
 
 
 def find_model_kind(settings: Mapping[str, Any]) -> ModelKind:
-    """The kind of model that conf/model/<name>.yaml names. Settings of older records name none: their file says it."""
+    """Build the kind of model that the settings of the group `model` describe.
+
+    Settings in older records do not name a class. For these, conf/model/<name>.yaml names it.
+    """
     target = settings.get("_target_") or catalogue.load_settings("model", settings["name"])["_target_"]
     return catalogue.load_class(f"model={settings['name']}", target)(settings)

@@ -1,4 +1,4 @@
-"""Choose the device and the dtype of a run. torch is imported only if it can have a GPU."""
+"""Choose the device and the dtype of a run. This imports torch only if it is built for GPUs."""
 
 import sys
 from importlib.util import find_spec
@@ -8,7 +8,10 @@ from kvbench.validation import SettingError
 
 
 def has_gpu() -> bool:
-    """Whether torch can use a GPU. A build of torch for CPUs alone is told from its version file, without an import."""
+    """Return whether torch can use a GPU.
+
+    A build of torch for CPUs is recognised by its version file, because importing torch takes seconds.
+    """
     if "torch" not in sys.modules and not is_built_for_gpus():
         return False
     import torch
@@ -17,7 +20,7 @@ def has_gpu() -> bool:
 
 
 def is_built_for_gpus() -> bool:
-    """Whether torch/version.py names a version of CUDA or ROCm, or there is no such file."""
+    """Return whether torch/version.py names a version of CUDA or ROCm; True if the file is missing."""
     spec = find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     if file is None or not file.is_file():
@@ -31,7 +34,7 @@ def choose_device(asked: str) -> str:
     """Return "cpu" or "cuda" for the setting `device`.
 
     Raises:
-        SettingError: There is no GPU.
+        SettingError: `asked` is "cuda" and there is no GPU.
     """
     if asked == "cuda" and not has_gpu():
         raise SettingError("device=cuda: there is no CUDA device here; use device=cpu or device=auto")

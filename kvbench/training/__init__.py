@@ -1,1 +1,1 @@
-"""The embedded model's recipe, and the files that methods need of a model."""
+"""Train the embedded model, and compute the files that some methods need for a model."""

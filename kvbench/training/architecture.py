@@ -1,12 +1,12 @@
-"""The embedded model while it is trained: a Llama in plain PyTorch over flat tokens, and its look-ahead.
+"""Define the embedded model for training: a Llama in plain PyTorch over flat tokens, with a look-ahead.
 
-Parameters have the names of transformers' LlamaForCausalLM, so the weights are exported as they are. All positionwise
-work runs on a flat (tokens, hidden) array. It has the same shape at every sequence length, so it is compiled once. Only
-attention sees (rows, length). Residuals and norms stay in fp32, and products run in bf16.
+Parameters have the names of transformers' LlamaForCausalLM, so the weights are exported without conversion. All
+positionwise work runs on a flat (tokens, hidden) array. It has the same shape at every sequence length, so it is
+compiled once. Only attention uses the shape (rows, length). Residuals and norms stay in fp32, and products run in bf16.
 
-The look-ahead is trained with the model and never exported. Through one matrix for each offset k, the last hidden state
-at i also predicts token i + k with the model's own unembedding. This is multi-token prediction (Gloeckle et al. 2024,
-arXiv 2404.19737) with a linear map instead of a layer, and with far offsets for answers only.
+The look-ahead is trained with the model and never exported. For each offset k it has one matrix, which maps the last
+hidden state at position i. The model's unembedding then predicts token i + k. This is multi-token prediction (Gloeckle
+et al. 2024, arXiv 2404.19737) with a linear map instead of a layer, and with far offsets for answers only.
 """
 
 from pathlib import Path
@@ -31,7 +31,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def project_qkv(x: Tensor, weight: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, angles: Tensor, places: Tensor):
-    """Compute queries (tokens, heads, 64), keys and values (tokens, KV heads, 64) of one layer."""
+    """Compute the queries, keys and values of one layer, with RoPE applied to queries and keys.
+
+    Args:
+        x: Hidden states, shape (tokens, hidden).
+        weight: Weight of the norm before attention, shape (hidden,).
+        wq, wk, wv: Projections.
+        angles: Angles of RoPE, shape (positions, 32).
+        places: Position of each token, shape (tokens,).
+
+    Returns:
+        Queries, shape (tokens, heads, 64); keys and values, shape (tokens, KV heads, 64).
+    """
     h = rms_norm(x, weight)
     cos, sin = angles[places].cos()[:, None], angles[places].sin()[:, None]
     q, k, v = (F.linear(h, w).unflatten(-1, (-1, DIM)) for w in (wq, wk, wv))
@@ -39,19 +50,42 @@ def project_qkv(x: Tensor, weight: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, a
 
 
 def finish_layer(x: Tensor, seen: Tensor, wo: Tensor, weight: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Add the output projection of `seen` (tokens, heads * 64) and the feed-forward to `x` (tokens, hidden)."""
+    """Add the attention's output projection and the feed-forward layer to the hidden states.
+
+    Args:
+        x: Hidden states before the layer, shape (tokens, hidden).
+        seen: Output of the attention, shape (tokens, heads * 64).
+        wo: Output projection.
+        weight: Weight of the norm before the feed-forward layer, shape (hidden,).
+        gate, up, down: Projections of the feed-forward layer.
+    """
     x = x + F.linear(seen, wo)
     h = rms_norm(x, weight)
     return x + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), down)
 
 
 def next_token_loss(x: Tensor, weight: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy (tokens,) in nats of `targets` (tokens,) after last hidden states (tokens, hidden)."""
+    """Return the cross-entropy of the next tokens in nats, shape (tokens,).
+
+    Args:
+        x: Last hidden states, shape (tokens, hidden).
+        weight: Weight of the final norm, shape (hidden,).
+        embedding: Embedding, which is also the unembedding, shape (vocabulary, hidden).
+        targets: Token ids that follow, shape (tokens,).
+    """
     return F.cross_entropy(F.linear(rms_norm(x, weight), embedding).float(), targets, reduction="none")
 
 
 def look_ahead_loss(x: Tensor, weight: Tensor, maps: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy (offsets, pairs) of states (offsets, pairs, hidden), each mapped by its offset's map."""
+    """Return the cross-entropy of tokens further ahead in nats, shape (offsets, pairs).
+
+    Args:
+        x: Last hidden states, shape (offsets, pairs, hidden).
+        weight: Weight of the final norm, shape (hidden,).
+        maps: One matrix for each offset, shape (offsets, hidden, hidden).
+        embedding: Embedding, which is also the unembedding, shape (vocabulary, hidden).
+        targets: Token ids, shape (offsets, pairs); -100 gives a loss of zero.
+    """
     h = torch.bmm(rms_norm(x, weight), maps)
     return F.cross_entropy(F.linear(h, embedding).float().flatten(0, 1), targets.flatten(), reduction="none").view_as(
         targets
@@ -59,7 +93,7 @@ def look_ahead_loss(x: Tensor, weight: Tensor, maps: Tensor, embedding: Tensor, 
 
 
 def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the model's weights by transformers' names."""
+    """Return the shapes of the model's weights, by their names in transformers."""
     hidden, inner, queries, keys = recipe.hidden, recipe.inner, recipe.heads * DIM, recipe.kv_heads * DIM
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
     found |= {"model.norm.weight": (hidden,)}
@@ -79,7 +113,13 @@ def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
 
 
 class Llama(nn.Module):
-    """The model with its look-ahead. Its weights are drawn from `seed`."""
+    """The embedded model with its look-ahead.
+
+    Args:
+        recipe: Shape of the model and settings of its training.
+        seed: Seed of the initial weights.
+        compile: Whether to compile the positionwise work with `torch.compile`.
+    """
 
     angles: Tensor
 
@@ -92,7 +132,9 @@ class Llama(nn.Module):
         self.weights = nn.ParameterList()
         for name, shape in own.items():
             weight = torch.ones(shape)
-            if len(shape) == 2:  # 0.02 for the embedding, fan-in otherwise, residual branches scaled down by depth
+            # A norm starts at 1. The embedding has a standard deviation of 0.02, other matrices one over the root of
+            # their fan-in. Matrices that write to the residual are scaled down by the depth.
+            if len(shape) == 2:
                 std = 0.02 if "embed" in name else shape[1] ** -0.5
                 std *= (2 * recipe.layers) ** -0.5 if "o_proj" in name or "down_proj" in name else 1.0
                 weight = torch.randn(shape, generator=draw) * std
@@ -109,7 +151,16 @@ class Llama(nn.Module):
         )
 
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cross-entropy of targets after tokens (rows, length), and last hidden states (tokens, hidden)."""
+        """Run the model.
+
+        Args:
+            tokens: Token ids, shape (rows, length).
+            targets: The ids that follow each of them, shape (rows, length).
+
+        Returns:
+            The cross-entropy of the targets in nats, shape (rows, length), and the last hidden states, shape
+            (rows * length, hidden).
+        """
         rows, length = tokens.shape
         places = torch.arange(length, device=tokens.device).repeat(rows)
         embedding, final, *layers = self.weights
@@ -125,12 +176,18 @@ class Llama(nn.Module):
         return self.next_token_loss(x, final, embedding, targets.flatten()).view(rows, length), x
 
     def compute_look_ahead_loss(self, x: Tensor, pairs: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy (offsets, pairs) of `targets` after the hidden states at flat positions `pairs`."""
+        """Return the cross-entropy of tokens further ahead in nats, shape (offsets, pairs).
+
+        Args:
+            x: Last hidden states, shape (rows * length, hidden).
+            pairs: Index into `x` of the state that predicts each target, shape (offsets, pairs).
+            targets: Token ids, shape (offsets, pairs); -100 gives a loss of zero.
+        """
         embedding, final, *_ = self.weights
         return self.look_ahead_loss(x[pairs], final, self.maps, embedding, targets)
 
     def take(self, folder: Path) -> None:
-        """Load the weights of a folder, exported by a model of this shape."""
+        """Load weights from a folder to which a model of this shape was exported."""
         held = {name: weight for path in folder.glob("model*.safetensors") for name, weight in load_file(path).items()}
         with torch.no_grad():
             for name, weight in zip(self.names, self.weights, strict=True):

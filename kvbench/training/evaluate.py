@@ -1,10 +1,13 @@
-"""Score the embedded model with the full cache: the tasks' own prompts and metrics, greedy generation by transformers.
+"""Score the embedded model with the full cache.
 
-The file holds a list of {task, length or steps, samples, score} under `scores`, and what was scored and how. Scores of
-the same weights are added to an existing file, and a score with as many samples is not made again.
+Prompts and metrics come from the tasks of kvbench. transformers generates the answers greedily.
 
-The seed is not kvbench's default, so the draws are not those of the main table. The QA questions are, because RULER's
-sample i always asks question i. The model was trained on neither.
+The output file describes what was scored and how, and contains a list of {task, length or steps, samples, score} under
+`scores`. If the file exists and describes the same weights, new scores are added to it, and scores with the same number
+of samples are not computed again.
+
+The seed differs from kvbench's default, so most samples are not those of the main table. The QA questions are the same,
+because sample i of RULER always asks question i. The model was trained on neither.
 """
 
 import json
@@ -30,11 +33,11 @@ from kvbench.validation import SettingError
 
 SEED = 20_000
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
-LEAST = 512  # tokens in which every task has a place
+LEAST = 512  # shortest length in tokens that every task supports
 LEDGER = "ledger"
 STEPS = 60  # lines of a ledger
-BATCHED = 131_072  # prompt tokens of a batch; its mask has (rows, length, length)
-SampleRequest = tuple[str, int, int, str, str | None]  # subtask, length or lines, samples, folder, cache
+BATCHED = 131_072  # most prompt tokens in a batch, because its mask has the shape (rows, length, length)
+SampleRequest = tuple[str, int, int, str, str | None]  # subtask, length or lines, samples, model's folder, cache
 
 
 @cache
@@ -44,6 +47,14 @@ def load_ledger_settings() -> dict[str, Any]:
 
 
 def make_task(subtask: str, length: int, samples: int, cache: str | None = None) -> Ruler | LedgerTask:
+    """Build the task of one subtask.
+
+    Args:
+        subtask: A subtask of RULER, or `LEDGER`.
+        length: Tokens of a prompt, or lines of a ledger.
+        samples: Number of samples.
+        cache: Folder in which RULER keeps its samples.
+    """
     if subtask == LEDGER:
         return build(
             "task", load_ledger_settings() | {"steps": length, "samples": samples, "seed": SEED, "limit": None}
@@ -52,12 +63,12 @@ def make_task(subtask: str, length: int, samples: int, cache: str | None = None)
 
 
 def score_key(score: dict[str, Any]) -> tuple[str, int]:
-    """Return the key of a score in the file: its subtask, and its length or lines."""
+    """Return the values that identify a score in the file: its subtask, and its length or number of lines."""
     return score["task"], score["steps" if score["task"] == LEDGER else "length"]
 
 
 def draw_samples(asked: SampleRequest) -> list[Sample]:
-    """Draw the samples of one subtask and length, with room for one added token, <bos>."""
+    """Draw the samples of one subtask and length, with room for one more token, `<bos>`."""
     subtask, length, samples, folder, cache = asked
     model = Checkpoint("", folder)
     longest = length if subtask != LEDGER else model.longest()
@@ -67,7 +78,7 @@ def draw_samples(asked: SampleRequest) -> list[Sample]:
 
 @torch.inference_mode()
 def generate_answers(model, tokenizer, samples: list[Sample]) -> list[str]:
-    """Generate greedy answers to the prompts, padded on the left to one batch."""
+    """Generate an answer to each prompt greedily. The prompts form one batch, padded on the left."""
     prompts = [s.context + s.question + s.answer_prefix for s in samples]
     batch = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
     new = max(sample.max_new_tokens for sample in samples)
@@ -76,7 +87,18 @@ def generate_answers(model, tokenizer, samples: list[Sample]) -> list[str]:
 
 
 def load_scores(out: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """Load the file, or make an empty one; SettingError if the file is about something else."""
+    """Load the scores of a file.
+
+    Args:
+        out: The file.
+        about: What is scored and how. An existing file must have the same values.
+
+    Returns:
+        The content of the file; `about` with an empty list of scores if there is no file.
+
+    Raises:
+        SettingError: The file describes something else.
+    """
     if not out.exists():
         return about | {"scores": []}
     try:
@@ -90,10 +112,16 @@ def load_scores(out: Path, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluate(given: Namespace, held: dict[str, Any]) -> int:
-    """Score the ledgers and every length and subtask that the file lacks. Each score is written at once.
+    """Compute every score that the file lacks, of the ledger and of each length and subtask.
+
+    The file is written after each score.
+
+    Args:
+        given: Arguments of the command line.
+        held: Content of the file, as `load_scores` returns it.
 
     Returns:
-        0, or 1 if `--seconds` were over before the last one.
+        0, or 1 if the time `--seconds` ended before the last score.
     """
     until, folder = time.monotonic() + given.seconds, str(given.model)
     checkpoint = Checkpoint("", folder)

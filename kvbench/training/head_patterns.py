@@ -1,4 +1,4 @@
-"""Compute DuoAttention's pattern of heads from KVzip's head scores."""
+"""Compute DuoAttention's pattern of full-attention and streaming heads from KVzip's head scores."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from kvbench.models.transformers_port import read_layout
 
 @dataclass(frozen=True)
 class ScoreRecorder(KVzip):
-    """KVzip that keeps its scores in every layer's state."""
+    """KVzip, but the scores stay in the state of every layer after the cut."""
 
     def forget(self, state: State) -> None:
         pass
@@ -35,12 +35,12 @@ def compute_head_scores(
     Args:
         model: The model.
         sequences: Texts as token ids, each of shape (tokens,).
-        own: Encodes KVzip's own prompts.
-        prefix: Number of tokens in front that are no text.
+        own: Encodes the prompts of KVzip.
+        prefix: Number of tokens at the beginning that are not part of the text.
         args: Settings of conf/method/kvzip.yaml.
 
     Returns:
-        The scores in float32, shape (layers, KV heads); nan for layers with a sliding window.
+        The mean scores over the sequences in float32, shape (layers, KV heads); nan for layers with a sliding window.
     """
     chosen = {k: v for k, v in load_settings("method", "kvzip", args).items() if k not in ("_target_", "preset")}
     choice = CachePolicy(ScoreRecorder(**chosen), Allocator("uniform"), build("codec", load_settings("codec", "raw")))
@@ -55,7 +55,15 @@ def compute_head_scores(
 
 
 def write_pattern(alpha: Tensor, folder: Path, sinks: int, recent: int, source: str) -> None:
-    """Write a folder in the published format: full_attention_heads.tsv with α (layers, KV heads), and config.json."""
+    """Write a pattern in DuoAttention's published format: full_attention_heads.tsv and config.json.
+
+    Args:
+        alpha: The score α of each head, shape (layers, KV heads).
+        folder: The folder to write to.
+        sinks: Number of first rows that streaming heads keep.
+        recent: Number of newest rows that streaming heads keep.
+        source: Origin of the pattern, for config.json.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lines = ["\t".join(f"{value:.6f}" for value in layer) for layer in alpha.tolist()]
     (folder / "full_attention_heads.tsv").write_text("\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""Compute Q-Filters' directions from a model's queries."""
+"""Compute the directions of Q-Filters from a model's queries."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +21,10 @@ from kvbench.validation import SettingError
 
 @dataclass(frozen=True)
 class QueryRecorder(Method):
-    """The full cache, which keeps the queries at the positions `places` (n,) in every layer's state."""
+    """The full cache, which also stores some queries in the state of every layer."""
 
     places: Tensor = field(kw_only=True)
+    """Positions of the queries, shape (n,)."""
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         state.layer["queries"] = observation.queries[0, :, self.places].float().cpu()
@@ -31,16 +32,16 @@ class QueryRecorder(Method):
 
 
 def collect_queries(model: torch.nn.Module, sequences: Sequence[Tensor], count: int, seed: int) -> list[Tensor | None]:
-    """Collect rotated queries of every layer at random positions.
+    """Collect queries of every layer, after RoPE, at random positions.
 
     Args:
         model: The model.
-        sequences: Texts as token ids, each of shape (tokens,). Each gives equally many queries.
-        count: Number of queries of all sequences together, rounded up for each.
+        sequences: Texts as token ids, each of shape (tokens,). Each contributes the same number of queries.
+        count: Number of queries from all sequences together. The share of a sequence is rounded up.
         seed: Seed of the positions.
 
     Returns:
-        For each layer the queries, shape (query heads, about `count`, d); None for layers with a sliding window.
+        The queries of each layer, shape (query heads, about `count`, d); None for layers with a sliding window.
     """
     generator = torch.Generator().manual_seed(seed)
     codec = build("codec", load_settings("codec", "raw"))
@@ -57,7 +58,17 @@ def collect_queries(model: torch.nn.Module, sequences: Sequence[Tensor], count: 
 def compute_query_filters(
     model: torch.nn.Module, sequences: Sequence[Tensor], count: int = 3000, seed: int = 0
 ) -> Tensor:
-    """Compute the directions in float32, shape (layers, KV heads, d); zeros for layers with a sliding window."""
+    """Compute the directions of all KV heads.
+
+    Args:
+        model: The model.
+        sequences: Texts as token ids, each of shape (tokens,).
+        count: Number of queries from all sequences together.
+        seed: Seed of the queries' positions.
+
+    Returns:
+        The directions in float32, shape (layers, KV heads, d); zeros for layers with a sliding window.
+    """
     shape = read_layout(model)
     filters = torch.zeros(shape.layers, shape.heads, shape.dim)
     for layer, own in enumerate(collect_queries(model, sequences, count, seed)):
@@ -67,14 +78,27 @@ def compute_query_filters(
 
 
 def find_directions(own: Tensor) -> Tensor:
-    """Return first right singular vectors (query heads, d) of queries (query heads, n, d), most of them on its side."""
+    """Return the first right singular vector of each head's queries.
+
+    The sign is chosen so that most queries have a positive product with the vector.
+
+    Args:
+        own: Queries, shape (query heads, n, d).
+
+    Returns:
+        The vectors, shape (query heads, d).
+    """
     first = torch.linalg.svd(own, full_matrices=False).Vh[:, 0]
     positive = ((own @ first[..., None]) > 0).float().mean((1, 2)) >= 0.5
     return torch.where(positive[:, None], first, -first)
 
 
 def split_text(tokenizer: Any, text: str, sequences: int, length: int) -> list[Tensor]:
-    """Split a text into pieces of `length` tokens, with special tokens; SettingError if the text is too short."""
+    """Split a text into sequences of `length` tokens, each of which begins with the tokenizer's special tokens.
+
+    Raises:
+        SettingError: The text is too short for so many sequences.
+    """
     start = tokenizer("").input_ids
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     piece = length - len(start)

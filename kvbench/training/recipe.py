@@ -1,7 +1,6 @@
-"""The recipe of a training of the embedded model: shape, schedule, losses and kinds of samples, as one value with a
-file.
+"""Define the recipe of a training of the embedded model: shape, schedule, losses and kinds of samples.
 
-training_data.py draws the samples of each kind and weighs their tokens.
+A recipe is stored in recipe.json. training_data.py draws the samples of each kind and weights their tokens.
 """
 
 import json
@@ -14,54 +13,77 @@ from kvbench.training.tokenizer import BOS, EOS, PAD
 from kvbench.validation import SettingError, is_number, require_int
 
 VOCABULARY, DIM, EPSILON = 4096, 64, 1e-5
-KINDS = {int: int, float: int | float, tuple: list, dict: dict}  # of a setting -> of its JSON
+KINDS = {int: int, float: int | float, tuple: list, dict: dict}  # type of a setting -> type of its JSON
 SHARES = ("shorter", "copies", "copying", "warmup", "steady", "look_ramp", "confusable", "turns", "ledgers", "needles")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe. Shares and the schedule refer to the training's time, from 0 to 1."""
+    """The settings of a training. The schedule measures time as a share of the whole training, from 0 to 1."""
 
     hidden: int = 320
+    """Width of the hidden states."""
     layers: int = 6
     heads: int = 4
     kv_heads: int = 2
     inner: int = 960
+    """Width of the feed-forward layers."""
     theta: float = 5e5
+    """Base of RoPE."""
     context: int = 16384
+    """Longest sequence in tokens."""
     stages: tuple[tuple[float, int], ...] = (
         (0.0, 256), (0.03, 512), (0.07, 1024), (0.2, 2048), (0.42, 4096), (0.68, 8192), (0.86, 16384),
     )  # fmt: skip
-    shorter: float = 0.35  # share of steps of an earlier length, from 1024 on
-    copies: float = 0.2  # share of rows that are pure copying ...
-    copying: float = 0.05  # ... up to here
-    tokens: int = 65536  # a step
-    rate: float = 1.5e-3  # peak of the learning rate ...
-    warmup: float = 0.01  # ... reached here ...
-    steady: float = 0.5  # ... and kept up to here; from there on a line to zero
+    """(time, sequence length) of each stage; the first stage begins at 0."""
+    shorter: float = 0.35
+    """Share of steps that use the length of an earlier stage, if that is at least 1024."""
+    copies: float = 0.2
+    """Share of rows that consist of random tokens and their copy, until the time `copying`."""
+    copying: float = 0.05
+    """Time until which rows are copies."""
+    tokens: int = 65536
+    """Tokens of a step."""
+    rate: float = 1.5e-3
+    """Peak of the learning rate."""
+    warmup: float = 0.01
+    """Time at which the learning rate reaches its peak."""
+    steady: float = 0.5
+    """Time until which the learning rate stays at its peak. It then falls linearly to zero."""
     decay: float = 0.05
+    """Weight decay of matrices."""
     clip: float = 1.0
-    look_ahead: int = 40  # answer tokens 2 to so far ahead are predicted too, 0: only the next token
-    places: int = 512  # at each of these distances, a step
-    look_weight: float = 0.5  # weight of that loss ...
-    look_ramp: float = 0.1  # ... reached here
-    confusable: float = 0.0  # share of needle samples with several facts whose values resemble one another
-    turns: float = 0.08  # shares of samples that are conversations on one context ...
-    ledgers: float = 0.1  # ... ledgers
-    needles: float = 0.03  # ... and needles as task=niah hides them
-    mix: dict[str, float] = field(default_factory=dict)  # other relative shares of these kinds of samples
+    """Largest norm of the gradient."""
+    look_ahead: int = 40
+    """Distance of the farthest answer token that is predicted. 0 predicts the next token only."""
+    places: int = 512
+    """Number of positions in a step that predict a token at each distance from 2 on."""
+    look_weight: float = 0.5
+    """Weight of the look-ahead's loss."""
+    look_ramp: float = 0.1
+    """Time at which the look-ahead's loss reaches its weight."""
+    confusable: float = 0.0
+    """Share of the needle samples in which several facts have similar values."""
+    turns: float = 0.08
+    """Share of samples that are conversations about one context."""
+    ledgers: float = 0.1
+    """Share of samples that are ledgers."""
+    needles: float = 0.03
+    """Share of samples with needles as in task=niah."""
+    mix: dict[str, float] = field(default_factory=dict)
+    """Kind of sample -> relative share, in place of its default share."""
 
     @property
     def offsets(self) -> range:
-        """The offsets of the tokens that the look-ahead predicts."""
+        """Distances at which the look-ahead predicts a token."""
         return range(2, self.look_ahead + 1)
 
     def lengths(self, done: float) -> list[int]:
-        """Return the lengths of all stages that have begun at this share of the time."""
+        """Return the sequence lengths of all stages that have begun at the time `done`, from 0 to 1."""
         return [length for start, length in self.stages if start <= done]
 
     def config(self) -> dict[str, Any]:
-        """Return the config that transformers loads."""
+        """Return the model's configuration for transformers."""
         return dict(
             architectures=["LlamaForCausalLM"],
             model_type="llama",
@@ -87,7 +109,10 @@ class Recipe:
         )
 
     def with_settings(self, settings: list[str]) -> "Recipe":
-        """Change settings, each given as `name=value` with the value as JSON.
+        """Return a recipe with changed settings.
+
+        Args:
+            settings: Texts such as "layers=4", with the value as JSON.
 
         Raises:
             SettingError: A name is unknown, a value has another type, or `check` refuses it.
@@ -112,7 +137,11 @@ class Recipe:
         return made
 
     def check(self) -> None:
-        """Raise a SettingError for a recipe that cannot be trained."""
+        """Check that the recipe can be trained.
+
+        Raises:
+            SettingError: It cannot. The message names the setting.
+        """
         for one in fields(self):
             value = getattr(self, one.name)
             if isinstance(value, int):
@@ -143,11 +172,11 @@ class Recipe:
                 raise SettingError(f"stages: a length of {length}: at most context={self.context}")
 
     def save(self, folder: Path) -> None:
-        """Write recipe.json into a folder."""
+        """Write recipe.json to a folder."""
         (folder / "recipe.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
 def load_recipe(folder: Path) -> Recipe:
-    """Read recipe.json of a folder."""
+    """Read recipe.json from a folder."""
     own = json.loads((folder / "recipe.json").read_text())
     return Recipe(**own | {"stages": tuple(map(tuple, own["stages"]))})

@@ -1,7 +1,8 @@
-"""The embedded model's tokenizer: byte-level BPE with 4096 pieces, learned from the generators' own text.
+"""Train the embedded model's tokenizer: byte-level BPE with 4096 pieces, learned from texts of the generators.
 
-Digits, and letters of words in capitals, are pieces of their own. So numbers and variable names are copied letter by
-letter, in the same way everywhere. A leading space belongs to the piece after it. Encoding puts `<bos>` first.
+Every digit, and every letter of a word in capitals, is a separate piece. The model therefore copies numbers and
+variable names character by character, wherever they occur. A leading space belongs to the piece after it. An encoded
+text begins with `<bos>`.
 """
 
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ PIECES = r" ?\p{Lu}?\p{Ll}+| ?\p{L}| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def train_tokenizer(texts: Iterable[str], size: int, folder: Path) -> None:
-    """Learn `size` pieces from texts and write them into a folder from which AutoTokenizer loads them."""
+    """Learn a tokenizer of `size` pieces from texts, and write it to a folder from which AutoTokenizer can load it."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,10 +1,13 @@
-"""Train the embedded model from scratch; the model card is v2/README.md.
+"""Train the embedded model from scratch. Its model card is kvbench/models/embedded_v2/README.md.
 
-Worker processes make samples all the while, the GPU takes one step after the other. Sequence length, learning rate and
-the share of copying follow the training's own clock, not the step. Every minute, and whatever happens, the weights and
-the state that `--resume` goes on from are written; every 100 steps a line of losses and scores goes to train.jsonl.
-`--pause` ends a session before the training is over. A resumed training draws new samples, seeded by how often it was
-resumed. The exit code is 1 if it ended before it should: interrupted, or without samples.
+Worker processes make samples while the GPU trains. Sequence length, learning rate and the share of copies follow the
+training time, not the number of steps.
+
+The weights, and the state from which `--resume` continues, are written every minute and at the end, even after an
+error. Every 100 steps, a line of losses and scores is appended to train.jsonl. `--pause` ends a session before the
+training is complete. A resumed training draws new samples, because their seed contains the number of sessions.
+
+The exit code is 1 if the training was interrupted or ran out of samples.
 """
 
 import json
@@ -23,7 +26,7 @@ from threading import Thread
 from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask for a GPU does not touch it: workers are forked later
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # find GPUs without starting CUDA, because workers are forked later
 
 import numpy as np
 import torch
@@ -41,14 +44,22 @@ from kvbench.validation import SettingError
 BETAS = (0.9, 0.95)
 STATE = "state.pt"
 SHARD = 15_000_000  # bytes of a weights file
-QUIET = 60  # seconds without a sample after which none is waited for
-SURE = math.log(2)  # nats: a token with less is more probable than all others together
+QUIET = 60  # seconds without a sample after which the training ends
+SURE = math.log(2)  # nats; a token with a smaller loss has a probability over 0.5
 
 
 def feed_batches(name: str, folder: Path, own: Recipe, progress, full) -> None:
-    """Make batches for the current state of the training, until this process or its parent ends."""
+    """Make batches in a worker process until this process or its parent ends.
+
+    Args:
+        name: Part of the seed; every worker has another one.
+        folder: Folder with the tokenizer.
+        own: The recipe.
+        progress: Shared value: the share of the training time that is over.
+        full: Queue of finished batches. A worker that fails puts its traceback there as text.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends the workers
     Thread(target=exit_with_parent, daemon=True).start()
     try:
         maker = training_data.SampleMaker(name, training_data.load_tokenizer(folder), own)
@@ -64,12 +75,18 @@ def feed_batches(name: str, folder: Path, own: Recipe, progress, full) -> None:
 
 
 class NoSamples(Exception):
-    """No worker makes samples any more."""
+    """The workers deliver no more samples."""
 
 
 def receive_batches(full, processes: list) -> Iterator[training_data.Batch]:
-    """What the workers make, in the order of arrival; a worker that fails is reported and missed. Starved where all
-    have, or where nothing came for QUIET seconds.
+    """Yield the batches of the workers in order of arrival. The traceback of a worker that fails goes to stderr.
+
+    Args:
+        full: Queue of the workers.
+        processes: The workers.
+
+    Raises:
+        NoSamples: All workers have ended, or no batch has arrived for `QUIET` seconds.
     """
     waited = 0
     while True:
@@ -88,12 +105,12 @@ def receive_batches(full, processes: list) -> Iterator[training_data.Batch]:
 
 
 def learning_rate(own: Recipe, done: float) -> float:
-    """Return the learning rate after this share of the time: warm-up, constant, then a line to zero."""
+    """Return the learning rate at a time from 0 to 1: a linear rise, a constant part, and a linear fall to zero."""
     return own.rate * min(1.0, done / own.warmup, max(0.0, 1 - done) / (1 - own.steady))
 
 
 def save_model(model: Llama, folder: Path) -> None:
-    """Write the weights and configs that transformers loads."""
+    """Write the weights and configurations from which transformers can load the model."""
     shards: list[dict[str, Tensor]] = [{}]
     for name, weight in model.export().items():
         if sum(map(count_bytes, shards[-1].values())) + count_bytes(weight) > SHARD:
@@ -117,25 +134,39 @@ def save_model(model: Llama, folder: Path) -> None:
 
 
 def count_bytes(weight: Tensor) -> int:
+    """Return the size of a tensor in bytes."""
     return weight.numel() * weight.element_size()
 
 
 @dataclass
 class Training:
-    """A training and its progress: `spent` of `limit` seconds."""
+    """A training and its progress."""
 
     out: Path
+    """Folder for the results."""
     recipe: Recipe
     seed: int
     limit: float
+    """Seconds that the whole training takes."""
     spent: float = 0.0
+    """Seconds of it that are over."""
     step: int = 0
+    """Number of steps taken."""
     tokens: int = 0
+    """Number of tokens trained on."""
     sessions: int = 0
-    begun_with: str | None = None  # identity of the weights that it began with, None: from scratch
+    """Number of sessions begun."""
+    begun_with: str | None = None
+    """Identity of the initial weights; None for random ones."""
 
     def begin(self, device: str, weights: Path | None) -> None:
-        """Make the model on the device: new, with the weights of a folder, or as the last session left it."""
+        """Create the model and the optimizer, and compile the model.
+
+        Args:
+            device: "cuda" or "cpu".
+            weights: Folder with initial weights; None for random ones. A later session ignores it and continues from
+                the state of the session before.
+        """
         self.device, cuda = device, device == "cuda"
         self.model = Llama(self.recipe, self.seed, compile=cuda).to(device)
         matrices = [p for p in self.model.weights if p.dim() > 1]
@@ -152,18 +183,25 @@ class Training:
         self.warm()
 
     def counts(self) -> dict[str, float | str | None]:
+        """Return the progress as it is saved for the next session."""
         names = ("seed", "limit", "spent", "step", "tokens", "sessions", "begun_with")
         return {name: getattr(self, name) for name in names}
 
     def save(self) -> None:
+        """Write the weights, and the state from which the next session continues."""
         save_model(self.model, self.out)
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "counts": self.counts()}
         with replace_file(self.out / STATE) as draft:
             torch.save(state, draft)
 
     def losses(self, made: training_data.Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the cross-entropy (rows, length), its weights, and the mean of the look-ahead's loss."""
-        # A blocking copy would wait for the GPU to finish the step before.
+        """Compute the losses of a batch.
+
+        Returns:
+            The cross-entropy of every token, shape (rows, length); the weights of these losses, same shape; the mean
+            loss of the look-ahead, a scalar.
+        """
+        # A blocking copy would wait until the GPU has finished the previous step.
         ids = torch.from_numpy(made.ids).to(self.device, torch.int64, non_blocking=True)
         weights = torch.from_numpy(made.weights[:, 1:]).to(self.device, torch.float32, non_blocking=True)
         pairs, targets = (
@@ -177,8 +215,12 @@ class Training:
         return own, weights, looked.sum() / (targets >= 0).sum().clamp(min=1)
 
     def take(self, made: training_data.Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """A step: its loss, that of the look-ahead, and (3, rows): of a row's answers their nats, their tokens, and 1
-        where every token is more probable than all others together, so that greedy answers are right.
+        """Take one step of the optimizer.
+
+        Returns:
+            The loss, a scalar; the loss of the look-ahead, a scalar; and a tensor of shape (3, rows) about the answers
+            in each row: the sum of their tokens' losses in nats, the number of tokens, and 1 if every token has a
+            probability over 0.5, so that greedy decoding answers correctly, else 0.
         """
         own, done = self.recipe, self.spent / self.limit
         for group in self.optimizer.param_groups:
@@ -196,7 +238,7 @@ class Training:
         return loss.detach(), looked.detach(), told
 
     def warm(self) -> None:
-        """Compile the model without changing its weights."""
+        """Compile the model by a forward and backward pass that changes no weights."""
         length = self.recipe.stages[0][1]
         shape = max(1, self.recipe.tokens // length), length + 1
         pairs = len(self.recipe.offsets), self.recipe.places
@@ -208,8 +250,10 @@ class Training:
 
 
 class TrainingLog:
-    """Every so many steps, in train.jsonl: of each kind of samples the mean loss of the answers' tokens, and as scores
-    the percentage of rows whose answers are all right.
+    """Append a line to train.jsonl every `EVERY` steps.
+
+    For each kind of sample it contains the mean loss of the answers' tokens, and as a score the percentage of rows in
+    which all answers are correct.
     """
 
     EVERY = 100
@@ -219,6 +263,7 @@ class TrainingLog:
         self.told = torch.zeros(4, len(self.names), device=device)
 
     def add(self, training: Training, made: training_data.Batch, loss: Tensor, looked: Tensor, rows: Tensor) -> None:
+        """Add the results of a step, as `Training.take` returns them, and write a line if it is time."""
         kinds = torch.from_numpy(made.kinds).to(self.told.device, torch.int64, non_blocking=True) % len(self.names)
         self.told.index_add_(1, kinds, torch.cat((rows, torch.ones_like(rows[:1]))))
         if training.step % self.EVERY:
@@ -236,11 +281,21 @@ class TrainingLog:
 
 
 def train(training: Training, device: str, workers: int, pause: float, steps: float, weights: Path | None) -> int:
-    """Trains until the time is over, `pause` seconds of this session are, or `steps` are taken: 0; 1 if it ended
-    before. `weights`: a folder of those to begin with.
+    """Train until the training, or this session, is complete.
+
+    Args:
+        training: The training, new or loaded.
+        device: "cuda" or "cpu".
+        workers: Number of processes that make samples.
+        pause: Seconds after which the session ends.
+        steps: Number of steps after which the session ends.
+        weights: Folder with initial weights; None for random ones.
+
+    Returns:
+        The exit code: 0, or 1 if the session was interrupted or ran out of samples.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends in `finally` too
-    launched, context = time.monotonic(), multiprocessing.get_context("fork")  # before CUDA is touched
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM runs `finally` too
+    launched, context = time.monotonic(), multiprocessing.get_context("fork")  # forks before CUDA starts
     progress, full = context.Value("d", training.spent / training.limit), context.Queue(maxsize=4 * workers)
     names = [f"{training.seed}/{i}" + f"/{training.sessions}" * (training.sessions > 0) for i in range(workers)]
     processes = [
@@ -256,7 +311,7 @@ def train(training: Training, device: str, workers: int, pause: float, steps: fl
     try:
         for made in receive_batches(full, processes):
             training.spent = before + time.monotonic() - begun
-            paused = training.step > first and time.monotonic() - launched > pause  # not before it has done something
+            paused = training.step > first and time.monotonic() - launched > pause  # takes at least one step
             if training.spent > training.limit or paused or training.step >= first + steps:
                 break
             progress.value = training.spent / training.limit
@@ -284,7 +339,11 @@ def train(training: Training, device: str, workers: int, pause: float, steps: fl
 
 
 def check_weights(weights: Path, own: Recipe) -> None:
-    """Raise a SettingError if the folder holds no weights of the recipe's shape."""
+    """Check that a folder contains weights of the recipe's shape.
+
+    Raises:
+        SettingError: It does not.
+    """
     config = weights / "config.json"
     if not config.is_file() or not any(weights.glob("model*.safetensors")):
         raise SettingError(f"--weights={weights}: no folder with config.json and model*.safetensors")

@@ -1,13 +1,17 @@
-"""What the reference model is trained on: RULER's subtasks, conversations as SCBench's, ledgers and the needles of
-task=niah, by the project's own generators.
+"""Generate the samples on which the embedded model is trained.
 
-Three things differ from an evaluation. Every random choice comes from a generator seeded `kvbench reference/…`, which
-no evaluation uses. The essays, documents and questions are invented anew, so that none of an evaluation's is ever seen.
-And a context is followed by one to eight questions with their answers, each closed by `<eos>`, and the parameters of
-a subtask (keys, values, repetitions) vary around the official ones. Nothing here knows that a cache can be cut.
+The samples are subtasks of RULER, conversations as in SCBench, ledgers, and the needles of task=niah. They come from
+the generators of these tasks, with three differences from an evaluation:
 
-`Recipe.confusable`, for ablations (0 by default): that share of the samples with several facts has values that are
-copies of one another with a few characters changed. Copying what followed the last few characters then goes wrong.
+* Every random choice uses a seed that begins with `kvbench reference/`. No evaluation uses such a seed.
+* Essays, documents and questions are new, so the model never sees those of an evaluation.
+* One to eight questions with answers follow a context, and `<eos>` ends each answer. The parameters of a subtask (keys,
+  values, repetitions) vary around the official ones.
+
+No sample is made for eviction: this module knows nothing about it.
+
+`Recipe.confusable` is for ablations and 0 by default. It is the share of samples with several facts in which the values
+of the facts differ in a few characters only. The model then fails if it copies what followed the last few characters.
 """
 
 import random
@@ -34,7 +38,8 @@ from kvbench.training.tokenizer import BOS, EOS, PAD
 from kvbench.training.training_texts import EndlessTexts
 from kvbench.validation import SettingError, is_number, require_choice
 
-RULER = {  # relative share of the samples, and about how many tokens a unit of the haystack has
+# Kind of sample -> (relative share of the samples, about how many tokens a unit of its haystack has)
+RULER = {
     "niah_single_1": (2, 26), "niah_single_2": (3, 1.7), "niah_single_3": (4, 1.7), "niah_multikey_1": (4, 1.7),
     "niah_multikey_2": (8, 26), "niah_multikey_3": (11, 85), "niah_multivalue": (5, 1.7), "niah_multiquery": (5, 1.7),
     "ruler_vt": (8, 26), "ruler_cwe": (26, 5.5), "ruler_fwe": (12, 2.3), "ruler_qa_squad": (8, 130),
@@ -47,42 +52,50 @@ TURNS = {
 LEDGER = {"ledger": (1, 36)}
 NEEDLE = {"magic_number": (1, 1.7)}  # task=niah, its first preset
 LONGEST = 120  # lines of a ledger
-TRIES = 10_000  # for a sample; a ledger, say, has no place in 128 tokens
-BREAKS = 2, 2, 2, 3, 4  # after a solved example; lm-eval's port of RULER has four
+TRIES = 10_000  # attempts to find a sample; some kinds do not fit, as a ledger does not fit in 128 tokens
+BREAKS = 2, 2, 2, 3, 4  # numbers of line breaks to draw from, after a solved example; RULER's port in lm-eval has four
 NAMES = (*SUBTASKS, *TURNS, *LEDGER, *NEEDLE)
-ANSWER, SHOWN, CONTEXT = 1.0, 0.9, 0.1  # loss weights: of an answer (and its <eos>), an example's answer, the rest
-STRONGER, LONG = 4.0, 0.3  # of fwe's answers, short, one to a context; of a ledger's, long
-WINDOW, IN_ANSWER, BEFORE = 16, 0.3, 0.15  # places: a question's last ones count once, others less
+ANSWER, SHOWN, CONTEXT = 1.0, 0.9, 0.1  # loss weights of an answer with its <eos>, of an example's answer, of the rest
+STRONGER, LONG = 4.0, 0.3  # loss weights of the short answers of fwe and of the long answers of ledgers
+# The look-ahead draws positions with these weights: the last WINDOW tokens of a question have weight 1, the tokens of
+# the answer IN_ANSWER, and the other tokens of the question BEFORE.
+WINDOW, IN_ANSWER, BEFORE = 16, 0.3, 0.15
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A text and the loss weight of its tokens. The question of an answer comes before it."""
+    """A part of a sample's text. The piece before an answer is its question."""
 
     text: str
     weight: float = CONTEXT
+    """Loss weight of the tokens."""
     answer: bool = False
-    ends: bool = True  # an answer is closed by <eos>
+    """Whether the text is an answer."""
+    ends: bool = True
+    """Whether `<eos>` follows, if the text is an answer."""
 
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """Token ids with their weights, and where the question, the answer and the end of each answer begin."""
+    """A sample as token ids."""
 
     name: str
+    """Kind of the sample."""
     ids: list[int]
     weights: list[float]
+    """Loss weight of each token."""
     spans: list[tuple[int, int, int]]
+    """(start of the question, start of the answer, end of the answer) for each answer, as indices into `ids`."""
 
 
 @cache
 def load_needle_wording() -> dict[str, str]:
-    """Of task=niah's preset."""
+    """Load the wording of task=niah with the preset `magic_number`."""
     return yaml.safe_load((CONF / "task/niah.yaml").read_text())["presets"]["magic_number"]
 
 
 def split_runs(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Split into pieces that end with <eos>."""
+    """Split the pieces of a sample into runs, each of which ends with `<eos>`."""
     run: list[Piece] = []
     for piece in pieces:
         run.append(piece)
@@ -94,7 +107,14 @@ def split_runs(pieces: list[Piece]) -> Iterator[list[Piece]]:
 
 
 def compute_shares(recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """Return the share of every kind of sample, and the tokens of a unit; SettingError for an invalid `mix`."""
+    """Return the share of every kind of sample, and its tokens per unit.
+
+    Returns:
+        Kind -> (relative share, about how many tokens a unit has).
+
+    Raises:
+        SettingError: The recipe's `mix` is invalid.
+    """
     found: dict[str, tuple[float, float]] = {}
     own = ((TURNS, recipe.turns), (LEDGER, recipe.ledgers), (NEEDLE, recipe.needles))
     for kinds, part in ((RULER, 1 - sum(part for _, part in own)), *own):
@@ -110,22 +130,32 @@ def compute_shares(recipe: Recipe) -> dict[str, tuple[float, float]]:
 
 
 class SampleMaker:
-    """Makes samples."""
+    """Makes the samples of one worker.
+
+    Args:
+        name: Part of the seed.
+        tokenizer: The embedded model's tokenizer; None if `sample` is not called.
+        recipe: Shares of the kinds of samples.
+    """
 
     def __init__(self, name: str, tokenizer: Tokenizer | None, recipe: Recipe):
         self.rng = random.Random(f"kvbench reference/{name}")
         self.texts = EndlessTexts(name, self.rng)
         self.tokenizer, self.recipe, self.shares = tokenizer, recipe, compute_shares(recipe)
         self.families = {family.name: family for family in FAMILIES}
-        self.rest: dict[tuple[str, int], float] = {}  # tokens that are no units, as seen so far
+        self.rest: dict[tuple[str, int], float] = {}  # (kind, length) -> mean number of tokens outside of units
         self.served = 0
 
     def sample(self, length: int) -> TrainingSample:
-        """Make a sample of at most length + 1 tokens, and nearly as many; ValueError if none is found."""
+        """Make a sample of at most length + 1 tokens, and of nearly as many.
+
+        Raises:
+            ValueError: No sample was found in `TRIES` attempts.
+        """
         for _ in range(TRIES):
             name = self.rng.choices(list(self.shares), [share for share, _ in self.shares.values()])[0]
             per_unit = self.shares[name][1]
-            target = (length + 1) * self.rng.uniform(0.4 if name in LEDGER else 0.85, 1.0)  # of any number of lines
+            target = (length + 1) * self.rng.uniform(0.4 if name in LEDGER else 0.85, 1.0)  # ledgers vary more
             units = int((target - self.rest.get((name, length), 150)) / per_unit)
             state = self.rng.getstate()
             for _ in range(3):
@@ -143,10 +173,13 @@ class SampleMaker:
         raise ValueError(f"no sample of {length} tokens in {TRIES} draws: none of the kinds has such")
 
     def encode(self, name: str, pieces: list[Piece], length: int) -> TrainingSample:
-        """Give the rest of a long context less weight, so that it does not outweigh the answers."""
+        """Encode the pieces of a sample.
+
+        The tokens outside of answers have a smaller weight in a long sample, so that they do not outweigh the answers.
+        """
         rest = CONTEXT * min(1.0, 1024 / length)
         ids, weights, spans, asked = [BOS], [0.0], [], 0
-        for run in split_runs(pieces):  # tokens as a prompt has them: its parts are no borders
+        for run in split_runs(pieces):  # encode the whole run, because tokens of a prompt can span two of its parts
             text, ends = "", []
             for piece in run:
                 text += piece.text
@@ -164,7 +197,16 @@ class SampleMaker:
         return TrainingSample(name, ids, weights, spans)
 
     def pieces(self, name: str, units: int, length: int) -> list[Piece] | None:
-        """Make a context and its questions; None if `units` are too few."""
+        """Make a context and its questions.
+
+        Args:
+            name: Kind of the sample, one of `NAMES`.
+            units: Number of units in the context. What a unit is depends on the kind.
+            length: Tokens of the sample, about.
+
+        Returns:
+            The pieces, or None if there are too few units.
+        """
         kind = name.removeprefix("ruler_").split("_")[0]
         return getattr(self, f"_{kind}")(self.families.get(name, name), units, length)
 
@@ -173,7 +215,7 @@ class SampleMaker:
 
     def _niah(self, family: NiahFamily, units: int, length: int) -> list[Piece] | None:
         rng = self.rng
-        if rng.random() < 0.5:  # other numbers of keys and values than the official ones
+        if rng.random() < 0.5:  # vary the numbers of keys and values
             keys = rng.randint(1, min(8, length // 64))
             values = rng.choice([1, 1, 2, 3, 4]) if family.value == "numbers" and length > 256 else 1
             family = replace(family, keys=keys, values=values, asked=rng.randint(1, min(keys, 4)))
@@ -198,7 +240,7 @@ class SampleMaker:
         return pieces
 
     def _confuse(self, draws: dict) -> None:
-        """Give the facts values that differ in few characters from one of a few values."""
+        """Replace the values of the facts by values that differ in a few characters from each other."""
         facts = [[values, i] for values in draws["values"] for i in range(len(values))]
         facts += [[other, 1] for other in draws.get("others", ())]
         sources = [own[i] for own, i in self.rng.sample(facts, 1 + len(facts) // 16)]
@@ -211,7 +253,7 @@ class SampleMaker:
             own[i] = value
 
     def _alike(self, value: str) -> str:
-        """Draw one to three characters of a value again, but not the first one."""
+        """Return the value with one to three characters drawn again, but never the first character."""
         drawn = list(value)
         digits = "0123456789abcdef" if "-" in value else "0123456789"
         for place in self.rng.sample([i for i, c in enumerate(value) if i and c != "-"], self.rng.randint(1, 3)):
@@ -227,7 +269,7 @@ class SampleMaker:
         return [*shown, *self._asked(rendered, " ".join(draws["names"]))]
 
     def _cwe(self, family, units: int, length: int) -> list[Piece] | None:
-        """Make a list of words. Units are its entries; half of the samples have the official repetitions."""
+        """Make a list of words. Units are its entries. Half of the samples repeat words as often as in RULER."""
         rng = self.rng
         common, rare = rng.choice([(6, 1), (30, 3)] if length > 2048 else [(6, 1)])
         example = family.draw(11, rng, self.texts, 4096 if common == 30 else 1)["example"]
@@ -246,7 +288,14 @@ class SampleMaker:
         return [*shown, *self._asked(rendered, " ".join(f"{i}. {w}" for i, w in enumerate(rendered.answers, 1)))]
 
     def _example(self, context: str, prefix: str, start: str, keep: bool) -> list[Piece]:
-        """Split off the solved example of a context, whose answer counts as an answer, or leave it out."""
+        """Split a context that begins with a solved example, or remove the example.
+
+        Args:
+            context: The solved example, followed by the context itself.
+            prefix: Text after which the answer of the example begins.
+            start: First words of the context itself.
+            keep: Whether to keep the example. The weight of its answer is almost that of a real one.
+        """
         second = context.rindex(start)
         if not keep:
             return [Piece(context[second:])]
@@ -263,7 +312,7 @@ class SampleMaker:
         return [Piece(rendered.context), *pieces]
 
     def _qa(self, family, units: int, length: int) -> list[Piece] | None:
-        """Make articles (squad) or chains (hotpot) with questions, among single documents of others."""
+        """Make articles (squad) or chains (hotpot) with questions, among documents of other articles or chains."""
         rng, texts = self.rng, self.texts
         self._renew()
         groups = rng.sample(*((texts.articles, 24) if family.source == "squad" else (texts.chains, 60)))
@@ -291,15 +340,17 @@ class SampleMaker:
         return pieces
 
     def _renew(self) -> None:
-        """Make new articles and chains from time to time."""
+        """Make new articles and chains at the first call and at every 250th."""
         self.served += 1
         if self.texts.renewals == 0 or self.served % 250 == 0:
             self.texts.renew()
 
     def _scbench(self, name: str, units: int, length: int) -> list[Piece] | None:
-        """A conversation: units are pairs, lines, lines of noise, shots or documents. Half of the time only the last
-        answer is closed by `<eos>`, as where the benchmark's own answers stand between the turns. Those of vt are lists
-        and of choice_eng texts of options: what is learned to be answered is names, and letters.
+        """Make a conversation. Units are pairs, lines, lines of noise, shots or documents, depending on the subtask.
+
+        In half of the samples only the last answer ends with `<eos>`, as in an evaluation that puts the benchmark's
+        answers between the turns. Such an answer is a list in vt and the text of an option in choice_eng. The model
+        is to answer with names and with letters instead, so those answers have the low weight of a context.
         """
         rng, turns = self.rng, self.rng.randint(2, 5)
         if units < 2 * turns:
@@ -329,7 +380,7 @@ class SampleMaker:
         return pieces
 
     def _articles(self, units: int, turns: int) -> dict:
-        """Return documents of several articles, and questions about them."""
+        """Make documents of several articles, and questions about them."""
         self._renew()
         chosen = self.rng.sample(self.texts.articles, len(self.texts.articles))
         documents: list[str] = []
@@ -343,7 +394,10 @@ class SampleMaker:
         return {"context": texts, "multi_turns": [{"input": q, "answer": a} for q, a in drawn]}
 
     def _magic(self, name: str, units: int, length: int) -> list[Piece] | None:
-        """Make a needle sample. Units are words; one to three cities (capitalised nouns here) have numbers."""
+        """Make a sample of task=niah. Units are words. The needles give one to three cities a number each.
+
+        The names of the cities are capitalised nouns.
+        """
         if units < 20:
             return None
         words, ends = self.texts.essay(units)
@@ -361,7 +415,7 @@ class SampleMaker:
         return pieces
 
     def _ledger(self, name: str, units: int, length: int) -> list[Piece] | None:
-        """Make a ledger. Units are lines."""
+        """Make a ledger. Units are its lines."""
         early = self.rng.choice([0.5, 0.75, 1.0])
         most = int(units * early) - task.STARTS
         if most < 2 or units > LONGEST:
@@ -373,23 +427,35 @@ class SampleMaker:
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of a step, and the pairs of its look-ahead. A target of -100 is no target."""
+    """The data of a step."""
 
-    ids: np.ndarray  # (rows, length + 1)
-    weights: np.ndarray  # (rows, length + 1)
-    kinds: np.ndarray  # (rows,) of NAMES, -1: copying
-    pairs: np.ndarray  # (offsets, places): the flat place among rows * length inputs that predicts ...
-    targets: np.ndarray  # ... this token
+    ids: np.ndarray
+    """Token ids, shape (rows, length + 1)."""
+    weights: np.ndarray
+    """Loss weight of each token, shape (rows, length + 1)."""
+    kinds: np.ndarray
+    """Kind of each row as an index into `NAMES`, shape (rows,); -1 for a copy."""
+    pairs: np.ndarray
+    """Positions that predict, as indices into the rows * length inputs of the step, shape (offsets, places)."""
+    targets: np.ndarray
+    """Token that each of them predicts, same shape; -100 for none."""
 
 
 def make_batch(maker: SampleMaker, length: int, copies: float) -> Batch:
+    """Make the data of a step.
+
+    Args:
+        maker: Makes the samples.
+        length: Tokens of a row.
+        copies: Share of rows that consist of random tokens and their copy.
+    """
     rows = max(1, maker.recipe.tokens // length)
     ids = np.full((rows, length + 1), PAD, np.uint16)
     weights = np.zeros((rows, length + 1), np.float16)
     kinds = np.full(rows, -1, np.int8)
     spans: list[tuple[int, int, int, int]] = []
     for row in range(rows):
-        if maker.rng.random() < copies:  # random pieces, and the same again
+        if maker.rng.random() < copies:
             half = np.random.default_rng(maker.rng.getrandbits(64)).integers(3, VOCABULARY, length // 2)
             ids[row, 0], ids[row, 1 : 2 * len(half) + 1] = BOS, np.tile(half, 2)
             weights[row, len(half) + 1 :] = ANSWER
@@ -404,8 +470,17 @@ def make_batch(maker: SampleMaker, length: int, copies: float) -> Batch:
 def draw_look_ahead(
     maker: SampleMaker, ids: np.ndarray, spans: list[tuple[int, int, int, int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """At each offset, places in a question or its answer and the tokens of the answer so far ahead; of an answer the
-    first `look_ahead` tokens.
+    """Draw the positions from which the look-ahead predicts, and the tokens that it predicts.
+
+    A position belongs to a question or its answer. Targets are among the first `look_ahead` tokens of the answer.
+
+    Args:
+        maker: Provides the recipe and the random numbers.
+        ids: Token ids, shape (rows, length + 1).
+        spans: (row, start of the question, start of the answer, end of the answer) for each answer.
+
+    Returns:
+        Positions and targets as in `Batch`.
     """
     most, length = maker.recipe.look_ahead, ids.shape[1] - 1
     offsets, draw = maker.recipe.offsets, np.random.default_rng(maker.rng.getrandbits(64))
@@ -428,7 +503,7 @@ def draw_look_ahead(
 
 
 def draw_corpus(samples: int = 2600, length: int = 1500):
-    """Yield texts for the tokenizer, equally many of every subtask."""
+    """Yield texts to train the tokenizer on, from the same number of samples of every subtask."""
     maker = SampleMaker("tokenizer", None, Recipe(confusable=0.0))
     units = dict(
         niah_single_1=8,
@@ -447,4 +522,5 @@ def draw_corpus(samples: int = 2600, length: int = 1500):
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load tokenizer.json from a folder."""
     return Tokenizer.from_file(str(folder / "tokenizer.json"))

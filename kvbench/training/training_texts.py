@@ -1,4 +1,4 @@
-"""Make essays and documents to train on, with the generators' own code and seeds that no evaluation uses."""
+"""Generate essays and documents for training, with the code of the tasks and with seeds that no evaluation uses."""
 
 import random
 from collections import deque
@@ -9,7 +9,12 @@ from kvbench.tasks.ruler.texts import load_texts
 
 
 class EndlessTexts:
-    """Replaces the generators' texts: the same word lists, but always new essays and documents."""
+    """Texts for the generators of RULER: the official word lists, but an endless supply of new essays and documents.
+
+    Args:
+        name: Part of the seed of the documents.
+        rng: Generator that draws the essays.
+    """
 
     def __init__(self, name: str, rng: random.Random) -> None:
         self.name, self.rng, self.renewals = name, rng, 0
@@ -20,11 +25,11 @@ class EndlessTexts:
             self.write()
 
     def write(self, sentences: int = 24) -> None:
-        """Add sentences to the essay; the oldest ones are dropped."""
+        """Add sentences to the essay and drop the oldest ones."""
         self.sentences.extend(s.split() for s in synthetic_prose.write_essay(self.rng, sentences))
 
     def essay(self, units: int) -> tuple[tuple[str, ...], list[int]]:
-        """Return `units` words from a random sentence on, and the words up to the end of each sentence."""
+        """Return `units` words from a random sentence on, and the number of words up to the end of each sentence."""
         self.write()
         start = self.rng.randrange(len(self.sentences))
         taken: list[list[str]] = []
@@ -35,7 +40,7 @@ class EndlessTexts:
         return tuple(chain.from_iterable(taken))[:units], list(accumulate(map(len, taken)))
 
     def renew(self) -> None:
-        """Invent new provinces and people: for each article and chain, documents with questions and answers."""
+        """Replace the articles and chains by new ones. Each has documents, and questions about them with answers."""
         self.renewals += 1
         inventor = synthetic_qa.Inventor(f"kvbench reference/{self.name}/{self.renewals}")
         self.articles, self.chains = [], []
@@ -46,5 +51,6 @@ class EndlessTexts:
         for _ in range(140):
             pages, asked = synthetic_qa.make_chain(inventor)
             documents = [f"{title}\n{''.join(text)}" for title, text in pages]
-            # Two documents, two steps: the answer names the person first, then what was asked of the person.
+            # A chain takes two steps through two documents. The answer names the person of the first step, then the
+            # fact about that person.
             self.chains.append((documents, [(question, f"{pages[1][0]}, {answer}") for question, answer in asked]))

@@ -163,7 +163,7 @@ def test_a_damaged_card_is_one_line(write_card, text):
 
 def test_a_card_that_is_no_yaml_is_named(write_card):
     write_card("solvable: [\n")
-    with pytest.raises(SettingError, match=r"^model=tiny: conf/model/tiny.yaml line \d is no YAML"):
+    with pytest.raises(SettingError, match=r"^model=tiny: conf/model/tiny.yaml line \d is not valid YAML"):
         solvable_subtasks.list_solvable(VALUE)
 
 

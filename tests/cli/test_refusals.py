@@ -116,15 +116,15 @@ FILES = {
     "broken": (
         "method",
         "name: x\nwindow: [1",
-        "method={0}: conf/method/{0}.yaml line 2 is no YAML (expected ',' or ']'",
+        "method={0}: conf/method/{0}.yaml line 2 is not valid YAML (expected ',' or ']'",
     ),
     "twice": (
         "method",
         "name: x\nname: x",
-        "method={0}: conf/method/{0}.yaml line 2 is no YAML (found duplicate key name)",
+        "method={0}: conf/method/{0}.yaml line 2 is not valid YAML (found duplicate key name)",
     ),
-    "empty": ("method", "", "method={0}: conf/method/{0}.yaml has no settings; name: {0} is one that it needs"),
-    "list": ("method", "- a", "method={0}: conf/method/{0}.yaml has no settings; name: {0} is one that it needs"),
+    "empty": ("method", "", "method={0}: conf/method/{0}.yaml has no settings; it needs at least name: {0}"),
+    "list": ("method", "- a", "method={0}: conf/method/{0}.yaml has no settings; it needs at least name: {0}"),
     "no_class": (
         "method",
         "name: no_class",
@@ -167,7 +167,7 @@ def test_a_file_of_conf_that_cannot_be_used_is_one_line(file_refusals, case, man
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("", "no settings"), ("- a", "no settings"), ("a: [", "line 1 is no YAML"), ("name: y", "no _target_")],
+    [("", "no settings"), ("- a", "no settings"), ("a: [", "line 1 is not valid YAML"), ("name: y", "no _target_")],
 )
 def test_so_it_is_from_python(tmp_path, monkeypatch, text, line):
     shutil.copytree(ROOT / "conf", tmp_path / "conf")

@@ -74,7 +74,7 @@ def test_imports_and_their_closure(checkout):
     }
     assert follow_imports(["kvbench.motor"]) == below | {"kvbench.motor"}
     for unknown in ("kvbench.nothing", "torch", "kvbench.methods"):
-        with pytest.raises(ValueError, match=f"^{unknown} is no module"):
+        with pytest.raises(ValueError, match=f"^{unknown} is neither a module"):
             follow_imports([unknown])
 
 
@@ -232,7 +232,7 @@ def test_what_cannot_be_followed_is_said_once(line, said, checkout, capsys, monk
     for _ in range(2):
         source_hash(["kvbench.methods.mine"])
         source_hash(["kvbench.methods.other"])
-    text = f"kvbench: what these execute is not part of a run's hash: {said}\n" if said else ""
+    text = f"kvbench: a run's hash does not cover the code that these execute: {said}\n" if said else ""
     assert capsys.readouterr().err == text
 
 

@@ -242,8 +242,8 @@ def test_what_has_no_right_answer_is_not_compared(kvbench, tmp_path):
     ("own", "line"),
     [
         (("fidelity=yes please",), "fidelity=yes please: choose one of true, false"),
-        (("fidelity=true", "task=math500"), "fidelity=true: task=math500 has no texts of right answers"),
-        (("fidelity=true", "task=efficiency"), "fidelity=true: task=efficiency has no texts of right answers"),
+        (("fidelity=true", "task=math500"), "fidelity=true: task=math500 has no reference answers"),
+        (("fidelity=true", "task=efficiency"), "fidelity=true: task=efficiency has no reference answers"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(kvbench, own, line):

@@ -368,7 +368,7 @@ WRONG = {
     "task.answer_prefix=3": "task.answer_prefix=3: a text",
     "task.path=/nowhere": "task.path=/nowhere: no such file or folder",
     "task.name=amc": "task.name=amc: must be aime24",
-    "question=hidden": "question=hidden: aime24 has no context apart from its question; question=visible",
+    "question=hidden": "question=hidden: aime24 has no context apart from its question; use question=visible",
 }
 
 
