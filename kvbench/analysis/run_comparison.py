@@ -5,6 +5,7 @@ kvbench.analysis.paired, second run minus first.
 """
 
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from kvbench.analysis.answer_metrics import collect_scores, select_answered
@@ -48,7 +49,7 @@ class RunComparison:
         settings = [(name, *map(str, values)) for name, values in self.settings.items()]
         if settings:
             heads = ("setting", "A", "B")
-            columns = [Column("", head, lambda row, at=at: row[at]) for at, head in enumerate(heads)]
+            columns = [Column("", head, itemgetter(at)) for at, head in enumerate(heads)]
             lines += format_table(columns, settings, 0, width)
         else:
             lines.append("All settings, the data and the sources are equal.")

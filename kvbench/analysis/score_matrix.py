@@ -19,6 +19,7 @@ Comparisons with the Best".
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from kvbench.analysis.answer_metrics import find_failure
@@ -205,9 +206,7 @@ class Samples:
         """Compute the numbers of a run."""
         weights = list(self.weights.values())
         scores = self.pair(self.full, run)
-        held, attended = (
-            self.average(run, lambda record, own=own: divide(record[own[0]], record[own[1]])) for own in SHARES.values()
-        )
+        held, attended = (self.average(run, partial(read_share, own)) for own in SHARES.values())
         at_limit = self.average(run, lambda record: float(record["stop"] == "length"))
         assert at_limit is not None  # every record says how its answer stopped
         return MatrixCell(
@@ -283,8 +282,9 @@ def sort_rows(block: ScoreBlock, budget: str) -> ScoreBlock:
     return replace(block, rows={label: block.rows[label] for label in sorted(block.rows, key=rank)})
 
 
-def divide(part: float | None, whole: float | None) -> float | None:
-    """Return part / whole, or None if one is unknown or the whole is 0."""
+def read_share(names: tuple[str, str], record: Record) -> float | None:
+    """Return the ratio of two numbers of a record, or None if one is unknown or the second is 0."""
+    part, whole = (record[name] for name in names)
     return part / whole if part is not None and whole else None
 
 
