@@ -31,7 +31,7 @@ from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.models.embedded import REFERENCE
-from kvbench.runs.spec import DTYPES
+from kvbench.runs.spec import RunSpec
 from tests.support.tiny_models import BUILD, COMMON, distinct, heads, rope
 
 GROUPS = ("method", "allocator", "codec")
@@ -260,7 +260,8 @@ def inside(folder: str, arguments: Sequence[str]) -> Iterator[None]:
     before = os.getcwd()
     os.chdir(folder)
     try:
-        with patch.object(sys, "argv", ["run.py", *arguments]), patch.dict(DTYPES, float32=torch.float64):
+        wide = property(lambda run: torch.float64 if run.dtype == "float32" else getattr(torch, run.dtype))
+        with patch.object(sys, "argv", ["run.py", *arguments]), patch.object(RunSpec, "torch_dtype", wide):
             yield
     finally:
         os.chdir(before)
