@@ -88,6 +88,35 @@
 
   // ---- sections: each returns nodes, or null if there is nothing to show
 
+  function matrix(panel) {
+    if (!panel.matrix) return null;
+    const { about, budgets, methods, cache } = panel.matrix;
+    const own = methods.filter(({ s }) => passes(panel.series[s]));
+    if (!own.length) return null;
+    const value = ({ scores }, at) => (scores[at] ? scores[at].score : -Infinity);
+    const orders = { name: (one, other) => panel.series[one.s].label.localeCompare(panel.series[other.s].label) };
+    budgets.forEach((_, at) => { orders[at] = (one, other) => value(other, at) - value(one, at) || orders.name(one, other); });
+    const cell = (one) => {
+      if (!one) return el("td", { class: "num muted" }, "–");
+      const change = one.diff === undefined ? "" : `${points(one.diff, true)} [${points(one.low, true)}, ${points(one.high, true)}]`;
+      const more = [["bytes held", one.held], ["rows attended", one.attended], ["at the length limit", one.limit]].filter(([, share]) => share !== null);
+      const said = more.map(([name, share]) => `${name} ${percent(share)}`).join(", ");
+      const sign = one.best ? "*" : one.tied ? "†" : "";
+      return el("td", { class: "num", title: said }, one.best ? el("b", {}, points(one.score)) : points(one.score), el("sup", {}, sign), change ? el("small", { class: "under" }, change) : null);
+    };
+    const table = el("table", { class: "matrix" });
+    const fill = (order) => {
+      const head = (name, key, kind) => el("th", { class: kind, scope: "col", "aria-sort": order === key ? (key === "name" ? "ascending" : "descending") : "none" },
+        el("button", { class: "plain", onclick: () => { fill(key); table.querySelector(`[data-order="${key}"]`).focus(); }, "data-order": key }, name));
+      const body = [...own].sort(orders[order]).map((row) => el("tr", {},
+        el("th", { class: "name marked", scope: "row" }, mark(panel.series[row.s]), panel.series[row.s].label), row.scores.map(cell)));
+      body.push(el("tr", { class: "full" }, el("th", { class: "name marked", scope: "row" }, mark(FULL), "full cache"), budgets.map(() => cell(cache))));
+      table.replaceChildren(el("thead", {}, el("tr", {}, head("method", "name", "name"), budgets.map((name, at) => head(name, String(at), "num")))), el("tbody", {}, body));
+    };
+    fill("0");
+    return [el("div", { class: "scroll" }, table), el("small", {}, about)];
+  }
+
   function leaderboard(panel) {
     const own = panel.series.filter((one) => passes(one) && one.smallest);
     if (!own.length) return null;
@@ -152,6 +181,7 @@
   }
 
   const SECTIONS = () => [
+    ["matrix", "Scores", "Mean score at every budget, below it the difference from the full cache in points with its 95\u202f% interval, on the same samples. * is the best score of a column; † cannot be told from it (simultaneous paired comparisons, 95\u202f%). A click on a budget sorts by it; point at a cell for its memory.", matrix, "wide"],
     ["leaderboard", `Smallest budget that keeps ${100 * DATA.keep}\u202f%`, `The measured share of the full cache's bytes from which on a method keeps ${100 * DATA.keep}\u202f% of the full cache's score. Between measured points it is interpolated linearly; ≤ and > mark values outside the measured range. At most: the share of the score that the largest measured budget keeps.`, leaderboard],
     ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against the measured share of memory, not the requested budget. The dashed line is the full cache on the same samples.", curves],
     ["tasks", "Difference by task", "Points gained or lost against the full cache on the same samples; Ø is an average. Point at a cell for its interval.", tasks, "wide"],

@@ -22,7 +22,7 @@ from kvbench.report.style import FULL
 
 HERE = Path(__file__).parent
 FOLDER = "report"  # folder of the samples, next to the page
-NUMBERS = (*TABLES, "series", "grids", "solvable")  # keys of a panel that move into its file
+NUMBERS = (*TABLES, "series", "grids", "solvable", "matrix")  # keys of a panel that move into its file
 DIGITS = 4  # decimal places
 COMPACT_TABLES = (*TABLES, "cells")  # tables that are written compactly; "cells" are also those of a grid
 MOST = 2_000_000  # largest size of a page, in bytes

@@ -36,6 +36,8 @@ from kvbench.analysis.run_labels import (
     rank_budget,
     shorten,
 )
+from kvbench.analysis.score_matrix import MatrixCell, build_block
+from kvbench.analysis.score_matrix_format import describe_samples
 from kvbench.analysis.text_table import NOT_AVAILABLE
 from kvbench.report.style import DASHES, choose_style
 from kvbench.store.audit import comparison_key
@@ -157,6 +159,25 @@ class Panel:
             "solvable": self.solvable,
             "grids": self.grids,
             "notes": list(dict.fromkeys(self.notes)),
+            "matrix": self._build_matrix(also, series),
+        }
+
+    def _build_matrix(self, also: Sequence[str], series: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """Return the matrix of scores, or None if the runs share no sample."""
+        try:
+            block = build_block(self.runs, self.runs, also, self.choice.average)
+        except DATA_ERRORS:
+            return None
+        places = {own["label"]: place for place, own in enumerate(series)}
+        return {
+            "about": describe_samples(block),
+            "budgets": list(block.budgets),
+            "methods": [
+                {"s": places[label], "scores": [describe_cell(cells.get(budget)) for budget in block.budgets]}
+                for label, cells in block.rows.items()
+                if label in places
+            ],
+            "cache": describe_cell(block.full),
         }
 
     def _build_series(self) -> list[dict[str, Any]]:
@@ -325,6 +346,16 @@ def find_least_budget(swept: BudgetSeries) -> dict[str, Any]:
     order = low / 2 if own.value < 0 else own.value
     clipped = [max(low, min(high, one)) if one is not None else None for one in (own.low, own.value, own.high)]
     return shown | {"text": text, "interval": interval, "order": order if order < 2 else None, "ends": clipped}
+
+
+def describe_cell(cell: MatrixCell | None) -> dict[str, Any] | None:
+    """Return the numbers of a cell of the matrix."""
+    if cell is None:
+        return None
+    own = cell.difference
+    found: dict[str, Any] = {"score": cell.score.value, "held": cell.held, "attended": cell.attended}
+    found |= {"limit": cell.at_limit, "best": cell.best, "tied": cell.tied}
+    return found | ({} if own is None else {"diff": own.difference, "low": own.low, "high": own.high})
 
 
 def describe_times(row: TableRow, side: str) -> dict[str, float | None]:

@@ -116,6 +116,24 @@ def test_every_number_is_recomputed_from_the_records(page):
     assert cell["score"] == sum(one["score"] for one in own) / len(own) and cell["n"] == len(own)
 
 
+def test_the_matrix_shows_the_points_of_the_curves(page):
+    """Both are computed apart from each other, on the same samples."""
+    for panel in page["panels"]:
+        matrix = panel["matrix"]
+        assert matrix["budgets"] == [f"{100 * budget:g}\u202f%" for budget in BUDGETS]
+        assert matrix["about"] == "Average, each subtask weighing the same; n = 24."
+        for row in matrix["methods"]:
+            points = [point for point in panel["points"] if point["s"] == row["s"]]
+            for cell, point in zip(row["scores"], points, strict=True):
+                assert [cell[name] for name in ("score", "diff", "low", "high", "held")] == pytest.approx(
+                    [point[name] for name in ("score", "diff", "diff_low", "diff_high", "share")], abs=1e-4
+                )
+        for column in zip(*(row["scores"] for row in matrix["methods"]), strict=True):
+            most = max(cell["score"] for cell in column)
+            assert [cell["best"] for cell in column] == [cell["score"] == most for cell in column]
+            assert all(cell["tied"] for cell in column if cell["best"])
+
+
 CHANGE = ("diff", "diff_low", "diff_high", "full", "lost", "gained", "same")
 
 

@@ -56,6 +56,28 @@ def test_charts_are_drawn(page):
     assert "no evidence about large models" in page.locator(".note").first.inner_text()
 
 
+def test_the_matrix_is_sorted_by_a_click_and_by_a_key(page):
+    panel = page.locator("#matrix .panel").first
+    heads = panel.locator("thead th")
+    assert heads.all_inner_texts() == ["method", "5\u202f%", "10\u202f%", "30\u202f%"]
+
+    def column(at: int) -> list[float]:
+        cells = panel.locator(f"tbody tr:not(.full) td:nth-child({at + 1})")
+        return [float(text.splitlines()[0].strip("*†")) for text in cells.all_inner_texts()]
+
+    assert column(1) == sorted(column(1), reverse=True) and heads.nth(1).get_attribute("aria-sort") == "descending"
+    panel.locator("[data-order='2']").click()
+    assert column(3) == sorted(column(3), reverse=True) and heads.nth(3).get_attribute("aria-sort") == "descending"
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Enter")
+    assert column(2) == sorted(column(2), reverse=True) and heads.nth(3).get_attribute("aria-sort") == "none"
+    panel.locator("[data-order=name]").click()
+    names = [text.strip() for text in panel.locator("tbody tr:not(.full) th").all_inner_texts()]
+    assert names == ["keydiff", "keydiff · block 128", "newest", "snapkv"]
+    assert panel.locator("tr.full th").inner_text().strip() == "full cache"
+    assert panel.locator("td sup", has_text="*").count() >= 3
+
+
 def test_a_tooltip_says_the_interval(page):
     draw_charts(page)
     mark = page.locator("[data-chart=tasks] .mark-rect.role-mark path[aria-label*='cwe']").first
