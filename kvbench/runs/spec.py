@@ -1,7 +1,8 @@
-"""A run is a value: every resolved setting that may change a number. Its hash names the folder of its records.
+"""Describe and check a run. A run is a value: every resolved setting that may change a number.
 
-To describe a run takes neither torch nor transformers; to check it takes both, for the method's class and the model's
-configuration. A sweep whose runs are all in the store is therefore answered without them.
+The hash of the value names the folder of the run's records. `RunSpec.describe` needs neither torch nor transformers,
+so a sweep whose runs are all in the store is answered without importing them. `RunSpec.check` needs the method's class
+and therefore torch.
 """
 
 from collections.abc import Mapping
@@ -28,8 +29,11 @@ UNCUT = {"method": "full", "allocator": "uniform", "codec": "raw"}
 
 # read by `RunSpec.describe`; `workers` is left out: how many processes share a run changes nothing
 class SharedParts:
-    """Parts that the runs of a sweep share where they are equal, so that a model's files and the full cache's value are
-    read once.
+    """Equal parts of the runs of a sweep. Runs share them, so that a model's files are read once.
+
+    Attributes:
+        checkpoints: Different checkpoints.
+        baselines: Different runs of the full cache.
     """
 
     def __init__(self) -> None:
@@ -37,7 +41,7 @@ class SharedParts:
         self.baselines: list[RunSpec] = []
 
     def share(self, own: Part, known: list[Part]) -> Part:
-        """Return the first of `known` that equals `own`. If there is none, `own` becomes one of them."""
+        """Return the element of `known` that equals `own`. If there is none, append `own` and return it."""
         found = next((other for other in known if other == own), None)
         if found is None:
             known.append(found := own)
@@ -46,7 +50,7 @@ class SharedParts:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One cell: a model, a cache and a task, checked. Nothing is loaded or written yet."""
+    """One run: a model, a cache and a task. Nothing is loaded or written yet."""
 
     checkpoint: Checkpoint
     groups: Mapping[str, Mapping[str, Any]]  # resolved settings of method, allocator and codec
@@ -63,7 +67,7 @@ class RunSpec:
     max_batch: int
     fidelity: bool = False  # also compare predictions with the full cache's (kvbench.runs.fidelity)
     compile: bool = True  # decode in a CUDA graph where that is possible
-    settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as composed: `describe`
+    settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as composed
     shared: SharedParts = field(default_factory=SharedParts, compare=False, repr=False)
 
     @classmethod
@@ -153,7 +157,7 @@ class RunSpec:
 
     @property
     def measures(self) -> bool:
-        """True for a task that measures cost on random tokens and has no samples."""
+        """Whether the task measures cost on random tokens. Such a task has no samples."""
         return getattr(self.task, "measures", False)
 
     @property
@@ -171,18 +175,25 @@ class RunSpec:
         return getattr(torch, self.dtype)
 
     def choice(self) -> Any:
-        """Method, allocator and codec, constructed: a `kvbench.cache.policy.CachePolicy`."""
+        """Construct the method, allocator and codec.
+
+        Returns:
+            A `kvbench.cache.policy.CachePolicy`.
+
+        Raises:
+            SettingError: A setting is invalid, or two of the three cannot work together.
+        """
         from kvbench.cache.policy import choose_cache
 
         return choose_cache(*(catalogue.build(group, self.groups[group]) for group in UNCUT))
 
     @property
     def full(self) -> bool:
-        """True for the full cache, whatever its codec."""
+        """Whether nothing is evicted. The codec may still be lossy."""
         return self.groups["method"]["name"] == "full"
 
     def baseline(self) -> "RunSpec":
-        """The full cache on the same samples; one for all methods, budgets, block sizes and allocators."""
+        """Return the run of the full cache on the same samples. All methods, budgets and block sizes share it."""
         return self._baseline
 
     @cached_property
@@ -193,7 +204,7 @@ class RunSpec:
 
     @cached_property
     def reading(self) -> str | None:
-        """Runs in which this is the same read a prompt in the same way, and may do so once for all; None: alone."""
+        """A text that is equal for runs that can share the prefill of a prompt. None if this run must read alone."""
         method, shape = self.choice().method, self.checkpoint.layout()
         if self.block_size is not None or method.needs_extra_reads or shape.sliding or shape.window is not None:
             return None
@@ -201,7 +212,7 @@ class RunSpec:
 
     @cached_property
     def value(self) -> dict[str, Any]:
-        """All that may change a number, for the hash and for run.yaml. On a GPU rounding depends on more settings."""
+        """Everything that may change a number, for the hash and run.yaml. On a GPU, rounding depends on more settings."""
         plain = {group: catalogue.identity_settings(own) for group, own in self.groups.items()}
         where: dict[str, Any] = {"type": self.device, "dtype": self.dtype}
         where |= {name: find_installed_version(name) for name in ("torch", "transformers")}
@@ -227,11 +238,11 @@ class RunSpec:
         }
 
     def sources(self) -> list[str]:
-        """The modules whose sources, with all that they import, are part of what the run is known by."""
+        """Return the modules whose sources, with everything that they import, are part of the hash."""
         return ["kvbench.runs.runner", *self.modules()]
 
     def modules(self) -> list[str]:
-        """Of the method, allocator, codec, task and kind of model."""
+        """Return the modules of the method, allocator, codec, task and kind of model."""
         chosen = [*self.groups.values(), self.task_settings]
         chosen += [own for own in [self.settings.get("model", {})] if "_target_" in own]
         chosen += [own["base"] for own in chosen if "base" in own]

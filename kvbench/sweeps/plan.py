@@ -1,7 +1,7 @@
-"""Plan a sweep: which cells it has, what each of them runs, and what is done, before the first of them runs.
+"""Plan a sweep: expand its cells, check each of them, and find out which are done, before the first one runs.
 
-A sweep's cells come from the values between commas on the command line, from `preset=`, which stands for all runs of a
-paper's table, or from both. Every cell is composed and checked once. A cell that is refused does not stop the others.
+The cells of a sweep come from the values between commas on the command line, from `preset=`, which stands for all runs
+of a paper's table, or from both. Every cell is composed and checked once. If a cell is refused, the others still run.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ PAPER_KEYS = ("preset", "row")  # keys of the command line that stand for settin
 
 
 def resolve_rows(overrides: Sequence[str]) -> list[str]:
-    """The overrides of one run, in which `row=` is replaced by the settings that it stands for.
+    """Return the overrides of one run. The settings that `row=` stands for replace it.
 
     Raises:
         SettingError: There are several runs, or no such row.
@@ -47,9 +47,9 @@ def resolve_rows(overrides: Sequence[str]) -> list[str]:
 
 
 def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
-    """The overrides of every cell, each cell once.
+    """Return the overrides of every cell, each cell once.
 
-    What is given takes the place of a preset's own settings. With a preset, `row=` chooses among its rows.
+    Settings that the user gives replace those of a preset. With a preset, `row=` selects some of its rows.
     """
     presets, rows = (_read_names(overrides, key) for key in PAPER_KEYS)
     for row in rows:
@@ -64,14 +64,14 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def _read_names(overrides: Sequence[str], key: str) -> list[str]:
-    """The names that `preset=` or `row=` gives."""
+    """Return the names that the overrides give for `preset` or `row`."""
     found = [parse_override(text) for text in overrides]
     texts = [text for own in found if own.key_or_group == key for text in expand_override(own)]
     return [name for text in texts if (name := text.partition("=")[2]) not in ("", "null")]
 
 
 def _choose_rows(preset: str, rows: Sequence[str]) -> list[Settings]:
-    """The runs of a preset, of these rows alone where there are any."""
+    """Return the runs of a preset. If rows are given, only theirs."""
     runs = expand_preset(preset)
     if not rows:
         return list(runs)
@@ -85,8 +85,10 @@ def _choose_rows(preset: str, rows: Sequence[str]) -> list[Settings]:
 
 
 def _merge(base: Mapping[str, str], own: Sequence[str]) -> list[str]:
-    """The settings of a paper's run with what is given in their place. Another choice of a group leaves nothing of the
-    group's settings, and how much is cut means nothing for the full cache.
+    """Return the overrides of a paper's run, in which the settings that the user gives replace the paper's.
+
+    If the user chooses another file of a group, none of the paper's settings of this group remain. Settings that say
+    how much is cut are dropped for the full cache.
     """
     if not base:
         return list(own)
@@ -101,21 +103,33 @@ def _merge(base: Mapping[str, str], own: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """A cell: composed, checked, and what the sweep's folder keeps of it."""
+    """A cell of a sweep.
+
+    Attributes:
+        composition: Its settings.
+        cell: What the sweep's folder stores about it.
+        run: Its run. None if the cell is refused.
+        log: Its logger, or None.
+    """
 
     composition: Composition
     cell: status.SweepCell
     run: RunSpec | None = None
-    """None where it is refused."""
     log: Any = None
-    """Its logger, or None."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep that is about to begin: its cells, where its records go and where it leaves what it did."""
+    """A sweep that is about to begin.
 
-    composition: Composition  # of what its cells share
+    Attributes:
+        composition: The settings of its first cell. All cells have the same folders and launcher.
+        cells: The cells.
+        results: The folder of results.
+        folder: The sweep's own folder, which says what its cells are and why some of them have no records.
+    """
+
+    composition: Composition
     cells: Sequence[PlannedCell]
     results: Path
     folder: Path
@@ -124,17 +138,21 @@ class Sweep:
     def plan(cls, overrides: Sequence[str]) -> "Sweep":
         """Compose and check the cells.
 
+        Args:
+            overrides: The command line after `kvbench run -m`.
+
         Raises:
-            SettingError: A folder cannot be written, there is no SLURM here, or all cells are refused for one reason.
+            SettingError: A folder cannot be written, there is no SLURM here, or all cells are refused for the same
+                reason.
         """
         expanded = expand_sweep(overrides)
-        shared = compose(expanded[0])  # all cells have the same folders and launcher
+        shared = compose(expanded[0])
         config, launcher = shared.config, shared.launcher
         check_results(config.results)
         results, folder = Path(config.results), Path(shared.hydra.sweep.dir)
         require_writable("results", results)
         require_writable("hydra.sweep.dir", folder)
-        make_logger(config)  # says once what it cannot use
+        make_logger(config)  # raises here, once, if it cannot be used
         shown = tqdm(expanded, desc="checking cells", unit="cell", leave=False, disable=None)
         parts = SharedParts()
         with sources_unchanging():
@@ -157,17 +175,17 @@ class Sweep:
 
     @property
     def launcher(self) -> str:
-        """How its cells are launched: basic, local or slurm."""
+        """How the cells are launched: basic, local or slurm."""
         return self.composition.launcher
 
     @property
     def counted(self) -> bool:
-        """False for cells that measure cost and have no samples."""
+        """Whether the cells have samples. Cells that measure cost have none."""
         return not any(own.run and own.run.measures for own in self.cells)
 
     @cached_property
     def states(self) -> list[status.RunState]:
-        """How far the cells are now, before the first is launched."""
+        """The state of each cell before the first one is launched."""
         return [
             status.RunState("refused", reason=own.cell.refused)
             if own.cell.refused is not None
@@ -177,17 +195,21 @@ class Sweep:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to do: every cell is refused, or all its records are there."""
+        """Whether every cell is either refused or done."""
         return self.counted and all(own.name in ("done", "refused") for own in self.states)
 
     def describe(self) -> str:
-        """Say what the cells are, how far each of them is, and how long the rest takes."""
+        """Return a text that lists the cells with their states and estimates the remaining time."""
         if not self.counted:
             return f"{len(self.cells)} cells, which measure cost and keep no records"
         return status.describe_plan(self.results, [own.cell for own in self.cells])
 
     def announce(self, width: int) -> None:
-        """Say what the cells are and how far, and keep it in the sweep's folder; if all are done, what they found."""
+        """Print the cells and their states, and write them into the sweep's folder. If all are done, print the matrix.
+
+        Args:
+            width: Characters of a line.
+        """
         if not self.counted:
             return
         if self.finished:
@@ -203,31 +225,31 @@ class Sweep:
 
     @property
     def exit_code(self) -> int:
-        """1 if a cell failed, 2 if one was refused."""
+        """The exit code: 1 if a cell failed, 2 if one was refused, otherwise 0."""
         failed, refused = (any(self.folder.glob(f"*/{name}")) for name in ("failed", "refused"))
         return 1 if failed else 2 if refused or any(own.cell.refused for own in self.cells) else 0
 
     @property
     def progress_note(self) -> str:
-        """Say how many cells are done and that the others can follow."""
+        """The end of the message after Ctrl-C: how many cells are done, and that the same command continues."""
         states = [state for _, state in status.read_states(self.results, self.folder)] if self.counted else []
         where = f" at {sum(state.name == 'done' for state in states)} of {len(states)}" if states else ""
         return f"{where}; the same command goes on"
 
     def print_end(self, width: int) -> None:
-        """Print the matrix of the cells' scores, and how far the cells are now."""
+        """Print the matrix of the cells' scores, and the states of the cells that are not done."""
         if self.counted:
             print(self.describe_results(width))
             self.print_states()
 
     def print_states(self) -> None:
-        """Print how far the cells are that are not done."""
+        """Print the states of the cells that are not done."""
         if self.counted:
             status.print_states(self.results, self.folder, with_done=False)
 
 
 def label_cells(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Of each cell the overrides that tell it from the others."""
+    """Return a label for each cell: the overrides in which it differs from other cells."""
     values: dict[str, set[str | None]] = {}
     settings = [{name: value for name, _, value in (text.partition("=") for text in own)} for own in cells]
     names = dict.fromkeys(name for own in settings for name in own)
@@ -241,13 +263,14 @@ def label_cells(cells: Sequence[Sequence[str]]) -> list[str]:
 def plan_cell(
     overrides: Sequence[str], label: str = "(one cell)", results: Path | None = None, shared: SharedParts | None = None
 ) -> PlannedCell:
-    """Compose and check a cell; a refusal is kept in it.
+    """Compose and check a cell. If it is refused, the returned cell holds the reason.
 
     Args:
-        overrides: Those of the cell.
-        label: What tells it from the others.
-        results: The folder of results. A cell whose records are all there was checked before they were made.
-        shared: What its run may share with others of the sweep.
+        overrides: The overrides of the cell.
+        label: A label that distinguishes it from the other cells.
+        results: The folder of results. A cell whose records are all in it is not checked again, so that a finished
+            sweep needs neither torch nor transformers. None checks every cell.
+        shared: Parts that its run may share with other runs of the sweep.
     """
     composition = compose(overrides)
     try:
@@ -265,7 +288,7 @@ def plan_cell(
 
 
 def is_done(run: RunSpec, results: Path) -> bool:
-    """Whether the records of a run and of its full cache are all in the store."""
+    """Return whether the store has all records of a run and of its full cache."""
     if run.measures or not (results / "runs").is_dir():
         return False
     try:
@@ -276,7 +299,7 @@ def is_done(run: RunSpec, results: Path) -> bool:
 
 
 def make_run(config: DictConfig) -> tuple[RunSpec, Any]:
-    """The checked run that composed settings describe, and its logger or None.
+    """Return the run that composed settings describe, checked, and its logger or None.
 
     Raises:
         SettingError: It cannot be made.
@@ -287,10 +310,10 @@ def make_run(config: DictConfig) -> tuple[RunSpec, Any]:
 
 
 def describe_run(config: DictConfig, shared: SharedParts | None = None) -> tuple[RunSpec, Any]:
-    """The run that composed settings describe, which nothing of torch was needed for, and its logger or None.
+    """Return the run that composed settings describe, not checked yet, and its logger or None. This needs no torch.
 
     Raises:
-        SettingError: It cannot be described.
+        SettingError: A setting is invalid.
     """
     checked = check_settings(config)
     log = make_logger(config)
@@ -302,13 +325,16 @@ def describe_run(config: DictConfig, shared: SharedParts | None = None) -> tuple
 def sharing_groups(
     cells: Iterable[tuple[Sequence[str], Sequence[str | None], Callable[[], Any]]], runs: Sequence[Any], results: Path
 ) -> list[list[Any]]:
-    """Runs of a sweep that read prompts together, one list for each reading that any of `runs` which is not finished
-    takes part in.
+    """Group the runs of a sweep that can read their prompts together.
 
     Args:
-        cells: Of each cell the hashes of its run and its full cache, their readings, and a function that makes its run.
+        cells: For each cell the hashes of its run and its full cache, their readings (`RunSpec.reading`), and a
+            function that makes its run.
         runs: The runs that are about to be executed.
         results: The folder of results.
+
+    Returns:
+        A list of runs for each reading that an unfinished run of `runs` belongs to.
     """
     left = [own for run in runs if not (own := RunFolder(results / "runs", run.value)).finished]
     if not left:

@@ -1,8 +1,8 @@
-"""A sweep before it runs and while it runs: its cells, what of them is done, and how long the rest will take.
+"""Show a sweep before and while it runs: its cells, their states, and how long the rest will take.
 
-`cells.json` in the sweep's folder has its cells: what they are, the hashes of their run and its baseline, and what
-those that read prompts together have in common.
-All else is read from the runs' folders and from `refused` and `failed`, which a cell leaves in its own.
+`cells.json` in the sweep's folder lists the cells: their overrides, the hashes of their runs and baselines, and the
+readings that runs can share. Everything else is read from the folders of the runs, and from the files `refused` and
+`failed` that a cell without records leaves in its own folder.
 """
 
 import fcntl
@@ -22,33 +22,49 @@ from kvbench.store.run_folder import run_hash
 from kvbench.store.runs import RunRecords, find_runs
 from kvbench.validation import SettingError
 
-TIMED_RECORDS = 50  # records of a run that its time is taken from
+TIMED_RECORDS = 50  # records of a run from which the time of a sample is estimated
 CELLS = "cells.json"
 STATES = ("done", "running", "stopped", "failed", "refused", "missing")
 
 
 @dataclass(frozen=True)
 class SweepCell:
-    """One cell: what it does not share with the others, and the values of its run and of its full cache."""
+    """One cell of a sweep.
+
+    Attributes:
+        label: The overrides in which it differs from other cells.
+        run: The value of its run. None if the cell is refused.
+        baseline: The value of its full cache's run, None likewise.
+        refused: Why it is refused, or None.
+        overrides: All overrides of the cell.
+        readings: `RunSpec.reading` of its run and of its full cache, if they may share prompts with other runs.
+    """
 
     label: str
     run: Mapping[str, Any] | None = None
     baseline: Mapping[str, Any] | None = None
     refused: str | None = None
-    overrides: Sequence[str] = ()  # all of them
-    readings: Sequence[str | None] = ()  # `Run.reading` of its run and of its full cache, where they may be shared
+    overrides: Sequence[str] = ()
+    readings: Sequence[str | None] = ()
 
     @property
     def names(self) -> list[str]:
-        """The hashes of both."""
+        """The hashes of its run and of its full cache. Empty if the cell is refused."""
         return [run_hash(value) for value in (self.run, self.baseline) if value is not None]
 
 
 @dataclass(frozen=True)
 class RunState:
-    """How far a run is; `total`: samples, None where nobody has drawn them yet."""
+    """The state of a run.
 
-    name: str  # of STATES
+    Attributes:
+        name: One of STATES.
+        records: Number of records.
+        total: Number of samples, None if nobody has drawn them yet.
+        reason: Why it is refused or failed.
+    """
+
+    name: str
     records: int = 0
     total: int | None = None
     reason: str = ""
@@ -59,14 +75,14 @@ class RunState:
 
 
 def count_records(path: Path) -> tuple[int, int]:
-    """Whole records of a run, and how many of them say that the sample failed."""
+    """Return the number of whole records of a run, and of those whose sample failed."""
     errors = [record.get("error") is not None for record in RunRecords(path)]
     return len(errors), sum(errors)
 
 
 @dataclass(frozen=True)
 class RecordCounter:
-    """`count_records` for who looks again and again: read only where the files have changed."""
+    """`count_records` for callers that ask again and again. It reads only files that have changed."""
 
     known: dict[Path, tuple[list, tuple[int, int]]] = field(default_factory=dict)
 
@@ -78,7 +94,7 @@ class RecordCounter:
 
 
 def read_state(results: Path, name: str, counts: Callable[[Path], tuple[int, int]] = count_records) -> RunState:
-    """How far the run of this hash is."""
+    """Return the state of the run with this hash."""
     path = results / "runs" / name
     if not (path / "run.yaml").is_file():
         return RunState("missing")
@@ -92,8 +108,12 @@ def read_state(results: Path, name: str, counts: Callable[[Path], tuple[int, int
 def read_cell_state(
     results: Path, names: Sequence[str], counts: Callable[[Path], tuple[int, int]] = count_records
 ) -> RunState:
-    """How far a cell is, of these hashes its run's and its full cache's: the run, or the full cache where that is what
-    it waits for.
+    """Return the state of a cell: that of its run, or that of its full cache if the cell waits for it.
+
+    Args:
+        results: The folder of results.
+        names: The hashes of the run and of its full cache.
+        counts: How records are counted.
     """
     state, *baseline = (read_state(results, name, counts) for name in names)
     for full in baseline:
@@ -103,7 +123,7 @@ def read_cell_state(
 
 
 def read_total(path: Path) -> int | None:
-    """How many samples a run has, as its first writer knew."""
+    """Return the number of samples of a run, which its first writer stored, or None."""
     try:
         return int((path / "samples").read_text())
     except (OSError, ValueError):
@@ -111,7 +131,7 @@ def read_total(path: Path) -> int | None:
 
 
 def is_busy(locks: Path) -> bool:
-    """Whether any process has the run open; only looks."""
+    """Return whether any process has the run open. This takes no lock."""
     try:
         descriptor = os.open(locks, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -124,7 +144,7 @@ def is_busy(locks: Path) -> bool:
 
 
 def write_cells(folder: Path, cells: Sequence[SweepCell]) -> None:
-    """cells.json, for whoever asks for the sweep's state."""
+    """Write cells.json, from which `sweep-status` and the dashboard read the sweep."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
         {
@@ -138,7 +158,11 @@ def write_cells(folder: Path, cells: Sequence[SweepCell]) -> None:
 
 
 def read_cells(folder: Path) -> list[dict[str, Any]]:
-    """What `write_cells` wrote."""
+    """Read the cells that `write_cells` wrote.
+
+    Raises:
+        SettingError: There is no readable cells.json.
+    """
     try:
         return json.loads((folder / CELLS).read_text())
     except (OSError, ValueError):
@@ -148,7 +172,7 @@ def read_cells(folder: Path) -> list[dict[str, Any]]:
 def read_states(
     results: Path, folder: Path, counts: Callable[[Path], tuple[int, int]] = count_records
 ) -> Iterator[tuple[str, RunState]]:
-    """Every cell of a sweep (its overrides as one text) and how far it is."""
+    """Yield the label and the state of every cell of a sweep."""
     for index, cell in enumerate(read_cells(folder)):
         label = cell["cell"]
         if cell["refused"]:
@@ -163,19 +187,23 @@ def read_states(
 
 
 def list_sweeps(results: Path) -> list[Path]:
-    """The folders of all sweeps, the newest first."""
+    """Return the folders of all sweeps, the newest first."""
     return sorted((path.parent for path in (results / "sweeps").glob(f"*/{CELLS}")), reverse=True)
 
 
 def find_newest(results: Path) -> Path:
-    """The folder of the last sweep; SettingError if there is none."""
+    """Return the folder of the last sweep.
+
+    Raises:
+        SettingError: There is no sweep.
+    """
     if found := list_sweeps(results):
         return found[0]
     raise SettingError(f"results={results}: no sweep was begun there")
 
 
 def describe_plan(results: Path, cells: Sequence[SweepCell]) -> str:
-    """What a sweep is about to do, as text."""
+    """Return a text that lists the cells with their states and estimates the remaining time."""
     states = [
         RunState("refused", reason=cell.refused or "") if cell.run is None else read_cell_state(results, cell.names)
         for cell in cells
@@ -203,8 +231,15 @@ def count_states(states: Sequence[RunState]) -> str:
 def estimate_left(
     times: "SampleTimes", cells: Iterable[tuple[Mapping[str, Any] | None, Sequence[str | None], RunState]]
 ) -> list[float | None]:
-    """Seconds that each cell (its run's value, its readings, its state) takes until it is done, on one worker: 0 where
-    nothing is left to do, None where nothing is known. What a cell before reads is read for all.
+    """Estimate the seconds that each cell takes until it is done, on one worker.
+
+    Args:
+        times: The seconds of samples in the store.
+        cells: For each cell the value of its run, its readings and its state. A reading is counted once, for the first
+            cell that has it.
+
+    Returns:
+        Seconds for each cell: 0 if nothing is left to do, None if nothing is known.
     """
     found: list[float | None] = []
     begun: set[str] = set()
@@ -219,10 +254,10 @@ def estimate_left(
 
 
 class SampleTimes:
-    """Seconds a sample, as records of the store say."""
+    """The seconds that samples took, from the records of a store."""
 
     def __init__(self, results: Path) -> None:
-        self.seconds: dict[tuple[str, ...], list[tuple[float, float]]] = {}  # of a sample, and without its prefill
+        self.seconds: dict[tuple[str, ...], list[tuple[float, float]]] = {}  # of a sample with and without its prefill
         self.samples: dict[str, int] = {}  # protocol -> samples
         for run in find_runs(results).runs:  # what is damaged is told by those who show its numbers
             try:
@@ -240,8 +275,15 @@ class SampleTimes:
                 self.samples[same] = total
 
     def estimate_left(self, value: Mapping[str, Any], state: RunState, prefilled: bool) -> float | None:
-        """Seconds that a run still takes, by runs of its method, else by others; None if nothing is known.
-        `prefilled`: another run's prefill serves it.
+        """Estimate the seconds that a run still takes, from runs of its method if there are any, otherwise from others.
+
+        Args:
+            value: The run's value.
+            state: Its state.
+            prefilled: Whether it uses the prefill of another run.
+
+        Returns:
+            The seconds, or None if nothing is known.
         """
         total = state.total or self.samples.get(comparison_key(value))
         known = next((self.seconds[key] for key in list_timing_keys(value) if self.seconds.get(key)), None)
@@ -251,7 +293,7 @@ class SampleTimes:
 
 
 def list_timing_keys(value: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
-    """Runs that take about as long as that of `value`, the nearest first."""
+    """Return keys of runs that take about as long as that of `value`, the most similar ones first."""
     task = {key: item for key, item in value["task"].items() if key not in ("limit", "samples", "seed", "subtasks")}
     about = (value["model"]["name"], json.dumps(task, sort_keys=True), value["device"]["type"])
     method = value["method"]["name"]
@@ -259,7 +301,7 @@ def list_timing_keys(value: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
 
 
 def print_states(results: Path, folder: Path, with_done: bool = True) -> None:
-    """Print how far the cells of the sweep in `folder` are.
+    """Print the states of the cells of a sweep.
 
     Args:
         results: The folder of results.
