@@ -212,7 +212,7 @@ class RunSpec:
 
     @cached_property
     def value(self) -> dict[str, Any]:
-        """Everything that may change a number, for the hash and run.yaml. On a GPU, rounding depends on more settings."""
+        """All settings that may change a number, for the hash and run.yaml. On a GPU, more settings change rounding."""
         plain = {group: catalogue.identity_settings(own) for group, own in self.groups.items()}
         where: dict[str, Any] = {"type": self.device, "dtype": self.dtype}
         where |= {name: find_installed_version(name) for name in ("torch", "transformers")}

@@ -274,6 +274,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, models):
         find_model(str(path))
 
 
+@pytest.mark.full
 def test_what_a_killed_process_left_is_never_taken_for_whole(tmp_path, models):
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
