@@ -33,7 +33,7 @@ from kvbench.validation import SettingError
 
 SEED = 20_000
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
-LEAST = 512  # shortest length in tokens that every task supports
+LEAST = 512  # shortest length in tokens that `--lengths` accepts
 LEDGER = "ledger"
 STEPS = 60  # lines of a ledger
 BATCHED = 131_072  # most prompt tokens in a batch, because its mask has the shape (rows, length, length)
