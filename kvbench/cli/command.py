@@ -95,10 +95,8 @@ def run_command(work: Callable[[], int | None]) -> int:
 
 
 def find_width() -> int:
-    """Return how many characters a line of a table may have: those of the terminal, at least 80; 120 where there is
-    none.
-    """
-    return max(shutil.get_terminal_size(fallback=(120, 24)).columns, 80)
+    """Return the width of a table in characters: the terminal's, at least 60, or 120 without a terminal."""
+    return max(shutil.get_terminal_size(fallback=(120, 24)).columns, 60)
 
 
 def require_extra(extra: str, *modules: str) -> None:

@@ -24,9 +24,9 @@ def print_comparison(arguments: Sequence[str]) -> None:
     """Print the comparison."""
     options = make_parser().parse_intermixed_args(arguments)
     from kvbench.analysis.run_comparison import compare_runs
-    from kvbench.store.runs import choose_run, load_runs
+    from kvbench.store.runs import choose_run, list_runs
 
-    stored = load_runs(options.results)
+    stored = list_runs(options.results)
     print(compare_runs(choose_run(stored, options.a), choose_run(stored, options.b)).to_text(find_width()), end="")
 
 

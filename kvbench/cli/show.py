@@ -29,9 +29,9 @@ def print_run(arguments: Sequence[str]) -> None:
     options = make_parser().parse_intermixed_args(arguments)
     require_choice("--format", options.format, FORMATS)
     from kvbench.analysis.closing_table import build_run_table
-    from kvbench.store.runs import choose_run, find_baseline, load_runs
+    from kvbench.store.runs import choose_run, find_baseline, list_runs
 
-    stored = load_runs(options.results)
+    stored = list_runs(options.results)
     run = choose_run(stored, options.run)
     if run.full:
         table = build_run_table(run.value, run.records, None)

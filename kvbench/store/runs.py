@@ -250,6 +250,18 @@ def drop_twins(runs: Iterable[StoredRun]) -> list[StoredRun]:
     return sorted(best, key=lambda run: run.hash)
 
 
+def list_runs(results: Path) -> list[StoredRun]:
+    """Return all runs without reading their records, and print on stderr which run.yaml cannot be read.
+
+    Raises:
+        SettingError: The folder contains no runs.
+    """
+    check_folder(results)
+    found = find_runs(results)
+    found.print_damage()
+    return found.runs
+
+
 def load_runs(results: Path) -> list[StoredRun]:
     """Return all runs, finished or not, without twins (`drop_twins`), and print damage on stderr.
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+from kvbench.cli import plan
 from kvbench.config.provenance import sources_unchanging
 from kvbench.runs.spec import SharedParts
 from kvbench.sweeps.plan import plan_cell
@@ -44,6 +45,32 @@ def test_a_done_cell_is_described_and_another_one_is_checked(kvbench, checkpoint
     full = results / "runs" / plan_cell(settings).cell.names[1]
     (full / "done").unlink()
     assert len(plan_cell(settings, results=results).cell.readings) == 2
+
+
+def test_the_command_says_what_a_sweep_would_do(kvbench, checkpoint, tmp_path, capsys):
+    """It lists the cells with their states and runs nothing; a refused cell gives exit code 2."""
+    where = ["model=hf", f"model.path={checkpoint}", "device=cpu", *SWEEP]
+    assert kvbench("method=snapkv", "budget=0.5", *SWEEP)[0] == 0
+    before = sorted(tmp_path.rglob("*"))
+    assert plan.main([*where, "method=snapkv,knorm", "budget=0.5"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("2 cells: 1 done, 1 missing; about ")
+    assert out[1].split() == ["method=snapkv", "done"] and out[2].split()[:2] == ["method=knorm", "missing,"]
+    assert plan.main([*where, "method=snapkv,kvzip", "budget=0.5", "block_size=128"]) == 2
+    assert "refused: block_size=128: kvzip" in capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == before
+    assert plan.main(["budgets=0.5"]) == 2 and capsys.readouterr().err.startswith("kvbench: budgets: no such setting")
+
+
+def test_a_sweep_prints_a_line_or_a_table_for_each_cell(kvbench):
+    """Both end with the matrix, which the same command prints again once all cells are done."""
+    axes = ["-m", "method=snapkv,knorm", "budget=0.5", *SWEEP]
+    _, short, _ = kvbench(*axes)
+    _, again, _ = kvbench(*axes)
+    assert short.count("lost/gained") == 0 and short.count("[1 of 2] method=snapkv: score ") == 1
+    assert again.startswith("2 cells: 2 done\n") and again.partition("\n")[2] in short
+    _, long, _ = kvbench(*axes, "--verbose", "results=long")
+    assert long.count("lost/gained") >= 2 and "[1 of 2]" not in long and "cannot be told from it" in long
 
 
 def test_cells_share_the_checkpoint_and_the_full_cache(checkpoint):

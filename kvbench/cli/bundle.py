@@ -1,0 +1,38 @@
+"""Pack the runs behind a table into one file, with which others can check every number of it.
+
+Examples:
+  kvbench bundle results task=ruler question=hidden --out table3.zip
+  kvbench verify table3.zip
+
+The file holds settings, records, the machine and a manifest of hashes. Texts of the data set are left out; --texts
+keeps them. The command prints the digest of the file. Publish it beside the table, and nobody can exchange the file.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvbench.cli.command import CommandParser, run_command
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser("bundle", __doc__)
+    parser.add_selection("pack")
+    parser.add_argument("--out", default="bundle.zip", type=Path, help="the file to write (default: bundle.zip)")
+    parser.add_argument("--average", help="one of the task's averages, each or solvable (default: the task's first)")
+    parser.add_argument("--texts", action="store_true", help="keep questions and targets")
+    return parser
+
+
+def make_bundle(arguments: Sequence[str]) -> None:
+    """Write the bundle, and print its size and digest."""
+    options = make_parser().parse_intermixed_args(arguments)
+    from kvbench.analysis.bundle import write_bundle
+    from kvbench.store.runs import parse_selection
+
+    results, filters = parse_selection(options.chosen)
+    digest = write_bundle(results, filters, options.out, options.average, options.texts)
+    print(f"{options.out}  {options.out.stat().st_size / 1e6:.2f} MB  sha256 {digest}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_command(lambda: make_bundle(arguments))
