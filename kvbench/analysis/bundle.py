@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from kvbench.analysis.score_matrix import ScoreBlock, build_blocks
 from kvbench.analysis.score_matrix_format import format_csv
@@ -146,7 +147,7 @@ def verify_bundle(path: Path) -> VerifiedBundle:
     return VerifiedBundle(content[-DIGITS:].decode(), len(found.runs), records, blocks)
 
 
-def unpack(path: Path, content: bytes) -> tuple[dict, dict[str, bytes]]:
+def unpack(path: Path, content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the manifest of an archive and its other files, all of which fit the manifest."""
     body, digest = content[:-DIGITS], content[-DIGITS:]
     whole = hashlib.sha256(body).hexdigest().encode() == digest

@@ -91,6 +91,24 @@ def build_run_table(value: Mapping[str, Any], full_records: Records, method_reco
     return build_closing_table(full_records, method_records, heading, averages, solvable_subtasks.list_solvable(value))
 
 
+def warn_of_data(records: Records, embedded: bool) -> list[str]:
+    """Return why scores are no evidence about a benchmark: the embedded model, miniature data, generated text.
+
+    Args:
+        records: Records of a run by uid.
+        embedded: Whether its model is an embedded one.
+    """
+    notes = [EMBEDDED_NOTE] if embedded else []
+    if "miniature" in find_data_kinds(records):
+        notes.append(MINIATURE_NOTE)
+    for key, what in (("haystack", "haystack"), ("qa", "questions and answers")):
+        if any(record["meta"].get(key) == "generated" for record in records.values()):
+            notes.append(
+                f"Generated text ({what}) replaces the benchmark's own: scores cannot be compared with published ones."
+            )
+    return notes
+
+
 def is_embedded(value: Mapping[str, Any]) -> bool:
     """Return whether a run's model is an embedded one, whose weights are part of the project."""
     return value["model"]["name"] in EMBEDDED_MODELS
@@ -274,15 +292,7 @@ def _collect_notes(
     with_method: bool,
 ) -> list[str]:
     notes = [f"Model {heading.get('model', NOT_AVAILABLE)}, revision {heading.get('revision') or 'not recorded'}."]
-    if heading.get("embedded"):
-        notes.append(EMBEDDED_NOTE)
-    if "miniature" in find_data_kinds(full) + find_data_kinds(method):
-        notes.append(MINIATURE_NOTE)
-    for key, what in (("haystack", "haystack"), ("qa", "questions and answers")):
-        if any(record["meta"].get(key) == "generated" for record in method.values()):
-            notes.append(
-                f"Generated text ({what}) replaces the benchmark's own: scores cannot be compared with published ones."
-            )
+    notes += warn_of_data(method, bool(heading.get("embedded")))
     notes += sorted({record["meta"]["note"] for record in method.values() if "note" in record["meta"]})
     for side, name in ((0, "full cache's"), (1, "method's"))[: 1 + with_method]:
         failures = Counter(found for both in pairs if (found := find_failure(both[side])))

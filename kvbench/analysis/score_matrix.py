@@ -18,12 +18,13 @@ Comparisons with the Best".
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from kvbench.analysis.answer_metrics import find_failure
 from kvbench.analysis.budget_series import SHARES, CurveOptions, choose_weights
+from kvbench.analysis.closing_table import is_embedded, warn_of_data
 from kvbench.analysis.intervals import TOLERANCE, Mean, mean, normalize_weights
 from kvbench.analysis.paired import PairedDifference, PairedScores, compare_subtasks, pair_records
 from kvbench.analysis.run_labels import describe_protocol, format_budget, group_series, name_panel, rank_budget
@@ -77,6 +78,7 @@ class ScoreBlock:
         total: Number of samples that any run has.
         failed: Number of samples that are left out because an answer failed in some run.
         unfinished: Names of runs that lack records.
+        warnings: Why the scores are no evidence about the benchmark (`kvbench.analysis.closing_table.warn_of_data`).
     """
 
     model: str
@@ -90,7 +92,8 @@ class ScoreBlock:
     samples: int
     total: int
     failed: int
-    unfinished: tuple[str, ...] = field(default=())
+    unfinished: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -174,6 +177,7 @@ def build_block(
         samples=len(sample.uids),
         total=sum(any(uid in own and own[uid]["subtask"] in weights for own in records) for uid in every),
         failed=len(shared) - len(uids),
+        warnings=tuple(warn_of_data(full.records, is_embedded(full.value))),
         unfinished=tuple(f"{run.value['method']['name']} {format_budget(run)}" for run in short),
     )
 

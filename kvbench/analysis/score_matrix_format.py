@@ -147,14 +147,14 @@ def list_rows(block: ScoreBlock) -> list[Row]:
 
 
 def describe_samples(block: ScoreBlock) -> str:
-    """Say which average a block shows, and on how many samples."""
+    """Say which average a block shows, on how many samples, and what limits its meaning."""
     count = f"{block.samples}" if block.samples == block.total else f"{block.samples} of {block.total}"
     text = f"{block.average[:1].upper()}{block.average[1:]}; n = {count}."
     if block.failed:
         text += f" {block.failed} samples failed in some run and are left out of all."
     if block.unfinished:
         text += f" Not finished: {name_some(block.unfinished)}; the numbers come from the samples that all runs have."
-    return text
+    return " ".join([text, *block.warnings])
 
 
 def format_score(cell: MatrixCell | None) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.cli import papers
-from kvbench.config.catalogue import CONF
+from kvbench.config.catalogue import SHAPES
 from kvbench.config.compose import compose_config, expand_cells
 from kvbench.papers import build
 from kvbench.papers.build import build_table
@@ -369,7 +369,7 @@ def offline(monkeypatch):
     run is known by of both is no part of a protocol.
     """
     from kvbench.models.checkpoint import Checkpoint
-    from kvbench.models.configuration import load_configuration
+    from kvbench.models.configuration import load_configuration, load_layout
     from kvbench.runs import spec
     from kvbench.tasks.longbench import task
     from kvbench.tasks.mathematics import task as math_problems
@@ -392,9 +392,8 @@ def offline(monkeypatch):
     instead(ruler, "load_texts", None, None)
     instead(scbench.data, "load_rows", "miniature")
     monkeypatch.setattr(lm_eval_port.RulerLmEval, "fingerprint", lambda self: "data")
-    monkeypatch.setattr(
-        Checkpoint, "config", lambda self: load_configuration(str(CONF / "model" / "shapes" / f"{self.name}.json"))
-    )
+    for name, read in (("config", load_configuration), ("layout", load_layout)):
+        monkeypatch.setattr(Checkpoint, name, lambda own, read=read: read(str(SHAPES / f"{own.name}.json")))
     monkeypatch.setattr(Checkpoint, "identity", lambda self: "weights")
     monkeypatch.setattr(spec, "source_hash", lambda names: "sources")
 
@@ -562,7 +561,7 @@ def test_a_cell_of_a_preset_runs_on_made_data(ran, checkpoint, tmp_path, monkeyp
     if key not in ran:
         monkeypatch.setattr("kvbench.integrations.math_verify.grade", lambda folder: None)
         model = ["model=hf", f"model.path={checkpoint}"]
-        asked = ["-m", f"preset={preset}", *model, *first_cut(preset, task), *SMALL[task], "limit=1"]
+        asked = ["-m", "--verbose", f"preset={preset}", *model, *first_cut(preset, task), *SMALL[task], "limit=1"]
         where = [f"results={tmp_path}", f"hydra.sweep.dir={tmp_path}/sweep", "device=cpu"]
         code, out, err = run_cli([*asked, *where], monkeypatch, capsys)
         assert code == 0 and "kvbench:" not in err and f"\ntask: {task}" in out, err

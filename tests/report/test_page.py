@@ -121,7 +121,9 @@ def test_the_matrix_shows_the_points_of_the_curves(page):
     for panel in page["panels"]:
         matrix = panel["matrix"]
         assert matrix["budgets"] == [f"{100 * budget:g}\u202f%" for budget in BUDGETS]
-        assert matrix["about"] == "Average, each subtask weighing the same; n = 24."
+        assert matrix["about"].startswith(
+            "Average, each subtask weighing the same; n = 24. The embedded reference model"
+        )
         for row in matrix["methods"]:
             points = [point for point in panel["points"] if point["s"] == row["s"]]
             for cell, point in zip(row["scores"], points, strict=True):

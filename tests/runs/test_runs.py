@@ -221,7 +221,7 @@ def test_a_batch_that_does_not_fit_is_freed_before_its_samples_are_read_alone(mo
 def test_a_sweep_says_and_records_what_it_refuses(kvbench, tmp_path):
     """Cells: centroidkv with uniform and ada, knorm with both; the second is refused and the others run."""
     cells = ("method=centroidkv,knorm", "allocator=uniform,ada", "budget=0.25", "sweep.share_prefill=false")
-    code, out, err = kvbench(*cells, *QUICK, "-m")
+    code, out, err = kvbench(*cells, *QUICK, "-m", "--verbose")
     reason = "allocator=ada: centroidkv has no scores to share rows by; use allocator=uniform"
     assert code == 2 and "Traceback" not in err and len(re.findall("^method: ", out, re.MULTILINE)) == 3
     first = err[: err.index("knorm:")].splitlines()

@@ -454,7 +454,7 @@ def test_two_methods_and_both_values_of_question(tmp_path, monkeypatch, capsys):
     names = ("multifieldqa_en", "samsum")
     settings = ["task=longbench", f"task.subtasks=[{','.join(names)}]", "limit=1", "device=cpu", "task.max_length=900"]
     code, out, _ = run_cli(
-        [*settings, "method=snapkv,keydiff", "budget=0.3", "question=visible,hidden", "-m"], monkeypatch, capsys
+        [*settings, "method=snapkv,keydiff", "budget=0.3", "question=visible,hidden", "-m", "-v"], monkeypatch, capsys
     )
     assert code == 0 and out.count("\ntask: longbench (miniature)\n") == 4  # a wide table has its rows in two blocks
     assert all(out.count(f"\n{name} ") in (4, 8) for name in names)
