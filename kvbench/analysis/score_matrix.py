@@ -171,7 +171,7 @@ def build_block(
         question=question,
         also=tuple(also),
         average=name,
-        budgets=tuple(columns),
+        budgets=tuple(columns) or (format_budget(full),),
         full=sample.make_cell(full),
         rows={label: {budget: cells[cell.run.hash] for budget, cell in own.items()} for label, own in rows.items()},
         samples=len(sample.uids),

@@ -146,6 +146,12 @@ def mark(scores: list[np.ndarray]) -> list[bool]:
     return [cell.tied for cell in samples.mark_best(cells)]
 
 
+def test_the_full_cache_alone_has_a_column(tmp_path):
+    run = write_run(tmp_path, draw_records(1.0, 0.9, 1), **FULL)
+    [block], _ = build_blocks([run], [run])
+    assert block.budgets == ("100\u202f%",) and format_number(block.full.score.value) in format_text([block], 120)
+
+
 def test_an_unfinished_sweep_shows_what_its_runs_have_in_common(tmp_path):
     write_run(tmp_path, draw_records(1.0, 0.9, 1), **FULL)
     write_run(tmp_path, draw_records(0.1, 0.9, 2), method={"name": "snapkv"}, budget=0.1)
