@@ -2,24 +2,27 @@
 
 A bundle is a zip archive:
 
-    manifest.json                        format, version of kvbench, and the SHA-256 of every other file
-    table.csv                            the matrix of scores (kvbench.analysis.score_matrix)
+    manifest.json                        format, versions, and the SHA-256 of every other file
+    table.csv                            the matrix of scores (kvbench.analysis.score_matrix), six decimal places
     runs/<hash>/run.yaml, done           the settings of each run, and of the full cache's runs that it is compared with
     runs/<hash>/records.jsonl            its records: answers, scores, hashes, bytes, rows and times
     runs/<hash>/machine-*.json           machine, versions and revision of the code
 
-Texts of the data set (`target`, `asked`) are left out unless they are asked for. Their hashes stay, so the same samples
-can be recognised. The comment of the archive is the SHA-256 of all bytes before it, so that no byte can change
-unnoticed; `digest` is the text to publish beside a table.
+Texts of the data set are left out unless they are asked for: targets, questions, and what tasks store of a sample in
+`meta`. Their hashes stay, so the same samples can be recognised. So do the models' answers, which may repeat parts of a
+prompt. The settings in machine.json, which may name local paths, are left out likewise.
 
-`verify_bundle` checks the checksums, computes the table again from the records, and compares. A bundle whose author
-forged records and table together passes, unless the digest was published.
+The archive's comment is a checksum of all bytes before it, which finds accidental damage. `verify_bundle` checks all
+checksums, computes the table again from the records, and compares. Whoever forges records, table and checksums together
+passes; only the SHA-256 of the file, published beside the table, proves that it is the author's.
 """
 
 import csv
 import hashlib
 import io
 import json
+import math
+import re
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,14 +33,17 @@ from typing import Any
 from kvbench.analysis.score_matrix import ScoreBlock, build_blocks
 from kvbench.analysis.score_matrix_format import format_csv
 from kvbench.atomic import replace_file
-from kvbench.config.provenance import find_version
+from kvbench.config.provenance import find_installed_version, find_version
 from kvbench.store.runs import StoredRun, filter_runs, find_baseline, find_finished, load_runs, name_some
-from kvbench.validation import SettingError
+from kvbench.validation import SettingError, escape
 
 FORMAT = 1
 MANIFEST, TABLE = "manifest.json", "table.csv"
 TEXTS = ("target", "asked")  # fields of a record that hold text of the data set
-DIGITS = 64  # hexadecimal digits of the digest
+META = ("data", "haystack", "qa", "note")  # texts in `meta` that say what the data are, not what they contain
+DIGITS = 64  # hexadecimal digits of a SHA-256
+DECIMALS = 6  # of the table
+NAMES = re.compile(rf"{TABLE}|runs/[0-9a-f]{{16}}/(run\.yaml|done|records\.jsonl|machine[\w.-]*\.json)")
 MOST = 2_000_000_000  # bytes that an archive may unpack to
 
 
@@ -46,7 +52,7 @@ class VerifiedBundle:
     """A bundle whose table follows from its records.
 
     Attributes:
-        digest: SHA-256 of the archive.
+        digest: SHA-256 of the file.
         runs: Number of runs.
         records: Number of records.
         blocks: The table.
@@ -83,37 +89,50 @@ def write_bundle(
     blocks, refused = build_blocks(chosen, runs, average)
     if refused:
         raise SettingError(refused[0])
-    files = {TABLE: format_csv(blocks).encode()}
+    files = {TABLE: format_csv(blocks, DECIMALS).encode()}
     for run in runs:
         files |= {f"runs/{run.hash}/{name}": content for name, content in pack_run(run, with_texts).items()}
-    about = {"format": FORMAT, "kvbench": find_version(), "average": average, "texts": with_texts}
+    about = {"format": FORMAT, "kvbench": find_version(), "scipy": find_installed_version("scipy")}
+    about |= {"average": average, "texts": with_texts}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
     manifest = json.dumps(about | {"files": hashes}, indent=1).encode()
     archive = pack({MANIFEST: manifest, **dict(sorted(files.items()))})
     with replace_file(out) as draft:
         draft.write_bytes(archive)
-    return archive[-DIGITS:].decode()
+    return hashlib.sha256(archive).hexdigest()
 
 
 def pack_run(run: StoredRun, with_texts: bool) -> dict[str, bytes]:
     """Return the files of a run by name."""
     folder = run.folder.path
-    names = ["run.yaml", "done", *(path.name for path in sorted(folder.glob("machine*.json")))]
-    files = {name: (folder / name).read_bytes() for name in names}
-    dropped = () if with_texts else TEXTS
-    lines = [
-        json.dumps({name: value for name, value in record.items() if name not in dropped})
-        for _, record in sorted(run.records.items())
-    ]
-    return files | {"records.jsonl": "".join(f"{line}\n" for line in lines).encode()}
+    files = {name: (folder / name).read_bytes() for name in ("run.yaml", "done")}
+    for path in sorted(folder.glob("machine*.json")):
+        machine = json.loads(path.read_text())
+        if not with_texts:
+            machine.pop("settings", None)
+        files[path.name] = json.dumps(machine, indent=1).encode()
+    records = [record if with_texts else drop_texts(record) for _, record in sorted(run.records.items())]
+    return files | {"records.jsonl": "".join(f"{json.dumps(record)}\n" for record in records).encode()}
+
+
+def drop_texts(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record without texts of the data set."""
+
+    def is_text(value: object) -> bool:
+        if isinstance(value, list | tuple):
+            return any(map(is_text, value))
+        return isinstance(value, str) or (isinstance(value, Mapping) and any(map(is_text, value.values())))
+
+    meta = {name: value for name, value in record["meta"].items() if name in META or not is_text(value)}
+    return {name: value for name, value in record.items() if name not in TEXTS} | {"meta": meta}
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
     """Return a zip archive of the files, which ends with the digest of everything before it."""
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+    with zipfile.ZipFile(stream, "w") as archive:
         for name, content in files.items():
-            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED, 9)
         archive.comment = b"0" * DIGITS
     body = stream.getvalue()[:-DIGITS]
     return body + hashlib.sha256(body).hexdigest().encode()
@@ -131,20 +150,34 @@ def verify_bundle(path: Path) -> VerifiedBundle:
     except OSError as error:
         raise SettingError(f"bundle={path}: cannot be read ({error.strerror})") from None
     manifest, files = unpack(path, content)
-    with TemporaryDirectory() as folder:
-        unpack_into(Path(folder), files)
-        found = find_finished(Path(folder))
-        for name, reason in (found.damaged | found.passed_over).items():
-            raise SettingError(f"bundle={path}: run {name}: {reason}")
-        if found.unfinished:
-            raise SettingError(f"bundle={path}: run {found.unfinished[0].hash}: is not finished")
-        chosen = [run for run in found.runs if not run.full]
-        blocks, refused = build_blocks(chosen, found.runs, manifest["average"])
-        if refused:
-            raise SettingError(f"bundle={path}: {refused[0]}")
-        compare_tables(path, files[TABLE].decode(), format_csv(blocks))
-        records = sum(len(run.records) for run in found.runs)
-    return VerifiedBundle(content[-DIGITS:].decode(), len(found.runs), records, blocks)
+    try:
+        with TemporaryDirectory() as folder:
+            unpack_into(Path(folder), files)
+            found = read_runs(path, Path(folder))
+            chosen = [run for run in found if not run.full]
+            blocks, refused = build_blocks(chosen, found, manifest["average"])
+            if refused:
+                raise SettingError(f"bundle={path}: {refused[0]}")
+            compare_tables(path, files[TABLE].decode(), format_csv(blocks))
+            records = sum(len(run.records) for run in found)
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, OSError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise SettingError(escape(f"bundle={path}: its runs cannot be used ({reason})")) from None
+    return VerifiedBundle(hashlib.sha256(content).hexdigest(), len(found), records, blocks)
+
+
+def read_runs(path: Path, folder: Path) -> list[StoredRun]:
+    """Return the runs of an unpacked bundle, all of which are whole.
+
+    Raises:
+        SettingError: One is damaged or not finished.
+    """
+    found = find_finished(folder)
+    for name, reason in (found.damaged | found.passed_over).items():
+        raise SettingError(escape(f"bundle={path}: run {name}: {reason}"))
+    if found.unfinished:
+        raise SettingError(f"bundle={path}: run {found.unfinished[0].hash}: is not finished")
+    return found.runs
 
 
 def unpack(path: Path, content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -163,16 +196,20 @@ def unpack(path: Path, content: bytes) -> tuple[dict[str, Any], dict[str, bytes]
                     f"that wrote it ({manifest['kvbench']})"
                 )
             expected = manifest["files"]
+            if not isinstance(manifest["average"], str | None) or TABLE not in expected:
+                raise SettingError(f"bundle={path}: {MANIFEST} names no table, or an average that is no name")
+            if strange := [name for name in expected if NAMES.fullmatch(name) is None]:
+                raise SettingError(escape(f"bundle={path}: {name_some(strange)}: no file of a bundle"))
             odd = sorted({*names} ^ {MANIFEST, *expected}) or [name for name in names if names.count(name) > 1]
             if odd:
-                raise SettingError(f"bundle={path}: {name_some(odd)}: not in both the archive and its manifest, once")
+                line = f"bundle={path}: {name_some(odd)}: not in both the archive and its manifest, once"
+                raise SettingError(escape(line))
             files = {name: archive.read(name) for name in expected}
     except SettingError:
         raise
-    except (zipfile.BadZipFile, KeyError, TypeError, ValueError, NotImplementedError, RuntimeError, OSError) as error:
-        raise SettingError(f"bundle={path}: is no bundle, or damaged ({' '.join(str(error).split())})") from None
-    except Exception as error:  # zlib.error and what else a damaged archive makes zipfile raise
-        raise SettingError(f"bundle={path}: is damaged ({type(error).__name__}: {error})") from None
+    except Exception as error:  # a damaged archive makes zipfile and zlib raise almost anything
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise SettingError(escape(f"bundle={path}: is no bundle, or damaged ({reason})")) from None
     wrong = [name for name, own in files.items() if hashlib.sha256(own).hexdigest() != expected[name]]
     if wrong:
         raise SettingError(f"bundle={path}: {name_some(wrong)}: was changed, the manifest has another checksum")
@@ -201,17 +238,28 @@ def compare_tables(path: Path, said: str, computed: str) -> None:
     Raises:
         SettingError: They differ. The message names the first run and column.
     """
-    if said == computed:
-        return
     one, other = (list(csv.DictReader(io.StringIO(text))) for text in (said, computed))
     if len(one) != len(other):
         raise SettingError(f"bundle={path}: {TABLE} has {len(one)} rows, and the records give {len(other)}")
     for there, here in zip(one, other, strict=True):
-        differ = [name for name in here if there.get(name) != here[name]]
-        if differ:
-            name = differ[0]
-            raise SettingError(
-                f"bundle={path}: {TABLE}: {name} of run {here['hash']} is {there.get(name)}, and its records give "
-                f"{here[name]}"
-            )
-    raise SettingError(f"bundle={path}: {TABLE} is not written as kvbench writes it")
+        for name in here:
+            if not is_same(there.get(name), here[name]):
+                raise SettingError(
+                    escape(
+                        f"bundle={path}: {TABLE}: {name} of run {here['hash']} is {there.get(name)}, and its records "
+                        f"give {here[name]}"
+                    )
+                )
+    if said.splitlines()[:1] != computed.splitlines()[:1]:
+        raise SettingError(f"bundle={path}: {TABLE} has other columns than the matrix")
+
+
+def is_same(said: str | None, computed: str) -> bool:
+    """Return whether a number of the table is the computed one, rounded. Texts must be equal."""
+    if said is None or said == computed:
+        return said == computed
+    try:
+        number, exact = float(said), float(computed)
+    except ValueError:
+        return False
+    return math.isclose(number, exact, rel_tol=1e-12, abs_tol=0.501 * 10**-DECIMALS)

@@ -2,7 +2,8 @@
 
 A block holds the runs that can be compared (kvbench.store.audit.comparison_key): the same model, task, data, question,
 sampling, seed and kind of machine. All numbers of a block come from the same samples: those that all its runs and the
-full cache answered. A sweep that is not finished therefore shows what its runs have in common.
+full cache answered. A sweep that is not finished therefore shows what its runs have in common. A run that would take a
+whole subtask from the others is left out and named.
 
 Of each run the matrix shows the mean score and its paired difference from the full cache with a 95 % interval
 (kvbench.analysis.paired), the shares of bytes held and rows attended, and the share of answers that ended at the length
@@ -17,7 +18,8 @@ Decision (Selection and Ranking) Rules"; Hsu 1984, "Constrained Simultaneous Con
 Comparisons with the Best".
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,11 +29,19 @@ from kvbench.analysis.budget_series import SHARES, CurveOptions, choose_weights
 from kvbench.analysis.closing_table import is_embedded, warn_of_data
 from kvbench.analysis.intervals import TOLERANCE, Mean, mean, normalize_weights
 from kvbench.analysis.paired import PairedDifference, PairedScores, compare_subtasks, pair_records
-from kvbench.analysis.run_labels import describe_protocol, format_budget, group_series, name_panel, rank_budget
+from kvbench.analysis.run_labels import (
+    describe_protocol,
+    format_budget,
+    group_series,
+    label_cache,
+    name_panel,
+    rank_budget,
+)
 from kvbench.store.audit import comparison_key
-from kvbench.store.runs import StoredRun, find_baseline
-from kvbench.validation import SettingError, require_choice
+from kvbench.store.runs import UNSHARED_SETTINGS, StoredRun, find_baseline, find_differences, name_some
+from kvbench.validation import SettingError
 
+FULL = "full cache"  # label of its row
 ERROR = 0.05  # chance that the set of possibly best runs lacks the truly best one
 Record = dict[str, Any]
 
@@ -48,7 +58,7 @@ class MatrixCell:
         attended: Share of the full cache's rows that a decoded token attends to, in [0, 1], None likewise.
         at_limit: Share of the answers that ended at the length limit, in [0, 1].
         best: Whether no run of the column has a higher score.
-        tied: Whether the run cannot be told from the best of its column. True for the best itself.
+        tied: Whether the run may be the truly best of its column, as this module's docstring says. True for the best.
     """
 
     run: StoredRun
@@ -77,7 +87,8 @@ class ScoreBlock:
         samples: Number of samples that the numbers come from.
         total: Number of samples that any run has.
         failed: Number of samples that are left out because an answer failed in some run.
-        unfinished: Names of runs that lack records.
+        unfinished: Names of runs that lack records, each with the number that it has, the fewest first.
+        left_out: Names of runs that are not shown, each with the reason.
         warnings: Why the scores are no evidence about the benchmark (`kvbench.analysis.closing_table.warn_of_data`).
     """
 
@@ -93,6 +104,7 @@ class ScoreBlock:
     total: int
     failed: int
     unfinished: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
@@ -102,7 +114,7 @@ class ScoreBlock:
 
 
 def build_blocks(
-    runs: Sequence[StoredRun], stored: Sequence[StoredRun], average: str | None = None
+    runs: Sequence[StoredRun], stored: Sequence[StoredRun], average: str | None = None, wanted: str | None = None
 ) -> tuple[list[ScoreBlock], list[str]]:
     """Build the blocks of the runs.
 
@@ -110,6 +122,7 @@ def build_blocks(
         runs: The runs to compare, finished or not.
         stored: The runs among which the full cache's are looked for.
         average: One of the task's averages, "each" or "solvable"; None for the task's first.
+        wanted: Hash of the full cache's run, if there are several with different answers.
 
     Returns:
         The blocks, sorted by model, task and question, visible before hidden; and a line for each protocol or run that
@@ -123,39 +136,55 @@ def build_blocks(
     for key in sorted(groups, key=lambda key: (names[key][:2], names[key][2] != "visible", key)):
         beside = [groups[other][0] for other in groups if names[other] == names[key]]
         try:
-            blocks.append(build_block(groups[key], stored, describe_protocol(groups[key][0], beside), average))
+            blocks.append(build_block(groups[key], stored, describe_protocol(groups[key][0], beside), average, wanted))
         except SettingError as error:
             refused.append(f"{' · '.join(names[key])}: {error}")
     return blocks, refused
 
 
 def build_block(
-    runs: Sequence[StoredRun], stored: Sequence[StoredRun], also: Sequence[str], average: str | None = None
+    runs: Sequence[StoredRun],
+    stored: Sequence[StoredRun],
+    also: Sequence[str],
+    average: str | None = None,
+    wanted: str | None = None,
 ) -> ScoreBlock:
     """Build the block of runs that can be compared.
+
+    A run that would take a whole subtask, or all samples, from the others is left out and named: one that has not
+    answered a sample of it yet, whose answers all failed, or whose prompts are other ones.
 
     Args:
         runs: The runs. The full cache's need not be among them.
         stored: The runs among which the full cache's is looked for.
         also: Settings that distinguish the protocol from others with the same model, task and question.
         average: As in `build_blocks`.
+        wanted: Likewise.
 
     Raises:
         SettingError: There is no run of the full cache, no sample that all runs answered, or no such average.
     """
-    full = find_baseline(runs[0], stored)
-    begun = [run for run in runs if run.records and not run.full]
+    full = choose_baseline(runs[0], stored, wanted)
+    answered = {uid for uid, own in full.records.items() if find_failure(own) is None}
+    if not answered:
+        raise SettingError("the full cache answered no sample")
+    name, weights = choose_weights(
+        runs[0], {str(full.records[uid]["subtask"]) for uid in answered}, CurveOptions(average=average)
+    )
+    begun, left_out = [], []
+    for run in (own for own in runs if not own.full):
+        reason = find_obstacle(full, run, answered, weights)
+        if reason is None:
+            begun.append(run)
+        else:
+            left_out.append(f"{name_run(run)}: {reason}")
     records = [full.records, *(run.records for run in begun)]
-    for own in records[1:]:
-        pair_records(full.records, own)
-    every = set().union(*records)
+    every = {uid for own in records for uid, record in own.items() if record["subtask"] in weights}
     shared = [uid for uid in sorted(every) if all(uid in own for own in records)]
     uids = [uid for uid in shared if not any(find_failure(own[uid]) for own in records)]
-    if not uids:
-        raise SettingError("there is no sample that all runs and the full cache answered")
-    there = {str(full.records[uid]["subtask"]) for uid in uids}
-    name, weights = choose_weights(runs[0], there, CurveOptions(average=average))
-    sample = Samples.of(full, [uid for uid in uids if full.records[uid]["subtask"] in weights], weights)
+    if lost := sorted(set(weights) - {str(full.records[uid]["subtask"]) for uid in uids}):
+        raise SettingError(f"there is no sample of {name_some(lost)} that all runs and the full cache answered")
+    sample = Samples.of(full, uids, weights)
     rows: dict[str, dict[str, MatrixCell]] = {}
     for label, _, series in group_series(begun):
         unique = label if label not in rows else f"{label} · {series[0].hash[:8]}"
@@ -164,7 +193,7 @@ def build_block(
     marked = {budget: sample.mark_best([own[budget] for own in rows.values() if budget in own]) for budget in columns}
     cells = {cell.run.hash: cell for own in marked.values() for cell in own}
     model, task, question = name_panel(full)
-    short = [run for run in runs if not run.finished]
+    short = sorted((run for run in (full, *begun) if not run.finished), key=lambda run: len(run.records))
     return ScoreBlock(
         model=model,
         task=task,
@@ -174,12 +203,48 @@ def build_block(
         budgets=tuple(columns) or (format_budget(full),),
         full=sample.make_cell(full),
         rows={label: {budget: cells[cell.run.hash] for budget, cell in own.items()} for label, own in rows.items()},
-        samples=len(sample.uids),
-        total=sum(any(uid in own and own[uid]["subtask"] in weights for own in records) for uid in every),
+        samples=len(uids),
+        total=len(every),
         failed=len(shared) - len(uids),
         warnings=tuple(warn_of_data(full.records, is_embedded(full.value))),
-        unfinished=tuple(f"{run.value['method']['name']} {format_budget(run)}" for run in short),
+        unfinished=tuple(f"{name_run(run)} ({len(run.records)})" for run in short),
+        left_out=tuple(left_out),
     )
+
+
+def choose_baseline(run: StoredRun, stored: Sequence[StoredRun], wanted: str | None = None) -> StoredRun:
+    """Return the full cache's run on the same samples, a finished one if there is any.
+
+    Raises:
+        SettingError: There is none, or there are several with different answers.
+    """
+    finished = [own for own in stored if own.full and own.finished]
+    try:
+        return find_baseline(run, finished, wanted)
+    except SettingError:
+        if finished and any(not find_differences([own, run], UNSHARED_SETTINGS) for own in finished):
+            raise
+        return find_baseline(run, stored, wanted)
+
+
+def find_obstacle(
+    full: StoredRun, run: StoredRun, answered: Collection[str], weights: Mapping[str, float]
+) -> str | None:
+    """Return why a run cannot be compared with the others of its block, or None."""
+    if not run.records:
+        return "has no records yet"
+    try:
+        pair_records(full.records, run.records)
+    except SettingError as error:
+        return str(error)
+    both = {uid for uid in answered if uid in run.records and find_failure(run.records[uid]) is None}
+    lost = sorted(set(weights) - {str(run.records[uid]["subtask"]) for uid in both})
+    return f"answered no sample of {name_some(lost)}" if lost else None
+
+
+def name_run(run: StoredRun) -> str:
+    """Return the method and the budget of a run."""
+    return FULL if run.full else f"{label_cache(run.value)} {format_budget(run)}"
 
 
 @dataclass(frozen=True)
@@ -266,24 +331,33 @@ class Samples:
         return found.low is not None and found.low > TOLERANCE
 
 
-def sort_rows(block: ScoreBlock, budget: str) -> ScoreBlock:
-    """Sort the rows of a block by their score at a budget, the best first. Rows without that budget come last.
+def sort_rows(blocks: Sequence[ScoreBlock], budget: str) -> list[ScoreBlock]:
+    """Sort the rows of each block by their score at a budget, the best first. Rows without that budget come last.
 
     Args:
-        block: The block.
+        blocks: The blocks.
         budget: As on the command line, such as "0.05" or "64".
 
     Raises:
-        SettingError: No run of the block has this budget.
+        SettingError: No run has this budget.
     """
-    shown = {str(cell.run.value["budget"]): own for cells in block.rows.values() for own, cell in cells.items()}
-    require_choice("--sort", budget, sorted(shown))
+    known = {cell.run.value["budget"] for block in blocks for own in block.rows.values() for cell in own.values()}
+    try:
+        wanted = float(budget)
+    except ValueError:
+        wanted = math.nan
+    if wanted not in [float(own) for own in known]:
+        shown = ", ".join(map(str, sorted(known))) or "no budget, because only the full cache is shown"
+        raise SettingError(f"--sort={budget}: choose one of {shown}")
 
-    def rank(label: str) -> tuple[bool, float, str]:
-        cell = block.rows[label].get(shown[budget])
-        return cell is None, -cell.score.value if cell is not None else 0.0, label
+    def sort(block: ScoreBlock) -> ScoreBlock:
+        def rank(label: str) -> tuple[float, str]:
+            found = [own.score.value for own in block.rows[label].values() if own.run.value["budget"] == wanted]
+            return (-found[0] if found else 1.0), label
 
-    return replace(block, rows={label: block.rows[label] for label in sorted(block.rows, key=rank)})
+        return replace(block, rows={label: block.rows[label] for label in sorted(block.rows, key=rank)})
+
+    return [sort(block) for block in blocks]
 
 
 def read_share(names: tuple[str, str], record: Record) -> float | None:
@@ -296,6 +370,6 @@ def list_cells(blocks: Iterable[ScoreBlock]) -> list[tuple[ScoreBlock, str, Matr
     """Return every cell with its block and the label of its row. The full cache comes first in a block."""
     found = []
     for block in blocks:
-        found.append((block, "full cache", block.full))
+        found.append((block, FULL, block.full))
         found += [(block, label, cell) for label, own in block.rows.items() for cell in own.values()]
     return found

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape as escape_html
 from typing import Any
 
-from kvbench.analysis.score_matrix import MatrixCell, ScoreBlock, list_cells
+from kvbench.analysis.score_matrix import FULL, MatrixCell, ScoreBlock, list_cells
 from kvbench.analysis.text_table import (
     NOT_AVAILABLE,
     Column,
@@ -23,13 +23,12 @@ from kvbench.validation import escape
 
 BEST, TIED = "*", "†"
 LEGEND = (
-    f"{BEST} the highest score of a column. {TIED} cannot be told from it: the marked methods contain the truly best "
-    "one with 95 % confidence (simultaneous paired comparisons, Bonferroni).",
+    f"{BEST} the highest score of a column. {TIED} cannot be told from the best: in each column, the marked methods "
+    "contain the truly best one with 95 % confidence (simultaneous paired comparisons, Bonferroni).",
     "diff: method - full cache in points, with its 95 % interval, paired on the same samples. bytes, rows: shares of "
     "the full cache's bytes held and of its rows attended per decoded token. limit: answers that ended at the length "
     "limit.",
 )
-FULL = "full cache"
 PAGE = 3  # budgets side by side in LaTeX: two numeric columns each
 Row = tuple[str, Mapping[str, MatrixCell]]
 
@@ -38,7 +37,7 @@ def format_text(blocks: Sequence[ScoreBlock], width: int) -> str:
     """Return plain aligned text. Budgets that do not fit `width` go into a further block."""
     lines: list[str] = []
     for block in blocks:
-        lines += wrap_texts([block.title, describe_samples(block)], width)
+        lines += wrap_texts([escape(block.title), describe_samples(block)], width)
         lines += format_table([METHOD, *(make_score_column(own) for own in block.budgets)], list_rows(block), 1, width)
         lines += format_table([METHOD, *(make_cost_column(own) for own in block.budgets)], list_rows(block), 1, width)
         lines.append("")
@@ -49,7 +48,7 @@ def format_markdown_matrix(blocks: Sequence[ScoreBlock]) -> str:
     """Return GitHub tables."""
     lines: list[str] = []
     for block in blocks:
-        title, about = (escape_markdown(escape(own)) for own in (block.title, describe_samples(block)))
+        title, about = (escape_markdown(own) for own in (escape(block.title), describe_samples(block)))
         lines += [f"**{title}**", "", about, ""]
         columns = [METHOD]
         for budget in block.budgets:
@@ -58,21 +57,25 @@ def format_markdown_matrix(blocks: Sequence[ScoreBlock]) -> str:
     return "\n".join([*lines, *map(escape_markdown, LEGEND)]) + "\n"
 
 
-def format_csv(blocks: Sequence[ScoreBlock]) -> str:
-    """Return CSV with a line for each run and unrounded numbers."""
+def format_csv(blocks: Sequence[ScoreBlock], decimals: int | None = None) -> str:
+    """Return CSV with a line for each run. Numbers are rounded only if `decimals` is given."""
+
+    def write(value: object) -> object:
+        return value if decimals is None or not isinstance(value, float) else round(value, decimals)
+
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["model", "task", "question", "protocol", "average", "method", "budget", *NUMBERS, "hash"])
     for block, label, cell in list_cells(blocks):
         about = [block.model, block.task, block.question, ", ".join(block.also), block.average, label]
-        numbers = [read(cell) for read in NUMBERS.values()]
+        numbers = [write(read(cell)) for read in NUMBERS.values()]
         writer.writerow([*map(escape, about), cell.run.value["budget"], *numbers, cell.run.hash])
     return text.getvalue()
 
 
 def format_latex(blocks: Sequence[ScoreBlock]) -> str:
     """Return tables for LaTeX with booktabs and siunitx. A block with many budgets is split, so that it fits a page."""
-    lines = ["% \\usepackage{booktabs}", "% \\usepackage{siunitx}"]
+    lines = ["% \\usepackage{booktabs}", "% \\usepackage{siunitx}", "% \\sisetup{detect-weight, mode=text}  % bold"]
     for block in blocks:
         for start in range(0, max(len(block.budgets), 1), PAGE):
             lines += format_latex_table(block, block.budgets[start : start + PAGE])
@@ -153,8 +156,10 @@ def describe_samples(block: ScoreBlock) -> str:
     if block.failed:
         text += f" {block.failed} samples failed in some run and are left out of all."
     if block.unfinished:
-        text += f" Not finished: {name_some(block.unfinished)}; the numbers come from the samples that all runs have."
-    return " ".join([text, *block.warnings])
+        text += f" Not finished (samples): {name_some(block.unfinished)}; the numbers come from what all runs answered."
+    if block.left_out:
+        text += f" Left out: {'; '.join(block.left_out)}."
+    return escape(" ".join([text, *block.warnings]))
 
 
 def format_score(cell: MatrixCell | None) -> str:

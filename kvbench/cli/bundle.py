@@ -4,8 +4,9 @@ Examples:
   kvbench bundle results task=ruler question=hidden --out table3.zip
   kvbench verify table3.zip
 
-The file holds settings, records, the machine and a manifest of hashes. Texts of the data set are left out; --texts
-keeps them. The command prints the digest of the file. Publish it beside the table, and nobody can exchange the file.
+The file holds settings, records, the machine and a manifest of hashes. Questions, targets, other texts of the data
+set and local paths are left out; --texts keeps them. The models' answers stay. The command prints the SHA-256 of the
+file. Publish it beside the table, so that readers can tell your file from another one.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ def make_parser() -> CommandParser:
     parser.add_selection("pack")
     parser.add_argument("--out", default="bundle.zip", type=Path, help="the file to write (default: bundle.zip)")
     parser.add_argument("--average", help="one of the task's averages, each or solvable (default: the task's first)")
-    parser.add_argument("--texts", action="store_true", help="keep questions and targets")
+    parser.add_argument("--texts", action="store_true", help="keep texts of the data set and local paths")
     return parser
 
 

@@ -20,6 +20,7 @@ def make_parser() -> CommandParser:
     parser.add_selection("show")
     parser.add_argument("--format", default="text", help="text, markdown, csv, latex or html (default: text)")
     parser.add_argument("--average", help="one of the task's averages, each or solvable (default: the task's first)")
+    parser.add_argument("--full", metavar="HASH", help="the full cache's run, where there are several")
     parser.add_argument("--sort", metavar="BUDGET", help="sort the rows by their score at this budget, best first")
     return parser
 
@@ -35,9 +36,9 @@ def print_results(arguments: Sequence[str]) -> int:
     results, filters = parse_selection(options.chosen)
     stored = load_runs(results)
     runs = filter_runs(stored, filters)
-    blocks, refused = build_blocks([run for run in runs if not run.full] or runs, stored, options.average)
+    blocks, refused = build_blocks([run for run in runs if not run.full] or runs, stored, options.average, options.full)
     if options.sort is not None:
-        blocks = [sort_rows(block, options.sort) for block in blocks]
+        blocks = sort_rows(blocks, options.sort)
     if blocks:
         print(
             format_text(blocks, find_width()) if options.format == "text" else FORMATS[options.format](blocks), end=""

@@ -171,7 +171,7 @@ def load_layout(path: str, revision: str | None = None) -> Layout:
         return read_config_layout(load_configuration(path, revision))
     made_of = f"{content_hash(file)}-{find_installed_version('transformers')}-{content_hash(Path(__file__))}"
     kept = CACHE / "layouts" / f"{made_of}.json"
-    with suppress(OSError, ValueError, TypeError):  # not there, or damaged: read again
+    with suppress(OSError, ValueError, TypeError, KeyError):  # not there, or damaged: read again
         found = json.loads(kept.read_text())
         return Layout(**found | {"sliding": tuple(found["sliding"])})
     layout = read_config_layout(load_configuration(path, revision))

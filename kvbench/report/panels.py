@@ -149,6 +149,7 @@ class Panel:
                 row[f"front_{name}"] = is_on_front(row, candidates, name)
                 if row[f"front_{name}"]:
                     self.tables["front"].append({"cost": name, "at": row[name], "diff": row["diff"]})
+        matrix = self._build_matrix(also, series)
         self.data: dict[str, Any] = {
             "model": get_name(runs[0].value, "model"),
             "task": get_name(runs[0].value, "task"),
@@ -159,14 +160,15 @@ class Panel:
             "solvable": self.solvable,
             "grids": self.grids,
             "notes": list(dict.fromkeys(self.notes)),
-            "matrix": self._build_matrix(also, series),
+            "matrix": matrix,
         }
 
     def _build_matrix(self, also: Sequence[str], series: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         """Return the matrix of scores, or None if the runs share no sample."""
         try:
             block = build_block(self.runs, self.runs, also, self.choice.average)
-        except DATA_ERRORS:
+        except DATA_ERRORS as error:
+            self.notes.append(f"There is no table of scores: {describe_error(error)}.")
             return None
         places = {own["label"]: place for place, own in enumerate(series)}
         return {

@@ -27,7 +27,6 @@ Part = TypeVar("Part")
 UNCUT = {"method": "full", "allocator": "uniform", "codec": "raw"}
 
 
-# read by `RunSpec.describe`; `workers` is left out: how many processes share a run changes nothing
 class SharedParts:
     """Equal parts of the runs of a sweep. Runs share them, so that a model's files are read once.
 

@@ -159,9 +159,9 @@ def test_an_unfinished_sweep_shows_what_its_runs_have_in_common(tmp_path):
     run = write_run(tmp_path, some, finish=False, method={"name": "knorm"}, budget=0.1)
     run.folder.path.joinpath("samples").write_text("30\n")
     [block], _ = build_blocks(load_runs(tmp_path), load_runs(tmp_path))
-    assert (block.samples, block.total) == (12, 30) and block.unfinished == ("knorm 10\u202f%",)
+    assert (block.samples, block.total) == (12, 30) and block.unfinished == ("knorm 10\u202f% (12)",)
     assert {cell.score.samples for own in block.rows.values() for cell in own.values()} == {12}
-    assert "n = 12 of 30" in format_text([block], 120) and "Not finished: knorm" in format_text([block], 120)
+    assert "n = 12 of 30" in format_text([block], 120) and "Not finished (samples): knorm" in format_text([block], 120)
 
 
 def test_a_sample_that_failed_somewhere_is_left_out_everywhere(tmp_path):
@@ -171,6 +171,35 @@ def test_a_sample_that_failed_somewhere_is_left_out_everywhere(tmp_path):
     write_run(tmp_path, own, method={"name": "snapkv"}, budget=0.1)
     [block], _ = build_blocks(load_runs(tmp_path), load_runs(tmp_path))
     assert (block.samples, block.failed, block.full.score.samples) == (29, 1, 29)
+
+
+def test_a_run_that_would_take_a_subtask_from_all_is_left_out_and_named(tmp_path):
+    write_run(tmp_path, draw_records(1.0, 0.9, 1), **FULL)
+    write_run(tmp_path, draw_records(0.1, 0.9, 2), method={"name": "snapkv"}, budget=0.1)
+    alone = {uid: own for uid, own in draw_records(0.1, 0.5, 3).items() if own["subtask"] == "one"}
+    write_run(tmp_path, alone, finish=False, method={"name": "knorm"}, budget=0.1)
+    failed = {uid: own | {"error": "out_of_memory", "score": None} for uid, own in draw_records(0.1, 0.5, 4).items()}
+    write_run(tmp_path, failed, method={"name": "h2o"}, budget=0.1)
+    other = {uid: own | {"prompt_hash": "other"} for uid, own in draw_records(0.1, 0.5, 5).items()}
+    write_run(tmp_path, other, method={"name": "tova"}, budget=0.1)
+    write_run(tmp_path, {}, finish=False, method={"name": "sink"}, budget=0.1)
+    stored = load_runs(tmp_path)
+    [block], refused = build_blocks(stored, stored)
+    assert not refused and list(block.rows) == ["snapkv"] and (block.samples, block.total) == (30, 30)
+    reasons = {line.split(" ")[0]: line.partition(": ")[2] for line in block.left_out}
+    assert reasons["knorm"] == "answered no sample of two" and reasons["h2o"] == "answered no sample of one, two"
+    assert reasons["sink"] == "has no records yet" and "prompt_hash is" in reasons["tova"]
+    assert "Left out: " in format_text([block], 120)
+
+
+def test_a_finished_full_cache_is_preferred(tmp_path):
+    done = write_run(tmp_path, draw_records(1.0, 0.9, 1), **FULL)
+    some = dict(list(draw_records(1.0, 0.2, 7).items())[:3])
+    write_run(tmp_path, some, finish=False, sources="newer", **FULL)
+    write_run(tmp_path, draw_records(0.1, 0.9, 2), method={"name": "snapkv"}, budget=0.1)
+    stored = load_runs(tmp_path)
+    [block], _ = build_blocks(stored, stored)
+    assert block.full.run.hash == done.hash and block.samples == 30
 
 
 def test_names_cannot_break_a_format(tmp_path):
@@ -200,10 +229,11 @@ def test_latex_splits_a_block_that_is_too_wide(tmp_path):
 
 def test_rows_are_sorted_by_a_budget(store):
     block = build_blocks(load_runs(store), load_runs(store))[0][0]
-    ordered = [own["20\u202f%"].score.value for own in sort_rows(block, "0.2").rows.values()]
+    ordered = [own["20\u202f%"].score.value for own in sort_rows([block], "0.20")[0].rows.values()]
     assert ordered == sorted(ordered, reverse=True)
-    with pytest.raises(SettingError, match=r"^--sort=0.3: choose one of 0.1, 0.2$"):
-        sort_rows(block, "0.3")
+    for wrong in ("0.3", "many"):
+        with pytest.raises(SettingError, match=rf"^--sort={wrong}: choose one of 0.1, 0.2$"):
+            sort_rows([block], wrong)
 
 
 def test_the_commands(store, capsys):
