@@ -201,7 +201,7 @@ class Sweep:
     def describe(self) -> str:
         """Return a text that lists the cells with their states and estimates the remaining time."""
         if not self.counted:
-            return f"{len(self.cells)} cells, which measure cost and keep no records"
+            return f"{len(self.cells)} cells; those that measure cost keep no records, so no states are known"
         return status.describe_plan(self.results, [own.cell for own in self.cells])
 
     def announce(self, width: int) -> None:
