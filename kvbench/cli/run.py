@@ -129,7 +129,7 @@ def run_here(sweep: Any, verbose: bool) -> None:
         groups = (
             sharing_groups(cells, [own.run.baseline(), own.run], sweep.results) if own.run and sweep.counted else []
         )
-        heading = None if verbose else f"[{number + 1} of {len(sweep.cells)}] {own.cell.label}"
+        heading = None if verbose or len(sweep.cells) == 1 else f"[{number + 1} of {len(sweep.cells)}] {own.cell.label}"
         run_sweep_cell(sweep.folder / str(number), own, sweep.launcher, groups, heading)
 
 
