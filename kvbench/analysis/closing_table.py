@@ -183,19 +183,19 @@ def _build_row(subtask: str, pairs: Sequence[Pair]) -> TableRow:
     times = {}
     for name, own in (("_full", full), ("", method)):
         times[f"ttft{name}"] = [record["ttft_ms"] for record in own]
-        times[f"tpot{name}"] = [_divide(record["decode_ms"], record["tokens_out"] - 1) for record in own]
+        times[f"tpot{name}"] = [divide(record["decode_ms"], record["tokens_out"] - 1) for record in own]
     return _build_mean_row(
         subtask,
         "subtask",
         [collect_scores(kept)] if kept else [],
         None,
         failed=len(pairs) - len(kept),
-        held=_reduce_known(np.mean, [_divide(record["resident_bytes"], record["full_bytes"]) for record in method]),
-        attended=_reduce_known(
-            np.mean, [_divide(record["rows_attended"], record["rows_seen_decoding"]) for record in method]
+        held=reduce_known(np.mean, [divide(record["resident_bytes"], record["full_bytes"]) for record in method]),
+        attended=reduce_known(
+            np.mean, [divide(record["rows_attended"], record["rows_seen_decoding"]) for record in method]
         ),
-        **{name: _reduce_known(np.median, own) for name, own in times.items()},
-        **{f"{name}_error": _reduce_known(median_error, own) for name, own in times.items()},
+        **{name: reduce_known(np.median, own) for name, own in times.items()},
+        **{f"{name}_error": reduce_known(median_error, own) for name, own in times.items()},
     )
 
 
@@ -212,7 +212,7 @@ def _build_average_row(
         return _build_mean_row(name, kind, [], None, failed)
     shares = list(weights.values())
     costs: dict[str, Any] = {
-        of: _average_known([getattr(rows[subtask], of) for subtask in weights], shares) for of in COST_NAMES
+        of: average_known([getattr(rows[subtask], of) for subtask in weights], shares) for of in COST_NAMES
     }
     for of in TIME_NAMES:
         costs[f"{of}_error"] = _combine_errors([getattr(rows[subtask], f"{of}_error") for subtask in weights], shares)
@@ -241,7 +241,8 @@ def _describe_missing(name: str, missing: Sequence[str], left_out: bool) -> str:
     return f"There is no {name}: no sample of {', '.join(missing)} was answered."
 
 
-def _average_known(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+def average_known(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """Return the weighted mean of the known values, or None if there are none."""
     known = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
     return sum(value * weight for value, weight in known) / sum(weight for _, weight in known) if known else None
 
@@ -274,11 +275,13 @@ def median_error(values: Sequence[float]) -> float | None:
     return (ordered[count - place] - ordered[place - 1]) / (2 * float(ndtri(1 - bdtr(place - 1, count, 0.5))))
 
 
-def _divide(part: float | None, whole: float | None) -> float | None:
+def divide(part: float | None, whole: float | None) -> float | None:
+    """Return part / whole, or None if one is unknown or the whole is 0."""
     return part / whole if part is not None and whole else None
 
 
-def _reduce_known(of: Callable[[list[float]], float | None], values: Iterable[float | None]) -> float | None:
+def reduce_known(of: Callable[[list[float]], float | None], values: Iterable[float | None]) -> float | None:
+    """Return what `of` makes of the known values, or None if there are none."""
     known = [value for value in values if value is not None]
     found = of(known) if known else None
     return None if found is None else float(found)

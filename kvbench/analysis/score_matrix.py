@@ -22,12 +22,13 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from kvbench.analysis.answer_metrics import find_failure
 from kvbench.analysis.budget_series import SHARES, CurveOptions, choose_weights
-from kvbench.analysis.closing_table import is_embedded, warn_of_data
-from kvbench.analysis.intervals import TOLERANCE, Mean, mean, normalize_weights
+from kvbench.analysis.closing_table import average_known, divide, is_embedded, reduce_known, warn_of_data
+from kvbench.analysis.intervals import TOLERANCE, Mean, mean
 from kvbench.analysis.paired import PairedDifference, PairedScores, compare_subtasks, pair_records
 from kvbench.analysis.run_labels import (
     describe_protocol,
@@ -189,7 +190,7 @@ def build_block(
     for label, _, series in group_series(begun):
         unique = label if label not in rows else f"{label} · {series[0].hash[:8]}"
         rows[unique] = {format_budget(run): sample.make_cell(run) for run in sorted(series, key=rank_budget)}
-    columns = {format_budget(run): rank_budget(run) for run in sorted(begun, key=rank_budget)}
+    columns = list(dict.fromkeys(format_budget(run) for run in sorted(begun, key=rank_budget)))
     marked = {budget: sample.mark_best([own[budget] for own in rows.values() if budget in own]) for budget in columns}
     cells = {cell.run.hash: cell for own in marked.values() for cell in own}
     model, task, question = name_panel(full)
@@ -218,13 +219,8 @@ def choose_baseline(run: StoredRun, stored: Sequence[StoredRun], wanted: str | N
     Raises:
         SettingError: There is none, or there are several with different answers.
     """
-    finished = [own for own in stored if own.full and own.finished]
-    try:
-        return find_baseline(run, finished, wanted)
-    except SettingError:
-        if finished and any(not find_differences([own, run], UNSHARED_SETTINGS) for own in finished):
-            raise
-        return find_baseline(run, stored, wanted)
+    same = [own for own in stored if own.full and not find_differences([own, run], UNSHARED_SETTINGS)]
+    return find_baseline(run, [own for own in same if own.finished] or same, wanted)
 
 
 def find_obstacle(
@@ -300,18 +296,13 @@ class Samples:
 
     def average(self, run: StoredRun, read: Callable[[Record], float | None]) -> float | None:
         """Return the weighted mean over subtasks of a number that records have, or None if no record has it."""
-        means: dict[str, float] = {}
-        for name, uids in self.places.items():
-            known = [own for own in (read(run.records[uid]) for uid in uids) if own is not None]
-            if known:
-                means[name] = sum(known) / len(known)
-        shares = normalize_weights([self.weights[name] for name in means], len(means)) if means else []
-        return sum(share * own for share, own in zip(shares, means.values(), strict=True)) if means else None
+        means = [reduce_known(fmean, (read(run.records[uid]) for uid in uids)) for uids in self.places.values()]
+        return average_known(means, list(self.weights.values()))
 
     def mark_best(self, cells: Sequence[MatrixCell]) -> list[MatrixCell]:
         """Mark the best of a column and the runs that cannot be told from it, as this module's docstring says."""
         most = max((cell.score.value for cell in cells), default=0.0)
-        ordered = sorted(cells, key=lambda cell: -cell.score.value)
+        ordered = sorted(cells, key=lambda cell: -cell.score.value)  # the best one decides most comparisons
         return [
             replace(
                 cell,
@@ -362,8 +353,8 @@ def sort_rows(blocks: Sequence[ScoreBlock], budget: str) -> list[ScoreBlock]:
 
 def read_share(names: tuple[str, str], record: Record) -> float | None:
     """Return the ratio of two numbers of a record, or None if one is unknown or the second is 0."""
-    part, whole = (record[name] for name in names)
-    return part / whole if part is not None and whole else None
+    part, whole = names
+    return divide(record[part], record[whole])
 
 
 def list_cells(blocks: Iterable[ScoreBlock]) -> list[tuple[ScoreBlock, str, MatrixCell]]:

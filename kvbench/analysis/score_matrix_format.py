@@ -10,6 +10,7 @@ from kvbench.analysis.score_matrix import FULL, MatrixCell, ScoreBlock, list_cel
 from kvbench.analysis.text_table import (
     NOT_AVAILABLE,
     Column,
+    escape_latex,
     escape_markdown,
     format_interval,
     format_markdown,
@@ -190,13 +191,6 @@ def make_cost_column(budget: str) -> Column:
     """Return the column of a budget's costs."""
     head = "  ".join(f"{name:>6}" for name in ("bytes", "rows", "limit"))
     return Column(f"{budget:<{len(head)}}", head, lambda row: format_costs(row[1].get(budget)))
-
-
-def escape_latex(text: str) -> str:
-    """Escape a text for LaTeX, so that none of its characters is markup."""
-    special = {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "\u202f": "\\,"}
-    special |= {char: f"\\{char}" for char in "&%$#_{}"} | {"·": "\\textperiodcentered{}", "−": "-"}
-    return "".join(special.get(char, char) for char in escape(text))
 
 
 def _read_end(name: str) -> Callable[[MatrixCell], Any]:

@@ -11,6 +11,11 @@ from typing import Any
 from kvbench.validation import escape
 
 NOT_AVAILABLE = "n/a"
+LATEX = {  # character -> how LaTeX writes it
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--", "×": r"$\times$",
+    "−": "$-$", "≤": r"$\leq$", "<": r"$<$", ">": r"$>$", "|": r"$|$", "·": r"\textperiodcentered{}", "\u202f": r"\,",
+    **{char: f"\\{char}" for char in "&%$#_{}"},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,11 @@ def wrap_texts(texts: Iterable[str], width: int) -> list[str]:
 def escape_markdown(text: str) -> str:
     """Escape a text for a Markdown cell, so that none of its characters is markup."""
     return "".join(f"\\{char}" if char in "\\|`*_[]<>#" else char for char in text)
+
+
+def escape_latex(text: str) -> str:
+    """Escape a text for LaTeX, so that none of its characters is markup."""
+    return "".join(LATEX.get(char, char) for char in escape(text))
 
 
 def format_number(value: float | None, digits: int = 1, sign: str = "") -> str:

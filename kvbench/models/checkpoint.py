@@ -78,11 +78,15 @@ class Checkpoint:
         return load_configuration(self.path, self.revision)
 
     def layout(self) -> Layout:
-        """Return what a cache must know about the model.
+        """Return what a cache must know about the model. It is read once for this object.
 
         Raises:
             SettingError: There is no configuration, or the architecture is not supported.
         """
+        return self._layout
+
+    @cached_property
+    def _layout(self) -> Layout:
         check_model_path(self.path)
         return load_layout(self.path, self.revision)
 

@@ -6,6 +6,7 @@ smallest. Prompts of tasks then have their true lengths and times, but the answe
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ class RandomCheckpoint(Checkpoint):
     def config(self) -> Any:
         return load_configuration(self.path)
 
-    def layout(self) -> Layout:
+    @cached_property
+    def _layout(self) -> Layout:
         return load_layout(self.path)
 
     def check(self) -> None:

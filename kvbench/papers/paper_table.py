@@ -12,16 +12,12 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from kvbench.analysis.text_table import escape_markdown
+from kvbench.analysis.text_table import escape_latex, escape_markdown
 from kvbench.validation import escape, format_value
 
 Settings = Mapping[str, Any]  # of run.py: {"method": "dropkv", "method.window": 8, …}
 
 SIDES = ("published", "measured", "low", "high", "difference")  # of a column in the CSV
-LATEX = {
-    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--", "×": r"$\times$",
-    "−": "$-$", "≤": r"$\leq$", "<": r"$<$", ">": r"$>$", "|": r"$|$", **{char: f"\\{char}" for char in "&%$#_{}"},
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -161,8 +157,3 @@ def format_line(label: str, texts: Iterable[str]) -> str:
 def escape_all_markdown(text: str) -> str:
     """Escape a text for Markdown, including control characters and &."""
     return escape_markdown(escape(text)).replace("&", "&amp;")
-
-
-def escape_latex(text: str) -> str:
-    """Escape a text for LaTeX."""
-    return "".join(LATEX.get(char, char) for char in escape(text))

@@ -186,12 +186,7 @@ class Sweep:
     @cached_property
     def states(self) -> list[status.RunState]:
         """The state of each cell before the first one is launched."""
-        return [
-            status.RunState("refused", reason=own.cell.refused)
-            if own.cell.refused is not None
-            else status.read_cell_state(self.results, own.cell.names)
-            for own in self.cells
-        ]
+        return status.read_planned_states(self.results, [own.cell for own in self.cells])
 
     @property
     def finished(self) -> bool:
@@ -202,7 +197,7 @@ class Sweep:
         """Return a text that lists the cells with their states and estimates the remaining time."""
         if not self.counted:
             return f"{len(self.cells)} cells; those that measure cost keep no records, so no states are known"
-        return status.describe_plan(self.results, [own.cell for own in self.cells])
+        return status.describe_plan(self.results, [own.cell for own in self.cells], self.states)
 
     def announce(self, width: int) -> None:
         """Print the cells and their states, and write them into the sweep's folder. If all are done, print the matrix.

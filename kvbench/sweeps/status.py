@@ -202,12 +202,16 @@ def find_newest(results: Path) -> Path:
     raise SettingError(f"results={results}: no sweep was begun there")
 
 
-def describe_plan(results: Path, cells: Sequence[SweepCell]) -> str:
-    """Return a text that lists the cells with their states and estimates the remaining time."""
-    states = [
+def read_planned_states(results: Path, cells: Sequence[SweepCell]) -> list[RunState]:
+    """Return the state of each cell of a sweep that is about to begin."""
+    return [
         RunState("refused", reason=cell.refused or "") if cell.run is None else read_cell_state(results, cell.names)
         for cell in cells
     ]
+
+
+def describe_plan(results: Path, cells: Sequence[SweepCell], states: Sequence[RunState]) -> str:
+    """Return a text that lists the cells with their states and estimates the remaining time."""
     spent = estimate_left(
         SampleTimes(results), [(cell.run, cell.readings, own) for cell, own in zip(cells, states, strict=True)]
     )

@@ -293,9 +293,8 @@ def test_the_plan_counts_a_shared_prefill_once(tmp_path, run_of, bench, monkeypa
     monkeypatch.setattr(status, "RunRecords", lambda path: iter([{"seconds": 60.0, "prefill_ms": 48000.0}] * 2))
     more = [value | {"budget": budget} for budget in (0.3, 0.4, 0.5)]
     for readings, minutes in (((), ["2.0"] * 3), (("one", "one"), ["2.0", "0.4", "0.4"])):
-        lines = status.describe_plan(
-            tmp_path, [status.SweepCell(str(own["budget"]), own, readings=readings) for own in more]
-        )
+        cells = [status.SweepCell(str(own["budget"]), own, readings=readings) for own in more]
+        lines = status.describe_plan(tmp_path, cells, status.read_planned_states(tmp_path, cells))
         assert [line.partition("about ")[2] for line in lines.splitlines()[1:]] == [f"{own} min" for own in minutes]
 
 

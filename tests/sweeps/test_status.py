@@ -96,7 +96,7 @@ def test_the_plan_counts_and_estimates(tmp_path):
         status.SweepCell("method=kvzip", refused="block_size=8: not with kvzip"),
         status.SweepCell("length", value(task={"name": "ruler", "length": 9}), full),
     ]
-    text = status.describe_plan(tmp_path, cells).splitlines()
+    text = status.describe_plan(tmp_path, cells, status.read_planned_states(tmp_path, cells)).splitlines()
     assert text[0] == (
         "6 cells: 1 done, 1 stopped, 1 refused, 3 missing; about 0.13 hours are left on one worker; 1 cells have no "
         "measured time to go by"
@@ -122,7 +122,7 @@ def test_a_cell_waits_for_its_full_cache(tmp_path, monkeypatch):
 
     def states() -> list[str]:
         found = [str(state) for _, state in status.read_states(tmp_path, folder)]
-        told = status.describe_plan(tmp_path, cells).splitlines()[1:]
+        told = status.describe_plan(tmp_path, cells, status.read_planned_states(tmp_path, cells)).splitlines()[1:]
         assert all(own in line for own, line in zip(found, told, strict=True))
         return found
 
