@@ -5,6 +5,7 @@ of one line.
 """
 
 import io
+import pickle
 import re
 import shlex
 import signal
@@ -30,6 +31,7 @@ from kvbench.validation import ContractError, SettingError, require_choice
 
 IMPORT_SECONDS = 60  # limit for importing the module of a method, an allocator, a codec or a task
 SHAPES = CONF / "model" / "shapes"
+OUTER_REFERENCE = re.compile(rb"\$\{(?!\.[^.])")  # `${seed}`, `${..seed}`; but not `${.preset}`
 
 
 def list_shapes() -> list[str]:
@@ -47,10 +49,11 @@ def _compose_choice(group: str, name: str) -> dict[str, Any]:
     """Return the settings of conf/<group>/<name>.yaml with the defaults that it names, before interpolation."""
     require_choice(group, name, list_choices(group))
     try:
-        config = compose([f"{group}={name}"]).config[group]
+        default = compose()
+        made = default if default.choices[group] == name else compose([f"{group}={name}"])
     except (yaml.YAMLError, HydraException, OmegaConfBaseException) as error:
         raise SettingError(error_message(error) or " ".join(str(error).split())) from None
-    return to_dict(config)
+    return to_dict(made.config[group])
 
 
 @cache
@@ -102,12 +105,28 @@ def read_settings(group: str, config: DictConfig) -> dict[str, Any]:
     """
     if "presets" in config:
         require_choice(f"{group}.preset", config.preset, list(config.presets))
+    packed = pickle.dumps(to_dict(config))
     try:
-        resolved = to_dict(config, resolve=True)
+        resolved = (
+            to_dict(config, resolve=True) if OUTER_REFERENCE.search(packed) else deepcopy(_resolve_packed(packed))
+        )
     except OmegaConfBaseException as error:
         raise SettingError(f"{group}: {str(error).splitlines()[0]}") from None
     resolved.pop("presets", None)
     return resolved
+
+
+@cache
+def _resolve_packed(packed: bytes) -> dict[str, Any]:
+    """Return the resolved settings of a group that refers to nothing outside itself.
+
+    Resolving parses every interpolation, which takes longer than all other checks of a cell. Most cells of a sweep
+    share the settings of a group, which are resolved once.
+
+    Args:
+        packed: The pickled dictionary of the settings before interpolation.
+    """
+    return to_dict(OmegaConf.create(pickle.loads(packed)), resolve=True)
 
 
 def complete(group: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -169,12 +169,14 @@ def _short(text: str) -> str:
 def _content(file: Path) -> str:
     """Return the hash of a file: of its syntax if it is Python, of every byte otherwise."""
     content = file.read_bytes()
-    return _canonical(content) if file.suffix == ".py" else hashlib.sha256(content).hexdigest()
+    return _read_source(content)[0] if file.suffix == ".py" else hashlib.sha256(content).hexdigest()
 
 
 @cache
-def _canonical(source: bytes) -> str:
-    return _short(canonicalize(source))
+def _read_source(source: bytes) -> tuple[str, "SourceReferences"]:
+    """Return the hash of a source's syntax, and its references to other sources. Both need the tree, parsed once."""
+    tree = ast.parse(source)
+    return _short(canonicalize(tree)), _find_references(tree)
 
 
 def _stamp(path: Path) -> object:
@@ -310,10 +312,10 @@ def find_unfollowed(modules: Iterable[str]) -> list[str]:
         for file in _files(module):
             if file.suffix == ".py":
                 content = file.read_bytes()
-                places += [f"{call}() in {file.name}, line {line}" for line, call in _find_references(content).calls]
-                tried = _find_references(content).tried
+                references = _read_source(content)[1]
+                places += [f"{call}() in {file.name}, line {line}" for line, call in references.calls]
                 package = _package(module)
-                origins = {origin for origin, _ in _resolve_imports(content, package)} - tried
+                origins = {origin for origin, _ in _resolve_imports(content, package)} - references.tried
                 places += [f"import {name} in {file.name}" for name in sorted(origins) if _is_missing(name)]
             elif file.suffix == ".pyc":
                 places.append(str(file.name))
@@ -352,11 +354,9 @@ class SourceReferences:
     """(line, function) of the calls in `UNFOLLOWED`."""
 
 
-@cache
-def _find_references(source: bytes) -> SourceReferences:
+def _find_references(tree: ast.Module) -> SourceReferences:
     imports: list[tuple[int, str, tuple[str, ...]]] = []
     calls: list[tuple[int, str]] = []
-    tree = ast.parse(source)
     nodes = list(ast.walk(tree))
     inside = [child for node in nodes if isinstance(node, ast.Try) for line in node.body for child in ast.walk(line)]
     aliases: dict[str, str] = {}
@@ -387,7 +387,7 @@ def _resolve_imports(source: bytes, package: str) -> list[tuple[str, tuple[str, 
     """Return (full name of the module, imported names) for each import of a source that belongs to `package`."""
     return [
         (resolve_name("." * level + origin, package) if level else origin, parts)
-        for level, origin, parts in _find_references(source).imports
+        for level, origin, parts in _read_source(source)[1].imports
     ]
 
 

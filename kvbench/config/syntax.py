@@ -20,14 +20,10 @@ OPTIONAL = {"type_params"}  # older versions of Python lack these fields, so emp
 MESSAGE = "(message)"
 
 
-def canonicalize(source: bytes) -> str:
-    """Return the canonical text of a source.
-
-    Raises:
-        SyntaxError: The source is not valid Python.
-    """
+def canonicalize(tree: ast.Module) -> str:
+    """Return the canonical text of a source, whose syntax tree is `tree`."""
     parts: list[str] = []
-    _write(ast.parse(source), False, parts)
+    _write(tree, False, parts)
     return "".join(parts)
 
 
@@ -46,9 +42,10 @@ def _write(value: object, message: bool, parts: list[str]) -> None:
                 _write(item, message, parts)
                 parts.append(",")
         parts.append("]")
-    elif message and (isinstance(value, ast.JoinedStr) or _read_text(value) is not None):
-        parts.append(MESSAGE)
     elif isinstance(value, ast.AST):
+        if message and (isinstance(value, ast.JoinedStr) or _read_text(value) is not None):
+            parts.append(MESSAGE)
+            return
         parts.append(f"({type(value).__name__}")
         for name in _counted_fields(type(value)._fields):
             field = getattr(value, name, None)
@@ -59,10 +56,10 @@ def _write(value: object, message: bool, parts: list[str]) -> None:
             parts.append(f" {name}=")
             _write(field, message or _is_message(value, name), parts)
         parts.append(")")
-    elif isinstance(value, bytes):
-        parts.append(f"bytes {value.hex()}")
     elif isinstance(value, str):
         parts.append(json.dumps(value))  # in ASCII, because `repr` depends on the Unicode tables of the version
+    elif isinstance(value, bytes):
+        parts.append(f"bytes {value.hex()}")
     elif value is None or value is Ellipsis or isinstance(value, bool | int | float | complex):
         parts.append(f"{type(value).__name__} {value!r}")
     else:

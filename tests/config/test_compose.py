@@ -59,7 +59,20 @@ def test_cells_are_composed_as_hydra_composes_them(count):
             expected = hydra.compose("config", cell)
         found = compose.compose_config(cell)
         assert OmegaConf.to_container(found) == OmegaConf.to_container(expected), cell
-        assert OmegaConf.to_container(found, resolve=True) == OmegaConf.to_container(expected, resolve=True), cell
+        resolved = OmegaConf.to_container(expected, resolve=True)
+        assert OmegaConf.to_container(found, resolve=True) == resolved, cell
+        for group in ("model", "method", "allocator", "codec", "task"):
+            resolved[group].pop("presets", None)
+            assert catalogue.read_settings(group, found[group]) == resolved[group], cell
+
+
+def test_settings_that_refer_to_other_groups_follow_them():
+    for seed in (1, 2):
+        assert catalogue.read_settings("task", compose.compose_config([f"seed={seed}"]).task)["seed"] == seed
+    for window in ("${seed}", "${..seed}", "${.preset}${seed}"):
+        for seed, found in ((3, 3), (4, 4)):
+            config = compose.compose_config(["method=snapkv", f"seed={seed}", f"method.kernel={window}"])
+            assert str(catalogue.read_settings("method", config.method)["kernel"]).endswith(str(found)), window
 
 
 def test_a_composition_is_no_others():
