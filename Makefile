@@ -5,10 +5,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 VERSIONS := 5.5.4 5.17.0 5.23.0
 ARGS ?= method=dropkv budget=0.05 task=ruler
-PLAIN := not full and not gpu and not slurm and not browser and not parity and not package
+PLAIN := not full and not gpu and not slurm and not browser and not parity and not package and not latex
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help docs test-docs test-package model real parity bench-share report figures dashboard test-browser table papers test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint style types bench-methods efficiency efficiency-tables reference-model
+.PHONY: help docs test-docs test-package model real parity bench-share report figures dashboard test-browser table papers test-latex test-slurm sweep-status data export check-results wandb-sync setup run test test-all test-versions test-gpu lint style types bench-methods efficiency efficiency-tables reference-model
 
 # Print the targets.
 help:
@@ -159,6 +159,11 @@ dashboard: setup
 test-browser: setup
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium)
 	$(if $(SHOTS),KVBENCH_SHOTS=$(abspath $(SHOTS))) $(PYTEST) -m browser tests/report
+
+# Compile the tables for papers with pdflatex. apt installs TeX Live if it is missing.
+test-latex: setup
+	command -v pdflatex >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends texlive-latex-recommended texlive-science)
+	$(PYTEST) -m latex tests/papers tests/analysis
 
 # Run a sweep on a SLURM that is started on this machine.
 # apt installs SLURM if it is missing; it listens on the loopback, and is stopped in the end.

@@ -6,11 +6,11 @@ A bundle is a zip archive:
     table.csv                            the matrix of scores (kvbench.analysis.score_matrix), six decimal places
     runs/<hash>/run.yaml, done           the settings of each run, and of the full cache's runs that it is compared with
     runs/<hash>/records.jsonl            its records: answers, scores, hashes, bytes, rows and times
-    runs/<hash>/machine-*.json           machine, versions and revision of the code
+    runs/<hash>/machine-*.json           machine, versions, revision of the code, and settings to execute samples again
 
 Texts of the data set are left out unless they are asked for: targets, questions, and what tasks store of a sample in
 `meta`. Their hashes stay, so the same samples can be recognised. So do the models' answers, which may repeat parts of a
-prompt. The settings in machine.json, which may name local paths, are left out likewise.
+prompt. Local paths in the settings are left out likewise: they become null.
 
 The archive's comment is a checksum of all bytes before it, which finds accidental damage. `verify_bundle` checks all
 checksums, computes the table again from the records, and compares. Whoever forges records, table and checksums together
@@ -34,7 +34,7 @@ from kvbench.analysis.score_matrix import ScoreBlock, build_blocks
 from kvbench.analysis.score_matrix_format import format_csv
 from kvbench.atomic import replace_file
 from kvbench.config.provenance import find_installed_version, find_version
-from kvbench.store.runs import StoredRun, filter_runs, find_baseline, find_finished, load_runs, name_some
+from kvbench.store.runs import StoredRun, filter_runs, find_baseline, find_finished, flatten, load_runs, name_some
 from kvbench.validation import SettingError, escape
 
 FORMAT = 1
@@ -44,6 +44,7 @@ META = ("data", "haystack", "qa", "note")  # texts in `meta` that say what the d
 DIGITS = 64  # hexadecimal digits of a SHA-256
 DECIMALS = 6  # of the table
 NAMES = re.compile(rf"{TABLE}|runs/[0-9a-f]{{16}}/(run\.yaml|done|records\.jsonl|machine[\w.-]*\.json)")
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 MOST = 2_000_000_000  # bytes that an archive may unpack to
 
 
@@ -56,12 +57,26 @@ class VerifiedBundle:
         runs: Number of runs.
         records: Number of records.
         blocks: The table.
+        about: Format, versions and average, from its manifest.
+        files: The files of its runs, by name.
     """
 
     digest: str
     runs: int
     records: int
     blocks: list[ScoreBlock]
+    about: Mapping[str, Any]
+    files: Mapping[str, bytes]
+
+    def unpack(self, folder: Path) -> None:
+        """Write the runs into a folder of results. A run that is there already stays as it is."""
+        there = {path.name for path in folder.glob("runs/*")}
+        unpack_into(folder, {name: own for name, own in self.files.items() if Path(name).parts[1] not in there})
+
+    def has_setting(self, name: str) -> bool:
+        """Return whether the settings of some run have a setting of this name, such as "task.path"."""
+        machines = (json.loads(own) for path, own in self.files.items() if Path(path).name.startswith("machine"))
+        return any(name in flatten(own.get("settings") or {}) for own in machines)
 
 
 def write_bundle(
@@ -109,10 +124,26 @@ def pack_run(run: StoredRun, with_texts: bool) -> dict[str, bytes]:
     for path in sorted(folder.glob("machine*.json")):
         machine = json.loads(path.read_text())
         if not with_texts:
-            machine.pop("settings", None)
+            machine = replace_local_paths(machine)
         files[path.name] = json.dumps(machine, indent=1).encode()
     records = [record if with_texts else drop_texts(record) for _, record in sorted(run.records.items())]
     return files | {"records.jsonl": "".join(f"{json.dumps(record)}\n" for record in records).encode()}
+
+
+def replace_local_paths(settings: Any) -> Any:
+    """Return settings, or machine.json, with null for each path of the machine, such as those of models and data sets.
+
+    A name on the hub, such as Qwen/Qwen3-8B, stays.
+    """
+
+    def is_local(name: str, value: object) -> bool:
+        if name not in ("path", "cache", "results") and not name.endswith("_path") or not isinstance(value, str):
+            return False
+        return HUB_NAME.fullmatch(value) is None or Path(value).exists()
+
+    if isinstance(settings, Mapping):
+        return {name: None if is_local(name, own) else replace_local_paths(own) for name, own in settings.items()}
+    return [*map(replace_local_paths, settings)] if isinstance(settings, list) else settings
 
 
 def drop_texts(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +194,9 @@ def verify_bundle(path: Path) -> VerifiedBundle:
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, OSError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise SettingError(escape(f"bundle={path}: its runs cannot be used ({reason})")) from None
-    return VerifiedBundle(hashlib.sha256(content).hexdigest(), len(found), records, blocks)
+    about = {name: own for name, own in manifest.items() if name != "files"}
+    runs = {name: own for name, own in files.items() if name != TABLE}
+    return VerifiedBundle(hashlib.sha256(content).hexdigest(), len(found), records, blocks, about, runs)
 
 
 def read_runs(path: Path, folder: Path) -> list[StoredRun]:

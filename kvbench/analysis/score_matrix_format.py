@@ -30,7 +30,12 @@ LEGEND = (
     "the full cache's bytes held and of its rows attended per decoded token. limit: answers that ended at the length "
     "limit.",
 )
-PAGE = 3  # budgets side by side in LaTeX: two numeric columns each
+TEXT_WIDTH = 345  # points of a line in LaTeX's article, the narrowest page of its standard classes
+LETTER_WIDTH, BUDGET_WIDTH, EDGE_WIDTH = (
+    5,
+    87,
+    12,
+)  # points of a letter (at most), of a budget's two columns, of the edges
 Row = tuple[str, Mapping[str, MatrixCell]]
 
 
@@ -75,16 +80,28 @@ def format_csv(blocks: Sequence[ScoreBlock], decimals: int | None = None) -> str
 
 
 def format_latex(blocks: Sequence[ScoreBlock]) -> str:
-    """Return tables for LaTeX with booktabs and siunitx. A block with many budgets is split, so that it fits a page."""
+    """Return tables for LaTeX with booktabs and siunitx.
+
+    A block with more budgets than fit a line of LaTeX's article is split. Long labels are wrapped.
+    """
     lines = ["% \\usepackage{booktabs}", "% \\usepackage{siunitx}", "% \\sisetup{detect-weight, mode=text}  % bold"]
     for block in blocks:
-        for start in range(0, max(len(block.budgets), 1), PAGE):
-            lines += format_latex_table(block, block.budgets[start : start + PAGE])
+        left = TEXT_WIDTH - EDGE_WIDTH - LETTER_WIDTH * max(len(label) for label, _ in list_rows(block))
+        beside = max(1, left // BUDGET_WIDTH)
+        first = "l" if left >= BUDGET_WIDTH else f"p{{{TEXT_WIDTH - EDGE_WIDTH - BUDGET_WIDTH}pt}}"
+        for start in range(0, max(len(block.budgets), 1), beside):
+            lines += format_latex_table(block, block.budgets[start : start + beside], first)
     return "\n".join(lines) + "\n"
 
 
-def format_latex_table(block: ScoreBlock, budgets: Sequence[str]) -> list[str]:
-    """Return the lines of one table, over some of a block's budgets."""
+def format_latex_table(block: ScoreBlock, budgets: Sequence[str], first: str) -> list[str]:
+    """Return the lines of one table.
+
+    Args:
+        block: The block.
+        budgets: Some of its budgets.
+        first: Type of the column of labels.
+    """
     number = "S[table-format=3.1, table-space-text-post={\\textsuperscript{\\dag}}]"
     caption = escape_latex(
         f"{block.title}. {describe_samples(block)} Each cell: score and difference from the full cache in points."
@@ -97,7 +114,7 @@ def format_latex_table(block: ScoreBlock, budgets: Sequence[str]) -> list[str]:
         "\\begin{table}",
         "\\centering",
         f"\\caption{{{caption} {note}}}",
-        f"\\begin{{tabular}}{{l{(number + 'S[table-format=+3.1]') * len(budgets)}}}",
+        f"\\begin{{tabular}}{{{first}{(number + 'S[table-format=+3.1]') * len(budgets)}}}",
         "\\toprule",
         " & ".join(["", *heads]) + " \\\\",
         " ".join(rules),

@@ -13,9 +13,11 @@ from kvbench.validation import escape
 NOT_AVAILABLE = "n/a"
 LATEX = {  # character -> how LaTeX writes it
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--", "×": r"$\times$",
-    "−": "$-$", "≤": r"$\leq$", "<": r"$<$", ">": r"$>$", "|": r"$|$", "·": r"\textperiodcentered{}", "\u202f": r"\,",
+    "−": "$-$", "≤": r"$\leq$", "<": r"$<$", ">": r"$>$", "|": r"$|$", "·": r"$\cdot$", "\u202f": r"\,",
+    "→": r"$\rightarrow$", "…": r"\dots{}", "“": "``", "”": "''", "‘": "`", "’": "'", "—": "---", "†": r"\dag{}",
     **{char: f"\\{char}" for char in "&%$#_{}"},
 }  # fmt: skip
+PRINTED = {*map(chr, range(32, 127)), *map(chr, range(0xC0, 0x100))} - {*"ÐÞðþ÷"}  # what pdflatex can print by itself
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,12 @@ def escape_markdown(text: str) -> str:
 
 
 def escape_latex(text: str) -> str:
-    """Escape a text for LaTeX, so that none of its characters is markup."""
-    return "".join(LATEX.get(char, char) for char in escape(text))
+    """Escape a text for LaTeX, so that none of its characters is markup.
+
+    A character that pdflatex does not know without further packages, such as a Chinese one, becomes its number: U+4E2D.
+    """
+    own = "".join(LATEX.get(char) or (char if char in PRINTED else f"U+{ord(char):04X}") for char in escape(text))
+    return f"{{}}{own}" if own[:1] in ("[", "*") else own  # after a row's end, LaTeX would read them as its options
 
 
 def format_number(value: float | None, digits: int = 1, sign: str = "") -> str:

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from kvbench.config import catalogue
+from kvbench.config.compose import parse_override
 from kvbench.runs.resources import Resources
 from kvbench.runs.responder import Responder, list_turns
 from kvbench.runs.runner import describe_machine
@@ -75,8 +76,15 @@ class ReplayCounts:
             yield f"replay: {self.impossible} cannot be replayed"
 
 
-def replay(results: Path, drawn: Sequence[tuple[str, str]]) -> ReplayCounts:
-    """Execute records, given as (run, uid), again. Print what differs and return the counts."""
+def replay(results: Path, drawn: Sequence[tuple[str, str]], overrides: Sequence[str] = ()) -> ReplayCounts:
+    """Execute records again, print what differs, and return the counts.
+
+    Args:
+        results: The folder of results.
+        drawn: The records, as (run hash, uid).
+        overrides: Settings that differ here from those of the runs, such as ``["model.path=/data/model"]``. Each
+            changes the runs that have this setting.
+    """
     found, plans = ReplayCounts(), []
     by_run = {name: [uid for _, uid in own] for name, own in groupby(sorted(drawn), key=lambda one: one[0])}
     bar = tqdm(total=len(drawn), desc="replay", file=sys.stderr)
@@ -94,7 +102,7 @@ def replay(results: Path, drawn: Sequence[tuple[str, str]]) -> ReplayCounts:
         value = read_run_value(results / "runs" / name)
         folder = RunFolder(results / "runs", value)
         try:
-            plans.append(ReplayPlan(rebuild_run(folder, uids[0]), folder, uids))
+            plans.append(ReplayPlan(rebuild_run(folder, uids[0], overrides), folder, uids))
         except Exception as error:
             give_up(name, uids, error)
     plans.sort(key=lambda plan: (*weights_key(plan), prompts_key(plan), plan.folder.hash))
@@ -104,8 +112,13 @@ def replay(results: Path, drawn: Sequence[tuple[str, str]]) -> ReplayCounts:
     return found
 
 
-def rebuild_run(folder: RunFolder, uid: str) -> RunSpec:
+def rebuild_run(folder: RunFolder, uid: str, overrides: Sequence[str] = ()) -> RunSpec:
     """Make the run of a record from the settings that its machine.json holds.
+
+    Args:
+        folder: The run's folder.
+        uid: The record.
+        overrides: As in `replay`.
 
     Raises:
         CannotReplay: There are no settings, or they give another run today.
@@ -120,6 +133,9 @@ def rebuild_run(folder: RunFolder, uid: str) -> RunSpec:
     if (value["method"]["name"], value["codec"]["name"]) == ("full", "raw"):  # a baseline has its cell's settings
         own |= {group: catalogue.load_settings(group, name) for group, name in UNCUT.items()}
     config = OmegaConf.create({**settings, **own})
+    for override in map(parse_override, overrides):
+        if override.key_or_group in flatten(settings):
+            OmegaConf.update(config, override.key_or_group, override.value())
     if "cache" in config.task:
         config.task.cache = None  # the cache of samples lies in the store
     run = RunSpec.from_config(config)

@@ -4,6 +4,8 @@ import csv
 import io
 import random
 import re
+from dataclasses import replace
+from shutil import which
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from kvbench.analysis.text_table import format_number
 from kvbench.cli import compare, results, show
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError
+from tests.support.latex import compile_latex
 from tests.support.made_up_runs import write_run
 from tests.support.report_store import make_records
 
@@ -86,6 +89,43 @@ def test_text_and_latex_show_the_same_numbers(store):
         assert cell.difference is None or format_number(cell.difference.difference, sign="+") in text
         assert re.search(rf"^{label} &.*{re.escape(score)}", latex, re.MULTILINE), line
     assert all(FORMATS[name](blocks) for name in FORMATS)
+
+
+HOSTILE = (
+    "k_n&o%r$m#~^\\{}",
+    "[1] *a*",
+    "\"q\" 'q' `q` <>|@!?",
+    "Äçé ß ŁŐ λ → 中文 😀",
+    "snapkv · ada · kivi · block 128",
+    "m" * 25 + " · " + "n" * 40,
+)
+
+
+def test_latex_tables_fit_a_page(store):
+    """A table is split after as many budgets as its labels leave room for."""
+    blocks, _ = build_blocks(load_runs(store), load_runs(store))
+    block, budgets = blocks[0], [f"{own}\u202f%" for own in range(10, 50, 10)]
+    rows = list(block.rows.values())
+    for label, beside in (("knorm", 3), ("m" * 30, 2), ("m" * 45, 1), ("m" * 90, 1)):
+        own = replace(block, budgets=budgets, rows={label: dict.fromkeys(budgets, rows[0]["10\u202f%"])})
+        heads = [line.count("multicolumn") for line in format_latex([own]).splitlines() if "multicolumn" in line]
+        assert sum(heads) == 4 and max(heads) == beside
+        assert ("{p{" in format_latex([own])) == (len(label) > 49)
+
+
+@pytest.mark.latex
+@pytest.mark.skipif(which("pdflatex") is None, reason="no pdflatex")
+def test_latex_tables_compile_whatever_names_hold(tmp_path):
+    """No error, and nothing wider than the page, with the packages that the tables name."""
+    write_run(tmp_path, draw_records(1.0, 0.95, 1), **FULL)
+    for at, name in enumerate(HOSTILE):
+        for budget in (0.05, 0.1, 0.2, 0.5):
+            write_run(tmp_path, draw_records(budget, 0.5, at), method={"name": name}, budget=budget)
+    runs = load_runs(tmp_path)
+    table = format_latex(build_blocks(runs, runs)[0])
+    packages = "\n".join(line.lstrip("% ") for line in table.splitlines()[:3])
+    text = f"\\documentclass{{article}}\n{packages}\n\\begin{{document}}\n{table}\\end{{document}}\n"
+    assert "Overfull" not in compile_latex(tmp_path, text)
 
 
 def test_marks_follow_their_definition(store):

@@ -244,3 +244,47 @@ def test_settings_of_every_choice_make_the_same_run_again(group):
         again = OmegaConf.create(to_json_value(keep_settings(config)))
         for own in ("method", "allocator", "codec", "task"):
             assert catalogue.resolve(own, config[own]) == catalogue.resolve(own, again[own])
+
+
+def test_a_bundle_executes_its_records_again(copied, checkpoint, tmp_path, capsys):
+    """Settings travel with it, local paths do not; what was changed in it is found."""
+    from kvbench.analysis.bundle import verify_bundle, write_bundle
+    from kvbench.cli import verify
+
+    path, damaged = tmp_path / "own.zip", tmp_path / "damaged.zip"
+    write_bundle(copied, {}, path)
+    whole = verify_bundle(path).records
+    own = f"model.path={checkpoint}"
+    assert verify.main([str(path), "--replay", "100%", "--seed", "1"]) == 2
+    out, err = capsys.readouterr()
+    assert f"replay: {whole} of {whole} records, drawn with --seed 1" in out and "model.path=null" in out
+    assert f"none of the {whole} records could be executed again" in err
+    assert verify.main([str(path), "--replay", "100%", own]) == 0
+    assert f"replay: {whole} agree, 0 damaged" in capsys.readouterr().out
+    change(copied, "snapkv", "output", lambda output: output + "!")
+    write_bundle(copied, {}, damaged)
+    assert verify.main([str(damaged), "--replay", "100%", own]) == 2
+    assert "1 records give something else when executed again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given, line",
+    [
+        (["--replay", "0"], "--replay=0: a whole number of records from 1 on, or a share such as 1%"),
+        (["--replay", "101%"], "--replay=101%: a whole number of records from 1 on, or a share such as 1%"),
+        (["--replay", "x"], "--replay=x: a whole number of records from 1 on, or a share such as 1%"),
+        (["--replay", "5000"], "--replay=5000: the bundle has {} records"),
+        (["--replay", "1%", "nosuch=1"], "nosuch=1: no run of the bundle has this setting"),
+        (["--replay", "1%", "task.length=[1"], "task.length=[1: cannot be read"),
+        (["seed=1"], "settings and --seed: only with --replay"),
+        (["--seed", "1"], "settings and --seed: only with --replay"),
+    ],
+)
+def test_what_verify_cannot_use_is_one_line(given, line, store, tmp_path, capsys):
+    from kvbench.analysis.bundle import write_bundle
+    from kvbench.cli import verify
+
+    write_bundle(store, {}, path := tmp_path / "own.zip")
+    assert verify.main([str(path), *given]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith(f"kvbench: {line.format(count(store))}")
