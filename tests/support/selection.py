@@ -24,18 +24,25 @@ def only_in_full(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.full)
 
 
-def choose_covering(cases: Sequence[frozenset[Hashable]]) -> list[int]:
+def choose_covering(cases: Sequence[frozenset[Hashable]], costs: Sequence[float] | None = None) -> list[int]:
     """Indices of cases that together hold every feature of any case: greedy, and the same every time.
 
-    Among cases that add as much, the one whose features were chosen least often wins, so that values meet in turn.
+    Among cases that add as much the cheapest wins. Of these, it is the one whose features were chosen least often, so
+    that values meet in turn.
     """
     missing, used, chosen = set().union(*cases), Counter(), []
+    costs = costs or [0.0] * len(cases)
     left = list(range(len(cases)))
     while missing:
         left = [index for index in left if missing & cases[index]]
         best = max(
             left,
-            key=lambda index: (len(missing & cases[index]), -sum(used[own] for own in cases[index]), -index),
+            key=lambda index: (
+                len(missing & cases[index]),
+                -costs[index],
+                -sum(used[own] for own in cases[index]),
+                -index,
+            ),
         )
         chosen.append(best)
         used.update(cases[best])
