@@ -123,6 +123,29 @@ def chart_curve(share: str = BYTES) -> alt.LayerChart:
     return stack_layers(*layers).properties(height=300)
 
 
+def chart_dots() -> alt.LayerChart:
+    """Chart the scores of methods at one budget, with 95 % intervals, the highest first.
+
+    The full cache's score is a dashed line with its band.
+    """
+    x = alt.X("score:Q", title="Score", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(tickCount=5))
+    row = alt.Y(
+        "label:N",
+        title=None,
+        sort=alt.EncodingSortField("score", op="max", order="descending"),
+        axis=alt.Axis(labelLimit=230, domain=False, ticks=False, grid=True, labelColor=INK, labelPadding=8),
+    )
+    base = chart_series("points").encode(y=row)
+    full = chart_series("full").transform_aggregate(groupby=["score", "score_low", "score_high"])
+    ends = {"x": alt.X("score_low:Q", title="Score"), "x2": alt.X2("score_high:Q")}
+    return stack_layers(
+        full.mark_rect(color=FULL, opacity=0.06).encode(**ends),
+        full.mark_rule(color=FULL, strokeDash=FULL_DASH).encode(x=x),
+        base.mark_rule(strokeWidth=1.5).encode(**ends, color=COLOUR),
+        base.mark_point(filled=True, size=60, opacity=1).encode(x=x, color=COLOUR, shape=SHAPE),
+    )
+
+
 def chart_tasks(legend: alt.Legend | None = None) -> alt.LayerChart:
     """Chart differences from the full cache, with a row for each run and a column for each subtask."""
     column = alt.X(

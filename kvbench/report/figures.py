@@ -1,6 +1,7 @@
 """Write the report page's charts as figures for print: PDF, SVG and PNG, and a CSV with exactly the numbers drawn.
 
-    curve   score against measured share with 95 % bands, the full cache dashed; `subtask=ruler_vt` restricts it
+    curve   score against measured share with 95 % bands, the full cache dashed; `subtask=ruler_vt` restricts it. If all
+            methods have one and the same budget: a row for each method with its score and interval
     tasks   difference from the full cache by subtask
     grid    score by length and depth, one plot per run
     change  difference from the full cache by length and depth
@@ -32,7 +33,8 @@ from kvbench.report.print_charts import POINTS, SIZE, Drawing
 from kvbench.store.runs import FoundRuns, StoredRun
 from kvbench.validation import SettingError, name_file_in_errors
 
-INCHES = {"curve": 3.25, "tasks": 6.75, "grid": 6.75, "change": 6.75, "cost": 6.75}  # one or two columns of a paper
+COLUMNS = {"column": 3.25, "page": 6.75}  # inches of one column of a paper with two, and of both
+INCHES = {"curve": 3.25, "tasks": 6.75, "grid": 6.75, "change": 6.75, "cost": 6.75}
 LEAST, MOST = 2, 20
 PPI = 300  # of the PNG
 HIDDEN = ("s", "order", "column", "row")  # columns that only join a table to others
@@ -47,16 +49,18 @@ class Figure:
         panel: Data of its panel.
         drawing: Its chart.
         pixels: Largest width.
+        plain: Whether it has neither title nor notes.
     """
 
     name: str
     panel: Mapping[str, Any]
     drawing: Drawing
     pixels: float
+    plain: bool
 
     def write(self, folder: Path) -> str:
         """Write the four files of the figure, and return a line about them."""
-        text, *size = print_charts.render_svg(self.drawing, self.panel, self.pixels)
+        text, *size = print_charts.render_svg(self.drawing, self.panel, self.pixels, self.plain)
         sized = [f' width="{{0:.6g}}{unit}" height="{{1:.6g}}{unit}"'.format(*size) for unit in ("pt", "")]
         svg, plain = (SIZE.sub(own, text, count=1) for own in sized)  # the converters treat a pixel as a point
         named = folder / self.name
@@ -107,7 +111,7 @@ def make_figures(
                 drawing = make_drawing(kind, panel.data, options.against, pixels)
                 if drawing:
                     name = f"{name_figure(panel)}-{curve if kind == 'curve' else kind}"
-                    yield Figure(name, panel.data, drawing, pixels)
+                    yield Figure(name, panel.data, drawing, pixels, options.plain)
 
 
 def make_drawing(kind: str, panel: Mapping[str, Any], against: str, pixels: float) -> Drawing | None:
@@ -138,14 +142,16 @@ def list_averages(run: StoredRun) -> list[str]:
 
 
 def parse_inches(text: str) -> float:
-    """Parse a width in inches.
+    """Parse a width: a number of inches, or a name in COLUMNS.
 
     Raises:
-        SettingError: It is not a number from LEAST to MOST.
+        SettingError: It is neither a name nor a number from LEAST to MOST.
     """
+    if text in COLUMNS:
+        return COLUMNS[text]
     try:
         if LEAST <= float(text) <= MOST:
             return float(text)
     except ValueError:
         pass
-    raise SettingError(f"--width {text}: choose a number of inches from {LEAST} to {MOST}")
+    raise SettingError(f"--width {text}: choose column, page, or a number of inches from {LEAST} to {MOST}")

@@ -23,6 +23,7 @@ POINTS = 0.7  # typographic points per pixel: letters of 11 pixels have 7.7 poin
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # vl-convert contains the first
 LETTER = 5.9  # upper bound of a letter's mean width in pixels
 SUBTITLE = {"subtitleFontSize": 11, "subtitleColor": charts.MUTED, "subtitlePadding": 4}
+FULL_KEY = {"label": "full cache", "colour": FULL, "shape": "", "dash": charts.FULL_DASH}  # its entry in a key
 CONFIG = charts.CONFIG | {
     "font": FONT,
     "background": "white",
@@ -58,23 +59,40 @@ class Drawing:
 
 
 def draw_curve(panel: Mapping[str, Any], against: str, total: float) -> Drawing | None:
-    """Return the drawing of score against kept share, at most `total` pixels wide; None if there is no curve."""
+    """Return the drawing of score against kept share, at most `total` pixels wide; None if there is no curve.
+
+    If all methods were run at one and the same budget, there is no curve to see. The drawing is then a row for each
+    method, with a point and its interval.
+    """
     series = [own for own in panel["series"] if "smallest" in own]
     if not series:
         return None
+    budgets = {own["budget"] for own in panel["points"]}
     names = [own["label"] for own in panel["series"]]
     rows = [{"method": names[own["s"]], **own} for own in panel["points"]]
     rows += [{"method": f"full cache, beside {names[own['s']]}", **own} for own in panel["full"]]
     samples, left = ({own[name] for own in series} for name in ("samples", "left_out"))
     more = f" ({format_range(left)} not answered everywhere)" if any(left) else ""
     about = [series[0]["average"], f"{format_range(samples)} samples{more}"]
+    if len(budgets) == 1:
+        return Drawing(
+            rows, panel, make_dots(len(series)), 1, (80, total), [FULL_KEY], [f"budget {budgets.pop()}", *about]
+        )
     share = charts.BYTES if against == "bytes" else charts.ROWS
 
     def chart(width: float) -> alt.LayerChart:
         return charts.chart_curve(share).properties(width=width, height=200)
 
-    full = {"label": "full cache", "colour": FULL, "shape": "", "dash": charts.FULL_DASH}
-    return Drawing(rows, panel, chart, 1, (80, total), [*series, full], about)
+    return Drawing(rows, panel, chart, 1, (80, total), [*series, FULL_KEY], about)
+
+
+def make_dots(count: int) -> Callable[[float], alt.LayerChart]:
+    """Return the function that makes the chart of scores at one budget, with a row for each of `count` methods."""
+
+    def chart(width: float) -> alt.LayerChart:
+        return charts.chart_dots().properties(width=width, height=22 * count)
+
+    return chart
 
 
 def format_range(counts: Collection[int]) -> str:
@@ -183,11 +201,14 @@ def make_title(panel: Mapping[str, Any], about: Sequence[str], total: float) -> 
     return alt.TitleParams(wrap(first, int(total / LETTER / 1.15)), subtitle=lines, limit=total)
 
 
-def make_figure_specification(drawing: Drawing, panel: Mapping[str, Any], plot: float, total: float) -> dict[str, Any]:
+def make_figure_specification(
+    drawing: Drawing, panel: Mapping[str, Any], plot: float, total: float, plain: bool
+) -> dict[str, Any]:
     """Return the complete specification of a figure, including its numbers."""
     chart = drawing.chart(plot)
     parts: list[Any] = [chart, make_key(drawing.key, plot * drawing.plots)] if drawing.key else [chart]
-    figure = alt.vconcat(*parts, spacing=14, title=make_title(panel, drawing.about, total)).configure(**CONFIG)
+    title = alt.Undefined if plain else make_title(panel, drawing.about, total)
+    figure = alt.vconcat(*parts, spacing=14, title=title).configure(**CONFIG)
     spec = figure.resolve_scale(color="independent", shape="independent", strokeDash="independent").to_dict()
     tables = {name: drawing.tables[name] for name in sorted(find_data_sets(spec) & drawing.tables.keys())}
     return spec | {"datasets": spec.get("datasets", {}) | tables}
@@ -201,13 +222,16 @@ def find_data_sets(spec: Any) -> set[str]:
     return set().union(*map(find_data_sets, spec)) if isinstance(spec, list) else set()
 
 
-def render_svg(drawing: Drawing, panel: Mapping[str, Any], total: float) -> tuple[str, float, float]:
+def render_svg(
+    drawing: Drawing, panel: Mapping[str, Any], total: float, plain: bool = False
+) -> tuple[str, float, float]:
     """Draw a figure.
 
     Args:
         drawing: The chart.
         panel: Its panel, for the title.
         total: Largest width in pixels. The figure is wider only if its plots have their smallest width.
+        plain: Draw neither title nor notes, which a paper's caption states instead.
 
     Returns:
         The SVG, and its width and height in points.
@@ -215,7 +239,7 @@ def render_svg(drawing: Drawing, panel: Mapping[str, Any], total: float) -> tupl
     least, most = drawing.reach
     plot = min(most, total / drawing.plots)
     while True:
-        text = vl_convert.vegalite_to_svg(make_figure_specification(drawing, panel, plot, total))
+        text = vl_convert.vegalite_to_svg(make_figure_specification(drawing, panel, plot, total, plain))
         width, height = read_size(text)
         if width <= total + 0.5 or plot <= least:
             return renumber_names(text), width * POINTS, height * POINTS

@@ -51,6 +51,36 @@ def texts(path: Path) -> list[str]:
     return [text for text in ElementTree.parse(path.with_suffix(".svg")).getroot().itertext() if text.strip()]
 
 
+def test_a_plain_figure_has_no_title(store, drawn, tmp_path):
+    """The caption of a paper says what the title says; the chart is the same."""
+    given = [str(store), *ONE, "--kind", "curve", "--plain", "--width", "page", "--out", str(tmp_path)]
+    assert draw_figures(given) == 0
+    (path,) = tmp_path.glob("*.svg")
+    assert any("question visible" in text for text in texts(drawn["curve"]))
+    assert not any("question" in text or "samples" in text for text in texts(path))
+    assert {"snapkv", "keydiff", "full cache", "Score"} <= {text.partition(" ·")[0] for text in texts(path)}
+    assert lines(path) == lines(drawn["curve"])
+
+
+def test_one_budget_is_drawn_as_dots(store, tmp_path):
+    """Methods are rows, the best one first; all numbers are those of the curves."""
+    assert draw_figures([str(store), *ONE, f"budget=0.1", "--kind", "curve", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*.svg")
+    own = [line for line in lines(path) if "full" not in line["method"]]
+    expected = [line["method"] for line in sorted(own, key=lambda line: -float(line["score"]))]
+    assert [text for text in texts(path) if text in expected] == expected
+    assert any("budget " in text for text in texts(path))
+    wide = lines(path.with_suffix(""))
+    assert {line["method"] for line in wide} == {*expected, *(f"full cache, beside {name}" for name in expected)}
+
+
+def test_fonts_are_embedded(drawn):
+    """Publishers refuse a PDF whose fonts are not in it."""
+    content = drawn["curve"].with_suffix(".pdf").read_bytes()
+    assert b"/FontFile2" in content or b"/FontFile3" in content
+    assert content.count(b"/FontDescriptor ") == content.count(b"/FontFile")
+
+
 @pytest.mark.parametrize("kind", INCHES)
 def test_the_files_are_what_they_should_be(drawn, kind):
     name = drawn[kind]
@@ -151,7 +181,7 @@ def test_page_and_figures_draw_one_specification(store):
         **dict.fromkeys(charts.COSTS, print_charts.draw_cost(panel, 900)),
     }
     for name, page in charts.build_charts().items():
-        spec = print_charts.make_figure_specification(drawings[name], panel, 200, 500)
+        spec = print_charts.make_figure_specification(drawings[name], panel, 200, 500, plain=False)
         assert bare(page["layer"]) in [bare(own) for own in layered(spec)], name
         for data, rows in spec["datasets"].items():
             if data in panel and data != "series":
@@ -248,8 +278,8 @@ def test_a_curve_says_how_many_samples_each_method_answered(tmp_path):
     "given, said",
     {
         "--kind=pie": "--kind=pie: choose one of curve, tasks, grid, change, cost",
-        "--width=0": "--width 0: choose a number of inches from 2 to 20",
-        "--width=wide": "--width wide: choose a number of inches from 2 to 20",
+        "--width=0": "--width 0: choose column, page, or a number of inches from 2 to 20",
+        "--width=wide": "--width wide: choose column, page, or a number of inches from 2 to 20",
         "--against=time": "--against=time: choose one of bytes, rows",
         "--average=odd": "--average=odd: choose one of each",
         "method=nobody": 'method=nobody: no finished run has this; there are "full", "keydiff"',
