@@ -2,7 +2,7 @@
 
 A bundle is a zip archive:
 
-    manifest.json                        format, versions, and the SHA-256 of every other file
+    manifest.json                        format, versions, when runs were finished, and every other file's SHA-256
     table.csv                            the matrix of scores (kvbench.analysis.score_matrix), six decimal places
     runs/<hash>/run.yaml, done           the settings of each run, and of the full cache's runs that it is compared with
     runs/<hash>/records.jsonl            its records: answers, scores, hashes, bytes, rows and times
@@ -22,6 +22,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import re
 import zipfile
 from collections.abc import Mapping
@@ -57,7 +58,7 @@ class VerifiedBundle:
         runs: Number of runs.
         records: Number of records.
         blocks: The table.
-        about: Format, versions and average, from its manifest.
+        about: Format, versions, average and times of finishing, from its manifest.
         files: The files of its runs, by name.
     """
 
@@ -72,6 +73,9 @@ class VerifiedBundle:
         """Write the runs into a folder of results. A run that is there already stays as it is."""
         there = {path.name for path in folder.glob("runs/*")}
         unpack_into(folder, {name: own for name, own in self.files.items() if Path(name).parts[1] not in there})
+        for name, seconds in self.about["finished"].items():
+            if name not in there:
+                os.utime(folder / "runs" / name / "done", (seconds, seconds))
 
     def has_setting(self, name: str) -> bool:
         """Return whether the settings of some run have a setting of this name, such as "task.path"."""
@@ -109,6 +113,7 @@ def write_bundle(
         files |= {f"runs/{run.hash}/{name}": content for name, content in pack_run(run, with_texts).items()}
     about = {"format": FORMAT, "kvbench": find_version(), "scipy": find_installed_version("scipy")}
     about |= {"average": average, "texts": with_texts}
+    about |= {"finished": {run.hash: int((run.folder.path / "done").stat().st_mtime) for run in runs}}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
     manifest = json.dumps(about | {"files": hashes}, indent=1).encode()
     archive = pack({MANIFEST: manifest, **dict(sorted(files.items()))})
@@ -231,6 +236,10 @@ def unpack(path: Path, content: bytes) -> tuple[dict[str, Any], dict[str, bytes]
             expected = manifest["files"]
             if not isinstance(manifest["average"], str | None) or TABLE not in expected:
                 raise SettingError(f"bundle={path}: {MANIFEST} names no table, or an average that is no name")
+            if {f"runs/{own}/done" for own in map(str, manifest["finished"])} != {
+                name for name in expected if name.endswith("/done")
+            } or not all(type(own) is int and 0 <= own < 1 << 40 for own in manifest["finished"].values()):
+                raise SettingError(f"bundle={path}: {MANIFEST} does not say when each run was finished")
             if strange := [name for name in expected if NAMES.fullmatch(name) is None]:
                 raise SettingError(escape(f"bundle={path}: {name_some(strange)}: no file of a bundle"))
             odd = sorted({*names} ^ {MANIFEST, *expected}) or [name for name in names if names.count(name) > 1]

@@ -140,18 +140,36 @@ def format_latex_cell(cell: MatrixCell | None) -> list[str]:
 
 
 def format_html(blocks: Sequence[ScoreBlock]) -> str:
-    """Return HTML tables without styles."""
+    """Return HTML tables without styles: scores, then costs."""
     lines = []
     for block in blocks:
-        heads = "".join(f"<th scope='col'>{escape_html(own)}</th>" for own in ("method", *block.budgets))
-        about = escape_html(escape(f"{block.title}. {describe_samples(block)}"))
-        lines += ["<table>", f"<caption>{about}</caption>", f"<thead><tr>{heads}</tr></thead>", "<tbody>"]
-        for label, cells in list_rows(block):
-            texts = [format_score(cells.get(own)).strip() for own in block.budgets]
-            row = "".join(f"<td>{escape_html(own)}</td>" for own in texts)
-            lines.append(f"<tr><th scope='row'>{escape_html(escape(label))}</th>{row}</tr>")
-        lines += ["</tbody>", "</table>"]
+        about = escape(f"{block.title}. {describe_samples(block)}")
+        lines += format_html_table(block, about, "score, diff [95 %]", format_score)
+        lines += format_html_table(block, f"{escape(block.title)}. Costs.", "bytes, rows, limit", format_costs)
     return "\n".join([*lines, *(f"<p>{escape_html(own)}</p>" for own in LEGEND)]) + "\n"
+
+
+def format_html_table(
+    block: ScoreBlock, caption: str, shown: str, format_cell: Callable[[MatrixCell | None], str]
+) -> list[str]:
+    """Return the lines of one table.
+
+    Args:
+        block: The block.
+        caption: The table's caption.
+        shown: What its cells show.
+        format_cell: Function that returns the text of a cell.
+    """
+    heads = "".join(f"<th scope='col'>{escape_html(own)}</th>" for own in block.budgets)
+    lines = [
+        f"<table><caption>{escape_html(caption)}</caption>",
+        f"<thead><tr><th scope='col'>method ({escape_html(shown)})</th>{heads}</tr></thead><tbody>",
+    ]
+    for label, cells in list_rows(block):
+        texts = [" ".join(format_cell(cells.get(own)).split()) for own in block.budgets]
+        row = "".join(f"<td>{escape_html(own)}</td>" for own in texts)
+        lines.append(f"<tr><th scope='row'>{escape_html(escape(label))}</th>{row}</tr>")
+    return [*lines, "</tbody></table>"]
 
 
 FORMATS: dict[str, Callable[[Sequence[ScoreBlock]], str]] = {

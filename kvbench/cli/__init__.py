@@ -6,7 +6,7 @@ GROUPS = {
         *("results", "show", "compare", "report", "dashboard", "figures", "curves", "grid", "export", "explain"),
         "wandb-sync",
     ),
-    "Check results": ("audit", "grade", "bundle", "verify"),
+    "Check results": ("audit", "grade", "bundle", "verify", "leaderboard"),
     "Compare with papers": ("papers", "table"),
     "Measure cost": ("efficiency",),
     "Write a method": ("check-method", "calibrate"),

@@ -55,7 +55,10 @@ def make_parser() -> CommandParser:
     parser = CommandParser("figures", __doc__)
     parser.add_selection("draw")
     parser.add_argument("--kind", help="of curve,tasks,grid,change,cost (default: all)")
-    parser.add_argument("--width", help="at most: inches, column (3.25) or page (6.75) (default: column for curves)")
+    parser.add_argument(
+        "--width",
+        help="at most: column (3.25 in), page (6.75 in) or inches (default: column for curves, page for others)",
+    )
     parser.add_argument("--plain", action="store_true", help="no title and no notes, for a paper that has a caption")
     parser.add_argument("--against", default="bytes", help="of curves: bytes (bytes held) or rows (rows attended)")
     parser.add_argument("--average", help="of curves: one of the task's averages, each or solvable")

@@ -30,7 +30,7 @@ def make_parser() -> CommandParser:
     parser = CommandParser("verify", __doc__)
     parser.add_argument("bundle", type=Path, help="the file that kvbench bundle wrote")
     parser.add_argument("--digest", help="the digest that was published, or its first characters")
-    parser.add_argument("--replay", metavar="N | P%", help="execute N records, or a share of them, again")
+    parser.add_argument("--replay", metavar="N | SHARE", help="execute N records, or a share such as 1%%, again")
     parser.add_argument("--seed", type=int, help="draw the same records as an earlier call, which printed its seed")
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="settings that differ on this machine")
     return parser

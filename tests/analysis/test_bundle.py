@@ -4,7 +4,6 @@ import hashlib
 import json
 import random
 import re
-import zipfile
 
 import pytest
 
@@ -16,6 +15,7 @@ from kvbench.cli import bundle as bundle_command
 from kvbench.cli import verify
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError
+from tests.support.bundles import signed, unpacked
 from tests.support.made_up_runs import write_run
 from tests.support.report_store import make_records
 
@@ -38,19 +38,6 @@ def made(store, tmp_path_factory):
     path = tmp_path_factory.mktemp("bundle") / "own.zip"
     write_bundle(store, {}, path)
     return path
-
-
-def unpacked(path) -> dict[str, bytes]:
-    with zipfile.ZipFile(path) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
-def signed(files: dict[str, bytes]) -> bytes:
-    """An archive whose manifest has the checksums of these files: a forgery."""
-    manifest = json.loads(files[MANIFEST])
-    others = {name: content for name, content in files.items() if name != MANIFEST}
-    manifest["files"] = {name: hashlib.sha256(content).hexdigest() for name, content in others.items()}
-    return pack({MANIFEST: json.dumps(manifest).encode(), **others})
 
 
 def test_a_bundle_gives_the_table_of_its_store(store, made):

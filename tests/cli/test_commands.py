@@ -108,7 +108,10 @@ def test_the_help_of_a_run_lists_what_conf_offers(capsys):
         ("evaluate", f"default: {LENGTHS[0]} to {LENGTHS[-1]}"),
         ("evaluate", f"(default: {STEPS})"),
         ("figures", f"of {','.join(INCHES)} (default: all)"),
-        ("figures", f"default: {INCHES['curve']} for curves, {INCHES['tasks']} for other charts"),
+        (
+            "figures",
+            f"column ({INCHES['curve']} in), page ({INCHES['tasks']} in) or inches (default: column for curves",
+        ),
         ("grade", f"(default: {SECONDS:g})"),
     ],
 )

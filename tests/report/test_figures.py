@@ -64,7 +64,7 @@ def test_a_plain_figure_has_no_title(store, drawn, tmp_path):
 
 def test_one_budget_is_drawn_as_dots(store, tmp_path):
     """Methods are rows, the best one first; all numbers are those of the curves."""
-    assert draw_figures([str(store), *ONE, f"budget=0.1", "--kind", "curve", "--out", str(tmp_path)]) == 0
+    assert draw_figures([str(store), *ONE, "budget=0.1", "--kind", "curve", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*.svg")
     own = [line for line in lines(path) if "full" not in line["method"]]
     expected = [line["method"] for line in sorted(own, key=lambda line: -float(line["score"]))]
