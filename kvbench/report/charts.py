@@ -92,8 +92,13 @@ def chart_series(name: str) -> alt.Chart:
     )
 
 
-def chart_curve(share: str = BYTES) -> alt.LayerChart:
-    """Chart score against a measured share, with bands. The full cache's score is a dashed line with its band."""
+def chart_curve(share: str = BYTES, published: bool = False) -> alt.LayerChart:
+    """Chart score against a measured share, with bands. The full cache's score is a dashed line with its band.
+
+    Args:
+        share: Title of the horizontal axis.
+        published: Whether to draw the table `published`, with hollow marks.
+    """
     x = alt.X(
         "share:Q",
         title=share,
@@ -119,14 +124,24 @@ def chart_curve(share: str = BYTES) -> alt.LayerChart:
         base.mark_area(opacity=0.13).encode(y=low, y2=high),
         base.mark_line(strokeWidth=2).encode(y=score, strokeDash=DASH),
         base.mark_point(filled=True, size=60, opacity=1).encode(y=score, shape=SHAPE, tooltip=tip),
+        *([mark_published().encode(x=x, y=score)] if published else []),
     ]
     return stack_layers(*layers).properties(height=300)
 
 
-def chart_dots() -> alt.LayerChart:
+def mark_published() -> alt.Chart:
+    """Return the marks of published scores: hollow, in the colour and shape of their methods."""
+    marks = chart_series("published").mark_point(filled=False, size=90, strokeWidth=1.6, opacity=1)
+    return marks.encode(color=COLOUR, shape=SHAPE)
+
+
+def chart_dots(published: bool = False) -> alt.LayerChart:
     """Chart the scores of methods at one budget, with 95 % intervals, the highest first.
 
     The full cache's score is a dashed line with its band.
+
+    Args:
+        published: As in `chart_curve`.
     """
     x = alt.X("score:Q", title="Score", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(tickCount=5))
     row = alt.Y(
@@ -143,6 +158,7 @@ def chart_dots() -> alt.LayerChart:
         full.mark_rule(color=FULL, strokeDash=FULL_DASH).encode(x=x),
         base.mark_rule(strokeWidth=1.5).encode(**ends, color=COLOUR),
         base.mark_point(filled=True, size=60, opacity=1).encode(x=x, color=COLOUR, shape=SHAPE),
+        *([mark_published().encode(x=x, y=row)] if published else []),
     )
 
 

@@ -1,7 +1,8 @@
 """Write the report page's charts as figures for print: PDF, SVG and PNG, and a CSV with exactly the numbers drawn.
 
     curve   score against measured share with 95 % bands, the full cache dashed; `subtask=ruler_vt` restricts it. If all
-            methods have one and the same budget: a row for each method with its score and interval
+            methods have one and the same budget: a row for each method with its score and interval. Where a paper
+            prints a score of the same experiment (kvbench.papers.published_scores), a hollow mark shows it
     tasks   difference from the full cache by subtask
     grid    score by length and depth, one plot per run
     change  difference from the full cache by length and depth
@@ -27,6 +28,7 @@ import vl_convert
 
 from kvbench.analysis import solvable_subtasks
 from kvbench.analysis.budget_series import SOLVABLE, CurveOptions
+from kvbench.papers.published_scores import find_published
 from kvbench.report import print_charts
 from kvbench.report.panels import Panel, build_panels
 from kvbench.report.print_charts import POINTS, SIZE, Drawing
@@ -102,6 +104,9 @@ def make_figures(
         parts = ["" if options.against == "bytes" else options.against, options.average or "", subtask or ""]
         curve = "-".join(["curve", *map(make_slug, filter(None, parts))])
         for panel in build_panels(found, wanted, choice):
+            panel.data["published"] = (
+                list_published(panel, subtask, options.results) if "curve" in options.kinds else []
+            )
             refused |= {f"run {name}": why for name, why in panel.refused.items()}
             for own in panel.data["series"]:
                 if "curve" in options.kinds and "refused" in own:
@@ -112,6 +117,26 @@ def make_figures(
                 if drawing:
                     name = f"{name_figure(panel)}-{curve if kind == 'curve' else kind}"
                     yield Figure(name, panel.data, drawing, pixels, options.plain)
+
+
+def list_published(panel: Panel, subtask: str | None, results: Path) -> list[dict[str, Any]]:
+    """Return a row for each published score of a panel's points: series, share, score and the table that prints it.
+
+    Args:
+        panel: The panel.
+        subtask: The only subtask of its points, or None.
+        results: The folder of results.
+    """
+    hashes = {(own["series"], own["budget"]): own["hash"] for own in panel.listed}
+    runs = {run.hash: run for run in panel.runs}
+    rows = []
+    for point in panel.data["points"]:
+        run = runs[hashes[panel.data["series"][point["s"]]["label"], point["budget"]]]
+        subtasks = {subtask} if subtask else {record["subtask"] for record in run.records.values()}
+        for own in find_published(run, subtasks, point["score"], results):
+            at = {"s": point["s"], "budget": point["budget"], "share": point["share"]}
+            rows.append(at | {"score": own.score, "table": own.table})
+    return rows
 
 
 def make_drawing(kind: str, panel: Mapping[str, Any], against: str, pixels: float) -> Drawing | None:

@@ -24,6 +24,7 @@ FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # vl-convert contains th
 LETTER = 5.9  # upper bound of a letter's mean width in pixels
 SUBTITLE = {"subtitleFontSize": 11, "subtitleColor": charts.MUTED, "subtitlePadding": 4}
 FULL_KEY = {"label": "full cache", "colour": FULL, "shape": "", "dash": charts.FULL_DASH}  # its entry in a key
+PUBLISHED_KEY = {"label": "hollow: published", "colour": charts.INK, "shape": "", "dash": None}
 CONFIG = charts.CONFIG | {
     "font": FONT,
     "background": "white",
@@ -71,26 +72,35 @@ def draw_curve(panel: Mapping[str, Any], against: str, total: float) -> Drawing 
     names = [own["label"] for own in panel["series"]]
     rows = [{"method": names[own["s"]], **own} for own in panel["points"]]
     rows += [{"method": f"full cache, beside {names[own['s']]}", **own} for own in panel["full"]]
+    published = panel.get("published", [])  # the page has none
+    rows += [{"method": f"{names[own['s']]}, published in {own['table']}", **own} for own in published]
+    hollow = [PUBLISHED_KEY] if published else []
     samples, left = ({own[name] for own in series} for name in ("samples", "left_out"))
     more = f" ({format_range(left)} not answered everywhere)" if any(left) else ""
     about = [series[0]["average"], f"{format_range(samples)} samples{more}"]
     if len(budgets) == 1:
         return Drawing(
-            rows, panel, make_dots(len(series)), 1, (80, total), [FULL_KEY], [f"budget {budgets.pop()}", *about]
+            rows,
+            panel,
+            make_dots(len(series), bool(published)),
+            1,
+            (80, total),
+            [FULL_KEY, *hollow],
+            [f"budget {budgets.pop()}", *about],
         )
     share = charts.BYTES if against == "bytes" else charts.ROWS
 
     def chart(width: float) -> alt.LayerChart:
-        return charts.chart_curve(share).properties(width=width, height=200)
+        return charts.chart_curve(share, bool(published)).properties(width=width, height=200)
 
-    return Drawing(rows, panel, chart, 1, (80, total), [*series, FULL_KEY], about)
+    return Drawing(rows, panel, chart, 1, (80, total), [*series, FULL_KEY, *hollow], about)
 
 
-def make_dots(count: int) -> Callable[[float], alt.LayerChart]:
+def make_dots(count: int, published: bool) -> Callable[[float], alt.LayerChart]:
     """Return the function that makes the chart of scores at one budget, with a row for each of `count` methods."""
 
     def chart(width: float) -> alt.LayerChart:
-        return charts.chart_dots().properties(width=width, height=22 * count)
+        return charts.chart_dots(published).properties(width=width, height=22 * count)
 
     return chart
 

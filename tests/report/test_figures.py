@@ -13,6 +13,8 @@ from kvbench.analysis.budget_series import CurveOptions, build_series
 from kvbench.analysis.closing_table import build_closing_table
 from kvbench.cli.curves import print_curves
 from kvbench.cli.figures import draw_figures
+from kvbench.papers.experiment_key import resolve_value
+from kvbench.papers.table_spec import read_published
 from kvbench.report import charts, print_charts
 from kvbench.report.figures import INCHES, make_slug
 from kvbench.report.panels import build_panels
@@ -72,6 +74,42 @@ def test_one_budget_is_drawn_as_dots(store, tmp_path):
     assert any("budget " in text for text in texts(path))
     wide = lines(path.with_suffix(""))
     assert {line["method"] for line in wide} == {*expected, *(f"full cache, beside {name}" for name in expected)}
+
+
+def write_phonebook(results: Path, origin: str) -> None:
+    """The runs of a cell of KeyDiff's table 17, and of the full cache, on data of this origin."""
+    book = {"model": "llama32_3b", "task": "phonebook", "task.preset": "keydiff", "question": "visible"}
+    cut = {"method": "keydiff", "budget": 6144, "block_size": 128}
+    for own, budget in ((book | {"method": "full"}, 1.0), (book | cut, 0.3)):
+        records = make_records(budget, 60, count=6)
+        for record in records.values():
+            place = TASKS.index(record["subtask"])
+            record |= {"subtask": ("phonebook_100", "phonebook_478", "phonebook_856")[place], "meta": {"data": origin}}
+        write_run(results, records, **resolve_value(own))
+
+
+def test_published_scores_are_hollow_marks_beside_measured_ones(tmp_path):
+    write_phonebook(tmp_path, "local")
+    assert draw_figures([str(tmp_path), "subtask=phonebook_100,phonebook_478", "--out", str(tmp_path / "out")]) == 0
+    assert len(list((tmp_path / "out").glob("*.svg"))) == 2
+    printed = {
+        line["variant"]: 100 * float(line["value"])
+        for line in read_published(tmp_path, "keydiff_table17.csv")
+        if line["method"] == "keydiff"
+    }
+    for subtask in ("phonebook_100", "phonebook_478"):
+        (path,) = (tmp_path / "out").glob(f"*-{subtask}.svg")
+        (own,) = [line for line in lines(path) if "published in keydiff_table17" in line["method"]]
+        assert float(own["score"]) == printed[f"length={subtask.partition('_')[2]}"]
+        assert "hollow: published" in texts(path)
+
+
+@pytest.mark.parametrize("origin", ["miniature", "generated"])
+def test_made_up_data_have_no_published_scores(tmp_path, origin):
+    write_phonebook(tmp_path, origin)
+    assert draw_figures([str(tmp_path), "subtask=phonebook_100"]) == 0
+    (path,) = (tmp_path / "figures").glob("*.svg")
+    assert not any("published" in line["method"] for line in lines(path)) and "hollow: published" not in texts(path)
 
 
 def test_fonts_are_embedded(drawn):

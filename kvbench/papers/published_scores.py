@@ -1,0 +1,99 @@
+"""Find the published scores of a stored run, for figures that show both.
+
+A score of a table (kvbench.papers.table_spec) belongs to a run if the run answers the table's question on the same
+subtasks, and if the table's average over the run's records is the score that the figure draws. Runs on data that
+kvbench made have no published scores.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+from kvbench.papers.build import get_format
+from kvbench.papers.cell_values import RunIndex, is_synthetic, weigh_subtasks
+from kvbench.papers.experiment_key import ExperimentKey, drop_unused
+from kvbench.papers.table_spec import (
+    PublishedValues,
+    expand_each,
+    is_cost_table,
+    load_specs,
+    merge_parts,
+    read_published,
+    to_number,
+)
+from kvbench.store.runs import FoundRuns, StoredRun
+from kvbench.validation import SettingError
+
+
+@dataclass(frozen=True)
+class PublishedScore:
+    """A published score: the table's name, such as "dropkv_table5", and the score in points."""
+
+    table: str
+    score: float
+
+
+@dataclass(frozen=True)
+class PublishedCell:
+    """A cell of a table: its name, the run's settings, what is averaged, and the published score in points."""
+
+    table: str
+    run: Mapping[str, Any]
+    of: Mapping[str, Any]
+    score: float
+
+
+def find_published(run: StoredRun, subtasks: Collection[str], score: float, results: Path) -> list[PublishedScore]:
+    """Return the different published scores of a run, each with the first table that prints it.
+
+    Args:
+        run: The run.
+        subtasks: The subtasks that the figure averages.
+        score: Their average in points.
+        results: The folder of results, whose published/ comes before the project's.
+    """
+    if is_synthetic(run.records):
+        return []
+    own, values = ExperimentKey.of(run.value), RunIndex({}, FoundRuns())
+    wanted = tuple(run.value[name]["name"] for name in ("model", "task", "method"))
+    found: dict[float, PublishedScore] = {}
+    for cell in list_cells(results):
+        if tuple(cell.run.get(name) for name in ("model", "task", "method")) != wanted:
+            continue
+        try:
+            same = set(weigh_subtasks(cell.of["subtasks"], sorted(subtasks))) == set(subtasks)
+            same = same and ExperimentKey.from_settings(drop_unused(cell.run)) == own
+            if same and isclose(values.value(run, cell.of).value, score, abs_tol=1e-6):
+                found.setdefault(cell.score, PublishedScore(cell.table, cell.score))
+        except SettingError:  # the run lacks subtasks of the table
+            continue
+    return list(found.values())
+
+
+@cache
+def list_cells(results: Path) -> list[PublishedCell]:
+    """Return the cells of all tables of scores that have a published number.
+
+    Differences from the full cache and selections of long answers are no scores of one run, and are left out.
+    """
+    cells = []
+    for name, spec in load_specs().items():
+        if is_cost_table(spec):
+            continue
+        printed, columns = (
+            PublishedValues(read_published(results, spec.get("file"))),
+            list(expand_each(spec["columns"])),
+        )
+        for row in expand_each(spec["rows"]):
+            for own in (merge_parts(spec, row, column) for column in columns):
+                if own.get("run") is None or own.get("published") is None or not own.get("of"):
+                    continue
+                if {"difference", "longer"} & own["of"].keys():
+                    continue
+                number = to_number(printed.value(own["published"]))
+                if number is not None:
+                    cells.append(PublishedCell(name, own["run"], own["of"], number / get_format(own)[0]))
+    return cells
