@@ -7,8 +7,8 @@ A test whose parameters multiply carries `@pytest.mark.cover` above its `paramet
     @pytest.mark.parametrize("method", list_choices("method"))
     def test_something(method, block): ...
 
-Of its cases `make test` runs as few as hold every value of every parameter at least once: here one case a method. Blocks
-of one token and of seven are in one case each, because they read more often than one block does.
+Of its cases `make test` runs as few as hold every value of every parameter at least once: here one case a method. Each
+size of blocks but None is in one case, because these read more often than one block does.
 """
 
 from collections import Counter
