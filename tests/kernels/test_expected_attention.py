@@ -129,19 +129,19 @@ def test_expected_scores(shape, dtype, valued, monkeypatch):
 
 
 def test_views_as_models_and_storage_make_them():
-    shape = (2, 2, 3, 70, 32)
+    shape = (2, 2, 1, 35, 32)
     mean, covariance, keys, values, mass = expecting(shape, torch.bfloat16)
     expected = expected_scores(mean, covariance, keys, mass, 0.3, values, implementation="triton")
-    room = torch.full((2, 2, 2, 90, 40), math.nan, dtype=keys.dtype, device=DEVICE)
-    room[0, :, :, :70, :32], room[1, :, :, :70, :32] = keys, values
+    room = torch.full((2, 2, 2, 50, 40), math.nan, dtype=keys.dtype, device=DEVICE)
+    room[0, :, :, :35, :32], room[1, :, :, :35, :32] = keys, values
     swapped = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values, mass)]
     found = expected_scores(mean, covariance.mT, swapped[0], swapped[2], 0.3, swapped[1], implementation="triton")
     assert_equal_sums(found, expected)
-    sliced = room[:, :, :, :70, :32]
+    sliced = room[:, :, :, :35, :32]
     assert_equal_sums(
         expected_scores(mean, covariance, sliced[0], mass, 0.3, sliced[1], implementation="triton"), expected
     )
-    queries, turn = asked((2, 2, 3, 50, 32, 16), torch.bfloat16)
+    queries, turn = asked((2, 2, 1, 50, 32, 16), torch.bfloat16)
     expected = moments(queries, True, turn, implementation="triton")
     wide = [torch.cat([part, part], 1)[:, : part.shape[1]] for part in turn]  # half of what a model makes
     found = moments(queries.transpose(1, 2).contiguous().transpose(1, 2), True, wide, implementation="triton")

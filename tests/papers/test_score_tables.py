@@ -39,6 +39,7 @@ from kvbench.store.run_folder import RunFolder
 from kvbench.sweeps.plan import expand_sweep
 from kvbench.validation import SettingError
 from tests.support.command_line import run_cli
+from tests.support.lm_eval_words import use_few_words
 from tests.support.repository import ROOT
 from tests.support.selection import choose_covering, only_in_full
 
@@ -345,10 +346,12 @@ def wanted(spec: dict) -> list[list[dict]]:
     return [[run for run in row if "method.path" not in run] for row in own]
 
 
-def parts(settings: dict) -> set[tuple[str, str]]:
-    """What a run is composed of: groups with all that is set of them, and single settings but for how much is kept."""
-    groups = {name.split(".")[0] for name in settings} - {"budget"}
-    return {(name, str({k: v for k, v in settings.items() if k.split(".")[0] == name})) for name in groups}
+def parts(settings: dict) -> set[tuple[str, ...]]:
+    """What a run is composed of: the files of its groups, single settings but for how much is kept, and the names of
+    the settings of groups.
+    """
+    chosen = {(name, str(value)) for name, value in settings.items() if "." not in name and name != "budget"}
+    return chosen | {(name,) for name in settings}
 
 
 def every_part() -> list[dict]:
@@ -563,7 +566,8 @@ def test_a_cell_of_a_preset_runs_on_made_data(ran, checkpoint, tmp_path, monkeyp
         model = ["model=hf", f"model.path={checkpoint}"]
         asked = ["-m", "--verbose", f"preset={preset}", *model, *first_cut(preset, task), *SMALL[task], "limit=1"]
         where = [f"results={tmp_path}", f"hydra.sweep.dir={tmp_path}/sweep", "device=cpu"]
-        code, out, err = run_cli([*asked, *where], monkeypatch, capsys)
+        with use_few_words():
+            code, out, err = run_cli([*asked, *where], monkeypatch, capsys)
         assert code == 0 and "kvbench:" not in err and f"\ntask: {task}" in out, err
         [planned] = json.loads((tmp_path / "sweep" / "cells.json").read_text())
         ran[key] = planned, [tmp_path / "runs" / name for name in planned["runs"]]

@@ -8,14 +8,18 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from kvbench.cli import run as command
+from kvbench.cli.command import run_command
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.task import Sample
 from kvbench.models.checkpoint import Checkpoint
@@ -135,12 +139,13 @@ def test_a_run_writes_one_record_a_sample_and_its_baseline(kvbench, tmp_path, qu
 
 
 def test_one_baseline_serves_all_and_a_finished_run_is_not_run_again(kvbench, tmp_path, monkeypatch):
-    assert kvbench("method=knorm", "budget=0.25", *QUICK)[0] == 0
+    one = ("task.subtasks=niah_single_1", "task.length=512", "task.samples=1")
+    assert kvbench("method=knorm", "budget=0.25", *one)[0] == 0
     first = {path: path.read_bytes() for path in (tmp_path / "results" / "runs").rglob("records*")}
-    assert kvbench("method=knorm", "budget=64", "block_size=100", "allocator=ada", *QUICK)[0] == 0
+    assert kvbench("method=knorm", "budget=64", "block_size=100", "allocator=ada", *one)[0] == 0
     assert len(list((tmp_path / "results" / "runs").iterdir())) == 3  # one full, two knorm
     monkeypatch.setattr("kvbench.models.checkpoint.Checkpoint.weights", lambda *_: pytest.fail("weights were loaded"))
-    code, out, _ = kvbench("method=knorm", "budget=2.5e-1", *QUICK)
+    code, out, _ = kvbench("method=knorm", "budget=2.5e-1", *one)
     assert code == 0 and "average" in out
     assert all(path.read_bytes() == text for path, text in first.items())
 
@@ -241,17 +246,38 @@ def process(checkpoint: Path, folder: Path, *settings: str, errors: int = subpro
     return subprocess.Popen(arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
 
 
-@pytest.mark.parametrize(("samples", "kills"), [(3, [7]), only_in_full(6, [2, 9, 17])])
-def test_killed_at_any_moment_it_continues_and_equals_an_undisturbed_run(checkpoint, kvbench, tmp_path, samples, kills):
+def run_forked(folder: Path, arguments: Sequence[str]) -> None:
+    """The main function of a copy of this process, which has imported everything already."""
+    os.chdir(folder)
+    sys.argv[1:] = arguments
+    sys.exit(run_command(command.main))
+
+
+def forked(checkpoint: Path, folder: Path, *settings: str) -> ForkProcess:
+    """The command line in a copy of this process: it starts at once, where a new one takes six seconds of CPU."""
+    arguments = ["model=hf", f"model.path={checkpoint}", f"results={folder}/results", "device=cpu", *settings]
+    copy = get_context("fork").Process(target=run_forked, args=(folder, arguments))
+    copy.start()
+    return copy
+
+
+def is_alive(one: subprocess.Popen | ForkProcess) -> bool:
+    return one.poll() is None if isinstance(one, subprocess.Popen) else one.is_alive()
+
+
+@pytest.mark.parametrize(("start", "samples", "kills"), [(forked, 3, [7]), only_in_full(process, 6, [2, 9, 17])])
+def test_killed_at_any_moment_it_continues_and_equals_an_undisturbed_run(
+    checkpoint, kvbench, tmp_path, start, samples, kills
+):
     settings = ("method=snapkv", "budget=0.25", *QUICK, f"task.samples={samples}")
     (tmp_path / "killed").mkdir()
     records = tmp_path / "killed" / "results" / "runs"
     for enough in kills:  # lines on the disk at which the run is killed
-        victim = process(checkpoint, tmp_path / "killed", *settings)
-        while victim.poll() is None and sum(p.read_bytes().count(b"\n") for p in records.rglob("records*")) < enough:
+        victim = start(checkpoint, tmp_path / "killed", *settings)
+        while is_alive(victim) and sum(p.read_bytes().count(b"\n") for p in records.rglob("records*")) < enough:
             time.sleep(0.01)
-        victim.send_signal(signal.SIGKILL)
-        victim.communicate()
+        victim.kill()
+        victim.communicate() if isinstance(victim, subprocess.Popen) else victim.join()
     for folder in ("killed", "whole"):
         code, out, _ = kvbench(*settings, f"results={tmp_path / folder / 'results'}")
         assert code == 0 and "average" in out
@@ -285,19 +311,22 @@ def endless(tmp_path_factory) -> Path:
     return folder
 
 
-def test_workers_share_one_run_without_loss_or_doubling(endless, tmp_path, monkeypatch, capfd):
-    """Each answers what a run alone answers, which stops after a sample a subtask."""
+@pytest.mark.parametrize("how", ["fork", only_in_full("spawn")])
+def test_workers_share_one_run_without_loss_or_doubling(endless, tmp_path, monkeypatch, capfd, how):
+    """Each answers what a run alone answers, which stops after a sample a subtask. Forked workers have imported
+    everything already, also the progress bar, which is told when it is imported that another worker draws one.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvbench.runs.workers.get_context", lambda method: get_context(how))
     given = ("model=hf", f"model.path={endless}", "device=cpu", "method=knorm", "budget=0.25", *QUICK)
     for samples, own in ((1, ("results=alone",)), (3, ("results=shared", "workers=2"))):
         code, out, err = run_cli([*given, f"task.samples={samples}", *own], monkeypatch, capfd)
         assert code == 0 and "average" in out
-        err = err.replace("\r", "\n")
-        # one bar, whoever works: one is closed, however often and from where on it was drawn
-        assert len(re.findall(r"knorm: [^\n]*\n(?:\n|\Z)", err)) == 1
-        assert re.search(
-            rf"knorm: 100%.*\| {2 * samples}/{2 * samples} \[", err
-        )  # and tells what all of them have done
+        if how == "spawn":
+            err = err.replace("\r", "\n")
+            # one bar, whoever works: one is closed, however often and from where on it was drawn
+            assert len(re.findall(r"knorm: [^\n]*\n(?:\n|\Z)", err)) == 1
+            assert re.search(rf"knorm: 100%.*\| {2 * samples}/{2 * samples} \[", err)  # what all of them have done
     alone, shared = read_runs(tmp_path / "alone"), read_runs(tmp_path / "shared")
     for name, (folder, records) in shared.items():
         assert len(list(folder.glob("records*.jsonl"))) == 2  # each wrote some

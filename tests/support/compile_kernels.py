@@ -2,8 +2,8 @@
 
 A test module that tests kernels has a function `ahead()`: for each one the kernel, the types of its arguments by name
 ("*bf16", "i32", "constexpr"), its constants by name and options such as num_warps.
-`python -m tests.support.compile_kernels MODULE…` compiles them, in a process of its own since the tests' process
-interprets kernels.
+`python -m tests.support.compile_kernels every MODULE…` compiles them, in a process of its own since the tests' process
+interprets kernels; with `first` only the first entry of each kernel.
 """
 
 import os
@@ -18,13 +18,17 @@ from tests.support.repository import ROOT
 SHARED = 227 * 1024  # bytes of shared memory that a block may have on sm_90
 
 
-def main(modules: Sequence[str]) -> None:
-    """Print a line for each kernel; raises where one does not compile or takes too much shared memory."""
+def main(which: str, modules: Sequence[str]) -> None:
+    """Print a line for each entry; raises where one does not compile or takes too much shared memory."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    done = set()
     for kernel, types, constants, options in chain.from_iterable(import_module(own).ahead() for own in modules):
+        if which == "first" and kernel.__name__ in done:
+            continue
+        done.add(kernel.__name__)
         assert set(types) == set(kernel.arg_names), f"{kernel.__name__}: {set(types) ^ set(kernel.arg_names)}"
         source = ASTSource(kernel, types, constants)
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -45,18 +49,18 @@ def list_typed_kernel(kernel, kinds, constants):
     return kernel, names, constants, options
 
 
-def compile_all(modules: Sequence[str]) -> str:
+def compile_all(which: str, modules: Sequence[str]) -> str:
     """What `main` prints, from a process that does not interpret."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
-    command = [sys.executable, "-m", __name__, *modules]
+    command = [sys.executable, "-m", __name__, which, *modules]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1], sys.argv[2:])

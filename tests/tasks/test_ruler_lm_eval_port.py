@@ -1,12 +1,10 @@
 """task=ruler_lmeval: lm-eval's own documents and scores, independent of each other's company, and what is refused."""
 
 import json
-import sys
 from pathlib import Path
 
 import datasets
 import pytest
-import wonderwords
 from lm_eval.tasks import TaskManager
 
 from kvbench.models.checkpoint import Checkpoint
@@ -15,23 +13,15 @@ from kvbench.tasks.lm_eval.loader import PACKAGE, seed_generators, silence_outpu
 from kvbench.tasks.ruler.lm_eval_port import OFFLINE, RulerLmEval, find_context
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
+from tests.support.lm_eval_words import use_few_words
 
 LENGTH = 1024
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_words():
-    """lm-eval pairs all adjectives with all nouns when it is imported: 6 million keys, 9 seconds."""
-
-    class Few(wonderwords.RandomWord):
-        def __init__(self) -> None:
-            super().__init__()
-            self._categories |= {"nouns": self._categories["nouns"][:100]}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wonderwords, "RandomWord", Few)
+    with use_few_words():
         yield
-    sys.modules.pop("lm_eval.tasks.ruler.prepare_niah", None)
 
 
 @pytest.fixture(scope="module")
