@@ -10,8 +10,8 @@ import numpy as np
 from kvbench.analysis import solvable_subtasks
 from kvbench.analysis.answer_metrics import find_failure
 from kvbench.analysis.budget_curve import Curve
-from kvbench.analysis.intervals import Mean, mean
-from kvbench.analysis.paired import PairedDifference, PairedScores, compare_subtasks, pair_records
+from kvbench.analysis.intervals import Mean, compute_means
+from kvbench.analysis.paired import PairedDifference, PairedScores, compare_averages, pair_records
 from kvbench.store.runs import StoredRun, find_baseline, find_differences
 from kvbench.validation import SettingError, require_choice
 
@@ -97,16 +97,19 @@ class BudgetSeries:
         curve, weights = self.curve, list(self.weights.values())
         places = [[at for at, own in enumerate(curve.subtasks) if own == name] for name in self.weights]
         groups = [[curve.groups[at] for at in own] for own in places]
-        found = []
-        for column, run in enumerate(self.runs):
-            scores = [
+        scores = [
+            [
                 PairedScores(curve.full[own].tolist(), curve.scores[own, column].tolist(), names)
                 for own, names in zip(places, groups, strict=True)
             ]
-            score = mean([own.method_values for own in scores], weights)
-            share = float(curve.points[0][column])
-            found.append(Point(str(run.value["budget"]), share, score, compare_subtasks(scores, weights)))
-        full = mean([own.full_values for own in scores], weights)
+            for column in range(len(self.runs))
+        ]
+        sides = [[scored.method_values for scored in own] for own in scores]
+        *means, full = compute_means([(own, weights) for own in (*sides, [own.full_values for own in scores[0]])])
+        changes = compare_averages([(own, weights) for own in scores])
+        budgets = [str(run.value["budget"]) for run in self.runs]
+        kept = map(float, curve.points[0])
+        found = [Point(*own) for own in zip(budgets, kept, means, changes, strict=True)]
         shares = [[compute_kept_share(self.full.records[self.uids[at]], self.against) for at in own] for own in places]
         share = float(np.average([np.mean(own) for own in shares], weights=weights))
         return [*sorted(found, key=lambda point: (point.share, point.budget)), Point("full cache", share, full, None)]

@@ -20,7 +20,7 @@ from kvbench.analysis.paired import PairedDifference, PairedScores, compare_subt
 from kvbench.analysis.run_labels import shorten
 from kvbench.cli.report import main
 from kvbench.config.compose import list_choices
-from kvbench.report.page import MOST, NUMBERS, compact_json, render_html, write_page, write_report
+from kvbench.report.page import MOST, NUMBERS, compact_json, load_library, render_html, write_page, write_report
 from kvbench.report.panels import gather_results
 from kvbench.report.samples import LONGEST, QUESTION, escape_invisible, format_strip, to_embedded_json
 from kvbench.report.style import COLOURS, ORDER, choose_style
@@ -405,3 +405,13 @@ def test_a_folder_without_runs_is_refused(tmp_path, capsys):
     write_run(tmp_path, make_records(1.0, 100), method={"name": "full"})
     assert main([str(tmp_path)]) == 0 and data_of(tmp_path / "report.html")["panels"][0]["series"] == []
     assert "report.html" in capsys.readouterr().out
+
+
+def test_the_charting_library_is_bundled_once(tmp_path, monkeypatch) -> None:
+    bundled = iter(["one", "two"])
+    monkeypatch.setattr("kvbench.report.page.CACHE", tmp_path / "cache")
+    monkeypatch.setattr("kvbench.report.page.vl_convert.javascript_bundle", lambda: next(bundled))
+    assert [load_library(), load_library()] == ["one", "one"]
+    (kept,) = (tmp_path / "cache").iterdir()
+    kept.write_text("damaged")
+    assert load_library() == "two"
