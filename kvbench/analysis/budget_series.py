@@ -1,6 +1,6 @@
 """Group runs that differ only in their budget, on the samples that all of them and the full cache answered."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ from kvbench.analysis.answer_metrics import find_failure
 from kvbench.analysis.budget_curve import Curve
 from kvbench.analysis.intervals import Mean, compute_means
 from kvbench.analysis.paired import PairedDifference, PairedScores, compare_averages, pair_records
-from kvbench.store.runs import StoredRun, find_baseline, find_differences
+from kvbench.store.runs import UNSHARED_SETTINGS, StoredRun, find_baseline, find_differences, name_some
 from kvbench.validation import SettingError, require_choice
 
 SHARES = {"bytes": ("resident_bytes", "full_bytes"), "rows": ("rows_attended", "rows_seen_decoding")}
@@ -66,6 +66,8 @@ class BudgetSeries:
         weights: Weights of its subtasks.
         uids: Samples that all runs answered.
         left_out: Number of samples that some run did not answer.
+        unfinished: Budget of each run that is not finished, and the number of its records.
+        skipped: Budget of each unfinished run that the curve leaves out, and the reason.
     """
 
     runs: tuple[StoredRun, ...]
@@ -75,6 +77,8 @@ class BudgetSeries:
     weights: Mapping[str, float]
     uids: tuple[str, ...]
     left_out: int
+    unfinished: tuple[tuple[str, int], ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def curve(self) -> Curve:
@@ -146,9 +150,12 @@ def list_subtasks(runs: Sequence[StoredRun]) -> list[str]:
 def build_series(runs: Sequence[StoredRun], stored: Sequence[StoredRun], choice: CurveOptions) -> BudgetSeries:
     """Build the curve of runs that differ only in their budget.
 
+    The runs need not be finished: the curve shows the samples that all of them answered. An unfinished run that would
+    take a whole subtask from the others is left out and named.
+
     Args:
         runs: The runs.
-        stored: The finished runs, among them the full cache's.
+        stored: The runs among which the full cache's is looked for.
         choice: What the curve shows.
 
     Raises:
@@ -159,7 +166,8 @@ def build_series(runs: Sequence[StoredRun], stored: Sequence[StoredRun], choice:
     if found := find_differences(runs, ("budget", "averages")) or find_differences(runs, ("budget",)):
         said = "; ".join(f"{name} is {' and '.join(values)}" for name, values in found.items())
         raise SettingError(f"runs of different protocols do not form a curve: {said}")
-    full = find_baseline(runs[0], stored, choice.full)
+    full = choose_baseline(runs[0], stored, choice.full)
+    runs, skipped = skip_obstacles(full, runs, choice)
     records = [full.records, *(run.records for run in runs)]
     for own in records[1:]:
         pair_records(full.records, own)
@@ -170,12 +178,75 @@ def build_series(runs: Sequence[StoredRun], stored: Sequence[StoredRun], choice:
     name, weights = choose_weights(runs[0], {full.records[uid]["subtask"] for uid in uids}, choice)
     uids = [uid for uid in uids if full.records[uid]["subtask"] in weights]
     every = {uid for uid in every if any(uid in own and own[uid]["subtask"] in weights for own in records)}
-    swept = BudgetSeries(tuple(runs), full, choice.against, name, weights, tuple(uids), len(every) - len(uids))
+    swept = BudgetSeries(
+        runs=tuple(runs),
+        full=full,
+        against=choice.against,
+        average=name,
+        weights=weights,
+        uids=tuple(uids),
+        left_out=len(every) - len(uids),
+        unfinished=tuple((str(run.value["budget"]), len(run.records)) for run in runs if not run.finished),
+        skipped=skipped,
+    )
     try:
         swept.points  # noqa: B018 - computes the points, so that a damaged record raises here
     except ValueError as error:
         raise SettingError(str(error)) from None
     return swept
+
+
+def skip_obstacles(
+    full: StoredRun, runs: Sequence[StoredRun], choice: CurveOptions
+) -> tuple[list[StoredRun], tuple[tuple[str, str], ...]]:
+    """Return the runs that a curve shows, and the budget of each other run with the reason (`find_obstacle`).
+
+    Raises:
+        SettingError: No run is left.
+    """
+    if all(run.finished for run in runs):
+        return list(runs), ()
+    answered = {
+        uid
+        for uid, own in full.records.items()
+        if find_failure(own) is None and choice.subtask in (None, own["subtask"])
+    }
+    _, weights = choose_weights(runs[0], {str(full.records[uid]["subtask"]) for uid in answered}, choice)
+    kept, skipped = [], []
+    for run in runs:
+        reason = None if run.finished else find_obstacle(full, run, answered, weights)
+        if reason is None:
+            kept.append(run)
+        else:
+            skipped.append((str(run.value["budget"]), reason))
+    if not kept:
+        raise SettingError("; ".join(f"budget {budget} {reason}" for budget, reason in skipped))
+    return kept, tuple(skipped)
+
+
+def choose_baseline(run: StoredRun, stored: Sequence[StoredRun], wanted: str | None = None) -> StoredRun:
+    """Return the full cache's run on the same samples, a finished one if there is any.
+
+    Raises:
+        SettingError: There is none, or there are several with different answers.
+    """
+    same = [own for own in stored if own.full and not find_differences([own, run], UNSHARED_SETTINGS)]
+    return find_baseline(run, [own for own in same if own.finished] or same, wanted)
+
+
+def find_obstacle(
+    full: StoredRun, run: StoredRun, answered: Collection[str], weights: Mapping[str, float]
+) -> str | None:
+    """Return why a run cannot be compared with the others of its block, or None."""
+    if not run.records:
+        return "has no records yet"
+    try:
+        pair_records(full.records, run.records)
+    except SettingError as error:
+        return str(error)
+    both = {uid for uid in answered if uid in run.records and find_failure(run.records[uid]) is None}
+    lost = sorted(set(weights) - {str(run.records[uid]["subtask"]) for uid in both})
+    return f"answered no sample of {name_some(lost)}" if lost else None
 
 
 def build_all_series(

@@ -19,7 +19,7 @@ Comparisons with the Best".
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -28,10 +28,16 @@ from typing import Any
 import numpy as np
 
 from kvbench.analysis.answer_metrics import find_failure
-from kvbench.analysis.budget_series import SHARES, CurveOptions, choose_weights
+from kvbench.analysis.budget_series import (
+    SHARES,
+    CurveOptions,
+    choose_baseline,
+    choose_weights,
+    find_obstacle,
+)
 from kvbench.analysis.closing_table import average_known, divide, is_embedded, reduce_known, warn_of_data
 from kvbench.analysis.intervals import TOLERANCE, Mean, bound_t_reach, compute_means
-from kvbench.analysis.paired import PairedDifference, PairedScores, compare_averages, pair_records
+from kvbench.analysis.paired import PairedDifference, PairedScores, compare_averages
 from kvbench.analysis.run_labels import (
     describe_protocol,
     format_budget,
@@ -41,7 +47,7 @@ from kvbench.analysis.run_labels import (
     rank_budget,
 )
 from kvbench.store.audit import comparison_key
-from kvbench.store.runs import UNSHARED_SETTINGS, StoredRun, find_baseline, find_differences, name_some
+from kvbench.store.runs import StoredRun, name_some
 from kvbench.validation import SettingError
 
 FULL = "full cache"  # label of its row
@@ -225,31 +231,6 @@ def build_block(
 def make_sample_key(run: StoredRun, full: StoredRun, uids: Iterable[str], weights: Mapping[str, float]) -> SampleKey:
     """Return what the mean score of a run and its difference from the full cache depend on."""
     return run.hash, full.hash, tuple(uids), tuple(sorted(weights.items()))
-
-
-def choose_baseline(run: StoredRun, stored: Sequence[StoredRun], wanted: str | None = None) -> StoredRun:
-    """Return the full cache's run on the same samples, a finished one if there is any.
-
-    Raises:
-        SettingError: There is none, or there are several with different answers.
-    """
-    same = [own for own in stored if own.full and not find_differences([own, run], UNSHARED_SETTINGS)]
-    return find_baseline(run, [own for own in same if own.finished] or same, wanted)
-
-
-def find_obstacle(
-    full: StoredRun, run: StoredRun, answered: Collection[str], weights: Mapping[str, float]
-) -> str | None:
-    """Return why a run cannot be compared with the others of its block, or None."""
-    if not run.records:
-        return "has no records yet"
-    try:
-        pair_records(full.records, run.records)
-    except SettingError as error:
-        return str(error)
-    both = {uid for uid in answered if uid in run.records and find_failure(run.records[uid]) is None}
-    lost = sorted(set(weights) - {str(run.records[uid]["subtask"]) for uid in both})
-    return f"answered no sample of {name_some(lost)}" if lost else None
 
 
 def name_run(run: StoredRun) -> str:

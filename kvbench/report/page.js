@@ -86,6 +86,8 @@
     return node;
   }
 
+  const unfinished = (one) => (one.unfinished?.length ? el("small", { class: "under" }, `not finished: ${one.unfinished.join(", ")}`) : null);
+
   // ---- sections: each returns nodes, or null if there is nothing to show
 
   function matrix(panel) {
@@ -109,7 +111,7 @@
       const head = (name, key, kind) => el("th", { class: kind, scope: "col", "aria-sort": order === key ? (key === "name" ? "ascending" : "descending") : "none" },
         el("button", { class: "plain", onclick: () => { fill(key); table.querySelector(`[data-order="${key}"]`).focus(); }, "data-order": key }, name));
       const body = [...own].sort(orders[order]).map((row) => el("tr", {},
-        el("th", { class: "name marked", scope: "row" }, mark(panel.series[row.s]), panel.series[row.s].label), row.scores.map(cell)));
+        el("th", { class: "name marked", scope: "row" }, mark(panel.series[row.s]), panel.series[row.s].label, unfinished(panel.series[row.s])), row.scores.map(cell)));
       body.push(el("tr", { class: "full" }, el("th", { class: "name marked", scope: "row" }, mark(FULL), "full cache"), budgets.map(() => cell(cache))));
       table.replaceChildren(el("thead", {}, el("tr", {}, head("method", "name", "name"), budgets.map((name, at) => head(name, String(at), "num")))), el("tbody", {}, body));
     };
@@ -134,7 +136,7 @@
       if (ends && place(one) !== Infinity) strip.append(line(along(ends[1]), along(ends[1]), 9, one.colour));
       return el("tr", {},
         el("td", { class: "num" }, place(one) === Infinity ? "–" : String(1 + own.filter((other) => place(other) < place(one)).length)),
-        el("td", { class: "name marked" }, mark(one), one.label),
+        el("td", { class: "name marked" }, mark(one), one.label, unfinished(one)),
         el("td", { class: "num" }, text), el("td", { class: "num muted" }, interval || why || "–"),
         el("td", { class: "strip" }, strip), el("td", { class: "num wider" }, one.smallest.most === null ? "–" : percent(one.smallest.most)), el("td", { class: "num wider" }, String(one.samples)));
     });
@@ -152,8 +154,10 @@
     const left = Math.max(...own.map((one) => one.left_out));
     const { average, ...solvable } = panel.solvable;
     const second = average && [chart("curve", tables({ ...panel, ...solvable }, own), `Score against measured share, ${average}, ${title(panel)}`), el("small", {}, average)];
+    const short = own.filter((one) => one.unfinished.length).map((one) => `${one.label} ${one.unfinished.join(", ")}`);
     return [chart("curve", tables(panel, own), `Score against measured share, ${title(panel)}`), el("div", { class: "key" }, key),
-      el("small", {}, own[0].average + (left ? `; up to ${left} samples that some run did not answer are left out` : "")), ...(second || [])];
+      el("small", {}, own[0].average + (left ? `; up to ${left} samples that some run did not answer are left out` : "")),
+      short.length ? el("p", { class: "note unfinished" }, `Not finished: ${short.join("; ")}. A curve shows the samples that all its runs answered.`) : null, ...(second || [])];
   }
 
   function tasks(panel) {
@@ -384,8 +388,8 @@
   function runs() {
     const cell = (text, kind) => el("td", { class: kind || "" }, text);
     const rows = DATA.runs.map((run) => el("tr", {}, cell(el("code", {}, run.hash)), cell(title(DATA.panels[run.panel])), cell(run.series, "name"), cell(run.budget, "num"),
-      cell(String(run.samples), "num"), cell(run.code), cell(el("code", {}, run.sources)), cell(run.date), cell((run.notes || []).join(" "))));
-    const head = ["run", "task", "method", "budget", "samples", "code", "sources", "finished", ""].map((text) => el("th", { class: text === "budget" || text === "samples" ? "num" : "" }, text));
+      cell(run.of === null ? String(run.samples) : `${run.samples} of ${run.of}`, "num"), cell(run.code), cell(el("code", {}, run.sources)), cell(run.date), cell((run.notes || []).join(" "))));
+    const head = ["run", "task", "method", "budget", "samples", "code", "sources", "written", ""].map((text) => el("th", { class: text === "budget" || text === "samples" ? "num" : "" }, text));
     return el("details", {}, el("summary", {}, `${DATA.runs.length} runs`), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows))));
   }
   function facts() {
@@ -396,7 +400,7 @@
     const dates = DATA.runs.map((run) => run.date).sort();
     const period = dates.length ? (dates[0] === dates[dates.length - 1] ? dates[0] : `${dates[0]} to ${dates[dates.length - 1]}`) : "–";
     const rows = [
-      ["Runs", `${DATA.runs.length} finished, ${Object.keys(DATA.methods).length} methods, ${DATA.runs.reduce((sum, run) => sum + run.samples, 0)} answers` + (DATA.unfinished ? `; ${DATA.unfinished} unfinished left out` : "")],
+      ["Runs", `${DATA.runs.length} runs, ${Object.keys(DATA.methods).length} methods, ${DATA.runs.reduce((sum, run) => sum + run.samples, 0)} answers` + (DATA.unfinished ? `; ${DATA.unfinished} of the runs are not finished and are scored on the samples in common` : "") + (DATA.empty ? `; ${DATA.empty} have no sample yet` : "")],
       ["Models", DATA.models.join("; ") || "–"],
       ["Code", [each("code", "revisions"), each("sources", "hashes of sources")].filter(Boolean).join("; sources ") || "–"],
       ["Hardware", DATA.machines.join("; ") || "–"],

@@ -8,7 +8,7 @@ are listed and left out.
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +18,7 @@ from scipy.special import ndtri
 
 from kvbench.analysis.answer_metrics import find_failure
 from kvbench.analysis.budget_curve import KEEP
-from kvbench.analysis.budget_series import BudgetSeries, CurveOptions, build_all_series
+from kvbench.analysis.budget_series import BudgetSeries, CurveOptions, build_all_series, choose_baseline
 from kvbench.analysis.closing_table import TableDraft, draft_run_table, finish_tables
 from kvbench.analysis.closing_table_format import ClosingTable, TableRow
 from kvbench.analysis.curves import format_smallest_share
@@ -41,7 +41,7 @@ from kvbench.analysis.score_matrix_format import describe_samples
 from kvbench.analysis.text_table import NOT_AVAILABLE
 from kvbench.report.style import DASHES, choose_style
 from kvbench.store.audit import comparison_key
-from kvbench.store.runs import FoundRuns, StoredRun, check_folder, find_baseline, find_finished
+from kvbench.store.runs import FoundRuns, StoredRun, check_folder, find_finished
 from kvbench.validation import SettingError
 
 DATA_ERRORS = (
@@ -100,9 +100,14 @@ def gather_results(results: Path, now: datetime) -> PageData:
 
 
 def gather_found(found: FoundRuns, now: datetime) -> PageData:
-    """Collect everything for the page but the answers, from runs that were already found."""
-    panels = build_panels(found, found.runs, CurveOptions())
-    first = [run.value for run in found.runs]
+    """Collect everything for the page but the answers, from runs that were already found.
+
+    Unfinished runs are shown, too, on the samples that they have in common with the others. One without records is only
+    counted.
+    """
+    runs = [*found.runs, *(run for run in found.unfinished if run.records)]
+    panels = build_panels(replace(found, runs=runs), runs, CurveOptions())
+    first = [run.value for run in runs]
     left_out = found.damaged | {name: why for panel in panels for name, why in panel.refused.items()}
     left_out |= {name: f"used without its damaged records: {why}" for name, why in found.passed_over.items()}
     series = [(panel.data, own) for panel in panels for own in panel.data["series"]]
@@ -118,12 +123,13 @@ def gather_found(found: FoundRuns, now: datetime) -> PageData:
             if "refused" in own
         ],
         "runs": [own for panel in panels for own in panel.listed],
-        "unfinished": len(found.unfinished),
+        "unfinished": sum(bool(run.records) for run in found.unfinished),
+        "empty": sum(not run.records for run in found.unfinished),
         "damaged": [[shorten(name), shorten(reason, 300)] for name, reason in sorted(left_out.items())],
         "models": sorted(
             {f"{get_name(value, 'model')} {shorten(value['model'].get('identity') or '')}" for value in first}
         ),
-        "machines": sorted({hardware for run in found.runs for hardware, _ in read_machines(run)}),
+        "machines": sorted({hardware for run in runs for hardware, _ in read_machines(run)}),
     }
     return PageData(page, [own for panel in panels for own in panel.pairings])
 
@@ -213,7 +219,7 @@ class Panel:
         refused: dict[str, str] = {}
         for run in runs:
             try:
-                full = find_baseline(run, full_runs)
+                full = choose_baseline(run, full_runs)
                 drafts[run.hash] = full, draft_run_table(run.value, full.records, run.records, brief=True)
             except DATA_ERRORS as error:
                 refused[run.hash] = describe_error(error)
@@ -224,6 +230,7 @@ class Panel:
     def _add_run(self, run: StoredRun, built: tuple[StoredRun, ClosingTable] | str, series: int, label: str) -> bool:
         """Add one run and return True. If it cannot be compared, note the reason and return False."""
         name = f"{label} · {format_budget(run)}"
+        name += "" if run.finished else f" · {self._describe_progress(run)}"
         self._add_listed(run, label)
         if isinstance(built, str):
             self.refused[f"{run.hash} ({name})"] = built
@@ -240,6 +247,10 @@ class Panel:
         self.listed[-1]["notes"] = [note for note in notes if note[0].isdigit()]
         self.pairings.append(Pairing(run, full, self.index, name))
         return True
+
+    def _describe_progress(self, run: StoredRun) -> str:
+        """Return how many of the panel's samples an unfinished run has answered."""
+        return f"{len(run.records)} of {max(len(own.records) for own in self.runs)} samples"
 
     def _add_table(self, rows: Sequence[TableRow], run: StoredRun, series: int, name: str) -> None:
         averages = [row for row in rows if row.kind == "average"][:1]
@@ -272,7 +283,7 @@ class Panel:
         except DATA_ERRORS as error:
             return {"refused": describe_error(error)}
         points = {point.budget: point for point in swept.points}
-        for run in runs:
+        for run in swept.runs:
             point = points[str(run.value["budget"])]
             if point.interval:
                 key = make_sample_key(run, swept.full, swept.uids, swept.weights)
@@ -282,7 +293,17 @@ class Panel:
             self.solvable["average"] = shorten(own.average)
             self._add_points(own, runs, series, self.solvable)
         shown = {"average": shorten(swept.average), "left_out": swept.left_out, "samples": len(swept.uids)}
-        return shown | {"smallest": find_least_budget(swept)}
+        return shown | {"unfinished": self._list_unfinished(swept, runs), "smallest": find_least_budget(swept)}
+
+    def _list_unfinished(self, swept: BudgetSeries, runs: Sequence[StoredRun]) -> list[str]:
+        """Return a line for each unfinished run of a curve."""
+        skipped = dict(swept.skipped)
+        lines = []
+        for run in (own for own in runs if not own.finished):
+            reason = skipped.get(str(run.value["budget"]))
+            end = f", left out: {shorten(reason)}" if reason else ""
+            lines.append(f"{format_budget(run)} ({self._describe_progress(run)}{end})")
+        return lines
 
     def _add_points(
         self, swept: BudgetSeries, runs: Sequence[StoredRun], series: int, tables: Mapping[str, list]
@@ -297,6 +318,7 @@ class Panel:
 
     def _add_listed(self, run: StoredRun, label: str) -> None:
         path = run.folder.path
+        written = [path / "done"] if run.finished else [*path.glob("records*.jsonl")]
         self.listed.append(
             {
                 "panel": self.index,
@@ -307,7 +329,8 @@ class Panel:
                 "samples": len(run.records),
                 "sources": shorten(str(run.value.get("sources") or "")),
                 "code": ", ".join(sorted({code for _, code in read_machines(run) if code})),
-                "date": datetime.fromtimestamp((path / "done").stat().st_mtime, UTC).strftime("%Y-%m-%d"),
+                "of": None if run.finished else max(len(own.records) for own in self.runs),
+                "date": datetime.fromtimestamp(max(own.stat().st_mtime for own in written), UTC).strftime("%Y-%m-%d"),
             }
         )
 

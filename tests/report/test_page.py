@@ -327,16 +327,39 @@ def test_what_is_damaged_is_named_and_the_rest_is_shown(store):
         write_run(store, make_records(0.6, 50, meta=None), budget=0.6, method=method),
         write_run(store, make_records(0.7, 50, prompt_hash="another"), budget=0.7, method=method),
     ]
-    write_run(store, make_records(0.8, 50), finish=False, budget=0.8, method=method)
+    write_run(store, {}, finish=False, budget=0.8, method=method)
     page = data_of(write_report(store, NOW))
     said = " ".join(f"{name} {why}" for name, why in page["damaged"])
     for path in (old, torn, *odd):
         assert path.name in said
     assert "run.yaml cannot be read" in said and "torn" in said and "is not in [0, 100]" in said
-    assert page["unfinished"] == 1
+    assert (page["unfinished"], page["empty"]) == (0, 1)
     snapkv = next(own for own in page["panels"][1]["series"] if own["label"] == "snapkv")
     points = [point for point in page["panels"][1]["points"] if point["s"] == snapkv["s"]]
     assert [point["budget"] for point in points] == ["5\u202f%", "10\u202f%", "30\u202f%"]
+
+
+def test_an_unfinished_run_is_shown_on_the_samples_in_common(store):
+    whole = make_records(0.2, 50)
+    some = {uid: own for uid, own in whole.items() if own["index"] % 2 == 0}
+    write_run(store, some, finish=False, budget=0.2, method={"name": "snapkv"})
+    write_run(store, {"vt/0": whole["vt/0"]}, finish=False, budget=0.4, method={"name": "snapkv"})
+    page = data_of(write_report(store, NOW))
+    panel = page["panels"][1]
+    snapkv = next(own for own in panel["series"] if own["label"] == "snapkv")
+    points = [point for point in panel["points"] if point["s"] == snapkv["s"]]
+    assert page["unfinished"] == 2 and {point["n"] for point in points} == {len(some)} and len(points) == 4
+    short, skipped = snapkv["unfinished"]
+    assert short == "20\u202f% (12 of 24 samples)"
+    assert skipped.startswith("40\u202f% (1 of 24 samples, left out: answered no sample of")
+    runs = {run["budget"]: (run["samples"], run["of"]) for run in page["runs"] if run["of"]}
+    assert runs == {"20\u202f%": (12, 24), "40\u202f%": (1, 24)}
+    assert "snapkv · 20\u202f% · 12 of 24 samples" in [own["row"] for own in panel["rows"]]
+    matrix = panel["matrix"]
+    (row,) = [own for own in matrix["methods"] if own["s"] == snapkv["s"]]
+    score = row["scores"][matrix["budgets"].index("20\u202f%")]["score"]
+    assert score == next(point["score"] for point in points if point["budget"] == "20\u202f%")
+    assert "n = 12 of 24" in matrix["about"] and "Not finished" in matrix["about"]
 
 
 def test_the_page_says_what_it_is_made_of(page):
