@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from math import log2
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,10 +37,10 @@ from kvbench.analysis.run_labels import (
     rank_budget,
     shorten,
 )
-from kvbench.analysis.score_matrix import MatrixCell, RunNumbers, SampleKey, build_block, make_sample_key
+from kvbench.analysis.score_matrix import MatrixCell, RunNumbers, SampleKey, ScoreBlock, build_block, make_sample_key
 from kvbench.analysis.score_matrix_format import describe_samples
 from kvbench.analysis.text_table import NOT_AVAILABLE
-from kvbench.report.style import DASHES, choose_style
+from kvbench.report.style import choose_style, choose_styles
 from kvbench.store.audit import comparison_key
 from kvbench.store.runs import FoundRuns, StoredRun, check_folder, find_finished
 from kvbench.validation import SettingError
@@ -116,6 +117,7 @@ def gather_found(found: FoundRuns, now: datetime) -> PageData:
         "keep": KEEP,
         "panels": [panel.data for panel in panels],
         "methods": {own["method"]: choose_style(own["method"]) for _, own in series},
+        "classes": [own for own in (*CLASSES, OTHER) if any(own in list_classes(panel) for panel in panels)],
         "blocks": list({own["block"]: None for _, own in series}),
         "refused": [
             f"{panel['task']} · question {panel['question']}, {own['label']}: no curve: {own['refused']}"
@@ -182,6 +184,7 @@ class Panel:
         return {
             "about": describe_samples(block),
             "budgets": list(block.budgets),
+            "classes": [classify_column(block, budget) for budget in block.budgets],
             "methods": [
                 {"s": places[label], "scores": [describe_cell(cells.get(budget)) for budget in block.budgets]}
                 for label, cells in block.rows.items()
@@ -198,18 +201,18 @@ class Panel:
         groups = group_series(self.runs)
         tables = self._build_tables([run for _, _, runs in groups for run in runs], full_runs)
         series: list[dict[str, Any]] = []
-        for label, dash, runs in groups:
+        for label, _, runs in groups:
             place = len(series)
             ordered = [
                 own for own in sorted(runs, key=rank_budget) if self._add_run(own, tables[own.hash], place, label)
             ]
             if ordered:
                 method = get_name(runs[0].value, "method")
-                shown = {"s": place, "label": label, "method": method, "dash": DASHES[dash % len(DASHES)]}
-                shown |= choose_style(method) | {"block": runs[0].value.get("block_size")}
+                shown = {"s": place, "label": label, "method": method, "block": runs[0].value.get("block_size")}
                 series.append(shown | self._add_curve(ordered, full_runs, place))
         self._finish_grids()
-        return series
+        styles = choose_styles([own["method"] for own in series])
+        return [own | style for own, style in zip(series, styles, strict=True)]
 
     def _build_tables(
         self, runs: Sequence[StoredRun], full_runs: Sequence[StoredRun]
@@ -394,6 +397,8 @@ class GridCell:
         return found | dict(zip(("diff", "diff_low", "diff_high"), ends, strict=True))
 
 
+CLASSES = {"50\u202f%": 0.5, "25\u202f%": 0.25, "12.5\u202f%": 0.125, "6.25\u202f%": 0.0625}  # of budgets
+OTHER = "other"  # the class of all other budgets
 TABLES = ("points", "full", "tasks", "rows", "cells", "costs", "free", "front")
 
 
@@ -445,6 +450,20 @@ def find_least_budget(swept: BudgetSeries) -> dict[str, Any]:
     return shown | {"text": text, "interval": interval, "order": order if order < 2 else None, "ends": clipped}
 
 
+def classify_column(block: ScoreBlock, budget: str) -> str:
+    """Return the class of a column of the matrix: that of the budget, or of the bytes held if the budget is in rows."""
+    cells = [own[budget] for own in block.rows.values() if budget in own] or [block.full]
+    asked = cells[0].run.value["budget"]
+    held = [cell.held for cell in cells if cell.held is not None]
+    return classify_share(fmean(held) if isinstance(asked, int) and held else float(asked))
+
+
+def classify_share(share: float) -> str:
+    """Return the nearest budget class of a share by its logarithm, OTHER if none is within a factor of √2."""
+    nearest = min(CLASSES, key=lambda own: abs(log2(share / CLASSES[own]))) if share > 0 else OTHER
+    return nearest if nearest != OTHER and abs(log2(share / CLASSES[nearest])) <= 0.5 else OTHER
+
+
 def describe_cell(cell: MatrixCell | None) -> dict[str, Any] | None:
     """Return the numbers of a cell of the matrix."""
     if cell is None:
@@ -453,6 +472,11 @@ def describe_cell(cell: MatrixCell | None) -> dict[str, Any] | None:
     found: dict[str, Any] = {"score": cell.score.value, "held": cell.held, "attended": cell.attended}
     found |= {"limit": cell.at_limit, "best": cell.best, "tied": cell.tied}
     return found | ({} if own is None else {"diff": own.difference, "low": own.low, "high": own.high})
+
+
+def list_classes(panel: Panel) -> list[str]:
+    """Return the budget classes of a panel's matrix."""
+    return panel.data["matrix"]["classes"] if panel.data["matrix"] else []
 
 
 def describe_times(row: TableRow, side: str) -> dict[str, float | None]:

@@ -21,9 +21,9 @@ from kvbench.analysis.run_labels import shorten
 from kvbench.cli.report import main
 from kvbench.config.compose import list_choices
 from kvbench.report.page import MOST, NUMBERS, compact_json, load_library, render_html, write_page, write_report
-from kvbench.report.panels import gather_results
+from kvbench.report.panels import classify_share, gather_results
 from kvbench.report.samples import LONGEST, QUESTION, escape_invisible, format_strip, to_embedded_json
-from kvbench.report.style import COLOURS, ORDER, choose_style
+from kvbench.report.style import COLOURS, ORDER, choose_style, choose_styles
 from kvbench.validation import SettingError
 from tests.support import report_store
 from tests.support.report_store import BUDGETS, HOSTILE, TASKS, make_records, write_run, write_small_store
@@ -209,8 +209,8 @@ def test_runs_of_different_protocols_never_share_a_panel(store):
 
 def test_a_method_keeps_its_look(page):
     assert choose_style("snapkv") == {"colour": "#0072B2", "shape": "circle"}
-    assert choose_style("keydiff") == {"colour": "#D55E00", "shape": "circle"}
-    assert choose_style("cake") == {"colour": "#0072B2", "shape": "square"}
+    assert choose_style("keydiff") == {"colour": "#D55E00", "shape": "square"}
+    assert choose_style("cake") == {"colour": "#0072B2", "shape": "triangle-up"}
     assert choose_style("newest") == choose_style("newest") and choose_style("newest")["colour"] in COLOURS
     looks = [tuple(choose_style(name).values()) for name in ORDER]
     assert len(set(looks)) == len(ORDER)
@@ -218,9 +218,60 @@ def test_a_method_keeps_its_look(page):
     assert names - {"full"} <= set(ORDER), "give a new method a look of its own"
     for panel in page["panels"]:
         for own in panel["series"]:
-            assert {key: own[key] for key in ("colour", "shape")} == choose_style(own["method"])
-        variants = [tuple(own["dash"]) for own in panel["series"] if own["method"] == "keydiff"]
-        assert len(set(variants)) == 2  # one colour, two lines
+            assert own["colour"] == choose_style(own["method"])["colour"]
+        one, other = [own for own in panel["series"] if own["method"] == "keydiff"]
+        assert one["shape"] == choose_style("keydiff")["shape"]
+        assert one["shape"] != other["shape"] and one["dash"] != other["dash"]  # one colour, two marks and lines
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        ["snapkv"] * 25,
+        [*ORDER, "mine", "yours", "full", "full", "snapkv", "h2o"],
+        ["full"] * 3 + ["mine"] * 11 + ["yours"] * 11,
+    ],
+    ids=["one method", "all methods", "unknown methods"],
+)
+def test_25_lines_of_a_panel_can_be_told_apart_in_grey(methods):
+    styles = choose_styles(methods)
+    assert len({(own["shape"], tuple(own["dash"])) for own in styles}) == len(methods) == 25
+    assert [own["colour"] for own in styles] == [choose_style(method)["colour"] for method in methods]
+    for method in set(ORDER) & set(methods):
+        assert styles[methods.index(method)]["shape"] == choose_style(method)["shape"]
+
+
+def test_more_lines_than_pairs_keep_their_colours():
+    styles = choose_styles(["snapkv"] * 40)
+    assert len({(own["shape"], tuple(own["dash"])) for own in styles}) == 28
+    assert {own["colour"] for own in styles} == {choose_style("snapkv")["colour"]}
+
+
+@pytest.mark.parametrize(
+    ("share", "name"),
+    [
+        (0.5, "50"),
+        (0.7, "50"),
+        (0.72, "other"),
+        (0.3, "25"),
+        (0.1, "12.5"),
+        (0.05, "6.25"),
+        (0.04, "other"),
+        (0, "other"),
+    ],
+)
+def test_a_budget_is_in_the_nearest_class(share, name):
+    assert classify_share(share).removesuffix("\u202f%") == name
+
+
+def test_columns_of_the_matrix_have_classes(tmp_path):
+    write_run(tmp_path, make_records(1.0, 100), method={"name": "full"})
+    write_run(tmp_path, make_records(0.25, 50), budget=64)  # holds a quarter of the bytes
+    write_run(tmp_path, make_records(0.02, 50), budget=0.02)
+    page = data_of(write_report(tmp_path, NOW))
+    assert page["classes"] == ["25\u202f%", "other"]
+    matrix = page["panels"][0]["matrix"]
+    assert dict(zip(matrix["budgets"], matrix["classes"], strict=True)) == {"64 rows": "25\u202f%", "2\u202f%": "other"}
 
 
 def test_nothing_in_the_page_can_run_or_fetch_but_its_own_scripts(made):
@@ -395,10 +446,11 @@ def test_a_large_study_stays_small(tmp_path, monkeypatch):
 def test_no_store_is_too_large(store, monkeypatch):
     """Numbers that make the page larger than it may be lie beside it, and are the same; few do not."""
     whole = gather_results(store, NOW)
-    monkeypatch.setattr("kvbench.report.page.MOST", 980_000)  # little more than the scripts
+    most = len(render_html({}).encode()) + 2_000  # little more than the scripts
+    monkeypatch.setattr("kvbench.report.page.MOST", most)
     monkeypatch.setattr("kvbench.report.page.gather_results", lambda results, now: whole)
     path, folder = write_report(store, NOW), store / "report"
-    assert path.stat().st_size < 980_000
+    assert path.stat().st_size < most
 
     def part(name: str) -> dict:
         text = (folder / name).read_text("ascii")
