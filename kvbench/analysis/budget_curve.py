@@ -34,7 +34,7 @@ from functools import cached_property
 import numpy as np
 from scipy.special import ndtr, stdtrit
 
-from kvbench.analysis.intervals import BOUND, TAIL, TOLERANCE, Values, mean, needs_exact_bounds
+from kvbench.analysis.intervals import BOUND, TAIL, TOLERANCE, Values, compute_means, needs_exact_bounds
 
 REPLICATES = 4000  # of the bootstrap
 SEED = 0  # of the bootstrap
@@ -237,7 +237,7 @@ class Curve:
         enough = sum(len(counts) for _, counts in self._clusters) >= ENOUGH
         if self._replicates is None or enough and not any(map(needs_exact_bounds, columns)):
             return None
-        means = [mean(column, self._weights.tolist()) for column in columns]
+        means = compute_means([(column, self._weights.tolist()) for column in columns])
         return [np.array([own.low for own in means]), np.array([own.high for own in means])]
 
 

@@ -1,6 +1,6 @@
 """Group runs that differ only in their budget, on the samples that all of them and the full cache answered."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,9 +10,9 @@ import numpy as np
 from kvbench.analysis import solvable_subtasks
 from kvbench.analysis.answer_metrics import find_failure
 from kvbench.analysis.budget_curve import Curve
-from kvbench.analysis.intervals import Mean, mean
-from kvbench.analysis.paired import PairedDifference, PairedScores, compare_subtasks, pair_records
-from kvbench.store.runs import StoredRun, find_baseline, find_differences
+from kvbench.analysis.intervals import Mean, compute_means
+from kvbench.analysis.paired import PairedDifference, PairedScores, compare_averages, pair_records
+from kvbench.store.runs import UNSHARED_SETTINGS, StoredRun, find_baseline, find_differences, name_some
 from kvbench.validation import SettingError, require_choice
 
 SHARES = {"bytes": ("resident_bytes", "full_bytes"), "rows": ("rows_attended", "rows_seen_decoding")}
@@ -66,6 +66,8 @@ class BudgetSeries:
         weights: Weights of its subtasks.
         uids: Samples that all runs answered.
         left_out: Number of samples that some run did not answer.
+        unfinished: Budget of each run that is not finished, and the number of its records.
+        skipped: Budget of each unfinished run that the curve leaves out, and the reason.
     """
 
     runs: tuple[StoredRun, ...]
@@ -75,6 +77,8 @@ class BudgetSeries:
     weights: Mapping[str, float]
     uids: tuple[str, ...]
     left_out: int
+    unfinished: tuple[tuple[str, int], ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def curve(self) -> Curve:
@@ -97,16 +101,19 @@ class BudgetSeries:
         curve, weights = self.curve, list(self.weights.values())
         places = [[at for at, own in enumerate(curve.subtasks) if own == name] for name in self.weights]
         groups = [[curve.groups[at] for at in own] for own in places]
-        found = []
-        for column, run in enumerate(self.runs):
-            scores = [
+        scores = [
+            [
                 PairedScores(curve.full[own].tolist(), curve.scores[own, column].tolist(), names)
                 for own, names in zip(places, groups, strict=True)
             ]
-            score = mean([own.method_values for own in scores], weights)
-            share = float(curve.points[0][column])
-            found.append(Point(str(run.value["budget"]), share, score, compare_subtasks(scores, weights)))
-        full = mean([own.full_values for own in scores], weights)
+            for column in range(len(self.runs))
+        ]
+        sides = [[scored.method_values for scored in own] for own in scores]
+        *means, full = compute_means([(own, weights) for own in (*sides, [own.full_values for own in scores[0]])])
+        changes = compare_averages([(own, weights) for own in scores])
+        budgets = [str(run.value["budget"]) for run in self.runs]
+        kept = map(float, curve.points[0])
+        found = [Point(*own) for own in zip(budgets, kept, means, changes, strict=True)]
         shares = [[compute_kept_share(self.full.records[self.uids[at]], self.against) for at in own] for own in places]
         share = float(np.average([np.mean(own) for own in shares], weights=weights))
         return [*sorted(found, key=lambda point: (point.share, point.budget)), Point("full cache", share, full, None)]
@@ -143,9 +150,12 @@ def list_subtasks(runs: Sequence[StoredRun]) -> list[str]:
 def build_series(runs: Sequence[StoredRun], stored: Sequence[StoredRun], choice: CurveOptions) -> BudgetSeries:
     """Build the curve of runs that differ only in their budget.
 
+    The runs need not be finished: the curve shows the samples that all of them answered. An unfinished run that would
+    take a whole subtask from the others is left out and named.
+
     Args:
         runs: The runs.
-        stored: The finished runs, among them the full cache's.
+        stored: The runs among which the full cache's is looked for.
         choice: What the curve shows.
 
     Raises:
@@ -156,7 +166,8 @@ def build_series(runs: Sequence[StoredRun], stored: Sequence[StoredRun], choice:
     if found := find_differences(runs, ("budget", "averages")) or find_differences(runs, ("budget",)):
         said = "; ".join(f"{name} is {' and '.join(values)}" for name, values in found.items())
         raise SettingError(f"runs of different protocols do not form a curve: {said}")
-    full = find_baseline(runs[0], stored, choice.full)
+    full = choose_baseline(runs[0], stored, choice.full)
+    runs, skipped = skip_obstacles(full, runs, choice)
     records = [full.records, *(run.records for run in runs)]
     for own in records[1:]:
         pair_records(full.records, own)
@@ -167,12 +178,75 @@ def build_series(runs: Sequence[StoredRun], stored: Sequence[StoredRun], choice:
     name, weights = choose_weights(runs[0], {full.records[uid]["subtask"] for uid in uids}, choice)
     uids = [uid for uid in uids if full.records[uid]["subtask"] in weights]
     every = {uid for uid in every if any(uid in own and own[uid]["subtask"] in weights for own in records)}
-    swept = BudgetSeries(tuple(runs), full, choice.against, name, weights, tuple(uids), len(every) - len(uids))
+    swept = BudgetSeries(
+        runs=tuple(runs),
+        full=full,
+        against=choice.against,
+        average=name,
+        weights=weights,
+        uids=tuple(uids),
+        left_out=len(every) - len(uids),
+        unfinished=tuple((str(run.value["budget"]), len(run.records)) for run in runs if not run.finished),
+        skipped=skipped,
+    )
     try:
         swept.points  # noqa: B018 - computes the points, so that a damaged record raises here
     except ValueError as error:
         raise SettingError(str(error)) from None
     return swept
+
+
+def skip_obstacles(
+    full: StoredRun, runs: Sequence[StoredRun], choice: CurveOptions
+) -> tuple[list[StoredRun], tuple[tuple[str, str], ...]]:
+    """Return the runs that a curve shows, and the budget of each other run with the reason (`find_obstacle`).
+
+    Raises:
+        SettingError: No run is left.
+    """
+    if all(run.finished for run in runs):
+        return list(runs), ()
+    answered = {
+        uid
+        for uid, own in full.records.items()
+        if find_failure(own) is None and choice.subtask in (None, own["subtask"])
+    }
+    _, weights = choose_weights(runs[0], {str(full.records[uid]["subtask"]) for uid in answered}, choice)
+    kept, skipped = [], []
+    for run in runs:
+        reason = None if run.finished else find_obstacle(full, run, answered, weights)
+        if reason is None:
+            kept.append(run)
+        else:
+            skipped.append((str(run.value["budget"]), reason))
+    if not kept:
+        raise SettingError("; ".join(f"budget {budget} {reason}" for budget, reason in skipped))
+    return kept, tuple(skipped)
+
+
+def choose_baseline(run: StoredRun, stored: Sequence[StoredRun], wanted: str | None = None) -> StoredRun:
+    """Return the full cache's run on the same samples, a finished one if there is any.
+
+    Raises:
+        SettingError: There is none, or there are several with different answers.
+    """
+    same = [own for own in stored if own.full and not find_differences([own, run], UNSHARED_SETTINGS)]
+    return find_baseline(run, [own for own in same if own.finished] or same, wanted)
+
+
+def find_obstacle(
+    full: StoredRun, run: StoredRun, answered: Collection[str], weights: Mapping[str, float]
+) -> str | None:
+    """Return why a run cannot be compared with the others of its block, or None."""
+    if not run.records:
+        return "has no records yet"
+    try:
+        pair_records(full.records, run.records)
+    except SettingError as error:
+        return str(error)
+    both = {uid for uid in answered if uid in run.records and find_failure(run.records[uid]) is None}
+    lost = sorted(set(weights) - {str(run.records[uid]["subtask"]) for uid in both})
+    return f"answered no sample of {name_some(lost)}" if lost else None
 
 
 def build_all_series(

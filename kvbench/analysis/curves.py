@@ -24,7 +24,7 @@ from kvbench.analysis.text_table import (
     format_table,
     wrap_texts,
 )
-from kvbench.store.runs import CACHE_GROUPS, StoredRun, filter_runs, find_differences, load_finished
+from kvbench.store.runs import CACHE_GROUPS, StoredRun, filter_runs, find_differences, load_runs
 from kvbench.validation import SettingError, escape, require_choice
 
 
@@ -50,6 +50,10 @@ def format_series(
     """
     count = f"{swept.average}; {len(swept.uids)} samples"
     count += f"; {swept.left_out} were not answered by all runs and are left out" if swept.left_out else ""
+    short = [f"budget {budget} ({records} samples)" for budget, records in swept.unfinished]
+    count += f". Not finished: {', '.join(short)}; the numbers come from what all runs answered" if short else ""
+    for budget, reason in swept.skipped:
+        count += f". Left out: budget {budget}, which is not finished and {reason}"
     lines = [*wrap_texts([escape(label), escape(count)], width)]
     lines += [*format_table(COLUMNS, swept.points, 1, width), ""]
     makers: dict[str, Callable[[], str]] = {
@@ -140,7 +144,7 @@ def report_curves(options: Namespace, width: int) -> tuple[list[str], list[str]]
     Raises:
         SettingError: No run passes the filters.
     """
-    stored, unfinished = load_finished(options.results)
+    stored = load_runs(options.results)
     runs = [run for run in filter_runs(stored, options.filters) if not run.full]
     if not runs:
         raise SettingError(f"{options.results}: the full cache alone does not form a curve")
@@ -166,8 +170,6 @@ def report_curves(options: Namespace, width: int) -> tuple[list[str], list[str]]
         lines += [*format_series(label, series, options.range or find_common_range(alike), options.keep, width), "", ""]
         notes += [EMBEDDED_NOTE] if is_embedded(full.value) else []
         notes += [MINIATURE_NOTE] if "miniature" in find_data_kinds(full.records) else []
-    if unfinished:
-        notes.append(f"{unfinished} unfinished runs are left out.")
     if curves:
         notes.append(LEGEND)
     return [*lines, *wrap_texts(dict.fromkeys(notes), width)], refused

@@ -72,6 +72,7 @@ never below 91 %.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 from scipy.special import betaincinv, stdtrit
@@ -82,7 +83,8 @@ TAIL = 0.975  # quantile of a two-sided 95 % interval
 TOLERANCE = 1e-9  # points; means that differ by less are equal up to rounding
 NODES = 0.1 * np.arange(48)  # nodes of the integral in _chance_above_zero
 PLACES = np.array([0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])  # candidates for its line
-STEPS, CLOSE = 40, 1e-4  # of the search in _gaffke_reach: most steps, and the step in points that ends it
+STEPS, CLOSE = 40, 1e-4  # of the search for a reach: most steps, and the step in points that ends it
+AT_ONCE = 256  # means that are searched for together, which limits memory
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,11 @@ class Values:
         for value in self.values:
             if not (self.least <= value <= self.most and math.isfinite(value)):
                 raise ValueError(f"score {value} is not in [{self.least:g}, {self.most:g}]")
+
+    @cached_property
+    def spread(self) -> "_Spread":
+        """The part of an interval that comes from these samples."""
+        return _measure_spread(self)
 
 
 @dataclass(frozen=True)
@@ -147,41 +154,163 @@ def mean(subtasks: Sequence[Values], weights: Sequence[float] | None = None, tai
     Raises:
         ValueError: There are no subtasks, or the weights do not fit.
     """
-    parts, shares = list(map(_measure_spread, subtasks)), normalize_weights(weights, len(subtasks))
-    value = weighted_mean(shares, [part.mean for part in parts])
-    leverage: dict[str, float] = {}
-    for share, part in zip(shares, parts, strict=True):
-        for name in part.pull:
-            leverage[name] = leverage.get(name, 0.0) + share / len(part.pull)
-    low = high = error = None
-    fewest = min(len(part.pull) for part in parts)
-    if fewest > 1:
-        pulls = [weighted_mean(shares, [part.pull.get(name, 0.0) for part in parts]) for name in sorted(leverage)]
-        error = math.sqrt(math.fsum(pull**2 for pull in pulls))
+    return compute_means([(subtasks, weights)], tail)[0]
+
+
+def compute_means(
+    averages: Sequence[tuple[Sequence[Values], Sequence[float] | None]], tail: float = TAIL
+) -> list[Mean]:
+    """Compute several means at once, which is much faster than one call of `mean` for each.
+
+    Args:
+        averages: The subtasks and the weights of each mean, as in `mean`.
+        tail: As in `mean`.
+
+    Returns:
+        What `mean` returns for each of them.
+
+    Raises:
+        ValueError: As in `mean`.
+    """
+    drafts = [_Draft.of(subtasks, weights, tail) for subtasks, weights in averages]
+    partial = [draft for draft in drafts if draft.partial]
+    down, up = ([draft.extend(sign) for draft in partial] for sign in (-1, 1))
+    reaches = _find_gaffke_reaches([*down, *up], tail)
+    for place, draft in enumerate(partial):
+        draft.low = min(draft.low, draft.value - reaches[place])
+        draft.high = max(draft.high, draft.value + reaches[len(partial) + place])
+    return [draft.finish() for draft in drafts]
+
+
+@dataclass
+class _Draft:
+    """A mean before Gaffke's bound.
+
+    Attributes:
+        parts: Its subtasks.
+        shares: Their weights, which sum to 1.
+        value: The mean.
+        error: Its standard error; None if some subtask has only one group.
+        pulls: Group -> its contribution to the error; empty if some subtask has only one group.
+        low: Lower end of the interval so far.
+        high: Upper end of the interval so far.
+        partial: Whether the interval must cover Gaffke's bound, too.
+        groups: Number of groups.
+    """
+
+    parts: Sequence["_Spread"]
+    shares: Sequence[float]
+    value: float
+    error: float | None
+    pulls: Mapping[str, float]
+    low: float
+    high: float
+    partial: bool
+    groups: int
+
+    @classmethod
+    def of(cls, subtasks: Sequence[Values], weights: Sequence[float] | None, tail: float) -> "_Draft":
+        """Compute the mean and its t interval, or its exact bounds."""
+        shares = normalize_weights(weights, len(subtasks))
+        parts = [own.spread for own in subtasks]
+        value = weighted_mean(shares, [part.mean for part in parts])
+        leverage: dict[str, float] = {}
+        for share, part in zip(shares, parts, strict=True):
+            for name in part.pull:
+                leverage[name] = leverage.get(name, 0.0) + share / len(part.pull)
+        fewest = min(len(part.pull) for part in parts)
+        if fewest < 2:
+            return cls(parts, shares, value, None, {}, value, value, False, len(leverage))
+        shared = sum(len(part.pull) for part in parts) > len(leverage)
+        if shared:
+            pulls = {
+                name: weighted_mean(shares, [part.pull.get(name, 0.0) for part in parts]) for name in sorted(leverage)
+            }
+        else:
+            pulls = dict(
+                sorted((name, s * u) for s, part in zip(shares, parts, strict=True) for name, u in part.pull.items())
+            )
+        error = math.sqrt(math.fsum(pull**2 for pull in pulls.values()))
         partial = any(part.partial for part in parts) and all(math.isfinite(part.most) for part in parts)
         if _needs_exact_bounds(parts) and not partial:
             low = -_exact_upper_bound(parts, shares, leverage, -1, tail)
             high = _exact_upper_bound(parts, shares, leverage, 1, tail)
         else:
-            shared = sum(len(part.pull) for part in parts) > len(leverage)
-            reach = (
-                stdtrit(fewest - 1 if shared else _degrees_of_freedom(parts, shares), tail) * error if error else 0.0
-            )
+            freedom = fewest - 1 if shared else _degrees_of_freedom(parts, shares) if error else 1
+            reach = float(stdtrit(freedom, tail)) * error
             low, high = value - reach, value + reach
-            if partial:
-                pulled = dict(zip(sorted(leverage), pulls, strict=True))
-                low = min(low, value - _gaffke_reach(parts, shares, pulled, -1, tail))
-                high = max(high, value + _gaffke_reach(parts, shares, pulled, 1, tail))
-        low = max(min(low, value), weighted_mean(shares, [own.least for own in subtasks]))
-        high = min(max(high, value), weighted_mean(shares, [own.most for own in subtasks]))
-        if not (math.isfinite(low) and math.isfinite(high)):
-            low = high = None
-    return Mean(value, low, high, error, sum(len(own.values) for own in subtasks), len(leverage))
+        return cls(parts, shares, value, error, pulls, low, high, partial, len(leverage))
+
+    def extend(self, sign: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return what Gaffke's bound needs of each group: its contribution to the error, its size and its room.
+
+        With `sign` -1 all are those of the negative mean.
+        """
+        place = {name: at for at, name in enumerate(self.pulls)}
+        own = sign * np.array(list(self.pulls.values()))
+        sizes, room = np.zeros(len(place)), np.zeros(len(place))
+        for share, part in zip(self.shares, self.parts, strict=True):
+            at = [place[name] for name in part.share]
+            size = share * np.array(list(part.share.values()))
+            sizes[at] += size
+            room[at] += size * (part.most - part.mean if sign > 0 else part.mean - part.least)
+        return own, sizes, room
+
+    def finish(self) -> Mean:
+        """Return the mean, with an interval that contains it and lies in the range of possible values."""
+        low: float | None = None
+        high: float | None = None
+        if self.error is not None:
+            low = max(min(self.low, self.value), weighted_mean(self.shares, [part.least for part in self.parts]))
+            high = min(max(self.high, self.value), weighted_mean(self.shares, [part.most for part in self.parts]))
+            if not (math.isfinite(low) and math.isfinite(high)):
+                low = high = None
+        return Mean(self.value, low, high, self.error, sum(part.samples for part in self.parts), self.groups)
+
+
+def bound_t_reach(
+    scores: Sequence[np.ndarray], groups: Sequence[Sequence[str]], weights: Sequence[float], tail: float
+) -> np.ndarray:
+    """Return a lower bound of the distance from the mean difference of two columns to the ends of its interval.
+
+    It rules out most pairs of columns without a call of `mean` for each. The bound is the t interval's reach with
+    Σ (G_h − 1) degrees of freedom, the most that Welch and Satterthwaite's formula can give. It is 0 where the interval
+    may come from exact binomial bounds, because these may be narrower than a t interval.
+
+    Args:
+        scores: The scores of each subtask, shape (columns, samples).
+        groups: The group of each sample, for each subtask.
+        weights: The weight of each subtask.
+        tail: As in `mean`.
+
+    Returns:
+        Bounds, shape (columns, columns).
+    """
+    names = sorted({name for own in groups for name in own})
+    place = {name: at for at, name in enumerate(names)}
+    columns = len(scores[0])
+    pulls = np.zeros((columns, len(names)))
+    exact = np.ones((columns, columns), bool)
+    counts = []
+    for share, values, own in zip(normalize_weights(weights, len(scores)), scores, groups, strict=True):
+        one_hot = np.zeros((values.shape[1], len(names)))
+        one_hot[np.arange(values.shape[1]), [place[name] for name in own]] = 1
+        sizes = one_hot.sum(0)
+        count = int((sizes > 0).sum())
+        counts.append(count)
+        sums = values @ one_hot - sizes * values.mean(1)[:, None]
+        pulls += share * math.sqrt(count / max(count - 1, 1)) * sums / values.shape[1]
+        change = np.abs(values[:, None] - values)
+        exact &= ((change == 0) | (change == BOUND)).all(2)
+    if min(counts) < 2:
+        return np.zeros((columns, columns))
+    error = np.sqrt(((pulls[:, None] - pulls[None]) ** 2).sum(2))
+    return np.where(exact, 0.0, float(stdtrit(sum(counts) - len(counts), tail)) * error)
 
 
 def needs_exact_bounds(subtasks: Sequence[Values]) -> bool:
     """Return whether so few groups differ that the interval of `mean` comes from exact bounds."""
-    return _needs_exact_bounds(list(map(_measure_spread, subtasks)))
+    return _needs_exact_bounds([own.spread for own in subtasks])
 
 
 @dataclass(frozen=True)
@@ -196,6 +325,7 @@ class _Spread:
     least: float
     most: float
     partial: bool  # whether a sample is neither 0 nor at an end of the range
+    samples: int
 
     @property
     def others(self) -> set[str]:
@@ -209,23 +339,31 @@ class _Spread:
 
 
 def _measure_spread(own: Values) -> _Spread:
-    values, groups = np.asarray(own.values, float), np.asarray(own.groups, str)
-    order = np.lexsort((values, groups))  # makes rounding independent of the order of samples
-    values = values[order]
-    names, places = np.unique(groups[order], return_inverse=True)
-    names, sizes, sums = names.tolist(), np.bincount(places), np.bincount(places, values)
-    mean = math.fsum(values) / len(values)
+    names, places, sizes = _number_groups(tuple(own.groups))
+    values = np.asarray(own.values, float)
+    order = np.lexsort((values, places))  # makes rounding independent of the order of samples
+    sums = np.bincount(places[order], values[order])
+    mean, means = math.fsum(own.values) / len(values), sums / sizes
     pull = math.sqrt(len(names) / max(len(names) - 1, 1)) * (sums - sizes * mean) / len(values)
+    ordered = np.sort(means).tolist()
     return _Spread(
         mean=mean,
         pull=dict(zip(names, pull.tolist(), strict=True)),
         share=dict(zip(names, (sizes / len(values)).tolist(), strict=True)),
-        means=dict(zip(names, (sums / sizes).tolist(), strict=True)),
-        common=float(np.median(sums / sizes)),
+        means=dict(zip(names, means.tolist(), strict=True)),
+        common=(ordered[len(ordered) // 2] + ordered[(len(ordered) - 1) // 2]) / 2,
         least=own.least,
         most=own.most,
-        partial=bool((~np.isin(values, (own.least, 0, own.most))).any()),
+        partial=bool(((values != own.least) & (values != 0) & (values != own.most)).any()),
+        samples=len(values),
     )
+
+
+@lru_cache(maxsize=256)
+def _number_groups(groups: tuple[str, ...]) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Return the sorted names of groups, the number of each sample's group, and the sizes of the groups."""
+    names, places = np.unique(np.array(groups, str), return_inverse=True)
+    return names.tolist(), places, np.bincount(places)
 
 
 def normalize_weights(weights: Sequence[float] | None, count: int) -> list[float]:
@@ -280,57 +418,78 @@ def _clopper_pearson_bound(count: int, trials: int, tail: float) -> float:
     return 1.0 if count >= trials else float(betaincinv(count + 1, trials - count, tail))
 
 
-def _gaffke_reach(
-    parts: Sequence[_Spread], shares: Sequence[float], pulls: Mapping[str, float], sign: int, tail: float
-) -> float:
-    """Return the distance from the mean up to Gaffke's bound, or down to it if `sign` is -1.
+def _find_gaffke_reaches(problems: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], tail: float) -> list[float]:
+    """Return the distance from each mean up to Gaffke's bound.
 
-    `pulls` maps each group to Σ_h w_h u_hg, its contribution to the error.
+    Args:
+        problems: What `_Draft.extend` returns of each mean.
+        tail: As in `mean`.
     """
-    place = {name: at for at, name in enumerate(pulls)}
-    own, sizes, room = sign * np.array(list(pulls.values())), np.zeros(len(pulls)), np.zeros(len(pulls))
-    for share, part in zip(shares, parts, strict=True):
-        at = [place[name] for name in part.share]
-        size = share * np.array(list(part.share.values()))
-        sizes[at] += size
-        room[at] += size * (part.most - part.mean if sign > 0 else part.mean - part.least)
-    most = float((room / sizes).max())
-    if most <= 0:
-        return 0.0
-    reach = max(most * _clopper_pearson_bound(0, len(pulls), tail), min(2 * math.sqrt((own**2).sum()), most / 2))
-    last, moved = None, math.nan
-    for _ in range(STEPS):  # secant method on the logarithm of the chance; a step beyond `most` goes halfway instead
-        unseen = int((room - reach * sizes).argmax())
-        chance, slopes = _chance_above_zero(np.append(own - reach * sizes, room[unseen] - reach * sizes[unseen]))
-        level = math.log(chance / (1 - tail))
-        slope = -float(slopes @ np.append(sizes, sizes[unseen])) if last is None else (level - last) / moved
-        moved = -level / slope if slope < 0 else math.inf
-        moved = moved if reach + moved < most else (most - reach) / 2
-        reach, last = reach + moved, level
-        if abs(moved) < CLOSE:
+    found = [0.0] * len(problems)
+    alike: dict[int, list[int]] = {}
+    for place, (own, _, _) in enumerate(problems):
+        alike.setdefault(len(own), []).append(place)
+    for places in alike.values():
+        for start in range(0, len(places), AT_ONCE):
+            some = places[start : start + AT_ONCE]
+            own, sizes, room = (np.array([problems[place][at] for place in some]) for at in range(3))
+            for place, reach in zip(some, _search_gaffke_reaches(own, sizes, room, tail).tolist(), strict=True):
+                found[place] = reach
+    return found
+
+
+def _search_gaffke_reaches(own: np.ndarray, sizes: np.ndarray, room: np.ndarray, tail: float) -> np.ndarray:
+    """Return the distances (N,) of N means, each of G groups. All arguments have the shape (N, G)."""
+    count, groups = own.shape
+    most = (room / sizes).max(1)
+    least = most * _clopper_pearson_bound(0, groups, tail)
+    reach = np.maximum(least, np.minimum(2 * np.sqrt((own**2).sum(1)), most / 2))
+    reach[most <= 0] = 0.0
+    last, moved = np.full(count, np.nan), np.full(count, np.nan)
+    left = np.flatnonzero(most > 0)
+    for step in range(STEPS):  # secant method on the logarithm of the chance; a step beyond `most` goes halfway instead
+        if not left.size:
             break
+        at, size, free, end = reach[left], sizes[left], room[left], most[left]
+        each = np.arange(len(left))
+        unseen = (free - at[:, None] * size).argmax(1)
+        size = np.column_stack([size, size[each, unseen]])
+        factors = np.column_stack([own[left], free[each, unseen]]) - at[:, None] * size
+        chance, slopes = _chance_above_zero(factors)
+        level = np.log(chance / (1 - tail))
+        slope = -(slopes * size).sum(1) if step == 0 else (level - last[left]) / moved[left]
+        go = np.divide(-level, slope, out=np.full(len(left), np.inf), where=slope < 0)
+        go = np.where(at + go < end, go, (end - at) / 2)
+        reach[left], last[left], moved[left] = at + go, level, go
+        left = left[np.abs(go) >= CLOSE]
     return reach
 
 
-def _chance_above_zero(factors: np.ndarray) -> tuple[float, np.ndarray]:
+def _chance_above_zero(factors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the chance that Σ factor · E > 0 with independent standard exponentials E, and its logarithmic slopes.
 
     The chance is ∫ M(s) / s ds / 2πi along the line with real part c, where M(s) = Π 1 / (1 - factor · s) and
     0 < c < 1 / max factor. c is chosen near the saddle point, where the integrand is smallest along the real axis and
     falls off fast in both directions along the line. The slopes, by factor, are approximate.
+
+    Args:
+        factors: The factors of N sums, shape (N, G).
+
+    Returns:
+        Chances (N,) and slopes (N, G).
     """
-    real = PLACES / factors.max()
-    sizes = -np.log1p(-np.outer(real, factors)).sum(1)
-    best = int((sizes - np.log(real)).argmin())
-    c = real[best]
+    real = PLACES / factors.max(1)[:, None]
+    sizes = -np.log1p(-real[:, :, None] * factors[:, None, :]).sum(2)
+    best = np.arange(len(factors)), (sizes - np.log(real)).argmin(1)
+    c = real[best][:, None]
     bent = factors / (1 - factors * c)
-    width = 1 / math.sqrt((bent**2).sum() + 1 / c**2)
+    width = 1 / np.sqrt((bent**2).sum(1, keepdims=True) + 1 / c**2)
     y = width * np.sinh(NODES)
     with np.errstate(over="ignore", invalid="ignore"):  # a product that overflows contributes 0
-        product = np.prod(1 - 1j * np.outer(y, bent), axis=1) * (c + 1j * y)
+        product = np.prod(1 - 1j * (y[:, :, None] * bent[:, None, :]), axis=2) * (c + 1j * y)
         heights = np.where(np.isfinite(product), (1 / product).real, 0) * np.cosh(NODES)
-    chance = width * (NODES[1] - NODES[0]) * (heights.sum() - heights[0] / 2) * math.exp(sizes[best]) / math.pi
-    return chance, c / (1 - factors * c)
+    total = heights.sum(1) - heights[:, 0] / 2
+    return width[:, 0] * (NODES[1] - NODES[0]) * total * np.exp(sizes[best]) / math.pi, c / (1 - factors * c)
 
 
 def _degrees_of_freedom(parts: Sequence[_Spread], shares: Sequence[float]) -> float:

@@ -19,17 +19,25 @@ Comparisons with the Best".
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from kvbench.analysis.answer_metrics import find_failure
-from kvbench.analysis.budget_series import SHARES, CurveOptions, choose_weights
+from kvbench.analysis.budget_series import (
+    SHARES,
+    CurveOptions,
+    choose_baseline,
+    choose_weights,
+    find_obstacle,
+)
 from kvbench.analysis.closing_table import average_known, divide, is_embedded, reduce_known, warn_of_data
-from kvbench.analysis.intervals import TOLERANCE, Mean, mean
-from kvbench.analysis.paired import PairedDifference, PairedScores, compare_subtasks, pair_records
+from kvbench.analysis.intervals import TOLERANCE, Mean, bound_t_reach, compute_means
+from kvbench.analysis.paired import PairedDifference, PairedScores, compare_averages
 from kvbench.analysis.run_labels import (
     describe_protocol,
     format_budget,
@@ -39,12 +47,14 @@ from kvbench.analysis.run_labels import (
     rank_budget,
 )
 from kvbench.store.audit import comparison_key
-from kvbench.store.runs import UNSHARED_SETTINGS, StoredRun, find_baseline, find_differences, name_some
+from kvbench.store.runs import StoredRun, name_some
 from kvbench.validation import SettingError
 
 FULL = "full cache"  # label of its row
 ERROR = 0.05  # chance that the set of possibly best runs lacks the truly best one
 Record = dict[str, Any]
+SampleKey = tuple[str, str, tuple[str, ...], tuple[tuple[str, float], ...]]  # run, full cache, samples, weights
+RunNumbers = tuple[Mean, PairedDifference]  # mean score, difference from the full cache
 
 
 @dataclass(frozen=True)
@@ -149,6 +159,7 @@ def build_block(
     also: Sequence[str],
     average: str | None = None,
     wanted: str | None = None,
+    known: Mapping[SampleKey, RunNumbers] | None = None,
 ) -> ScoreBlock:
     """Build the block of runs that can be compared.
 
@@ -161,6 +172,7 @@ def build_block(
         also: Settings that distinguish the protocol from others with the same model, task and question.
         average: As in `build_blocks`.
         wanted: Likewise.
+        known: Numbers of runs that were computed before (`make_sample_key`). They are not computed again.
 
     Raises:
         SettingError: There is no run of the full cache, no sample that all runs answered, or no such average.
@@ -186,13 +198,16 @@ def build_block(
     if lost := sorted(set(weights) - {str(full.records[uid]["subtask"]) for uid in uids}):
         raise SettingError(f"there is no sample of {name_some(lost)} that all runs and the full cache answered")
     sample = Samples.of(full, uids, weights)
+    whole, *made = sample.make_cells([full, *begun], known or {})
+    cells = {cell.run.hash: cell for cell in made}
+    columns = list(dict.fromkeys(format_budget(run) for run in sorted(begun, key=rank_budget)))
+    for budget in columns:
+        marked = sample.mark_best([cell for cell in made if format_budget(cell.run) == budget])
+        cells |= {cell.run.hash: cell for cell in marked}
     rows: dict[str, dict[str, MatrixCell]] = {}
     for label, _, series in group_series(begun):
         unique = label if label not in rows else f"{label} · {series[0].hash[:8]}"
-        rows[unique] = {format_budget(run): sample.make_cell(run) for run in sorted(series, key=rank_budget)}
-    columns = list(dict.fromkeys(format_budget(run) for run in sorted(begun, key=rank_budget)))
-    marked = {budget: sample.mark_best([own[budget] for own in rows.values() if budget in own]) for budget in columns}
-    cells = {cell.run.hash: cell for own in marked.values() for cell in own}
+        rows[unique] = {format_budget(run): cells[run.hash] for run in sorted(series, key=rank_budget)}
     model, task, question = name_panel(full)
     short = sorted((run for run in (full, *begun) if not run.finished), key=lambda run: len(run.records))
     return ScoreBlock(
@@ -202,8 +217,8 @@ def build_block(
         also=tuple(also),
         average=name,
         budgets=tuple(columns) or (format_budget(full),),
-        full=sample.make_cell(full),
-        rows={label: {budget: cells[cell.run.hash] for budget, cell in own.items()} for label, own in rows.items()},
+        full=whole,
+        rows=rows,
         samples=len(uids),
         total=len(every),
         failed=len(shared) - len(uids),
@@ -213,29 +228,9 @@ def build_block(
     )
 
 
-def choose_baseline(run: StoredRun, stored: Sequence[StoredRun], wanted: str | None = None) -> StoredRun:
-    """Return the full cache's run on the same samples, a finished one if there is any.
-
-    Raises:
-        SettingError: There is none, or there are several with different answers.
-    """
-    same = [own for own in stored if own.full and not find_differences([own, run], UNSHARED_SETTINGS)]
-    return find_baseline(run, [own for own in same if own.finished] or same, wanted)
-
-
-def find_obstacle(
-    full: StoredRun, run: StoredRun, answered: Collection[str], weights: Mapping[str, float]
-) -> str | None:
-    """Return why a run cannot be compared with the others of its block, or None."""
-    if not run.records:
-        return "has no records yet"
-    try:
-        pair_records(full.records, run.records)
-    except SettingError as error:
-        return str(error)
-    both = {uid for uid in answered if uid in run.records and find_failure(run.records[uid]) is None}
-    lost = sorted(set(weights) - {str(run.records[uid]["subtask"]) for uid in both})
-    return f"answered no sample of {name_some(lost)}" if lost else None
+def make_sample_key(run: StoredRun, full: StoredRun, uids: Iterable[str], weights: Mapping[str, float]) -> SampleKey:
+    """Return what the mean score of a run and its difference from the full cache depend on."""
+    return run.hash, full.hash, tuple(uids), tuple(sorted(weights.items()))
 
 
 def name_run(run: StoredRun) -> str:
@@ -267,21 +262,25 @@ class Samples:
             places[full.records[uid]["subtask"]].append(uid)
         return cls(full, uids, places, weights)
 
-    def make_cell(self, run: StoredRun) -> MatrixCell:
-        """Compute the numbers of a run."""
+    def make_cells(self, runs: Sequence[StoredRun], known: Mapping[SampleKey, RunNumbers]) -> list[MatrixCell]:
+        """Compute the numbers of runs, except the scores and differences that are known (`build_block`)."""
+        keys = {run.hash: make_sample_key(run, self.full, self.uids, self.weights) for run in runs}
+        numbers = {name: known[key] for name, key in keys.items() if key in known}
         weights = list(self.weights.values())
-        scores = self.pair(self.full, run)
-        held, attended = (self.average(run, partial(read_share, own)) for own in SHARES.values())
-        at_limit = self.average(run, lambda record: float(record["stop"] == "length"))
-        assert at_limit is not None  # every record says how its answer stopped
-        return MatrixCell(
-            run=run,
-            score=mean([own.method_values for own in scores], weights),
-            difference=None if run.hash == self.full.hash else compare_subtasks(scores, weights),
-            held=held,
-            attended=attended,
-            at_limit=at_limit,
-        )
+        missing = [run for run in runs if run.hash not in numbers]
+        scores = [self.pair(self.full, run) for run in missing]
+        means = compute_means([([own.method_values for own in paired], weights) for paired in scores])
+        changes = compare_averages([(paired, weights) for paired in scores])
+        numbers |= {run.hash: own for run, own in zip(missing, zip(means, changes, strict=True), strict=True)}
+        cells = []
+        for run in runs:
+            score, change = numbers[run.hash]
+            held, attended = (self.average(run, partial(read_share, own)) for own in SHARES.values())
+            at_limit = self.average(run, lambda record: float(record["stop"] == "length"))
+            assert at_limit is not None  # every record says how its answer stopped
+            difference = None if run.hash == self.full.hash else change
+            cells.append(MatrixCell(run, score, difference, held, attended, at_limit))
+        return cells
 
     def pair(self, one: StoredRun, other: StoredRun) -> list[PairedScores]:
         """Return the scores of two runs by subtask. The first stands where the full cache does."""
@@ -302,24 +301,49 @@ class Samples:
     def mark_best(self, cells: Sequence[MatrixCell]) -> list[MatrixCell]:
         """Mark the best of a column and the runs that cannot be told from it, as this module's docstring says."""
         most = max((cell.score.value for cell in cells), default=0.0)
+        level = 1 - ERROR / max(len(cells) - 1, 1)
         ordered = sorted(cells, key=lambda cell: -cell.score.value)  # the best one decides most comparisons
+        rivals = self._list_rivals(ordered, level)
+        beaten: set[str] = set()
+        for rank in range(max(map(len, rivals), default=0)):
+            asked = [
+                (cell, ordered[own[rank]])
+                for cell, own in zip(ordered, rivals, strict=True)
+                if rank < len(own) and cell.run.hash not in beaten
+            ]
+            weights = list(self.weights.values())
+            found = compare_averages([(self.pair(cell.run, rival.run), weights) for cell, rival in asked], level)
+            beaten |= {
+                cell.run.hash
+                for (cell, _), own in zip(asked, found, strict=True)
+                if own.low is not None and own.low > TOLERANCE
+            }
         return [
-            replace(
-                cell,
-                best=cell.score.value >= most - TOLERANCE,
-                tied=not any(
-                    other.score.value > cell.score.value + TOLERANCE and self.beats(other, cell, len(cells))
-                    for other in ordered
-                ),
-            )
-            for cell in cells
+            replace(cell, best=cell.score.value >= most - TOLERANCE, tied=cell.run.hash not in beaten) for cell in cells
         ]
 
-    def beats(self, one: MatrixCell, other: MatrixCell, runs: int) -> bool:
-        """Return whether a run scores more than another one by more than chance explains, among so many runs."""
-        level = 1 - ERROR / max(runs - 1, 1)
-        found = compare_subtasks(self.pair(other.run, one.run), list(self.weights.values()), level)
-        return found.low is not None and found.low > TOLERANCE
+    def _list_rivals(self, cells: Sequence[MatrixCell], level: float) -> list[list[int]]:
+        """Return the places of the cells that may beat each cell, in order.
+
+        A rival scores more. If its interval is not exact, it must also beat the cell by the t interval alone, which
+        is never wider than the interval of `kvbench.analysis.intervals.mean`.
+        """
+        values = np.array([cell.score.value for cell in cells])
+        scores = [
+            np.array([[cell.run.records[uid]["score"] for uid in uids] for cell in cells], float)
+            for uids in self.places.values()
+        ]
+        groups = [[self.full.records[uid]["group"] or uid for uid in uids] for uids in self.places.values()]
+        reach = bound_t_reach(scores, groups, list(self.weights.values()), level)
+        return [
+            [
+                rival
+                for rival in range(len(cells))
+                if values[rival] > values[place] + TOLERANCE
+                and values[rival] - values[place] > reach[place, rival] - TOLERANCE
+            ]
+            for place in range(len(cells))
+        ]
 
 
 def sort_rows(blocks: Sequence[ScoreBlock], budget: str) -> list[ScoreBlock]:

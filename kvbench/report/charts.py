@@ -245,7 +245,9 @@ def chart_grid(legend: alt.Legend | None = None, change: bool = False) -> alt.La
 def chart_cost(name: str) -> alt.LayerChart:
     """Chart score differences against one cost, with 95 % intervals of times.
 
-    Filled and connected points are on the Pareto front: no other run, and not the full cache, is better in both.
+    Vertical whiskers are the 95 % intervals of the difference, horizontal ones those of a time. Bytes held are counted,
+    not estimated, and have none. Filled and connected points are on the Pareto front: no other run, and not the full
+    cache, is better in both.
     """
     title, form = COSTS[name]
     scale, axis = alt.Scale(zero=True, nice=True), alt.Axis(format=form, tickCount=5)
@@ -269,10 +271,15 @@ def chart_cost(name: str) -> alt.LayerChart:
     run = alt.Tooltip("row:N", title="run")
     marks: dict[str, Any] = {"size": 64, "strokeWidth": 1.6, "filled": False, "opacity": 1}
     fill = alt.Fill("colour:N", scale=None, legend=None)
-    whiskers = []
+    spread = alt.Y("diff_low:Q", title="Score difference from the full cache")
+    whiskers = [
+        base.transform_filter("isValid(datum.diff_low)")
+        .mark_rule(opacity=0.3)
+        .encode(y=spread, y2="diff_high:Q", color=COLOUR)
+    ]
     if name != "held":
         reach = {"x": alt.X(f"{name}_low:Q", title=title, scale=scale, axis=axis), "x2": f"{name}_high:Q"}
-        whiskers = [
+        whiskers += [
             base.mark_rule(opacity=0.45).encode(**reach, color=COLOUR),
             full.mark_rule(opacity=0.45, color=FULL).encode(**reach),
         ]

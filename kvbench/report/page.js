@@ -3,7 +3,7 @@
   const FIRST = JSON.parse(document.getElementById("data").textContent);
   const ALL = "";
   const FULL = { colour: FIRST.ink, shape: "diamond" };
-  const FILTERS = { model: "Model", task: "Task", question: "Question", block: "Block size" };
+  const FILTERS = { model: "Model", task: "Task", question: "Question", block: "Block size", class: "Budget class (scores)" };
   const state = { off: new Set() }; // and a value of each filter
   let DATA = FIRST;
   const rowsOf = ({ names, rows }) => rows.map((row) => Object.fromEntries(names.map((name, at) => [name, row[at]])));
@@ -25,7 +25,7 @@
     node.append(...children);
     return node;
   }
-  const PATHS = { circle: "M6 1.5a4.5 4.5 0 1 0 .01 0z", square: "M2 2h8v8H2z", "triangle-up": "M6 1.5L11 10.5H1z", diamond: "M6 .5L11 6L6 11.5L1 6z" };
+  const PATHS = { circle: "M6 1.5a4.5 4.5 0 1 0 .01 0z", square: "M2 2h8v8H2z", "triangle-up": "M6 1.5L11 10.5H1z", "triangle-down": "M6 10.5L1 1.5H11z", "triangle-right": "M10.5 6L1.5 11V1z", "triangle-left": "M1.5 6L10.5 1V11z", cross: "M4.3 1h3.4v3.3H11v3.4H7.7V11H4.3V7.7H1V4.3h3.3z", diamond: "M6 .5L11 6L6 11.5L1 6z" };
   const mark = (own) => svg("svg", { class: "mark", width: 12, height: 12, viewBox: "0 0 12 12", "aria-hidden": "true" }, svg("path", { d: PATHS[own.shape], fill: own.colour }));
   const points = (value, sign) => (value === null || value === undefined ? "–" : (sign && value > 0 ? "+" : "") + value.toFixed(1).replace("-", "−"));
   const percent = (share) => `${(100 * share).toFixed(1)}\u202f%`;
@@ -86,13 +86,22 @@
     return node;
   }
 
+  const unfinished = (one) => (one.unfinished?.length ? el("small", { class: "under" }, `not finished: ${one.unfinished.join(", ")}`) : null);
+
   // ---- sections: each returns nodes, or null if there is nothing to show
 
   function matrix(panel) {
     if (!panel.matrix) return null;
-    const { about, budgets, methods, cache } = panel.matrix;
-    const own = methods.filter(({ s }) => passes(panel.series[s]));
+    const { about, budgets, classes, methods, cache } = panel.matrix;
+    const columns = budgets.map((_, at) => at).filter((at) => state.class === ALL || classes[at] === state.class);
+    const own = methods.filter(({ s, scores }) => passes(panel.series[s]) && columns.some((at) => scores[at]));
     if (!own.length) return null;
+    const scored = (at) => own.filter(({ scores }) => scores[at]).map(({ scores }) => scores[at]);
+    const rank = (one, at) => { // all that cannot be told from the best share the first place
+      if (!one) return "–";
+      if (one.tied) return scored(at).filter(({ tied }) => tied).length > 1 ? "1=" : "1";
+      return String(1 + scored(at).filter((other) => other.score > one.score || other.tied).length);
+    };
     const value = ({ scores }, at) => (scores[at] ? scores[at].score : -Infinity);
     const orders = { name: (one, other) => panel.series[one.s].label.localeCompare(panel.series[other.s].label) };
     budgets.forEach((_, at) => { orders[at] = (one, other) => value(other, at) - value(one, at) || orders.name(one, other); });
@@ -102,18 +111,19 @@
       const more = [["bytes held", one.held], ["rows attended", one.attended], ["at the length limit", one.limit]].filter(([, share]) => share !== null);
       const said = more.map(([name, share]) => `${name} ${percent(share)}`).join(", ");
       const sign = one.best ? "*" : one.tied ? "†" : "";
-      return el("td", { class: "num", title: said }, one.best ? el("b", {}, points(one.score)) : points(one.score), el("sup", {}, sign), change ? el("small", { class: "under" }, change) : null);
+      return el("td", { class: one.tied ? "num tied" : "num", title: said }, one.best ? el("b", {}, points(one.score)) : points(one.score), el("sup", {}, sign), change ? el("small", { class: "under" }, change) : null);
     };
     const table = el("table", { class: "matrix" });
     const fill = (order) => {
       const head = (name, key, kind) => el("th", { class: kind, scope: "col", "aria-sort": order === key ? (key === "name" ? "ascending" : "descending") : "none" },
         el("button", { class: "plain", onclick: () => { fill(key); table.querySelector(`[data-order="${key}"]`).focus(); }, "data-order": key }, name));
       const body = [...own].sort(orders[order]).map((row) => el("tr", {},
-        el("th", { class: "name marked", scope: "row" }, mark(panel.series[row.s]), panel.series[row.s].label), row.scores.map(cell)));
-      body.push(el("tr", { class: "full" }, el("th", { class: "name marked", scope: "row" }, mark(FULL), "full cache"), budgets.map(() => cell(cache))));
-      table.replaceChildren(el("thead", {}, el("tr", {}, head("method", "name", "name"), budgets.map((name, at) => head(name, String(at), "num")))), el("tbody", {}, body));
+        el("th", { class: "name marked", scope: "row" }, mark(panel.series[row.s]), panel.series[row.s].label, unfinished(panel.series[row.s])), order === "name" ? null : el("td", { class: "num muted rank" }, rank(row.scores[order], order)), columns.map((at) => cell(row.scores[at]))));
+      body.push(el("tr", { class: "full" }, el("th", { class: "name marked", scope: "row" }, mark(FULL), "full cache"), order === "name" ? null : el("td", { class: "num" }), columns.map(() => cell(cache))));
+      const place = order === "name" ? null : el("th", { class: "num", scope: "col" }, el("abbr", { title: `rank at ${budgets[order]}` }, "#"));
+      table.replaceChildren(el("thead", {}, el("tr", {}, head("method", "name", "name"), place, columns.map((at) => head(budgets[at], String(at), "num")))), el("tbody", {}, body));
     };
-    fill("0");
+    fill(String(columns[0]));
     return [el("div", { class: "scroll" }, table), el("small", {}, about)];
   }
 
@@ -133,8 +143,8 @@
       if (ends && ends[0] !== null) strip.append(line(along(ends[0]), along(ends[2]), 3, one.colour + "66"));
       if (ends && place(one) !== Infinity) strip.append(line(along(ends[1]), along(ends[1]), 9, one.colour));
       return el("tr", {},
-        el("td", { class: "num" }, place(one) === Infinity ? "–" : String(1 + own.filter((other) => place(other) < place(one)).length)),
-        el("td", { class: "name marked" }, mark(one), one.label),
+        el("td", { class: "num" }, place(one) === Infinity ? "–" : String(1 + own.filter((other) => place(other) < place(one)).length) + (own.some((other) => other !== one && place(other) === place(one)) ? "=" : "")),
+        el("td", { class: "name marked" }, mark(one), one.label, unfinished(one)),
         el("td", { class: "num" }, text), el("td", { class: "num muted" }, interval || why || "–"),
         el("td", { class: "strip" }, strip), el("td", { class: "num wider" }, one.smallest.most === null ? "–" : percent(one.smallest.most)), el("td", { class: "num wider" }, String(one.samples)));
     });
@@ -152,8 +162,10 @@
     const left = Math.max(...own.map((one) => one.left_out));
     const { average, ...solvable } = panel.solvable;
     const second = average && [chart("curve", tables({ ...panel, ...solvable }, own), `Score against measured share, ${average}, ${title(panel)}`), el("small", {}, average)];
+    const short = own.filter((one) => one.unfinished.length).map((one) => `${one.label} ${one.unfinished.join(", ")}`);
     return [chart("curve", tables(panel, own), `Score against measured share, ${title(panel)}`), el("div", { class: "key" }, key),
-      el("small", {}, own[0].average + (left ? `; up to ${left} samples that some run did not answer are left out` : "")), ...(second || [])];
+      el("small", {}, own[0].average + (left ? `; up to ${left} samples that some run did not answer are left out` : "")),
+      short.length ? el("p", { class: "note unfinished" }, `Not finished: ${short.join("; ")}. A curve shows the samples that all its runs answered.`) : null, ...(second || [])];
   }
 
   function tasks(panel) {
@@ -181,12 +193,12 @@
   }
 
   const SECTIONS = () => [
-    ["matrix", "Scores", "Mean score at every budget, below it the difference from the full cache in points with its 95\u202f% interval, on the same samples. * is the best score of a column; † cannot be told from it (simultaneous paired comparisons, 95\u202f%). A click on a budget sorts by it; point at a cell for its memory.", matrix, "wide"],
+    ["matrix", "Scores", "Mean score at every budget, below it the difference from the full cache in points with its 95\u202f% interval, on the same samples. * is the best score of a column; † cannot be told from it (simultaneous paired comparisons, 95\u202f%). All that cannot be told from the best share rank 1=. A click on a budget sorts by it; point at a cell for its memory. A budget class holds the budgets nearest to it.", matrix, "wide"],
     ["leaderboard", `Smallest budget that keeps ${100 * DATA.keep}\u202f%`, `The measured share of the full cache's bytes from which on a method keeps ${100 * DATA.keep}\u202f% of the full cache's score. Between measured points it is interpolated linearly; ≤ and > mark values outside the measured range. At most: the share of the score that the largest measured budget keeps.`, leaderboard],
     ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against the measured share of memory, not the requested budget. The dashed line is the full cache on the same samples.", curves],
     ["tasks", "Difference by task", "Points gained or lost against the full cache on the same samples; Ø is an average. Point at a cell for its interval.", tasks, "wide"],
     ["grids", "Length × depth", "Mean score by the length of the context and the depth of the answer in it.", grids, "wide"],
-    ["costs", "What a score costs", "Filled and connected points are on the Pareto front: no other run of the panel, and not the full cache (the diamond), costs as little and scores as much. Times are medians, and whiskers are their 95\u202f% intervals. If these overlap, the order may be due to chance.", costs, "wide"],
+    ["costs", "What a score costs", "Filled and connected points are on the Pareto front: no other run of the panel, and not the full cache (the diamond), costs as little and scores as much. Vertical whiskers are 95\u202f% intervals of the difference. Times are medians, and horizontal whiskers are their 95\u202f% intervals. If whiskers overlap, the order may be due to chance.", costs, "wide"],
   ];
 
   // ---- samples: files next to the page, loaded when needed
@@ -364,7 +376,7 @@
     for (const chip of document.querySelectorAll("[data-method]")) chip.setAttribute("aria-pressed", String(!state.off.has(chip.dataset.method)));
     render();
   }
-  const values = (key) => (key === "block" ? DATA.blocks.map(blockOf).sort((a, b) => a.localeCompare(b, "en", { numeric: true })) : [...new Set(DATA.panels.map((panel) => panel[key]))].sort());
+  const values = (key) => (key === "class" ? DATA.classes : key === "block" ? DATA.blocks.map(blockOf).sort((a, b) => a.localeCompare(b, "en", { numeric: true })) : [...new Set(DATA.panels.map((panel) => panel[key]))].sort());
   function filter(name) {
     return el("label", {}, FILTERS[name], el("select", { "data-filter": name, onchange: (event) => { state[name] = event.target.value; render(); remember(); } },
       el("option", { value: ALL }, "all"), values(name).map((value) => el("option", { value }, value))));
@@ -384,8 +396,8 @@
   function runs() {
     const cell = (text, kind) => el("td", { class: kind || "" }, text);
     const rows = DATA.runs.map((run) => el("tr", {}, cell(el("code", {}, run.hash)), cell(title(DATA.panels[run.panel])), cell(run.series, "name"), cell(run.budget, "num"),
-      cell(String(run.samples), "num"), cell(run.code), cell(el("code", {}, run.sources)), cell(run.date), cell((run.notes || []).join(" "))));
-    const head = ["run", "task", "method", "budget", "samples", "code", "sources", "finished", ""].map((text) => el("th", { class: text === "budget" || text === "samples" ? "num" : "" }, text));
+      cell(run.of === null ? String(run.samples) : `${run.samples} of ${run.of}`, "num"), cell(run.code), cell(el("code", {}, run.sources)), cell(run.date), cell((run.notes || []).join(" "))));
+    const head = ["run", "task", "method", "budget", "samples", "code", "sources", "written", ""].map((text) => el("th", { class: text === "budget" || text === "samples" ? "num" : "" }, text));
     return el("details", {}, el("summary", {}, `${DATA.runs.length} runs`), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows))));
   }
   function facts() {
@@ -396,7 +408,7 @@
     const dates = DATA.runs.map((run) => run.date).sort();
     const period = dates.length ? (dates[0] === dates[dates.length - 1] ? dates[0] : `${dates[0]} to ${dates[dates.length - 1]}`) : "–";
     const rows = [
-      ["Runs", `${DATA.runs.length} finished, ${Object.keys(DATA.methods).length} methods, ${DATA.runs.reduce((sum, run) => sum + run.samples, 0)} answers` + (DATA.unfinished ? `; ${DATA.unfinished} unfinished left out` : "")],
+      ["Runs", `${DATA.runs.length} runs, ${Object.keys(DATA.methods).length} methods, ${DATA.runs.reduce((sum, run) => sum + run.samples, 0)} answers` + (DATA.unfinished ? `; ${DATA.unfinished} of the runs are not finished and are scored on the samples in common` : "") + (DATA.empty ? `; ${DATA.empty} have no sample yet` : "")],
       ["Models", DATA.models.join("; ") || "–"],
       ["Code", [each("code", "revisions"), each("sources", "hashes of sources")].filter(Boolean).join("; sources ") || "–"],
       ["Hardware", DATA.machines.join("; ") || "–"],

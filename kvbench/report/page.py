@@ -15,6 +15,7 @@ from typing import Any
 import vl_convert
 
 from kvbench.analysis.run_labels import describe_error
+from kvbench.config.paths import CACHE
 from kvbench.report.charts import SCORE, build_charts
 from kvbench.report.panels import DATA_ERRORS, TABLES, PageData, gather_results
 from kvbench.report.samples import to_embedded_json, write_file, write_samples
@@ -120,12 +121,31 @@ def render_html(page: dict[str, Any]) -> str:
 @cache
 def load_scripts() -> tuple[str, str]:
     """Return the charting library and the page's own script."""
-    library = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub lacks the argument's default
-    found = library, (HERE / "page.js").read_text(encoding="utf-8")
+    found = load_library(), (HERE / "page.js").read_text(encoding="utf-8")
     for text in found:
         if "</script" in text.lower() or "<!--" in text:
             raise ValueError("a script contains </script or <!--, which would end it early")
     return found
+
+
+def load_library() -> str:
+    """Return the charting library. Bundling it takes seconds, so it is kept in the cache folder.
+
+    The name of the kept file has the version of the bundler and the hash of the text, so that a damaged file is not
+    used.
+    """
+    name = f"charts-{vl_convert.__version__}"
+    for path in CACHE.glob(f"{name}-*.js"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if path.name == f"{name}-{sha256(text.encode()).hexdigest()}.js":
+            return text
+    text = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub lacks the argument's default
+    try:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        write_file(CACHE / f"{name}-{sha256(text.encode()).hexdigest()}.js", text)
+    except OSError:
+        pass  # a cache folder that cannot be written costs time only
+    return text
 
 
 def content_security_policy() -> str:

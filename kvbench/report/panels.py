@@ -8,8 +8,9 @@ are listed and left out.
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from math import log2
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,12 +19,12 @@ from scipy.special import ndtri
 
 from kvbench.analysis.answer_metrics import find_failure
 from kvbench.analysis.budget_curve import KEEP
-from kvbench.analysis.budget_series import BudgetSeries, CurveOptions, build_all_series
-from kvbench.analysis.closing_table import build_run_table
-from kvbench.analysis.closing_table_format import TableRow
+from kvbench.analysis.budget_series import BudgetSeries, CurveOptions, build_all_series, choose_baseline
+from kvbench.analysis.closing_table import TableDraft, draft_run_table, finish_tables
+from kvbench.analysis.closing_table_format import ClosingTable, TableRow
 from kvbench.analysis.curves import format_smallest_share
-from kvbench.analysis.intervals import TAIL, Values, mean
-from kvbench.analysis.paired import compare_scores
+from kvbench.analysis.intervals import TAIL, Mean, Values, compute_means
+from kvbench.analysis.paired import PairedDifference, PairedScores, compare_averages
 from kvbench.analysis.run_labels import (
     describe_difference,
     describe_error,
@@ -36,12 +37,12 @@ from kvbench.analysis.run_labels import (
     rank_budget,
     shorten,
 )
-from kvbench.analysis.score_matrix import MatrixCell, build_block
+from kvbench.analysis.score_matrix import MatrixCell, RunNumbers, SampleKey, ScoreBlock, build_block, make_sample_key
 from kvbench.analysis.score_matrix_format import describe_samples
 from kvbench.analysis.text_table import NOT_AVAILABLE
-from kvbench.report.style import DASHES, choose_style
+from kvbench.report.style import choose_style, choose_styles
 from kvbench.store.audit import comparison_key
-from kvbench.store.runs import FoundRuns, StoredRun, check_folder, find_baseline, find_finished
+from kvbench.store.runs import FoundRuns, StoredRun, check_folder, find_finished
 from kvbench.validation import SettingError
 
 DATA_ERRORS = (
@@ -100,9 +101,14 @@ def gather_results(results: Path, now: datetime) -> PageData:
 
 
 def gather_found(found: FoundRuns, now: datetime) -> PageData:
-    """Collect everything for the page but the answers, from runs that were already found."""
-    panels = build_panels(found, found.runs, CurveOptions())
-    first = [run.value for run in found.runs]
+    """Collect everything for the page but the answers, from runs that were already found.
+
+    Unfinished runs are shown, too, on the samples that they have in common with the others. One without records is only
+    counted.
+    """
+    runs = [*found.runs, *(run for run in found.unfinished if run.records)]
+    panels = build_panels(replace(found, runs=runs), runs, CurveOptions())
+    first = [run.value for run in runs]
     left_out = found.damaged | {name: why for panel in panels for name, why in panel.refused.items()}
     left_out |= {name: f"used without its damaged records: {why}" for name, why in found.passed_over.items()}
     series = [(panel.data, own) for panel in panels for own in panel.data["series"]]
@@ -111,6 +117,7 @@ def gather_found(found: FoundRuns, now: datetime) -> PageData:
         "keep": KEEP,
         "panels": [panel.data for panel in panels],
         "methods": {own["method"]: choose_style(own["method"]) for _, own in series},
+        "classes": [own for own in (*CLASSES, OTHER) if any(own in list_classes(panel) for panel in panels)],
         "blocks": list({own["block"]: None for _, own in series}),
         "refused": [
             f"{panel['task']} · question {panel['question']}, {own['label']}: no curve: {own['refused']}"
@@ -118,12 +125,13 @@ def gather_found(found: FoundRuns, now: datetime) -> PageData:
             if "refused" in own
         ],
         "runs": [own for panel in panels for own in panel.listed],
-        "unfinished": len(found.unfinished),
+        "unfinished": sum(bool(run.records) for run in found.unfinished),
+        "empty": sum(not run.records for run in found.unfinished),
         "damaged": [[shorten(name), shorten(reason, 300)] for name, reason in sorted(left_out.items())],
         "models": sorted(
             {f"{get_name(value, 'model')} {shorten(value['model'].get('identity') or '')}" for value in first}
         ),
-        "machines": sorted({hardware for run in found.runs for hardware, _ in read_machines(run)}),
+        "machines": sorted({hardware for run in runs for hardware, _ in read_machines(run)}),
     }
     return PageData(page, [own for panel in panels for own in panel.pairings])
 
@@ -142,6 +150,8 @@ class Panel:
         self.tables: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
         self.solvable: dict[str, Any] = {"average": None, "points": [], "full": []}  # subtasks that the model can solve
         self.grids: list[dict[str, Any]] = []
+        self.numbers: dict[SampleKey, RunNumbers] = {}  # those of the curves, for the matrix
+        self.grid_drafts: list[tuple[int | None, str, list[GridCell]]] = []
         series = self._build_series()
         candidates = [*self.tables["costs"], *self.tables["free"]]
         for name in ("held", "ttft", "tpot"):
@@ -166,7 +176,7 @@ class Panel:
     def _build_matrix(self, also: Sequence[str], series: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         """Return the matrix of scores, or None if the runs share no sample."""
         try:
-            block = build_block(self.runs, self.runs, also, self.choice.average)
+            block = build_block(self.runs, self.runs, also, self.choice.average, known=self.numbers)
         except DATA_ERRORS as error:
             self.notes.append(f"There is no table of scores: {describe_error(error)}.")
             return None
@@ -174,6 +184,7 @@ class Panel:
         return {
             "about": describe_samples(block),
             "budgets": list(block.budgets),
+            "classes": [classify_column(block, budget) for budget in block.budgets],
             "methods": [
                 {"s": places[label], "scores": [describe_cell(cells.get(budget)) for budget in block.budgets]}
                 for label, cells in block.rows.items()
@@ -183,38 +194,66 @@ class Panel:
         }
 
     def _build_series(self) -> list[dict[str, Any]]:
+        full_runs = [own for own in self.runs if own.full]
+        for own in full_runs:
+            self._add_listed(own, "full cache")
+            self._draft_grid(own, own, None, "full cache")
+        groups = group_series(self.runs)
+        tables = self._build_tables([run for _, _, runs in groups for run in runs], full_runs)
         series: list[dict[str, Any]] = []
-        for own in self.runs:
-            if own.full:
-                self._add_listed(own, "full cache")
-                self._add_grid(own, own, None, "full cache")
-        for label, dash, runs in group_series(self.runs):
+        for label, _, runs in groups:
             place = len(series)
-            ordered = [own for own in sorted(runs, key=rank_budget) if self._add_run(own, place, label)]
+            ordered = [
+                own for own in sorted(runs, key=rank_budget) if self._add_run(own, tables[own.hash], place, label)
+            ]
             if ordered:
                 method = get_name(runs[0].value, "method")
-                shown = {"s": place, "label": label, "method": method, "dash": DASHES[dash % len(DASHES)]}
-                shown |= choose_style(method) | {"block": runs[0].value.get("block_size")}
-                series.append(shown | self._add_curve(ordered, place))
-        return series
+                shown = {"s": place, "label": label, "method": method, "block": runs[0].value.get("block_size")}
+                series.append(shown | self._add_curve(ordered, full_runs, place))
+        self._finish_grids()
+        styles = choose_styles([own["method"] for own in series])
+        return [own | style for own, style in zip(series, styles, strict=True)]
 
-    def _add_run(self, run: StoredRun, series: int, label: str) -> bool:
+    def _build_tables(
+        self, runs: Sequence[StoredRun], full_runs: Sequence[StoredRun]
+    ) -> dict[str, tuple[StoredRun, ClosingTable] | str]:
+        """Return the full cache's run and the closing table of each run by its hash, or why it has none."""
+        drafts: dict[str, tuple[StoredRun, TableDraft]] = {}
+        refused: dict[str, str] = {}
+        for run in runs:
+            try:
+                full = choose_baseline(run, full_runs)
+                drafts[run.hash] = full, draft_run_table(run.value, full.records, run.records, brief=True)
+            except DATA_ERRORS as error:
+                refused[run.hash] = describe_error(error)
+        tables = finish_tables([draft for _, draft in drafts.values()])
+        built = {name: (full, table) for (name, (full, _)), table in zip(drafts.items(), tables, strict=True)}
+        return built | refused
+
+    def _add_run(self, run: StoredRun, built: tuple[StoredRun, ClosingTable] | str, series: int, label: str) -> bool:
         """Add one run and return True. If it cannot be compared, note the reason and return False."""
         name = f"{label} · {format_budget(run)}"
+        name += "" if run.finished else f" · {self._describe_progress(run)}"
         self._add_listed(run, label)
+        if isinstance(built, str):
+            self.refused[f"{run.hash} ({name})"] = built
+            return False
+        full, table = built
         try:
-            full = find_baseline(run, self.runs)
-            table = build_run_table(run.value, full.records, run.records)
             self._add_table(table.rows, run, series, name)
-            self._add_grid(run, full, series, name)
         except DATA_ERRORS as error:
             self.refused[f"{run.hash} ({name})"] = describe_error(error)
             return False
+        self._draft_grid(run, full, series, name)
         notes = table.notes[1:]  # the first note states the model, which the page shows elsewhere
         self.notes += [note for note in notes if not note[0].isdigit()]
         self.listed[-1]["notes"] = [note for note in notes if note[0].isdigit()]
         self.pairings.append(Pairing(run, full, self.index, name))
         return True
+
+    def _describe_progress(self, run: StoredRun) -> str:
+        """Return how many of the panel's samples an unfinished run has answered."""
+        return f"{len(run.records)} of {max(len(own.records) for own in self.runs)} samples"
 
     def _add_table(self, rows: Sequence[TableRow], run: StoredRun, series: int, name: str) -> None:
         averages = [row for row in rows if row.kind == "average"][:1]
@@ -240,18 +279,34 @@ class Panel:
         self.tables["costs"] += costs
         self.tables["free"] = full or self.tables["free"]
 
-    def _add_curve(self, runs: Sequence[StoredRun], series: int) -> dict[str, Any]:
+    def _add_curve(self, runs: Sequence[StoredRun], full_runs: Sequence[StoredRun], series: int) -> dict[str, Any]:
         """Add the points of a curve, and return its smallest budget or the reason why there is no curve."""
         try:
-            swept, *solvable = build_all_series(runs, self.runs, self.choice)
+            swept, *solvable = build_all_series(runs, full_runs, self.choice)
         except DATA_ERRORS as error:
             return {"refused": describe_error(error)}
+        points = {point.budget: point for point in swept.points}
+        for run in swept.runs:
+            point = points[str(run.value["budget"])]
+            if point.interval:
+                key = make_sample_key(run, swept.full, swept.uids, swept.weights)
+                self.numbers[key] = point.score, point.interval
         self._add_points(swept, runs, series, self.tables)
         for own in solvable:
             self.solvable["average"] = shorten(own.average)
             self._add_points(own, runs, series, self.solvable)
         shown = {"average": shorten(swept.average), "left_out": swept.left_out, "samples": len(swept.uids)}
-        return shown | {"smallest": find_least_budget(swept)}
+        return shown | {"unfinished": self._list_unfinished(swept, runs), "smallest": find_least_budget(swept)}
+
+    def _list_unfinished(self, swept: BudgetSeries, runs: Sequence[StoredRun]) -> list[str]:
+        """Return a line for each unfinished run of a curve."""
+        skipped = dict(swept.skipped)
+        lines = []
+        for run in (own for own in runs if not own.finished):
+            reason = skipped.get(str(run.value["budget"]))
+            end = f", left out: {shorten(reason)}" if reason else ""
+            lines.append(f"{format_budget(run)} ({self._describe_progress(run)}{end})")
+        return lines
 
     def _add_points(
         self, swept: BudgetSeries, runs: Sequence[StoredRun], series: int, tables: Mapping[str, list]
@@ -266,6 +321,7 @@ class Panel:
 
     def _add_listed(self, run: StoredRun, label: str) -> None:
         path = run.folder.path
+        written = [path / "done"] if run.finished else [*path.glob("records*.jsonl")]
         self.listed.append(
             {
                 "panel": self.index,
@@ -276,29 +332,73 @@ class Panel:
                 "samples": len(run.records),
                 "sources": shorten(str(run.value.get("sources") or "")),
                 "code": ", ".join(sorted({code for _, code in read_machines(run) if code})),
-                "date": datetime.fromtimestamp((path / "done").stat().st_mtime, UTC).strftime("%Y-%m-%d"),
+                "of": None if run.finished else max(len(own.records) for own in self.runs),
+                "date": datetime.fromtimestamp(max(own.stat().st_mtime for own in written), UTC).strftime("%Y-%m-%d"),
             }
         )
 
-    def _add_grid(self, run: StoredRun, full: StoredRun, series: int | None, name: str) -> None:
-        """Add scores and differences by length and depth, if records have these."""
-        cells: dict[tuple, list[dict]] = {}
+    def _draft_grid(self, run: StoredRun, full: StoredRun, series: int | None, name: str) -> None:
+        """Collect scores by length and depth, if records have these."""
+        places: dict[tuple, list[dict]] = {}
         try:
             for record in run.records.values():
                 meta = record["meta"]
                 if {"length", "depth"} <= meta.keys() and find_failure(record) is None:
-                    cells.setdefault((float(meta["length"]), meta["depth"]), []).append(record)
-            shown = []
-            for (length, depth), records in sorted(cells.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
-                own = mean([Values([record["score"] for record in records], list_groups(records))])
-                cell = {"length": length, "depth": "drawn" if depth is None else depth} | describe_mean(own)
-                shown.append(cell | compare_records(full.records, records))
+                    places.setdefault((float(meta["length"]), meta["depth"]), []).append(record)
+            ordered = sorted(places.items(), key=lambda item: (item[0][0], item[0][1] or 0))
+            cells = [GridCell.of(*place, records, full.records) for place, records in ordered]
         except DATA_ERRORS:
             return
-        if shown:
+        if cells:
+            self.grid_drafts.append((series, name, cells))
+
+    def _finish_grids(self) -> None:
+        """Compute the means of all grids at once."""
+        cells = [cell for _, _, own in self.grid_drafts for cell in own]
+        means = iter(compute_means([([cell.values], None) for cell in cells]))
+        changes = iter(compare_averages([([cell.paired], None) for cell in cells if cell.paired]))
+        for series, name, own in self.grid_drafts:
+            shown = [cell.describe(next(means), next(changes) if cell.paired else None) for cell in own]
             self.grids.append({"s": series, "row": name, "cells": shown})
 
 
+@dataclass(frozen=True)
+class GridCell:
+    """The scores of a run at one length and depth.
+
+    Attributes:
+        length: Length of the contexts.
+        depth: Depth of the answers in them, "drawn" if it differs between samples.
+        values: The scores.
+        paired: The scores of the samples that have one with the full cache, too; None without such samples.
+    """
+
+    length: float
+    depth: object
+    values: Values
+    paired: PairedScores | None
+
+    @classmethod
+    def of(cls, length: float, depth: object, records: Sequence[dict], full: Mapping[str, dict]) -> "GridCell":
+        """Collect the scores of records."""
+        values = Values([record["score"] for record in records], list_groups(records))
+        both = [own for own in records if own["uid"] in full and find_failure(full[own["uid"]]) is None]
+        paired = (
+            PairedScores([full[own["uid"]]["score"] for own in both], [own["score"] for own in both], list_groups(both))
+            if both
+            else None
+        )
+        return cls(length, "drawn" if depth is None else depth, values, paired)
+
+    def describe(self, mean: Mean, change: PairedDifference | None) -> dict[str, Any]:
+        """Return the cell as the page reads it."""
+        ends = (change.difference, change.low, change.high) if change else (None, None, None)
+        found = {"length": self.length, "depth": self.depth} | describe_mean(mean)
+        return found | dict(zip(("diff", "diff_low", "diff_high"), ends, strict=True))
+
+
+CLASSES = {"50\u202f%": 0.5, "25\u202f%": 0.25, "12.5\u202f%": 0.125, "6.25\u202f%": 0.0625}  # of budgets
+OTHER = "other"  # the class of all other budgets
 TABLES = ("points", "full", "tasks", "rows", "cells", "costs", "free", "front")
 
 
@@ -350,6 +450,20 @@ def find_least_budget(swept: BudgetSeries) -> dict[str, Any]:
     return shown | {"text": text, "interval": interval, "order": order if order < 2 else None, "ends": clipped}
 
 
+def classify_column(block: ScoreBlock, budget: str) -> str:
+    """Return the class of a column of the matrix: that of the budget, or of the bytes held if the budget is in rows."""
+    cells = [own[budget] for own in block.rows.values() if budget in own] or [block.full]
+    asked = cells[0].run.value["budget"]
+    held = [cell.held for cell in cells if cell.held is not None]
+    return classify_share(fmean(held) if isinstance(asked, int) and held else float(asked))
+
+
+def classify_share(share: float) -> str:
+    """Return the nearest budget class of a share by its logarithm, OTHER if none is within a factor of √2."""
+    nearest = min(CLASSES, key=lambda own: abs(log2(share / CLASSES[own]))) if share > 0 else OTHER
+    return nearest if nearest != OTHER and abs(log2(share / CLASSES[nearest])) <= 0.5 else OTHER
+
+
 def describe_cell(cell: MatrixCell | None) -> dict[str, Any] | None:
     """Return the numbers of a cell of the matrix."""
     if cell is None:
@@ -358,6 +472,11 @@ def describe_cell(cell: MatrixCell | None) -> dict[str, Any] | None:
     found: dict[str, Any] = {"score": cell.score.value, "held": cell.held, "attended": cell.attended}
     found |= {"limit": cell.at_limit, "best": cell.best, "tied": cell.tied}
     return found | ({} if own is None else {"diff": own.difference, "low": own.low, "high": own.high})
+
+
+def list_classes(panel: Panel) -> list[str]:
+    """Return the budget classes of a panel's matrix."""
+    return panel.data["matrix"]["classes"] if panel.data["matrix"] else []
 
 
 def describe_times(row: TableRow, side: str) -> dict[str, float | None]:
@@ -369,16 +488,6 @@ def describe_times(row: TableRow, side: str) -> dict[str, float | None]:
         ends = (None, None) if reach is None else (max(value - reach, 0.0), value + reach)
         found |= {name: value, f"{name}_low": ends[0], f"{name}_high": ends[1]}
     return found
-
-
-def compare_records(full: Mapping[str, dict], records: Sequence[dict]) -> dict[str, Any]:
-    """Return the difference from the full cache over records that have a score there too; None without such records."""
-    both = [own for own in records if own["uid"] in full and find_failure(full[own["uid"]]) is None]
-    if not both:
-        return dict.fromkeys(("diff", "diff_low", "diff_high"))
-    scores = [full[own["uid"]]["score"] for own in both]
-    change = compare_scores(scores, [own["score"] for own in both], list_groups(both))
-    return {"diff": change.difference, "diff_low": change.low, "diff_high": change.high}
 
 
 def list_groups(records: Sequence[dict]) -> list[str]:

@@ -15,7 +15,7 @@ from kvbench.analysis.paired import pair_records
 from kvbench.analysis.run_labels import shorten
 from kvbench.atomic import replace_file
 from kvbench.report.panels import Pairing
-from kvbench.store.run_folder import to_json_value
+from kvbench.store.run_folder import to_json_value, to_plain
 from kvbench.validation import escape
 
 LONGEST = 20_000  # characters of an answer that are shown
@@ -30,7 +30,7 @@ def escape_invisible(text: object, longest: int = LONGEST) -> str:
     more = len(text) - longest
     shown = text[:longest]
     if not shown.replace("\n", "").replace("\t", "").isprintable():  # most are
-        shown = "".join(char if char in "\n\t" else escape(char) for char in shown)
+        shown = shown.translate({ord(char): escape(char) for char in set(shown) - {"\n", "\t"}})
     return f"{shown}\n… {more} more characters in the record" if more > 0 else shown
 
 
@@ -91,12 +91,20 @@ def write_samples(folder: Path, pairing: Pairing) -> list[str]:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file completely or not at all."""
+    """Write a file completely or not at all. A file that has this text already is left alone."""
+    try:
+        if path.read_bytes() == text.encode():
+            return
+    except FileNotFoundError:
+        pass
     with replace_file(path) as draft:
         draft.write_text(text, encoding="utf-8")
 
 
 def to_embedded_json(value: Any) -> str:
     """Return ASCII JSON without characters that have a meaning in HTML."""
-    text = json.dumps(to_json_value(value), separators=(",", ":"), allow_nan=False)
+    try:
+        text = json.dumps(to_plain(value), separators=(",", ":"), allow_nan=False)
+    except ValueError:  # NaN or an infinity, which become null
+        text = json.dumps(to_json_value(value), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

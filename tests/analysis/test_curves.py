@@ -212,9 +212,20 @@ def test_records_that_cannot_be_used_are_refused(store, curves):
     assert "tova · uniform · raw: a score is not in [0, 100]" in err
 
 
+def test_an_unfinished_run_is_compared_on_the_samples_in_common(store, curves):
+    whole = records(0.2, 70)
+    some = {uid: whole[uid] for uid in list(whole)[::2]}
+    alone = {uid: whole[uid] for uid in whole if whole[uid]["subtask"] == next(iter(whole.values()))["subtask"]}
+    write(store, some, budget=0.2, finish=False)
+    write(store, alone, budget=0.4, finish=False)
+    out = " ".join(curves()[1].split())
+    assert f"{len(some)} samples; {len(whole) - len(some)} were not answered by all runs" in out
+    assert f"Not finished: budget 0.2 ({len(some)} samples)" in out
+    assert "Left out: budget 0.4, which is not finished and answered no sample of" in out
+
+
 def test_what_must_be_said(store, curves):
-    write(store, records(0.2, 70), budget=0.2, finish=False)
-    assert "1 unfinished runs are left out." in curves()[1] and "Miniature" not in curves()[1]
+    assert "Miniature" not in curves()[1] and "Not finished" not in curves()[1]
     name = {"model": {"name": "reference", "identity": "x"}}
     write(store, records(1.0, 100, meta={"data": "miniature"}), **FULL, **name)
     write(store, records(0.2, 70, meta={"data": "miniature"}), budget=0.2, **name)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.special import binom, ndtri
 
 import kvbench.analysis.intervals
-from kvbench.analysis.intervals import Mean, Values, mean, needs_exact_bounds
+from kvbench.analysis.intervals import Mean, Values, bound_t_reach, compute_means, mean, needs_exact_bounds
 from kvbench.analysis.paired import PairedDifference, PairedScores, compare_scores, compare_subtasks, pair_records
 from kvbench.analysis.solvable_subtasks import is_solvable
 from tests.support.selection import only_in_full
@@ -552,3 +552,51 @@ def test_coverage_of_the_t_interval_of_a_weighted_average(shared):
         return compare_subtasks(parts, weights)
 
     assert 0.93 <= covered(interval, -(5 * 5 + 20 + 2 * 10) / 8, 800) <= 0.97
+
+
+def draw_subtasks(draw: np.random.Generator) -> tuple[list[Values], list[float] | None]:
+    """One to three subtasks of any kind of differences, whose groups they share or not."""
+    subtasks = []
+    apart = draw.random() < 0.5
+    for place in range(draw.integers(1, 4)):
+        count = int(draw.integers(1, 30))
+        kinds = (
+            draw.uniform(-100, 100, count),
+            draw.choice([-100.0, 0.0, 100.0], count, p=[0.1, 0.8, 0.1]),
+            np.zeros(count),
+            np.where(draw.random(count) < 0.1, -80.0, draw.normal(0, 1, count)),
+        )
+        groups = [f"{place if apart else ''}g{index // 2}" for index in range(count)]
+        subtasks.append(Values(kinds[draw.integers(len(kinds))].tolist(), groups, -100.0, 100.0))
+    return subtasks, None if draw.random() < 0.5 else draw.uniform(0.5, 2, len(subtasks)).tolist()
+
+
+def test_many_means_at_once_are_those_of_single_calls() -> None:
+    draw = np.random.default_rng(5)
+    averages = [draw_subtasks(draw) for _ in range(300)]
+    for found, (subtasks, weights) in zip(compute_means(averages, 0.99), averages, strict=True):
+        alone = mean([Values(own.values, own.groups, own.least, own.most) for own in subtasks], weights, 0.99)
+        for name in ("value", "low", "high", "error", "samples", "groups"):
+            one, other = getattr(found, name), getattr(alone, name)
+            assert (one is None) == (other is None) and (one is None or abs(one - other) < 1e-10)
+
+
+def test_the_bound_of_a_reach_is_never_above_the_reach() -> None:
+    draw = np.random.default_rng(6)
+    bounded = 0
+    for trial in range(40):
+        groups = [[f"{place}g{index // 2}" for index in range(12)] for place in range(2)]
+        levels = ([0.0, 100.0], [0.0, 50.0, 100.0], np.linspace(0, 100, 9).tolist())[trial % 3]
+        scores = [draw.choice(levels, (4, 12)) for _ in groups]
+        bounds = bound_t_reach(scores, groups, [1.0, 2.0], 0.995)
+        for one in range(4):
+            for other in range(4):
+                subtasks = [
+                    Values((own[other] - own[one]).tolist(), names, -100.0, 100.0)
+                    for own, names in zip(scores, groups, strict=True)
+                ]
+                found = mean(subtasks, [1.0, 2.0], 0.995)
+                assert found.low is not None
+                assert found.value - found.low >= min(bounds[one, other], found.value + 100) - 1e-9
+                bounded += bounds[one, other] > 0
+    assert bounded > 100

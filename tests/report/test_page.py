@@ -20,10 +20,10 @@ from kvbench.analysis.paired import PairedDifference, PairedScores, compare_subt
 from kvbench.analysis.run_labels import shorten
 from kvbench.cli.report import main
 from kvbench.config.compose import list_choices
-from kvbench.report.page import MOST, NUMBERS, compact_json, render_html, write_page, write_report
-from kvbench.report.panels import gather_results
+from kvbench.report.page import MOST, NUMBERS, compact_json, load_library, render_html, write_page, write_report
+from kvbench.report.panels import classify_share, gather_results
 from kvbench.report.samples import LONGEST, QUESTION, escape_invisible, format_strip, to_embedded_json
-from kvbench.report.style import COLOURS, ORDER, choose_style
+from kvbench.report.style import COLOURS, ORDER, choose_style, choose_styles
 from kvbench.validation import SettingError
 from tests.support import report_store
 from tests.support.report_store import BUDGETS, HOSTILE, TASKS, make_records, write_run, write_small_store
@@ -209,8 +209,8 @@ def test_runs_of_different_protocols_never_share_a_panel(store):
 
 def test_a_method_keeps_its_look(page):
     assert choose_style("snapkv") == {"colour": "#0072B2", "shape": "circle"}
-    assert choose_style("keydiff") == {"colour": "#D55E00", "shape": "circle"}
-    assert choose_style("cake") == {"colour": "#0072B2", "shape": "square"}
+    assert choose_style("keydiff") == {"colour": "#D55E00", "shape": "square"}
+    assert choose_style("cake") == {"colour": "#0072B2", "shape": "triangle-up"}
     assert choose_style("newest") == choose_style("newest") and choose_style("newest")["colour"] in COLOURS
     looks = [tuple(choose_style(name).values()) for name in ORDER]
     assert len(set(looks)) == len(ORDER)
@@ -218,9 +218,60 @@ def test_a_method_keeps_its_look(page):
     assert names - {"full"} <= set(ORDER), "give a new method a look of its own"
     for panel in page["panels"]:
         for own in panel["series"]:
-            assert {key: own[key] for key in ("colour", "shape")} == choose_style(own["method"])
-        variants = [tuple(own["dash"]) for own in panel["series"] if own["method"] == "keydiff"]
-        assert len(set(variants)) == 2  # one colour, two lines
+            assert own["colour"] == choose_style(own["method"])["colour"]
+        one, other = [own for own in panel["series"] if own["method"] == "keydiff"]
+        assert one["shape"] == choose_style("keydiff")["shape"]
+        assert one["shape"] != other["shape"] and one["dash"] != other["dash"]  # one colour, two marks and lines
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        ["snapkv"] * 25,
+        [*ORDER, "mine", "yours", "full", "full", "snapkv", "h2o"],
+        ["full"] * 3 + ["mine"] * 11 + ["yours"] * 11,
+    ],
+    ids=["one method", "all methods", "unknown methods"],
+)
+def test_25_lines_of_a_panel_can_be_told_apart_in_grey(methods):
+    styles = choose_styles(methods)
+    assert len({(own["shape"], tuple(own["dash"])) for own in styles}) == len(methods) == 25
+    assert [own["colour"] for own in styles] == [choose_style(method)["colour"] for method in methods]
+    for method in set(ORDER) & set(methods):
+        assert styles[methods.index(method)]["shape"] == choose_style(method)["shape"]
+
+
+def test_more_lines_than_pairs_keep_their_colours():
+    styles = choose_styles(["snapkv"] * 40)
+    assert len({(own["shape"], tuple(own["dash"])) for own in styles}) == 28
+    assert {own["colour"] for own in styles} == {choose_style("snapkv")["colour"]}
+
+
+@pytest.mark.parametrize(
+    ("share", "name"),
+    [
+        (0.5, "50"),
+        (0.7, "50"),
+        (0.72, "other"),
+        (0.3, "25"),
+        (0.1, "12.5"),
+        (0.05, "6.25"),
+        (0.04, "other"),
+        (0, "other"),
+    ],
+)
+def test_a_budget_is_in_the_nearest_class(share, name):
+    assert classify_share(share).removesuffix("\u202f%") == name
+
+
+def test_columns_of_the_matrix_have_classes(tmp_path):
+    write_run(tmp_path, make_records(1.0, 100), method={"name": "full"})
+    write_run(tmp_path, make_records(0.25, 50), budget=64)  # holds a quarter of the bytes
+    write_run(tmp_path, make_records(0.02, 50), budget=0.02)
+    page = data_of(write_report(tmp_path, NOW))
+    assert page["classes"] == ["25\u202f%", "other"]
+    matrix = page["panels"][0]["matrix"]
+    assert dict(zip(matrix["budgets"], matrix["classes"], strict=True)) == {"64 rows": "25\u202f%", "2\u202f%": "other"}
 
 
 def test_nothing_in_the_page_can_run_or_fetch_but_its_own_scripts(made):
@@ -327,16 +378,39 @@ def test_what_is_damaged_is_named_and_the_rest_is_shown(store):
         write_run(store, make_records(0.6, 50, meta=None), budget=0.6, method=method),
         write_run(store, make_records(0.7, 50, prompt_hash="another"), budget=0.7, method=method),
     ]
-    write_run(store, make_records(0.8, 50), finish=False, budget=0.8, method=method)
+    write_run(store, {}, finish=False, budget=0.8, method=method)
     page = data_of(write_report(store, NOW))
     said = " ".join(f"{name} {why}" for name, why in page["damaged"])
     for path in (old, torn, *odd):
         assert path.name in said
     assert "run.yaml cannot be read" in said and "torn" in said and "is not in [0, 100]" in said
-    assert page["unfinished"] == 1
+    assert (page["unfinished"], page["empty"]) == (0, 1)
     snapkv = next(own for own in page["panels"][1]["series"] if own["label"] == "snapkv")
     points = [point for point in page["panels"][1]["points"] if point["s"] == snapkv["s"]]
     assert [point["budget"] for point in points] == ["5\u202f%", "10\u202f%", "30\u202f%"]
+
+
+def test_an_unfinished_run_is_shown_on_the_samples_in_common(store):
+    whole = make_records(0.2, 50)
+    some = {uid: own for uid, own in whole.items() if own["index"] % 2 == 0}
+    write_run(store, some, finish=False, budget=0.2, method={"name": "snapkv"})
+    write_run(store, {"vt/0": whole["vt/0"]}, finish=False, budget=0.4, method={"name": "snapkv"})
+    page = data_of(write_report(store, NOW))
+    panel = page["panels"][1]
+    snapkv = next(own for own in panel["series"] if own["label"] == "snapkv")
+    points = [point for point in panel["points"] if point["s"] == snapkv["s"]]
+    assert page["unfinished"] == 2 and {point["n"] for point in points} == {len(some)} and len(points) == 4
+    short, skipped = snapkv["unfinished"]
+    assert short == "20\u202f% (12 of 24 samples)"
+    assert skipped.startswith("40\u202f% (1 of 24 samples, left out: answered no sample of")
+    runs = {run["budget"]: (run["samples"], run["of"]) for run in page["runs"] if run["of"]}
+    assert runs == {"20\u202f%": (12, 24), "40\u202f%": (1, 24)}
+    assert "snapkv · 20\u202f% · 12 of 24 samples" in [own["row"] for own in panel["rows"]]
+    matrix = panel["matrix"]
+    (row,) = [own for own in matrix["methods"] if own["s"] == snapkv["s"]]
+    score = row["scores"][matrix["budgets"].index("20\u202f%")]["score"]
+    assert score == next(point["score"] for point in points if point["budget"] == "20\u202f%")
+    assert "n = 12 of 24" in matrix["about"] and "Not finished" in matrix["about"]
 
 
 def test_the_page_says_what_it_is_made_of(page):
@@ -372,10 +446,11 @@ def test_a_large_study_stays_small(tmp_path, monkeypatch):
 def test_no_store_is_too_large(store, monkeypatch):
     """Numbers that make the page larger than it may be lie beside it, and are the same; few do not."""
     whole = gather_results(store, NOW)
-    monkeypatch.setattr("kvbench.report.page.MOST", 980_000)  # little more than the scripts
+    most = len(render_html({}).encode()) + 2_000  # little more than the scripts
+    monkeypatch.setattr("kvbench.report.page.MOST", most)
     monkeypatch.setattr("kvbench.report.page.gather_results", lambda results, now: whole)
     path, folder = write_report(store, NOW), store / "report"
-    assert path.stat().st_size < 980_000
+    assert path.stat().st_size < most
 
     def part(name: str) -> dict:
         text = (folder / name).read_text("ascii")
@@ -405,3 +480,13 @@ def test_a_folder_without_runs_is_refused(tmp_path, capsys):
     write_run(tmp_path, make_records(1.0, 100), method={"name": "full"})
     assert main([str(tmp_path)]) == 0 and data_of(tmp_path / "report.html")["panels"][0]["series"] == []
     assert "report.html" in capsys.readouterr().out
+
+
+def test_the_charting_library_is_bundled_once(tmp_path, monkeypatch) -> None:
+    bundled = iter(["one", "two"])
+    monkeypatch.setattr("kvbench.report.page.CACHE", tmp_path / "cache")
+    monkeypatch.setattr("kvbench.report.page.vl_convert.javascript_bundle", lambda: next(bundled))
+    assert [load_library(), load_library()] == ["one", "one"]
+    (kept,) = (tmp_path / "cache").iterdir()
+    kept.write_text("damaged")
+    assert load_library() == "two"

@@ -59,19 +59,22 @@ def test_charts_are_drawn(page):
 def test_the_matrix_is_sorted_by_a_click_and_by_a_key(page):
     panel = page.locator("#matrix .panel").first
     heads = panel.locator("thead th")
-    assert heads.all_inner_texts() == ["method", "5\u202f%", "10\u202f%", "30\u202f%"]
+    assert heads.all_inner_texts() == ["method", "#", "5\u202f%", "10\u202f%", "30\u202f%"]
 
     def column(at: int) -> list[float]:
-        cells = panel.locator(f"tbody tr:not(.full) td:nth-child({at + 1})")
+        cells = panel.locator(f"tbody tr:not(.full) td:nth-child({at + 2})")
         return [float(text.splitlines()[0].strip("*†")) for text in cells.all_inner_texts()]
 
-    assert column(1) == sorted(column(1), reverse=True) and heads.nth(1).get_attribute("aria-sort") == "descending"
+    assert column(1) == sorted(column(1), reverse=True) and heads.nth(2).get_attribute("aria-sort") == "descending"
     panel.locator("[data-order='2']").click()
-    assert column(3) == sorted(column(3), reverse=True) and heads.nth(3).get_attribute("aria-sort") == "descending"
+    assert column(3) == sorted(column(3), reverse=True) and heads.nth(4).get_attribute("aria-sort") == "descending"
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Enter")
-    assert column(2) == sorted(column(2), reverse=True) and heads.nth(3).get_attribute("aria-sort") == "none"
+    assert column(2) == sorted(column(2), reverse=True) and heads.nth(4).get_attribute("aria-sort") == "none"
+    tied = panel.locator("tbody tr:has(td.tied) td.rank").first
+    assert tied.inner_text().startswith("1")
     panel.locator("[data-order=name]").click()
+    assert panel.locator("td.rank").count() == 0
     names = [text.strip() for text in panel.locator("tbody tr:not(.full) th").all_inner_texts()]
     assert names == ["keydiff", "keydiff · block 128", "newest", "snapkv"]
     assert panel.locator("tr.full th").inner_text().strip() == "full cache"
@@ -96,6 +99,10 @@ def test_filters(page):
     page.select_option("[data-filter=block]", "128")
     assert series(page) == ["keydiff · block 128"]
     page.select_option("[data-filter=block]", "")
+    page.select_option("[data-filter=class]", "25\u202f%")
+    heads = page.locator("#matrix .panel").first.locator("thead th")
+    assert heads.all_inner_texts() == ["method", "#", "30\u202f%"]
+    page.select_option("[data-filter=class]", "")
     page.click("[data-method=keydiff]")
     assert sorted(series(page)) == ["newest", "snapkv"]
     assert page.get_attribute("[data-method=keydiff]", "aria-pressed") == "false"
