@@ -1,4 +1,4 @@
-"""Say what a sweep would do, and run nothing: its cells, what is done, what is refused and why, and how long it takes.
+"""Say what a sweep would do, and run nothing: its cells, what is done, what is refused and why, hours and memory.
 
 Examples:
   kvbench plan method=snapkv,knorm budget=0.05,0.1 task=ruler
@@ -30,7 +30,7 @@ def print_plan(arguments: Sequence[str]) -> int:
         if options.config_dir is not None:
             add_folder(Path(options.config_dir))
         sweep = Sweep.plan(options.overrides)
-        print(sweep.describe())
+        print("\n".join([sweep.describe(), *sweep.describe_memory()]))
     return 2 if any(own.cell.refused for own in sweep.cells) else 0
 
 

@@ -33,6 +33,13 @@ def count_available_bytes(run: Any) -> int:
     return sum(torch.cuda.get_device_properties(index).total_memory for index in range(count))
 
 
+def select_largest(runs: Iterable[Any]) -> list[Any]:
+    """Return one run for each model, length of prompts, dtype and device, without those that measure cost."""
+    return list(
+        {(run.checkpoint, run.task.length, run.dtype, run.device): run for run in runs if not run.measures}.values()
+    )
+
+
 def check_capacity(preset: str, runs: Iterable[Any]) -> None:
     """Raise a SettingError if a preset's runs need more memory than this machine has.
 
@@ -40,9 +47,21 @@ def check_capacity(preset: str, runs: Iterable[Any]) -> None:
         preset: Its name, for the message.
         runs: The runs of its cells that are not refused.
     """
-    largest = {(run.checkpoint, run.task.length, run.dtype, run.device): run for run in runs if not run.measures}
-    for run in largest.values():
+    for run in select_largest(runs):
         if (wanted := count_needed_bytes(run)) > (there := count_available_bytes(run)):
             what = f"preset={preset}: model={run.checkpoint.name} needs {wanted / 1e9:.1f} GB"
             has = f"this machine has {there / 1e9:.1f} GB ({run.device})"
             raise SettingError(f"{what} for weights and full cache, {has}")
+
+
+def describe_memory(runs: Iterable[Any]) -> list[str]:
+    """Return a line for each model and length of prompts: the memory that it needs, and that this machine has."""
+    lines = []
+    for run in select_largest(runs):
+        length = "" if run.task.length is None else f", prompts of at most {run.task.length} tokens"
+        what = "weights" if run.task.length is None else "weights and full cache"
+        lines.append(
+            f"model={run.checkpoint.name}{length}: {count_needed_bytes(run) / 1e9:.2f} GB for {what}; this machine has "
+            f"{count_available_bytes(run) / 1e9:.1f} GB ({run.device})"
+        )
+    return lines

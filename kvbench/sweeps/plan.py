@@ -23,7 +23,7 @@ from kvbench.runs.checks import check_results, check_settings
 from kvbench.runs.spec import RunSpec, SharedParts
 from kvbench.store.run_folder import RunFolder, run_hash
 from kvbench.sweeps import status
-from kvbench.sweeps.capacity import check_capacity
+from kvbench.sweeps.capacity import check_capacity, describe_memory
 from kvbench.sweeps.results import describe_results
 from kvbench.validation import ContractError, SettingError, require_choice, require_writable
 
@@ -198,6 +198,10 @@ class Sweep:
         if not self.counted:
             return f"{len(self.cells)} cells; those that measure cost keep no records, so no states are known"
         return status.describe_plan(self.results, [own.cell for own in self.cells], self.states)
+
+    def describe_memory(self) -> list[str]:
+        """Return lines about the memory that the cells' runs need. This reads the models' configurations."""
+        return describe_memory([own.run for own in self.cells if own.run is not None])
 
     def announce(self, width: int) -> None:
         """Print the cells and their states, and write them into the sweep's folder. If all are done, print the matrix.

@@ -212,18 +212,22 @@ def read_planned_states(results: Path, cells: Sequence[SweepCell]) -> list[RunSt
 
 def describe_plan(results: Path, cells: Sequence[SweepCell], states: Sequence[RunState]) -> str:
     """Return a text that lists the cells with their states and estimates the remaining time."""
-    spent = estimate_left(
-        SampleTimes(results), [(cell.run, cell.readings, own) for cell, own in zip(cells, states, strict=True)]
-    )
+    times = SampleTimes(results)
+    spent = estimate_left(times, [(cell.run, cell.readings, own) for cell, own in zip(cells, states, strict=True)])
     lines = [
         f"  {cell.label:<60} {state}" + (f", about {own / 60:.1f} min" if own else "")
         for cell, state, own in zip(cells, states, spent, strict=True)
     ]
+    if full := estimate_baselines(results, times, cells, states):
+        spent += full
+        known = sum(own or 0.0 for own in full)
+        named = f"full cache, which these are compared with ({len(full)})"
+        lines.append(f"  {named:<60} to do" + (f", about {known / 60:.1f} min" if known else ""))
     said = count_states(states)
     total, unknown = sum(own or 0.0 for own in spent), spent.count(None)
     hours = f"about {total / 3600:.2f} hours are left on one worker" if total else ""
     if unknown:
-        hours += f"{'; ' if hours else ''}{unknown} cells have no measured time to go by"
+        hours += f"{'; ' if hours else ''}{unknown} runs have no measured time to go by"
     return "\n".join([f"{len(cells)} cells: {said}" + (f"; {hours}" if hours else ""), *lines])
 
 
@@ -254,6 +258,30 @@ def estimate_left(
             continue
         found.append(None if value is None else times.estimate_left(value, state, prefilled=bool(begun & own)))
         begun |= own
+    return found
+
+
+def estimate_baselines(
+    results: Path, times: "SampleTimes", cells: Sequence[SweepCell], states: Sequence[RunState]
+) -> list[float | None]:
+    """Estimate the seconds of the full-cache runs that the cells need, and that neither are cells nor are done.
+
+    Returns:
+        Seconds for each of these runs, None if nothing is known.
+    """
+    needed = {
+        cell.names[1]: cell
+        for cell, state in zip(cells, states, strict=True)
+        if cell.run is not None and state.name not in ("done", "failed")
+    }
+    for cell in cells:
+        needed.pop(cell.names[0] if cell.names else "", None)
+    found = []
+    for name, cell in needed.items():
+        state = read_state(results, name)
+        if state.name != "done" and cell.baseline is not None:
+            shared = bool(cell.readings) and cell.readings[0] is not None and cell.readings[0] == cell.readings[-1]
+            found.append(times.estimate_left(cell.baseline, state, prefilled=shared))
     return found
 
 

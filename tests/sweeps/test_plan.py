@@ -1,5 +1,6 @@
 """Planning a sweep: what it reads, and what it can do without."""
 
+import re
 import subprocess
 import sys
 
@@ -54,7 +55,11 @@ def test_the_command_says_what_a_sweep_would_do(kvbench, checkpoint, tmp_path, c
     before = sorted(tmp_path.rglob("*"))
     assert plan.main([*where, "method=snapkv,knorm", "budget=0.5"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith("2 cells: 1 done, 1 missing; about ")
+    assert out[0].startswith("2 cells: 1 done, 1 missing; about ") and len(out) == 4
+    memory = (
+        r"model=\S+, prompts of at most 512 tokens: \d+\.\d\d GB for weights and full cache; this machine .* \(cpu\)"
+    )
+    assert re.fullmatch(memory, out[3])
     assert out[1].split() == ["method=snapkv", "done"] and out[2].split()[:2] == ["method=knorm", "missing,"]
     assert plan.main([*where, "method=snapkv,kvzip", "budget=0.5", "block_size=128"]) == 2
     assert "refused: block_size=128: kvzip" in capsys.readouterr().out

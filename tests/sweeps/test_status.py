@@ -98,12 +98,28 @@ def test_the_plan_counts_and_estimates(tmp_path):
     ]
     text = status.describe_plan(tmp_path, cells, status.read_planned_states(tmp_path, cells)).splitlines()
     assert text[0] == (
-        "6 cells: 1 done, 1 stopped, 1 refused, 3 missing; about 0.13 hours are left on one worker; 1 cells have no "
+        "6 cells: 1 done, 1 stopped, 1 refused, 3 missing; about 0.13 hours are left on one worker; 1 runs have no "
         "measured time to go by"
     )
     minutes = [line.partition("about ")[2] for line in text[1:]]
     assert minutes == ["2.0 min", "4.0 min", "2.0 min", "", "", ""]
     assert text[5].endswith("refused: block_size=8: not with kvzip")
+
+
+def test_the_plan_counts_a_full_cache_that_is_not_begun_once(tmp_path):
+    """It takes the time that its own samples took in other runs; a cell that is the full cache is no second one."""
+    others = [value("full", budget=1.0, seed=own) for own in (0, 1)]
+    begun(tmp_path, others[0], 4, finish=True, seconds=15.0)
+    begun(tmp_path, value(seed=1), 2, seconds=60.0)
+    cells = [status.SweepCell(f"budget={own}", value(budget=own, seed=1), others[1]) for own in (0.2, 0.3)]
+    states = status.read_planned_states(tmp_path, cells)
+    *_, last = status.describe_plan(tmp_path, cells, states).splitlines()
+    assert last.split("  ")[1] == "full cache, which these are compared with (1)" and last.endswith(
+        "to do, about 1.0 min"
+    )
+    cells.append(status.SweepCell("method=full", others[1], others[1]))
+    states = status.read_planned_states(tmp_path, cells)
+    assert "which these are compared with" not in status.describe_plan(tmp_path, cells, states)
 
 
 def test_damaged_runs_say_nothing_of_times(tmp_path):
@@ -122,7 +138,7 @@ def test_a_cell_waits_for_its_full_cache(tmp_path, monkeypatch):
 
     def states() -> list[str]:
         found = [str(state) for _, state in status.read_states(tmp_path, folder)]
-        told = status.describe_plan(tmp_path, cells, status.read_planned_states(tmp_path, cells)).splitlines()[1:]
+        told = status.describe_plan(tmp_path, cells, status.read_planned_states(tmp_path, cells)).splitlines()[1:3]
         assert all(own in line for own, line in zip(found, told, strict=True))
         return found
 
@@ -166,7 +182,8 @@ def test_a_sweep_from_the_command_line(tmp_path, monkeypatch, capsys):
     code, out, err = run_cli(arguments, monkeypatch, capsys)
     assert code == 2 and "Traceback" not in err
     first, *rest = out.splitlines()
-    assert first == "2 cells: 1 refused, 1 missing; 1 cells have no measured time to go by"
+    assert first == "2 cells: 1 refused, 1 missing; 2 runs have no measured time to go by"
+    assert rest.pop(2).split() == ["full", "cache,", "which", "these", "are", "compared", "with", "(1)", "to", "do"]
     assert rest[0].split() == ["method=sink", "missing"] and rest[1].split()[:2] == ["method=kvzip", "refused:"]
     assert rest[2].startswith("[1 of 2] method=sink: score ") and rest[2].endswith(", n = 2")
     assert rest[-1] == "1 done, 1 refused" and rest[-2].split()[:2] == ["method=kvzip", "refused:"]
