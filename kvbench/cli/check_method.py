@@ -42,7 +42,12 @@ def check_method(arguments: Sequence[str]) -> int:
         key, equals, value = text.partition("=")
         if not equals:
             raise SettingError(f"--set {text}: KEY=VALUE")
-        overrides[key] = yaml.safe_load(value)
+        try:
+            overrides[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise SettingError(
+                f"--set {text}: the value is not valid YAML ({getattr(error, 'problem', error)})"
+            ) from None
     checkpoint = Checkpoint(chosen.model, find_model(chosen.model))
     subject = MethodUnderTest(chosen.method, overrides, checkpoint)
     subject.choice()  # refused before weights are loaded

@@ -281,11 +281,8 @@ class RunFolder:
     @property
     def finished(self) -> bool:
         """Whether `done` exists and counts exactly the records in the folder."""
-        try:
-            done = json.loads((self.path / "done").read_text())
-        except (FileNotFoundError, ValueError):
-            return False
-        return bool(done == make_seal(self.records()))
+        seal = read_seal(self.path)
+        return seal is not None and seal == make_seal(self.records())
 
     @property
     def _open_locks(self) -> int:
@@ -428,6 +425,15 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 def _lock_byte(uid: str) -> int:
     """Return the byte of claims.lock that stands for a sample: 1 to 2^56, so many that two samples never share one."""
     return 1 + int.from_bytes(hashlib.sha256(uid.encode(errors="surrogatepass")).digest()[:7], "big")
+
+
+def read_seal(path: Path) -> dict[str, Any] | None:
+    """Return the content of a run's `done`, or None if there is none that can be read."""
+    try:
+        seal = json.loads((path / "done").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return seal if isinstance(seal, dict) else None
 
 
 def make_seal(records: Iterable[str]) -> dict[str, Any]:

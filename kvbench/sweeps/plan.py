@@ -154,10 +154,11 @@ class Sweep:
         require_writable("hydra.sweep.dir", folder)
         make_logger(config)  # raises here, once, if it cannot be used
         shown = tqdm(expanded, desc="checking cells", unit="cell", leave=False, disable=None)
-        parts = SharedParts()
+        parts, counts = SharedParts(), status.RecordCounter()
         with sources_unchanging():
             cells = [
-                plan_cell(own, label, results, parts) for own, label in zip(shown, label_cells(expanded), strict=True)
+                plan_cell(own, label, results, parts, counts)
+                for own, label in zip(shown, label_cells(expanded), strict=True)
             ]
         for preset in _read_names(overrides, "preset"):
             check_capacity(preset, [own.run for own in cells if own.run is not None])
@@ -260,7 +261,11 @@ def label_cells(cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 def plan_cell(
-    overrides: Sequence[str], label: str = "(one cell)", results: Path | None = None, shared: SharedParts | None = None
+    overrides: Sequence[str],
+    label: str = "(one cell)",
+    results: Path | None = None,
+    shared: SharedParts | None = None,
+    counts: Callable[[Path], tuple[int, int]] = status.count_records,
 ) -> PlannedCell:
     """Compose and check a cell. If it is refused, the returned cell holds the reason.
 
@@ -270,11 +275,12 @@ def plan_cell(
         results: The folder of results. A cell whose records are all in it is not checked again, so that a finished
             sweep needs neither torch nor transformers. None checks every cell.
         shared: Parts that its run may share with other runs of the sweep.
+        counts: How the records of a run are counted. It may remember what it counted.
     """
     composition = compose(overrides)
     try:
         run, log = describe_run(composition.config, shared)
-        if results is None or not is_done(run, results):
+        if results is None or not is_done(run, results, counts):
             run.check()
             shares = composition.config.sweep.share_prefill and not run.measures
             readings = [own.reading for own in (run, run.baseline())] if shares else []
@@ -286,15 +292,21 @@ def plan_cell(
     return PlannedCell(composition, cell, run, log)
 
 
-def is_done(run: RunSpec, results: Path) -> bool:
-    """Return whether the store has all records of a run and of its full cache."""
+def is_done(run: RunSpec, results: Path, counts: Callable[[Path], tuple[int, int]]) -> bool:
+    """Return whether the store has all records of a run and of its full cache.
+
+    Args:
+        run: The run.
+        results: The folder of results.
+        counts: How records are counted. It may remember what it counted.
+    """
     if run.measures or not (results / "runs").is_dir():
         return False
     try:
         names = [run_hash(own.value) for own in (run, run.baseline())]
     except SettingError:  # `check` may say more about it
         return False
-    return all((results / "runs" / name / "done").is_file() for name in names)
+    return status.read_cell_state(results, names, counts).name == "done"
 
 
 def make_run(config: DictConfig) -> tuple[RunSpec, Any]:

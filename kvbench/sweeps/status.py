@@ -18,7 +18,7 @@ from typing import Any
 
 from kvbench.atomic import replace_file
 from kvbench.store.audit import comparison_key
-from kvbench.store.run_folder import run_hash
+from kvbench.store.run_folder import read_seal, run_hash
 from kvbench.store.runs import RunRecords, find_runs
 from kvbench.validation import SettingError
 
@@ -94,13 +94,13 @@ class RecordCounter:
 
 
 def read_state(results: Path, name: str, counts: Callable[[Path], tuple[int, int]] = count_records) -> RunState:
-    """Return the state of the run with this hash."""
+    """Return the state of the run with this hash. A run is done if `done` counts as many records as there are."""
     path = results / "runs" / name
     if not (path / "run.yaml").is_file():
         return RunState("missing")
     (count, errors), total = counts(path), read_total(path)
     reason = f"{errors} samples failed" if errors else ""
-    if (path / "done").is_file():
+    if (seal := read_seal(path)) is not None and seal.get("records") == count:
         return RunState("done", count, total, reason)
     return RunState("running" if is_busy(path / "claims.lock") else "stopped", count, total, reason)
 
@@ -204,8 +204,11 @@ def find_newest(results: Path) -> Path:
 
 def read_planned_states(results: Path, cells: Sequence[SweepCell]) -> list[RunState]:
     """Return the state of each cell of a sweep that is about to begin."""
+    counts = RecordCounter()  # cells share a full cache
     return [
-        RunState("refused", reason=cell.refused or "") if cell.run is None else read_cell_state(results, cell.names)
+        RunState("refused", reason=cell.refused or "")
+        if cell.run is None
+        else read_cell_state(results, cell.names, counts)
         for cell in cells
     ]
 

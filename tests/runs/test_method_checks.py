@@ -84,6 +84,7 @@ def test_state_that_leaks_between_prompts_fails(check, capsys, monkeypatch):
     [
         (["nosuch"], "method=nosuch: choose one of "),
         (["knorm", "--set", "skip_layers"], "--set skip_layers: KEY=VALUE"),
+        (["knorm", "--set", "skip_layers=[1"], "--set skip_layers=[1: the value is not valid YAML"),
         (["knorm", "--set", "no=1"], "method setting=no: choose one of "),
         (["qfilters"], "method.path=null: "),
         (["knorm", "--model", "/no/such/folder"], "model.path=/no/such/folder: no such folder"),

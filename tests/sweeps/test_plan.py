@@ -43,9 +43,14 @@ def test_a_done_cell_is_described_and_another_one_is_checked(kvbench, checkpoint
     results = tmp_path / "results"
     settings.append(f"results={results}")
     assert plan_cell(settings, results=results).cell.readings == []
-    full = results / "runs" / plan_cell(settings).cell.names[1]
+    own, full = (results / "runs" / name for name in plan_cell(settings).cell.names)
     (full / "done").unlink()
     assert len(plan_cell(settings, results=results).cell.readings) == 2
+    for path in own.glob("records*.jsonl"):
+        path.write_text("")  # `done` counts a record that was lost
+    assert len(plan_cell(settings, results=results).cell.readings) == 2
+    assert kvbench("-m", *settings[3:])[1].startswith("1 cells: 1 stopped")
+    assert kvbench("-m", *settings[3:])[1].startswith("1 cells: 1 done")
 
 
 def test_the_command_says_what_a_sweep_would_do(kvbench, checkpoint, tmp_path, capsys):

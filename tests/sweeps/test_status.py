@@ -149,7 +149,10 @@ def test_a_cell_waits_for_its_full_cache(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(status, "is_busy", lambda locks: True)
         assert states() == 2 * ["running 3 of 4 samples"]
-    (tmp_path / "runs" / name / "done").touch()
+    done = tmp_path / "runs" / name / "done"
+    done.write_text(json.dumps({"records": 4}))  # one more than there are
+    assert states() == ["stopped 3 of 4 samples", "missing"]
+    done.write_text(json.dumps({"records": 3}))
     assert states() == ["done", "missing"]
 
 
