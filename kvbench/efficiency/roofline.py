@@ -110,9 +110,12 @@ def compute_score_needs(method: str, settings: Mapping[str, Any], sizes: Mapping
         return None
     own, size = load_needs()[method], sizes
     per_head = size["batch"] * size["heads"] * size["rows"]
-    read = per_head * size["dim"] * size["element"] * (own.get("keys", 0) + own.get("values", 0)) + 4 * per_head
+    row = size["dim"] * size["element"]  # bytes of a key, or of a value
+    read = per_head * row * (own.get("keys", 0) + own.get("values", 0)) + 4 * per_head
     pairs = per_head * size["group"]
     queries = settings.get("window", 1) if own.get("queries") == "window" else own.get("queries", 0)
+    if own.get("keys") == 2 and queries:  # or the first pass writes its logits in float32, and the second reads these
+        read -= per_head * max(0, row - 8 * size["group"] * queries)
     if queries == "block":  # causal: the last query sees all rows
         queries = size["tokens"] * (1 - (size["tokens"] - 1) / (2 * size["rows"]))
         read += size["batch"] * size["heads"] * size["group"] * size["tokens"] * size["dim"] * size["element"]
