@@ -60,7 +60,7 @@ $(TYPED):
 
 # Run the tests that every change must pass; tests/README.md says what they leave out.
 test: setup style
-	$(PYTEST) -n 2 --dist worksteal -m "$(PLAIN)"
+	$(PYTEST) -n 2 --dist worksteal --hypothesis-profile quick -m "$(PLAIN)"
 
 # Run every cross, and what needs a browser, a SLURM or the documentation's packages.
 test-all: setup style

@@ -26,6 +26,7 @@ pytest.register_assert_rewrite("tests.support")  # before it is imported
 
 torch.set_num_threads(1)
 settings.register_profile("kvbench", deadline=None, derandomize=True, max_examples=100)
+settings.register_profile("quick", settings.get_profile("kvbench"), max_examples=30)
 settings.load_profile("kvbench")
 
 

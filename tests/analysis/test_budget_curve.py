@@ -191,11 +191,13 @@ def test_what_is_no_curve_is_refused():
         curve(np.zeros((5, 4)), 0.0).smallest()
 
 
-@pytest.mark.parametrize(("groups", "size"), [only_in_full(20, 1), (20, 3), only_in_full(40, 2)])
-def test_coverage(groups, size):
+@pytest.mark.parametrize(
+    ("groups", "size", "times"), [(20, 3, 200), *(only_in_full(*own, 500) for own in ((20, 1), (20, 3), (40, 2)))]
+)
+def test_coverage(groups, size, times):
     """Contexts that share their luck at all budgets, skewed scores, measured shares that vary."""
     draw, of = np.random.default_rng(0), [str(place) for place in np.repeat(np.arange(groups), size)]
-    truth, count, held, times = 80 - 20 * np.exp(-X / 0.1), groups * size, np.zeros(3), 500
+    truth, count, held = 80 - 20 * np.exp(-X / 0.1), groups * size, np.zeros(3)
     truths = [
         compute_area(X, truth, 0.06, 0.38),
         compute_area(X, truth, 0.06, 0.38) - 80,

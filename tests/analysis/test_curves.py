@@ -14,6 +14,7 @@ from kvbench.cli.curves import main
 from kvbench.tasks.ruler.task import Ruler
 from tests.support import made_up_runs
 from tests.support.command_line import run_cli
+from tests.support.selection import only_in_full
 
 FULL = {"method": {"name": "full"}, "sources": "s1"}
 BUDGETS = {0.05: 30, 0.1: 55, 0.3: 85}  # chance to keep what the full cache has right
@@ -291,14 +292,15 @@ def test_a_damaged_store_is_said(tmp_path, store, curves, capsys):
     assert f"kvbench: run {other.name} is left out: done does not fit the" in curves()[2]
 
 
-def test_runs_of_the_command_line_make_curves(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("questions", [("hidden",), only_in_full(("visible", "hidden"))])
+def test_runs_of_the_command_line_make_curves(tmp_path, monkeypatch, capsys, questions):
     """Two methods and both questions with the embedded model; the table and the curve say the same."""
     monkeypatch.chdir(tmp_path)
     averages = {"needles": {"niah_single_1": 1.0}, "all": {"niah_single_1": 1.0, "ruler_vt": 3.0}}
     monkeypatch.setattr(Ruler, "averages", averages, raising=False)
     size = ["task.subtasks=niah_single_1", "task.length=384", "task.samples=2", "device=cpu"]
     tables = {}
-    for question in ("visible", "hidden"):
+    for question in questions:
         for method, budget in (("knorm", "0.9"), ("snapkv", "0.6"), ("snapkv", "0.9")):
             own = [f"method={method}", f"budget={budget}", f"question={question}", *size]
             code, out, err = run_cli(own, monkeypatch, capsys)
@@ -313,7 +315,7 @@ def test_runs_of_the_command_line_make_curves(tmp_path, monkeypatch, capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
     blocks = re.split(r"\n\n\n", out)
-    assert len(blocks) == 5 and "no evidence about large models" in blocks[-1]
+    assert len(blocks) == 2 * len(questions) + 1 and "no evidence about large models" in blocks[-1]
     for (question, method, budget), line in tables.items():
         (block,) = [own for own in blocks if f"question {question} · {method} ·" in own]
         assert "\nneedles; 2 samples\n" in block

@@ -328,7 +328,7 @@ def share(share_lost: float, bounds: np.ndarray) -> float:
     return float(chance[(bounds[:, 0] <= truth + 1e-9) & (truth - 1e-9 <= bounds[:, 1])].sum())
 
 
-@pytest.mark.parametrize("count", [5, 10, 20, 50, 100, 200, 500])
+@pytest.mark.parametrize("count", [5, 10, 20, 50, 100, 200, only_in_full(500)])
 def test_coverage_of_right_or_wrong_scores(count):
     bounds = np.array([(interval.low, interval.high) for interval in (lost(count, w) for w in range(count + 1))])
     percent = np.arange(1, 100)
@@ -341,7 +341,7 @@ def test_coverage_of_right_or_wrong_scores(count):
     assert coverage.min() >= 0.91
 
 
-@pytest.mark.parametrize("count", [5, 10, 20, 50, 100, 200, 500])
+@pytest.mark.parametrize("count", [5, 10, 20, 50, 100, 200, only_in_full(500)])
 def test_coverage_of_a_mean_of_right_or_wrong(count):
     found = [mean([Values([100.0] * right + [0.0] * (count - right), names(count))]) for right in range(count + 1)]
     bounds = np.array([(own.low - 100, own.high - 100) for own in found])[::-1]  # by the number of wrong ones
@@ -461,7 +461,8 @@ def test_coverage_of_skewed_mixtures_in_full(name):
 
 
 @pytest.mark.parametrize(
-    ("count", "scale", "most"), [(20, 1, 0.97), only_in_full(50, 1, 0.97), (10, 0.2, 1), only_in_full(50, 0.02, 1)]
+    ("count", "scale", "most"),
+    [(20, 1, 0.97), *(only_in_full(*own) for own in ((50, 1, 0.97), (10, 0.2, 1), (50, 0.02, 1)))],
 )
 def test_coverage_of_the_average(count, scale, most):
     draw = np.random.default_rng(1)

@@ -664,7 +664,7 @@ def differences(found: dict, expected: dict) -> list:
     ]
 
 
-@pytest.mark.parametrize("score", [1000.0, -1.0, float("nan"), float("inf"), None, "100", True])
+@pytest.mark.parametrize("score", [1000.0, float("nan"), "100", *map(only_in_full, [-1.0, float("inf"), None, True])])
 def test_a_score_out_of_range_is_no_record(score, runs, bench, tmp_path, monkeypatch):
     task = type(runs[0].task)
     monkeypatch.setattr(task, "score", lambda self, sample, output: Graded(score, output))

@@ -17,6 +17,7 @@ from tests.support.method_files import build_policy, make_tiny_method_args
 from tests.support.oracle_scores import SNAPKV, attention, cut_in_two_stages, score_mean_votes
 from tests.support.oracle_shares import share_safeguarded
 from tests.support.oracles import CLOSE, assert_engines_agree, assert_same_rows, protect_newest
+from tests.support.selection import only_in_full
 from tests.support.tiny_models import distinct, ids, tiny
 
 
@@ -143,7 +144,7 @@ def test_with_alpha_1_it_is_its_base(base, decoding):
     torch.testing.assert_close(its, logits)
 
 
-@pytest.mark.parametrize("size", [60, 90])
+@pytest.mark.parametrize("size", [60, only_in_full(90)])
 def test_the_newest_stay_where_more_rows_are_safe_than_a_frozen_share_has(size):
     """⌊0.9·9⌋ = 8 rows of a head are safe and 8 its share; of 60 rows 54 would be safe, and 53 is what 8 become."""
     args = {"base": "h2o", "base_args": {}, "decoding": True, "decode_size": size}

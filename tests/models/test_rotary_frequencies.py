@@ -30,7 +30,7 @@ ROPES = {
 }
 CHANGING = ("dynamic", "longrope")
 METHODS = {"full": {}, "snapkv": {"window": 4}, "expected_attention": {}, "sink": {"positions": "rolling"}}
-SHORT, LONG, MORE = 50, 150, 30  # a prompt, one beyond the original places, and tokens that bring the short one there
+SHORT, LONG, MORE = 56, 150, 12  # a prompt, one beyond the original places, and tokens that bring the short one there
 LONGEST = 260  # tokens that are read by others
 
 each_rope = pytest.mark.parametrize("kind", ROPES)

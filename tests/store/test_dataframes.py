@@ -16,6 +16,7 @@ from kvbench.store import audit, dataframes
 from kvbench.store.run_folder import FORMAT, RunFolder, run_hash
 from kvbench.validation import SettingError
 from tests.support.repository import ROOT
+from tests.support.selection import only_in_full
 
 
 def value(method="snapkv", **own):
@@ -190,9 +191,9 @@ def test_export_writes_what_load_shows(tmp_path):
     assert not list((tmp_path / "export").glob("*.draft*"))
 
 
-@pytest.mark.parametrize("runs", [4, *(pytest.param(runs, marks=pytest.mark.full) for runs in (20, 200))])
+@pytest.mark.parametrize("runs", [2, *(only_in_full(runs) for runs in (20, 200))])
 def test_records_load_in_time_and_memory(tmp_path, runs, capsys):
-    """20,000, 100,000 and 1,000,000 records, in a process of its own; the time as a ratio of reading the JSON alone."""
+    """10,000, 100,000 and 1,000,000 records, in a process of its own; the time as a ratio of reading the JSON alone."""
     text = {"output": "word " * 40, "asked": "word " * 40, "survived": "0564" * 32, "evidence": [3, 4]}
     line = json.dumps(record(0) | {f"number{i}": i / 7 for i in range(35)} | text)
     for run in range(runs):

@@ -76,7 +76,7 @@ def assert_engines_agree(
     method,
     budget,
     block=None,
-    tokens=60,
+    tokens=None,
     seed=0,
     allocator="uniform",
     dense_cuts=False,
@@ -85,9 +85,10 @@ def assert_engines_agree(
 ):
     """Both engines read the same prompt, then seven tokens more, and hold the same rows; logits agree. Returns held.
 
-    `dense_cuts`: whether the dense engine cuts while decoding too; the method does what its settings say. `parts`: how
-    many of the seven are read at once.
+    `tokens` is 60 if nothing is said, and 30 if they are read one by one. `dense_cuts`: whether the dense engine cuts
+    while decoding too; the method does what its settings say. `parts`: how many of the seven are read at once.
     """
+    tokens = tokens or (30 if block == 1 else 60)
     prompt, more = distinct(tokens + 7, seed).split([tokens, 7], dim=1)
     dense = DenseEngine(model, cut, cuts_decoding=dense_cuts)
     expected = dense.prefill(prompt, block)

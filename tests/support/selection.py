@@ -68,10 +68,10 @@ def count_reads(item: pytest.Function) -> float:
 
 
 def mark_rest_as_full(items: Iterable[pytest.Item]) -> None:
-    """Give the marker `full` to every case that the selection of its test leaves out."""
+    """Give the marker `full` to every case that the selection of its test leaves out. Cases that have it stay out."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if item.get_closest_marker("cover"):
+        if item.get_closest_marker("cover") and not item.get_closest_marker("full"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         chosen = choose_covering([list_features(case) for case in cases], [count_reads(case) for case in cases])

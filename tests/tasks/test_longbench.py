@@ -34,6 +34,7 @@ from kvbench.tasks.longbench.task import LongBench
 from kvbench.tasks.longbench.truncation import CONTEXT, NOTHING, QUESTION, truncate_middle
 from kvbench.validation import SettingError
 from tests.support.command_line import assert_refused, run_cli
+from tests.support.selection import only_in_full
 
 NO_TEMPLATE = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
 TOKENIZER = AutoTokenizer.from_pretrained(REFERENCE)
@@ -449,15 +450,21 @@ def test_a_file_that_cannot_be_used_is_one_line_and_nothing_is_written(folder, t
 # Whole runs
 
 
-def test_two_methods_and_both_values_of_question(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("methods", [("snapkv",), only_in_full(("snapkv", "keydiff"))])
+def test_two_methods_and_both_values_of_question(tmp_path, monkeypatch, capsys, methods):
     monkeypatch.chdir(tmp_path)
+    cells = 2 * len(methods)
     names = ("multifieldqa_en", "samsum")
     settings = ["task=longbench", f"task.subtasks=[{','.join(names)}]", "limit=1", "device=cpu", "task.max_length=900"]
     code, out, _ = run_cli(
-        [*settings, "method=snapkv,keydiff", "budget=0.3", "question=visible,hidden", "-m", "-v"], monkeypatch, capsys
+        [*settings, f"method={','.join(methods)}", "budget=0.3", "question=visible,hidden", "-m", "-v"],
+        monkeypatch,
+        capsys,
     )
-    assert code == 0 and out.count("\ntask: longbench (miniature)\n") == 4  # a wide table has its rows in two blocks
-    assert all(out.count(f"\n{name} ") in (4, 8) for name in names)
+    assert (
+        code == 0 and out.count("\ntask: longbench (miniature)\n") == cells
+    )  # a wide table has its rows in two blocks
+    assert all(out.count(f"\n{name} ") in (cells, 2 * cells) for name in names)
     task, prompts, found = LongBench(subtasks=names, limit=1, max_length=900), set(), []
     for folder in (tmp_path / "results" / "runs").iterdir():
         records = [json.loads(line) for file in folder.glob("records*.jsonl") for line in file.read_text().splitlines()]
@@ -474,7 +481,7 @@ def test_two_methods_and_both_values_of_question(tmp_path, monkeypatch, capsys):
             assert record["score"] == task.score(sample, record["output"]).score
             prompts.add((record["uid"], record["prompt_hash"]))
             found.append(record)
-    assert len(prompts) == 2 and len(found) == 2 * 6  # two full caches and four cells
+    assert len(prompts) == 2 and len(found) == 2 * (2 + cells)  # two full caches, and the cells
     assert {record["meta"]["left_out_of"] for record in found if record["subtask"] == "samsum"} == {CONTEXT}
     assert max(record["score"] for record in found if record["budget"] == 1.0) == 100.0  # the embedded model answers
     for record in found:

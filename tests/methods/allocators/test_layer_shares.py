@@ -14,6 +14,7 @@ from tests.support.dense_engine import DenseEngine, Head, HeadView
 from tests.support.oracle_scores import score_votes
 from tests.support.oracle_shares import CakeRule, assert_allocator_agrees, assert_cake_agrees, round_shares
 from tests.support.oracles import CLOSE, keep_by_score, protect_newest
+from tests.support.selection import only_in_full
 from tests.support.tiny_models import distinct, ids, tiny
 
 # cake
@@ -29,7 +30,7 @@ def test_cake(model, cascade, block):
     assert held.contexts[0].own_layers[0].state.shared["allocation"] == "preferences"
 
 
-@pytest.mark.parametrize("block", [4, 8, 1])
+@pytest.mark.parametrize("block", [4, 8, only_in_full(1)])
 def test_cake_where_the_window_covers_all_that_is_held(block):
     """What was held before the block competes by the block's attention; the first row does not stay for ever."""
     args = dict(window=50, kernel=3, gamma=200.0)
@@ -250,7 +251,7 @@ def kvpress(keep: float, tokens: int, layers: int) -> tuple[list[float], str]:
 @pytest.mark.cover
 @pytest.mark.parametrize("keep", [0.5, 0.2, 0.3])
 @pytest.mark.parametrize("layers", [6, 32])
-@pytest.mark.parametrize("first", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("first", [0, 1, 2, only_in_full(3), only_in_full(4)])
 def test_pyramid_of_a_share_of_the_prompt_is_that_of_kvpress(first, layers, keep):
     """Odd lengths too, whose half is no whole number of rows: the same rule, and no layer is more than a row away from
     what kvpress rounds to. At a fifth only more than 6400 tokens have a pyramid.
