@@ -43,6 +43,7 @@
 
   const loaded = new Map(), asked = new Map();
   window.kvbenchSamples = (run, part, samples) => loaded.set(`${run} ${part}`, samples);
+  window.kvbenchPrompts = (name, prompts) => loaded.set(name, prompts);
   window.kvbenchPart = (name, value) => loaded.set(name, value);
   function load(name, key) {
     if (!asked.has(key)) asked.set(key, new Promise((done, failed) => {
@@ -231,10 +232,15 @@
   function shade(percent) {
     const at = Math.sqrt(percent / 100) * (FIRST.shades.length - 1), below = Math.min(Math.floor(at), FIRST.shades.length - 2);
     const part = (index, from) => parseInt(FIRST.shades[index].slice(from, from + 2), 16);
-    return `rgb(${[1, 3, 5].map((from) => Math.round(part(below, from) + (at - below) * (part(below + 1, from) - part(below, from))))})`;
+    return [1, 3, 5].map((from) => Math.round(part(below, from) + (at - below) * (part(below + 1, from) - part(below, from))));
+  }
+  const tint = (percent) => `rgb(${shade(percent)})`;
+  function ink(colour) { // black or white, whichever has the higher contrast
+    const [red, green, blue] = colour.map((own) => own / 255).map((own) => (own <= 0.04045 ? own / 12.92 : ((own + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#000" : "#fff";
   }
   function legend() {
-    const steps = [...Array(51).keys()].map((step) => svg("rect", { x: step, width: 1.05, height: 1, fill: shade(step * step / 25) }));
+    const steps = [...Array(51).keys()].map((step) => svg("rect", { x: step, width: 1.05, height: 1, fill: tint(step * step / 25) }));
     const ticks = [0, 5, 25, 100].map((own) => el("span", { style: `left: ${10 * Math.sqrt(own)}%` }, String(own)));
     return el("p", { class: "shades" }, "Rows held at the beginning of the answer, mean over layers and KV heads,", el("span", { class: "scale" },
       svg("svg", { ...SVG, viewBox: "0 0 51 1", "aria-label": "0 to 100\u202f%, darker is more" }, ...steps), ticks), "%");
@@ -247,7 +253,7 @@
     const mean = (values) => said(values.reduce((sum, one) => sum + one, 0) / values.length);
     const edge = (bin) => Math.ceil((bin * tokens) / bins);
     const box = svg("svg", { ...SVG, viewBox: `0 0 ${bins} 18` });
-    percents.forEach((percent, bin) => box.append(svg("rect", { x: bin, width: bin + 1 < bins ? 1.05 : 1, height: 12, fill: shade(percent) },
+    percents.forEach((percent, bin) => box.append(svg("rect", { x: bin, width: bin + 1 < bins ? 1.05 : 1, height: 12, fill: tint(percent) },
       svg("title", {}, `tokens ${edge(bin)} to ${edge(bin + 1) - 1}: ${said(percent)}`))));
     box.append(svg("rect", { class: "frame", width: bins, height: 12 }));
     for (const bin of places) box.append(svg("rect", { class: "place", x: bin, y: 14, width: 1, height: 4 }));
@@ -255,13 +261,25 @@
     box.setAttribute("aria-label", `Rows over the prompt of ${tokens} tokens: ${survived}`);
     return el("div", { class: "rows" }, box, el("small", {}, el("span", {}, "0"), el("span", {}, survived), el("span", {}, `${tokens.toLocaleString("en")} tokens`)));
   }
-  function sample([uid, subtask, targets, full, method, asked, survived], name) {
+  const right = (output, score, target) => score === 100 || (score !== 0 && (output || "").toLowerCase().includes(target.trim().toLowerCase()));
+  function prompt(excerpt, survived, [output, score]) { // the rows that survived, on the words themselves
+    if (!excerpt) return null;
+    const [tokens, ...windows] = excerpt;
+    const percents = survived && survived[1] === tokens ? survived[0].match(/../g).map((two) => parseInt(two, 16)) : null;
+    const text = windows.map((pieces) => el("p", {}, "… ", pieces.map(([words, bin, target]) => {
+      const own = percents ? { class: "held", style: `background: ${tint(percents[bin])}; color: ${ink(shade(percents[bin]))}`, title: `${percents[bin]}\u202f% of the rows held` } : {};
+      if (!target || score === null) return el("span", own, words);
+      return el("mark", { class: right(output, score, words) ? "right" : "wrong" }, words);
+    }), " …"));
+    return el("div", { class: "prompt", tabindex: 0, role: "region", "aria-label": "the prompt around the targets" }, text);
+  }
+  function sample([uid, subtask, targets, full, method, asked, survived], name, excerpts) {
     const words = diff(full[0], method[0]);
     const change = full[1] === null || method[1] === null ? "" : points(method[1] - full[1], true);
     return el("article", { class: "sample" },
       el("header", {}, el("b", {}, uid), el("small", {}, `${subtask} · ${change === "" ? "no score" : `difference ${change}`}${words ? "" : " · too long to compare word by word"}`)),
       el("p", { class: "target asked", tabindex: 0 }, el("small", {}, asked === null ? "question: not recorded" : "question "), asked && asked.trim()),
-      el("p", { class: "target" }, el("small", {}, "target "), targets.join("  ·  ")), strip(survived),
+      el("p", { class: "target" }, el("small", {}, "target "), targets.join("  ·  ")), strip(survived), prompt(excerpts[uid], survived, method),
       el("div", { class: "sides" }, side("full cache", full, words && words[0]), side(name, method, words && words[1])));
   }
   const KINDS = {
@@ -297,11 +315,16 @@
     if (browser.failed) { body.append(el("p", { class: "note bad" }, browser.failed)); return; }
     const found = entries.filter((own) => KINDS[browser.show][1](own) && (browser.subtask === ALL || own[1] === browser.subtask));
     body.append(el("small", {}, `${found.length} of ${entries.length} samples${partly ? `, ${parts.length} of ${file.names.length} files loaded` : ""}; those that lost most come first`), found.some((own) => own[6]) ? legend() : "");
-    body.append(...found.slice(0, browser.limit).map((own) => sample(own, file.row)));
+    const prompts = DATA.prompts[file.panel] || {}, excerpts = loaded.get(prompts.name) || {};
+    const said = prompts.reason ? `The prompts' text is not shown: ${prompts.reason}.` : prompts.samples < prompts.of ? `The prompts' text is shown for the ${prompts.samples} of ${prompts.of} samples that most runs lose.` : "";
+    if (found.length) body.append(el("p", { class: "about" }, prompts.reason ? said : ["Below the strip: the prompt around the targets, shaded like the strip. A target is ", el("mark", { class: "right" }, "green"), " if the answer has it and ", el("mark", { class: "wrong" }, "amber"), ` if not. ${said}`]));
+    body.append(...found.slice(0, browser.limit).map((own) => sample(own, file.row, excerpts)));
     if (found.length > browser.limit) body.append(el("button", { onclick: () => { browser.limit += 40; samples(); } }, "Show more"));
     else if (partly) body.append(el("button", { onclick: () => more(file, parts.length) }, "Load more"));
   }
   function more(file, part) {
+    const { name } = DATA.prompts[file.panel] || {};
+    if (name && !loaded.has(name)) load(name, name).then(samples, () => {}); // without it, the samples lack their prompts
     load(file.names[part], `${file.run} ${part}`).then(() => { browser.failed = null; samples(); }, (error) => { browser.failed = error.message; samples(); });
   }
   function choose(name, value) {

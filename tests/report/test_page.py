@@ -440,7 +440,7 @@ def test_a_large_study_stays_small(tmp_path, monkeypatch):
     page["panels"] *= 2
     page["runs"] *= 34
     files = [{"run": 16 * "0", "panel": 0, "row": 30 * " ", "names": [30 * " "], "method": "", "block": 1}] * 408
-    assert len(render_html(compact_json(page | {"files": files, "folder": "report"}))) < MOST
+    assert len(render_html(compact_json(page | {"files": files, "prompts": [], "folder": "report"}))) < MOST
 
 
 def test_no_store_is_too_large(store, monkeypatch):

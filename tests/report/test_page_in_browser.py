@@ -1,6 +1,7 @@
 """The report page in a headless Chromium: it draws, filters and loads; nothing else runs, nothing leaves it."""
 
 import os
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -147,6 +148,46 @@ def test_samples_are_loaded_when_they_are_asked_for(page):
     assert page.locator(".sample").count() == 0
     page.click("[data-method=snapkv]")  # what is filtered out is not shown
     assert page.input_value("[data-pick=run]") == ""
+
+
+def test_a_sample_shows_its_prompt(chromium, tmp_path, monkeypatch):
+    """Words are shaded as their bins survived, and targets are green or amber, as the answer has them or not."""
+    code = (
+        "import json, sys\nfor line in sys.stdin:\n    uids = json.loads(line)['uids']\n"
+        "    pieces = lambda uid: [['kept ', 0, False], [uid.split('/')[1], 20, True], [' gone', 30, False]]\n"
+        "    print(json.dumps({'excerpts': {uid: [200, pieces(uid)] for uid in uids}}))"
+    )
+    monkeypatch.setattr("kvbench.report.excerpts.COMMAND", [sys.executable, "-c", code])
+    hashed = {"prompt_hash": "0123456789abcdef", "rows_seen": 200}
+    write_run(tmp_path, make_records(1.0, 100, **hashed), method={"name": "full"})
+    lost = make_records(0.1, 50, score=0.0, survived="64" * 30 + "00" * 34, **hashed)
+    lost["vt/1"] |= {"score": 100.0}
+    lost["vt/2"] |= {"score": 50.0, "output": "it is 2"}
+    write_run(tmp_path, lost, budget=0.1)
+    page = chromium.new_page()
+    page.goto(write_report(tmp_path, datetime(2026, 1, 2, tzinfo=UTC)).as_uri())
+    page.select_option("[data-pick=run]", index=1)
+    page.wait_for_selector(".prompt")
+    while page.locator("text=Show more").count():
+        page.click("text=Show more")
+    for uid, kind in {"vt/0": "wrong", "vt/1": "right", "vt/2": "right"}.items():
+        box = page.locator(".sample", has=page.locator("b", has_text=uid)).locator(".prompt")
+        assert box.inner_text() == f"… kept {uid[-1]} gone …"
+        assert box.locator(f"mark.{kind}").inner_text() == uid[-1]
+        colours = [own.get_attribute("style") for own in box.locator("span").all()]
+        assert colours == [
+            "background: rgb(18,63,109); color: #fff",
+            "background: rgb(242,244,247); color: #000",
+        ]
+    page.close()
+
+
+def test_a_page_says_why_it_shows_no_prompts(page):
+    page.select_option("[data-pick=run]", label="ruler · question visible · snapkv · 5\u202f%")
+    page.wait_for_selector(".sample")
+    assert page.locator("#samples .about").inner_text() == (
+        "The prompts' text is not shown: the records were not made by a run."
+    )
 
 
 def test_what_older_records_lack_is_said(page):
