@@ -20,7 +20,7 @@ from kvbench.report.charts import SCORE, build_charts
 from kvbench.report.excerpts import write_excerpts
 from kvbench.report.panels import DATA_ERRORS, TABLES, PageData, gather_results
 from kvbench.report.samples import to_embedded_json, write_file, write_samples
-from kvbench.report.style import FULL
+from kvbench.report.style import DARK, FULL
 
 HERE = Path(__file__).parent
 FOLDER = "report"  # folder of the samples, next to the page
@@ -104,7 +104,7 @@ def write_answers(gathered: PageData, folder: Path) -> list[dict[str, Any]]:
 def render_html(page: dict[str, Any]) -> str:
     """Return the page as HTML."""
     library, script = load_scripts()
-    data = to_embedded_json(page | {"charts": build_charts(), "ink": FULL, "shades": SCORE})
+    data = to_embedded_json(page | {"charts": build_charts(), "ink": FULL, "dark": DARK, "shades": SCORE})
     style = (HERE / "page.css").read_text(encoding="utf-8")
     return "\n".join(
         [
