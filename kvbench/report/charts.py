@@ -13,6 +13,7 @@ import altair as alt
 from kvbench.report.style import FULL
 
 INK, MUTED, LINE = "#1a1a1a", "#5f6368", "#e8eaed"
+CELL_INK = "#111111"  # of numbers in a coloured cell, on a dark page too
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 SHARES = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1]
 LOSS = ["#a6381f", "#e08a63", "#f1f3f4", "#7ab0d4", "#1f5f99"]  # worse to better, also for colour-blind readers
@@ -190,7 +191,7 @@ def chart_tasks(legend: alt.Legend | None = None) -> alt.LayerChart:
         alt.Tooltip("score:Q", format=".1f"),
         alt.Tooltip("n:Q", title="samples"),
     ]
-    dark = alt.condition(DARK, alt.value("white"), alt.value(INK))
+    dark = alt.condition(DARK, alt.value("white"), alt.value(CELL_INK))
     stripe = chart_series("rows").mark_rect()
     return stack_layers(
         stripe.encode(x=alt.value(-5), x2=alt.value(-1), y=row, fill=alt.Fill("colour:N", scale=None, legend=None)),
@@ -233,7 +234,7 @@ def chart_grid(legend: alt.Legend | None = None, change: bool = False) -> alt.La
         legend=legend,
         scale=LOSSES if change else SCORES,
     )
-    dark = alt.condition(DARK if change else "datum.score > 60", alt.value("white"), alt.value(INK))
+    dark = alt.condition(DARK if change else "datum.score > 60", alt.value("white"), alt.value(CELL_INK))
     numbers = base.transform_filter(f"datum.cells <= {CROWD}").mark_text(fontSize=10)
     return stack_layers(
         base.mark_rect(stroke="#ffffff", strokeWidth=1).encode(color=colour, tooltip=tip),

@@ -46,7 +46,7 @@ PATIENCE = 10
 SWEEPS = 3  # that are shown
 PORT = 8765
 HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.ASCII)  # any port: it may be forwarded
-FILE = re.compile(r"/report/((?:samples|part)-[0-9a-f-]+\.js)", re.ASCII)
+FILE = re.compile(r"/report/((?:samples|part|prompts)-[0-9a-f-]+\.js)", re.ASCII)
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",  # another site's page must not read the scripts
@@ -130,7 +130,9 @@ class Dashboard:
 
     @cached_property
     def _empty_page(self) -> str:
-        return render_html(gather_found(FoundRuns(), datetime.now(UTC)).page | {"files": [], "folder": FOLDER})
+        return render_html(
+            gather_found(FoundRuns(), datetime.now(UTC)).page | {"files": [], "prompts": [], "folder": FOLDER}
+        )
 
     def _update_page(self) -> None:
         """Note a finished build of the page, and start another if it is time and finished runs changed."""

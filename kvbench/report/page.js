@@ -8,6 +8,13 @@
   let DATA = FIRST;
   const rowsOf = ({ names, rows }) => rows.map((row) => Object.fromEntries(names.map((name, at) => [name, row[at]])));
 
+  // ---- colours, which change with the reader's scheme
+
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const DARK = Object.fromEntries(Object.entries(FIRST.dark).map(([light, own]) => [light.toLowerCase(), own]));
+  const hue = (colour) => (dark.matches && DARK[colour.toLowerCase()]) || colour;
+  const hues = (value) => (dark.matches ? JSON.parse(JSON.stringify(value).replace(/#[0-9a-fA-F]{6}\b/g, hue)) : value);
+
   // ---- small things
 
   function el(tag, own = {}, ...children) {
@@ -26,7 +33,7 @@
     return node;
   }
   const PATHS = { circle: "M6 1.5a4.5 4.5 0 1 0 .01 0z", square: "M2 2h8v8H2z", "triangle-up": "M6 1.5L11 10.5H1z", "triangle-down": "M6 10.5L1 1.5H11z", "triangle-right": "M10.5 6L1.5 11V1z", "triangle-left": "M1.5 6L10.5 1V11z", cross: "M4.3 1h3.4v3.3H11v3.4H7.7V11H4.3V7.7H1V4.3h3.3z", diamond: "M6 .5L11 6L6 11.5L1 6z" };
-  const mark = (own) => svg("svg", { class: "mark", width: 12, height: 12, viewBox: "0 0 12 12", "aria-hidden": "true" }, svg("path", { d: PATHS[own.shape], fill: own.colour }));
+  const mark = (own) => svg("svg", { class: "mark", width: 12, height: 12, viewBox: "0 0 12 12", "aria-hidden": "true" }, svg("path", { d: PATHS[own.shape], fill: hue(own.colour) }));
   const points = (value, sign) => (value === null || value === undefined ? "–" : (sign && value > 0 ? "+" : "") + value.toFixed(1).replace("-", "−"));
   const percent = (share) => `${(100 * share).toFixed(1)}\u202f%`;
   const title = (panel) => `${panel.task} · question ${panel.question}`;
@@ -43,6 +50,7 @@
 
   const loaded = new Map(), asked = new Map();
   window.kvbenchSamples = (run, part, samples) => loaded.set(`${run} ${part}`, samples);
+  window.kvbenchPrompts = (name, prompts) => loaded.set(name, prompts);
   window.kvbenchPart = (name, value) => loaded.set(name, value);
   function load(name, key) {
     if (!asked.has(key)) asked.set(key, new Promise((done, failed) => {
@@ -73,7 +81,7 @@
     if (make) make();
   }
   function draw(node, spec) {
-    vegaEmbed(node, spec, { mode: "vega-lite", renderer: "svg", actions: false }).then(
+    vegaEmbed(node, hues(spec), { mode: "vega-lite", renderer: "svg", actions: false }).then(
       () => { node.dataset.drawn = "yes"; },
       (error) => { node.textContent = "This chart cannot be drawn."; console.error(error); },
     );
@@ -87,6 +95,8 @@
   }
 
   const unfinished = (one) => (one.unfinished?.length ? el("small", { class: "under" }, `not finished: ${one.unfinished.join(", ")}`) : null);
+
+  const methodLink = (one) => el("a", { class: "method", href: address(one.method) }, one.label);
 
   // ---- sections: each returns nodes, or null if there is nothing to show
 
@@ -118,7 +128,7 @@
       const head = (name, key, kind) => el("th", { class: kind, scope: "col", "aria-sort": order === key ? (key === "name" ? "ascending" : "descending") : "none" },
         el("button", { class: "plain", onclick: () => { fill(key); table.querySelector(`[data-order="${key}"]`).focus(); }, "data-order": key }, name));
       const body = [...own].sort(orders[order]).map((row) => el("tr", {},
-        el("th", { class: "name marked", scope: "row" }, mark(panel.series[row.s]), panel.series[row.s].label, unfinished(panel.series[row.s])), order === "name" ? null : el("td", { class: "num muted rank" }, rank(row.scores[order], order)), columns.map((at) => cell(row.scores[at]))));
+        el("th", { class: "name marked", scope: "row" }, mark(panel.series[row.s]), methodLink(panel.series[row.s]), unfinished(panel.series[row.s])), order === "name" ? null : el("td", { class: "num muted rank" }, rank(row.scores[order], order)), columns.map((at) => cell(row.scores[at]))));
       body.push(el("tr", { class: "full" }, el("th", { class: "name marked", scope: "row" }, mark(FULL), "full cache"), order === "name" ? null : el("td", { class: "num" }), columns.map(() => cell(cache))));
       const place = order === "name" ? null : el("th", { class: "num", scope: "col" }, el("abbr", { title: `rank at ${budgets[order]}` }, "#"));
       table.replaceChildren(el("thead", {}, el("tr", {}, head("method", "name", "name"), place, columns.map((at) => head(budgets[at], String(at), "num")))), el("tbody", {}, body));
@@ -138,25 +148,25 @@
     const rows = own.map((one, index) => {
       const { text, interval, ends, measured, why } = one.smallest;
       const strip = svg("svg", { viewBox: "0 0 100 14", preserveAspectRatio: "none", "aria-hidden": "true" });
-      const line = (from, to, width, colour) => svg("line", { x1: from, x2: to, y1: 7, y2: 7, stroke: colour, "stroke-width": width, "vector-effect": "non-scaling-stroke", "stroke-linecap": "round" });
+      const line = (from, to, width, colour) => svg("line", { x1: from, x2: to, y1: 7, y2: 7, stroke: colour.length > 7 ? hue(colour.slice(0, 7)) + colour.slice(7) : hue(colour), "stroke-width": width, "vector-effect": "non-scaling-stroke", "stroke-linecap": "round" });
       strip.append(line(along(measured[0]), along(measured[1]), 1, "#dadce0"));
       if (ends && ends[0] !== null) strip.append(line(along(ends[0]), along(ends[2]), 3, one.colour + "66"));
       if (ends && place(one) !== Infinity) strip.append(line(along(ends[1]), along(ends[1]), 9, one.colour));
       return el("tr", {},
         el("td", { class: "num" }, place(one) === Infinity ? "–" : String(1 + own.filter((other) => place(other) < place(one)).length) + (own.some((other) => other !== one && place(other) === place(one)) ? "=" : "")),
-        el("td", { class: "name marked" }, mark(one), one.label, unfinished(one)),
+        el("td", { class: "name marked" }, mark(one), methodLink(one), unfinished(one)),
         el("td", { class: "num" }, text), el("td", { class: "num muted" }, interval || why || "–"),
         el("td", { class: "strip" }, strip), el("td", { class: "num wider" }, one.smallest.most === null ? "–" : percent(one.smallest.most)), el("td", { class: "num wider" }, String(one.samples)));
     });
-    const head = ["#:num", "method:", "smallest:num", "95\u202f% interval:num", "measured range:strip", "at most:num wider", "samples:num wider"].map((text) => el("th", { class: text.split(":")[1] }, text.split(":")[0]));
+    const head = ["#:num", "method:", "smallest:num", "95\u202f% interval:num", "measured range:strip", "at most:num wider", "samples:num wider"].map((text) => el("th", { scope: "col", class: text.split(":")[1] }, text.split(":")[0]));
     return [el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows))];
   }
 
-  function curves(panel) {
-    const own = panel.series.filter((one) => passes(one) && one.smallest);
+  function curves(panel, only = passes) {
+    const own = panel.series.filter((one) => only(one) && one.smallest);
     if (!own.length) return null;
     const dash = (one) => svg("svg", { class: "mark", width: 22, height: 12, viewBox: "0 0 22 12", "aria-hidden": "true" },
-      svg("line", { x1: 0, x2: 22, y1: 6, y2: 6, stroke: one.colour, "stroke-width": 2, "stroke-dasharray": one.dash.join(" ") || "none" }), svg("path", { d: PATHS[one.shape], fill: one.colour, transform: "translate(5 0)" }));
+      svg("line", { x1: 0, x2: 22, y1: 6, y2: 6, stroke: hue(one.colour), "stroke-width": 2, "stroke-dasharray": one.dash.join(" ") || "none" }), svg("path", { d: PATHS[one.shape], fill: hue(one.colour), transform: "translate(5 0)" }));
     const key = own.map((one) => el("span", {}, dash(one), one.label));
     key.push(el("span", {}, dash({ ...FULL, shape: "diamond", dash: [4, 3] }), "full cache"));
     const left = Math.max(...own.map((one) => one.left_out));
@@ -201,6 +211,87 @@
     ["costs", "What a score costs", "Filled and connected points are on the Pareto front: no other run of the panel, and not the full cache (the diamond), costs as little and scores as much. Vertical whiskers are 95\u202f% intervals of the difference. Times are medians, and horizontal whiskers are their 95\u202f% intervals. If whiskers overlap, the order may be due to chance.", costs, "wide"],
   ];
 
+  // ---- the page of a method, which replaces the sections
+
+  function methodSection() {
+    const node = document.getElementById("method"), name = state.method;
+    document.getElementById("page").classList.toggle("one-method", Boolean(name));
+    node.hidden = !name;
+    node.replaceChildren();
+    if (!name) return;
+    const about = DATA.about[name];
+    const line = (text) => (text ? el("p", {}, text) : null);
+    node.append(el("p", {}, el("a", { href: address(null), class: "back" }, "← all methods")), el("h2", { tabindex: -1 }, mark(DATA.methods[name]), " ", name));
+    if (about) {
+      node.append(...[line(about.definition), about.equation ? el("pre", { class: "equation", tabindex: 0, "aria-label": "equation" }, about.equation) : null, line(about.source), ...about.more.map(line)].filter(Boolean));
+      if (about.presets.length) node.append(el("h3", {}, "Presets"), el("div", { class: "scroll" }, el("table", { class: "presets" },
+        el("thead", {}, el("tr", {}, ["preset", "settings", "source"].map((text) => el("th", { scope: "col" }, text)))),
+        el("tbody", {}, about.presets.map(([preset, settings, source]) => el("tr", {}, el("th", { scope: "row" }, preset, preset === about.preset ? " (default)" : ""), el("td", {}, el("code", {}, settings)), el("td", {}, source)))))));
+    } else node.append(el("p", {}, "This kvbench has no method of this name, so there is no description."));
+    const mine = (one) => one.method === name;
+    const box = el("div", { class: "panels" });
+    for (const { panel } of chosen()) {
+      if (panel.part) { box.append(unloaded(panel)); continue; }
+      const own = panel.series.filter(mine);
+      if (own.length) box.append(el("div", { class: "panel" }, heading(panel), curves(panel, mine) || [], el("h3", {}, "Where it fails first"), el("ul", { class: "fails" }, own.map((one) => el("li", {}, failure(one))))));
+    }
+    node.append(el("h3", {}, "Its curve"), box);
+    if (!box.children.length) box.append(el("p", { class: "empty" }, "No run passes the filters."));
+  }
+  const failure = ({ label, fails }) => (fails
+    ? [el("b", {}, fails.task), ` at ${fails.row}: ${points(fails.diff, true)} [${points(fails.low, true)}, ${points(fails.high, true)}] points, the largest loss at the largest budget where an interval excludes 0`]
+    : `${label}: no subtask loses at any budget so that its interval excludes 0`);
+
+  // ---- two runs side by side, from the scores in the files of samples
+
+  const pair = { a: null, b: null, failed: null };
+  const LISTED = 20;
+  const scoresOf = (hash) => { // uid -> [subtask, score], from the files of a run, or of any run of the panel for the full cache
+    const own = DATA.runs.find((run) => run.hash === hash);
+    const file = DATA.files.find(({ run }) => run === hash) || (own && own.series === "full cache" && DATA.files.find(({ panel, names }) => panel === own.panel && names.length));
+    if (!file) return null;
+    const at = file.run === hash ? 4 : 3;
+    return { file, read: () => new Map(file.names.flatMap((_, part) => loaded.get(`${file.run} ${part}`) || []).map((entry) => [entry[0], [entry[1], entry[at][1]]])) };
+  };
+  function compare() {
+    const node = document.getElementById("compare"), body = node.querySelector(".body");
+    node.hidden = DATA.runs.length < 2;
+    body.replaceChildren();
+    const name = (run) => `${run.series}${run.budget ? ` · ${run.budget}` : ""}`;
+    const first = DATA.runs.find(({ hash }) => hash === pair.a);
+    const options = (some) => [["", "choose a run"], ...some.map((run) => [run.hash, `${title(DATA.panels[run.panel])} · ${name(run)} · ${run.hash.slice(0, 6)}`])];
+    const pick = (key, label, some) => el("label", {}, label, el("select", { "data-compare": key, onchange: (event) => { pair[key] = event.target.value || null; if (key === "a") pair.b = null; pair.failed = null; compare(); remember(); } },
+      options(some).map(([value, text]) => el("option", { value, selected: (pair[key] || "") === value ? "" : null }, text))));
+    body.append(el("div", { class: "pick two" }, pick("a", "Run A", DATA.runs), pick("b", "Run B", first ? DATA.runs.filter((run) => run.panel === first.panel && run !== first) : [])));
+    const second = DATA.runs.find(({ hash }) => hash === pair.b);
+    if (!first || !second) return;
+    const keys = [...new Set([first, second].flatMap((run) => Object.keys(run.settings)))].filter((key) => first.settings[key] !== second.settings[key]).sort();
+    const head = (texts) => el("thead", {}, el("tr", {}, texts.map((text, at) => el("th", { scope: "col", class: at ? "num" : "" }, text))));
+    body.append(el("h3", {}, "Settings that differ"), keys.length ? el("div", { class: "scroll" }, el("table", { class: "settings" }, head(["setting", "A", "B"]),
+      el("tbody", {}, keys.map((key) => el("tr", {}, el("th", { scope: "row" }, key), [first, second].map((run) => el("td", { class: "num" }, el("code", {}, run.settings[key] ?? "–")))))))) : el("p", {}, "All settings are equal."));
+    const sides = [first, second].map(({ hash }) => scoresOf(hash));
+    const command = `kvbench compare ${first.hash} ${second.hash}`;
+    if (sides.includes(null)) { body.append(el("p", { class: "note" }, "The page has no samples of one of these runs: ", el("code", {}, command))); return; }
+    if (pair.failed) { body.append(el("p", { class: "note bad" }, pair.failed)); return; }
+    const missing = sides.flatMap(({ file }) => file.names.map((own, part) => [own, `${file.run} ${part}`])).filter(([, key]) => !loaded.has(key));
+    if (missing.length) {
+      Promise.all(missing.map(([own, key]) => load(own, key))).then(compare, (error) => { pair.failed = error.message; compare(); });
+      body.append(el("p", { class: "empty" }, "…"));
+      return;
+    }
+    const [one, other] = sides.map(({ read }) => read());
+    const both = [...one].filter(([uid, [, score]]) => score !== null && other.has(uid) && other.get(uid)[1] !== null).map(([uid, [subtask, score]]) => ({ uid, subtask, from: score, to: other.get(uid)[1] }));
+    const mean = (values) => values.reduce((sum, own) => sum + own, 0) / values.length;
+    const row = (label, own) => el("tr", {}, el("th", { scope: "row" }, label), [mean(own.map(({ from }) => from)), mean(own.map(({ to }) => to))].map((value) => el("td", { class: "num" }, points(value))),
+      el("td", { class: "num" }, points(mean(own.map(({ from, to }) => to - from)), true)), el("td", { class: "num" }, `${own.filter(({ from, to }) => to < from).length} / ${own.filter(({ from, to }) => to > from).length} / ${own.filter(({ from, to }) => to === from).length}`), el("td", { class: "num" }, String(own.length)));
+    const subtasks = [...new Set(both.map(({ subtask }) => subtask))].sort();
+    if (!both.length) { body.append(el("p", { class: "empty" }, "The runs have no answered sample in common.")); return; }
+    body.append(el("h3", {}, "Difference by subtask"), el("div", { class: "scroll" }, el("table", { class: "paired" }, head(["subtask", "A", "B", "B − A", "lost / gained / same", "n"]), el("tbody", {}, subtasks.map((own) => row(own, both.filter(({ subtask }) => subtask === own))), row("all samples", both)))),
+      el("small", {}, "Points, paired on the samples that both runs answered and that have a partner in the full cache. For intervals: ", el("code", {}, command)));
+    for (const [label, own] of [["Lost", both.filter(({ from, to }) => to < from)], ["Gained", both.filter(({ from, to }) => to > from)]])
+      body.append(el("h3", {}, `${label} (${own.length})`), el("p", { class: "uids" }, own.slice(0, LISTED).map(({ uid, from, to }) => `${uid} ${from} → ${to}`).join("; ") || "none", own.length > LISTED ? ` and ${own.length - LISTED} more` : ""));
+  }
+
   // ---- samples: files next to the page, loaded when needed
 
   const browser = { run: null, show: "all", subtask: ALL, limit: 20 };
@@ -231,10 +322,15 @@
   function shade(percent) {
     const at = Math.sqrt(percent / 100) * (FIRST.shades.length - 1), below = Math.min(Math.floor(at), FIRST.shades.length - 2);
     const part = (index, from) => parseInt(FIRST.shades[index].slice(from, from + 2), 16);
-    return `rgb(${[1, 3, 5].map((from) => Math.round(part(below, from) + (at - below) * (part(below + 1, from) - part(below, from))))})`;
+    return [1, 3, 5].map((from) => Math.round(part(below, from) + (at - below) * (part(below + 1, from) - part(below, from))));
+  }
+  const tint = (percent) => `rgb(${shade(percent)})`;
+  function ink(colour) { // black or white, whichever has the higher contrast
+    const [red, green, blue] = colour.map((own) => own / 255).map((own) => (own <= 0.04045 ? own / 12.92 : ((own + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#000" : "#fff";
   }
   function legend() {
-    const steps = [...Array(51).keys()].map((step) => svg("rect", { x: step, width: 1.05, height: 1, fill: shade(step * step / 25) }));
+    const steps = [...Array(51).keys()].map((step) => svg("rect", { x: step, width: 1.05, height: 1, fill: tint(step * step / 25) }));
     const ticks = [0, 5, 25, 100].map((own) => el("span", { style: `left: ${10 * Math.sqrt(own)}%` }, String(own)));
     return el("p", { class: "shades" }, "Rows held at the beginning of the answer, mean over layers and KV heads,", el("span", { class: "scale" },
       svg("svg", { ...SVG, viewBox: "0 0 51 1", "aria-label": "0 to 100\u202f%, darker is more" }, ...steps), ticks), "%");
@@ -247,7 +343,7 @@
     const mean = (values) => said(values.reduce((sum, one) => sum + one, 0) / values.length);
     const edge = (bin) => Math.ceil((bin * tokens) / bins);
     const box = svg("svg", { ...SVG, viewBox: `0 0 ${bins} 18` });
-    percents.forEach((percent, bin) => box.append(svg("rect", { x: bin, width: bin + 1 < bins ? 1.05 : 1, height: 12, fill: shade(percent) },
+    percents.forEach((percent, bin) => box.append(svg("rect", { x: bin, width: bin + 1 < bins ? 1.05 : 1, height: 12, fill: tint(percent) },
       svg("title", {}, `tokens ${edge(bin)} to ${edge(bin + 1) - 1}: ${said(percent)}`))));
     box.append(svg("rect", { class: "frame", width: bins, height: 12 }));
     for (const bin of places) box.append(svg("rect", { class: "place", x: bin, y: 14, width: 1, height: 4 }));
@@ -255,13 +351,25 @@
     box.setAttribute("aria-label", `Rows over the prompt of ${tokens} tokens: ${survived}`);
     return el("div", { class: "rows" }, box, el("small", {}, el("span", {}, "0"), el("span", {}, survived), el("span", {}, `${tokens.toLocaleString("en")} tokens`)));
   }
-  function sample([uid, subtask, targets, full, method, asked, survived], name) {
+  const right = (output, score, target) => score === 100 || (score !== 0 && (output || "").toLowerCase().includes(target.trim().toLowerCase()));
+  function prompt(excerpt, survived, [output, score]) { // the rows that survived, on the words themselves
+    if (!excerpt) return null;
+    const [tokens, ...windows] = excerpt;
+    const percents = survived && survived[1] === tokens ? survived[0].match(/../g).map((two) => parseInt(two, 16)) : null;
+    const text = windows.map((pieces) => el("p", {}, "… ", pieces.map(([words, bin, target]) => {
+      const own = percents ? { class: "held", style: `background: ${tint(percents[bin])}; color: ${ink(shade(percents[bin]))}`, title: `${percents[bin]}\u202f% of the rows held` } : {};
+      if (!target || score === null) return el("span", own, words);
+      return el("mark", { class: right(output, score, words) ? "right" : "wrong" }, words);
+    }), " …"));
+    return el("div", { class: "prompt", tabindex: 0, role: "region", "aria-label": "the prompt around the targets" }, text);
+  }
+  function sample([uid, subtask, targets, full, method, asked, survived], name, excerpts) {
     const words = diff(full[0], method[0]);
     const change = full[1] === null || method[1] === null ? "" : points(method[1] - full[1], true);
     return el("article", { class: "sample" },
       el("header", {}, el("b", {}, uid), el("small", {}, `${subtask} · ${change === "" ? "no score" : `difference ${change}`}${words ? "" : " · too long to compare word by word"}`)),
       el("p", { class: "target asked", tabindex: 0 }, el("small", {}, asked === null ? "question: not recorded" : "question "), asked && asked.trim()),
-      el("p", { class: "target" }, el("small", {}, "target "), targets.join("  ·  ")), strip(survived),
+      el("p", { class: "target" }, el("small", {}, "target "), targets.join("  ·  ")), strip(survived), prompt(excerpts[uid], survived, method),
       el("div", { class: "sides" }, side("full cache", full, words && words[0]), side(name, method, words && words[1])));
   }
   const KINDS = {
@@ -297,11 +405,16 @@
     if (browser.failed) { body.append(el("p", { class: "note bad" }, browser.failed)); return; }
     const found = entries.filter((own) => KINDS[browser.show][1](own) && (browser.subtask === ALL || own[1] === browser.subtask));
     body.append(el("small", {}, `${found.length} of ${entries.length} samples${partly ? `, ${parts.length} of ${file.names.length} files loaded` : ""}; those that lost most come first`), found.some((own) => own[6]) ? legend() : "");
-    body.append(...found.slice(0, browser.limit).map((own) => sample(own, file.row)));
+    const prompts = DATA.prompts[file.panel] || {}, excerpts = loaded.get(prompts.name) || {};
+    const said = prompts.reason ? `The prompts' text is not shown: ${prompts.reason}.` : prompts.samples < prompts.of ? `The prompts' text is shown for the ${prompts.samples} of ${prompts.of} samples that most runs lose.` : "";
+    if (found.length) body.append(el("p", { class: "about" }, prompts.reason ? said : ["Below the strip: the prompt around the targets, shaded like the strip. A target is ", el("mark", { class: "right" }, "green"), " if the answer has it and ", el("mark", { class: "wrong" }, "amber"), ` if not. ${said}`]));
+    body.append(...found.slice(0, browser.limit).map((own) => sample(own, file.row, excerpts)));
     if (found.length > browser.limit) body.append(el("button", { onclick: () => { browser.limit += 40; samples(); } }, "Show more"));
     else if (partly) body.append(el("button", { onclick: () => more(file, parts.length) }, "Load more"));
   }
   function more(file, part) {
+    const { name } = DATA.prompts[file.panel] || {};
+    if (name && !loaded.has(name)) load(name, name).then(samples, () => {}); // without it, the samples lack their prompts
     load(file.names[part], `${file.run} ${part}`).then(() => { browser.failed = null; samples(); }, (error) => { browser.failed = error.message; samples(); });
   }
   function choose(name, value) {
@@ -315,18 +428,26 @@
   // ---- the address holds the selection, so that a link opens the same view
 
   const picks = { run: null, show: "all", subtask: ALL }; // and their values without a selection
-  function remember() {
+  function address(method) {
     const own = new URLSearchParams();
     for (const key of Object.keys(FILTERS)) if (state[key] !== ALL) own.set(key, state[key]);
     for (const name of [...state.off].sort()) own.append("hide", name);
+    if (method) own.set("method", method);
+    for (const key of ["a", "b"]) if (pair[key]) own.set(key, pair[key]);
     for (const key of Object.keys(picks)) if (browser[key] !== picks[key]) own.set(key, browser[key]);
-    const text = `#${own}`;
+    return `#${own}`;
+  }
+  function remember() {
+    const text = address(state.method);
     if (text !== (location.hash || "#")) history.pushState(null, "", text);
   }
   function recall() {
     const own = new URLSearchParams(location.hash.slice(1));
     for (const key of Object.keys(FILTERS)) state[key] = values(key).includes(own.get(key)) ? own.get(key) : ALL;
     state.off = new Set(own.getAll("hide").filter((name) => Object.hasOwn(DATA.methods, name)));
+    state.method = Object.hasOwn(DATA.methods, own.get("method") || "") ? own.get("method") : null;
+    const found = ["a", "b"].map((key) => DATA.runs.find(({ hash }) => hash === own.get(key)) || null);
+    Object.assign(pair, { a: found[0]?.hash || null, b: found[0] && found[1]?.panel === found[0].panel ? found[1].hash : null, failed: null });
     const file = DATA.files.find(({ run }) => run === own.get("run"));
     Object.assign(browser, picks, { failed: null, limit: 20 });
     if (file) Object.assign(browser, { run: file.run, subtask: own.get("subtask") || ALL });
@@ -347,6 +468,8 @@
     }
     empty();
     samples();
+    compare();
+    methodSection();
   }
   function framed(panel, make) {
     const made = make(panel);
@@ -366,6 +489,7 @@
       if (made) node.replaceWith(made); else if (node) node.remove();
     }
     empty();
+    if (state.method) methodSection();
   }
   function empty() {
     const nodes = SECTIONS().map(([id]) => document.getElementById(id));
@@ -397,7 +521,7 @@
     const cell = (text, kind) => el("td", { class: kind || "" }, text);
     const rows = DATA.runs.map((run) => el("tr", {}, cell(el("code", {}, run.hash)), cell(title(DATA.panels[run.panel])), cell(run.series, "name"), cell(run.budget, "num"),
       cell(run.of === null ? String(run.samples) : `${run.samples} of ${run.of}`, "num"), cell(run.code), cell(el("code", {}, run.sources)), cell(run.date), cell((run.notes || []).join(" "))));
-    const head = ["run", "task", "method", "budget", "samples", "code", "sources", "written", ""].map((text) => el("th", { class: text === "budget" || text === "samples" ? "num" : "" }, text));
+    const head = ["run", "task", "method", "budget", "samples", "code", "sources", "written", ""].map((text) => el("th", { scope: "col", class: text === "budget" || text === "samples" ? "num" : "" }, text));
     return el("details", {}, el("summary", {}, `${DATA.runs.length} runs`), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows))));
   }
   function facts() {
@@ -425,10 +549,12 @@
 
   const section = (id, name, about, wide) => el("section", { id }, el("h2", {}, name), el("p", {}, about), el("div", { class: `panels ${wide || ""}` }));
   const build = () => document.getElementById("page").replaceChildren(
-    el("header", {}, el("h1", {}, "What KV-cache methods cost, and what they lose"), el("p", { class: "muted" }, "Every number is computed from kvbench's records; runs of different protocols never share a panel."), facts(), ...notes().filter(Boolean)),
+    el("header", {}, el("h1", { tabindex: -1 }, "What KV-cache methods cost, and what they lose"), el("p", { class: "muted" }, "Every number is computed from kvbench's records; runs of different protocols never share a panel."), facts(), ...notes().filter(Boolean)),
     ...(live.seconds ? [live.node] : []), bar(), el("p", { class: "empty", id: "nothing" }, DATA.panels.length ? "No run passes the filters." : "No run is finished yet."),
+    el("section", { id: "method", hidden: "" }),
     ...SECTIONS().map(([id, name, about, , wide]) => section(id, name, about, wide)),
     el("section", { id: "samples" }, el("h2", {}, "Samples"), el("p", {}, "The full cache's answer next to the method's, with differing words marked, and the rows of the prompt that the method still held."), el("div", { class: "body" })),
+    el("section", { id: "compare" }, el("h2", {}, "Two runs"), el("p", {}, "The settings in which two runs of a panel differ, their difference on the same samples, and the samples lost and gained."), el("div", { class: "body" })),
     el("section", { id: "runs" }, el("h2", {}, "Runs"), runs()),
   );
   // ---- the dashboard: the served page asks for the progress of sweeps and updates itself
@@ -508,6 +634,14 @@
       document.getElementById("page").replaceChildren(el("p", { class: "note bad" }, error.message));
     });
   }
-  window.addEventListener("popstate", () => { if (DATA.panels) recall(); });
+  dark.addEventListener("change", () => { if (DATA.panels) { build(); recall(); } });
+  window.addEventListener("popstate", () => {
+    const before = state.method;
+    if (!DATA.panels) return;
+    recall();
+    if (state.method === before) return;
+    scrollTo(0, 0);
+    document.querySelector(state.method ? "#method h2" : "h1").focus({ preventScroll: true });
+  });
   show(FIRST).then(() => { if (live.seconds) follow(); });
 })();

@@ -17,13 +17,15 @@ import vl_convert
 from kvbench.analysis.run_labels import describe_error
 from kvbench.config.paths import CACHE
 from kvbench.report.charts import SCORE, build_charts
+from kvbench.report.excerpts import write_excerpts
 from kvbench.report.panels import DATA_ERRORS, TABLES, PageData, gather_results
 from kvbench.report.samples import to_embedded_json, write_file, write_samples
-from kvbench.report.style import FULL
+from kvbench.report.style import DARK, FULL
 
 HERE = Path(__file__).parent
 FOLDER = "report"  # folder of the samples, next to the page
 NUMBERS = (*TABLES, "series", "grids", "solvable", "matrix")  # keys of a panel that move into its file
+FILES = ("samples", "part", "prompts")  # kinds of files in that folder
 DIGITS = 4  # decimal places
 COMPACT_TABLES = (*TABLES, "cells")  # tables that are written compactly; "cells" are also those of a grid
 MOST = 2_000_000  # largest size of a page, in bytes
@@ -49,14 +51,17 @@ def write_report(results: Path, now: datetime) -> Path:
 
 def write_page(gathered: PageData, path: Path, folder: Path) -> None:
     """Write the page and its files, and delete files of an earlier page."""
-    page = compact_json(gathered.page | {"files": write_answers(gathered, folder), "folder": FOLDER})
+    prompts = write_excerpts(folder, gathered.pairings, len(gathered.page["panels"]))
+    files = write_answers(gathered, folder)
+    page = compact_json(gathered.page | {"files": files, "prompts": prompts, "folder": FOLDER})
     wanted = {name for own in page["files"] for name in own["names"]}
+    wanted |= {own["name"] for own in prompts if "name" in own}
     text = render_html(page)
     if len(text.encode()) > MOST:
         page, parts = split_data(page, folder)
         text, wanted = render_html(page), wanted | parts
     write_file(path, text)
-    for old in (*folder.glob("samples-*.js"), *folder.glob("part-*.js")):
+    for old in (own for kind in FILES for own in folder.glob(f"{kind}-*.js")):
         if old.name not in wanted:
             old.unlink()
 
@@ -99,7 +104,7 @@ def write_answers(gathered: PageData, folder: Path) -> list[dict[str, Any]]:
 def render_html(page: dict[str, Any]) -> str:
     """Return the page as HTML."""
     library, script = load_scripts()
-    data = to_embedded_json(page | {"charts": build_charts(), "ink": FULL, "shades": SCORE})
+    data = to_embedded_json(page | {"charts": build_charts(), "ink": FULL, "dark": DARK, "shades": SCORE})
     style = (HERE / "page.css").read_text(encoding="utf-8")
     return "\n".join(
         [

@@ -40,9 +40,10 @@ from kvbench.analysis.run_labels import (
 from kvbench.analysis.score_matrix import MatrixCell, RunNumbers, SampleKey, ScoreBlock, build_block, make_sample_key
 from kvbench.analysis.score_matrix_format import describe_samples
 from kvbench.analysis.text_table import NOT_AVAILABLE
+from kvbench.report.method_pages import describe_method
 from kvbench.report.style import choose_style, choose_styles
 from kvbench.store.audit import comparison_key
-from kvbench.store.runs import FoundRuns, StoredRun, check_folder, find_finished
+from kvbench.store.runs import FoundRuns, StoredRun, check_folder, find_differences, find_finished
 from kvbench.validation import SettingError
 
 DATA_ERRORS = (
@@ -117,6 +118,7 @@ def gather_found(found: FoundRuns, now: datetime) -> PageData:
         "keep": KEEP,
         "panels": [panel.data for panel in panels],
         "methods": {own["method"]: choose_style(own["method"]) for _, own in series},
+        "about": {own["method"]: describe_method(own["method"]) for _, own in series},
         "classes": [own for own in (*CLASSES, OTHER) if any(own in list_classes(panel) for panel in panels)],
         "blocks": list({own["block"]: None for _, own in series}),
         "refused": [
@@ -160,6 +162,7 @@ class Panel:
                 if row[f"front_{name}"]:
                     self.tables["front"].append({"cost": name, "at": row[name], "diff": row["diff"]})
         matrix = self._build_matrix(also, series)
+        self._add_settings()
         self.data: dict[str, Any] = {
             "model": get_name(runs[0].value, "model"),
             "task": get_name(runs[0].value, "task"),
@@ -211,6 +214,8 @@ class Panel:
                 shown = {"s": place, "label": label, "method": method, "block": runs[0].value.get("block_size")}
                 series.append(shown | self._add_curve(ordered, full_runs, place))
         self._finish_grids()
+        for own in series:
+            own["fails"] = self._find_first_loss(own["s"])
         styles = choose_styles([own["method"] for own in series])
         return [own | style for own, style in zip(series, styles, strict=True)]
 
@@ -251,6 +256,27 @@ class Panel:
         self.pairings.append(Pairing(run, full, self.index, name))
         return True
 
+    def _find_first_loss(self, series: int) -> dict[str, Any] | None:
+        """Return where a series fails first: the subtask that loses most at the largest budget at which any loses.
+
+        A subtask loses if the interval of its paired difference lies below 0.
+        """
+        tasks = [own["task"] for own in self.tables["tasks"]]
+        for row in reversed([own for own in self.tables["rows"] if own["s"] == series]):
+            lost = [
+                cell
+                for cell in self.tables["cells"]
+                if cell["order"] == row["order"]
+                and not tasks[cell["column"]].startswith(AVERAGE)
+                and cell["diff_high"] is not None
+                and cell["diff_high"] < 0
+            ]
+            if lost:
+                worst = min(lost, key=lambda cell: cell["diff"])
+                ends = {"low": worst["diff_low"], "high": worst["diff_high"]}
+                return {"task": tasks[worst["column"]], "row": row["row"], "diff": worst["diff"]} | ends
+        return None
+
     def _describe_progress(self, run: StoredRun) -> str:
         """Return how many of the panel's samples an unfinished run has answered."""
         return f"{len(run.records)} of {max(len(own.records) for own in self.runs)} samples"
@@ -262,7 +288,7 @@ class Panel:
         cells, tasks = [], [own["task"] for own in self.tables["tasks"]]
         for row in order if len(order) > 2 else order[1:]:
             if row.interval:
-                task = shorten(f"Ø {row.subtask}" if row in means else row.subtask)
+                task = shorten(f"{AVERAGE}{row.subtask}" if row in means else row.subtask)
                 tasks += [] if task in tasks else [task]
                 at = {"order": len(self.tables["rows"]), "column": tasks.index(task)}
                 cells.append(at | describe_difference(row.interval))
@@ -337,6 +363,14 @@ class Panel:
             }
         )
 
+    def _add_settings(self) -> None:
+        """Add to each listed run the settings in which the runs of the panel differ."""
+        names = list(find_differences(self.runs, ()))
+        runs = {run.hash: run for run in self.runs}
+        for own in self.listed:
+            known = runs[own["hash"]].settings
+            own["settings"] = {name: shorten(json.dumps(known[name]), 60) for name in names if name in known}
+
     def _draft_grid(self, run: StoredRun, full: StoredRun, series: int | None, name: str) -> None:
         """Collect scores by length and depth, if records have these."""
         places: dict[tuple, list[dict]] = {}
@@ -398,6 +432,7 @@ class GridCell:
 
 
 CLASSES = {"50\u202f%": 0.5, "25\u202f%": 0.25, "12.5\u202f%": 0.125, "6.25\u202f%": 0.0625}  # of budgets
+AVERAGE = "Ø "  # how the name of an average begins
 OTHER = "other"  # the class of all other budgets
 TABLES = ("points", "full", "tasks", "rows", "cells", "costs", "free", "front")
 

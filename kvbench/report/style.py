@@ -13,6 +13,23 @@ from hashlib import sha256
 from typing import Any
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#332288", "#56B4E9", "#882255", "#999933")
+DARK = {  # colour on a light page -> colour on a dark one
+    **dict(
+        zip(
+            COLOURS,
+            ("#4FB3F0", "#FF8A3D", "#2FCB9A", "#E59AC4", "#F2B93B", "#9D8DF1", "#8BD0F7", "#E0679F", "#C6C65A"),
+            strict=True,
+        )
+    ),
+    "#333333": "#D5D8DC",  # the full cache
+    "#1a1a1a": "#E8EAED",  # text
+    "#5f6368": "#A8AEB6",  # quiet text
+    "#e8eaed": "#2D3138",  # lines of a grid
+    "#bdc1c6": "#565C66",  # axes
+    "#9aa0a6": "#7D848E",  # the Pareto front
+    "#dadce0": "#454B54",  # the measured range
+    "#ffffff": "#16181D",  # gaps between cells
+}
 SHAPES = ("circle", "square", "triangle-up", "cross", "triangle-down", "triangle-right", "triangle-left")
 FULL, FULL_SHAPE = "#333333", "diamond"
 DASHES: tuple[list[int], ...] = ([], [6, 3], [2, 2], [8, 2, 2, 2])

@@ -14,16 +14,19 @@ from statistics import NormalDist
 
 import pytest
 
+from kvbench import report
 from kvbench.analysis.closing_table import SHARED_PREFILL_NOTE
 from kvbench.analysis.intervals import mean
 from kvbench.analysis.paired import PairedDifference, PairedScores, compare_subtasks
 from kvbench.analysis.run_labels import shorten
 from kvbench.cli.report import main
 from kvbench.config.compose import list_choices
+from kvbench.report.charts import INK, LINE, MUTED
+from kvbench.report.method_pages import describe_method
 from kvbench.report.page import MOST, NUMBERS, compact_json, load_library, render_html, write_page, write_report
 from kvbench.report.panels import classify_share, gather_results
 from kvbench.report.samples import LONGEST, QUESTION, escape_invisible, format_strip, to_embedded_json
-from kvbench.report.style import COLOURS, ORDER, choose_style, choose_styles
+from kvbench.report.style import COLOURS, DARK, FULL, ORDER, choose_style, choose_styles
 from kvbench.validation import SettingError
 from tests.support import report_store
 from tests.support.report_store import BUDGETS, HOSTILE, TASKS, make_records, write_run, write_small_store
@@ -440,7 +443,7 @@ def test_a_large_study_stays_small(tmp_path, monkeypatch):
     page["panels"] *= 2
     page["runs"] *= 34
     files = [{"run": 16 * "0", "panel": 0, "row": 30 * " ", "names": [30 * " "], "method": "", "block": 1}] * 408
-    assert len(render_html(compact_json(page | {"files": files, "folder": "report"}))) < MOST
+    assert len(render_html(compact_json(page | {"files": files, "prompts": [], "folder": "report"}))) < MOST
 
 
 def test_no_store_is_too_large(store, monkeypatch):
@@ -490,3 +493,91 @@ def test_the_charting_library_is_bundled_once(tmp_path, monkeypatch) -> None:
     (kept,) = (tmp_path / "cache").iterdir()
     kept.write_text("damaged")
     assert load_library() == "two"
+
+
+def read_colours(scheme: str) -> dict[str, str]:
+    """The colours of page.css, by name, on a light page or on a dark one."""
+    light, dark = re.findall(r":root {(.*?)}", (Path(report.__file__).parent / "page.css").read_text())
+    found = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", light))
+    return found if scheme == "light" else found | dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", dark))
+
+
+def measure_contrast(one: str, other: str) -> float:
+    """WCAG 2 contrast ratio of two colours."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_can_be_read_on_every_ground(scheme):
+    own = read_colours(scheme)
+    grounds = ["paper", "soft", "warn-soft", "bad-soft"]
+    pairs = [(text, ground) for text in ("ink", "muted", "blue") for ground in grounds]
+    pairs += [("ink", "lost"), ("ink", "gained"), ("right-ink", "right"), ("wrong-ink", "wrong")]
+    assert {
+        f"{text} on {ground}": ratio
+        for text, ground in pairs
+        if (ratio := measure_contrast(own[text], own[ground])) < 4.5
+    } == {}
+    css = (Path(report.__file__).parent / "page.css").read_text().splitlines()[2:]
+    assert not re.search(r"#[0-9a-fA-F]{3,8}\b(?=[;,) ])", "\n".join(css)), "a colour that does not follow the scheme"
+
+
+def test_marks_can_be_seen_on_a_dark_page():
+    paper = read_colours("dark")["paper"]
+    for colour in (*COLOURS, FULL):
+        assert measure_contrast(DARK[colour], paper) >= 3
+    assert len({DARK[colour] for colour in COLOURS}) == len(COLOURS)
+    assert {own.lower() for own in DARK} >= {INK, MUTED, LINE}
+
+
+def test_a_method_is_described_by_its_module_and_its_config():
+    own = describe_method("snapkv")
+    assert own["definition"].startswith("snapkv: keep the rows") and "s_j = pool_κ(mean_t p_{t,j})" in own["equation"]
+    assert own["source"].startswith("Source: FasterDecoding/SnapKV") and own["preset"] == "paper"
+    presets = {name: (settings, note) for name, settings, note in own["presets"]}
+    assert presets["kvpress"] == ("window=64, kernel=5, pooling=avg, group=after", "NVIDIA/kvpress snapkv_press.py")
+    assert describe_method("newest") is None
+    for name in list_choices("method"):
+        assert describe_method(name)["definition"], name
+
+
+def test_where_a_series_fails_first(tmp_path):
+    write_run(tmp_path, make_records(1.0, 100, count=40), method={"name": "full"})
+    for budget, chance in {0.05: 5, 0.1: 20, 0.3: 100}.items():
+        write_run(tmp_path, make_records(budget, chance, count=40), budget=budget)
+    page = data_of(write_report(tmp_path, NOW))
+    for panel in page["panels"]:
+        tasks = {own["column"]: own["task"] for own in panel["tasks"]}
+        for own in panel["series"]:
+            rows = [row for row in panel["rows"] if row["s"] == own["s"]]
+            lost = [
+                [
+                    (cell["diff"], tasks[cell["column"]])
+                    for cell in panel["cells"]
+                    if cell["order"] == row["order"] and cell["diff_high"] is not None and cell["diff_high"] < 0
+                    if not tasks[cell["column"]].startswith("Ø")
+                ]
+                for row in reversed(rows)
+            ]
+            worst = next((min(some) for some in lost if some), None)
+            found = own["fails"]
+            assert (found and (found["diff"], found["task"])) == worst
+    (own,) = page["panels"][0]["series"]
+    assert (
+        own["fails"]["row"] == "snapkv · 10\u202f%"
+        and own["fails"]["low"] < own["fails"]["diff"] < own["fails"]["high"] < 0
+    )
+
+
+def test_runs_say_the_settings_in_which_they_differ(page):
+    keydiff = [run["settings"] for run in page["runs"] if run["method"] == "keydiff"]
+    assert {own["block_size"] for own in keydiff} == {"null", "128"}
+    assert {own["budget"] for own in keydiff} == {str(budget) for budget in BUDGETS}
+    assert not any("seed" in run["settings"] for run in page["runs"])

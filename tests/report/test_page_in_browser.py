@@ -1,6 +1,7 @@
 """The report page in a headless Chromium: it draws, filters and loads; nothing else runs, nothing leaves it."""
 
 import os
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -149,6 +150,46 @@ def test_samples_are_loaded_when_they_are_asked_for(page):
     assert page.input_value("[data-pick=run]") == ""
 
 
+def test_a_sample_shows_its_prompt(chromium, tmp_path, monkeypatch):
+    """Words are shaded as their bins survived, and targets are green or amber, as the answer has them or not."""
+    code = (
+        "import json, sys\nfor line in sys.stdin:\n    uids = json.loads(line)['uids']\n"
+        "    pieces = lambda uid: [['kept ', 0, False], [uid.split('/')[1], 20, True], [' gone', 30, False]]\n"
+        "    print(json.dumps({'excerpts': {uid: [200, pieces(uid)] for uid in uids}}))"
+    )
+    monkeypatch.setattr("kvbench.report.excerpts.COMMAND", [sys.executable, "-c", code])
+    hashed = {"prompt_hash": "0123456789abcdef", "rows_seen": 200}
+    write_run(tmp_path, make_records(1.0, 100, **hashed), method={"name": "full"})
+    lost = make_records(0.1, 50, score=0.0, survived="64" * 30 + "00" * 34, **hashed)
+    lost["vt/1"] |= {"score": 100.0}
+    lost["vt/2"] |= {"score": 50.0, "output": "it is 2"}
+    write_run(tmp_path, lost, budget=0.1)
+    page = chromium.new_page()
+    page.goto(write_report(tmp_path, datetime(2026, 1, 2, tzinfo=UTC)).as_uri())
+    page.select_option("[data-pick=run]", index=1)
+    page.wait_for_selector(".prompt")
+    while page.locator("text=Show more").count():
+        page.click("text=Show more")
+    for uid, kind in {"vt/0": "wrong", "vt/1": "right", "vt/2": "right"}.items():
+        box = page.locator(".sample", has=page.locator("b", has_text=uid)).locator(".prompt")
+        assert box.inner_text() == f"… kept {uid[-1]} gone …"
+        assert box.locator(f"mark.{kind}").inner_text() == uid[-1]
+        colours = [own.get_attribute("style") for own in box.locator("span").all()]
+        assert colours == [
+            "background: rgb(18,63,109); color: #fff",
+            "background: rgb(242,244,247); color: #000",
+        ]
+    page.close()
+
+
+def test_a_page_says_why_it_shows_no_prompts(page):
+    page.select_option("[data-pick=run]", label="ruler · question visible · snapkv · 5\u202f%")
+    page.wait_for_selector(".sample")
+    assert page.locator("#samples .about").inner_text() == (
+        "The prompts' text is not shown: the records were not made by a run."
+    )
+
+
 def test_what_older_records_lack_is_said(page):
     page.select_option("[data-pick=run]", label="ruler · question visible · snapkv · 30\u202f%")
     page.wait_for_selector(".sample")
@@ -170,6 +211,86 @@ def test_a_file_of_samples_that_is_gone_is_named(chromium, page_file):
     finally:
         away.rename(gone)
         page.close()
+
+
+def test_a_method_has_a_page(page, page_file):
+    page.locator("#matrix a.method", has_text="snapkv").first.click()
+    page.wait_for_selector("#method h2")
+    text = page.locator("#method").inner_text()
+    assert "keep the rows that the last queries attended to" in text and "s_j = pool_κ" in text
+    assert "window=64, kernel=5, pooling=avg, group=after" in text and "Where it fails first" in text
+    assert not page.locator("#matrix").is_visible() and draw_charts(page) >= 2
+    assert page.url.endswith("#method=snapkv")
+    assert page.evaluate("document.activeElement.tagName") == "H2"
+    page.click("#method .back")
+    page.wait_for_selector("#matrix table")
+    assert not page.locator("#method").is_visible() and page.locator("#matrix").is_visible()
+    page.goto(f"{page_file.as_uri()}#method=newest")
+    page.wait_for_selector("#method h2")
+    assert "no method of this name" in page.locator("#method").inner_text()
+    page.go_back()
+
+
+def test_two_runs_are_compared(page):
+    runs = page.evaluate("JSON.parse(document.getElementById('data').textContent).runs")
+    one, other, full = (
+        next(run for run in runs if run["panel"] == 1 and (run["series"], run["budget"]) == own)
+        for own in (("snapkv", "5\u202f%"), ("snapkv", "30\u202f%"), ("full cache", ""))
+    )
+    page.select_option("[data-compare=a]", one["hash"])
+    page.select_option("[data-compare=b]", other["hash"])
+    page.wait_for_selector("#compare .paired")
+    assert page.locator("#compare .settings tbody tr").all_inner_texts() == ["budget\t0.05\t0.3"]
+    few, many = make_records(0.05, 30), make_records(0.3, 85)
+    for row in page.locator("#compare .paired tbody tr").all():
+        name, *cells = row.locator("th, td").all_inner_texts()
+        uids = [uid for uid, own in few.items() if name in (own["subtask"], "all samples")]
+        a, b = ([records[uid]["score"] for uid in uids] for records in (few, many))
+        changes = [second - first for first, second in zip(a, b, strict=True)]
+        means = [sum(values) / len(uids) for values in (a, b)]
+        numbers = [float(text.replace("−", "-")) for text in cells[:3]]
+        assert numbers == pytest.approx([*means, sum(changes) / len(uids)], abs=0.0501)
+        lost, gained = sum(own < 0 for own in changes), sum(own > 0 for own in changes)
+        assert cells[3:] == [f"{lost} / {gained} / {len(uids) - lost - gained}", str(len(uids))]
+    assert f"kvbench compare {one['hash']} {other['hash']}" in page.locator("#compare").inner_text()
+    page.select_option("[data-compare=b]", full["hash"])
+    page.wait_for_selector("#compare .paired")
+    assert page.locator("#compare .paired tbody tr").last.locator("td").nth(1).inner_text() == "87.5"
+    assert f"a={one['hash']}&b={full['hash']}" in page.url
+    assert page.locator("[data-compare=b] option").count() == 13  # the other runs of the panel
+
+
+@pytest.mark.parametrize("width", SIZES)
+def test_a_dark_page_is_dark(chromium, page_file, width):
+    page = chromium.new_page(viewport={"width": width, "height": SIZES[width]}, color_scheme="dark")
+    said = []
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(page_file.as_uri())
+    page.wait_for_selector("#matrix table")
+    draw_charts(page)
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(22, 24, 29)"
+    curve = page.locator("[data-chart=curve] svg").first
+    assert curve.locator("path[stroke='#4FB3F0']").count() == 1 and not curve.locator("path[stroke='#0072B2']").count()
+    assert page.evaluate("document.documentElement.scrollWidth") == width and said == []
+    page.emulate_media(color_scheme="light")
+    page.wait_for_selector("[data-chart=curve]:not([data-drawn])", state="attached")
+    draw_charts(page)
+    assert page.locator("[data-chart=curve] svg").first.locator("path[stroke='#0072B2']").count() == 1
+    page.close()
+
+
+def test_everything_has_a_name_for_screen_readers(page):
+    draw_charts(page)
+    page.select_option("[data-pick=run]", index=1)
+    page.wait_for_selector(".sample")
+    unnamed = page.evaluate(
+        """() => [...document.querySelectorAll("button, a, select, [role=img], [tabindex='0']")]
+        .filter((node) => node.getClientRects().length && !node.closest(".vega-embed svg"))
+        .filter((node) => !node.getAttribute("aria-label") && !(node.closest("label") || node).innerText.trim())
+        .map((node) => node.outerHTML.slice(0, 100))"""
+    )
+    assert unnamed == []
+    assert page.locator("th:not([scope])").count() == 0
 
 
 def test_the_address_says_what_is_chosen(page, page_file):

@@ -1,0 +1,62 @@
+"""Describe the methods of a store for their pages: definition, equation, source and presets.
+
+The texts come from the docstring of the method's module and from conf/method/<name>.yaml. Both are read as text,
+because importing a method would need torch. A method that this checkout does not have gets no description.
+"""
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvbench.config.compose import find_file, list_choices
+from kvbench.config.paths import FILES
+
+PRESET = re.compile(r"^  (\w+):.*?\}\s*(?:#\s*(.*))?$", re.MULTILINE)  # a preset in one line, and its comment
+EQUATION = "    "  # how a paragraph of a docstring begins that is an equation
+
+
+def describe_method(name: str) -> dict[str, Any] | None:
+    """Return what the page of a method says, or None if there is no such method in conf/method.
+
+    Returns:
+        `definition`: the first paragraph; `equation`: its equations; `source`: the paragraph that names it; `more`: the
+        other paragraphs; `presets`: name, settings and comment of each; `preset`: the default one.
+    """
+    if name not in list_choices("method"):
+        return None
+    text = find_file("method", name).read_text(encoding="utf-8")
+    config = yaml.safe_load(text)
+    paragraphs = split_docstring(read_docstring(config.get("_target_", "")))
+    source = [own for own in paragraphs if own.startswith("Source")]
+    equations = [own for own in paragraphs if own.startswith(EQUATION)]
+    notes = dict(PRESET.findall(text))
+    return {
+        "definition": paragraphs[0] if paragraphs else "",
+        "equation": "\n".join(equations),
+        "source": " ".join(source),
+        "more": [own for own in paragraphs[1:] if own not in (*source, *equations)],
+        "presets": [
+            [preset, ", ".join(f"{key}={value}" for key, value in (settings or {}).items()), notes.get(preset, "")]
+            for preset, settings in (config.get("presets") or {}).items()
+        ],
+        "preset": config.get("preset"),
+    }
+
+
+def read_docstring(target: str) -> str:
+    """Return the docstring of the module that defines a class such as "kvbench.methods.snapkv.SnapKV".
+
+    "" if this checkout has no such module.
+    """
+    parts = target.split(".")[1:-1]  # below kvbench
+    path = FILES.joinpath(*parts).with_suffix(".py") if parts else Path()
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "") if path.is_file() else ""
+
+
+def split_docstring(text: str) -> list[str]:
+    """Return the paragraphs of a docstring. The lines of an equation stay apart, those of other paragraphs do not."""
+    paragraphs = [own for own in text.split("\n\n") if own.strip()]
+    return [own if own.startswith(EQUATION) else " ".join(own.split()) for own in paragraphs]
