@@ -6,12 +6,13 @@ calls that it cannot follow, such as `importlib.import_module(name)`.
 
 What the hash contains:
 
-* Modules of kvbench, and every other module that is not installed: files beside a method, on PYTHONPATH or in an
-  editable install. Python sources are hashed as syntax without comments, docstrings and messages
-  (`kvbench.config.syntax`), so rewording one keeps the names of all runs.
+* Modules of kvbench; every other module that is not installed: files beside a method, on PYTHONPATH or in an editable
+  install; and the installed package that contains a run's method, task or model, if kvbench does not depend on it.
+  Python sources are hashed as syntax without comments, docstrings and messages (`kvbench.config.syntax`), so rewording
+  one keeps the names of all runs.
 * All files of a kernel's package except its prose, because its `__init__.py` may choose the implementation by name at
   run time. Of any other package: `__init__.py` and the imported modules, Python or compiled.
-* Installed packages by name and version, except the dependencies in pyproject.toml, whose versions are in
+* Other installed packages by name and version, except the dependencies in pyproject.toml, whose versions are in
   machine.json.
 
 It leaves out the standard library, the modules in `UNCOUNTED`, which compute nothing that a record contains, and data
@@ -41,6 +42,7 @@ from typing import Any, TypeVar, cast
 import kvbench
 from kvbench.config.paths import IS_CHECKOUT, REPLAY, ROOT
 from kvbench.config.syntax import canonicalize
+from kvbench.validation import SettingError
 
 NO_SOURCE = (".md", ".pyc")
 CODE = ("kvbench", "kernels", "methods", "tasks", "conf", "run.py")  # paths whose changes make a checkout "dirty"
@@ -71,6 +73,7 @@ UNCOUNTED = {  # modules that a run imports but that change no number in its rec
 }
 _hashes: dict[object, tuple[dict[Path, object], dict[str, str]]] = {}  # request -> stamps of its files, hashes
 _unchanging: dict[Any, Any] | None = None  # cache of `_read_once` and `source_hashes` inside `sources_unchanging`
+_own: frozenset[str] = frozenset()  # installed packages whose modules the walk enters (`enter_packages`)
 _reported: set[str] = set()  # places that `_report_unfollowed` has printed
 
 
@@ -95,11 +98,28 @@ def _read_once(read: Callable[[str], Found]) -> Callable[[str], Found]:
     def read_cached(module: str) -> Found:
         if _unchanging is None:
             return read(module)
-        if (key := (read, module)) not in _unchanging:
+        if (key := (read, module, _own)) not in _unchanging:
             _unchanging[key] = read(module)
         return cast(Found, _unchanging[key])
 
     return read_cached
+
+
+@contextmanager
+def enter_packages(modules: Iterable[str]) -> Iterator[None]:
+    """Enter the installed packages of these modules inside this context, but none that kvbench depends on.
+
+    Inside, the walk treats their modules like those of kvbench, so that the sources of a method count wherever it lies.
+    """
+    global _own
+    tops = {module.partition(".")[0] for module in modules} - {"kvbench"}
+    owners = {top: _owner(file) for top in tops if (file := _origin(top)) is not None}
+    own = {top for top, owner in owners.items() if owner is not None and owner.split()[0] not in read_dependencies()}
+    before, _own = _own, _own | own
+    try:
+        yield
+    finally:
+        _own = before
 
 
 def source_hash(modules: Iterable[str]) -> str:
@@ -109,7 +129,7 @@ def source_hash(modules: Iterable[str]) -> str:
         modules: Full names, such as "kvbench.methods.snapkv".
 
     Raises:
-        ValueError: A module does not exist or is installed.
+        SettingError: A module does not exist or belongs to a dependency.
     """
     return _short("".join(f"{name} {digits}\n" for name, digits in source_hashes(modules).items()))
 
@@ -127,24 +147,25 @@ def source_hashes(modules: Iterable[str]) -> dict[str, str]:
         Module name -> 16 hex digits, followed by "package version" -> "". Modules and packages are sorted.
 
     Raises:
-        ValueError: A module does not exist or is installed.
+        SettingError: A module does not exist or belongs to a dependency.
     """
     request = tuple(sorted(set(modules))), tuple(sys.path), tuple(kvbench.__path__)
     stamps, hashes = _hashes.get(request, ({}, {}))
     if stamps and _unchanging is not None and request in _unchanging:
         return dict(hashes)
     if not stamps or any(_stamp(path) != stamp for path, stamp in stamps.items()):
-        files, followed = set(), map_imports(request[0])
-        hashes = {}
-        for module in sorted(followed):
-            parts = []
-            for file in _files(module):
-                parts.append(f"{file.name}\n{_content(file)}\n")
-                files |= {file, file.parent}
-            hashes[module] = _short("".join(parts))
-        hashes |= dict.fromkeys(sorted(find_packages(set().union(*followed.values()))), "")
-        _hashes[request] = {path: _stamp(path) for path in files}, hashes
-        _report_unfollowed(followed)
+        with enter_packages(request[0]):
+            files, followed = set(), map_imports(request[0])
+            hashes = {}
+            for module in sorted(followed):
+                parts = []
+                for file in _files(module):
+                    parts.append(f"{file.name}\n{_content(file)}\n")
+                    files |= {file, file.parent}
+                hashes[module] = _short("".join(parts))
+            hashes |= dict.fromkeys(sorted(find_packages(set().union(*followed.values()))), "")
+            _hashes[request] = {path: _stamp(path) for path in files}, hashes
+            _report_unfollowed(followed)
     if _unchanging is not None:
         _unchanging[request] = None
     return dict(hashes)
@@ -248,7 +269,7 @@ def follow_imports(modules: Iterable[str]) -> set[str]:
     `modules` names it.
 
     Raises:
-        ValueError: A module does not exist or is installed.
+        SettingError: A module does not exist or belongs to a dependency.
     """
     return set(map_imports(modules))
 
@@ -257,27 +278,29 @@ def map_imports(modules: Iterable[str]) -> dict[str, set[str]]:
     """Return, for each module of `follow_imports`, the full names that it imports.
 
     Raises:
-        ValueError: A module does not exist or is installed.
+        SettingError: A module does not exist or belongs to a dependency.
     """
     imports: dict[str, set[str]] = {}
     waiting = list(modules)
-    while waiting:
-        module = waiting.pop()
-        if module in imports:
-            continue
-        if not _files(module):
-            raise ValueError(f"{module} is neither a module of kvbench nor a file outside of installed packages")
-        imports[module] = set()
-        # Every module imports its parent `kvbench`. What `kvbench` loads lazily counts where it is imported by name.
-        if module != "kvbench":
-            imports[module] = list_imports(module)
-            waiting += [name for name in imports[module] - UNCOUNTED.keys() if _files(name)]
+    with enter_packages(waiting):
+        while waiting:
+            module = waiting.pop()
+            if module in imports:
+                continue
+            if not _files(module):
+                raise SettingError(f"{module}: a module of kvbench, or of a package that kvbench does not depend on")
+            imports[module] = set()
+            # Every module imports its parent `kvbench`. What that loads lazily counts where it is imported by name.
+            if module != "kvbench":
+                imports[module] = list_imports(module)
+                waiting += [name for name in imports[module] - UNCOUNTED.keys() if _files(name)]
     return imports
 
 
 def find_packages(names: Iterable[str]) -> set[str]:
     """Return "name version" of the installed packages of these modules, without kvbench's dependencies."""
-    files = [_origin(name) for name in {_installed_as(module) for module in names}]
+    others = [module for module in names if module.partition(".")[0] not in _own]
+    files = [_origin(name) for name in {_installed_as(module) for module in others}]
     owners = {_owner(file) for file in files if file is not None}
     return {owner for owner in owners if owner is not None and owner.split()[0] not in read_dependencies()}
 
@@ -408,11 +431,12 @@ def _files(module: str) -> list[Path]:
     """
     first, *rest = module.split(".")
     if first != "kvbench":
-        file = _origin(_installed_as(module))
-        if file is None or not _is_uninstalled(file):  # torch, and so torch.nn
-            return []
+        if first not in _own:
+            file = _origin(_installed_as(module))
+            if file is None or not _is_uninstalled(file):  # torch, and so torch.nn
+                return []
         file = _origin(module)
-        return [file] if file is not None and _is_uninstalled(file) else []
+        return [file] if file is not None and (first in _own or _is_uninstalled(file)) else []
     for root in map(Path, kvbench.__path__):
         path = root.joinpath(*rest)
         if path.with_suffix(".py").is_file() and rest:

@@ -1,6 +1,9 @@
 """Settings are composed in one place, and as Hydra composes them."""
 
 import random
+import shutil
+import sys
+from pathlib import Path
 
 import hydra
 import pytest
@@ -9,7 +12,8 @@ from omegaconf import OmegaConf
 
 from kvbench.config import catalogue, compose
 from kvbench.config.paths import CONF
-from kvbench.sweeps.plan import expand_sweep, label_cells
+from kvbench.config.provenance import source_hash, source_hashes
+from kvbench.sweeps.plan import expand_sweep, label_cells, plan_cell
 from kvbench.validation import SettingError
 from tests.support.selection import only_in_full
 
@@ -111,7 +115,9 @@ def own_folder(tmp_path, monkeypatch):
     (folder / "method").mkdir(parents=True)
     text = "_target_: my_methods.newest.Newest\nname: newest\n"
     (folder / "method" / "newest.yaml").write_text(text)
-    return folder
+    yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_methods"]:
+        del sys.modules[name]  # another test's package has the same name
 
 
 def test_a_method_lives_in_ones_own_package(own_folder):
@@ -120,6 +126,45 @@ def test_a_method_lives_in_ones_own_package(own_folder):
     method = catalogue.build("method", catalogue.load_settings("method", "newest"))
     assert type(method).__module__ == "my_methods.newest"
     assert compose.compose_config(["method=newest", "budget=0.1"]).method.name == "newest"
+
+
+def install(own_folder: Path, entry: str) -> None:
+    """Leave the package as pip leaves it: with metadata, a list of its files, and an entry point."""
+    root = own_folder.parent
+    shutil.move(own_folder, root / "my_methods" / "conf")
+    info = root / "my_methods-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-methods\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[kvbench.conf]\nmine = {entry}\n")
+    files = [path.relative_to(root).as_posix() for path in (root / "my_methods").rglob("*") if path.is_file()]
+    (info / "RECORD").write_text("".join(f"{name},,\n" for name in files))
+
+
+@pytest.fixture
+def fresh_entry_points(monkeypatch):
+    """Entry points are read once a process; not so in these tests."""
+    monkeypatch.setattr(compose, "_installed_folders", compose._installed_folders.__wrapped__)
+
+
+def test_an_installed_package_brings_its_methods(own_folder, fresh_entry_points):
+    """Its entry point names the folder of files, and its sources are part of a run's hash."""
+    install(own_folder, "my_methods.conf")
+    assert compose.compose_config(["method=newest"]).method._target_ == "my_methods.newest.Newest"
+    run = plan_cell(["method=newest", "device=cpu"]).run
+    assert any(name == "my_methods.newest" for name in source_hashes(run.sources()))
+    before = source_hash(run.sources())
+    source = own_folder.parent / "my_methods" / "newest.py"
+    source.write_text(source.read_text().replace("float()", "double()"))
+    assert source_hash(run.sources()) != before
+    assert not any(name.startswith("my") for name in source_hashes(["kvbench.runs.runner"]))
+
+
+def test_an_entry_point_without_a_package_is_one_line(own_folder, fresh_entry_points):
+    install(own_folder, "my_methods.nowhere")
+    with pytest.raises(
+        SettingError, match=r"^entry point kvbench.conf mine=my_methods.nowhere: no package of that name$"
+    ):
+        compose.compose_config(["method=snapkv"])
 
 
 def test_two_files_of_one_name_are_one_line(own_folder):
