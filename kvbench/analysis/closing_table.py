@@ -274,7 +274,7 @@ def _draft_row(subtask: str, pairs: Sequence[Pair]) -> RowDraft:
     for name, own in (("_full", full), ("", method)):
         times[f"ttft{name}"] = [record["ttft_ms"] for record in own]
         times[f"tpot{name}"] = [divide(record["decode_ms"], record["tokens_out"] - 1) for record in own]
-    costs = {
+    costs: dict[str, Any] = {
         "held": reduce_known(np.mean, [divide(record["resident_bytes"], record["full_bytes"]) for record in method]),
         "attended": reduce_known(
             np.mean, [divide(record["rows_attended"], record["rows_seen_decoding"]) for record in method]

@@ -441,9 +441,9 @@ def _find_gaffke_reaches(problems: Sequence[tuple[np.ndarray, np.ndarray, np.nda
 def _search_gaffke_reaches(own: np.ndarray, sizes: np.ndarray, room: np.ndarray, tail: float) -> np.ndarray:
     """Return the distances (N,) of N means, each of G groups. All arguments have the shape (N, G)."""
     count, groups = own.shape
-    most = (room / sizes).max(1)
+    most: np.ndarray = (room / sizes).max(1)
     least = most * _clopper_pearson_bound(0, groups, tail)
-    reach = np.maximum(least, np.minimum(2 * np.sqrt((own**2).sum(1)), most / 2))
+    reach: np.ndarray = np.maximum(least, np.minimum(2 * np.sqrt((own**2).sum(1)), most / 2))
     reach[most <= 0] = 0.0
     last, moved = np.full(count, np.nan), np.full(count, np.nan)
     left = np.flatnonzero(most > 0)

@@ -7,6 +7,7 @@ because importing a method would need torch. A method that this checkout does no
 import ast
 import re
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import yaml
@@ -35,7 +36,7 @@ def describe_method(name: str) -> dict[str, Any] | None:
     notes = dict(PRESET.findall(text))
     return {
         "definition": paragraphs[0] if paragraphs else "",
-        "equation": "\n".join(equations),
+        "equation": dedent("\n".join(equations)),
         "source": " ".join(source),
         "more": [own for own in paragraphs[1:] if own not in (*source, *equations)],
         "presets": [

@@ -87,10 +87,14 @@
     );
   }
   const tables = (panel, series) => ({ series, ...Object.fromEntries(Object.entries(panel).filter(([, own]) => own?.names).map(([name, own]) => [name, rowsOf(own)])) });
+  function faint(spec, series) { // many bands on top of each other would cover the lines
+    for (const { mark: own } of spec.layer) if (own.type === "area") own.opacity = Math.min(own.opacity, 0.5 / series);
+    return spec;
+  }
   function chart(name, datasets, label, more) {
     const node = el("div", { class: "chart", "data-chart": name, role: "img", "aria-label": label });
     if (heights.has(label)) node.style.minHeight = `${heights.get(label)}px`;
-    later(node, () => draw(node, { ...structuredClone(FIRST.charts[name]), datasets, ...more }));
+    later(node, () => draw(node, { ...faint(structuredClone(FIRST.charts[name]), datasets.series?.length || 1), datasets, ...more }));
     return node;
   }
 
@@ -165,8 +169,8 @@
   function curves(panel, only = passes) {
     const own = panel.series.filter((one) => only(one) && one.smallest);
     if (!own.length) return null;
-    const dash = (one) => svg("svg", { class: "mark", width: 22, height: 12, viewBox: "0 0 22 12", "aria-hidden": "true" },
-      svg("line", { x1: 0, x2: 22, y1: 6, y2: 6, stroke: hue(one.colour), "stroke-width": 2, "stroke-dasharray": one.dash.join(" ") || "none" }), svg("path", { d: PATHS[one.shape], fill: hue(one.colour), transform: "translate(5 0)" }));
+    const dash = (one) => svg("svg", { class: "mark", width: 38, height: 12, viewBox: "0 0 38 12", "aria-hidden": "true" },
+      svg("line", { x1: 0, x2: 38, y1: 6, y2: 6, stroke: hue(one.colour), "stroke-width": 2, "stroke-dasharray": one.dash.join(" ") || "none" }), svg("path", { d: PATHS[one.shape], fill: hue(one.colour), transform: "translate(13 0)" }));
     const key = own.map((one) => el("span", {}, dash(one), one.label));
     key.push(el("span", {}, dash({ ...FULL, shape: "diamond", dash: [4, 3] }), "full cache"));
     const left = Math.max(...own.map((one) => one.left_out));
@@ -532,7 +536,7 @@
     const dates = DATA.runs.map((run) => run.date).sort();
     const period = dates.length ? (dates[0] === dates[dates.length - 1] ? dates[0] : `${dates[0]} to ${dates[dates.length - 1]}`) : "–";
     const rows = [
-      ["Runs", `${DATA.runs.length} runs, ${Object.keys(DATA.methods).length} methods, ${DATA.runs.reduce((sum, run) => sum + run.samples, 0)} answers` + (DATA.unfinished ? `; ${DATA.unfinished} of the runs are not finished and are scored on the samples in common` : "") + (DATA.empty ? `; ${DATA.empty} have no sample yet` : "")],
+      ["Runs", `${DATA.runs.length} runs, ${Object.keys(DATA.methods).length} methods, ${DATA.runs.reduce((sum, run) => sum + run.samples, 0)} answers` + (DATA.unfinished ? `; not finished and scored on the samples in common: ${DATA.unfinished}` : "") + (DATA.empty ? `; without a sample yet: ${DATA.empty}` : "")],
       ["Models", DATA.models.join("; ") || "–"],
       ["Code", [each("code", "revisions"), each("sources", "hashes of sources")].filter(Boolean).join("; sources ") || "–"],
       ["Hardware", DATA.machines.join("; ") || "–"],

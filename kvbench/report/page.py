@@ -9,6 +9,7 @@ from base64 import b64encode
 from datetime import datetime
 from functools import cache
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def load_library() -> str:
     The name of the kept file has the version of the bundler and the hash of the text, so that a damaged file is not
     used.
     """
-    name = f"charts-{vl_convert.__version__}"
+    name = f"charts-{version('vl-convert-python')}"
     for path in CACHE.glob(f"{name}-*.js"):
         text = path.read_text(encoding="utf-8", errors="replace")
         if path.name == f"{name}-{sha256(text.encode()).hexdigest()}.js":

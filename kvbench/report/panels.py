@@ -214,10 +214,11 @@ class Panel:
                 shown = {"s": place, "label": label, "method": method, "block": runs[0].value.get("block_size")}
                 series.append(shown | self._add_curve(ordered, full_runs, place))
         self._finish_grids()
-        for own in series:
-            own["fails"] = self._find_first_loss(own["s"])
-        styles = choose_styles([own["method"] for own in series])
-        return [own | style for own, style in zip(series, styles, strict=True)]
+        styles = choose_styles([shown["method"] for shown in series])
+        return [
+            shown | style | {"fails": self._find_first_loss(shown["s"])}
+            for shown, style in zip(series, styles, strict=True)
+        ]
 
     def _build_tables(
         self, runs: Sequence[StoredRun], full_runs: Sequence[StoredRun]
@@ -380,7 +381,7 @@ class Panel:
                 if {"length", "depth"} <= meta.keys() and find_failure(record) is None:
                     places.setdefault((float(meta["length"]), meta["depth"]), []).append(record)
             ordered = sorted(places.items(), key=lambda item: (item[0][0], item[0][1] or 0))
-            cells = [GridCell.of(*place, records, full.records) for place, records in ordered]
+            cells = [GridCell.of(length, depth, records, full.records) for (length, depth), records in ordered]
         except DATA_ERRORS:
             return
         if cells:
