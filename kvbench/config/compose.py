@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config.paths import CONF, GROUPS
-from kvbench.validation import SettingError
+from kvbench.validation import SettingError, summarize
 
 ENTRY_POINTS = "kvbench.conf"  # group of entry points; each names a package that contains method/, task/ …
 _added: list[Path] = []  # folders that --config-dir names
@@ -186,9 +186,13 @@ def add_folder(path: Path) -> None:
 def _installed_folders() -> tuple[Path, ...]:
     paths: list[Path] = []
     for point in entry_points(group=ENTRY_POINTS):
-        spec = find_spec(point.value)
+        where = f"entry point {ENTRY_POINTS} {point.name}={point.value}"
+        try:
+            spec = find_spec(point.value)  # imports the packages that contain it
+        except Exception as error:
+            raise SettingError(f"{where}: cannot be imported ({type(error).__name__}: {summarize(error)})") from None
         if spec is None or not spec.submodule_search_locations:
-            raise SettingError(f"entry point {ENTRY_POINTS} {point.name}={point.value}: no package of that name")
+            raise SettingError(f"{where}: no package of that name")
         paths += map(Path, spec.submodule_search_locations)
     return tuple(paths)
 

@@ -57,7 +57,10 @@ def find_published(run: StoredRun, subtasks: Collection[str], score: float, resu
     """
     if is_synthetic(run.records):
         return []
-    own, values = ExperimentKey.of(run.value), RunIndex({}, FoundRuns())
+    try:
+        own, values = ExperimentKey.of(run.value), RunIndex({}, FoundRuns())
+    except (LookupError, TypeError):  # the run lacks a setting, so no table is known to ask its question
+        return []
     wanted = tuple(run.value[name]["name"] for name in ("model", "task", "method"))
     found: dict[float, PublishedScore] = {}
     for cell in list_cells(results):

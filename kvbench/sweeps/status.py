@@ -275,14 +275,15 @@ def estimate_baselines(
     needed = {
         cell.names[1]: cell
         for cell, state in zip(cells, states, strict=True)
-        if cell.run is not None and state.name not in ("done", "failed")
+        if cell.baseline is not None and state.name not in ("done", "failed")
     }
     for cell in cells:
         needed.pop(cell.names[0] if cell.names else "", None)
     found = []
     for name, cell in needed.items():
         state = read_state(results, name)
-        if state.name != "done" and cell.baseline is not None:
+        if state.name != "done":
+            assert cell.baseline is not None  # these cells were chosen above
             shared = bool(cell.readings) and cell.readings[0] is not None and cell.readings[0] == cell.readings[-1]
             found.append(times.estimate_left(cell.baseline, state, prefilled=shared))
     return found

@@ -159,11 +159,16 @@ def test_an_installed_package_brings_its_methods(own_folder, fresh_entry_points)
     assert not any(name.startswith("my") for name in source_hashes(["kvbench.runs.runner"]))
 
 
-def test_an_entry_point_without_a_package_is_one_line(own_folder, fresh_entry_points):
+def test_an_entry_point_that_cannot_be_used_is_one_line(own_folder, fresh_entry_points):
     install(own_folder, "my_methods.nowhere")
     with pytest.raises(
-        SettingError, match=r"^entry point kvbench.conf mine=my_methods.nowhere: no package of that name$"
+        SettingError, match="^entry point kvbench.conf mine=my_methods.nowhere: no package of that name$"
     ):
+        compose.compose_config(["method=snapkv"])
+    (own_folder.parent / "my_methods" / "__init__.py").write_text("raise RuntimeError('broken\\nat import')\n")
+    del sys.modules["my_methods"]
+    line = r"^entry point kvbench.conf mine=my_methods.nowhere: cannot be imported \(RuntimeError: broken at import\)$"
+    with pytest.raises(SettingError, match=line):
         compose.compose_config(["method=snapkv"])
 
 
