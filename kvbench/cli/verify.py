@@ -6,7 +6,8 @@ Examples:
   kvbench verify table3.zip --replay 1% model.path=/data/Llama-3.1-8B-Instruct
 
 With --replay, the command also executes records again, drawn at random, and compares answers, scores and rows held.
-A bundle contains no local paths, so settings after its name say where models and data sets are on this machine.
+A bundle contains no local paths, so settings after its name say where models and data sets are on this machine. Only
+classes that conf/ names here are executed, whatever the bundle says.
 
 The exit code is 2 if anything is wrong, and one line says what. Answers that differ where the machine, the versions or
 the code differ too are counted, and are not wrong.
@@ -115,7 +116,7 @@ def replay_records(found: Any, count: int, options: Namespace) -> None:
     print(f"replay: {count} of {found.records} records, drawn with --seed {seed}", flush=True)
     with TemporaryDirectory() as folder:
         found.unpack(Path(folder))
-        counts = replay(Path(folder), draw_records(Path(folder), count, seed)[0], options.settings)
+        counts = replay(Path(folder), draw_records(Path(folder), count, seed)[0], options.settings, from_stranger=True)
     for line in counts.lines():
         print(line)
     if counts.damaged:

@@ -6,6 +6,7 @@ executed again is named with the reason: the run was written before kvbench kept
 method are missing. Nothing is written into the store, and generated samples are made again.
 """
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from kvbench.runs.shared_runs import spoils_model
 from kvbench.runs.spec import UNCUT, RunSpec
 from kvbench.store.run_folder import RunFolder, read_run_value, run_hash, to_json_value
 from kvbench.store.runs import flatten
+from kvbench.validation import SettingError
 
 COMPARED = ("output", "score", "rows_held", "rows_held_end", "survived")
 MACHINE = ("python", "processor", "threads", "gpu", "versions")
@@ -76,7 +78,9 @@ class ReplayCounts:
             yield f"replay: {self.impossible} cannot be replayed"
 
 
-def replay(results: Path, drawn: Sequence[tuple[str, str]], overrides: Sequence[str] = ()) -> ReplayCounts:
+def replay(
+    results: Path, drawn: Sequence[tuple[str, str]], overrides: Sequence[str] = (), from_stranger: bool = False
+) -> ReplayCounts:
     """Execute records again, print what differs, and return the counts.
 
     Args:
@@ -84,6 +88,8 @@ def replay(results: Path, drawn: Sequence[tuple[str, str]], overrides: Sequence[
         drawn: The records, as (run hash, uid).
         overrides: Settings that differ here from those of the runs, such as ``["model.path=/data/model"]``. Each
             changes the runs that have this setting.
+        from_stranger: Whether others wrote the folder. Then its settings may only name classes that conf/ names here,
+            because naming a class is enough to execute it.
     """
     found, plans = ReplayCounts(), []
     by_run = {name: [uid for _, uid in own] for name, own in groupby(sorted(drawn), key=lambda one: one[0])}
@@ -102,7 +108,7 @@ def replay(results: Path, drawn: Sequence[tuple[str, str]], overrides: Sequence[
         value = read_run_value(results / "runs" / name)
         folder = RunFolder(results / "runs", value)
         try:
-            plans.append(ReplayPlan(rebuild_run(folder, uids[0], overrides), folder, uids))
+            plans.append(ReplayPlan(rebuild_run(folder, uids[0], overrides, from_stranger), folder, uids))
         except Exception as error:
             give_up(name, uids, error)
     plans.sort(key=lambda plan: (*weights_key(plan), prompts_key(plan), plan.folder.hash))
@@ -112,13 +118,14 @@ def replay(results: Path, drawn: Sequence[tuple[str, str]], overrides: Sequence[
     return found
 
 
-def rebuild_run(folder: RunFolder, uid: str, overrides: Sequence[str] = ()) -> RunSpec:
+def rebuild_run(folder: RunFolder, uid: str, overrides: Sequence[str] = (), from_stranger: bool = False) -> RunSpec:
     """Make the run of a record from the settings that its machine.json holds.
 
     Args:
         folder: The run's folder.
         uid: The record.
         overrides: As in `replay`.
+        from_stranger: As in `replay`.
 
     Raises:
         CannotReplay: There are no settings, or they give another run today.
@@ -127,6 +134,8 @@ def rebuild_run(folder: RunFolder, uid: str, overrides: Sequence[str] = ()) -> R
     settings = folder.machine(uid).get("settings")
     if not isinstance(settings, Mapping):
         raise CannotReplay("the run was written before kvbench kept its settings")
+    if from_stranger:
+        check_classes(settings)
     value = folder.value
     own = {"device": value["device"]["type"], "dtype": value["device"]["dtype"], "workers": None}
     own["results"] = str(folder.path.parents[1])
@@ -144,6 +153,25 @@ def rebuild_run(folder: RunFolder, uid: str, overrides: Sequence[str] = ()) -> R
     if other := sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name)):
         raise CannotReplay(f"{', '.join(other[:3])}: not what it was then")
     return run
+
+
+def check_classes(settings: Mapping[str, Any]) -> None:
+    """Check that settings name only classes that conf/ names on this machine.
+
+    Raises:
+        CannotReplay: A class is another one, or conf/ has no such method, task or model.
+    """
+    for group, own in settings.items():
+        while isinstance(own, Mapping) and ("_target_" in own or group in (*UNCUT, "task", "model")):
+            try:
+                known = catalogue.load_settings(group, str(own.get("name")))["_target_"]
+            except (SettingError, KeyError):
+                known = None
+            if known is None or own.get("_target_", known) != known:
+                raise CannotReplay(f"{group}: {own.get('_target_')} is not the class of {own.get('name')} here")
+            own = own.get("base")
+        if isinstance(own, Mapping) and "_target_" in json.dumps(own):
+            raise CannotReplay(f"{group}: names a class, and is no group of conf/")
 
 
 def weights_key(plan: ReplayPlan) -> tuple[str, str, str]:

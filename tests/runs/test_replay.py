@@ -267,6 +267,29 @@ def test_a_bundle_executes_its_records_again(copied, checkpoint, tmp_path, capsy
     assert "1 records give something else when executed again" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("where", ["method", "task", "model", "base", "logger"])
+def test_a_bundle_cannot_name_what_is_executed(copied, checkpoint, tmp_path, capsys, where):
+    """A stranger's settings that name a class are refused, so that reading a bundle never runs the stranger's code."""
+    from kvbench.analysis.bundle import write_bundle
+    from kvbench.cli import verify
+
+    mark = tmp_path / "executed"
+    hostile = {"name": "snapkv", "_target_": "pathlib.Path.touch", "self": str(mark)}
+    for path in copied.glob("runs/*/machine*.json"):
+        machine = json.loads(path.read_text())
+        settings = machine["settings"]
+        if where == "base":
+            settings["method"]["base"] = hostile
+        else:
+            settings.setdefault(where, {})["_target_"] = "os.system"
+        path.write_text(json.dumps(machine))
+    write_bundle(copied, {}, tmp_path / "own.zip")
+    assert verify.main([str(tmp_path / "own.zip"), "--replay", "100%", f"model.path={checkpoint}"]) == 2
+    out, err = capsys.readouterr()
+    assert "could be executed again" in err and out.count("cannot be replayed: ") >= 5 and not mark.exists()
+    assert "is not the class of" in out or "names a class, and is no group of conf/" in out
+
+
 @pytest.mark.parametrize(
     "given, line",
     [
