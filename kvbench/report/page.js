@@ -472,8 +472,8 @@
     }
     empty();
     samples();
-    compare();
     methodSection();
+    setTimeout(compare); // after the first table is shown, because a large store has long lists of runs
   }
   function framed(panel, make) {
     const made = make(panel);
