@@ -8,6 +8,8 @@
     samples.py        answers next to the full cache's, in files that the page loads when needed
     charts.py         Vega-Lite specifications for the page and for figures
     page.py           writes the page, with page.css and page.js
+    method_pages.py   describes methods from their docstrings and configs
+    excerpts.py       writes the text of prompts beside the page
     print_charts.py   adds title, key and width to a chart, for figures.py
     figures.py        writes charts for print
     dashboard.py      serves the page while sweeps run

@@ -163,7 +163,7 @@
         el("td", { class: "strip" }, strip), el("td", { class: "num wider" }, one.smallest.most === null ? "–" : percent(one.smallest.most)), el("td", { class: "num wider" }, String(one.samples)));
     });
     const head = ["#:num", "method:", "smallest:num", "95\u202f% interval:num", "measured range:strip", "at most:num wider", "samples:num wider"].map((text) => el("th", { scope: "col", class: text.split(":")[1] }, text.split(":")[0]));
-    return [el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows))];
+    return [el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows)))];
   }
 
   function curves(panel, only = passes) {
@@ -472,8 +472,8 @@
     }
     empty();
     samples();
-    compare();
     methodSection();
+    setTimeout(compare); // after the first table is shown, because a large store has long lists of runs
   }
   function framed(panel, make) {
     const made = make(panel);

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from kvbench.config import catalogue
-from kvbench.config.compose import parse_override
+from kvbench.config.compose import compose_config, list_choices, parse_override
 from kvbench.runs.resources import Resources
 from kvbench.runs.responder import Responder, list_turns
 from kvbench.runs.runner import describe_machine
@@ -27,7 +27,6 @@ from kvbench.runs.shared_runs import spoils_model
 from kvbench.runs.spec import UNCUT, RunSpec
 from kvbench.store.run_folder import RunFolder, read_run_value, run_hash, to_json_value
 from kvbench.store.runs import flatten
-from kvbench.validation import SettingError
 
 COMPARED = ("output", "score", "rows_held", "rows_held_end", "survived")
 MACHINE = ("python", "processor", "threads", "gpu", "versions")
@@ -163,10 +162,9 @@ def check_classes(settings: Mapping[str, Any]) -> None:
     """
     for group, own in settings.items():
         while isinstance(own, Mapping) and ("_target_" in own or group in (*UNCUT, "task", "model")):
-            try:
-                known = catalogue.load_settings(group, str(own.get("name")))["_target_"]
-            except (SettingError, KeyError):
-                known = None
+            name, known = str(own.get("name")), None
+            if name in list_choices(group):
+                known = compose_config([f"{group}={name}"])[group]["_target_"]
             if known is None or own.get("_target_", known) != known:
                 raise CannotReplay(f"{group}: {own.get('_target_')} is not the class of {own.get('name')} here")
             own = own.get("base")
