@@ -11,6 +11,7 @@ GROUPS = {
     "Measure cost": ("efficiency",),
     "Write a method": ("check-method", "calibrate"),
     "For the maintainers of kvbench": (
-        *("train", "evaluate", "choose-solvable", "replay", "record-schema", "bench-methods", "bench-share"),
+        *("train", "evaluate", "choose-solvable", "replay", "prompt-excerpts", "record-schema", "bench-methods"),
+        "bench-share",
     ),
 }

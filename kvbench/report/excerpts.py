@@ -26,7 +26,7 @@ from kvbench.report.samples import escape_invisible, to_embedded_json, write_fil
 SAMPLES = 200  # of a panel, those that most runs lose first
 SECONDS = 60.0  # for the prompts of all panels
 PROMPT_HASH = re.compile("[0-9a-f]{16}")  # as kvbench.runs.prompt.Prompt.hash returns it
-COMMAND = [sys.executable, "-P", "-m", "kvbench.runs.prompt_excerpts"]
+COMMAND = [sys.executable, "-P", "-m", "kvbench", "prompt-excerpts"]
 
 
 def write_excerpts(folder: Path, pairings: Sequence[Pairing], count: int) -> list[dict[str, Any]]:

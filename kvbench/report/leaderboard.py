@@ -4,7 +4,8 @@
     report.html     the report page (kvbench.report.page), with its samples in report/
     bundles/        copies of the bundles, named by their digests, so that readers can verify them
 
-Every number is computed from the bundles' records, after kvbench.analysis.bundle has verified them. The site needs no
+Every number is computed from the bundles' records, after kvbench.analysis.bundle has verified them. Nothing of a bundle
+is executed: the report's texts of prompts, which are made again from a run's settings, are left out. The site needs no
 server and no network.
 """
 
@@ -57,7 +58,7 @@ def write_leaderboard(
         if refused:
             raise SettingError(refused[0])
         blocks = blocks if sort is None else sort_rows(blocks, sort)
-        report = write_report(results, now)
+        report = write_report(results, now, with_prompts=False)
         (out / "bundles").mkdir(parents=True, exist_ok=True)
         rmtree(out / FOLDER, ignore_errors=True)
         copytree(results / FOLDER, out / FOLDER, ignore=lambda *_: ["lock"])

@@ -32,8 +32,13 @@ COMPACT_TABLES = (*TABLES, "cells")  # tables that are written compactly; "cells
 MOST = 2_000_000  # largest size of a page, in bytes
 
 
-def write_report(results: Path, now: datetime) -> Path:
+def write_report(results: Path, now: datetime, with_prompts: bool = True) -> Path:
     """Write the page and its samples, and return the page's path.
+
+    Args:
+        results: The folder of results.
+        now: The time that the page states.
+        with_prompts: Whether the page shows text of prompts, which are made again for it.
 
     Raises:
         SettingError: The folder contains no runs.
@@ -46,13 +51,15 @@ def write_report(results: Path, now: datetime) -> Path:
         folder / "lock", "w"
     ) as lock:  # held until the file is closed; another process that writes the page waits
         fcntl.lockf(lock, fcntl.LOCK_EX)
-        write_page(gathered, path, folder)
+        write_page(gathered, path, folder, with_prompts)
     return path
 
 
-def write_page(gathered: PageData, path: Path, folder: Path) -> None:
+def write_page(gathered: PageData, path: Path, folder: Path, with_prompts: bool = True) -> None:
     """Write the page and its files, and delete files of an earlier page."""
-    prompts = write_excerpts(folder, gathered.pairings, len(gathered.page["panels"]))
+    count = len(gathered.page["panels"])
+    left_out = [{"reason": "the page was made without text of the data set"}] * count
+    prompts = write_excerpts(folder, gathered.pairings, count) if with_prompts else left_out
     files = write_answers(gathered, folder)
     page = compact_json(gathered.page | {"files": files, "prompts": prompts, "folder": FOLDER})
     wanted = {name for own in page["files"] for name in own["names"]}

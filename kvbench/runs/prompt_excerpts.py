@@ -1,17 +1,15 @@
-"""Build the texts of prompts around their targets again, for the report page: `python -m kvbench.runs.prompt_excerpts`.
+"""Build the texts of prompts around their targets again, for the report page: `kvbench prompt-excerpts`.
 
 A record has no prompt, because the prompts of a study are gigabytes. They are made again from the run's settings, its
 seed and its tokenizer, and a text is used only if the hash of its tokens is the record's. The page runs this module in
 a process of its own, because it needs torch.
 
-The process reads requests from standard input, one JSON object a line: {"run": folder of a run, "uids": [...]}. For
-each it prints one line: {"excerpts": {uid: [tokens, window, ...]}}, or {"reason": why there are none}. A window is a
-list of [text, bin of kvbench.runs.survival, whether it is part of a target].
+A request is {"run": folder of a run, "uids": [...]}, and its answer {"excerpts": {uid: [tokens, window, ...]}}, or
+{"reason": why there are none}. A window is a list of [text, bin of kvbench.runs.survival, whether it is part of a
+target].
 """
 
-import json
 import re
-import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -92,7 +90,7 @@ def build_excerpts(path: Path, uids: Sequence[str]) -> dict[str, Any]:
     """
     folder = RunFolder(path.parent, read_run_value(path))
     records = folder.records()
-    prompts = Resources(rebuild_run(folder, uids[0])).prompts
+    prompts = Resources(rebuild_run(folder, uids[0], from_stranger=True)).prompts
     return {uid: build_excerpt(prompts, records[uid]) for uid in uids}
 
 
@@ -110,21 +108,12 @@ def build_excerpt(prompts: Mapping[str, tuple[Sample, Prompt]], record: Mapping[
 
 
 def answer_request(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is printed for a request."""
+    """Return the answer to a request.
+
+    The run may be anybody's, so its settings may only name classes that conf/ names here.
+    """
     try:
         return {"excerpts": build_excerpts(Path(request["run"]), request["uids"])}
     except Exception as error:  # a task, a tokenizer or a hub may fail in any way; the page says how
         said = str(error) if isinstance(error, CannotReplay | ValueError) else f"{type(error).__name__}: {error}"
         return {"reason": (said.splitlines() or ["?"])[0]}
-
-
-def main() -> None:
-    """Answer the requests on standard input."""
-    answers = sys.stdout
-    sys.stdout = sys.stderr  # libraries print
-    for line in sys.stdin:
-        print(json.dumps(answer_request(json.loads(line))), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()
