@@ -212,16 +212,18 @@ def skip_obstacles(
         if find_failure(own) is None and choice.subtask in (None, own["subtask"])
     }
     _, weights = choose_weights(runs[0], {str(full.records[uid]["subtask"]) for uid in answered}, choice)
-    kept, skipped = [], []
-    for run in runs:
+    reasons: dict[str, str] = {}
+    for run in sorted(runs, key=lambda run: (not run.finished, -len(run.records))):  # whole runs before parts
         reason = None if run.finished else find_obstacle(full, run, answered, weights)
         if reason is None:
-            kept.append(run)
+            answered &= {uid for uid, own in run.records.items() if find_failure(own) is None}
         else:
-            skipped.append((str(run.value["budget"]), reason))
+            reasons[run.hash] = reason
+    kept = [run for run in runs if run.hash not in reasons]
+    skipped = tuple((str(run.value["budget"]), reasons[run.hash]) for run in runs if run.hash in reasons)
     if not kept:
         raise SettingError("; ".join(f"budget {budget} {reason}" for budget, reason in skipped))
-    return kept, tuple(skipped)
+    return kept, skipped
 
 
 def choose_baseline(run: StoredRun, stored: Sequence[StoredRun], wanted: str | None = None) -> StoredRun:

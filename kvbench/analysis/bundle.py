@@ -46,6 +46,7 @@ DIGITS = 64  # hexadecimal digits of a SHA-256
 DECIMALS = 6  # of the table
 NAMES = re.compile(rf"{TABLE}|runs/[0-9a-f]{{16}}/(run\.yaml|done|records\.jsonl|machine[\w.-]*\.json)")
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+LATEST = 253_402_300_800  # seconds until the year 10000, which dates cannot show
 MOST = 2_000_000_000  # bytes that an archive may unpack to
 
 
@@ -196,7 +197,11 @@ def verify_bundle(path: Path) -> VerifiedBundle:
                 raise SettingError(f"bundle={path}: {refused[0]}")
             compare_tables(path, files[TABLE].decode(), format_csv(blocks))
             records = sum(len(run.records) for run in found)
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, OSError) as error:
+        for name in (own for own in files if Path(own).name.startswith("machine")):
+            flatten(json.loads(files[name]).get("settings") or {})  # raises if it is damaged
+    except Exception as error:  # damaged files make csv and json raise almost anything
+        if isinstance(error, SettingError) and str(error).startswith(f"bundle={path}"):
+            raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise SettingError(escape(f"bundle={path}: its runs cannot be used ({reason})")) from None
     about = {name: own for name, own in manifest.items() if name != "files"}
@@ -229,16 +234,15 @@ def unpack(path: Path, content: bytes) -> tuple[dict[str, Any], dict[str, bytes]
                 raise SettingError(f"bundle={path}: unpacks to more than {MOST / 1e9:g} GB")
             manifest = json.loads(archive.read(MANIFEST))
             if manifest["format"] != FORMAT:
-                raise SettingError(
-                    f"bundle={path}: has format {manifest['format']}, and this kvbench reads {FORMAT}; use the kvbench "
-                    f"that wrote it ({manifest['kvbench']})"
-                )
+                line = f"bundle={path}: has format {manifest['format']}, and this kvbench reads {FORMAT}"
+                raise SettingError(escape(f"{line}; use the kvbench that wrote it ({manifest['kvbench']})"))
             expected = manifest["files"]
-            if not isinstance(manifest["average"], str | None) or TABLE not in expected:
+            texts = isinstance(manifest["average"], str | None) and isinstance(manifest["kvbench"], str)
+            if not texts or TABLE not in expected:
                 raise SettingError(f"bundle={path}: {MANIFEST} names no table, or an average that is no name")
             if {f"runs/{own}/done" for own in map(str, manifest["finished"])} != {
                 name for name in expected if name.endswith("/done")
-            } or not all(type(own) is int and 0 <= own < 1 << 40 for own in manifest["finished"].values()):
+            } or not all(type(own) is int and 0 <= own < LATEST for own in manifest["finished"].values()):
                 raise SettingError(f"bundle={path}: {MANIFEST} does not say when each run was finished")
             if strange := [name for name in expected if NAMES.fullmatch(name) is None]:
                 raise SettingError(escape(f"bundle={path}: {name_some(strange)}: no file of a bundle"))

@@ -84,7 +84,7 @@ TOLERANCE = 1e-9  # points; means that differ by less are equal up to rounding
 NODES = 0.1 * np.arange(48)  # nodes of the integral in _chance_above_zero
 PLACES = np.array([0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])  # candidates for its line
 STEPS, CLOSE = 40, 1e-4  # of the search for a reach: most steps, and the step in points that ends it
-AT_ONCE = 256  # means that are searched for together, which limits memory
+AT_ONCE = 50_000  # groups of all means that are searched for together: about 50 MB
 
 
 @dataclass(frozen=True)
@@ -430,8 +430,9 @@ def _find_gaffke_reaches(problems: Sequence[tuple[np.ndarray, np.ndarray, np.nda
     for place, (own, _, _) in enumerate(problems):
         alike.setdefault(len(own), []).append(place)
     for places in alike.values():
-        for start in range(0, len(places), AT_ONCE):
-            some = places[start : start + AT_ONCE]
+        step = max(1, AT_ONCE // max(1, len(problems[places[0]][0])))
+        for start in range(0, len(places), step):
+            some = places[start : start + step]
             own, sizes, room = (np.array([problems[place][at] for place in some]) for at in range(3))
             for place, reach in zip(some, _search_gaffke_reaches(own, sizes, room, tail).tolist(), strict=True):
                 found[place] = reach

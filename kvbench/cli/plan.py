@@ -30,7 +30,8 @@ def print_plan(arguments: Sequence[str]) -> int:
         if options.config_dir is not None:
             add_folder(Path(options.config_dir))
         sweep = Sweep.plan(options.overrides)
-        print("\n".join([sweep.describe(), *sweep.describe_memory()]))
+        print(sweep.describe())
+        print("".join(f"{line}\n" for line in sweep.describe_memory()), end="")
     return 2 if any(own.cell.refused for own in sweep.cells) else 0
 
 

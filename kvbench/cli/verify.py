@@ -59,7 +59,7 @@ def print_verdict(arguments: Sequence[str]) -> None:
     for text, name in names.items():
         if not found.has_setting(name):
             raise SettingError(f"{text}: no run of the bundle has this setting")
-    count = ceil(amount * found.records) if isinstance(amount, float) else amount
+    count = ceil(round(amount * found.records, 6)) if isinstance(amount, float) else amount
     if count is not None and count > found.records:
         raise SettingError(f"--replay={options.replay}: the bundle has {found.records} records")
     print(format_text(found.blocks, find_width()))

@@ -23,6 +23,7 @@ from kvbench.config.paths import make_environment
 from kvbench.report.panels import Pairing
 from kvbench.report.samples import escape_invisible, to_embedded_json, write_file
 
+FORMAT = 1  # of a file; another number after a change of what kvbench.runs.prompt_excerpts writes
 SAMPLES = 200  # of a panel, those that most runs lose first
 SECONDS = 60.0  # for the prompts of all panels
 PROMPT_HASH = re.compile("[0-9a-f]{16}")  # as kvbench.runs.prompt.Prompt.hash returns it
@@ -81,7 +82,7 @@ def choose_samples(pairings: Sequence[Pairing]) -> list[str]:
 
 def name_file(records: Mapping[str, Mapping[str, Any]], uids: Sequence[str]) -> str:
     """Return the name of the file with the prompts of these samples."""
-    text = json.dumps(sorted((uid, records[uid]["prompt_hash"], records[uid]["rows_seen"]) for uid in uids))
+    text = json.dumps([FORMAT, *sorted((uid, records[uid]["prompt_hash"], records[uid]["rows_seen"]) for uid in uids)])
     return f"prompts-{sha256(text.encode()).hexdigest()[:16]}.js"
 
 
@@ -97,7 +98,7 @@ def request_excerpts(requests: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
         ).stdout  # fmt: skip
     except subprocess.TimeoutExpired as error:
         said, reason = error.stdout or b"", f"it would take more than {SECONDS:g} s"
-    answers = [json.loads(line) for line in said.splitlines() if line.endswith(b"}")]
+    answers = [json.loads(line) for line in said.splitlines(keepends=True) if line.endswith(b"}\n")]
     yield from answers
     yield from ({"reason": reason} for _ in requests[len(answers) :])
 

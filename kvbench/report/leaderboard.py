@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from datetime import datetime
 from html import escape as escape_html
 from pathlib import Path
-from shutil import copytree, rmtree
+from shutil import copytree
 from tempfile import TemporaryDirectory
 
 from kvbench.analysis.bundle import VerifiedBundle, verify_bundle
 from kvbench.analysis.score_matrix import build_blocks, sort_rows
 from kvbench.analysis.score_matrix_format import format_html
 from kvbench.atomic import replace_file
-from kvbench.report.page import FOLDER, HERE, write_report
+from kvbench.report.page import FILES, FOLDER, HERE, write_report
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError, escape
 
@@ -47,6 +47,8 @@ def write_leaderboard(
         SettingError: A bundle cannot be verified, two of them hold different answers of one run, or their runs cannot
             be shown together.
     """
+    if (out / "runs").exists():
+        raise SettingError(f"--out={out}: is a folder of results, whose report would be replaced; choose another one")
     bundles = {path: verify_bundle(path) for path in paths}
     with TemporaryDirectory() as folder:
         results = Path(folder)
@@ -58,14 +60,17 @@ def write_leaderboard(
         if refused:
             raise SettingError(refused[0])
         blocks = blocks if sort is None else sort_rows(blocks, sort)
+        index = render_index(bundles, format_html(blocks), now)
         report = write_report(results, now, with_prompts=False)
         (out / "bundles").mkdir(parents=True, exist_ok=True)
-        rmtree(out / FOLDER, ignore_errors=True)
-        copytree(results / FOLDER, out / FOLDER, ignore=lambda *_: ["lock"])
+        for kind in FILES:
+            for old in (out / FOLDER).glob(f"{kind}-*.js"):
+                old.unlink()
+        copytree(results / FOLDER, out / FOLDER, ignore=lambda *_: ["lock"], dirs_exist_ok=True)
         write_bytes(out / "report.html", report.read_bytes())
     for path, own in bundles.items():
         write_bytes(out / name_copy(own), path.read_bytes())
-    write_bytes(out / "index.html", render_index(bundles, format_html(blocks), now).encode())
+    write_bytes(out / "index.html", index.encode())
     return out / "index.html"
 
 
@@ -81,7 +86,7 @@ def check_same_answers(path: Path, bundle: VerifiedBundle, results: Path) -> Non
         for run in load_runs(Path(folder)):
             known = there[run.hash].records if run.hash in there else {}
             for uid, record in run.records.items():
-                if uid in known and any(known[uid][name] != record[name] for name in ("output", "score")):
+                if uid in known and any(known[uid].get(name) != record.get(name) for name in ("output", "score")):
                     raise SettingError(
                         escape(f"bundle={path}: run {run.hash}: {uid} has another answer in an earlier bundle")
                     )

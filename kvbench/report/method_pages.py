@@ -52,7 +52,9 @@ def read_docstring(target: str) -> str:
 
     "" if this checkout has no such module.
     """
-    parts = target.split(".")[1:-1]  # below kvbench
+    package, *parts, _ = target.split(".") if target.count(".") > 1 else ("", "", "")
+    if package != "kvbench":
+        return ""
     path = FILES.joinpath(*parts).with_suffix(".py") if parts else Path()
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "") if path.is_file() else ""
 

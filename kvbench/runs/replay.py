@@ -27,6 +27,7 @@ from kvbench.runs.shared_runs import spoils_model
 from kvbench.runs.spec import UNCUT, RunSpec
 from kvbench.store.run_folder import RunFolder, read_run_value, run_hash, to_json_value
 from kvbench.store.runs import flatten
+from kvbench.validation import escape
 
 COMPARED = ("output", "score", "rows_held", "rows_held_end", "survived")
 MACHINE = ("python", "processor", "threads", "gpu", "versions")
@@ -72,7 +73,7 @@ class ReplayCounts:
         if self.elsewhere:
             what = "; ".join(f"{name} ({count})" for name, count in self.differences.most_common())
             same, count = sum(self.elsewhere), len(self.elsewhere)
-            yield f"replay: {same} of {count} agree ({same / count:.0%}), where this differs: {what}"
+            yield escape(f"replay: {same} of {count} agree ({same / count:.0%}), where this differs: {what}")
         if self.impossible:
             yield f"replay: {self.impossible} cannot be replayed"
 
@@ -95,7 +96,7 @@ def replay(
     bar = tqdm(total=len(drawn), desc="replay", file=sys.stderr)
 
     def say(line: str) -> None:
-        bar.write(line, file=sys.stdout)
+        bar.write(escape(line), file=sys.stdout)
 
     def give_up(name: str, uids: Sequence[str], error: Exception) -> None:
         reason = str(error) if isinstance(error, CannotReplay | ValueError) else f"{type(error).__name__}: {error}"
@@ -160,6 +161,8 @@ def check_classes(settings: Mapping[str, Any]) -> None:
     Raises:
         CannotReplay: A class is another one, or conf/ has no such method, task or model.
     """
+    if "${" in json.dumps(settings):
+        raise CannotReplay("its settings are not resolved")  # an interpolation may read the environment
     for group, own in settings.items():
         while isinstance(own, Mapping) and ("_target_" in own or group in (*UNCUT, "task", "model")):
             name, known = str(own.get("name")), None

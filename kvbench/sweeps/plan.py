@@ -201,8 +201,9 @@ class Sweep:
         return status.describe_plan(self.results, [own.cell for own in self.cells], self.states)
 
     def describe_memory(self) -> list[str]:
-        """Return lines about the memory that the cells' runs need. This reads the models' configurations."""
-        return describe_memory([own.run for own in self.cells if own.run is not None])
+        """Return lines about the memory of the runs that are not done. This reads the models' configurations."""
+        runs = [own.run for own, state in zip(self.cells, self.states, strict=True) if state.name != "done"]
+        return describe_memory([run for run in runs if run is not None])
 
     def announce(self, width: int) -> None:
         """Print the cells and their states, and write them into the sweep's folder. If all are done, print the matrix.

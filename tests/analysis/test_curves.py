@@ -225,6 +225,20 @@ def test_an_unfinished_run_is_compared_on_the_samples_in_common(store, curves):
     assert "Left out: budget 0.4, which is not finished and answered no sample of" in out
 
 
+def test_unfinished_runs_never_take_a_subtask_together(store, curves):
+    """Each has samples of every subtask, but of one of them none in common: the smaller one is left out and named."""
+    whole = records(0.2, 70)
+    last = list(whole.values())[-1]["subtask"]
+    own = [uid for uid in whole if whole[uid]["subtask"] == last]
+    others = [uid for uid in whole if whole[uid]["subtask"] != last]
+    half = len(own) // 2
+    write(store, {uid: whole[uid] for uid in [*others, *own[:half]]}, budget=0.2, finish=False)
+    write(store, {uid: whole[uid] for uid in [*others[1:], *own[half:]]}, budget=0.4, finish=False)
+    out = " ".join(curves()[1].split())
+    assert "Left out: budget 0.4" in out or "Left out: budget 0.2" in out
+    assert f"answered no sample of {last}" in out
+
+
 def test_what_must_be_said(store, curves):
     assert "Miniature" not in curves()[1] and "Not finished" not in curves()[1]
     name = {"model": {"name": "reference", "identity": "x"}}

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from kvbench.analysis.bundle import MANIFEST, write_bundle
+from kvbench.analysis.bundle import MANIFEST, TABLE, write_bundle
 from kvbench.analysis.score_matrix import build_blocks, list_cells
 from kvbench.analysis.text_table import format_number
 from kvbench.cli import leaderboard
@@ -92,6 +92,17 @@ def test_a_site_is_written_again(bundles, tmp_path):
     assert "knorm" not in (tmp_path / "index.html").read_text()
 
 
+def test_nothing_else_in_the_folder_is_touched(bundles, tmp_path, capsys):
+    own = tmp_path / "report" / "thesis.tex"
+    own.parent.mkdir()
+    own.write_text("mine")
+    assert leaderboard.main([str(bundles["snapkv"]), "--out", str(tmp_path)]) == 0
+    assert own.read_text() == "mine" and not list(own.parent.glob("prompts-*"))
+    results = bundles["knorm"].parent  # its own report would be replaced
+    assert leaderboard.main([str(bundles["snapkv"]), "--out", str(results)]) == 2
+    assert capsys.readouterr().err.startswith(f"kvbench: --out={results}: is a folder of results")
+
+
 def test_nothing_is_written_if_a_bundle_does_not_verify(bundles, tmp_path, capsys):
     files = unpacked(bundles["knorm"])
     other = tmp_path / "other.zip"
@@ -108,8 +119,18 @@ def test_nothing_is_written_if_a_bundle_does_not_verify(bundles, tmp_path, capsy
     late["finished"] = {"0" * 16: 1}
     undated = tmp_path / "undated.zip"
     undated.write_bytes(signed(files | {MANIFEST: json.dumps(late).encode()}))
-    cases = {other: "has another answer in an earlier bundle", damaged: "its runs cannot be used"}
+    cases = {other: "has another answer in an earlier bundle", damaged: "does not fit the 0 records"}
     cases |= {undated: "does not say when each run was finished", tmp_path / "none.zip": "cannot be read"}
+    machine = next(own for own in files if "machine" in own)
+    hostile = {  # what a stranger may write
+        "deep.zip": {records: b'{"uid": ' + b"[" * 200_000 + b"\n"},
+        "wide.zip": {TABLE: b'"' + b"a" * 200_000 + b'"\n'},
+        "list.zip": {machine: b"[]"},
+        "half.zip": {machine: b"{"},
+    }
+    for name, changed_files in hostile.items():
+        (tmp_path / name).write_bytes(signed(files | changed_files))
+        cases[tmp_path / name] = "bundle="
     for path, line in cases.items():
         site = tmp_path / "site"
         assert leaderboard.main([str(bundles["snapkv"]), str(path), "--out", str(site)]) == 2
