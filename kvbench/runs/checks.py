@@ -40,8 +40,12 @@ class CheckedSettings:
     """The settings in `KEPT`, resolved."""
 
 
-def check_settings(config: DictConfig) -> CheckedSettings:
+def check_settings(config: DictConfig, tasks: dict[str, Task] | None = None) -> CheckedSettings:
     """Check the settings of a run, and build its budget and its task. This loads neither torch nor weights.
+
+    Args:
+        config: The composed settings.
+        tasks: Tasks of other runs of the same sweep, by their settings. Equal tasks are built and checked once.
 
     Raises:
         SettingError: A setting cannot be used. The message names it.
@@ -67,14 +71,17 @@ def check_settings(config: DictConfig) -> CheckedSettings:
     budget = Budget(config.budget, config.budget_of)
     solvable_subtasks.check_card(config.model)
     find_model_kind(kept["model"]).check()
-    task = catalogue.build("task", settings)
+    tasks, key = {} if tasks is None else tasks, repr(settings)
+    task = tasks[key] if key in tasks else catalogue.build("task", settings)
     if config.question == "hidden" and not getattr(task, "has_context", True):
         name = settings["name"]
         raise SettingError(f"question=hidden: {name} has no context apart from its question; use question=visible")
     require_choice("fidelity", fidelity := OmegaConf.select(config, "fidelity", default=False), (True, False))
     if fidelity and not hasattr(task, "reference"):
         raise SettingError(f"fidelity=true: task={settings['name']} has no reference answers; use fidelity=false")
-    task.check()
+    if key not in tasks:
+        task.check()
+        tasks[key] = task
     return CheckedSettings(groups, budget, task, settings, kept)
 
 

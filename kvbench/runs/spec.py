@@ -33,11 +33,13 @@ class SharedParts:
     Attributes:
         checkpoints: Different checkpoints.
         baselines: Different runs of the full cache.
+        tasks: Different tasks, by their settings.
     """
 
     def __init__(self) -> None:
         self.checkpoints: list[Checkpoint] = []
         self.baselines: list[RunSpec] = []
+        self.tasks: dict[str, Task] = {}
 
     def share(self, own: Part, known: list[Part]) -> Part:
         """Return the element of `known` that equals `own`. If there is none, append `own` and return it."""

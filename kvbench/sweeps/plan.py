@@ -327,7 +327,7 @@ def describe_run(config: DictConfig, shared: SharedParts | None = None) -> tuple
     Raises:
         SettingError: A setting is invalid.
     """
-    checked = check_settings(config)
+    checked = check_settings(config, shared.tasks if shared else None)
     log = make_logger(config)
     if log is not None and getattr(checked.task, "measures", False):
         raise SettingError(f"logger={config.logger.name}: task={config.task.name} keeps no records; logger=none")
