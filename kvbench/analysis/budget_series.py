@@ -12,7 +12,7 @@ from kvbench.analysis.answer_metrics import find_failure
 from kvbench.analysis.budget_curve import Curve
 from kvbench.analysis.intervals import Mean, compute_means
 from kvbench.analysis.paired import PairedDifference, PairedScores, compare_averages, pair_records
-from kvbench.store.runs import UNSHARED_SETTINGS, StoredRun, find_baseline, find_differences, name_some
+from kvbench.store.runs import StoredRun, find_baseline, find_differences, name_some
 from kvbench.validation import SettingError, require_choice
 
 SHARES = {"bytes": ("resident_bytes", "full_bytes"), "rows": ("rows_attended", "rows_seen_decoding")}
@@ -166,7 +166,7 @@ def build_series(runs: Sequence[StoredRun], stored: Sequence[StoredRun], choice:
     if found := find_differences(runs, ("budget", "averages")) or find_differences(runs, ("budget",)):
         said = "; ".join(f"{name} is {' and '.join(values)}" for name, values in found.items())
         raise SettingError(f"runs of different protocols do not form a curve: {said}")
-    full = choose_baseline(runs[0], stored, choice.full)
+    full = find_baseline(runs[0], stored, choice.full)
     runs, skipped = skip_obstacles(full, runs, choice)
     records = [full.records, *(run.records for run in runs)]
     for own in records[1:]:
@@ -224,16 +224,6 @@ def skip_obstacles(
     if not kept:
         raise SettingError("; ".join(f"budget {budget} {reason}" for budget, reason in skipped))
     return kept, skipped
-
-
-def choose_baseline(run: StoredRun, stored: Sequence[StoredRun], wanted: str | None = None) -> StoredRun:
-    """Return the full cache's run on the same samples, a finished one if there is any.
-
-    Raises:
-        SettingError: There is none, or there are several with different answers.
-    """
-    same = [own for own in stored if own.full and not find_differences([own, run], UNSHARED_SETTINGS)]
-    return find_baseline(run, [own for own in same if own.finished] or same, wanted)
 
 
 def find_obstacle(

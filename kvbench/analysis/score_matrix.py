@@ -31,7 +31,6 @@ from kvbench.analysis.answer_metrics import find_failure
 from kvbench.analysis.budget_series import (
     SHARES,
     CurveOptions,
-    choose_baseline,
     choose_weights,
     find_obstacle,
 )
@@ -47,7 +46,7 @@ from kvbench.analysis.run_labels import (
     rank_budget,
 )
 from kvbench.store.audit import comparison_key
-from kvbench.store.runs import StoredRun, name_some
+from kvbench.store.runs import StoredRun, find_baseline, name_some
 from kvbench.validation import SettingError
 
 FULL = "full cache"  # label of its row
@@ -177,7 +176,7 @@ def build_block(
     Raises:
         SettingError: There is no run of the full cache, no sample that all runs answered, or no such average.
     """
-    full = choose_baseline(runs[0], stored, wanted)
+    full = find_baseline(runs[0], stored, wanted)
     answered = {uid for uid, own in full.records.items() if find_failure(own) is None}
     if not answered:
         raise SettingError("the full cache answered no sample")

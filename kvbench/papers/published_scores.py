@@ -29,16 +29,15 @@ from kvbench.validation import SettingError
 
 
 @dataclass(frozen=True)
-class PublishedScore:
-    """A published score: the table's name, such as "dropkv_table5", and the score in points."""
-
-    table: str
-    score: float
-
-
-@dataclass(frozen=True)
 class PublishedCell:
-    """A cell of a table: its name, the run's settings, what is averaged, and the published score in points."""
+    """A cell of a table.
+
+    Attributes:
+        table: Name of the table, such as "dropkv_table5".
+        run: Settings of the run.
+        of: What is averaged, as in kvbench.papers.cell_values.
+        score: The published score in points.
+    """
 
     table: str
     run: Mapping[str, Any]
@@ -46,8 +45,8 @@ class PublishedCell:
     score: float
 
 
-def find_published(run: StoredRun, subtasks: Collection[str], score: float, results: Path) -> list[PublishedScore]:
-    """Return the different published scores of a run, each with the first table that prints it.
+def find_published(run: StoredRun, subtasks: Collection[str], score: float, results: Path) -> list[PublishedCell]:
+    """Return the cells with different published scores of a run, of each score the first one.
 
     Args:
         run: The run.
@@ -62,7 +61,7 @@ def find_published(run: StoredRun, subtasks: Collection[str], score: float, resu
     except (LookupError, TypeError):  # the run lacks a setting, so no table is known to ask its question
         return []
     wanted = tuple(run.value[name]["name"] for name in ("model", "task", "method"))
-    found: dict[float, PublishedScore] = {}
+    found: dict[float, PublishedCell] = {}
     for cell in list_cells(results):
         if tuple(cell.run.get(name) for name in ("model", "task", "method")) != wanted:
             continue
@@ -70,7 +69,7 @@ def find_published(run: StoredRun, subtasks: Collection[str], score: float, resu
             same = set(weigh_subtasks(cell.of["subtasks"], sorted(subtasks))) == set(subtasks)
             same = same and ExperimentKey.from_settings(drop_unused(cell.run)) == own
             if same and isclose(values.value(run, cell.of).value, score, abs_tol=1e-6):
-                found.setdefault(cell.score, PublishedScore(cell.table, cell.score))
+                found.setdefault(cell.score, cell)
         except SettingError:  # the run lacks subtasks of the table
             continue
     return list(found.values())
@@ -86,10 +85,8 @@ def list_cells(results: Path) -> list[PublishedCell]:
     for name, spec in load_specs().items():
         if is_cost_table(spec):
             continue
-        printed, columns = (
-            PublishedValues(read_published(results, spec.get("file"))),
-            list(expand_each(spec["columns"])),
-        )
+        printed = PublishedValues(read_published(results, spec.get("file")))
+        columns = list(expand_each(spec["columns"]))
         for row in expand_each(spec["rows"]):
             for own in (merge_parts(spec, row, column) for column in columns):
                 if own.get("run") is None or own.get("published") is None or not own.get("of"):

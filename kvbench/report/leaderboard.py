@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from datetime import datetime
 from html import escape as escape_html
 from pathlib import Path
-from shutil import copytree
 from tempfile import TemporaryDirectory
 
 from kvbench.analysis.bundle import VerifiedBundle, verify_bundle
 from kvbench.analysis.score_matrix import build_blocks, sort_rows
 from kvbench.analysis.score_matrix_format import format_html
 from kvbench.atomic import replace_file
-from kvbench.report.page import FILES, FOLDER, HERE, write_report
+from kvbench.report.page import HERE, write_report
+from kvbench.report.samples import write_file
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError, escape
 
@@ -61,16 +61,12 @@ def write_leaderboard(
             raise SettingError(refused[0])
         blocks = blocks if sort is None else sort_rows(blocks, sort)
         index = render_index(bundles, format_html(blocks), now)
-        report = write_report(results, now, with_prompts=False)
-        (out / "bundles").mkdir(parents=True, exist_ok=True)
-        for kind in FILES:
-            for old in (out / FOLDER).glob(f"{kind}-*.js"):
-                old.unlink()
-        copytree(results / FOLDER, out / FOLDER, ignore=lambda *_: ["lock"], dirs_exist_ok=True)
-        write_bytes(out / "report.html", report.read_bytes())
+        write_report(results, now, out, with_prompts=False)
+    (out / "bundles").mkdir(exist_ok=True)
     for path, own in bundles.items():
-        write_bytes(out / name_copy(own), path.read_bytes())
-    write_bytes(out / "index.html", index.encode())
+        with replace_file(out / name_copy(own)) as draft:
+            draft.write_bytes(path.read_bytes())
+    write_file(out / "index.html", index)
     return out / "index.html"
 
 
@@ -80,7 +76,9 @@ def check_same_answers(path: Path, bundle: VerifiedBundle, results: Path) -> Non
     Raises:
         SettingError: A run has another answer there. Times may differ.
     """
-    there = {run.hash: run for run in load_runs(results)} if (results / "runs").is_dir() else {}
+    if not bundle.about["finished"].keys() & {folder.name for folder in results.glob("runs/*")}:
+        return
+    there = {run.hash: run for run in load_runs(results)}
     with TemporaryDirectory() as folder:
         bundle.unpack(Path(folder))
         for run in load_runs(Path(folder)):
@@ -124,9 +122,3 @@ def render_index(bundles: dict[Path, VerifiedBundle], tables: str, now: datetime
             "</main></body></html>\n",
         ]
     )
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file at once, so that no reader sees half of it."""
-    with replace_file(path) as draft:
-        draft.write_bytes(content)

@@ -32,20 +32,21 @@ COMPACT_TABLES = (*TABLES, "cells")  # tables that are written compactly; "cells
 MOST = 2_000_000  # largest size of a page, in bytes
 
 
-def write_report(results: Path, now: datetime, with_prompts: bool = True) -> Path:
+def write_report(results: Path, now: datetime, out: Path | None = None, with_prompts: bool = True) -> Path:
     """Write the page and its samples, and return the page's path.
 
     Args:
         results: The folder of results.
         now: The time that the page states.
+        out: The folder that the page is written into. None: the folder of results.
         with_prompts: Whether the page shows text of prompts, which are made again for it.
 
     Raises:
         SettingError: The folder contains no runs.
     """
     gathered = gather_results(results, now)
-    path = results / "report.html"
-    folder = results / FOLDER
+    path = (out or results) / "report.html"
+    folder = (out or results) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     with open(
         folder / "lock", "w"

@@ -19,7 +19,7 @@ from scipy.special import ndtri
 
 from kvbench.analysis.answer_metrics import find_failure
 from kvbench.analysis.budget_curve import KEEP
-from kvbench.analysis.budget_series import BudgetSeries, CurveOptions, build_all_series, choose_baseline
+from kvbench.analysis.budget_series import BudgetSeries, CurveOptions, build_all_series
 from kvbench.analysis.closing_table import TableDraft, draft_run_table, finish_tables
 from kvbench.analysis.closing_table_format import ClosingTable, TableRow
 from kvbench.analysis.curves import format_smallest_share
@@ -43,7 +43,7 @@ from kvbench.analysis.text_table import NOT_AVAILABLE
 from kvbench.report.method_pages import describe_method
 from kvbench.report.style import choose_style, choose_styles
 from kvbench.store.audit import comparison_key
-from kvbench.store.runs import FoundRuns, StoredRun, check_folder, find_differences, find_finished
+from kvbench.store.runs import FoundRuns, StoredRun, check_folder, find_baseline, find_differences, find_finished
 from kvbench.validation import SettingError
 
 DATA_ERRORS = (
@@ -228,7 +228,7 @@ class Panel:
         refused: dict[str, str] = {}
         for run in runs:
             try:
-                full = choose_baseline(run, full_runs)
+                full = find_baseline(run, full_runs)
                 drafts[run.hash] = full, draft_run_table(run.value, full.records, run.records, brief=True)
             except DATA_ERRORS as error:
                 refused[run.hash] = describe_error(error)

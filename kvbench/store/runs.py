@@ -374,17 +374,14 @@ def find_baseline(run: StoredRun, runs: Sequence[StoredRun], wanted: str | None 
 
     Args:
         run: The run to compare.
-        runs: The finished runs to choose from.
+        runs: The runs to choose from. Unfinished ones count only if there is no finished one.
         wanted: Hash of the full cache's run, if there are several with different answers.
 
     Raises:
         SettingError: There is no such run, or there are several with different answers.
     """
-    same = [
-        own
-        for own in runs
-        if own.full and own.hash == (wanted or own.hash) and not find_differences([own, run], UNSHARED_SETTINGS)
-    ]
+    alike = [own for own in runs if own.full and not find_differences([own, run], UNSHARED_SETTINGS)]
+    same = [own for own in [own for own in alike if own.finished] or alike if own.hash == (wanted or own.hash)]
     if not same:
         named = f" has the hash {wanted}" if wanted else ""
         raise SettingError(f"no finished run of the full cache on the same samples{named}")
