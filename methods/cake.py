@@ -40,6 +40,8 @@ class Cake(Method):
     gamma: float = setting(minimum=0)
     """Weight of the variance, γ."""
 
+    capturable = True
+
     def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
         return rows.places >= observation.tokens - self.window
 

@@ -37,7 +37,7 @@ class DropKV(Method):
     p_dtype: str = setting(choices=("bf16", "fp32"))
     """Whether p is rounded to bfloat16 (as in the published code) or not."""
 
-    position_free = True
+    capturable = True
 
     def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
         return rows.places >= observation.tokens - self.window

@@ -37,6 +37,7 @@ class H2O(Method):
     """How the votes of the group's query heads are combined."""
 
     wants_lse = True
+    capturable = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,7 +24,7 @@ class Knorm(Method):
     skip_layers: tuple[int, ...] = setting()
     """Layers that are never cut. Their rows come on top of the budget and are measured."""
 
-    position_free = True
+    capturable = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,6 +28,8 @@ class Sink(Method):
     positions: str = setting(choices=("rolling", "original"))
     """Whether positions are slots in the cache (rolling) or in the text (original)."""
 
+    capturable = True
+
     @property
     def uses_cache_positions(self) -> bool:
         return self.positions == "rolling"

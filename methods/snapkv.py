@@ -38,7 +38,7 @@ class SnapKV(Method):
     group: str = setting(choices=("after", "before"))
     """Whether the group's query heads are averaged after pooling or before it."""
 
-    position_free = True
+    capturable = True
 
     def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
         return rows.places >= observation.tokens - self.window

@@ -27,7 +27,7 @@ class TOVA(Method):
     recent: int = setting(minimum=0)
     """Number of newest rows that always stay."""
 
-    position_free = True
+    capturable = True
 
     def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
         if self.scope == "layer" and not allocator.even:

@@ -4,7 +4,7 @@ For every block the layer attends to its rows and the block, asks the method whi
 frees the other rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -323,7 +323,13 @@ class Layer:
         self.count_peak_attended(self.rows.longest_head)
 
     def replace_rows(
-        self, stored: Plain, places: Tensor, tail: Sequence[Tensor] | None, tokens: int, interval: int
+        self,
+        stored: Plain,
+        places: Tensor,
+        columns: Mapping[str, Tensor],
+        tail: Sequence[Tensor] | None,
+        tokens: int,
+        interval: int,
     ) -> None:
         """Take over the rows that a CUDA graph left.
 
@@ -333,6 +339,7 @@ class Layer:
         Args:
             stored: Keys and values of the cut part.
             places: Positions of the cut part.
+            columns: The method's values for the cut part.
             tail: Keys and values read since the last cut, (B, H, t, d) each.
             tokens: Number of tokens that the graph read.
             interval: Number of tokens between two cuts.
@@ -341,7 +348,7 @@ class Layer:
         assert rows.lengths is not None  # the graph starts from a layer that was cut
         cuts = (before + tokens) // interval
         length = before + tokens - cuts * interval
-        self.rows = rows.replace_all(stored, places, tail, length, rows.seen + tokens)
+        self.rows = rows.replace_all(stored, places, columns, tail, length, rows.seen + tokens)
         gone = zeros_like(rows.lengths) if self.tally.evicted is None else self.tally.evicted
         self.tally = replace(self.tally, evicted=cuts * interval + gone)
         self.count_peak_attended(rows.longest + (interval if cuts else length))

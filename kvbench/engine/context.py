@@ -28,7 +28,7 @@ from kvbench.cache.layer import Layer, Layers, LayerSnapshot
 from kvbench.cache.policy import CachePolicy, Progress
 from kvbench.cache.storage import Bytes, count_bytes
 from kvbench.engine.decode_path import DecodePath
-from kvbench.engine.fixed_quota_rows import is_at_quota, is_shift_invariant
+from kvbench.engine.fixed_quota_rows import is_at_quota, repeats_cuts
 from kvbench.engine.graph_decoding import only_appends
 from kvbench.engine.graph_prefill import SHORT, GraphPrefill
 from kvbench.engine.timing import now
@@ -122,7 +122,7 @@ class PromptContext:
         self.decoding = "modules"  # how the answer's tokens were read: "modules" or "graph"
         self.lent: list[tuple[int, ref[Tensor]]] = []  # layer, and keys or values that other contexts may share
         self.path: DecodePath | None = None  # reads the current answer
-        usable = compile and can_capture(model) and only_appends(choice)
+        usable = compile and can_capture(model) and (only_appends(choice) or repeats_cuts(choice))
         self.weights = collect_weights(model) if usable else None  # None if the model cannot be decoded in a graph
 
     @property
@@ -165,7 +165,7 @@ class PromptContext:
         self.begin(prompt)
         rows: int | None = None
         again, size = self._readings(ids), self.block_size or prompt
-        captured = self.weights is not None and is_shift_invariant(self.choice) and size <= SHORT and not each
+        captured = self.weights is not None and repeats_cuts(self.choice) and size <= SHORT and not each
         captured = captured and self.budget.of == "prompt"
         quota = self.budget.rows(prompt, prompt) if captured else None
         with kvbench_attention(self.model):

@@ -3,13 +3,15 @@
 Tokens are read behind the quota's rows. After every `size` tokens each head is cut to its quota again. This is how a
 prompt is read in short blocks, and an answer if the method cuts while decoding.
 
-The method must score rows only by the block and by their distance to it (`Method.position_free`). Every interval
-between two cuts then runs the same operations, so it can be captured once in a CUDA graph. Positions are stored as if
-each interval began at `INTERVAL_ORIGIN`. The rows that stay at a cut are gathered into spare memory for one layer,
-which all layers share, and copied back.
+The method's hooks must run the same operations at every position (`Method.capturable`). Every interval between two cuts
+then does the same, so it can be captured once in a CUDA graph. The hooks get the position of the block as a tensor on
+the device. The rows that stay at a cut are gathered into spare memory for one layer, which all layers share, and copied
+back.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,17 +25,18 @@ from kvbench.interfaces.method import fit_protected
 from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows, mass_dtype
 from kvbench.kernels.attention import attend_ragged
+from kvbench.kernels.rerotation import rerotate
 from kvbench.kernels.rope_append import append
 from kvbench.kernels.row_selection import gather_rows, kept_indices
 from kvbench.models.decoder_weights import DecoderWeights
 from kvbench.validation import ContractError
 
-INTERVAL_ORIGIN = 1 << 40  # position of the first token of every interval, larger than any prompt
 
-
-def is_shift_invariant(choice: CachePolicy) -> bool:
-    """Return whether every interval between two cuts runs the same operations on layers at their quota."""
-    return choice.method.position_free and choice.allocator.is_uniform and not choice.codec.packs
+def repeats_cuts(choice: CachePolicy) -> bool:
+    """Return whether every cut of a layer at its quota runs the same operations."""
+    method = choice.method
+    own_cut = method.overrides("cut") or method.overrides("merge")
+    return method.capturable and not own_cut and choice.allocator.is_uniform
 
 
 def is_at_quota(layers: Sequence[Layer], quota: int) -> bool:
@@ -71,13 +74,19 @@ class FixedQuotaRows:
         self.rows = like.new_zeros(len(layers), 2, *shape, dim)  # keys and values, (L, 2, B, H, quota + size, d)
         self.spare = like.new_empty(2, *held, quota, dim)
         self.all = torch.arange(self.spare[0, ..., 0].numel(), device=device)  # indices of all spare rows
-        self.places = torch.full((len(layers), *shape), INTERVAL_ORIGIN - 1, device=device)
-        self.places[..., quota:] = torch.arange(INTERVAL_ORIGIN, INTERVAL_ORIGIN + size, device=device)
+        self.places = torch.zeros(len(layers), *shape, dtype=torch.int64, device=device)
+        self.columns: list[dict[str, Tensor]] = [
+            {name: own.new_zeros(shape) for name, own in layer.rows.columns.items()} for layer in layers
+        ]
         self.ones = torch.ones(shape, dtype=mass_dtype(like), device=device)
         self.quotas = torch.full(held, quota, device=device)
-        intervals = -(-tokens // size)
-        turns = weights.rotation(torch.arange(seen, seen + intervals * size, device=device)[None])
+        end = seen + -(-tokens // size) * size
+        turns = weights.rotation(torch.arange(seen, end, device=device)[None])
         self.angles = [part[0].to(weights.embed.dtype).unflatten(0, (-1, size)) for part in turns]
+        self.table = None  # cos and sin of all positions, (end, r) each, if rows are rotated by slot
+        if layers[0].choice.method.uses_cache_positions:
+            cos, sin = weights.rotation(torch.arange(max(end, quota + size), device=device)[None])
+            self.table = cos[0], sin[0]
         self.at = torch.zeros(1, dtype=torch.int64, device=device)  # number of complete intervals
         self.since = torch.zeros((), dtype=torch.int32, device=device)  # tokens read since the last cut
         self.worst = torch.zeros((), dtype=self.ones.dtype, device=device)  # largest score so far, NaN if any score was
@@ -94,7 +103,8 @@ class FixedQuotaRows:
         """
         cos, sin = (part.index_select(0, self.at)[0] for part in self.angles)
         tail, step = (None, None) if cuts else (self.quota + 1, self.since)
-        implementation = self.implementation
+        first = self.at[0] * self.size + (self.since + self.seen)  # position of the first token read
+        implementation, lse = self.implementation, cuts and self.layers[0].choice.method.wants_lse
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
             queries, new_keys, new_values = projected
@@ -103,27 +113,51 @@ class FixedQuotaRows:
                 queries, new_keys, new_values, cos, sin, keys, values, self.quota, self.since,
                 norms=norms, implementation=implementation,
             )  # fmt: skip
-            outputs, _ = attend_ragged(
-                queries, None, keys, values, self.weights.scaling, tail=tail, step=step, implementation=implementation
-            )
+            asking, held = (queries, keys) if self.table is None else self.rotate_by_slot(index, queries, first)
+            outputs, sums = attend_ragged(
+                asking, None, held, values, self.weights.scaling, lse=lse, tail=tail, step=step,
+                implementation=implementation,
+            )  # fmt: skip
             if cuts:
-                self.cut(index, queries, outputs)
+                self.cut(index, queries, outputs, sums, first)
             return outputs
 
         return attend
 
-    def cut(self, index: int, queries: Tensor, outputs: Tensor) -> None:
-        """Cut a layer to its quota."""
+    def rotate_by_slot(self, index: int, queries: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queries and the keys of a layer, rotated by their slots in the cache."""
+        assert self.table is not None
+        cos, sin = self.table
+        tokens, count = queries.shape[2], self.quota + self.size
+        offsets = torch.arange(tokens, device=cos.device)
+        places, slots = offsets + first, offsets + (self.quota + self.since)
+        asking = rerotate(
+            queries, (cos[places], sin[places]), (cos[slots], sin[slots]), implementation=self.implementation
+        )
+        places = self.places[index]
+        keys = rerotate(
+            self.rows[index, 0], (cos[places], sin[places]), (cos[:count], sin[:count]),
+            implementation=self.implementation,
+        )  # fmt: skip
+        return asking, keys
+
+    def cut(self, index: int, queries: Tensor, outputs: Tensor, lse: Tensor | None, first: Tensor) -> None:
+        """Let the method see what the layer has read, and cut the layer to its quota."""
         layer, quota = self.layers[index], self.quota
         progress, method, implementation = layer.progress, layer.method, self.implementation
-        (keys, values), places = self.rows[index].unbind(), self.places[index]
-        rows, first = Rows(keys, values, places, self.ones), INTERVAL_ORIGIN + self.size - queries.shape[2]
+        (keys, values), places, columns = self.rows[index].unbind(), self.places[index], self.columns[index]
+        rows = Rows(keys, values, places, self.ones, columns)
         observation = Observation(
-            queries, outputs, None, self.weights.scaling, self.weights.blocks[index].output, self.weights.rotation,
-            index, len(self.layers), first, progress.prompt, False, progress.decoding, layer.cut_layers,
+            queries, outputs, lse, self.weights.scaling, self.weights.blocks[index].output, self.weights.rotation,
+            index, len(self.layers), cast(int, first), progress.prompt, False, progress.decoding, layer.cut_layers,
             progress.prefix,
         )  # fmt: skip
         with layer.guard.unnoted():  # `worst` notes NaN, so guards add nothing to the graph
+            if method.method.overrides("update"):
+                found = method.update(observation, rows, layer.state)
+                for name, column in columns.items():
+                    column.copy_(found[name])
+                rows = replace(rows, columns=columns)
             scores = method.score(observation, rows, layer.state).to(self.ones.dtype)
             self.worst.copy_(torch.maximum(self.worst, scores.max()))
             sinks, recents = method.protect_sinks(observation, rows, quota), method.protect(observation, rows, quota)
@@ -135,7 +169,11 @@ class FixedQuotaRows:
         spare = gather_rows(which, keys, values, into=(self.spare[0], self.spare[1]), implementation=implementation)
         # copy_ would be slower, because the target is not dense
         gather_rows(self.all, *spare, into=(keys[:, :, :quota], values[:, :, :quota]), implementation=implementation)
-        places[..., :quota] = places.flatten()[which].view(*self.quotas.shape, quota) - self.size
+        places[..., :quota] = places.flatten()[which].view(*self.quotas.shape, quota)
+        places[..., quota:] += self.size
+        for column in columns.values():
+            column[..., :quota] = column.flatten()[which].view(*self.quotas.shape, quota)
+            column[..., quota:] = 0
 
     def advance(self, cuts: bool) -> None:
         """Count a token, or an interval, after all layers have read it."""
@@ -165,9 +203,11 @@ class FixedQuotaRows:
                 into[:, :, :quota] = old.view(*self.quotas.shape, quota, -1)
                 if like.tail and new is not None:
                     into[:, :, quota : quota + like.tail] = new[:, :, : like.tail]
-            self.places[index, ..., :quota] = (
-                layer.rows.places.view(*self.quotas.shape, quota).long() - begin + INTERVAL_ORIGIN
-            )
+            self.places[index, ..., :quota] = layer.rows.places.view(*self.quotas.shape, quota)
+            for name, column in self.columns[index].items():
+                column[..., :quota] = layer.rows.columns[name]
+                column[..., quota:] = 0
+        self.places[..., quota:] = torch.arange(begin, begin + self.size, device=self.places.device)
         self.at.fill_((begin - self.seen) // self.size)
         self.since.fill_(like.tail)
         self.worst.zero_()
@@ -176,9 +216,12 @@ class FixedQuotaRows:
     def keep(self, read: int) -> None:
         """Give the layers the rows that the first `read` tokens left, as if the layers had read and cut them."""
         quota, since = self.quota, read % self.size
-        more, begin = read + self.seen - self.layers[0].rows.seen, self.seen + read - since
+        more = read + self.seen - self.layers[0].rows.seen
         for index, layer in enumerate(self.layers if more else ()):
             held = [part[:, :, :quota].flatten(0, 2) for part in self.rows[index]]
             tail = [part[:, :, quota : quota + since].clone() for part in self.rows[index]] if since else None
-            places = (self.places[index, ..., :quota] + (begin - INTERVAL_ORIGIN)).int().flatten()
-            layer.replace_rows(Plain(*held), places, tail, more, self.size)
+            places = self.places[index, ..., :quota].int().flatten()
+            columns: Mapping[str, Tensor] = {
+                name: column[..., :quota].clone() for name, column in self.columns[index].items()
+            }
+            layer.replace_rows(Plain(*held), places, columns, tail, more, self.size)

@@ -15,8 +15,8 @@ from torch import Tensor
 from kvbench.cache.guard import without_gradients
 from kvbench.engine.context import ROOM, PromptContext
 from kvbench.engine.decode_path import DecodePath
-from kvbench.engine.fixed_quota_rows import FixedQuotaRows, is_at_quota, is_shift_invariant
-from kvbench.engine.graph_decoding import GraphDecoder, GrowingRows, StepRows
+from kvbench.engine.fixed_quota_rows import FixedQuotaRows, is_at_quota, repeats_cuts
+from kvbench.engine.graph_decoding import GraphDecoder, GrowingRows, StepRows, only_appends
 from kvbench.engine.sampling import TokenChooser
 from kvbench.engine.timing import now
 from kvbench.models.transformers_port import kvbench_attention
@@ -117,7 +117,7 @@ def open_path(
             return GraphPath(context, rows, token, left, sampling, draws)
         cut = find_first_cut(context, left)
         before_cut = left if cut is None else cut - 1
-        if before_cut >= (WORTH if cut is None else WORTH_BETWEEN_CUTS):
+        if only_appends(context.choice) and before_cut >= (WORTH if cut is None else WORTH_BETWEEN_CUTS):
             return GraphPath(context, GrowingRows, token, before_cut, sampling, draws)
     return ModulePath(context, token, left, sampling, draws)
 
@@ -147,10 +147,12 @@ def find_constant_quota(context: GenerationContext, left: int) -> int | None:
     method = context.choice.method
     if not method.decoding or context.since_cut or left < max(WORTH, method.decode_interval):
         return None
+    if method.watches and method.decode_interval > 1:  # the method sees every token, and a graph shows it the cuts only
+        return None
     quota = context.find_decode_quota(context.seen + 1)
     if quota is None or quota != context.find_decode_quota(context.seen + left):
         return None
-    return quota if is_shift_invariant(context.choice) and is_at_quota(context.own_layers, quota) else None
+    return quota if repeats_cuts(context.choice) and is_at_quota(context.own_layers, quota) else None
 
 
 class ModulePath:

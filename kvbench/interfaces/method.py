@@ -83,11 +83,12 @@ class Method(Hooks):
         return False
 
     @property
-    def position_free(self) -> bool:
-        """Whether scores depend only on the block that was read and on each row's distance to it.
+    def capturable(self) -> bool:
+        """Whether the hooks can be captured in a CUDA graph, which then serves every position of an answer.
 
-        Such a method remembers nothing between blocks. Every interval between two cuts then runs the same operations,
-        so it can run in a CUDA graph.
+        Such hooks run the same operations on tensors at every token, remember nothing in the state, and never wait for
+        the device. While a graph is captured, `Observation.first` is a tensor without dimensions on the device, so
+        hooks may calculate with it and compare it with `Rows.places`, but not use it as a Python number.
         """
         return False
 

@@ -69,7 +69,7 @@ class Observation:
     layers: int
     """Number of layers."""
     first: int
-    """Position of the block's first token."""
+    """Position of the block's first token. Inside a CUDA graph, a tensor without dimensions (`Method.capturable`)."""
     prompt: int
     """Tokens of the prompt, or of the context if the question is hidden."""
     last: bool

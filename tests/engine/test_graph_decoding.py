@@ -90,11 +90,16 @@ def test_biases_and_norms_of_heads_are_the_models(name):
     assert torch.allclose(modules.logits, step.logits, atol=1e-5)
 
 
+METHODS = ("cake", "dropkv", "keydiff", "knorm", "qfilters", "sink", "snapkv", "tova")
+CUTTERS = [(name, interval) for name in METHODS for interval in (1, 4)]
+
+
 @pytest.mark.cover
-@pytest.mark.parametrize("interval", [1, 4])
-@pytest.mark.parametrize("method", ["dropkv", "keydiff", "knorm", "snapkv", "tova"])
+@pytest.mark.parametrize(("method", "interval"), [*CUTTERS, ("h2o", 1), ("h2o max", 1), ("sink original", 1)])
 def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
-    choice = choice_of(method, decoding=True, decode_interval=interval)
+    method, _, preset = method.partition(" ")
+    more = {"preset": {"max": "paper_max"}.get(preset, preset)} if preset else {}
+    choice = choice_of(method, decoding=True, decode_interval=interval, **more)
     modules, step = contexts(tiny("llama"), choice, batch=2)
     for tokens, by_step in ((CHUNK + 9, 9), (7, 0), (2 * CHUNK, 1)):  # the second is too short for a graph
         answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
