@@ -38,6 +38,7 @@ class H2O(Method):
 
     wants_lse = True
     capturable = True
+    order_free = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -37,6 +37,7 @@ class KeyDiff(Method):
     """Share of the quota that always goes to the newest rows (0.2 in the paper's Math-500 runs)."""
 
     capturable = True
+    order_free = True
 
     def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
         return None if self.recent == 0 else rows.places >= observation.tokens - exact_share(self.recent, quota)

@@ -25,6 +25,7 @@ class Knorm(Method):
     """Layers that are never cut. Their rows come on top of the budget and are measured."""
 
     capturable = True
+    order_free = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

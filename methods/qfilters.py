@@ -37,6 +37,7 @@ class QFilters(Method):
     """Number of newest rows that always stay."""
 
     capturable = True
+    order_free = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,6 +29,7 @@ class Sink(Method):
     """Whether positions are slots in the cache (rolling) or in the text (original)."""
 
     capturable = True
+    order_free = True
 
     @property
     def uses_cache_positions(self) -> bool:

@@ -28,6 +28,7 @@ class TOVA(Method):
     """Number of newest rows that always stay."""
 
     capturable = True
+    order_free = True
 
     def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
         if self.scope == "layer" and not allocator.even:

@@ -1,4 +1,4 @@
-"""Rotation in one pass: a program owns some rows of one head, and each row's angles are read once."""
+"""Rotation in one pass: a program owns some rows of one head and looks their angles up by position."""
 
 import torch
 import triton
@@ -8,50 +8,41 @@ from torch import Tensor
 ROWS = 16  # rows of a program
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _rerotate(
-    x, cos, sin, new_cos, new_sin, out, rows, dim, turning, x_h, x_n, c_h, c_n, a_h, a_n,
+@triton.jit(do_not_specialize=["rows", "heads"])
+def _rotate(
+    x, cos, sin, places, slots, out, rows, heads, dim, turning, x_b, x_h, x_n, p_b, p_h, p_n, s_b, s_h, s_n,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64), tl.program_id(1).to(tl.int64)
-    column = tl.arange(0, D)[None]
+    row, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64), tl.program_id(1).to(tl.int64)
+    b, h = head // heads, head % heads
+    place = tl.load(places + b * p_b + h * p_h + row * p_n, mask=row < rows, other=0).to(tl.int64)[:, None]
+    slot = tl.load(slots + b * s_b + h * s_h + row * s_n, mask=row < rows, other=0).to(tl.int64)[:, None]
+    row, column = row[:, None], tl.arange(0, D)[None]
     half = turning // 2
     here, turned = (row < rows) & (column < dim), (row < rows) & (column < turning)
     other = tl.where(column < half, column + half, tl.where(column < turning, column - half, column))
-    x += head * x_h + row * x_n
+    x += b * x_b + h * x_h + row * x_n
     own = tl.load(x + column, mask=here, other=0.0)
     y, z = own.to(tl.float32), tl.load(x + other, mask=here, other=0.0).to(tl.float32)
     z = tl.where(column < half, -z, z)
-    angle = head * c_h + row * c_n + column  # both channels of a pair have the same angle
-    c = tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
+    c = tl.load(cos + place * turning + column, mask=turned, other=1.0).to(tl.float32)  # the same for both channels
+    s = tl.load(sin + place * turning + column, mask=turned, other=0.0).to(tl.float32)
     length = c * c + s * s
     plain, partner = (y * c - z * s) / length, (z * c + y * s) / length
-    angle = head * a_h + row * a_n + column
-    c = tl.load(new_cos + angle, mask=turned, other=1.0).to(tl.float32)
-    s = tl.load(new_sin + angle, mask=turned, other=0.0).to(tl.float32)
+    c = tl.load(cos + slot * turning + column, mask=turned, other=1.0).to(tl.float32)
+    s = tl.load(sin + slot * turning + column, mask=turned, other=0.0).to(tl.float32)
     found = tl.where(turned, (plain * c + partner * s).to(out.dtype.element_ty), own)
     tl.store(out + (head * rows + row) * dim + column, found, mask=here)
 
 
-def rerotate_triton(x: Tensor, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> Tensor:
-    flat = lines(x)
-    heads, rows, dim = flat.shape
-    turning = before[0].shape[-1]
-    angles = [lines(part.expand(*x.shape[:-1], turning)) for part in (*before, *after)]
-    for first in (0, 2):  # a cos and its sin are read at the same offsets
-        if angles[first].stride() != angles[first + 1].stride():
-            angles[first : first + 2] = (part.contiguous() for part in angles[first : first + 2])
+def rotate_rows_triton(x: Tensor, cos: Tensor, sin: Tensor, places: Tensor, slots: Tensor) -> Tensor:
+    batch, heads, rows, dim = x.shape
+    x = x if x.stride(3) == 1 else x.contiguous()
+    places, slots = places.expand(x.shape[:3]), slots.expand(x.shape[:3])
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        _rerotate[triton.cdiv(rows, ROWS), heads](
-            flat, *angles, out, rows, dim, turning, *flat.stride()[:2], *angles[0].stride()[:2],
-            *angles[2].stride()[:2], ROWS=ROWS, D=triton.next_power_of_2(dim),
+        _rotate[triton.cdiv(rows, ROWS), batch * heads](
+            x, cos.contiguous(), sin.contiguous(), places, slots, out, rows, heads, dim, cos.shape[1],
+            *x.stride()[:3], *places.stride(), *slots.stride(), ROWS=ROWS, D=triton.next_power_of_2(dim),
         )  # fmt: skip
     return out
-
-
-def lines(x: Tensor) -> Tensor:
-    """Return x (…, n, d) as (heads, n, d) with neighbouring channels. Copies only what is no view."""
-    flat = x.reshape(-1, *x.shape[-2:])
-    return flat if flat.stride(-1) == 1 else flat.contiguous()

@@ -9,7 +9,7 @@ from kvbench.kernels.rerotation.reference import rotate_half
 
 def append_reference(
     queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, tail_keys: Tensor, tail_values: Tensor,
-    tail: int, step: Tensor, norms: tuple[Tensor, Tensor, float] | None,
+    tail: int, step: Tensor, slots: Tensor | None, norms: tuple[Tensor, Tensor, float] | None,
 ) -> Tensor:  # fmt: skip
     batch, _, _, dim = tail_keys.shape
     first, tokens = int(step), len(keys) // batch
@@ -20,7 +20,13 @@ def append_reference(
         queries, keys = (
             rms_norm_reference(x, weight, norms[2]) for x, weight in ((queries, norms[0]), (keys, norms[1]))
         )
-    tail_keys[:, :, here], tail_values[:, :, here] = rotate(keys, *angles), values
+    keys = rotate(keys, *angles)
+    if slots is None:
+        tail_keys[:, :, here], tail_values[:, :, here] = keys, values
+    else:
+        where = slots.long()[..., None, None].expand_as(keys)
+        tail_keys.scatter_(2, where, keys)
+        tail_values.scatter_(2, where, values)
     return rotate(queries, *angles)
 
 

@@ -28,9 +28,9 @@ from kvbench.cache.layer import Layer, Layers, LayerSnapshot
 from kvbench.cache.policy import CachePolicy, Progress
 from kvbench.cache.storage import Bytes, count_bytes
 from kvbench.engine.decode_path import DecodePath
-from kvbench.engine.fixed_quota_rows import is_at_quota, repeats_cuts
 from kvbench.engine.graph_decoding import only_appends
 from kvbench.engine.graph_prefill import SHORT, GraphPrefill
+from kvbench.engine.quota_rows import is_at_quota, repeats_cuts
 from kvbench.engine.timing import now
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.observation import ExtraRead, PromptEncoder, State

@@ -2,7 +2,7 @@
 
 Two paths read the tokens. `ModulePath` runs the model's modules, shows every token to the method, and cuts if the
 method cuts while decoding. `GraphPath` replays a CUDA graph of the whole step. It can be used until the next cut, or
-across cuts if every interval between two cuts runs the same operations (`kvbench.engine.fixed_quota_rows`).
+across cuts if every cut runs the same operations (`kvbench.engine.quota_rows`).
 """
 
 import math
@@ -15,8 +15,10 @@ from torch import Tensor
 from kvbench.cache.guard import without_gradients
 from kvbench.engine.context import ROOM, PromptContext
 from kvbench.engine.decode_path import DecodePath
-from kvbench.engine.fixed_quota_rows import FixedQuotaRows, is_at_quota, repeats_cuts
+from kvbench.engine.fixed_quota_rows import FixedQuotaRows
 from kvbench.engine.graph_decoding import GraphDecoder, GrowingRows, StepRows, only_appends
+from kvbench.engine.quota_rows import is_at_quota, repeats_cuts
+from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import TokenChooser
 from kvbench.engine.timing import now
 from kvbench.models.transformers_port import kvbench_attention
@@ -113,8 +115,9 @@ def open_path(
     if context.weights is not None:
         quota = find_constant_quota(context, left)
         if quota is not None:
-            rows = partial(FixedQuotaRows, size=context.choice.method.decode_interval, quota=quota)
-            return GraphPath(context, rows, token, left, sampling, draws)
+            interval = context.choice.method.decode_interval
+            rows = ReplacedRows if interval == 1 else partial(FixedQuotaRows, size=interval)
+            return GraphPath(context, partial(rows, quota=quota), token, left, sampling, draws)
         cut = find_first_cut(context, left)
         before_cut = left if cut is None else cut - 1
         if only_appends(context.choice) and before_cut >= (WORTH if cut is None else WORTH_BETWEEN_CUTS):

@@ -2,7 +2,8 @@
 
 The step uses the model's weights directly. On a GPU it is captured once as a CUDA graph and replayed for every token,
 so the host does nothing in between. The rows decide where a token's row goes and which rows are attended to:
-`GrowingRows` only append, and `FixedQuotaRows` (kvbench.engine.fixed_quota_rows) are cut.
+`GrowingRows` only append, `ReplacedRows` (kvbench.engine.replaced_rows) give up a row for each token, and
+`FixedQuotaRows` (kvbench.engine.fixed_quota_rows) are cut after every few tokens.
 """
 
 from collections.abc import Callable, Sequence

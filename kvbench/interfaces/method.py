@@ -93,6 +93,14 @@ class Method(Hooks):
         return False
 
     @property
+    def order_free(self) -> bool:
+        """Whether what a `capturable` method makes of a row does not depend on the order in which it gets the rows.
+
+        While decoding in a CUDA graph it then gets them in the order in which they lie in memory.
+        """
+        return False
+
+    @property
     def uses_cache_positions(self) -> bool:
         """Whether attention rotates keys and queries by their slot among the rows held, instead of their position."""
         return False

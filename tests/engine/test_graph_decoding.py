@@ -11,6 +11,7 @@ from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.fixed_quota_rows import FixedQuotaRows
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.graph_decoding import CHUNK, GraphDecoder, GrowingRows, only_appends
+from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.models.decoder_weights import collect_weights
@@ -120,7 +121,10 @@ def test_rows_grow_to_the_size_that_an_answer_is_cut_to(interval, monkeypatch):
     choice = choice_of("keydiff", decoding=True, decode_interval=interval, decode_size=97)
     modules, step = contexts(tiny("llama"), choice, 1.0)
     answers = [list(context.generate(90, Sampling(), frozenset())) for context in (modules, step)]
-    assert torch.equal(*map(torch.stack, answers)) and made == ["GrowingRows", "FixedQuotaRows"]
+    assert torch.equal(*map(torch.stack, answers)) and made == [
+        "GrowingRows",
+        "ReplacedRows" if interval == 1 else "FixedQuotaRows",
+    ]
     assert_same(modules, step)
     modules, step = contexts(tiny("llama"), choice, 1.0)
     for context in (modules, step):  # ended before the first cut that takes anything
@@ -310,7 +314,10 @@ def test_the_kernels_take_the_same_step(chosen):
             with torch.inference_mode(), context.branch():
                 first, size = context.logits.argmax(-1), min(2, choice.method.decode_interval)
                 args, more = (context.weights, context.own_layers, 2), (context.seen, name)
-                rows = FixedQuotaRows(*args, size, 18, *more) if choice.method.decoding else GrowingRows(*args, *more)
+                if not choice.method.decoding:
+                    rows = GrowingRows(*args, *more)
+                else:
+                    rows = ReplacedRows(*args, 18, *more) if size == 1 else FixedQuotaRows(*args, size, 18, *more)
                 draws = torch.zeros(1, 3, device=device)
                 decoder = GraphDecoder(context.weights, rows, first, 2, Sampling().pick, draws, name)
                 tokens = [int(decoder.next()[0]) for _ in range(2)]

@@ -5,8 +5,8 @@ import torch
 
 from kvbench.config.catalogue import methods_available
 from kvbench.engine.compressed_cache import choose_cache
-from kvbench.engine.fixed_quota_rows import repeats_cuts
 from kvbench.engine.generation import GenerationContext
+from kvbench.engine.quota_rows import repeats_cuts
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.models.decoder_weights import collect_weights
