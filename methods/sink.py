@@ -39,4 +39,4 @@ class Sink(Method):
         return rows.places < self.sinks
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
-        return rows.places.double()
+        return rows.places.to(rows.mass.dtype)  # exact up to 2^24 tokens

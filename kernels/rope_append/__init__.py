@@ -39,7 +39,7 @@ def append(
         tail_values: (B, H, m, d), written in place.
         tail: Number of rows of the tail when the graph was captured.
         step: Number of rows written since then, int32 on the device.
-        slots: The row of each head that the token is written to in place of the next one, (B, H) int32, for T = 1.
+        slots: The row of each head that the token is written to, (B, H) whole numbers, for T = 1; None for the next.
         norms: The weights (d,) of the queries' and the keys' RMS norm, and its ε; None for no norm.
         implementation: "reference" or "triton"; None chooses.
 

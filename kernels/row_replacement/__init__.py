@@ -18,6 +18,7 @@ def replace_row(
     position: Tensor,
     invalid: Tensor,
     *,
+    ordered: bool = False,
     implementation: str | None = None,
 ) -> None:
     """Free the slot of each head's row with the smallest score, and hand it to the next token.
@@ -31,11 +32,12 @@ def replace_row(
         recents: Newest rows that stay, (B, H, n) bool, or None.
         places: Positions of the rows, (B, H, n) int64, different within a head. The freed slot gets the position of
             the next token.
-        ranks: Index of each slot's row in the order of positions, (B, H, n) int32, updated.
-        order: The slot of each rank, (B, H, n) int32, updated. The next token's is the last.
-        free: The freed slots, (B, H) int32, written.
+        ranks: Index of each slot's row in the order of positions, (B, H, n) int64, updated.
+        order: The slot of each rank, (B, H, n) int64, updated. The next token's is the last.
+        free: The freed slots, (B, H) int64, written.
         position: Position of the token that was read last, a whole number without dimensions.
         invalid: Set if a score is NaN, bool without dimensions.
+        ordered: Whether scores, sinks and recent rows are given in the order of positions and not by slot.
         implementation: "reference" or "triton"; None chooses.
 
     Raises:
@@ -46,9 +48,9 @@ def replace_row(
     if scores.dim() != 3 or not whole or free.shape != scores.shape[:2]:
         shapes = ", ".join(str(tuple(own.shape)) for own in (scores, *tables, free))
         raise ValueError(f"replace_row: scores, places, ranks, order, free {shapes}")
-    if invalid.dtype != torch.bool or not (ranks.dtype == order.dtype == free.dtype == torch.int32):
+    if invalid.dtype != torch.bool or not (ranks.dtype == order.dtype == free.dtype == torch.int64):
         raise ValueError(f"replace_row: {ranks.dtype}, {order.dtype}, {free.dtype}, {invalid.dtype}")
-    given = scores, sinks, recents, *tables, free, position, invalid
+    given = scores, sinks, recents, *tables, free, position, invalid, ordered
     if choose_implementation("replace_row", implementation, scores) == "reference":
         replace_row_reference(*given)
         return

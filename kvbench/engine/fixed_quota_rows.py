@@ -62,7 +62,7 @@ class FixedQuotaRows(QuotaRows):
         """
         cos, sin = (part.index_select(0, self.at)[0] for part in self.angles)
         tail, step = (None, None) if cuts else (self.quota + 1, self.since)
-        first = self.at[0] * self.size + (self.since + self.seen)  # position of the first token read
+        first = self.at[0] * self.size + (self.since.long() + self.seen)  # position of the first token read
         implementation, lse = self.implementation, cuts and self.layers[0].choice.method.wants_lse
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:

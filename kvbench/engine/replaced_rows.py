@@ -40,9 +40,9 @@ class ReplacedRows(QuotaRows):
             implementation: Name of the kernels' implementation; None chooses one.
         """
         super().__init__(weights, layers, quota, 1, seen, seen + tokens, implementation)
-        self.ranks = torch.zeros_like(self.places, dtype=torch.int32)  # of each slot's row
+        self.ranks = torch.zeros_like(self.places)  # of each slot's row
         self.order = torch.zeros_like(self.ranks)  # the slot of each rank
-        self.free = torch.zeros(len(layers), *self.held, dtype=torch.int32, device=self.device)  # the next token's slot
+        self.free = torch.zeros(len(layers), *self.held, dtype=torch.int64, device=self.device)  # the next token's slot
         self.heads = (quota + 1) * torch.arange(self.free[0].numel(), device=self.device).view(*self.held, 1)
         self.step = torch.zeros((), dtype=torch.int32, device=self.device)  # number of tokens read
         self.none = torch.zeros((), dtype=torch.int32, device=self.device)
@@ -54,7 +54,7 @@ class ReplacedRows(QuotaRows):
 
     def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
         """Return the function that replaces a row and attends in one layer, for `forward_step`."""
-        position = self.step + self.seen
+        position = self.step.long() + self.seen  # as `places`, so that comparing them needs no conversion
         implementation, lse = self.implementation, self.layers[0].choice.method.wants_lse
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
@@ -77,7 +77,7 @@ class ReplacedRows(QuotaRows):
 
     def replace(self, index: int, queries: Tensor, outputs: Tensor, lse: Tensor | None, position: Tensor) -> None:
         """Let the method see the token, and choose the row of each head that leaves."""
-        layer, quota, ranks = self.layers[index], self.quota, self.ranks[index].long() if self.ordered else None
+        layer, quota, ranks = self.layers[index], self.quota, self.ranks[index]
         with layer.guard.unnoted():  # `invalid` notes NaN, so guards add nothing to the graph
             observation, rows = self.show(index, self.view(index), queries, outputs, lse, position)
             method = layer.method
@@ -86,26 +86,20 @@ class ReplacedRows(QuotaRows):
         layer.guard.release()
         columns = self.columns[index]
         for name, column in columns.items():
-            found = rows.columns[name]
-            column.copy_(found if ranks is None else found.gather(-1, ranks))
-        if ranks is not None:
-            scores, masks = (
-                scores.gather(-1, ranks),
-                tuple(None if mask is None else mask.expand_as(ranks).gather(-1, ranks) for mask in masks),
-            )
+            column.copy_(rows.columns[name].gather(-1, ranks) if self.ordered else rows.columns[name])
         replace_row(
-            scores, *masks, self.places[index], self.ranks[index], self.order[index], self.free[index], position,
-            self.invalid, implementation=self.implementation,
+            scores, *masks, self.places[index], ranks, self.order[index], self.free[index], position, self.invalid,
+            ordered=self.ordered, implementation=self.implementation,
         )  # fmt: skip
         for column in columns.values():
-            column.scatter_(-1, self.free[index][..., None].long(), 0)
+            column.scatter_(-1, self.free[index][..., None], 0)
 
     def view(self, index: int) -> Rows:
         """Return a layer's rows as the method sees them: in their slots, or in the order of the text."""
         (keys, values), places, columns = self.rows[index].unbind(), self.places[index], self.columns[index]
         if not self.ordered:
             return Rows(keys, values, places, self.ones, columns)
-        order = self.order[index].long()
+        order = self.order[index]
         shape, which = keys.shape, (order + self.heads).flatten()
         keys, values = (own.view(shape) for own in gather_rows(which, keys, values, implementation=self.implementation))
         columns = {name: column.gather(-1, order) for name, column in columns.items()}
@@ -130,7 +124,7 @@ class ReplacedRows(QuotaRows):
         """Give the layers the rows that the first `read` tokens left, as if the layers had read and cut them."""
         more = read + self.seen - self.layers[0].rows.seen
         for index in range(len(self.layers)) if more else ():
-            order = self.order[index, ..., : self.quota].long()  # the free slot has the last rank
+            order = self.order[index, ..., : self.quota]  # the free slot has the last rank
             held = gather_rows((order + self.heads).flatten(), *self.rows[index], implementation=self.implementation)
             columns = {name: column.gather(-1, order) for name, column in self.columns[index].items()}
             self.give_rows(index, Plain(*held), self.places[index].gather(-1, order), columns, more)

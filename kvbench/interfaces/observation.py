@@ -7,6 +7,7 @@ last T of them are the block's), d head dimension. A position is the index of a 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -85,7 +86,7 @@ class Observation:
     share: Fraction | None = None
     """Rows per layer and KV head after the cut that follows, not rounded down. None if no cut follows."""
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Number of tokens read so far, this block included."""
         return self.first + self.queries.shape[2]

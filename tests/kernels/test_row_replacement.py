@@ -22,20 +22,20 @@ def case(kind, rows, seed=0):
     few, most = max(1, rows // 5), rows
     sinks = {"sinks": few, "both": few, "too many sinks": most, "too many": most}.get(kind)
     recents = {"recents": few, "both": few, "too many recents": most, "too many": 3}.get(kind)
-    tables = places, ranks.int(), ranks.argsort(-1).int()
+    tables = places, ranks, ranks.argsort(-1)
     masks = None if sinks is None else ranks < sinks, None if recents is None else ranks >= rows - recents
     return [scores.to(DEVICE), *(None if mask is None else mask.to(DEVICE) for mask in masks)], [
         own.to(DEVICE).contiguous() for own in tables
     ]
 
 
-def leave(given, tables, implementation):
+def leave(given, tables, implementation, ordered=False):
     """Replace a row and return everything that was written."""
     tables = [own.clone() for own in tables]
-    free = torch.full((2, 3), -1, dtype=torch.int32, device=DEVICE)
+    free = torch.full((2, 3), -1, dtype=torch.int64, device=DEVICE)
     position = torch.tensor(int(tables[0].max()) + 5, dtype=torch.int64, device=DEVICE)
     invalid = torch.zeros((), dtype=torch.bool, device=DEVICE)
-    replace_row(*given, *tables, free, position, invalid, implementation=implementation)
+    replace_row(*given, *tables, free, position, invalid, ordered=ordered, implementation=implementation)
     return [*tables, free, position, invalid]
 
 
@@ -65,6 +65,11 @@ def test_triton_agrees_with_the_reference(kind, rows):
     given, tables = case(kind, rows, seed=1)
     for one, other in zip(leave(given, tables, "triton"), leave(given, tables, "reference"), strict=True):
         assert torch.equal(one, other)
+    turned = [None if own is None else own.gather(-1, tables[2]) for own in given]
+    for implementation in ("triton", "reference"):
+        found = leave(turned, tables, implementation, ordered=True)
+        for one, other in zip(found, leave(given, tables, "reference"), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_nan_is_noted_and_infinite_scores_are_numbers():
@@ -82,16 +87,16 @@ def test_what_does_not_fit_is_refused():
     given, tables = case("plain", 5)
     with pytest.raises(ValueError, match="^replace_row: scores, places, ranks, order, free"):
         leave([given[0][..., :1], None, None], tables, "reference")
-    with pytest.raises(ValueError, match="^replace_row: torch.int64"):
-        leave(given, [tables[0], tables[1].long(), tables[2]], "reference")
+    with pytest.raises(ValueError, match="^replace_row: torch.int32"):
+        leave(given, [tables[0], tables[1].int(), tables[2]], "reference")
 
 
 def ahead():
     from kvbench.kernels.row_replacement.triton import _replace
 
-    real = dict.fromkeys(("sinks", "recents", "invalid"), "*u8") | dict.fromkeys(("ranks", "order", "free"), "*i32")
+    real = dict.fromkeys(("sinks", "recents", "invalid"), "*u8") | dict.fromkeys(("ranks", "order", "free"), "*i64")
     real |= {"scores": "*fp32", "places": "*i64", "position": "*i64"}
     for both in (False, True):
-        constants = {"SINKS": both, "RECENTS": both, "TILE": 2048}
+        constants = {"SINKS": both, "RECENTS": both, "ORDERED": both, "TILE": 2048}
         types = {name: real.get(name, "constexpr" if name in constants else "i32") for name in _replace.arg_names}
         yield _replace, types, constants, {"num_warps": 8}
