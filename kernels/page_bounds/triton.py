@@ -47,6 +47,37 @@ def page_bounds_triton(keys: Tensor, page: int) -> tuple[Tensor, Tensor]:
     return low, high
 
 
+@triton.jit(do_not_specialize=["heads", "pages", "page"])
+def _newest(
+    keys, low, high, last, heads, pages, page, dim, k_b, k_h, k_n, k_d, ROWS: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    line = tl.program_id(0)
+    newest = tl.load(last).to(tl.int32)
+    number = newest // page
+    keys += (line // heads).to(tl.int64) * k_b + (line % heads).to(tl.int64) * k_h
+    column = tl.arange(0, D)
+    least = tl.full((D,), float("inf"), tl.float32)
+    most = tl.full((D,), float("-inf"), tl.float32)
+    for first in range(number * page, newest + 1, ROWS):
+        row = first + tl.arange(0, ROWS)
+        here = (row <= newest)[:, None] & (column < dim)[None]
+        at = row[:, None].to(tl.int64) * k_n + column[None] * k_d
+        k = tl.load(keys + at, mask=here, other=0.0).to(tl.float32)
+        least = tl.minimum(least, tl.min(tl.where(here, k, float("inf")), 0))
+        most = tl.maximum(most, tl.max(tl.where(here, k, float("-inf")), 0))
+    out = (line.to(tl.int64) * pages + number) * dim + column
+    tl.store(low + out, least.to(low.dtype.element_ty), mask=column < dim)
+    tl.store(high + out, most.to(high.dtype.element_ty), mask=column < dim)
+
+
+def update_page_bounds_triton(keys: Tensor, low: Tensor, high: Tensor, last: Tensor, page: int) -> None:
+    batch, heads, pages, dim = low.shape
+    rows = min(triton.next_power_of_2(page), 16)
+    _newest[batch * heads,](
+        keys, low, high, last, heads, pages, page, dim, *keys.stride(), ROWS=rows, D=triton.next_power_of_2(dim)
+    )
+
+
 @triton.jit(do_not_specialize=["group", "pages", "heads"])
 def _upper(
     queries, low, high, above, group, pages, dim, heads, q_b, q_h, q_d, l_b, l_h, l_n, l_d, h_b, h_h, h_n, h_d,

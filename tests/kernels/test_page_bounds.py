@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds
+from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds, update_page_bounds
 from tests.support.compile_kernels import list_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,6 +57,18 @@ def test_upper(pages, group, dim, dtype):
     assert torch.equal(page_upper_bounds(swapped, low.contiguous(), high, implementation="triton"), found)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("last, page", [(0, 4), (5, 4), (35, 4), (35, 100)])
+def test_the_newest_page_alone_is_computed(last, page, implementation):
+    keys = tail(36, 24, torch.bfloat16)
+    whole = page_bounds(keys[:, :, : last + 1], page, implementation="reference")
+    found = [torch.full((2, 3, -(-40 // page), 24), math.nan, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+    update_page_bounds(keys, *found, torch.tensor(last, device=DEVICE), page, implementation=implementation)
+    for one, other in zip(found, whole, strict=True):
+        assert torch.equal(one[:, :, last // page], other[:, :, -1])
+        assert one.isnan().any(-1).sum() == 2 * 3 * (one.shape[2] - 1)
+
+
 def test_no_row_is_above_its_page():
     keys, queries = drawn(1, 2, 50, 32, seed=4), drawn(1, 6, 32, seed=5)
     above = page_upper_bounds(queries, *page_bounds(keys, 8, implementation="triton"), implementation="triton")
@@ -85,5 +97,7 @@ def ahead():
         rows = dict.fromkeys(("keys", "low", "high", "queries"), f"*{dtype}")
         size = own.ELEMENTS // dim // page
         yield list_kernel(own._bounds, rows, {"PAGES": size, "ROWS": page, "D": dim, "k_d": 1})
+        small = {"ROWS": 16, "D": dim, "k_d": 1}
+        yield list_kernel(own._newest, {**rows, "last": "*i64"}, small)
         own_strides = {"q_d": 1, "l_d": 1, "h_d": 1}
         yield list_kernel(own._upper, {**rows, "above": "*fp32"}, {"PAGES": own.PAGES, "D": dim, **own_strides})
