@@ -182,3 +182,7 @@ class FixedQuotaRows:
             tail = [part[:, :, quota : quota + since].clone() for part in self.rows[index]] if since else None
             places = (self.places[index, ..., :quota] + (begin - INTERVAL_ORIGIN)).int().flatten()
             layer.replace_rows(Plain(*held), places, tail, more, self.size)
+
+    def finish(self, read: int) -> None:
+        """See `keep`."""
+        self.keep(read)
