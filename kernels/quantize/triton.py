@@ -24,6 +24,23 @@ def _place(middle, groups, tiles, ROWS: tl.constexpr):
     return (rest // tiles).to(tl.int64), row, row < middle, number
 
 
+@triton.jit
+def round_tile(values, own, part, BITS: tl.constexpr):
+    """Quantize a tile of groups, (ROWS, BYTES, PER): `own` says which numbers exist, `part` are the codes of a byte.
+
+    Returns scale and zero (ROWS,) in float16, and the bytes (ROWS, BYTES).
+    """
+    low = tl.min(tl.min(tl.where(own, values, float("inf")), 2), 1)
+    high = tl.max(tl.max(tl.where(own, values, float("-inf")), 2), 1)
+    step = tl.minimum(tl.div_rn(high - low, tl.full(low.shape, 2.0**BITS - 1, tl.float32)), LARGEST).to(tl.float16)
+    least = tl.minimum(tl.maximum(low, -LARGEST), LARGEST).to(tl.float16)
+    size = tl.where(step == 0, float("inf"), step.to(tl.float32))[:, None, None]  # in a constant group all codes are 0
+    share = tl.div_rn(values - least.to(tl.float32)[:, None, None], tl.broadcast_to(size, values.shape))
+    code = (tl.minimum(tl.maximum(share, 0.0), 2.0**BITS - 1) + EVEN) - EVEN
+    packed = tl.sum(code.to(tl.int32) << (part * BITS)[None, None], 2)
+    return step, least, packed.to(tl.uint8)
+
+
 @triton.jit(do_not_specialize=["middle", "groups", "tiles"])
 def _pack(
     x, codes, scale, zero, middle, groups, group, tiles, x_a, x_b, x_n,
@@ -37,18 +54,11 @@ def _pack(
     at = outer * x_a + row[:, None, None].to(tl.int64) * x_b + (number * group + element)[None].to(tl.int64) * x_n
     values = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
     own = (element < group)[None]
-    low = tl.min(tl.min(tl.where(own, values, float("inf")), 2), 1)
-    high = tl.max(tl.max(tl.where(own, values, float("-inf")), 2), 1)
-    step = tl.minimum(tl.div_rn(high - low, tl.full(low.shape, 2.0**BITS - 1, tl.float32)), LARGEST).to(tl.float16)
-    least = tl.minimum(tl.maximum(low, -LARGEST), LARGEST).to(tl.float16)
-    size = tl.where(step == 0, float("inf"), step.to(tl.float32))[:, None, None]  # in a constant group all codes are 0
-    share = tl.div_rn(values - least.to(tl.float32)[:, None, None], tl.broadcast_to(size, values.shape))
-    code = (tl.minimum(tl.maximum(share, 0.0), 2.0**BITS - 1) + EVEN) - EVEN
-    packed = tl.sum(code.to(tl.int32) << (part * BITS)[None, None], 2)
+    step, least, packed = round_tile(values, own, part, BITS)
     line = outer * middle + row
     bytes_ = group // PER
     out = (line * groups + number)[:, None] * bytes_ + byte[None]
-    tl.store(codes + out, packed.to(tl.uint8), mask=real[:, None] & (byte < bytes_)[None])
+    tl.store(codes + out, packed, mask=real[:, None] & (byte < bytes_)[None])
     tl.store(scale + line * groups + number, step, mask=real)
     tl.store(zero + line * groups + number, least, mask=real)
 

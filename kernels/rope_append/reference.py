@@ -12,22 +12,30 @@ def append_reference(
     tail: int, step: Tensor, slots: Tensor | None, norms: tuple[Tensor, Tensor, float] | None,
 ) -> Tensor:  # fmt: skip
     batch, _, _, dim = tail_keys.shape
+    queries, keys, values = rotate_projected(queries, keys, values, cos, sin, batch, dim, step, norms)
+    if slots is None:
+        here = slice(tail + int(step), tail + int(step) + keys.shape[2])
+        tail_keys[:, :, here], tail_values[:, :, here] = keys, values
+    else:
+        where = slots.long()[..., None, None].expand_as(keys)
+        tail_keys.scatter_(2, where, keys)
+        tail_values.scatter_(2, where, values)
+    return queries
+
+
+def rotate_projected(
+    queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, batch: int, dim: int, step: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return queries and keys, normed and rotated, and values by head: (B, heads, T, d) each."""
     first, tokens = int(step), len(keys) // batch
-    here = slice(tail + first, tail + first + tokens)
     angles = cos[first : first + tokens].to(queries.dtype), sin[first : first + tokens].to(queries.dtype)
     queries, keys, values = (x.view(batch, tokens, -1, dim).transpose(1, 2) for x in (queries, keys, values))
     if norms is not None:
         queries, keys = (
             rms_norm_reference(x, weight, norms[2]) for x, weight in ((queries, norms[0]), (keys, norms[1]))
         )
-    keys = rotate(keys, *angles)
-    if slots is None:
-        tail_keys[:, :, here], tail_values[:, :, here] = keys, values
-    else:
-        where = slots.long()[..., None, None].expand_as(keys)
-        tail_keys.scatter_(2, where, keys)
-        tail_values.scatter_(2, where, values)
-    return rotate(queries, *angles)
+    return rotate(queries, *angles), rotate(keys, *angles), values
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

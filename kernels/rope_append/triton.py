@@ -13,6 +13,29 @@ def _rounded(x, like):
 
 
 @triton.jit
+def rotate_head(
+    source, scale, cos, sin, at, column, turning, dim, epsilon, like, NORM: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate one head of one token, (D,) at `source`, by row `at` of cos and sin, in the dtype of `like`."""
+    there = column < dim
+    half = turning // 2
+    other = tl.where(column < half, column + half, tl.where(column < turning, column - half, column))
+    x = tl.load(source + column, mask=there, other=0.0).to(tl.float32)
+    y = tl.load(source + other, mask=there, other=0.0).to(tl.float32)
+    if NORM:
+        inverse = 1.0 / tl.sqrt(tl.sum(x * x, 0) / dim + epsilon)
+        one = tl.load(scale + column, mask=there, other=0.0).to(tl.float32)
+        two = tl.load(scale + other, mask=there, other=0.0).to(tl.float32)
+        x = _rounded(_rounded(x * inverse, like) * one, like)
+        y = _rounded(_rounded(y * inverse, like) * two, like)
+    angle = at * turning + column
+    c = _rounded(tl.load(cos + angle, mask=column < turning, other=1.0).to(tl.float32), like)
+    s = _rounded(tl.load(sin + angle, mask=column < turning, other=0.0).to(tl.float32), like)
+    y = tl.where(column < half, -y, y)
+    return _rounded(x * c, like) + _rounded(y * s, like)
+
+
+@triton.jit
 def _append(
     queries, keys, values, cos, sin, query_norm, key_norm, tail_keys, tail_values, out, step, slots,
     tail, tokens, heads, query_heads, dim, turning, epsilon, s_q, s_k, s_v, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
@@ -23,8 +46,6 @@ def _append(
     first = tl.load(step)
     column = tl.arange(0, D)
     there = column < dim
-    half = turning // 2
-    other = tl.where(column < half, column + half, tl.where(column < turning, column - half, column))
     row = tail + first + t
     if SLOTS and head >= query_heads:
         row = tl.load(slots + b * heads + (head - query_heads) % heads)
@@ -41,19 +62,7 @@ def _append(
         if is_key:
             source = keys + token.to(tl.int64) * s_k + h * dim
             scale = key_norm
-        x = tl.load(source + column, mask=there, other=0.0).to(tl.float32)
-        y = tl.load(source + other, mask=there, other=0.0).to(tl.float32)
-        if NORM:
-            inverse = 1.0 / tl.sqrt(tl.sum(x * x, 0) / dim + epsilon)
-            one = tl.load(scale + column, mask=there, other=0.0).to(tl.float32)
-            two = tl.load(scale + other, mask=there, other=0.0).to(tl.float32)
-            x = _rounded(_rounded(x * inverse, out) * one, out)
-            y = _rounded(_rounded(y * inverse, out) * two, out)
-        angle = (first + t) * turning + column
-        c = _rounded(tl.load(cos + angle, mask=column < turning, other=1.0).to(tl.float32), out)
-        s = _rounded(tl.load(sin + angle, mask=column < turning, other=0.0).to(tl.float32), out)
-        y = tl.where(column < half, -y, y)
-        found = _rounded(x * c, out) + _rounded(y * s, out)
+        found = rotate_head(source, scale, cos, sin, first + t, column, turning, dim, epsilon, out, NORM)
         if is_key:
             place = tail_keys + b * sk_b + h.to(tl.int64) * sk_h + row.to(tl.int64) * sk_n
             tl.store(place + column, found, mask=there)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.guard import ROWS, Guard
+from kvbench.cache.guard import ROWS, Guard, T
 from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.codec import Codec, Packed
+from kvbench.interfaces.codec import Codec, Growing, Packed
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.rows import Rows
@@ -285,3 +285,52 @@ class GuardedRows:
         found = self.guard.call(self.owner, "extend", handed, lambda: self.packed.extend(keys, values, lengths))
         shape = (self.shape[0] + len(keys), self.shape[1])
         return GuardedRows(found, self.owner, self.guard, shape, self.dtype, self.device)
+
+    def growing(self, tokens: int, ahead: int, mass: Tensor | None) -> "GuardedGrowing":
+        handed = self.guard.handed()
+        for number, tensor in enumerate(self.tensors()):
+            handed.add(f"tensors()[{number}]", tensor)
+        handed.add("mass", mass)
+        found = self.guard.call(self.owner, "growing", handed, lambda: self.packed.growing(tokens, ahead, mass))
+        return GuardedGrowing(found, self)
+
+
+@dataclass(frozen=True)
+class GuardedGrowing:
+    """Growing rows of one layer whose hooks are checked."""
+
+    growing: Growing
+    rows: GuardedRows
+    """The rows before the first token that was appended."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the memory has room for."""
+        return self.growing.tokens
+
+    def begin(self) -> None:
+        self._call("begin", self.growing.begin)
+
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, angles: tuple[Tensor, Tensor], step: Tensor,
+        scaling: float, norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
+    ) -> Tensor:  # fmt: skip
+        found = self._call("attend", lambda: self.growing.attend(
+            queries, keys, values, angles, step, scaling, norms, implementation
+        ))  # fmt: skip
+        dim = self.rows.shape[1]
+        shape = (len(queries), queries.shape[1] // dim, 1, dim)
+        self.rows.guard.expect(self.rows.owner, "attend", found, shape, "float", queries.device)
+        return found
+
+    def finish(self, read: int, lengths: Tensor) -> GuardedRows:
+        rows = self.rows
+        shape = (rows.shape[0] + read * lengths.numel(), rows.shape[1])
+        found = self._call("finish", lambda: self.growing.finish(read, lengths))
+        return GuardedRows(found, rows.owner, rows.guard, shape, rows.dtype, rows.device)
+
+    def tensors(self) -> list[Tensor]:
+        return self._call("tensors", lambda: list(self.growing.tensors()))
+
+    def _call(self, hook: str, work: Callable[[], T]) -> T:
+        return self.rows.guard.call(self.rows.owner, f"growing.{hook}", self.rows.guard.handed(), work)

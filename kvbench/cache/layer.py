@@ -19,7 +19,7 @@ from kvbench.cache.guarded_hooks import GuardedAllocator, GuardedCodec, GuardedM
 from kvbench.cache.policy import CachePolicy, Progress
 from kvbench.cache.rerotation import rotate_by_slot
 from kvbench.cache.storage import Bytes, StoredRows, count_bytes
-from kvbench.interfaces.codec import Plain
+from kvbench.interfaces.codec import Growing, Plain
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.attention import attend, attend_ragged
@@ -313,6 +313,21 @@ class Layer:
     def reserve(self, tokens: int) -> None:
         """Reserve memory for further tokens, so that their rows have fixed addresses."""
         self.rows = self.rows.reserve(tokens)
+        self.update_memory()
+
+    def reserve_packed(self, tokens: int, ahead: int) -> Growing:
+        """Reserve memory for further tokens behind packed rows, of which `ahead` may be taken back at once."""
+        self.rows = rows = self.rows.reserve_packed(tokens, ahead)
+        self.update_memory()
+        assert rows.growing is not None
+        return rows.growing
+
+    def finish_growing(self, tokens: int) -> None:
+        """Count decoded tokens that a CUDA graph has appended to packed rows. Each attended to all rows before it."""
+        before = self.rows.mean_rows
+        self.rows = self.rows.finish_growing(tokens)
+        self.attended += [before + token for token in range(1, tokens + 1)]
+        self.count_peak_attended(self.rows.longest_head)
         self.update_memory()
 
     def count_appended(self, tokens: int) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvbench.interfaces.codec import Packed, Plain, Stored, join
+from kvbench.interfaces.codec import Growing, Packed, Plain, Stored, join
 from kvbench.interfaces.rows import Rows, mass_dtype
 from kvbench.kernels.attention import RaggedRows
 from kvbench.kernels.row_selection import gather_rows, kept_indices
@@ -65,6 +65,8 @@ class StoredRows:
     """(B, H, capacity, d)"""
     tail_values: Tensor | None = None
     """(B, H, capacity, d)"""
+    growing: Growing | None = None
+    """Memory that packed rows have reserved for further tokens."""
 
     @property
     def longest_head(self) -> int:
@@ -120,6 +122,23 @@ class StoredRows:
             return self
         keys, values = (self._grown(like, own, self.tail + tokens) for own in (self.tail_keys, self.tail_values))
         return replace(self, tail_keys=keys, tail_values=values)
+
+    def reserve_packed(self, tokens: int, ahead: int) -> "StoredRows":
+        """Reserve memory for further tokens behind packed rows.
+
+        Args:
+            tokens: Number of tokens.
+            ahead: Number of tokens that may be taken back at once.
+        """
+        if self.growing is not None and self.growing.tokens >= tokens:
+            return self
+        return replace(self, growing=cast(Packed, self.stored).growing(tokens, ahead, self.mass))
+
+    def finish_growing(self, tokens: int) -> "StoredRows":
+        """Take over the tokens that a CUDA graph has appended to packed rows, and free the memory reserved."""
+        assert self.growing is not None and self.lengths is not None  # `reserve_packed`
+        lengths = self.lengths + tokens
+        return self._with_packed(self.growing.finish(tokens, lengths), lengths, tokens, self.seen + tokens)
 
     def count_appended(self, tokens: int) -> "StoredRows":
         """Count tokens whose keys and values a CUDA graph has written behind the tail."""
@@ -178,20 +197,27 @@ class StoredRows:
         """Pack the tail behind the packed rows and start a new tail."""
         if not self.tail:
             return self
-        packed, before, mass = cast(Packed, self.stored), self.lengths, self.mass
-        assert before is not None and self.places is not None  # `pack` has made the cut part
+        assert self.lengths is not None  # `pack` has made the cut part
         assert self.tail_keys is not None and self.tail_values is not None
-        more = torch.full_like(before, self.tail)
-        places = torch.arange(self.seen - self.tail, self.seen, dtype=torch.int32, device=before.device)
-        if mass is not None:
-            mass = join(mass, before, mass.new_ones(more.numel() * self.tail), more)
         keys, values = (tail[:, :, : self.tail].flatten(0, 2) for tail in (self.tail_keys, self.tail_values))
+        lengths = self.lengths + self.tail
+        packed = cast(Packed, self.stored).extend(keys, values, lengths)
+        return self._with_packed(packed, lengths, self.tail, self.seen)
+
+    def _with_packed(self, packed: Packed, lengths: Tensor, tokens: int, seen: int) -> "StoredRows":
+        """Return `packed` as the only rows: those held and the last `tokens` of `seen` tokens, `lengths` per head."""
+        before, mass = self.lengths, self.mass
+        assert before is not None and self.places is not None  # `pack` has made the cut part
+        more = torch.full_like(before, tokens)
+        places = torch.arange(seen - tokens, seen, dtype=torch.int32, device=before.device)
+        if mass is not None:
+            mass = join(mass, before, mass.new_ones(more.numel() * tokens), more)
         return StoredRows(
-            self.shape, self.seen,
-            stored=packed.extend(keys, values, before + more),
+            self.shape, seen,
+            stored=packed,
             places=join(self.places, before, places.repeat(before.numel()), more),
-            mass=mass, columns=self.columns, lengths=before + more,
-            longest=self.longest + self.tail, even=self.even,
+            mass=mass, columns=self.columns, lengths=lengths,
+            longest=self.longest + tokens, even=self.even,
         )  # fmt: skip
 
     def replace_all(
@@ -316,7 +342,8 @@ class StoredRows:
         tail = count_bytes([self.tail_keys, self.tail_values])
         used = 0 if self.tail_keys is None or not tail else tail * self.tail // self.tail_keys.shape[2]
         metadata = count_bytes([self.places, self.mass, self.lengths, self.starts])
-        return Bytes(packed + used, metadata, count_bytes(self.columns.values()), tail - used)
+        reserved = 0 if self.growing is None else count_bytes(self.growing.tensors())
+        return Bytes(packed + used, metadata, count_bytes(self.columns.values()), tail - used + reserved)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Return every tensor by a name for messages."""

@@ -140,3 +140,7 @@ class FixedQuotaRows(QuotaRows):
             tail = [part[:, :, quota : quota + since].clone() for part in self.rows[index]] if since else None
             columns = {name: column[..., :quota].clone() for name, column in self.columns[index].items()}
             self.give_rows(index, Plain(*held), self.places[index, ..., :quota], columns, more, tail)
+
+    def finish(self, read: int) -> None:
+        """See `keep`."""
+        self.keep(read)

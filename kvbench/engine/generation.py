@@ -16,7 +16,8 @@ from kvbench.cache.guard import without_gradients
 from kvbench.engine.context import ROOM, PromptContext
 from kvbench.engine.decode_path import DecodePath
 from kvbench.engine.fixed_quota_rows import FixedQuotaRows
-from kvbench.engine.graph_decoding import GraphDecoder, GrowingRows, StepRows, only_appends
+from kvbench.engine.graph_decoding import CHUNK, GraphDecoder, GrowingRows, StepRows, only_appends
+from kvbench.engine.packed_rows import PackedRows
 from kvbench.engine.quota_rows import is_at_quota, repeats_cuts
 from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import TokenChooser
@@ -98,6 +99,9 @@ class GenerationContext(PromptContext):
         if tokens > 1 and not self.choice.codec.packs:
             for layer in self.own_layers:
                 layer.reserve(find_first_cut(self, tokens - 1) or tokens - 1)
+        elif tokens > WORTH and self.weights is not None:  # the modules pack every token into new memory
+            for layer in self.own_layers:
+                layer.reserve_packed(tokens - 1, CHUNK)
 
 
 def open_path(
@@ -116,12 +120,13 @@ def open_path(
         quota = find_constant_quota(context, left)
         if quota is not None:
             interval = context.choice.method.decode_interval
-            rows = ReplacedRows if interval == 1 else partial(FixedQuotaRows, size=interval)
-            return GraphPath(context, partial(rows, quota=quota), token, left, sampling, draws)
+            cut_rows = ReplacedRows if interval == 1 else partial(FixedQuotaRows, size=interval)
+            return GraphPath(context, partial(cut_rows, quota=quota), token, left, sampling, draws)
         cut = find_first_cut(context, left)
         before_cut = left if cut is None else cut - 1
         if only_appends(context.choice) and before_cut >= (WORTH if cut is None else WORTH_BETWEEN_CUTS):
-            return GraphPath(context, GrowingRows, token, before_cut, sampling, draws)
+            rows = PackedRows if context.choice.codec.packs else GrowingRows
+            return GraphPath(context, rows, token, before_cut, sampling, draws)
     return ModulePath(context, token, left, sampling, draws)
 
 

@@ -2,8 +2,9 @@
 
 The step uses the model's weights directly. On a GPU it is captured once as a CUDA graph and replayed for every token,
 so the host does nothing in between. The rows decide where a token's row goes and which rows are attended to:
-`GrowingRows` only append, `ReplacedRows` (kvbench.engine.replaced_rows) give up a row for each token, and
-`FixedQuotaRows` (kvbench.engine.fixed_quota_rows) are cut after every few tokens.
+`GrowingRows` only append, `PackedRows` (kvbench.engine.packed_rows) append and pack, `ReplacedRows`
+(kvbench.engine.replaced_rows) give up a row for each token, and `FixedQuotaRows` (kvbench.engine.fixed_quota_rows) are
+cut after every few tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -86,7 +87,9 @@ def capture(work: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
 def only_appends(choice: CachePolicy) -> bool:
     """Return whether decoding only appends rows and attends to all of them, apart from cuts."""
     method = choice.method
-    return not (method.attends_subset or method.uses_cache_positions or method.watches or choice.codec.packs)
+    if choice.codec.packs and not choice.codec.grows:
+        return False
+    return not (method.attends_subset or method.uses_cache_positions or method.watches)
 
 
 class StepRows(Protocol):
@@ -114,7 +117,10 @@ class StepRows(Protocol):
         """
 
     def keep(self, read: int) -> None:
-        """Give the layers the first `read` tokens. `back` cannot undo them."""
+        """Give the layers the first `read` tokens, now or in `finish`. `back` cannot undo them."""
+
+    def finish(self, read: int) -> None:
+        """Give the layers the first `read` tokens. The rows are not used any more."""
 
 
 class GrowingRows:
@@ -182,6 +188,9 @@ class GrowingRows:
         for layer in self.layers:
             layer.count_appended(read - self.kept)
         self.kept = read
+
+    def finish(self, read: int) -> None:
+        self.keep(read)
 
 
 class GraphDecoder:
@@ -279,5 +288,5 @@ class GraphDecoder:
         if self.ahead:
             for number in range(self.back(self.read - 1), self.read):
                 self.replay(number)
-        self.rows.keep(self.read)
+        self.rows.finish(self.read)
         return self.logits

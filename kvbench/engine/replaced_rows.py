@@ -128,3 +128,7 @@ class ReplacedRows(QuotaRows):
             held = gather_rows((order + self.heads).flatten(), *self.rows[index], implementation=self.implementation)
             columns = {name: column.gather(-1, order) for name, column in self.columns[index].items()}
             self.give_rows(index, Plain(*held), self.places[index].gather(-1, order), columns, more)
+
+    def finish(self, read: int) -> None:
+        """See `keep`."""
+        self.keep(read)

@@ -38,6 +38,71 @@ class Packed(Stored, Protocol):
             lengths: Number of rows of each head, old and new ones together, (B, H).
         """
 
+    def growing(self, tokens: int, ahead: int, mass: Tensor | None) -> "Growing":
+        """Return the same rows with memory for further tokens. Called only if the codec `grows`.
+
+        Args:
+            tokens: Number of further tokens.
+            ahead: Number of tokens that may be taken back at once.
+            mass: Tokens that each row stands for, (R,), at least 1; None for one each.
+        """
+
+
+class Growing(Protocol):
+    """Packed rows with memory at fixed addresses, to which a CUDA graph appends tokens.
+
+    Every operation on the rows reads the number of tokens from the device, so that the fixed arguments of a graph work
+    for every token. The rows that were packed before are shared and never written.
+    """
+
+    tokens: int
+    """Number of tokens that the memory has room for."""
+
+    def begin(self) -> None:
+        """Forget all tokens that were appended. Called before each graph that uses the memory is captured."""
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        angles: tuple[Tensor, Tensor],
+        step: Tensor,
+        scaling: float,
+        norms: tuple[Tensor, Tensor, float] | None,
+        implementation: str | None,
+    ) -> Tensor:
+        """Append a token and attend with it to all rows, its own included.
+
+        The token attends to what `Packed.read` would give, and to its own row as it is. A step may be done again after
+        up to `ahead` further ones (`Packed.growing`), and then writes the same.
+
+        Args:
+            queries: As projected, (B, Hq·d).
+            keys: As projected, (B, H·d).
+            values: As projected, (B, H·d).
+            angles: cos and sin of the rotary embedding, (tokens, r) each, with r at most d. The row at `step` belongs
+                to this token.
+            step: Number of tokens appended so far, int32 on the device.
+            scaling: The factor of the logits.
+            norms: The weights (d,) of the queries' and the keys' RMS norm, and its ε; None for no norm.
+            implementation: Name of the kernels' implementation; None chooses one.
+
+        Returns:
+            The attention outputs, (B, Hq, 1, d).
+        """
+
+    def finish(self, read: int, lengths: Tensor) -> "Packed":
+        """Return the rows with the tokens appended, as `Packed.extend` gives them if called for each token.
+
+        Args:
+            read: Number of tokens appended, at least 1.
+            lengths: Number of rows of each head, old and new ones together, (B, H).
+        """
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors of the memory, so that their bytes can be counted."""
+
 
 @dataclass(frozen=True)
 class Plain:
@@ -67,6 +132,8 @@ class Codec:
 
     packs = False
     """Whether the codec packs rows when the prefill ends. It then cannot serve a method that cuts while decoding."""
+    grows = False
+    """Whether packed rows have `growing`. Otherwise an answer is read through the model's modules."""
     token_by_token = False
     """Whether tokens that follow the prefill are read one at a time."""
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvbench.interfaces.codec import Codec, join, split
 from kvbench.interfaces.settings import setting
+from kvbench.kernels.packed_attention import PackedRows, append_packed, attend_packed
 from kvbench.kernels.quantize import Groups, dequantize, quantize
 from kvbench.validation import SettingError
 
@@ -37,6 +38,7 @@ class Kivi(Codec):
     """Number of newest rows that stay raw, R. A multiple of G."""
 
     packs = True
+    grows = True
     token_by_token = True
 
     def __post_init__(self) -> None:
@@ -114,6 +116,93 @@ class KiviRows:
             append(self.value_groups, before[1], value_groups, after[1] - before[1]),
             raw_values,
         )
+
+    def growing(self, tokens: int, ahead: int, mass: Tensor | None) -> "GrowingKivi":
+        return GrowingKivi(self, tokens, ahead, mass)
+
+
+class GrowingKivi:
+    """Packed rows, memory for the groups that further tokens fill, and rings of the newest rows.
+
+    The rings have room for R rows, the token that is read, and the tokens that may be taken back.
+    """
+
+    def __init__(self, held: KiviRows, tokens: int, ahead: int, mass: Tensor | None) -> None:
+        """Allocate memory. See `Packed.growing`."""
+        codec, lengths, like = held.codec, held.lengths, held.keys
+        self.held, self.tokens, residual, dim = held, tokens, codec.residual, like.shape[1]
+        self.counts = held.packed(lengths)
+        ring = [like.new_empty(*lengths.shape, residual + ahead + 1, dim) for _ in range(2)]
+        groups = (residual - 1 + tokens - 1) // residual * (residual // codec.group)  # the last token packs none
+        self.rows = PackedRows(
+            codec.bits, codec.group, residual, lengths, int(lengths.max()) + tokens, mass, find_starts(lengths),
+            held.key_groups, find_starts(self.counts[0] // codec.group), held.value_groups, find_starts(self.counts[1]),
+            reserve(held.key_groups, *lengths.shape, groups), reserve(held.value_groups, *lengths.shape, tokens - 1),
+            *ring,
+        )  # fmt: skip
+
+    def begin(self) -> None:
+        rows = self.rows
+        for ring, raw, packed in zip(
+            (rows.ring_keys, rows.ring_values), (self.held.keys, self.held.values), self.counts, strict=True
+        ):
+            heads, slots = self.find_slots(packed, rows.lengths)
+            ring.flatten(0, 1)[heads, slots] = raw
+
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, angles: tuple[Tensor, Tensor], step: Tensor,
+        scaling: float, norms: tuple[Tensor, Tensor, float] | None, implementation: str | None,
+    ) -> Tensor:  # fmt: skip
+        queries = append_packed(
+            queries, keys, values, *angles, self.rows, step, norms=norms, implementation=implementation
+        )
+        return attend_packed(queries, self.rows, scaling, step, implementation=implementation)
+
+    def finish(self, read: int, lengths: Tensor) -> KiviRows:
+        """Return the rows held, those appended and the last one. What the last token's row fills was not packed yet."""
+        rows, group, before = self.rows, self.rows.group, lengths - 1
+        packed = self.held.packed(before)
+        raw, last = [], []
+        for ring, count in zip((rows.ring_keys, rows.ring_values), packed, strict=True):
+            raw.append(ring.flatten(0, 1)[self.find_slots(count, before)])
+            last.append(ring.flatten(0, 1)[self.find_slots(before, lengths)])
+        counts, more = self.counts, [new - old for new, old in zip(packed, self.counts, strict=True)]
+        held = KiviRows(
+            self.held.codec,
+            before,
+            append(rows.held_keys, counts[0] // group, take_first(rows.more_keys, more[0] // group), more[0] // group),
+            raw[0],
+            append(rows.held_values, counts[1], take_first(rows.more_values, more[1]), more[1]),
+            raw[1],
+        )
+        return held.extend(*last, lengths)
+
+    def tensors(self) -> list[Tensor]:
+        rows = self.rows
+        return [*rows.more_keys, *rows.more_values, rows.ring_keys, rows.ring_values]
+
+    def find_slots(self, first: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the head and the slot of the ring of each row from `first` to `stop` (B, H), in the order of rows."""
+        ring = self.rows.ring_keys.shape[2]
+        row = first.view(-1, 1) + torch.arange(ring, device=first.device)
+        heads, number = (row < stop.view(-1, 1)).nonzero(as_tuple=True)
+        return heads, row[heads, number] % ring
+
+
+def find_starts(counts: Tensor) -> Tensor:
+    """Return the index of each head's first of `counts` (B, H) rows."""
+    return (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
+
+
+def reserve(groups: Groups, batch: int, heads: int, room: int) -> Groups:
+    """Return memory for `room` further groups of each head, (B, H, room, …)."""
+    return Groups(*(part.new_empty(batch, heads, room, *part.shape[1:]) for part in groups))
+
+
+def take_first(groups: Groups, counts: Tensor) -> Groups:
+    """Return the first `counts` (B, H) of the groups (B, H, room, …) of each head, flat."""
+    taken = torch.arange(groups.codes.shape[2], device=counts.device) < counts[..., None]
+    return Groups(*(part[taken] for part in groups))
 
 
 def append(groups: Groups, counts: Tensor, more: Groups, more_counts: Tensor) -> Groups:

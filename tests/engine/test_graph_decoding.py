@@ -273,7 +273,6 @@ def test_room_for_an_answer_is_counted_before_it_begins(chosen, rows):
 def test_what_more_than_appends_is_read_by_the_modules():
     for method, more in (("quest", {}), ("sink", {}), ("h2o", {"decoding": True})):
         assert not only_appends(choice_of(method, **more))
-    assert not only_appends(choice_of("snapkv", codec="kivi"))
     assert only_appends(choice_of("h2o", decoding=False)) and only_appends(choice_of("tova"))
 
 
