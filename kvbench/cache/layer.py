@@ -330,11 +330,16 @@ class Layer:
         self.count_peak_attended(self.rows.longest_head)
         self.update_memory()
 
-    def count_appended(self, tokens: int) -> None:
-        """Count decoded tokens that attended to all rows. Their keys and values are already behind the tail."""
+    def count_appended(self, tokens: int, attended: Sequence[float] | None = None) -> None:
+        """Count decoded tokens whose keys and values are already behind the tail.
+
+        Args:
+            tokens: Number of tokens.
+            attended: Mean rows per query head that each token attended to; None for all rows.
+        """
         before = self.rows.mean_rows
         self.rows = self.rows.count_appended(tokens)
-        self.attended += [before + token for token in range(1, tokens + 1)]
+        self.attended += [before + token for token in range(1, tokens + 1)] if attended is None else attended
         self.count_peak_attended(self.rows.longest_head)
 
     def replace_rows(

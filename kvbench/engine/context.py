@@ -31,6 +31,7 @@ from kvbench.engine.decode_path import DecodePath
 from kvbench.engine.graph_decoding import only_appends
 from kvbench.engine.graph_prefill import SHORT, GraphPrefill
 from kvbench.engine.quota_rows import is_at_quota, repeats_cuts
+from kvbench.engine.read_rows import reads_in_graph
 from kvbench.engine.timing import now
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.observation import ExtraRead, PromptEncoder, State
@@ -122,7 +123,7 @@ class PromptContext:
         self.decoding = "modules"  # how the answer's tokens were read: "modules" or "graph"
         self.lent: list[tuple[int, ref[Tensor]]] = []  # layer, and keys or values that other contexts may share
         self.path: DecodePath | None = None  # reads the current answer
-        usable = compile and can_capture(model) and (only_appends(choice) or repeats_cuts(choice))
+        usable = compile and can_capture(model) and decodes_in_graph(choice)
         self.weights = collect_weights(model) if usable else None  # None if the model cannot be decoded in a graph
 
     @property
@@ -478,6 +479,11 @@ class PromptContext:
     def full_bytes(self) -> int:
         """Return the bytes that keys and values of all tokens read would take."""
         return self.sliding_bytes() + sum(layer.full_bytes() for layer in self.own_layers)
+
+
+def decodes_in_graph(choice: CachePolicy) -> bool:
+    """Return whether tokens of an answer may be read in a CUDA graph."""
+    return only_appends(choice) or repeats_cuts(choice) or reads_in_graph(choice)
 
 
 def can_capture(model: torch.nn.Module) -> bool:

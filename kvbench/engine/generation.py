@@ -19,9 +19,11 @@ from kvbench.engine.fixed_quota_rows import FixedQuotaRows
 from kvbench.engine.graph_decoding import CHUNK, GraphDecoder, GrowingRows, StepRows, only_appends
 from kvbench.engine.packed_rows import PackedRows
 from kvbench.engine.quota_rows import is_at_quota, repeats_cuts
+from kvbench.engine.read_rows import ReadRows, make_reader, reads_in_graph
 from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import TokenChooser
 from kvbench.engine.timing import now
+from kvbench.interfaces.row_reader import RowReader
 from kvbench.models.transformers_port import kvbench_attention
 
 WORTH = 8  # a graph is captured for this many tokens or more
@@ -122,6 +124,9 @@ def open_path(
             interval = context.choice.method.decode_interval
             cut_rows = ReplacedRows if interval == 1 else partial(FixedQuotaRows, size=interval)
             return GraphPath(context, partial(cut_rows, quota=quota), token, left, sampling, draws)
+        reader = find_reader(context, left)
+        if reader is not None:
+            return GraphPath(context, partial(ReadRows, reader=reader), token, left, sampling, draws)
         cut = find_first_cut(context, left)
         before_cut = left if cut is None else cut - 1
         if only_appends(context.choice) and before_cut >= (WORTH if cut is None else WORTH_BETWEEN_CUTS):
@@ -145,6 +150,16 @@ def find_first_cut(context: GenerationContext, left: int) -> int | None:
     first = method.decode_interval - context.since_cut
     first += max(0, -((first - free - 1) // method.decode_interval)) * method.decode_interval
     return first if first <= left else None
+
+
+def find_reader(context: GenerationContext, left: int) -> RowReader | None:
+    """Return what chooses the rows of the next `left` tokens, or None if the modules must read them."""
+    prompt, seen = context.progress.prompt, context.seen
+    quota = context.budget.rows(prompt, seen + 1)
+    same = left >= WORTH and quota == context.budget.rows(prompt, seen + left)
+    if not same or context.weights is None or not reads_in_graph(context.choice):
+        return None
+    return make_reader(context.weights, context.own_layers, left, quota)
 
 
 def find_constant_quota(context: GenerationContext, left: int) -> int | None:

@@ -19,6 +19,7 @@ from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.hooks import Hooks
 from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, ReadRequest, State
+from kvbench.interfaces.row_reader import CapturedAnswer, RowReader
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import check_settings, setting
 from kvbench.kernels.row_selection import top_k_mask
@@ -280,6 +281,13 @@ class Method(Hooks):
             request: The queries that are about to attend.
             rows: Returns the layer's rows. Call it only if the answer depends on them, because it takes time.
             state: What the method remembers.
+        """
+        return None
+
+    def row_reader(self, answer: CapturedAnswer) -> RowReader | None:
+        """Return an object that chooses the rows to attend to inside a CUDA graph, or None if `read` must do so.
+
+        Called only if the method sets `attends_subset`. The reader must choose the rows that `read` would choose.
         """
         return None
 

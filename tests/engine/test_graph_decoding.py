@@ -8,6 +8,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvbench.engine.compressed_cache import choose_cache
+from kvbench.engine.context import decodes_in_graph
 from kvbench.engine.fixed_quota_rows import FixedQuotaRows
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.graph_decoding import CHUNK, GraphDecoder, GrowingRows, only_appends
@@ -110,6 +111,46 @@ def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
         assert torch.allclose(modules.logits, step.logits, atol=1e-4)
     more = ids(5, 9).repeat(2, 1)
     assert torch.allclose(modules.extend(more), step.extend(more), atol=1e-4)
+
+
+READERS = {
+    "pages": ("quest", {"page": 4, "dense_layers": 1}),
+    "the newest page": ("quest", {"page": 4, "preset": "cuda", "dense_layers": 0}),
+    "last": ("omnikv", {"preset": "reference", "filters": [0], "wait": 0}),
+    "softmax": ("omnikv", {"preset": "reference", "filters": [0, 1], "wait": 1, "selector": "softmax_last"}),
+    "window": ("omnikv", {"preset": "reference", "filters": [0], "wait": 0, "selector": "exp", "window": 5}),
+}
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("name", READERS)
+def test_a_step_that_attends_to_few_rows_gives_what_the_modules_give(name):
+    method, more = READERS[name]
+    modules, step = contexts(tiny("llama"), choice_of(method, **more), batch=2)
+    for tokens, read_last in ((CHUNK + 9, True), (7, False), (2 * CHUNK, True)):  # the second is too short for a graph
+        answers = [list(context.generate(tokens, Sampling(), frozenset(), read_last)) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers))
+        assert step.decoding == ("modules" if tokens == 7 else "graph")
+        assert_same(modules, step)
+        assert torch.allclose(modules.logits, step.logits, atol=1e-4)
+    assert any(rows % 1 or rows < step.seen for layer in step.own_layers for rows in layer.attended)  # not all rows
+    stop = next(token for token in answers[0][CHUNK + 3].tolist() if token >= 0)
+    answers = [list(context.generate(40, Sampling(), frozenset([stop]), True)) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, answers))
+    assert_same(modules, step)
+    more_ids = ids(5, 9).repeat(2, 1)
+    assert torch.allclose(modules.extend(more_ids), step.extend(more_ids), atol=1e-4)
+
+
+def test_a_full_budget_attends_to_all_rows_and_a_growing_one_is_the_modules_affair():
+    for budget, path in ((Budget(1.0), "graph"), (Budget(0.3, "seen"), "modules")):
+        modules, step = contexts(tiny("llama"), choice_of("quest", page=4))
+        for context in (modules, step):
+            context.budget = budget
+        answers = [list(context.generate(20, Sampling(), frozenset())) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers)) and step.decoding == path
+        assert_same(modules, step)
+        assert torch.allclose(modules.extend(ids(5, 9)), step.extend(ids(5, 9)), atol=1e-4)
 
 
 @pytest.mark.parametrize("interval", [1, only_in_full(8)])
@@ -272,7 +313,8 @@ def test_room_for_an_answer_is_counted_before_it_begins(chosen, rows):
 
 def test_what_more_than_appends_is_read_by_the_modules():
     for method, more in (("quest", {}), ("sink", {}), ("h2o", {"decoding": True})):
-        assert not only_appends(choice_of(method, **more))
+        assert not only_appends(choice_of(method, **more)) and decodes_in_graph(choice_of(method, **more))
+    assert not decodes_in_graph(choice_of("quest", codec="kivi"))
     assert only_appends(choice_of("h2o", decoding=False)) and only_appends(choice_of("tova"))
 
 
