@@ -48,7 +48,7 @@ def _append(
     there = column < dim
     row = tail + first + t
     if SLOTS and head >= query_heads:
-        row = tl.load(slots + b * heads + (head - query_heads) % heads)
+        row = tl.load(slots + b * heads + (head - query_heads) % heads).to(tl.int32)
     if head >= query_heads + heads:
         h = head - query_heads - heads
         value = tl.load(values + token.to(tl.int64) * s_v + h * dim + column, mask=there)
