@@ -6,8 +6,9 @@ full cache answered. A sweep that is not finished therefore shows what its runs 
 whole subtask from the others is left out and named.
 
 Of each run the matrix shows the mean score and its paired difference from the full cache with a 95 % interval
-(kvbench.analysis.paired), the shares of bytes held and rows attended, and the share of answers that ended at the length
-limit. Means over subtasks are those of `kvbench.analysis.budget_series.choose_weights`.
+(kvbench.analysis.paired), the shares of bytes held, rows kept and rows attended, and the share of answers that ended at
+the length limit; kvbench.analysis.score_matrix_columns lists all that it can show. Means over subtasks are those of
+`kvbench.analysis.budget_series.choose_weights`.
 
 The best of a column is the run with the highest mean score. Chance may have put it there, so a column also marks the
 runs that cannot be told from the best: a set that contains the truly best run with a confidence of 95 %. Run i of k is
@@ -50,6 +51,7 @@ from kvbench.store.runs import StoredRun, find_baseline, name_some
 from kvbench.validation import SettingError
 
 FULL = "full cache"  # label of its row
+KEPT = ("rows_held", "rows_seen")  # fields of a record whose ratio is the share of rows kept
 ERROR = 0.05  # chance that the set of possibly best runs lacks the truly best one
 Record = dict[str, Any]
 SampleKey = tuple[str, str, tuple[str, ...], tuple[tuple[str, float], ...]]  # run, full cache, samples, weights
@@ -65,6 +67,7 @@ class MatrixCell:
         score: Its mean score in points.
         difference: Its paired difference from the full cache in points; None for the full cache itself.
         held: Share of the full cache's bytes that it holds, in [0, 1]. None if the records do not say.
+        kept: Share of the rows read that are in the cache when the answer begins, in [0, 1], None likewise.
         attended: Share of the full cache's rows that a decoded token attends to, in [0, 1], None likewise.
         at_limit: Share of the answers that ended at the length limit, in [0, 1].
         best: Whether no run of the column has a higher score.
@@ -75,6 +78,7 @@ class MatrixCell:
     score: Mean
     difference: PairedDifference | None
     held: float | None
+    kept: float | None
     attended: float | None
     at_limit: float
     best: bool = False
@@ -274,11 +278,13 @@ class Samples:
         cells = []
         for run in runs:
             score, change = numbers[run.hash]
-            held, attended = (self.average(run, partial(read_share, own)) for own in SHARES.values())
+            held, kept, attended = (
+                self.average(run, partial(read_share, own)) for own in (SHARES["bytes"], KEPT, SHARES["rows"])
+            )
             at_limit = self.average(run, lambda record: float(record["stop"] == "length"))
             assert at_limit is not None  # every record says how its answer stopped
             difference = None if run.hash == self.full.hash else change
-            cells.append(MatrixCell(run, score, difference, held, attended, at_limit))
+            cells.append(MatrixCell(run, score, difference, held, kept, attended, at_limit))
         return cells
 
     def pair(self, one: StoredRun, other: StoredRun) -> list[PairedScores]:
@@ -377,7 +383,7 @@ def sort_rows(blocks: Sequence[ScoreBlock], budget: str) -> list[ScoreBlock]:
 def read_share(names: tuple[str, str], record: Record) -> float | None:
     """Return the ratio of two numbers of a record, or None if one is unknown or the second is 0."""
     part, whole = names
-    return divide(record[part], record[whole])
+    return divide(record.get(part), record.get(whole))
 
 
 def list_cells(blocks: Iterable[ScoreBlock]) -> list[tuple[ScoreBlock, str, MatrixCell]]:

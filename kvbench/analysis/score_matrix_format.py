@@ -2,68 +2,70 @@
 
 import csv
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape as escape_html
-from typing import Any
 
 from kvbench.analysis.score_matrix import FULL, MatrixCell, ScoreBlock, list_cells
+from kvbench.analysis.score_matrix_columns import (
+    BEST,
+    DEFAULT,
+    IN_CSV,
+    IN_LATEX,
+    TIED,
+    MatrixColumn,
+    explain,
+    split_columns,
+)
 from kvbench.analysis.text_table import (
     NOT_AVAILABLE,
     Column,
     escape_latex,
     escape_markdown,
-    format_interval,
     format_markdown,
-    format_number,
-    format_percent,
     format_table,
     wrap_texts,
 )
 from kvbench.store.runs import name_some
 from kvbench.validation import escape
 
-BEST, TIED = "*", "†"
-LEGEND = (
+LABEL = 26  # letters of labels and the gap behind them that every table of text has room for
+MARKS = (
     f"{BEST} the highest score of a column. {TIED} cannot be told from the best: in each column, the marked methods "
-    "contain the truly best one with 95 % confidence (simultaneous paired comparisons, Bonferroni).",
-    "diff: method - full cache in points, with its 95 % interval, paired on the same samples. bytes, rows: shares of "
-    "the full cache's bytes held and of its rows attended per decoded token. limit: answers that ended at the length "
-    "limit.",
+    "contain the truly best one with 95 % confidence (simultaneous paired comparisons, Bonferroni)."
 )
 TEXT_WIDTH = 345  # points of a line in LaTeX's article, the narrowest page of its standard classes
-LETTER_WIDTH, BUDGET_WIDTH, EDGE_WIDTH = (
-    5,
-    87,
-    12,
-)  # points of a letter (at most), of a budget's two columns, of the edges
+LETTER_WIDTH, EDGE_WIDTH, GAP_WIDTH = 5, 12, 13.5  # points of a letter (at most), of both edges, between two columns
+WIDE_LETTER = 6  # points of a letter in a word without narrow ones
+Columns = Sequence[MatrixColumn]
 Row = tuple[str, Mapping[str, MatrixCell]]
 
 
-def format_text(blocks: Sequence[ScoreBlock], width: int) -> str:
+def format_text(blocks: Sequence[ScoreBlock], width: int, columns: Columns = DEFAULT) -> str:
     """Return plain aligned text. Budgets that do not fit `width` go into a further block."""
     lines: list[str] = []
     for block in blocks:
         lines += wrap_texts([escape(block.title), describe_samples(block)], width)
-        lines += format_table([METHOD, *(make_score_column(own) for own in block.budgets)], list_rows(block), 1, width)
-        lines += format_table([METHOD, *(make_cost_column(own) for own in block.budgets)], list_rows(block), 1, width)
+        for piece in split_columns(columns, width - LABEL, lambda column: column.size + 1):
+            shown = [METHOD, *(make_column(budget, piece) for budget in block.budgets)]
+            lines += format_table(shown, list_rows(block), 1, width)
         lines.append("")
-    return "\n".join([*lines, *(wrap_texts(LEGEND, width) if blocks else [])]) + "\n"
+    return "\n".join([*lines, *(wrap_texts(describe_columns(columns), width) if blocks else [])]) + "\n"
 
 
-def format_markdown_matrix(blocks: Sequence[ScoreBlock]) -> str:
+def format_markdown_matrix(blocks: Sequence[ScoreBlock], columns: Columns = DEFAULT) -> str:
     """Return GitHub tables."""
     lines: list[str] = []
     for block in blocks:
         title, about = (escape_markdown(own) for own in (escape(block.title), describe_samples(block)))
         lines += [f"**{title}**", "", about, ""]
-        columns = [METHOD]
-        for budget in block.budgets:
-            columns += [make_score_column(budget), make_cost_column(budget)]
-        lines += [*format_markdown(columns, list_rows(block)), ""]
-    return "\n".join([*lines, *map(escape_markdown, LEGEND)]) + "\n"
+        pieces = split_columns(columns, math.inf, lambda column: column.size)
+        shown = [METHOD, *(make_column(budget, piece) for budget in block.budgets for piece in pieces)]
+        lines += [*format_markdown(shown, list_rows(block)), ""]
+    return "\n".join([*lines, *map(escape_markdown, describe_columns(columns))]) + "\n"
 
 
-def format_csv(blocks: Sequence[ScoreBlock], decimals: int | None = None) -> str:
+def format_csv(blocks: Sequence[ScoreBlock], columns: Columns = IN_CSV, decimals: int | None = None) -> str:
     """Return CSV with a line for each run. Numbers are rounded only if `decimals` is given."""
 
     def write(value: object) -> object:
@@ -71,108 +73,123 @@ def format_csv(blocks: Sequence[ScoreBlock], decimals: int | None = None) -> str
 
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["model", "task", "question", "protocol", "average", "method", "budget", *NUMBERS, "hash"])
+    numbers = {name: read for column in columns for name, read in column.numbers.items()}
+    if any(column.marked for column in columns):
+        numbers |= {"best": lambda cell: cell.best, "tied": lambda cell: cell.tied}
+    writer.writerow(["model", "task", "question", "protocol", "average", "method", "budget", *numbers, "hash"])
     for block, label, cell in list_cells(blocks):
         about = [block.model, block.task, block.question, ", ".join(block.also), block.average, label]
-        numbers = [write(read(cell)) for read in NUMBERS.values()]
-        writer.writerow([*map(escape, about), cell.run.value["budget"], *numbers, cell.run.hash])
+        own = [write(read(cell)) for read in numbers.values()]
+        writer.writerow([*map(escape, about), cell.run.value["budget"], *own, cell.run.hash])
     return text.getvalue()
 
 
-def format_latex(blocks: Sequence[ScoreBlock]) -> str:
+def format_latex(blocks: Sequence[ScoreBlock], columns: Columns = IN_LATEX) -> str:
     """Return tables for LaTeX with booktabs and siunitx.
 
-    A block with more budgets than fit a line of LaTeX's article is split. Long labels are wrapped.
+    A block with more columns or budgets than fit a line of LaTeX's article is split. Long labels are wrapped between
+    words, and have at least a third of the line.
     """
     lines = ["% \\usepackage{booktabs}", "% \\usepackage{siunitx}", "% \\sisetup{detect-weight, mode=text}  % bold"]
     for block in blocks:
-        left = TEXT_WIDTH - EDGE_WIDTH - LETTER_WIDTH * max(len(label) for label, _ in list_rows(block))
-        beside = max(1, left // BUDGET_WIDTH)
-        first = "l" if left >= BUDGET_WIDTH else f"p{{{TEXT_WIDTH - EDGE_WIDTH - BUDGET_WIDTH}pt}}"
-        for start in range(0, max(len(block.budgets), 1), beside):
-            lines += format_latex_table(block, block.budgets[start : start + beside], first)
+        labels = [label for label, _ in list_rows(block)]
+        word = WIDE_LETTER * max(len(own) for label in labels for own in label.split())
+        beside_label = TEXT_WIDTH - EDGE_WIDTH - min(max(word, TEXT_WIDTH / 3), TEXT_WIDTH * 2 / 3)
+        pieces = split_columns(columns, beside_label, measure_in_latex)
+        widest = max(sum(map(measure_in_latex, piece)) for piece in pieces)
+        room = TEXT_WIDTH - EDGE_WIDTH - LETTER_WIDTH * max(map(len, labels))
+        first = "l" if room >= widest else f"p{{{TEXT_WIDTH - EDGE_WIDTH - widest:g}pt}}"
+        for piece in pieces:
+            beside = int(max(room, widest) // sum(map(measure_in_latex, piece)))
+            for start in range(0, len(block.budgets), beside):
+                lines += format_latex_table(block, block.budgets[start : start + beside], piece, first)
     return "\n".join(lines) + "\n"
 
 
-def format_latex_table(block: ScoreBlock, budgets: Sequence[str], first: str) -> list[str]:
+def measure_in_latex(column: MatrixColumn) -> float:
+    """Return the width of a column in points, at most."""
+    return GAP_WIDTH + LETTER_WIDTH * max(column.size, len(column.head))
+
+
+def format_latex_table(block: ScoreBlock, budgets: Sequence[str], columns: Columns, first: str) -> list[str]:
     """Return the lines of one table.
 
     Args:
         block: The block.
         budgets: Some of its budgets.
+        columns: What the table shows below each of them.
         first: Type of the column of labels.
     """
-    number = "S[table-format=3.1, table-space-text-post={\\textsuperscript{\\dag}}]"
-    caption = escape_latex(
-        f"{block.title}. {describe_samples(block)} Each cell: score and difference from the full cache in points."
-    )
-    note = "Bold: highest score. \\dag: cannot be told from it (95\\,\\%, simultaneous paired comparisons)."
-    heads = [f"\\multicolumn{{2}}{{c}}{{{escape_latex(own)}}}" for own in budgets]
-    rules = [f"\\cmidrule(lr){{{2 + 2 * at}-{3 + 2 * at}}}" for at in range(len(budgets))]
+    caption = escape_latex(f"{block.title}. {describe_samples(block)} {explain(columns)}")
+    if any(column.marked for column in columns):
+        caption += " Bold: highest score. \\dag: cannot be told from it (95\\,\\%, simultaneous paired comparisons)."
+    many = len(columns)
+    heads = [f"\\multicolumn{{{many}}}{{c}}{{{escape_latex(own)}}}" for own in budgets]
+    rules = [f"\\cmidrule(lr){{{2 + many * at}-{1 + many * (at + 1)}}}" for at in range(len(budgets))]
+    titles = [f"{{{escape_latex(column.head)}}}" for column in columns]
     lines = [
         "",
         "\\begin{table}",
         "\\centering",
-        f"\\caption{{{caption} {note}}}",
-        f"\\begin{{tabular}}{{{first}{(number + 'S[table-format=+3.1]') * len(budgets)}}}",
+        f"\\caption{{{caption}}}",
+        f"\\begin{{tabular}}{{{first}{''.join(column.latex for column in columns) * len(budgets)}}}",
         "\\toprule",
         " & ".join(["", *heads]) + " \\\\",
         " ".join(rules),
-        " & ".join(["Method", *["{score}", "{diff}"] * len(budgets)]) + " \\\\",
+        " & ".join(["Method", *titles * len(budgets)]) + " \\\\",
         "\\midrule",
     ]
     for label, cells in list_rows(block):
         parts = [escape_latex(label)]
         for budget in budgets:
-            parts += format_latex_cell(cells.get(budget))
+            parts += [format_latex_cell(cells.get(budget), column) for column in columns]
         lines += ["\\midrule"] * (label == FULL) + [" & ".join(parts) + " \\\\"]
     return [*lines, "\\bottomrule", "\\end{tabular}", "\\end{table}"]
 
 
-def format_latex_cell(cell: MatrixCell | None) -> list[str]:
-    """Return the score and the difference of a cell."""
-    if cell is None:
-        return ["{--}", "{--}"]
-    score = format_number(cell.score.value)
-    mark = "\\textsuperscript{\\dag}" if cell.tied and not cell.best else ""
-    difference = "{--}" if cell.difference is None else format_number(cell.difference.difference, sign="+")
-    return [("\\bfseries " if cell.best else "") + score + mark, difference]
+def format_latex_cell(cell: MatrixCell | None, column: MatrixColumn) -> str:
+    """Return what a column shows of a cell."""
+    text = "" if cell is None else escape_latex(column.write(cell))
+    if cell is None or not text:
+        return "{--}"
+    if not column.marked:
+        return text
+    return ("\\bfseries " if cell.best else "") + text + "\\textsuperscript{\\dag}" * (cell.tied and not cell.best)
 
 
-def format_html(blocks: Sequence[ScoreBlock]) -> str:
+def format_html(blocks: Sequence[ScoreBlock], columns: Columns = DEFAULT) -> str:
     """Return HTML tables without styles: scores, then costs."""
     lines = []
     for block in blocks:
-        about = escape(f"{block.title}. {describe_samples(block)}")
-        lines += format_html_table(block, about, "score, diff [95 %]", format_score)
-        lines += format_html_table(block, f"{escape(block.title)}. Costs.", "bytes, rows, limit", format_costs)
-    return "\n".join([*lines, *(f"<p>{escape_html(own)}</p>" for own in LEGEND)]) + "\n"
+        title = escape(block.title)
+        captions = {False: f"{title}. {describe_samples(block)}", True: f"{title}. Costs."}
+        for piece in split_columns(columns, math.inf, lambda column: column.size):
+            lines += format_html_table(block, captions[piece[0].cost], piece)
+    return "\n".join([*lines, *(f"<p>{escape_html(own)}</p>" for own in describe_columns(columns))]) + "\n"
 
 
-def format_html_table(
-    block: ScoreBlock, caption: str, shown: str, format_cell: Callable[[MatrixCell | None], str]
-) -> list[str]:
+def format_html_table(block: ScoreBlock, caption: str, columns: Columns) -> list[str]:
     """Return the lines of one table.
 
     Args:
         block: The block.
         caption: The table's caption.
-        shown: What its cells show.
-        format_cell: Function that returns the text of a cell.
+        columns: What its cells show.
     """
     heads = "".join(f"<th scope='col'>{escape_html(own)}</th>" for own in block.budgets)
+    shown = ", ".join(column.head for column in columns)
     lines = [
         f"<table><caption>{escape_html(caption)}</caption>",
         f"<thead><tr><th scope='col'>method ({escape_html(shown)})</th>{heads}</tr></thead><tbody>",
     ]
     for label, cells in list_rows(block):
-        texts = [" ".join(format_cell(cells.get(own)).split()) for own in block.budgets]
+        texts = [" ".join(format_cells(cells.get(own), columns).split()) for own in block.budgets]
         row = "".join(f"<td>{escape_html(own)}</td>" for own in texts)
         lines.append(f"<tr><th scope='row'>{escape_html(escape(label))}</th>{row}</tr>")
     return [*lines, "</tbody></table>"]
 
 
-FORMATS: dict[str, Callable[[Sequence[ScoreBlock]], str]] = {
+FORMATS: dict[str, Callable[..., str]] = {  # each takes blocks, and columns if they are not the usual ones
     "markdown": format_markdown_matrix,
     "csv": format_csv,
     "latex": format_latex,
@@ -198,50 +215,20 @@ def describe_samples(block: ScoreBlock) -> str:
     return escape(" ".join([text, *block.warnings]))
 
 
-def format_score(cell: MatrixCell | None) -> str:
-    """Return score, mark, difference and interval of a cell, always of the same width."""
-    if cell is None:
-        return NOT_AVAILABLE
-    mark = BEST if cell.best else TIED if cell.tied else " "
-    own = cell.difference
-    change = "" if own is None else format_number(own.difference, sign="+")
-    ends = "" if own is None else format_interval(own.low, own.high, "+")
-    return f"{format_number(cell.score.value):>5}{mark} {change:>6} {ends:<16}"
+def describe_columns(columns: Columns) -> list[str]:
+    """Return the legend."""
+    return [*([MARKS] if any(column.marked for column in columns) else []), explain(columns)]
 
 
-def format_costs(cell: MatrixCell | None) -> str:
-    """Return the shares of bytes, rows and answers at the length limit of a cell."""
-    if cell is None:
-        return NOT_AVAILABLE
-    return "  ".join(f"{format_percent(own):>6}" for own in (cell.held, cell.attended, cell.at_limit))
+def format_cells(cell: MatrixCell | None, columns: Columns) -> str:
+    """Return the texts of some columns, each always of the same width."""
+    return NOT_AVAILABLE if cell is None else " ".join(column.format(cell) for column in columns)
 
 
-def make_score_column(budget: str) -> Column:
-    """Return the column of a budget's scores."""
-    head = f"{'score':>5}  {'diff':>6} {'[95 %]':<16}"
-    return Column(f"{budget:<{len(head)}}", head, lambda row: format_score(row[1].get(budget)))
-
-
-def make_cost_column(budget: str) -> Column:
-    """Return the column of a budget's costs."""
-    head = "  ".join(f"{name:>6}" for name in ("bytes", "rows", "limit"))
-    return Column(f"{budget:<{len(head)}}", head, lambda row: format_costs(row[1].get(budget)))
-
-
-def _read_end(name: str) -> Callable[[MatrixCell], Any]:
-    return lambda cell: getattr(cell.difference, name, None)
+def make_column(budget: str, columns: Columns) -> Column:
+    """Return a budget's column of a table, which shows some columns of the matrix."""
+    head = " ".join(column.title for column in columns)
+    return Column(f"{budget:<{len(head)}}", head, lambda row: format_cells(row[1].get(budget), columns))
 
 
 METHOD = Column("", "method", lambda row: row[0])
-NUMBERS: dict[str, Callable[[MatrixCell], Any]] = {  # column of the CSV -> its number
-    "score": lambda cell: cell.score.value,
-    "score_low": lambda cell: cell.score.low,
-    "score_high": lambda cell: cell.score.high,
-    **{name: _read_end(name) for name in ("difference", "low", "high", "lost", "gained")},
-    "n": lambda cell: cell.score.samples,
-    "bytes_held": lambda cell: cell.held,
-    "rows_attended": lambda cell: cell.attended,
-    "at_limit": lambda cell: cell.at_limit,
-    "best": lambda cell: cell.best,
-    "tied": lambda cell: cell.tied,
-}

@@ -4,8 +4,12 @@ Examples:
   kvbench results results task=ruler question=hidden
   kvbench results method=snapkv,knorm budget=0.05,0.1 --format latex > table.tex
   kvbench results --sort 0.05
+  kvbench results --columns score,score_interval,rows_kept
 
-The formats are text, markdown, csv, latex (booktabs, siunitx) and html.
+The formats are text, markdown, csv, latex (booktabs, siunitx) and html. The columns are score, score_interval,
+difference (from the full cache), interval (the difference's), lost, gained, n, bytes_held, rows_kept, rows_attended and
+at_limit. By default, LaTeX has score and difference, CSV has all but rows_kept, and the other formats have score,
+difference, interval, bytes_held, rows_attended and at_limit.
 """
 
 import sys
@@ -21,6 +25,9 @@ def make_parser() -> CommandParser:
     parser.add_argument("--format", default="text", help="text, markdown, csv, latex or html (default: text)")
     parser.add_argument("--average", help="one of the task's averages, each or solvable (default: the task's first)")
     parser.add_argument("--full", metavar="HASH", help="the full cache's run, where there are several")
+    parser.add_argument(
+        "--columns", metavar="NAME,NAME", help="what to show of each run (default: what the text above says)"
+    )
     parser.add_argument("--sort", metavar="BUDGET", help="sort the rows by their score at this budget, best first")
     return parser
 
@@ -29,10 +36,12 @@ def print_results(arguments: Sequence[str]) -> int:
     """Print the matrix, and on stderr what cannot be shown. Return 2 if there is nothing to show."""
     options = make_parser().parse_intermixed_args(arguments)
     from kvbench.analysis.score_matrix import build_blocks, sort_rows
+    from kvbench.analysis.score_matrix_columns import choose_columns
     from kvbench.analysis.score_matrix_format import FORMATS, format_text
     from kvbench.store.runs import filter_runs, load_runs, parse_selection
 
     require_choice("--format", options.format, ["text", *FORMATS])
+    columns = [] if options.columns is None else [choose_columns(options.columns.split(","))]
     results, filters = parse_selection(options.chosen)
     stored = load_runs(results)
     runs = filter_runs(stored, filters)
@@ -40,9 +49,10 @@ def print_results(arguments: Sequence[str]) -> int:
     if options.sort is not None:
         blocks = sort_rows(blocks, options.sort)
     if blocks:
-        print(
-            format_text(blocks, find_width()) if options.format == "text" else FORMATS[options.format](blocks), end=""
-        )
+        if options.format == "text":
+            print(format_text(blocks, find_width(), *columns), end="")
+        else:
+            print(FORMATS[options.format](blocks, *columns), end="")
     for line in refused:
         print(f"kvbench: {escape(line)}", file=sys.stderr)
     return 0 if blocks else 2

@@ -44,7 +44,7 @@ def test_a_bundle_gives_the_table_of_its_store(store, made):
     found = verify_bundle(made)
     assert (found.runs, found.records) == (6, 6 * 24)
     assert format_csv(found.blocks) == format_csv(build_blocks(load_runs(store), load_runs(store))[0])
-    assert unpacked(made)[TABLE].decode() == format_csv(found.blocks, 6)
+    assert unpacked(made)[TABLE].decode() == format_csv(found.blocks, decimals=6)
     assert found.digest == hashlib.sha256(made.read_bytes()).hexdigest()
 
 

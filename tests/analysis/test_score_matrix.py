@@ -14,8 +14,9 @@ import kvbench
 from kvbench.analysis import score_matrix
 from kvbench.analysis.intervals import Values, mean
 from kvbench.analysis.score_matrix import build_blocks, list_cells, sort_rows
-from kvbench.analysis.score_matrix_format import FORMATS, format_latex, format_text
-from kvbench.analysis.text_table import format_number
+from kvbench.analysis.score_matrix_columns import COLUMNS
+from kvbench.analysis.score_matrix_format import FORMATS, format_latex, format_text, measure_in_latex
+from kvbench.analysis.text_table import escape_latex, format_number
 from kvbench.cli import compare, results, show
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError
@@ -52,32 +53,83 @@ def store(tmp_path_factory):
     return folder
 
 
-def test_every_number_is_that_of_pandas(store):
-    """The law of this table: score, difference, costs and counts are means over kvbench.load's records."""
-    loaded = kvbench.load(store)
+ALL = tuple(COLUMNS.values())
+
+
+def compute_with_pandas(loaded, run: str) -> dict[str, float]:
+    """The numbers of a run's columns, except the ends of intervals: means over kvbench.load's records."""
     records = loaded.records()
-    rows = list(csv.DictReader(io.StringIO(FORMATS["csv"](build_blocks(load_runs(store), load_runs(store))[0]))))
+    own = records[records["run"] == run]
+    question = loaded.runs.loc[run, "question"]
+    asked = loaded.runs[(loaded.runs["question"] == question) & (loaded.runs["method"] == "full")]
+    full = records[records["run"] == asked.index[0]].set_index("uid")["score"]
+    change = own["score"] - own["uid"].map(full)
+    values = {
+        "score": own["score"],
+        "bytes_held": own["resident_bytes"] / own["full_bytes"],
+        "rows_kept": own["rows_held"] / own["rows_seen"],
+        "rows_attended": own["rows_attended"] / own["rows_seen_decoding"],
+        "at_limit": own["stop"] == "length",
+    }
+    if run != asked.index[0]:
+        values["difference"] = change
+    found = {name: float(column.groupby(own["subtask"]).mean().mean()) for name, column in values.items()}
+    found["n"] = len(own)
+    return found if run == asked.index[0] else found | {"lost": (change < 0).sum(), "gained": (change > 0).sum()}
+
+
+@pytest.fixture(scope="module")
+def expected(store) -> dict[str, dict[str, float]]:
+    loaded = kvbench.load(store)
+    return {run: compute_with_pandas(loaded, run) for run in loaded.runs.index}
+
+
+def test_every_number_is_that_of_pandas(store, expected):
+    """The law of this table: score, difference, costs and counts are means over kvbench.load's records."""
+    runs = load_runs(store)
+    blocks = build_blocks(runs, runs)[0]
+    rows = list(csv.DictReader(io.StringIO(FORMATS["csv"](blocks, ALL))))
     assert len(rows) == 2 * (1 + len(METHODS) * 2)
+    numbers = {name for column in ALL for name in column.numbers} - {"score_low", "score_high", "low", "high"}
     for row in rows:
-        own = records[records["run"] == row["hash"]]
-        asked = loaded.runs[(loaded.runs["question"] == row["question"]) & (loaded.runs["method"] == "full")]
-        full = records[records["run"] == asked.index[0]].set_index("uid")["score"]
-        by = own.groupby("subtask")
-        held, attended = own["resident_bytes"] / own["full_bytes"], own["rows_attended"] / own["rows_seen_decoding"]
-        change = own["score"] - own["uid"].map(full)
-        expected = {
-            "score": by["score"].mean().mean(),
-            "n": len(own),
-            "bytes_held": held.groupby(own["subtask"]).mean().mean(),
-            "rows_attended": attended.groupby(own["subtask"]).mean().mean(),
-            "at_limit": (own["stop"] == "length").groupby(own["subtask"]).mean().mean(),
-        }
-        if row["method"] != "full cache":
-            expected["difference"] = change.groupby(own["subtask"]).mean().mean()
-            expected |= {"lost": (change < 0).sum(), "gained": (change > 0).sum()}
-        for name, value in expected.items():
-            assert float(row[name]) == pytest.approx(float(value), abs=1e-9), (row, name)
-        assert row["budget"] == str(loaded.runs.loc[row["hash"], "budget"])
+        own = expected[row["hash"]]
+        for name in numbers:
+            assert row[name] == "" or float(row[name]) == pytest.approx(own[name], abs=1e-9), (row, name)
+        assert {name for name in numbers if row[name] == ""} == numbers - own.keys()
+        assert row["budget"] == str(kvbench.load(store).runs.loc[row["hash"], "budget"])
+    usual = list(csv.DictReader(io.StringIO(FORMATS["csv"](blocks))))
+    assert usual == [{name: row[name] for name in row if name != "rows_kept"} for row in rows]
+
+
+@pytest.mark.parametrize("column", [own for own in ALL if not own.name.endswith("interval")], ids=lambda own: own.name)
+def test_a_column_alone_has_the_numbers_of_pandas(store, expected, column):
+    """In each format, a row has a number for each budget: that of pandas, rounded."""
+    runs = load_runs(store)
+    for block in build_blocks(runs, runs)[0]:
+        rows = {**block.rows, "full cache": dict.fromkeys(block.budgets, block.full)}
+        texts = [format_text([block], 120, columns=[column])]
+        texts += [FORMATS[name]([block], [column]) for name in ("markdown", "latex", "html")]
+        for text in texts:
+            for label, cells in rows.items():
+                [row] = re.findall(rf"^\W*(?:tr\W+th scope='row'\W+)?{label}(?!\S*[ -]\w+ in)(.*)$", text, re.MULTILINE)
+                shown = [float(own) for own in re.findall(r"[+-]?\d+(?:\.\d)?", row)]
+                own = [expected[cell.run.hash].get(column.name) for cell in cells.values()]
+                own = [number * (100 if column.cost else 1) for number in own if number is not None]
+                assert shown == pytest.approx(own, abs=0.0501), (text, label)
+
+
+def test_columns_are_those_asked_for_and_in_that_order(store, capsys):
+    asked = ["n", "interval", "rows_kept", "score"]
+    arguments = [str(store), "question=hidden", "method=knorm", "--columns", ",".join(asked)]
+    assert results.main([*arguments, "--format", "csv"]) == 0
+    head = capsys.readouterr().out.splitlines()[0].split(",")
+    assert head[6:] == ["budget", "n", "low", "high", "rows_kept", "score", "best", "tied", "hash"]
+    assert results.main([*arguments, "--format", "markdown"]) == 0
+    heads = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| method"))
+    assert re.findall(r"\bn\b|95|kept|score", heads) == 2 * ["n", "95", "kept", "score"]
+    assert results.main([str(store), "question=hidden", "--columns", "bytes_held"]) == 0
+    out = capsys.readouterr().out
+    assert "score" not in out.partition("bytes")[2] and "†" not in out
 
 
 def test_text_and_latex_show_the_same_numbers(store):
@@ -112,6 +164,13 @@ def test_latex_tables_fit_a_page(store):
         heads = [line.count("multicolumn") for line in format_latex([own]).splitlines() if "multicolumn" in line]
         assert sum(heads) == 4 and max(heads) == beside
         assert ("{p{" in format_latex([own])) == (len(label) > 49)
+        sizes = {f"{{{escape_latex(column.head)}}}": measure_in_latex(column) for column in ALL}
+        every = format_latex([own], ALL)
+        titles = [line.removesuffix(" \\\\").split(" & ")[1:] for line in every.splitlines() if line[:6] == "Method"]
+        assert {one for table in titles for one in table} == sizes.keys()
+        labels = [float(own) for own in re.findall(r"\{p\{([\d.]+)pt", every)] or [5 * len(label)] * len(titles)
+        for table, room in zip(titles, labels, strict=True):
+            assert sum(sizes[one] for one in table) + room + 12 <= 345
 
 
 @pytest.mark.latex
@@ -123,7 +182,8 @@ def test_latex_tables_compile_whatever_names_hold(tmp_path):
         for budget in (0.05, 0.1, 0.2, 0.5):
             write_run(tmp_path, draw_records(budget, 0.5, at), method={"name": name}, budget=budget)
     runs = load_runs(tmp_path)
-    table = format_latex(build_blocks(runs, runs)[0])
+    blocks = build_blocks(runs, runs)[0]
+    table = "\n".join([format_latex(blocks), format_latex(blocks, ALL)])
     packages = "\n".join(line.lstrip("% ") for line in table.splitlines()[:3])
     text = f"\\documentclass{{article}}\n{packages}\n\\begin{{document}}\n{table}\\end{{document}}\n"
     assert "Overfull" not in compile_latex(tmp_path, text)
@@ -184,7 +244,7 @@ def mark(scores: list[np.ndarray]) -> list[bool]:
     runs = [Run(own, str(at)) for at, own in enumerate(scores)]
     samples = score_matrix.Samples(runs[0], uids, {"one": uids}, {"one": 1.0})
     means = [mean([Values(own.tolist(), uids)]) for own in scores]
-    cells = [score_matrix.MatrixCell(run, own, None, 0, 0, 0) for run, own in zip(runs, means, strict=True)]
+    cells = [score_matrix.MatrixCell(run, own, None, 0, 0, 0, 0) for run, own in zip(runs, means, strict=True)]
     return [cell.tied for cell in samples.mark_best(cells)]
 
 
@@ -298,6 +358,10 @@ def test_the_commands(store, capsys):
         (results, ["method=quest"], r"method=quest: no finished run has this"),
         (results, ["colour=red"], r"colour: no run has this setting"),
         (results, ["--format", "pdf"], r"--format=pdf: choose one of text, markdown, csv, latex, html"),
+        (results, ["--columns", "score,speed"], r"--columns=speed: choose one of score, score_interval, difference, "),
+        (results, ["--columns", ""], r"--columns=: choose one of score, score_interval, difference, "),
+        (results, ["--columns", "n,n"], r"--columns=n,n: give each column once"),
+        (results, ["--columns", "speed", "no folder"], r"--columns=speed: choose one of "),
         (results, ["--sort", "0.7"], r"--sort=0.7: choose one of 0.1, 0.2"),
         (show, ["zz"], r"run=zz: no run has such a hash"),
         (show, [""], r"run=: begins the hashes of 14 runs"),
@@ -305,6 +369,6 @@ def test_the_commands(store, capsys):
     ],
 )
 def test_what_cannot_be_shown_is_one_line(command, arguments, line, store, capsys):
-    assert command.main([*arguments, str(store)]) == 2
+    assert command.main([*arguments, *([] if "no folder" in arguments else [str(store)])]) == 2
     out, err = capsys.readouterr()
     assert out == "" and re.match(f"kvbench: {line}", err) and err.count("\n") == 1
