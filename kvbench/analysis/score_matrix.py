@@ -19,9 +19,8 @@ Decision (Selection and Ranking) Rules"; Hsu 1984, "Constrained Simultaneous Con
 Comparisons with the Best".
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -104,6 +103,9 @@ class ScoreBlock:
         unfinished: Names of runs that lack records, each with the number that it has, the fewest first.
         left_out: Names of runs that are not shown, each with the reason.
         warnings: Why the scores are no evidence about the benchmark (`kvbench.analysis.closing_table.warn_of_data`).
+        grouped_by: Names of the settings by which blocks and rows are gathered (kvbench.analysis.score_matrix_order).
+        heading: Heading above the block, with the values of these settings.
+        sections: Label of a row -> heading above it and those that have the same one. Empty if rows are not gathered.
     """
 
     model: str
@@ -120,6 +122,9 @@ class ScoreBlock:
     unfinished: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    grouped_by: tuple[str, ...] = ()
+    heading: str = ""
+    sections: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -349,35 +354,6 @@ class Samples:
             ]
             for place in range(len(cells))
         ]
-
-
-def sort_rows(blocks: Sequence[ScoreBlock], budget: str) -> list[ScoreBlock]:
-    """Sort the rows of each block by their score at a budget, the best first. Rows without that budget come last.
-
-    Args:
-        blocks: The blocks.
-        budget: As on the command line, such as "0.05" or "64".
-
-    Raises:
-        SettingError: No run has this budget.
-    """
-    known = {cell.run.value["budget"] for block in blocks for own in block.rows.values() for cell in own.values()}
-    try:
-        wanted = float(budget)
-    except ValueError:
-        wanted = math.nan
-    if wanted not in [float(own) for own in known]:
-        shown = ", ".join(map(str, sorted(known))) or "no budget, because only the full cache is shown"
-        raise SettingError(f"--sort={budget}: choose one of {shown}")
-
-    def sort(block: ScoreBlock) -> ScoreBlock:
-        def rank(label: str) -> tuple[float, str]:
-            found = [own.score.value for own in block.rows[label].values() if own.run.value["budget"] == wanted]
-            return (-found[0] if found else 1.0), label
-
-        return replace(block, rows={label: block.rows[label] for label in sorted(block.rows, key=rank)})
-
-    return [sort(block) for block in blocks]
 
 
 def read_share(names: tuple[str, str], record: Record) -> float | None:

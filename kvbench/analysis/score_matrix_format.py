@@ -5,6 +5,7 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape as escape_html
+from itertools import groupby
 
 from kvbench.analysis.score_matrix import FULL, MatrixCell, ScoreBlock, list_cells
 from kvbench.analysis.score_matrix_columns import (
@@ -17,6 +18,7 @@ from kvbench.analysis.score_matrix_columns import (
     explain,
     split_columns,
 )
+from kvbench.analysis.score_matrix_order import describe_value
 from kvbench.analysis.text_table import (
     NOT_AVAILABLE,
     Column,
@@ -37,14 +39,16 @@ MARKS = (
 TEXT_WIDTH = 345  # points of a line in LaTeX's article, the narrowest page of its standard classes
 LETTER_WIDTH, EDGE_WIDTH, GAP_WIDTH = 5, 12, 13.5  # points of a letter (at most), of both edges, between two columns
 WIDE_LETTER = 6  # points of a letter in a word without narrow ones
+ABOUT = ("model.name", "task.name", "question")  # settings that the CSV always shows
 Columns = Sequence[MatrixColumn]
-Row = tuple[str, Mapping[str, MatrixCell]]
+Row = tuple[str, Mapping[str, MatrixCell] | None]  # label and cells by budget, or a heading above rows
 
 
 def format_text(blocks: Sequence[ScoreBlock], width: int, columns: Columns = DEFAULT) -> str:
     """Return plain aligned text. Budgets that do not fit `width` go into a further block."""
     lines: list[str] = []
-    for block in blocks:
+    for heading, block in zip(list_headings(blocks), blocks, strict=True):
+        lines += [*wrap_texts([heading], width), "=" * min(len(heading), width)] if heading else []
         lines += wrap_texts([escape(block.title), describe_samples(block)], width)
         for piece in split_columns(columns, width - LABEL, lambda column: column.size + 1):
             shown = [METHOD, *(make_column(budget, piece) for budget in block.budgets)]
@@ -56,7 +60,8 @@ def format_text(blocks: Sequence[ScoreBlock], width: int, columns: Columns = DEF
 def format_markdown_matrix(blocks: Sequence[ScoreBlock], columns: Columns = DEFAULT) -> str:
     """Return GitHub tables."""
     lines: list[str] = []
-    for block in blocks:
+    for heading, block in zip(list_headings(blocks), blocks, strict=True):
+        lines += [f"## {escape_markdown(heading)}", ""] if heading else []
         title, about = (escape_markdown(own) for own in (escape(block.title), describe_samples(block)))
         lines += [f"**{title}**", "", about, ""]
         pieces = split_columns(columns, math.inf, lambda column: column.size)
@@ -76,9 +81,11 @@ def format_csv(blocks: Sequence[ScoreBlock], columns: Columns = IN_CSV, decimals
     numbers = {name: read for column in columns for name, read in column.numbers.items()}
     if any(column.marked for column in columns):
         numbers |= {"best": lambda cell: cell.best, "tied": lambda cell: cell.tied}
-    writer.writerow(["model", "task", "question", "protocol", "average", "method", "budget", *numbers, "hash"])
+    names = [name for block in blocks[:1] for name in block.grouped_by if name not in ABOUT]
+    writer.writerow(["model", "task", "question", "protocol", "average", *names, "method", "budget", *numbers, "hash"])
     for block, label, cell in list_cells(blocks):
-        about = [block.model, block.task, block.question, ", ".join(block.also), block.average, label]
+        about = [block.model, block.task, block.question, ", ".join(block.also), block.average]
+        about += [*(describe_value(cell.run, name) for name in names), label]
         own = [write(read(cell)) for read in numbers.values()]
         writer.writerow([*map(escape, about), cell.run.value["budget"], *own, cell.run.hash])
     return text.getvalue()
@@ -91,8 +98,9 @@ def format_latex(blocks: Sequence[ScoreBlock], columns: Columns = IN_LATEX) -> s
     words, and have at least a third of the line.
     """
     lines = ["% \\usepackage{booktabs}", "% \\usepackage{siunitx}", "% \\sisetup{detect-weight, mode=text}  % bold"]
-    for block in blocks:
-        labels = [label for label, _ in list_rows(block)]
+    for heading, block in zip(list_headings(blocks), blocks, strict=True):
+        lines += ["", f"% {heading}"] if heading else []
+        labels = [label for label, cells in list_rows(block) if cells is not None]
         word = WIDE_LETTER * max(len(own) for label in labels for own in label.split())
         beside_label = TEXT_WIDTH - EDGE_WIDTH - min(max(word, TEXT_WIDTH / 3), TEXT_WIDTH * 2 / 3)
         pieces = split_columns(columns, beside_label, measure_in_latex)
@@ -140,6 +148,11 @@ def format_latex_table(block: ScoreBlock, budgets: Sequence[str], columns: Colum
         "\\midrule",
     ]
     for label, cells in list_rows(block):
+        if cells is None:
+            across = 1 + many * len(budgets)
+            line = f"\\multicolumn{{{across}}}{{l}}{{\\emph{{{escape_latex(label)}}}}} \\\\"
+            lines += ["\\addlinespace"] * (lines[-1] != "\\midrule") + [line]
+            continue
         parts = [escape_latex(label)]
         for budget in budgets:
             parts += [format_latex_cell(cells.get(budget), column) for column in columns]
@@ -160,7 +173,8 @@ def format_latex_cell(cell: MatrixCell | None, column: MatrixColumn) -> str:
 def format_html(blocks: Sequence[ScoreBlock], columns: Columns = DEFAULT) -> str:
     """Return HTML tables without styles: scores, then costs."""
     lines = []
-    for block in blocks:
+    for heading, block in zip(list_headings(blocks), blocks, strict=True):
+        lines += [f"<h2>{escape_html(heading)}</h2>"] if heading else []
         title = escape(block.title)
         captions = {False: f"{title}. {describe_samples(block)}", True: f"{title}. Costs."}
         for piece in split_columns(columns, math.inf, lambda column: column.size):
@@ -183,8 +197,13 @@ def format_html_table(block: ScoreBlock, caption: str, columns: Columns) -> list
         f"<thead><tr><th scope='col'>method ({escape_html(shown)})</th>{heads}</tr></thead><tbody>",
     ]
     for label, cells in list_rows(block):
+        if cells is None:
+            across = f"<th scope='rowgroup' colspan='{1 + len(block.budgets)}'>{escape_html(label)}</th>"
+            lines.append(f"</tbody><tbody><tr>{across}</tr>")
+            continue
         texts = [" ".join(format_cells(cells.get(own), columns).split()) for own in block.budgets]
         row = "".join(f"<td>{escape_html(own)}</td>" for own in texts)
+        lines += ["</tbody><tbody>"] if label == FULL and any(block.sections.values()) else []
         lines.append(f"<tr><th scope='row'>{escape_html(escape(label))}</th>{row}</tr>")
     return [*lines, "</tbody></table>"]
 
@@ -198,8 +217,21 @@ FORMATS: dict[str, Callable[..., str]] = {  # each takes blocks, and columns if 
 
 
 def list_rows(block: ScoreBlock) -> list[Row]:
-    """Return the rows of a block. The full cache comes last, with the same numbers under every budget."""
-    return [*block.rows.items(), (FULL, dict.fromkeys(block.budgets, block.full))]
+    """Return the rows of a block, with the headings of its sections between them.
+
+    The full cache comes last, with the same numbers under every budget.
+    """
+    rows: list[Row] = []
+    for heading, labels in groupby(block.rows, lambda label: block.sections.get(label, "")):
+        rows += [(heading, None)] if heading else []
+        rows += [(label, block.rows[label]) for label in labels]
+    return [*rows, (FULL, dict.fromkeys(block.budgets, block.full))]
+
+
+def list_headings(blocks: Sequence[ScoreBlock]) -> list[str]:
+    """Return for each block the heading above it, "" if it stands under the same one as the block before it."""
+    above = ["", *(block.heading for block in blocks)]
+    return ["" if block.heading == last else block.heading for block, last in zip(blocks, above, strict=False)]
 
 
 def describe_samples(block: ScoreBlock) -> str:
@@ -228,7 +260,9 @@ def format_cells(cell: MatrixCell | None, columns: Columns) -> str:
 def make_column(budget: str, columns: Columns) -> Column:
     """Return a budget's column of a table, which shows some columns of the matrix."""
     head = " ".join(column.title for column in columns)
-    return Column(f"{budget:<{len(head)}}", head, lambda row: format_cells(row[1].get(budget), columns))
+    return Column(
+        f"{budget:<{len(head)}}", head, lambda row: "" if row[1] is None else format_cells(row[1].get(budget), columns)
+    )
 
 
 METHOD = Column("", "method", lambda row: row[0])

@@ -13,9 +13,10 @@ import pytest
 import kvbench
 from kvbench.analysis import score_matrix
 from kvbench.analysis.intervals import Values, mean
-from kvbench.analysis.score_matrix import build_blocks, list_cells, sort_rows
+from kvbench.analysis.score_matrix import build_blocks, list_cells
 from kvbench.analysis.score_matrix_columns import COLUMNS
 from kvbench.analysis.score_matrix_format import FORMATS, format_latex, format_text, measure_in_latex
+from kvbench.analysis.score_matrix_order import group_blocks, sort_rows
 from kvbench.analysis.text_table import escape_latex, format_number
 from kvbench.cli import compare, results, show
 from kvbench.store.runs import load_runs
@@ -183,7 +184,7 @@ def test_latex_tables_compile_whatever_names_hold(tmp_path):
             write_run(tmp_path, draw_records(budget, 0.5, at), method={"name": name}, budget=budget)
     runs = load_runs(tmp_path)
     blocks = build_blocks(runs, runs)[0]
-    table = "\n".join([format_latex(blocks), format_latex(blocks, ALL)])
+    table = "\n".join([format_latex(blocks), format_latex(group_blocks(blocks, ["method"]), ALL)])
     packages = "\n".join(line.lstrip("% ") for line in table.splitlines()[:3])
     text = f"\\documentclass{{article}}\n{packages}\n\\begin{{document}}\n{table}\\end{{document}}\n"
     assert "Overfull" not in compile_latex(tmp_path, text)
@@ -312,8 +313,9 @@ def test_names_cannot_break_a_format(tmp_path):
     latex = next(line for line in format_latex([block]).splitlines() if line.startswith("a\\&"))
     written = "\\_\\%\\$\\#\\{\\}\\textasciitilde{}\\textasciicircum{}\\textbackslash{}"
     assert written in latex and latex.endswith("\\\\")
-    for text in (format_text([block], 120), *(write([block]) for write in FORMATS.values())):
-        assert "\x1b" not in text
+    for blocks in ([block], group_blocks([block], ["method", "model"])):
+        for text in (format_text(blocks, 120), *(write(blocks) for write in FORMATS.values())):
+            assert "\x1b" not in text and "<b>" not in FORMATS["html"](blocks)
     assert "<b>" not in FORMATS["html"]([block]) and "&lt;b&gt;" in FORMATS["html"]([block])
 
 
@@ -333,9 +335,85 @@ def test_rows_are_sorted_by_a_budget(store):
     block = build_blocks(load_runs(store), load_runs(store))[0][0]
     ordered = [own["20\u202f%"].score.value for own in sort_rows([block], "0.20")[0].rows.values()]
     assert ordered == sorted(ordered, reverse=True)
-    for wrong in ("0.3", "many"):
-        with pytest.raises(SettingError, match=rf"^--sort={wrong}: choose one of 0.1, 0.2$"):
+    for wrong in ("0.3", "many", "n@0.3"):
+        with pytest.raises(SettingError, match=rf"^--sort={wrong}: choose method, a budget \(0.1, 0.2\), or a column"):
             sort_rows([block], wrong)
+    for wrong in ("interval@0.1", "speed@0.1"):
+        with pytest.raises(SettingError, match=rf"^--sort={wrong}: column=.*: choose one of score, difference, lost, "):
+            sort_rows([block], wrong)
+
+
+@pytest.mark.parametrize("name", [own.name for own in ALL if len(own.numbers) == 1])
+def test_rows_are_sorted_by_a_column_with_the_best_first(store, name):
+    runs = [run for run in load_runs(store) if run.value["budget"] != 0.1 or run.value["method"]["name"] != "knorm"]
+    block = build_blocks(runs, runs)[0][0]
+    column = COLUMNS[name]
+    [read] = column.numbers.values()
+    *rows, last = sort_rows([block], f"{name}@0.1")[0].rows.items()
+    ordered = [read(own["10\u202f%"]) for _, own in rows]
+    assert ordered == sorted(ordered, reverse=not column.less) and len(ordered) == 2
+    assert last[0] == "knorm"  # it has no number
+    assert list(sort_rows(sort_rows([block], "0.1"), "method")[0].rows) == sorted(block.rows)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Question and seed make three blocks; allocator and block size make the rows of each."""
+    folder = tmp_path_factory.mktemp("wide")
+    for question, seed in (("hidden", 2), ("visible", 10), ("visible", 2)):
+        write_run(folder, draw_records(1.0, 0.95, seed), question=question, seed=seed, **FULL)
+        for at, allocator in enumerate(("uniform", "ada")):
+            for block in (None, 64, 128):
+                for budget in (0.1, 0.2):
+                    own = draw_records(budget, 0.8, at + (block or 0) + int(100 * budget))
+                    changed = {"allocator": {"name": allocator}, "block_size": block, "budget": budget, "seed": seed}
+                    write_run(folder, own, question=question, **changed)
+    return build_blocks(load_runs(folder), load_runs(folder))[0]
+
+
+def test_groups_and_order_change_no_number(wide):
+    """The law holds for them too: the same lines of the CSV, each with its settings, in another order."""
+    plain = list(csv.DictReader(io.StringIO(FORMATS["csv"](wide, ALL))))
+    ordered = group_blocks(sort_rows(wide, "bytes_held@0.1"), ["seed", "allocator", "question", "block_size"])
+    grouped = list(csv.DictReader(io.StringIO(FORMATS["csv"](ordered, ALL))))
+    settings = {cell.run.hash: cell.run.settings for _, _, cell in list_cells(wide)}
+    added = {"seed", "allocator.name", "block_size"}
+    assert grouped[0].keys() == plain[0].keys() | added and grouped != plain
+    for row in grouped:
+        own = settings[row["hash"]]
+        assert {name: row[name] for name in added} == {
+            "seed": str(own["seed"]),
+            "allocator.name": own["allocator.name"],
+            "block_size": "null" if own["block_size"] is None else str(own["block_size"]),
+        }
+    assert sorted(plain, key=str) == sorted(({n: row[n] for n in plain[0]} for row in grouped), key=str)
+
+
+def test_a_setting_of_the_protocol_gathers_blocks_and_one_of_the_cache_gathers_rows(wide):
+    blocks = group_blocks(wide, ["block_size", "seed", "allocator"])
+    assert [block.heading for block in blocks] == ["seed 2", "seed 2", "seed 10"]  # numbers by value
+    assert [block.question for block in blocks] == ["visible", "hidden", "visible"]  # the order stays inside
+    sections = [f"block_size {size} · allocator {name}" for size in ("null", 64, 128) for name in ("ada", "uniform")]
+    for block in blocks:
+        assert list(dict.fromkeys(block.sections[label] for label in block.rows)) == sections
+        for label, cells in block.rows.items():
+            own = next(iter(cells.values())).run.value
+            size = "null" if own["block_size"] is None else own["block_size"]
+            assert block.sections[label] == f"block_size {size} · allocator {own['allocator']['name']}"
+    for name in ("text", "markdown", "latex", "html"):
+        text = format_text(blocks, 120) if name == "text" else FORMATS[name](blocks)
+        text = text.replace("\\_", "_").replace("$\\cdot$", "·")
+        assert re.findall(r"^(?:% |## |<h2>)?(seed \d+)(?:</h2>)?$", text, re.MULTILINE) == ["seed 2", "seed 10"], name
+        found = re.findall(r"block_size \w+ · allocator \w+", text)
+        assert list(dict.fromkeys(found)) == sections and len(found) % (3 * len(sections)) == 0, name
+
+
+@pytest.mark.parametrize("wrong", ["budget", "colour", "", "averages2"])
+def test_a_setting_that_cannot_group_is_one_line(wide, wrong):
+    with pytest.raises(SettingError, match=rf"^--group-by={wrong}: choose one of model, method, (?!.*\bbudget\b,)"):
+        group_blocks(wide, [wrong])
+    with pytest.raises(SettingError, match=r"^--group-by=seed,seed: give each setting once$"):
+        group_blocks(wide, ["seed", "seed"])
 
 
 def test_the_commands(store, capsys):
@@ -362,7 +440,8 @@ def test_the_commands(store, capsys):
         (results, ["--columns", ""], r"--columns=: choose one of score, score_interval, difference, "),
         (results, ["--columns", "n,n"], r"--columns=n,n: give each column once"),
         (results, ["--columns", "speed", "no folder"], r"--columns=speed: choose one of "),
-        (results, ["--sort", "0.7"], r"--sort=0.7: choose one of 0.1, 0.2"),
+        (results, ["--sort", "0.7"], r"--sort=0.7: choose method, a budget \(0.1, 0.2\), or "),
+        (results, ["--group-by", "budget"], r"--group-by=budget: choose one of model, method, allocator, "),
         (show, ["zz"], r"run=zz: no run has such a hash"),
         (show, [""], r"run=: begins the hashes of 14 runs"),
         (compare, ["zz", "yy"], r"run=zz: no run has such a hash"),
