@@ -3,9 +3,16 @@
 import csv
 import io
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from html import escape as escape_html
 from itertools import groupby
+
+from rich.box import HORIZONTALS
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from kvbench.analysis.score_matrix import FULL, MatrixCell, ScoreBlock, list_cells
 from kvbench.analysis.score_matrix_columns import (
@@ -25,13 +32,12 @@ from kvbench.analysis.text_table import (
     escape_latex,
     escape_markdown,
     format_markdown,
-    format_table,
     wrap_texts,
 )
 from kvbench.store.runs import name_some
 from kvbench.validation import escape
 
-LABEL = 26  # letters of labels and the gap behind them that every table of text has room for
+LEAST_LABEL = 24  # letters that labels have in every table of text
 MARKS = (
     f"{BEST} the highest score of a column. {TIED} cannot be told from the best: in each column, the marked methods "
     "contain the truly best one with 95 % confidence (simultaneous paired comparisons, Bonferroni)."
@@ -41,20 +47,113 @@ LETTER_WIDTH, EDGE_WIDTH, GAP_WIDTH = 5, 12, 13.5  # points of a letter (at most
 WIDE_LETTER = 6  # points of a letter in a word without narrow ones
 ABOUT = ("model.name", "task.name", "question")  # settings that the CSV always shows
 Columns = Sequence[MatrixColumn]
+Unit = tuple[str, Columns]  # a budget, and what a table shows below it
 Row = tuple[str, Mapping[str, MatrixCell] | None]  # label and cells by budget, or a heading above rows
 
 
-def format_text(blocks: Sequence[ScoreBlock], width: int, columns: Columns = DEFAULT) -> str:
-    """Return plain aligned text. Budgets that do not fit `width` go into a further block."""
-    lines: list[str] = []
+def format_text(blocks: Sequence[ScoreBlock], width: int, columns: Columns = DEFAULT, styled: bool = False) -> str:
+    """Return tables for a terminal, one for each block where it is wide enough.
+
+    Budgets and columns that do not fit go into a further table, and long labels are folded. No number is ever cut.
+
+    Args:
+        blocks: The blocks.
+        width: Characters of a line.
+        columns: What to show of each run.
+        styled: Write headings and the best of each column in bold, which a terminal shows.
+    """
+    stream = io.StringIO()
+    console = Console(
+        file=stream,
+        width=width,
+        height=25,  # without it, rich asks the terminal for both
+        force_terminal=styled,
+        color_system="standard" if styled else None,
+        legacy_windows=False,
+        _environ={},
+    )
     for heading, block in zip(list_headings(blocks), blocks, strict=True):
-        lines += [*wrap_texts([heading], width), "=" * min(len(heading), width)] if heading else []
-        lines += wrap_texts([escape(block.title), describe_samples(block)], width)
-        for piece in split_columns(columns, width - LABEL, lambda column: column.size + 1):
-            shown = [METHOD, *(make_column(budget, piece) for budget in block.budgets)]
-            lines += format_table(shown, list_rows(block), 1, width)
-        lines.append("")
-    return "\n".join([*lines, *(wrap_texts(describe_columns(columns), width) if blocks else [])]) + "\n"
+        above = [*wrap_texts([heading], width), "=" * min(len(heading), width)] if heading else []
+        for line in [*above, *wrap_texts([escape(block.title)], width)]:
+            console.print(Text(line, "bold"))
+        console.print(Text("\n".join(wrap_texts([describe_samples(block)], width))))
+        for units in split_tables(block, columns, width):
+            console.print()
+            console.print(make_table(block, units, find_label_width(block, width)))
+        console.print()
+    if blocks:
+        console.print(Text("\n".join(wrap_texts(describe_columns(columns), width))))
+    return "\n".join(line.rstrip() for line in stream.getvalue().split("\n"))
+
+
+def find_label_width(block: ScoreBlock, width: int) -> int:
+    """Return the width of the labels in the text of a block: the longest one's, at most a third of a wide line."""
+    longest = max(len(indent_label(block, row)) + cell_len(escape(row[0])) for row in list_rows(block))
+    return min(max(longest, len(METHOD.title)), max(LEAST_LABEL, width // 3))
+
+
+def indent_label(block: ScoreBlock, row: Row) -> str:
+    """Return the spaces before the label of a row: two below the heading of a section."""
+    label, cells = row
+    return "  " if cells is not None and block.sections.get(label) else ""
+
+
+def split_tables(block: ScoreBlock, columns: Columns, width: int) -> list[list[Unit]]:
+    """Share the columns of a block out among tables that fit a width.
+
+    Scores of all budgets come before costs. Both stand in one table if that is wide enough.
+    """
+    room = width - find_label_width(block, width)
+    tables: list[list[Unit]] = [[]]
+    for piece in split_columns(columns, room - 1, lambda column: column.size + 1):
+        group = [(budget, piece) for budget in block.budgets]
+        if measure_units([*tables[-1], *group]) > room:
+            tables.append([])
+        for unit in group:
+            if tables[-1] and measure_units([*tables[-1], unit]) > room:
+                tables.append([])
+            tables[-1].append(unit)
+    return [units for units in tables if units]
+
+
+def measure_units(units: Sequence[Unit]) -> int:
+    """Return the width of some budgets' columns, with the gap before each."""
+    return sum(2 + max(len(budget), len(join_titles(columns))) for budget, columns in units)
+
+
+def make_table(block: ScoreBlock, units: Sequence[Unit], label_width: int) -> Table:
+    """Return one table of a block's text.
+
+    Args:
+        block: The block.
+        units: Budgets, each with what the table shows below it.
+        label_width: Width of the labels.
+    """
+    table = Table(box=HORIZONTALS, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(Text(f"\n{METHOD.title}"), overflow="fold", min_width=label_width, max_width=label_width)
+    for budget, columns in units:
+        table.add_column(Text(f"{budget}\n{join_titles(columns)}"), no_wrap=True)
+    for row in list_rows(block):
+        label, cells = row
+        if label == FULL and cells is not None:
+            table.add_section()
+        indent = indent_label(block, row)
+        folded = textwrap.wrap(escape(label), label_width, initial_indent=indent, subsequent_indent=f"{indent}  ")
+        own = [Text() if cells is None else make_text(cells.get(budget), columns) for budget, columns in units]
+        table.add_row(Text("\n".join(folded)), *own)
+    return table
+
+
+def make_text(cell: MatrixCell | None, columns: Columns) -> Text:
+    """Return the numbers of a cell, with the best of the table's column in bold."""
+    if cell is None:
+        return Text(f"{NOT_AVAILABLE:{columns[0].layout}}")
+    return Text(" ").join(Text(own.format(cell), "bold" if own.marked and cell.best else "") for own in columns)
+
+
+def join_titles(columns: Columns) -> str:
+    """Return the titles of some columns of a budget, aligned like their numbers."""
+    return " ".join(column.title for column in columns)
 
 
 def format_markdown_matrix(blocks: Sequence[ScoreBlock], columns: Columns = DEFAULT) -> str:
@@ -259,7 +358,7 @@ def format_cells(cell: MatrixCell | None, columns: Columns) -> str:
 
 def make_column(budget: str, columns: Columns) -> Column:
     """Return a budget's column of a table, which shows some columns of the matrix."""
-    head = " ".join(column.title for column in columns)
+    head = join_titles(columns)
     return Column(
         f"{budget:<{len(head)}}", head, lambda row: "" if row[1] is None else format_cells(row[1].get(budget), columns)
     )

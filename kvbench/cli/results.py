@@ -7,10 +7,11 @@ Examples:
   kvbench results --group-by question,allocator --sort bytes_held@0.05
   kvbench results --columns score,score_interval,rows_kept
 
-The formats are text, markdown, csv, latex (booktabs, siunitx) and html. The columns are score, score_interval,
-difference (from the full cache), interval (the difference's), lost, gained, n, bytes_held, rows_kept, rows_attended and
-at_limit. By default, LaTeX has score and difference, CSV has all but rows_kept, and the other formats have score,
-difference, interval, bytes_held, rows_attended and at_limit.
+The formats are text, markdown, csv, latex (booktabs, siunitx) and html. Text is as wide as the terminal, which shows
+the best in bold unless NO_COLOR is set. The columns are score, score_interval, difference (from the full cache),
+interval (the difference's), lost, gained, n, bytes_held, rows_kept, rows_attended and at_limit. By default, LaTeX has
+score and difference, CSV has all but rows_kept, and the other formats have score, difference, interval, bytes_held,
+rows_attended and at_limit.
 
 --group-by takes any setting that a filter takes, except the budget. A setting of the protocol (model, task, question,
 seed, ...) gathers blocks; a setting of the cache (method, allocator, codec, block_size, ...) gathers the rows inside
@@ -19,8 +20,9 @@ each block. This changes the order only: runs are never averaged, and marks stil
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from kvbench.cli.command import CommandParser, find_width, run_command
+from kvbench.cli.command import CommandParser, find_width, is_styled, run_command
 from kvbench.validation import escape, require_choice
 
 
@@ -54,7 +56,9 @@ def print_results(arguments: Sequence[str]) -> int:
     from kvbench.store.runs import filter_runs, load_runs, parse_selection
 
     require_choice("--format", options.format, ["text", *FORMATS])
-    columns = [] if options.columns is None else [choose_columns(options.columns.split(","))]
+    chosen: dict[str, Any] = {}
+    if options.columns is not None:
+        chosen["columns"] = choose_columns(options.columns.split(","))
     results, filters = parse_selection(options.chosen)
     stored = load_runs(results)
     runs = filter_runs(stored, filters)
@@ -65,9 +69,9 @@ def print_results(arguments: Sequence[str]) -> int:
         blocks = group_blocks(blocks, options.group_by.split(","))
     if blocks:
         if options.format == "text":
-            print(format_text(blocks, find_width(), *columns), end="")
+            print(format_text(blocks, find_width(), styled=is_styled(), **chosen), end="")
         else:
-            print(FORMATS[options.format](blocks, *columns), end="")
+            print(FORMATS[options.format](blocks, **chosen), end="")
     for line in refused:
         print(f"kvbench: {escape(line)}", file=sys.stderr)
     return 0 if blocks else 2

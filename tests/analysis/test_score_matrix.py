@@ -4,17 +4,19 @@ import csv
 import io
 import random
 import re
+import sys
 from dataclasses import replace
 from shutil import which
 
 import numpy as np
 import pytest
+from rich.cells import cell_len
 
 import kvbench
 from kvbench.analysis import score_matrix
 from kvbench.analysis.intervals import Values, mean
 from kvbench.analysis.score_matrix import build_blocks, list_cells
-from kvbench.analysis.score_matrix_columns import COLUMNS
+from kvbench.analysis.score_matrix_columns import COLUMNS, DEFAULT
 from kvbench.analysis.score_matrix_format import FORMATS, format_latex, format_text, measure_in_latex
 from kvbench.analysis.score_matrix_order import group_blocks, sort_rows
 from kvbench.analysis.text_table import escape_latex, format_number
@@ -172,6 +174,48 @@ def test_latex_tables_fit_a_page(store):
         labels = [float(own) for own in re.findall(r"\{p\{([\d.]+)pt", every)] or [5 * len(label)] * len(titles)
         for table, room in zip(titles, labels, strict=True):
             assert sum(sizes[one] for one in table) + room + 12 <= 345
+
+
+@pytest.mark.parametrize("columns", [DEFAULT, ALL], ids=["usual", "all"])
+@pytest.mark.parametrize("width", [60, 79, 140, 300])
+def test_text_fits_the_terminal_and_cuts_no_number(wide, width, columns):
+    """Every number and label is there, whatever the width: what does not fit goes into a further table or line."""
+    label = "a long label · of several words · 中文 · " + "m" * 50
+    rows = {label: next(iter(wide[0].rows.values())), **wide[0].rows}
+    for block in [replace(wide[0], rows=rows), *group_blocks(wide, ["allocator", "seed"])]:
+        text = format_text([block], width, columns)
+        lines = text.splitlines()
+        assert all(cell_len(line) <= width and line == line.rstrip() for line in lines)
+        for cells in (*block.rows.values(), {"any": block.full}):
+            for cell in cells.values():
+                assert all(column.write(cell) in text for column in columns)
+        tables = sum(line.startswith("method ") for line in lines)
+        assert tables > 1 if width < 100 else tables == 1 or width < 200
+        assert label not in block.rows or sum("a long label" in line for line in lines) == tables
+
+
+def test_a_terminal_shows_the_same_text_with_the_best_in_bold(store):
+    blocks, _ = build_blocks(load_runs(store), load_runs(store))
+    styled = format_text(blocks, 100, styled=True)
+    plain = re.sub("\x1b\\[[0-9]*m", "", styled)
+    assert format_text(blocks, 100) == "\n".join(line.rstrip() for line in plain.split("\n"))
+    bold = re.findall("\x1b\\[1m *(\\d+\\.\\d)\\*\x1b\\[0m", styled)
+    best = [format_number(cell.score.value) for _, _, cell in list_cells(blocks) if cell.best]
+    assert sorted(bold) == sorted(best) and styled.count("*") == len(best) + 1  # the legend
+
+
+@pytest.mark.parametrize(
+    ("terminal", "settings", "styled"),
+    [(True, {}, True), (False, {}, False), (True, {"NO_COLOR": "1"}, False), (True, {"TERM": "dumb"}, False)],
+)
+def test_only_a_terminal_that_may_is_sent_control_codes(store, monkeypatch, capsys, terminal, settings, styled):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    assert results.main([str(store)]) == 0
+    assert ("\x1b" in capsys.readouterr().out) == styled
 
 
 @pytest.mark.latex
