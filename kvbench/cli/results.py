@@ -32,9 +32,7 @@ def make_parser() -> CommandParser:
     parser.add_argument("--format", default="text", help="text, markdown, csv, latex or html (default: text)")
     parser.add_argument("--average", help="one of the task's averages, each or solvable (default: the task's first)")
     parser.add_argument("--full", metavar="HASH", help="the full cache's run, where there are several")
-    parser.add_argument(
-        "--columns", metavar="NAME,NAME", help="what to show of each run (default: what the text above says)"
-    )
+    parser.add_argument("--columns", metavar="NAME,NAME", help="what to show of each run; names and defaults are below")
     parser.add_argument(
         "--sort",
         metavar="BUDGET",
@@ -63,7 +61,7 @@ def print_results(arguments: Sequence[str]) -> int:
     stored = load_runs(results)
     runs = filter_runs(stored, filters)
     blocks, refused = build_blocks([run for run in runs if not run.full] or runs, stored, options.average, options.full)
-    if options.sort is not None:
+    if blocks and options.sort is not None:
         blocks = sort_rows(blocks, options.sort)
     if options.group_by is not None:
         blocks = group_blocks(blocks, options.group_by.split(","))
