@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,6 @@ from kvbench.analysis.score_matrix_columns import (
     explain,
     split_columns,
 )
-from kvbench.analysis.score_matrix_order import describe_value
 from kvbench.analysis.text_table import (
     NOT_AVAILABLE,
     Column,
@@ -184,10 +184,18 @@ def format_csv(blocks: Sequence[ScoreBlock], columns: Columns = IN_CSV, decimals
     writer.writerow(["model", "task", "question", "protocol", "average", *names, "method", "budget", *numbers, "hash"])
     for block, label, cell in list_cells(blocks):
         about = [block.model, block.task, block.question, ", ".join(block.also), block.average]
-        about += [*(describe_value(cell.run, name) for name in names), label]
+        groups = [write_setting(cell.run.settings.get(name)) for name in names]
         own = [write(read(cell)) for read in numbers.values()]
-        writer.writerow([*map(escape, about), cell.run.value["budget"], *own, cell.run.hash])
+        line = [*map(escape, about), *groups, escape(label), cell.run.value["budget"], *own, cell.run.hash]
+        writer.writerow(line)
     return text.getvalue()
+
+
+def write_setting(value: object) -> object:
+    """Return a setting for the CSV: a number as it is, a list as JSON, nothing for null."""
+    if isinstance(value, list):
+        return escape(json.dumps(value))
+    return escape(value) if isinstance(value, str) else value
 
 
 def format_latex(blocks: Sequence[ScoreBlock], columns: Columns = IN_LATEX) -> str:

@@ -428,7 +428,7 @@ def test_groups_and_order_change_no_number(wide):
         assert {name: row[name] for name in added} == {
             "seed": str(own["seed"]),
             "allocator.name": own["allocator.name"],
-            "block_size": "null" if own["block_size"] is None else str(own["block_size"]),
+            "block_size": "" if own["block_size"] is None else str(own["block_size"]),
         }
     assert sorted(plain, key=str) == sorted(({n: row[n] for n in plain[0]} for row in grouped), key=str)
 
