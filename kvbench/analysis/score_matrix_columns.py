@@ -108,7 +108,7 @@ COLUMNS = {
         ),
         MatrixColumn(
             "score_interval",
-            "score [95 %]",
+            "[score 95 %]",
             "the mean score's 95 % interval",
             {"score_low": lambda cell: cell.score.low, "score_high": lambda cell: cell.score.high},
             _write_interval(lambda cell: cell.score),
@@ -125,7 +125,7 @@ COLUMNS = {
         ),
         MatrixColumn(
             "interval",
-            "[95 %]",
+            "[diff 95 %]",
             "the paired difference's 95 % interval",
             {name: _read_difference(name) for name in ("low", "high")},
             _write_interval(lambda cell: cell.difference, "+"),
