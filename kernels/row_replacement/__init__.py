@@ -18,7 +18,6 @@ def replace_row(
     position: Tensor,
     invalid: Tensor,
     *,
-    ordered: bool = False,
     implementation: str | None = None,
 ) -> None:
     """Free the slot of each head's row with the smallest score, and hand it to the next token.
@@ -30,14 +29,13 @@ def replace_row(
         scores: (B, H, n), n at least 2.
         sinks: First rows that stay whatever their score, (B, H, n) bool, or None.
         recents: Newest rows that stay, (B, H, n) bool, or None.
-        places: Positions of the rows, (B, H, n) int64, different within a head. The freed slot gets the position of
-            the next token.
+        places: Positions of the rows, (B, H, n) int64, different within a head, updated. The freed slot gets the
+            position of the next token.
         ranks: Index of each slot's row in the order of positions, (B, H, n) int64, updated.
         order: The slot of each rank, (B, H, n) int64, updated. The next token's is the last.
         free: The freed slots, (B, H) int64, written.
         position: Position of the token that was read last, a whole number without dimensions.
         invalid: Set if a score is NaN, bool without dimensions.
-        ordered: Whether scores, sinks and recent rows are given in the order of positions and not by slot.
         implementation: "reference" or "triton"; None chooses.
 
     Raises:
@@ -50,7 +48,7 @@ def replace_row(
         raise ValueError(f"replace_row: scores, places, ranks, order, free {shapes}")
     if invalid.dtype != torch.bool or not (ranks.dtype == order.dtype == free.dtype == torch.int64):
         raise ValueError(f"replace_row: {ranks.dtype}, {order.dtype}, {free.dtype}, {invalid.dtype}")
-    given = scores, sinks, recents, *tables, free, position, invalid, ordered
+    given = scores, sinks, recents, *tables, free, position, invalid
     if choose_implementation("replace_row", implementation, scores) == "reference":
         replace_row_reference(*given)
         return

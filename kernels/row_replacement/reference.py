@@ -6,13 +6,13 @@ from torch import Tensor
 
 def replace_row_reference(
     scores: Tensor, sinks: Tensor | None, recents: Tensor | None, places: Tensor, ranks: Tensor, order: Tensor,
-    free: Tensor, position: Tensor, invalid: Tensor, ordered: bool,
+    free: Tensor, position: Tensor, invalid: Tensor,
 ) -> None:  # fmt: skip
     rows = scores.shape[-1]
     invalid |= scores.isnan().any()
 
     def by_rank(own: Tensor) -> Tensor:
-        return own.expand_as(scores) if ordered else own.expand_as(scores).gather(-1, order)
+        return own.expand_as(scores).gather(-1, order)
 
     known = by_rank(scores).nan_to_num(torch.finfo(scores.dtype).min)  # infinite scores become finite
     room = max(1, rows - 2)

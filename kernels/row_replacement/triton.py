@@ -13,19 +13,13 @@ TILE = 2048  # rows that a program reads together
 
 
 @triton.jit
-def _at(ranks, row, rows, ORDERED: tl.constexpr):
-    """Return where the scores and marks of slots are given."""
-    return tl.load(ranks + row, mask=row < rows, other=0) if ORDERED else row
-
-
-@triton.jit
-def _count(mask, places, ranks, rows, low, high, ORDERED: tl.constexpr, TILE: tl.constexpr):
+def _count(mask, places, rows, low, high, TILE: tl.constexpr):
     """Count the marked rows with positions from `low` to `high`."""
     found = tl.zeros((), tl.int32)
     for first in range(0, rows, TILE):
         row = first + tl.arange(0, TILE)
         place = tl.load(places + row, mask=row < rows, other=-1).to(tl.int32)
-        marked = tl.load(mask + _at(ranks, row, rows, ORDERED), mask=row < rows, other=0).to(tl.int32)
+        marked = tl.load(mask + row, mask=row < rows, other=0).to(tl.int32)
         found += tl.sum(tl.where((place >= low) & (place <= high), marked, 0))
     return found
 
@@ -34,7 +28,7 @@ def _count(mask, places, ranks, rows, low, high, ORDERED: tl.constexpr, TILE: tl
 def _replace(
     scores, sinks, recents, places, ranks, order, free, position, invalid,
     rows, room, heads, s_b, s_h, s_n,
-    SINKS: tl.constexpr, RECENTS: tl.constexpr, ORDERED: tl.constexpr, TILE: tl.constexpr,
+    SINKS: tl.constexpr, RECENTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     scores += head // heads * s_b + head % heads * s_h
@@ -47,25 +41,24 @@ def _replace(
     last_sink, first_recent = now, tl.zeros((), tl.int32)  # protected sinks lie up to here, recent rows from here on
     left = tl.zeros((), tl.int32) + room
     if SINKS:
-        count = _count(sinks, places, ranks, rows, 0, now, ORDERED, TILE)
+        count = _count(sinks, places, rows, 0, now, TILE)
         if count > room:
             low, high = tl.full((), -1, tl.int32), now  # up to `low` they fit, up to `high` they do not
             while low + 1 < high:
                 middle = (low + high) // 2
-                fits = _count(sinks, places, ranks, rows, 0, middle, ORDERED, TILE) <= room
+                fits = _count(sinks, places, rows, 0, middle, TILE) <= room
                 low, high = tl.where(fits, middle, low), tl.where(fits, high, middle)
             last_sink = low
-            count = _count(sinks, places, ranks, rows, 0, low, ORDERED, TILE)
+            count = _count(sinks, places, rows, 0, low, TILE)
         left -= count
     if RECENTS:
         count = tl.zeros((), tl.int32)
         for first in range(0, rows, TILE):
             row = first + tl.arange(0, TILE)
-            at = _at(ranks, row, rows, ORDERED)
-            marked = tl.load(recents + at, mask=row < rows, other=0).to(tl.int32)
+            marked = tl.load(recents + row, mask=row < rows, other=0).to(tl.int32)
             if SINKS:
                 place = tl.load(places + row, mask=row < rows, other=0).to(tl.int32)
-                marked &= 1 - (tl.load(sinks + at, mask=row < rows, other=0).to(tl.int32) & (place <= last_sink))
+                marked &= 1 - (tl.load(sinks + row, mask=row < rows, other=0).to(tl.int32) & (place <= last_sink))
             count += tl.sum(marked)
         if count > left:
             low, high = tl.zeros((), tl.int32), now + 1  # from `high` on they fit, from `low` on they do not
@@ -75,10 +68,9 @@ def _replace(
                 for first in range(0, rows, TILE):
                     row = first + tl.arange(0, TILE)
                     place = tl.load(places + row, mask=row < rows, other=-1).to(tl.int32)
-                    at = _at(ranks, row, rows, ORDERED)
-                    marked = tl.load(recents + at, mask=row < rows, other=0).to(tl.int32)
+                    marked = tl.load(recents + row, mask=row < rows, other=0).to(tl.int32)
                     if SINKS:
-                        sink = tl.load(sinks + at, mask=row < rows, other=0).to(tl.int32)
+                        sink = tl.load(sinks + row, mask=row < rows, other=0).to(tl.int32)
                         marked &= 1 - (sink & (place <= last_sink))
                     count += tl.sum(tl.where(place >= middle, marked, 0))
                 fits = count <= left
@@ -90,16 +82,15 @@ def _replace(
     for first in range(0, rows, TILE):
         row = first + tl.arange(0, TILE)
         here = row < rows
+        score = tl.load(scores + row.to(tl.int64) * s_n, mask=here, other=0.0).to(tl.float32)
         number = tl.load(ranks + row, mask=here, other=0).to(tl.int32)
-        at = number if ORDERED else row
-        score = tl.load(scores + at.to(tl.int64) * s_n, mask=here, other=0.0).to(tl.float32)
         place = tl.load(places + row, mask=here, other=-1).to(tl.int32)
         wrong += tl.sum((score != score).to(tl.int32))
         may = here
         if SINKS:
-            may &= (tl.load(sinks + at, mask=here, other=0) == 0) | (place > last_sink)
+            may &= (tl.load(sinks + row, mask=here, other=0) == 0) | (place > last_sink)
         if RECENTS:
-            may &= (tl.load(recents + at, mask=here, other=0) == 0) | (place < first_recent)
+            may &= (tl.load(recents + row, mask=here, other=0) == 0) | (place < first_recent)
         score = tl.minimum(tl.maximum(score, -3.4028234663852886e38), 3.4028234663852886e38)
         score = tl.where(may, score, float("inf"))
         best = tl.min(score, 0)
@@ -123,7 +114,7 @@ def _replace(
 
 def replace_row_triton(
     scores: Tensor, sinks: Tensor | None, recents: Tensor | None, places: Tensor, ranks: Tensor, order: Tensor,
-    free: Tensor, position: Tensor, invalid: Tensor, ordered: bool,
+    free: Tensor, position: Tensor, invalid: Tensor,
 ) -> None:  # fmt: skip
     rows = scores.shape[-1]
     masks = [
@@ -132,5 +123,5 @@ def replace_row_triton(
     _replace[scores.shape[0] * scores.shape[1],](
         scores, *masks, places, ranks, order, free, position, invalid.view(torch.uint8),
         rows, max(1, rows - 2), scores.shape[1], *scores.stride(),
-        SINKS=sinks is not None, RECENTS=recents is not None, ORDERED=ordered, TILE=TILE, num_warps=8,
+        SINKS=sinks is not None, RECENTS=recents is not None, TILE=TILE, num_warps=8,
     )  # fmt: skip

@@ -53,7 +53,7 @@ def top_k_indices(scores: Tensor, k: int, *, implementation: str | None = None) 
     if choose_implementation("top_k_indices", implementation, scores) == "triton":
         from kvbench.kernels.row_selection.triton import SINGLE, top_k_indices_triton
 
-        if scores.shape[2] <= SINGLE:
+        if scores.shape[2] <= SINGLE and scores.numel():
             return top_k_indices_triton(scores, k)
     kept = top_k_mask(scores, k, implementation=implementation)
     found = kept_indices(kept, k * scores[..., 0].numel(), implementation=implementation)

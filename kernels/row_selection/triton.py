@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 2048  # scores or marks that a program reads together
-SINGLE = 16384  # scores of a head that one program goes through alone
+SINGLE = 4096  # scores of a head that one program holds
 ROWS = 32  # rows that a program copies
 
 
@@ -122,44 +122,35 @@ def top_k_mask_triton(scores: Tensor, quotas: Tensor) -> Tensor:
     return chosen
 
 
-@triton.jit(do_not_specialize=["rows", "k"])
+@triton.jit(do_not_specialize=["rows", "k", "heads"])
 def _list_top(scores, found, rows, k, heads, s_b, s_h, s_n, TILE: tl.constexpr):
     """Write the indices of a head's k largest scores: find the k-th largest number digit by digit, then list."""
     head = tl.program_id(0)
     scores += (head // heads).to(tl.int64) * s_b + (head % heads).to(tl.int64) * s_h
-    found += head.to(tl.int64) * k
     start, room, bins = tl.full((), 0, tl.uint32), k, tl.arange(0, 256)
+    row = tl.arange(0, TILE)
+    here = row < rows
+    number = _number(tl.load(scores + row.to(tl.int64) * s_n, mask=here, other=0.0))
     for step in tl.static_range(4):
-        digits = tl.zeros((256,), tl.int32)
-        for first in range(0, rows, TILE):
-            row = first + tl.arange(0, TILE)
-            here = row < rows
-            number = _number(tl.load(scores + row.to(tl.int64) * s_n, mask=here, other=0.0))
-            if step > 0:
-                here &= (number >> (32 - 8 * step)) == start
-            digits += tl.histogram(((number >> (24 - 8 * step)) & 255).to(tl.int32), 256, mask=here)
+        like = here
+        if step > 0:
+            like = here & ((number >> (32 - 8 * step)) == start)
+        digits = tl.histogram(((number >> (24 - 8 * step)) & 255).to(tl.int32), 256, mask=like)
         above = tl.sum(digits) - tl.cumsum(digits, 0)
         is_it = (above < room) & (room <= above + digits)
         start = (start << 8) | tl.sum(tl.where(is_it, bins, 0)).to(tl.uint32)
         room -= tl.sum(tl.where(is_it, above, 0))
-    equal, written = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    for first in range(0, rows, TILE):
-        row = first + tl.arange(0, TILE)
-        here = row < rows
-        number = _number(tl.load(scores + row.to(tl.int64) * s_n, mask=here, other=0.0))
-        equals = (here & (number == start)).to(tl.int32)
-        stays = here & ((number > start) | ((equals == 1) & (equal + tl.cumsum(equals, 0) <= room)))
-        place = written + tl.cumsum(stays.to(tl.int32), 0) - 1
-        tl.store(found + place, row.to(tl.int64), mask=stays)
-        equal += tl.sum(equals)
-        written += tl.sum(stays.to(tl.int32))
+    equals = (here & (number == start)).to(tl.int32)
+    stays = here & ((number > start) | ((equals == 1) & (tl.cumsum(equals, 0) <= room)))
+    place = head.to(tl.int64) * k + tl.cumsum(stays.to(tl.int32), 0) - 1
+    tl.store(found + place, row.to(tl.int64), mask=stays)
 
 
 def top_k_indices_triton(scores: Tensor, k: int) -> Tensor:
     batch, heads, rows = scores.shape
     found = torch.empty(batch, heads, k, dtype=torch.int64, device=scores.device)
-    if found.numel():
-        _list_top[batch * heads,](scores, found, rows, k, heads, *scores.stride(), TILE=TILE, num_warps=8)
+    tile = max(256, triton.next_power_of_2(rows))
+    _list_top[batch * heads,](scores, found, rows, k, heads, *scores.stride(), TILE=tile, num_warps=8)
     return found
 
 

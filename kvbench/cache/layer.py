@@ -192,7 +192,7 @@ class Layer:
         observation = Observation(
             queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,
             first, progress.prompt, progress.last, progress.decoding, self.cut_layers, progress.prefix, progress.about,
-            progress.share,
+            progress.share, self.rows.longest_head if self.rows.even else None,
         )  # fmt: skip
         self.stamped.add_seen(observation)  # until all hooks have returned: the outputs go on through the model
         if method.overrides("update"):

@@ -121,8 +121,9 @@ def open_path(
     if context.weights is not None:
         quota = find_constant_quota(context, left)
         if quota is not None:
-            interval = context.choice.method.decode_interval
-            cut_rows = ReplacedRows if interval == 1 else partial(FixedQuotaRows, size=interval)
+            method = context.choice.method
+            replaces = method.decode_interval == 1 and method.order_free
+            cut_rows = ReplacedRows if replaces else partial(FixedQuotaRows, size=method.decode_interval)
             return GraphPath(context, partial(cut_rows, quota=quota), token, left, sampling, draws)
         reader = find_reader(context, left)
         if reader is not None:

@@ -120,7 +120,7 @@ class QuotaRows:
         observation = Observation(
             queries, outputs, lse, self.weights.scaling, self.weights.blocks[index].output, self.weights.rotation,
             index, len(self.layers), cast(int, first), progress.prompt, False, progress.decoding, layer.cut_layers,
-            progress.prefix,
+            progress.prefix, each=self.quota + self.size,
         )  # fmt: skip
         if layer.choice.method.overrides("update"):
             rows = replace(rows, columns=layer.method.update(observation, rows, layer.state))

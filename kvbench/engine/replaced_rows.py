@@ -2,7 +2,7 @@
 
 If a layer is cut after every token, one row of each head leaves for each that comes. The new row takes the slot of the
 row that left, so a cut moves no keys and values. Each row's rank, its index in the order of the text, is kept beside
-it. A method whose scores depend on that order sees copies of the rows in it.
+it. The method must take rows in any order (`Method.order_free`).
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,6 @@ class ReplacedRows(QuotaRows):
         self.heads = (quota + 1) * torch.arange(self.free[0].numel(), device=self.device).view(*self.held, 1)
         self.step = torch.zeros((), dtype=torch.int32, device=self.device)  # number of tokens read
         self.none = torch.zeros((), dtype=torch.int32, device=self.device)
-        self.ordered = not layers[0].choice.method.order_free
 
     def cuts(self, number: int) -> bool:
         """Return False: every token needs the same graph."""
@@ -77,33 +76,21 @@ class ReplacedRows(QuotaRows):
 
     def replace(self, index: int, queries: Tensor, outputs: Tensor, lse: Tensor | None, position: Tensor) -> None:
         """Let the method see the token, and choose the row of each head that leaves."""
-        layer, quota, ranks = self.layers[index], self.quota, self.ranks[index]
+        layer, quota, columns, places = self.layers[index], self.quota, self.columns[index], self.places[index]
+        order, free, method = self.order[index], self.free[index], layer.method
+        rows = Rows(*self.rows[index].unbind(), places, self.ones, columns, order)
         with layer.guard.unnoted():  # `invalid` notes NaN, so guards add nothing to the graph
-            observation, rows = self.show(index, self.view(index), queries, outputs, lse, position)
-            method = layer.method
+            observation, rows = self.show(index, rows, queries, outputs, lse, position)
             scores = method.score(observation, rows, layer.state)
             masks = method.protect_sinks(observation, rows, quota), method.protect(observation, rows, quota)
         layer.guard.release()
-        columns = self.columns[index]
-        for name, column in columns.items():
-            column.copy_(rows.columns[name].gather(-1, ranks) if self.ordered else rows.columns[name])
         replace_row(
-            scores, *masks, self.places[index], ranks, self.order[index], self.free[index], position, self.invalid,
-            ordered=self.ordered, implementation=self.implementation,
+            scores, *masks, places, self.ranks[index], order, free, position, self.invalid,
+            implementation=self.implementation,
         )  # fmt: skip
-        for column in columns.values():
-            column.scatter_(-1, self.free[index][..., None], 0)
-
-    def view(self, index: int) -> Rows:
-        """Return a layer's rows as the method sees them: in their slots, or in the order of the text."""
-        (keys, values), places, columns = self.rows[index].unbind(), self.places[index], self.columns[index]
-        if not self.ordered:
-            return Rows(keys, values, places, self.ones, columns)
-        order = self.order[index]
-        shape, which = keys.shape, (order + self.heads).flatten()
-        keys, values = (own.view(shape) for own in gather_rows(which, keys, values, implementation=self.implementation))
-        columns = {name: column.gather(-1, order) for name, column in columns.items()}
-        return Rows(keys, values, places.gather(-1, order), self.ones, columns)
+        for name, column in columns.items():
+            column.copy_(rows.columns[name])
+            column.scatter_(-1, free[..., None], 0)
 
     def advance(self, cuts: bool) -> None:
         """Count a token after all layers have read it."""

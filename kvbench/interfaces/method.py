@@ -95,9 +95,10 @@ class Method(Hooks):
 
     @property
     def order_free(self) -> bool:
-        """Whether what a `capturable` method makes of a row does not depend on the order in which it gets the rows.
+        """Whether a `capturable` method takes rows in any order.
 
-        While decoding in a CUDA graph it then gets them in the order in which they lie in memory.
+        While it cuts after every token in a CUDA graph, it then gets them as they lie in memory, and `Rows.order` says
+        in which order they stand in the text.
         """
         return False
 

@@ -85,6 +85,8 @@ class Observation:
     """Start and stop of the positions that the block is an `ExtraRead` about; None for any other block."""
     share: Fraction | None = None
     """Rows per layer and KV head after the cut that follows, not rounded down. None if no cut follows."""
+    each: int | None = None
+    """Number of rows that every head holds with the block, None if heads hold different numbers."""
 
     @cached_property
     def tokens(self) -> int:

@@ -85,5 +85,14 @@ def ahead():
     kinds |= dict.fromkeys(("blocks", "last", "counts"), "*i64")
     kinds |= dict.fromkeys(("part_acc", "part_max", "part_norm"), "*fp32")
     for shared in (False, True):
-        constants = {"TAIL": shared, "COUNT": True, "SINGLE": False, "M": 16, "N": 64, "D": 128, "CAST": False}
-        yield list_kernel(_listed, kinds, constants, num_warps=4, num_stages=3)
+        constants = {
+            "SIZE": 1 if shared else 16,
+            "TAIL": shared,
+            "COUNT": True,
+            "SINGLE": False,
+            "M": 16,
+            "N": 128,
+            "D": 128,
+            "CAST": False,
+        }
+        yield list_kernel(_listed, kinds, constants, num_warps=4, num_stages=2)

@@ -89,11 +89,12 @@ def test_what_does_not_fit_is_refused():
 def ahead():
     from kvbench.kernels.rope_append.triton import _append
 
-    real = {"step": "*i32", "epsilon": "fp32", "NORM": "constexpr", "D": "constexpr"}
+    real = {"step": "*i32", "slots": "*i64", "epsilon": "fp32"}
+    real |= dict.fromkeys(("NORM", "SLOTS", "D"), "constexpr")
     whole = ("tail", "tokens", "heads", "query_heads", "dim", "turning")
     types = {
         name: real.get(name, "i32" if name in whole or name[:2] in ("s_", "sk", "sv") else "*bf16")
         for name in _append.arg_names
     }
-    for norm in (False, True):
-        yield _append, types, {"NORM": norm, "D": 128}, {"num_warps": 2}
+    for own in (False, True):
+        yield _append, types, {"NORM": own, "SLOTS": not own, "D": 128}, {"num_warps": 2}
