@@ -17,7 +17,8 @@ from kvbench.kernels.rope_append.triton import rotate_head
 
 PROGRAMS = 1056  # most programs that rows are split into: 8 warps on each of 132 multiprocessors
 SPLITS = 128  # most programs of one head, which `_combine` reads at once
-UNITS = 8  # units of codes that a tile of keys has beside each other, which is a column block of the matrix units
+UNITS = 8  # words of a channel in a tile of keys, as many as the matrix units take columns
+CODES = 4  # codes of each of these words that are taken apart at once, which makes 32 rows
 ROWS = 32  # rows of a tile of raw rows
 
 
@@ -118,7 +119,7 @@ def _values(
     words = tl.load(codes + (row * (DIM // PER))[:, None] + word[None], mask=where, other=0).to(tl.int32)
     at = (row * (DIM // GROUP))[:, None] + (word * PER // GROUP)[None]
     steps, least = tl.load(scale + at, mask=where, other=0.0), tl.load(zero + at, mask=where, other=0.0)
-    halves = words[:, None, :] >> tl.load(shifts + 16 // BITS + tl.arange(0, HALVES))[None, :, None]
+    halves = words[:, None, :] >> tl.load(shifts + tl.arange(0, HALVES) * PART)[None, :, None]
     shift = tl.load(shifts + tl.arange(0, PART))[None, None, :, None]
     found = _expand(halves[:, :, None, :], steps[:, None, None, :], least[:, None, None, :], shift, like, BITS)
     return tl.reshape(found, [row.shape[0], PER * WORDS])
@@ -183,8 +184,8 @@ def _tile(
     steps, least = tl.load(key_scale + at, mask=where, other=0.0), tl.load(key_zero + at, mask=where, other=0.0)
     some = tl.arange(0, CODES)
     shift = tl.load(shifts + some)[None, :, None]
-    for turn in tl.static_range(PER // CODES):
-        begun = words >> (turn * CODES // PART * 16 + turn * CODES % PART * BITS)
+    for turn in range(PER // CODES):
+        begun = words >> tl.load(shifts + turn * CODES + tl.zeros([1, 1], tl.int32))
         k = _expand(begun[:, None, :], steps[:, None, :], least[:, None, :], shift, like, BITS)
         k = tl.reshape(k, [D, CODES * UNITS])
         row = tl.reshape((unit * PER)[None] + (turn * CODES + some)[:, None], [CODES * UNITS])
@@ -364,8 +365,8 @@ def attend_packed_triton(queries: Tensor, rows: PackedRows, scaling: float, step
 
 @cache
 def list_shifts(bits: int, device: torch.device) -> Tensor:
-    """Return the bits of 16 at which a code begins, and those of a word at which its halves do."""
-    return torch.tensor([*range(0, 16, bits), 0, 16], dtype=torch.int32, device=device)
+    """Return the bits of a word at which its codes begin."""
+    return torch.arange(0, 32, bits, dtype=torch.int32, device=device)
 
 
 def choose_word(size: int) -> torch.dtype:
@@ -376,9 +377,8 @@ def choose_word(size: int) -> torch.dtype:
 def choose_shape(dim: int, bits: int, word: torch.dtype) -> dict[str, int]:
     """Return the sizes of a program's tiles for heads of `dim` channels whose codes are read in such words."""
     size = word.itemsize * 8
-    warps = 1 if dim <= 128 else 4
     return {
         "D": max(16, triton.next_power_of_2(dim)), "WORDS": triton.next_power_of_2(dim * bits // size),
-        "HALVES": max(1, size // 16), "PART": min(size, 16) // bits, "UNITS": UNITS,
-        "CODES": min(size // bits, 2 if warps == 1 else 4), "ROWS": ROWS, "num_warps": warps, "num_stages": 2,
+        "HALVES": max(1, size // 16), "PART": min(size, 16) // bits, "UNITS": UNITS, "CODES": min(size // bits, CODES),
+        "ROWS": ROWS, "num_warps": 1 if dim <= 128 else 4, "num_stages": 1,
     }  # fmt: skip
