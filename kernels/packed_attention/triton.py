@@ -3,6 +3,8 @@
 README.md says why codes are taken apart in the order that they are.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +17,8 @@ from kvbench.kernels.rope_append.triton import rotate_head
 
 PROGRAMS = 1056  # most programs that rows are split into: 8 warps on each of 132 multiprocessors
 SPLITS = 128  # most programs of one head, which `_combine` reads at once
-UNITS = 8  # units of codes that a tile of keys has beside each other, which is a column block of the matrix units
+UNITS = 8  # words of a channel in a tile of keys, as many as the matrix units take columns
+CODES = 4  # codes of each of these words that are taken apart at once, which makes 32 rows
 ROWS = 32  # rows of a tile of raw rows
 
 
@@ -93,39 +96,32 @@ def _append(
 
 
 @triton.jit
-def _select(before, held, more, at, further):
-    """Return pointers: `held` + `at` where `before`, otherwise `more` + `further`."""
-    return tl.where(before, held + at, more + further)
+def _expand(words, scale, zero, shift, like, BITS: tl.constexpr):
+    """Return the numbers whose codes begin at these bits below 16 of the words, in the dtype of `like`.
 
-
-@triton.jit
-def _expand(words, scale, zero, code, like, BITS: tl.constexpr):
-    """Return the numbers of these codes of each unit, rounded to the dtype of `like`. All arguments broadcast."""
-    number = (words.to(tl.int32) >> (code * BITS)) & (2**BITS - 1)
-    return (number.to(tl.float32) * scale.to(tl.float32) + zero.to(tl.float32)).to(like.dtype.element_ty)
+    A code is cut out where it is, into the mantissa of 2^23. Multiplied and subtracted it is exact.
+    """
+    raised = ((words & ((2**BITS - 1) << shift)) | 0x4B000000).to(tl.float32, bitcast=True)
+    factor = ((127 - shift) << 23).to(tl.float32, bitcast=True)
+    code = raised * factor - 8388608.0 * factor
+    return (code * scale.to(tl.float32) + zero.to(tl.float32)).to(like.dtype.element_ty)
 
 
 @triton.jit
 def _values(
-    row, here, past, head, start, room, codes, scale, zero, more_codes, more_scale, more_zero, like,
-    BITS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PER: tl.constexpr, WORDS: tl.constexpr,
+    row, here, codes, scale, zero, shifts, like, BITS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    WORDS: tl.constexpr, HALVES: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Return quantized values (N, PER·WORDS) of the rows (N,): column j·WORDS + w is channel w·PER + j.
-
-    Those before `past` are held, from `start` on, and the others appended.
-    """
-    before, further = row < past, head * room + row - past
+    """Return quantized values of the rows (N,), with the channels in the order of `_channels`."""
+    PER: tl.constexpr = HALVES * PART
     word = tl.arange(0, WORDS)
     where = here[:, None] & (word < DIM // PER)[None]
-    line = _select(before, codes, more_codes, (start + row) * (DIM // PER), further * (DIM // PER))
-    words = tl.load(line[:, None] + word[None], mask=where, other=0)
-    group = (word * PER // GROUP)[None]
-    line = _select(before, scale, more_scale, (start + row) * (DIM // GROUP), further * (DIM // GROUP))
-    steps = tl.load(line[:, None] + group, mask=where, other=0.0)
-    line = _select(before, zero, more_zero, (start + row) * (DIM // GROUP), further * (DIM // GROUP))
-    least = tl.load(line[:, None] + group, mask=where, other=0.0)
-    code = tl.arange(0, PER)[None, :, None]
-    found = _expand(words[:, None, :], steps[:, None, :], least[:, None, :], code, like, BITS)
+    words = tl.load(codes + (row * (DIM // PER))[:, None] + word[None], mask=where, other=0).to(tl.int32)
+    at = (row * (DIM // GROUP))[:, None] + (word * PER // GROUP)[None]
+    steps, least = tl.load(scale + at, mask=where, other=0.0), tl.load(zero + at, mask=where, other=0.0)
+    halves = words[:, None, :] >> tl.load(shifts + tl.arange(0, HALVES) * PART)[None, :, None]
+    shift = tl.load(shifts + tl.arange(0, PART))[None, None, :, None]
+    found = _expand(halves[:, :, None, :], steps[:, None, None, :], least[:, None, None, :], shift, like, BITS)
     return tl.reshape(found, [row.shape[0], PER * WORDS])
 
 
@@ -164,65 +160,70 @@ def _update(q, m, norm, acc, k, v, here, weight, scale, MASS: tl.constexpr, CAST
 
 @triton.jit
 def _tile(
-    q, m, norm, acc, tile, head, held, now, start, key_start, value_start, like, mass,
-    key_codes, key_scale, key_zero, value_codes, value_scale, value_zero,
-    more_key_codes, more_key_scale, more_key_zero, more_value_codes, more_value_scale, more_value_zero,
-    ring_values, key_room, value_room, scale,
-    RAW: tl.constexpr, MASS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, RESIDUAL: tl.constexpr,
-    RING: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, PER: tl.constexpr, WORDS: tl.constexpr,
+    q, m, norm, acc, first, low, high, key_codes, key_scale, key_zero, value_codes, value_scale, value_zero,
+    head, held, mass, shifts, like, scale,
+    RAW: tl.constexpr, MASS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, RING: tl.constexpr,
+    DIM: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr, HALVES: tl.constexpr, PART: tl.constexpr,
     UNITS: tl.constexpr, CODES: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """Process the UNITS·PER rows of a tile whose values are quantized, or with RAW those whose keys alone are."""
-    IN: tl.constexpr = GROUP // PER  # units of a group
-    old_keys, old_values = held - held % RESIDUAL, tl.maximum(held - RESIDUAL, 0)
-    past_keys, past_values = now - now % RESIDUAL, tl.maximum(now - RESIDUAL, 0)
-    unit, column = tile * UNITS + tl.arange(0, UNITS), tl.arange(0, D)
-    number = unit // IN
-    before = unit * PER < old_keys
-    where = (column < DIM)[:, None] & (unit * PER < past_keys)[None]
-    at, further = (key_start + number) * DIM, (head * key_room + number - old_keys // GROUP) * DIM
-    line = _select(before, key_codes, more_key_codes, at * IN + unit % IN, further * IN + unit % IN)
-    words = tl.load(line[None] + (column * IN)[:, None], mask=where, other=0)
-    line = _select(before, key_scale, more_key_scale, at, further)
-    steps = tl.load(line[None] + column[:, None], mask=where, other=0.0)
-    line = _select(before, key_zero, more_key_zero, at, further)
-    least = tl.load(line[None] + column[:, None], mask=where, other=0.0)
-    for turn in tl.static_range(PER // CODES):
-        code = turn * CODES + tl.arange(0, CODES)
-        k = _expand(words[:, None, :], steps[:, None, :], least[:, None, :], code[None, :, None], like, BITS)
+    """Process the tile of rows from `first` on, of which those from `low` to `high` exist.
+
+    Pointers to keys and values are those of row 0. With RAW the values are not quantized and lie in a ring.
+    """
+    PER: tl.constexpr = HALVES * PART
+    IN: tl.constexpr = GROUP // PER  # words of a group
+    own, column = tl.arange(0, UNITS), tl.arange(0, D)
+    if UNITS % IN == 0:  # then a tile begins with a group, which tells the compiler which words are neighbours
+        group, within = first // GROUP + own // IN, own % IN
+    else:
+        group, within = (first // PER + own) // IN, (first // PER + own) % IN
+    unit = first // PER + own
+    where = (column < DIM)[:, None] & (unit * PER < high)[None]
+    at = (group * DIM)[None] + column[:, None]
+    words = tl.load(key_codes + at * IN + within[None], mask=where, other=0).to(tl.int32)
+    steps, least = tl.load(key_scale + at, mask=where, other=0.0), tl.load(key_zero + at, mask=where, other=0.0)
+    some = tl.arange(0, CODES)
+    shift = tl.load(shifts + some)[None, :, None]
+    for turn in range(PER // CODES):
+        begun = words >> tl.load(shifts + turn * CODES + tl.zeros([1, 1], tl.int32))
+        k = _expand(begun[:, None, :], steps[:, None, :], least[:, None, :], shift, like, BITS)
         k = tl.reshape(k, [D, CODES * UNITS])
-        row = tl.reshape(unit[None] * PER + code[:, None], [CODES * UNITS])
+        row = tl.reshape((unit * PER)[None] + (turn * CODES + some)[:, None], [CODES * UNITS])
+        here = (row >= low) & (row < high)
         if RAW:
-            here = (row >= past_values) & (row < past_keys)
-            v = _ring_values(row, here, head, ring_values, RING, DIM, PER, WORDS)
+            v = _ring_values(row, here, head, value_codes, RING, DIM, PER, WORDS)
         else:
-            here = row < past_values
             v = _values(
-                row, here, old_values, head, value_start, value_room, value_codes, value_scale, value_zero,
-                more_value_codes, more_value_scale, more_value_zero, like, BITS, GROUP, DIM, PER, WORDS,
+                row, here, value_codes, value_scale, value_zero, shifts, like, BITS, GROUP, DIM, WORDS, HALVES, PART
             )  # fmt: skip
         weight = norm
         if MASS:
-            weight = tl.load(mass + start + row, mask=here & (row < held), other=1).to(tl.float32)
+            weight = tl.load(mass + row, mask=here & (row < held), other=1).to(tl.float32)
         m, norm, acc = _update(q, m, norm, acc, k, v, here, weight, scale, MASS, CAST)
     return m, norm, acc
 
 
+@triton.jit
+def _tiles(low, high, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """Return in how many tiles the rows from `low` to `high` are read. The first tile begins with a group."""
+    return tl.where(high > low, tl.cdiv(high - low // GROUP * GROUP, TILE), 0)
+
+
 @triton.jit(do_not_specialize=["splits", "key_room", "value_room"])
 def _attend(
-    queries, step, lengths, mass, starts, key_codes, key_scale, key_zero, key_starts,
+    queries, step, lengths, mass, starts, shifts, key_codes, key_scale, key_zero, key_starts,
     value_codes, value_scale, value_zero, value_starts,
     more_key_codes, more_key_scale, more_key_zero, more_value_codes, more_value_scale, more_value_zero,
     ring_keys, ring_values, part_acc, part_max, part_norm,
     group, splits, key_room, value_room, scale,
     MASS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, RESIDUAL: tl.constexpr, RING: tl.constexpr,
-    DIM: tl.constexpr, D: tl.constexpr, PER: tl.constexpr, WORDS: tl.constexpr, UNITS: tl.constexpr,
-    CODES: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, CAST: tl.constexpr,
+    DIM: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr, HALVES: tl.constexpr, PART: tl.constexpr,
+    UNITS: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Attend with M queries of one KV head to some of its rows.
 
-    The first program of a head reads the rows whose values are raw. The others share the tiles of UNITS·PER quantized
-    rows in turn.
+    The first program of a head reads the rows whose values are raw. The others share the tiles of quantized rows in
+    turn.
     """
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, D)
@@ -232,31 +233,62 @@ def _attend(
     q = tl.load(queries + (head * group + index)[:, None] * DIM + column[None], mask=where, other=0.0)
     if CAST:
         q = q.to(tl.float32)
+    PER: tl.constexpr = HALVES * PART
+    TILE: tl.constexpr = UNITS * PER
     m = tl.full([M], float("-inf"), tl.float32)
     norm = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, PER * WORDS], tl.float32)
     held = tl.load(lengths + head).to(tl.int32)
     now = held + tl.load(step)
-    start, key_start, value_start = tl.load(starts + head), tl.load(key_starts + head), tl.load(value_starts + head)
+    mass += tl.load(starts + head)
+    old_keys, old_values = held - held % RESIDUAL, tl.maximum(held - RESIDUAL, 0)
     past_keys, past_values = now - now % RESIDUAL, tl.maximum(now - RESIDUAL, 0)
-    TILE: tl.constexpr = UNITS * PER
+    # the first row of this head in each part of the memory
+    line = tl.load(key_starts + head) * DIM
+    key_codes, key_scale, key_zero = key_codes + line * (GROUP // PER), key_scale + line, key_zero + line
+    line = (head * key_room - old_keys // GROUP) * DIM
+    more_key_codes += line * (GROUP // PER)
+    more_key_scale += line
+    more_key_zero += line
+    line = tl.load(value_starts + head)
+    value_codes += line * (DIM // PER)
+    value_scale += line * (DIM // GROUP)
+    value_zero += line * (DIM // GROUP)
+    line = head * value_room - old_values
+    more_value_codes += line * (DIM // PER)
+    more_value_scale += line * (DIM // GROUP)
+    more_value_zero += line * (DIM // GROUP)
     if split > 0:
-        for tile in range(split - 1, tl.cdiv(past_values, TILE), splits - 1):
+        middle = tl.minimum(old_keys, past_values)
+        one = _tiles(0, old_values, GROUP, TILE)  # keys and values are held
+        two = one + _tiles(old_values, middle, GROUP, TILE)  # keys are held, values appended
+        for tile in range(split - 1, two + _tiles(old_keys, past_values, GROUP, TILE), splits - 1):
+            more_keys, more_values = tile >= two, tile >= one
+            low = tl.where(more_keys, old_keys, tl.where(more_values, old_values, 0))
+            high = tl.where(more_keys, past_values, tl.where(more_values, middle, old_values))
+            turn = tile - tl.where(more_keys, two, tl.where(more_values, one, 0))
             m, norm, acc = _tile(
-                q, m, norm, acc, tile, head, held, now, start, key_start, value_start, queries, mass,
-                key_codes, key_scale, key_zero, value_codes, value_scale, value_zero,
-                more_key_codes, more_key_scale, more_key_zero, more_value_codes, more_value_scale, more_value_zero,
-                ring_values, key_room, value_room, scale,
-                False, MASS, BITS, GROUP, RESIDUAL, RING, DIM, D, PER, WORDS, UNITS, CODES, CAST,
+                q, m, norm, acc, low // GROUP * GROUP + turn * TILE, low, high,
+                tl.where(more_keys, more_key_codes, key_codes), tl.where(more_keys, more_key_scale, key_scale),
+                tl.where(more_keys, more_key_zero, key_zero), tl.where(more_values, more_value_codes, value_codes),
+                tl.where(more_values, more_value_scale, value_scale),
+                tl.where(more_values, more_value_zero, value_zero),
+                head, held, mass, shifts, queries, scale,
+                False, MASS, BITS, GROUP, RING, DIM, D, WORDS, HALVES, PART, UNITS, CODES, CAST,
             )  # fmt: skip
     else:
-        for tile in range(past_values // TILE, tl.cdiv(past_keys, TILE)):
+        one = _tiles(past_values, old_keys, GROUP, TILE)  # keys are held
+        middle = tl.maximum(old_keys, past_values)
+        for tile in range(one + _tiles(middle, past_keys, GROUP, TILE)):
+            more_keys = tile >= one
+            low = tl.where(more_keys, middle, past_values)
             m, norm, acc = _tile(
-                q, m, norm, acc, tile, head, held, now, start, key_start, value_start, queries, mass,
-                key_codes, key_scale, key_zero, value_codes, value_scale, value_zero,
-                more_key_codes, more_key_scale, more_key_zero, more_value_codes, more_value_scale, more_value_zero,
-                ring_values, key_room, value_room, scale,
-                True, MASS, BITS, GROUP, RESIDUAL, RING, DIM, D, PER, WORDS, UNITS, CODES, CAST,
+                q, m, norm, acc, low // GROUP * GROUP + (tile - tl.where(more_keys, one, 0)) * TILE, low,
+                tl.where(more_keys, past_keys, old_keys),
+                tl.where(more_keys, more_key_codes, key_codes), tl.where(more_keys, more_key_scale, key_scale),
+                tl.where(more_keys, more_key_zero, key_zero), ring_values, ring_values, ring_values,
+                head, held, mass, shifts, queries, scale,
+                True, MASS, BITS, GROUP, RING, DIM, D, WORDS, HALVES, PART, UNITS, CODES, CAST,
             )  # fmt: skip
         for first in range(past_keys, now + 1, ROWS):
             row = first + tl.arange(0, ROWS)
@@ -266,7 +298,7 @@ def _attend(
             v = _ring_values(row, here, head, ring_values, RING, DIM, PER, WORDS)
             weight = norm
             if MASS:
-                weight = tl.load(mass + start + row, mask=row < held, other=1).to(tl.float32)
+                weight = tl.load(mass + row, mask=row < held, other=1).to(tl.float32)
             m, norm, acc = _update(q, m, norm, acc, k, v, here, weight, scale, MASS, CAST)
     channel, known = _channels(DIM, PER, WORDS)
     part = (head * splits + split) * group + index
@@ -301,7 +333,7 @@ def attend_packed_triton(queries: Tensor, rows: PackedRows, scaling: float, step
     group = query_heads // heads
     word = choose_word(rows.group * rows.bits // 8)
     per = word.itemsize * 8 // rows.bits
-    shape = choose_shape(dim, per)
+    shape = choose_shape(dim, rows.bits, word)
     queries_each = max(16, triton.next_power_of_2(min(group, 64)))
     tiles = triton.cdiv(group, queries_each)
     splits = PROGRAMS // (batch * heads * tiles)
@@ -317,11 +349,12 @@ def attend_packed_triton(queries: Tensor, rows: PackedRows, scaling: float, step
     )
     _attend[batch * heads, splits, tiles](
         queries.contiguous(), step, rows.lengths, rows.starts if rows.mass is None else rows.mass, rows.starts,
-        *held_keys, rows.key_starts, *held_values, rows.value_starts, *more_keys, *more_values,
+        list_shifts(rows.bits, queries.device), *held_keys, rows.key_starts, *held_values, rows.value_starts,
+        *more_keys, *more_values,
         rows.ring_keys, rows.ring_values, *parts, group, splits, more_keys[0].shape[2], more_values[0].shape[2],
         scaling * LOG2E.value,
         MASS=rows.mass is not None, BITS=rows.bits, GROUP=rows.group, RESIDUAL=rows.residual, RING=ring, DIM=dim,
-        PER=per, M=queries_each, CAST=triton.knobs.runtime.interpret and queries.dtype == torch.bfloat16, **shape,
+        M=queries_each, CAST=triton.knobs.runtime.interpret and queries.dtype == torch.bfloat16, **shape,
     )  # fmt: skip
     _combine[(batch * query_heads,)](
         *parts, outputs, outputs, 1, group, splits, dim,
@@ -330,15 +363,22 @@ def attend_packed_triton(queries: Tensor, rows: PackedRows, scaling: float, step
     return outputs
 
 
+@cache
+def list_shifts(bits: int, device: torch.device) -> Tensor:
+    """Return the bits of a word at which its codes begin."""
+    return torch.arange(0, 32, bits, dtype=torch.int32, device=device)
+
+
 def choose_word(size: int) -> torch.dtype:
     """Return the widest integers that the bytes of a group divide into."""
     return torch.int32 if size % 4 == 0 else torch.int16 if size % 2 == 0 else torch.uint8
 
 
-def choose_shape(dim: int, per: int) -> dict[str, int]:
-    """Return the sizes of a program's tiles for heads of `dim` channels and words of `per` codes."""
-    warps = 1 if dim <= 128 else 4
+def choose_shape(dim: int, bits: int, word: torch.dtype) -> dict[str, int]:
+    """Return the sizes of a program's tiles for heads of `dim` channels whose codes are read in such words."""
+    size = word.itemsize * 8
     return {
-        "D": max(16, triton.next_power_of_2(dim)), "WORDS": triton.next_power_of_2(dim // per), "UNITS": UNITS,
-        "CODES": min(per, 2 if warps == 1 else 4), "ROWS": ROWS, "num_warps": warps, "num_stages": 2,
+        "D": max(16, triton.next_power_of_2(dim)), "WORDS": triton.next_power_of_2(dim * bits // size),
+        "HALVES": max(1, size // 16), "PART": min(size, 16) // bits, "UNITS": UNITS, "CODES": min(size // bits, CODES),
+        "ROWS": ROWS, "num_warps": 1 if dim <= 128 else 4, "num_stages": 1,
     }  # fmt: skip

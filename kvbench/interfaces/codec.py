@@ -55,8 +55,9 @@ class Growing(Protocol):
     for every token. The rows that were packed before are shared and never written.
     """
 
-    tokens: int
-    """Number of tokens that the memory has room for."""
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the memory has room for."""
 
     def begin(self) -> None:
         """Forget all tokens that were appended. Called before each graph that uses the memory is captured."""

@@ -130,14 +130,15 @@ class GrowingKivi:
     def __init__(self, held: KiviRows, tokens: int, ahead: int, mass: Tensor | None) -> None:
         """Allocate memory. See `Packed.growing`."""
         codec, lengths, like = held.codec, held.lengths, held.keys
-        self.held, self.tokens, residual, dim = held, tokens, codec.residual, like.shape[1]
+        (batch, heads), dim, residual = lengths.shape, like.shape[1], codec.residual
+        self.held, self.tokens = held, tokens
         self.counts = held.packed(lengths)
-        ring = [like.new_empty(*lengths.shape, residual + ahead + 1, dim) for _ in range(2)]
+        ring = [like.new_empty(batch, heads, residual + ahead + 1, dim) for _ in range(2)]
         groups = (residual - 1 + tokens - 1) // residual * (residual // codec.group)  # the last token packs none
         self.rows = PackedRows(
             codec.bits, codec.group, residual, lengths, int(lengths.max()) + tokens, mass, find_starts(lengths),
             held.key_groups, find_starts(self.counts[0] // codec.group), held.value_groups, find_starts(self.counts[1]),
-            reserve(held.key_groups, *lengths.shape, groups), reserve(held.value_groups, *lengths.shape, tokens - 1),
+            reserve(held.key_groups, batch, heads, groups), reserve(held.value_groups, batch, heads, tokens - 1),
             *ring,
         )  # fmt: skip
 
@@ -162,10 +163,9 @@ class GrowingKivi:
         """Return the rows held, those appended and the last one. What the last token's row fills was not packed yet."""
         rows, group, before = self.rows, self.rows.group, lengths - 1
         packed = self.held.packed(before)
-        raw, last = [], []
-        for ring, count in zip((rows.ring_keys, rows.ring_values), packed, strict=True):
-            raw.append(ring.flatten(0, 1)[self.find_slots(count, before)])
-            last.append(ring.flatten(0, 1)[self.find_slots(before, lengths)])
+        rings = [ring.flatten(0, 1) for ring in (rows.ring_keys, rows.ring_values)]
+        raw = [ring[self.find_slots(count, before)] for ring, count in zip(rings, packed, strict=True)]
+        keys, values = (ring[self.find_slots(before, lengths)] for ring in rings)
         counts, more = self.counts, [new - old for new, old in zip(packed, self.counts, strict=True)]
         held = KiviRows(
             self.held.codec,
@@ -175,7 +175,7 @@ class GrowingKivi:
             append(rows.held_values, counts[1], take_first(rows.more_values, more[1]), more[1]),
             raw[1],
         )
-        return held.extend(*last, lengths)
+        return held.extend(keys, values, lengths)
 
     def tensors(self) -> list[Tensor]:
         rows = self.rows

@@ -238,8 +238,8 @@ def ahead():
     model = ("queries", "keys", "values", "cos", "sin", "query_norm", "key_norm", "out", "ring_keys", "ring_values")
     for dim, bits, mass in ((128, 2, False), (128, 4, True), (64, 2, True), (256, 2, False)):
         common = {"BITS": bits, "GROUP": 32, "RESIDUAL": 128, "RING": 145, "DIM": dim}
-        per = own.choose_word(32 * bits // 8).itemsize * 8 // bits
-        reading = {**common, "MASS": mass, "PER": per, "M": 16, "CAST": False, **own.choose_shape(dim, per)}
+        shape = own.choose_shape(dim, bits, own.choose_word(32 * bits // 8))
+        reading = {**common, "MASS": mass, "M": 16, "CAST": False, **shape}
         writing = {**common, "NORM": True, "D": dim, "BYTES": 32 * bits // 8, "GROUPS": dim // 32}
         for kernel, codes, constants in (
             (own._attend, int32, reading),
@@ -249,5 +249,5 @@ def ahead():
             types |= {name: codes for name in kernel.arg_names if name.endswith("codes")}
             types |= dict.fromkeys(("lengths", "starts", "key_starts", "value_starts"), int64)
             types |= dict.fromkeys(("part_acc", "part_max", "part_norm"), single) | dict.fromkeys(model, "*bf16")
-            types |= {"scale": "fp32", "epsilon": "fp32", "step": int32, "mass": "*i16"}
+            types |= {"scale": "fp32", "epsilon": "fp32", "step": int32, "shifts": int32, "mass": "*i16"}
             yield list_typed_kernel(kernel, types, constants)
