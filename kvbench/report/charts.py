@@ -52,6 +52,7 @@ def build_charts() -> dict[str, Any]:
     """Return the specifications of all charts of the page, by name. They are the same for every page."""
     own = {
         "curve": chart_curve(),
+        "dots": chart_dots(),
         "tasks": chart_tasks(),
         "grid": chart_grid(),
         **{name: chart_cost(name) for name in COSTS},
@@ -73,6 +74,15 @@ DIFFERENCE = [
     alt.Tooltip("diff:Q", title="difference", format="+.1f"),
     alt.Tooltip("interval:N", title="95 %"),
     alt.Tooltip("changed:N", title="lost / gained / same"),
+]
+POINT = [  # of a point of a curve
+    alt.Tooltip("label:N", title="method"),
+    alt.Tooltip("budget:N"),
+    alt.Tooltip("share:Q", title="measured", format=".1%"),
+    alt.Tooltip("score:Q", format=".1f"),
+    alt.Tooltip("between:N", title="95 %"),
+    *DIFFERENCE,
+    alt.Tooltip("n:Q", title="samples"),
 ]
 
 
@@ -108,15 +118,6 @@ def chart_curve(share: str = BYTES, published: bool = False) -> alt.LayerChart:
     )
     score = alt.Y("score:Q", title="Score", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(tickCount=5))
     low, high = alt.Y("score_low:Q", title="Score"), alt.Y2("score_high:Q")
-    tip = [
-        alt.Tooltip("label:N", title="method"),
-        alt.Tooltip("budget:N"),
-        alt.Tooltip("share:Q", title="measured", format=".1%"),
-        alt.Tooltip("score:Q", format=".1f"),
-        alt.Tooltip("between:N", title="95 %"),
-        *DIFFERENCE,
-        alt.Tooltip("n:Q", title="samples"),
-    ]
     base = chart_series("points").encode(x=x, detail="label:N", color=COLOUR)
     full = chart_series("full").transform_aggregate(groupby=["score", "score_low", "score_high"])  # one line for all
     layers = [
@@ -124,7 +125,7 @@ def chart_curve(share: str = BYTES, published: bool = False) -> alt.LayerChart:
         full.mark_rule(color="#333333", strokeDash=FULL_DASH).encode(y=score),
         base.mark_area(opacity=0.13).encode(y=low, y2=high),
         base.mark_line(strokeWidth=2).encode(y=score, strokeDash=DASH),
-        base.mark_point(filled=True, size=60, opacity=1).encode(y=score, shape=SHAPE, tooltip=tip),
+        base.mark_point(filled=True, size=60, opacity=1).encode(y=score, shape=SHAPE, tooltip=POINT),
         *([mark_published().encode(x=x, y=score)] if published else []),
     ]
     return stack_layers(*layers).properties(height=300)
@@ -158,7 +159,7 @@ def chart_dots(published: bool = False) -> alt.LayerChart:
         full.mark_rect(color=FULL, opacity=0.06).encode(**ends),
         full.mark_rule(color=FULL, strokeDash=FULL_DASH).encode(x=x),
         base.mark_rule(strokeWidth=1.5).encode(**ends, color=COLOUR),
-        base.mark_point(filled=True, size=60, opacity=1).encode(x=x, color=COLOUR, shape=SHAPE),
+        base.mark_point(filled=True, size=60, opacity=1).encode(x=x, color=COLOUR, shape=SHAPE, tooltip=POINT),
         *([mark_published().encode(x=x, y=row)] if published else []),
     )
 

@@ -91,10 +91,14 @@
     for (const { mark: own } of spec.layer) if (own.type === "area") own.opacity = Math.min(own.opacity, 0.5 / series);
     return spec;
   }
-  function chart(name, datasets, label, more) {
+  function ticked(spec, ticks) {
+    for (const { encoding } of ticks ? spec.layer : []) if (encoding.x?.axis?.values) encoding.x.axis.values = ticks;
+    return spec;
+  }
+  function chart(name, datasets, label, more, ticks) {
     const node = el("div", { class: "chart", "data-chart": name, role: "img", "aria-label": label });
     if (heights.has(label)) node.style.minHeight = `${heights.get(label)}px`;
-    later(node, () => draw(node, { ...faint(structuredClone(FIRST.charts[name]), datasets.series?.length || 1), datasets, ...more }));
+    later(node, () => draw(node, { ...ticked(faint(structuredClone(FIRST.charts[name]), datasets.series?.length || 1), ticks), datasets, ...more }));
     return node;
   }
 
@@ -166,19 +170,30 @@
     return [el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows)))];
   }
 
+  function scores(data, own, about) { // a curve, or if there is only one budget, a row for each method
+    const datasets = tables(data, own);
+    datasets.points = datasets.points.filter(({ s }) => own.some((one) => one.s === s));
+    const shares = datasets.points.map(({ share }) => share), budgets = [...new Set(datasets.points.map(({ budget }) => budget))];
+    if (!shares.length) return null;
+    const least = Math.min(...shares), most = Math.max(...shares);
+    if (budgets.length === 1 || least === most) return { at: budgets.join(", "), node: chart("dots", datasets, `Score at ${budgets.join(", ")}, ${about}`, { height: 24 * own.length }) };
+    const inside = FIRST.ticks.filter((share) => share >= least && share <= most);
+    return { node: chart("curve", datasets, `Score against measured share, ${about}`, {}, inside.length > 1 ? inside : [least, most]) };
+  }
   function curves(panel, only = passes) {
     const own = panel.series.filter((one) => only(one) && one.smallest);
     if (!own.length) return null;
     const dash = (one) => svg("svg", { class: "mark", width: 38, height: 12, viewBox: "0 0 38 12", "aria-hidden": "true" },
       svg("line", { x1: 0, x2: 38, y1: 6, y2: 6, stroke: hue(one.colour), "stroke-width": 2, "stroke-dasharray": one.dash.join(" ") || "none" }), svg("path", { d: PATHS[one.shape], fill: hue(one.colour), transform: "translate(13 0)" }));
-    const key = own.map((one) => el("span", {}, dash(one), one.label));
+    const first = scores(panel, own, title(panel));
+    const key = first.at ? [] : own.map((one) => el("span", {}, dash(one), one.label)); // rows of dots have their names beside them
     key.push(el("span", {}, dash({ ...FULL, shape: "diamond", dash: [4, 3] }), "full cache"));
     const left = Math.max(...own.map((one) => one.left_out));
     const { average, ...solvable } = panel.solvable;
-    const second = average && [chart("curve", tables({ ...panel, ...solvable }, own), `Score against measured share, ${average}, ${title(panel)}`), el("small", {}, average)];
+    const second = average && [scores({ ...panel, ...solvable }, own, `${average}, ${title(panel)}`)?.node, el("small", {}, average)];
     const short = own.filter((one) => one.unfinished.length).map((one) => `${one.label} ${one.unfinished.join(", ")}`);
-    return [chart("curve", tables(panel, own), `Score against measured share, ${title(panel)}`), el("div", { class: "key" }, key),
-      el("small", {}, own[0].average + (left ? `; up to ${left} samples that some run did not answer are left out` : "")),
+    return [first.node, el("div", { class: "key" }, key),
+      el("small", {}, (first.at ? `budget ${first.at}; ` : "") + own[0].average + (left ? `; up to ${left} samples that some run did not answer are left out` : "")),
       short.length ? el("p", { class: "note unfinished" }, `Not finished: ${short.join("; ")}. A curve shows the samples that all its runs answered.`) : null, ...(second || [])];
   }
 
@@ -209,7 +224,7 @@
   const SECTIONS = () => [
     ["matrix", "Scores", "Mean score at every budget, below it the difference from the full cache in points with its 95\u202f% interval, on the same samples. * is the best score of a column; † cannot be told from it (simultaneous paired comparisons, 95\u202f%). All that cannot be told from the best share rank 1=. A click on a budget sorts by it; point at a cell for its memory. A budget class holds the budgets nearest to it.", matrix, "wide"],
     ["leaderboard", `Smallest budget that keeps ${100 * DATA.keep}\u202f%`, `The measured share of the full cache's bytes from which on a method keeps ${100 * DATA.keep}\u202f% of the full cache's score. Between measured points it is interpolated linearly; ≤ and > mark values outside the measured range. At most: the share of the score that the largest measured budget keeps.`, leaderboard],
-    ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against the measured share of memory, not the requested budget. The dashed line is the full cache on the same samples.", curves],
+    ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against the measured share of memory, not the requested budget. The dashed line is the full cache on the same samples. If there is only one budget, each method has a row with its score and interval.", curves],
     ["tasks", "Difference by task", "Points gained or lost against the full cache on the same samples; Ø is an average. Point at a cell for its interval.", tasks, "wide"],
     ["grids", "Length × depth", "Mean score by the length of the context and the depth of the answer in it.", grids, "wide"],
     ["costs", "What a score costs", "Filled and connected points are on the Pareto front: no other run of the panel, and not the full cache (the diamond), costs as little and scores as much. Vertical whiskers are 95\u202f% intervals of the difference. Times are medians, and horizontal whiskers are their 95\u202f% intervals. If whiskers overlap, the order may be due to chance.", costs, "wide"],

@@ -17,7 +17,7 @@ import vl_convert
 
 from kvbench.analysis.run_labels import describe_error
 from kvbench.config.paths import CACHE
-from kvbench.report.charts import SCORE, build_charts
+from kvbench.report.charts import SCORE, SHARES, build_charts
 from kvbench.report.excerpts import write_excerpts
 from kvbench.report.panels import DATA_ERRORS, TABLES, PageData, gather_results
 from kvbench.report.samples import to_embedded_json, write_file, write_samples
@@ -113,7 +113,9 @@ def write_answers(gathered: PageData, folder: Path) -> list[dict[str, Any]]:
 def render_html(page: dict[str, Any]) -> str:
     """Return the page as HTML."""
     library, script = load_scripts()
-    data = to_embedded_json(page | {"charts": build_charts(), "ink": FULL, "dark": DARK, "shades": SCORE})
+    data = to_embedded_json(
+        page | {"charts": build_charts(), "ink": FULL, "dark": DARK, "shades": SCORE, "ticks": SHARES}
+    )
     style = (HERE / "page.css").read_text(encoding="utf-8")
     return "\n".join(
         [

@@ -82,6 +82,36 @@ def test_the_matrix_is_sorted_by_a_click_and_by_a_key(page):
     assert panel.locator("td sup", has_text="*").count() >= 3
 
 
+def test_few_budgets_have_readable_axes(chromium, tmp_path):
+    """One budget: a row for each method. Two budgets between usual shares: a tick at each."""
+    for question, budgets in {"visible": (0.25,), "hidden": (0.12, 0.15)}.items():
+        write_run(tmp_path, make_records(1.0, 100), method={"name": "full"}, question=question)
+        for salt, method in enumerate(("snapkv", "keydiff")):
+            for budget in budgets:
+                own = make_records(budget, 50, salt)
+                write_run(tmp_path, own, method={"name": method}, budget=budget, question=question)
+    page = chromium.new_page()
+    page.goto(write_report(tmp_path, datetime(2026, 1, 2, tzinfo=UTC)).as_uri())
+    page.wait_for_selector("#leaderboard table")
+    draw_charts(page)
+
+    def labels(chart: str) -> list[str]:
+        return page.locator(f"#curves [data-chart={chart}] .role-axis-label text").all_text_contents()
+
+    assert labels("curve") == ["12%", "15%", "0", "20", "40", "60", "80", "100"]
+    assert labels("dots")[:-2] == ["0", "20", "40", "60", "80", "100"]
+    matrix = page.locator("#matrix .panel").nth(1).locator("tbody tr:not(.full) th")
+    assert labels("dots")[-2:] == [text.strip() for text in matrix.all_inner_texts()]  # the higher score first
+    assert page.locator("#curves [data-chart=dots] .mark-symbol path").count() == 2
+    assert "budget 25\u202f%" in page.locator("#curves").inner_text()
+    page.select_option("[data-filter=question]", "hidden")
+    page.locator("#matrix a.method", has_text="snapkv").click()
+    page.wait_for_selector("#method h2")
+    draw_charts(page)
+    assert page.locator("#method [data-chart=curve] .role-axis-label text").count() == 8
+    page.close()
+
+
 def test_a_tooltip_says_the_interval(page):
     draw_charts(page)
     mark = page.locator("[data-chart=tasks] .mark-rect.role-mark path[aria-label*='cwe']").first
