@@ -113,12 +113,13 @@ def gather_found(found: FoundRuns, now: datetime) -> PageData:
     left_out = found.damaged | {name: why for panel in panels for name, why in panel.refused.items()}
     left_out |= {name: f"used without its damaged records: {why}" for name, why in found.passed_over.items()}
     series = [(panel.data, own) for panel in panels for own in panel.data["series"]]
+    methods = dict.fromkeys(own["method"] for _, own in series)
     page = {
         "made": now.strftime("%Y-%m-%d %H:%M UTC"),
         "keep": KEEP,
         "panels": [panel.data for panel in panels],
-        "methods": {own["method"]: choose_style(own["method"]) for _, own in series},
-        "about": {own["method"]: describe_method(own["method"]) for _, own in series},
+        "methods": {name: choose_style(name) for name in methods},
+        "about": {name: describe_method(name) for name in methods},
         "classes": [own for own in (*CLASSES, OTHER) if any(own in list_classes(panel) for panel in panels)],
         "blocks": list({own["block"]: None for _, own in series}),
         "refused": [

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 import pytest
+import yaml
 
 from kvbench import report
 from kvbench.analysis.closing_table import SHARED_PREFILL_NOTE
@@ -20,13 +21,16 @@ from kvbench.analysis.intervals import mean
 from kvbench.analysis.paired import PairedDifference, PairedScores, compare_subtasks
 from kvbench.analysis.run_labels import shorten
 from kvbench.cli.report import main
+from kvbench.config import compose
+from kvbench.config.catalogue import load_settings
 from kvbench.config.compose import list_choices
+from kvbench.config.paths import CONF
 from kvbench.report.charts import INK, LINE, MUTED
 from kvbench.report.method_pages import describe_method
 from kvbench.report.page import MOST, NUMBERS, compact_json, load_library, render_html, write_page, write_report
 from kvbench.report.panels import classify_share, gather_results
 from kvbench.report.samples import LONGEST, QUESTION, escape_invisible, format_strip, to_embedded_json
-from kvbench.report.style import COLOURS, DARK, FULL, ORDER, choose_style, choose_styles
+from kvbench.report.style import COLOURS, DARK, DASHES, FULL, MARKS, choose_style, choose_styles, find_style
 from kvbench.validation import SettingError
 from tests.support import report_store
 from tests.support.report_store import BUDGETS, HOSTILE, TASKS, make_records, write_run, write_small_store
@@ -214,11 +218,6 @@ def test_a_method_keeps_its_look(page):
     assert choose_style("snapkv") == {"colour": "#0072B2", "shape": "circle"}
     assert choose_style("keydiff") == {"colour": "#D55E00", "shape": "square"}
     assert choose_style("cake") == {"colour": "#0072B2", "shape": "triangle-up"}
-    assert choose_style("newest") == choose_style("newest") and choose_style("newest")["colour"] in COLOURS
-    looks = [tuple(choose_style(name).values()) for name in ORDER]
-    assert len(set(looks)) == len(ORDER)
-    names = set(list_choices("method"))
-    assert names - {"full"} <= set(ORDER), "give a new method a look of its own"
     for panel in page["panels"]:
         for own in panel["series"]:
             assert own["colour"] == choose_style(own["method"])["colour"]
@@ -227,11 +226,64 @@ def test_a_method_keeps_its_look(page):
         assert one["shape"] != other["shape"] and one["dash"] != other["dash"]  # one colour, two marks and lines
 
 
+METHODS = [name for name in list_choices("method") if name != "full"]
+
+
+def test_files_of_methods_state_looks_that_differ():
+    files = [yaml.safe_load((CONF / "method" / f"{name}.yaml").read_text())["_style_"] for name in METHODS]
+    assert [find_style(name) for name in METHODS] == files
+    assert len({(own["mark"], own["dash"]) for own in files}) == len(METHODS)  # in grey, too
+    assert all("_style_" not in load_settings("method", name) for name in METHODS)  # no run depends on it
+
+
+@pytest.fixture
+def plugins(tmp_path, monkeypatch) -> Path:
+    """A folder of methods, which is added to those of conf/method."""
+    folder = tmp_path / "own" / "method"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(compose, "folders", lambda: (CONF, folder.parent))
+    return folder
+
+
+def test_a_method_without_a_look_gets_a_free_one(plugins):
+    before = {name: find_style(name) for name in METHODS}
+    for name in ("mine", "yours", "third"):
+        assert find_style(name) == find_style(name)
+        pair = find_style(name)["mark"], find_style(name)["dash"]
+        assert pair not in {(own["mark"], own["dash"]) for own in before.values()}
+    own = find_style("mine")
+    (plugins / "stated.yaml").write_text("_target_: a.B\nname: stated\n_style_: " + json.dumps(own))
+    assert find_style("stated") == own and choose_style("stated")["shape"] == own["mark"]
+    assert (find_style("mine")["mark"], find_style("mine")["dash"]) != (own["mark"], own["dash"])
+    assert {name: find_style(name) for name in METHODS} == before
+    left = [(mark, dash) for mark in MARKS for dash in DASHES]
+    for place, (mark, dash) in enumerate(left):
+        style = json.dumps({"colour": "blue", "mark": mark, "dash": dash})
+        (plugins / f"p{place}.yaml").write_text(f"_target_: a.B\nname: p{place}\n_style_: {style}")
+    assert set(find_style("mine")) == {"colour", "mark", "dash"}  # although no pair is free
+
+
+@pytest.mark.parametrize(
+    ("style", "said"),
+    [
+        ("{colour: red, mark: circle, dash: solid}", r"mine.yaml: _style_.colour=red: choose one of blue, vermilion"),
+        ("{colour: blue, mark: [circle], dash: solid}", r"mine.yaml: _style_.mark=\[circle\]: choose one of circle"),
+        ("{colour: blue}", r"mine.yaml: _style_ states colour, mark, dash"),
+        ("blue", r"mine.yaml: _style_ states colour, mark, dash"),
+        ("{", r"mine.yaml.* is not valid YAML"),
+    ],
+)
+def test_a_wrong_look_is_refused(plugins, style, said):
+    (plugins / "mine.yaml").write_text(f"_target_: a.B\nname: mine\n_style_: {style}\n")
+    with pytest.raises(SettingError, match=said):
+        find_style("mine")
+
+
 @pytest.mark.parametrize(
     "methods",
     [
         ["snapkv"] * 25,
-        [*ORDER, "mine", "yours", "full", "full", "snapkv", "h2o"],
+        [*METHODS, "mine", "yours", "full", "full", "snapkv", "h2o"],
         ["full"] * 3 + ["mine"] * 11 + ["yours"] * 11,
     ],
     ids=["one method", "all methods", "unknown methods"],
@@ -240,7 +292,7 @@ def test_25_lines_of_a_panel_can_be_told_apart_in_grey(methods):
     styles = choose_styles(methods)
     assert len({(own["shape"], tuple(own["dash"])) for own in styles}) == len(methods) == 25
     assert [own["colour"] for own in styles] == [choose_style(method)["colour"] for method in methods]
-    for method in set(ORDER) & set(methods):
+    for method in set(METHODS) & set(methods):
         assert styles[methods.index(method)]["shape"] == choose_style(method)["shape"]
 
 
@@ -531,9 +583,9 @@ def test_texts_can_be_read_on_every_ground(scheme):
 
 def test_marks_can_be_seen_on_a_dark_page():
     paper = read_colours("dark")["paper"]
-    for colour in (*COLOURS, FULL):
+    for colour in (*COLOURS.values(), FULL):
         assert measure_contrast(DARK[colour], paper) >= 3
-    assert len({DARK[colour] for colour in COLOURS}) == len(COLOURS)
+    assert len({DARK[colour] for colour in COLOURS.values()}) == len(COLOURS)
     assert {own.lower() for own in DARK} >= {INK, MUTED, LINE}
 
 
