@@ -227,7 +227,7 @@
     ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against the measured share of memory, not the requested budget. The dashed line is the full cache on the same samples. If there is only one budget, each method has a row with its score and interval.", curves],
     ["tasks", "Difference by task", "Points gained or lost against the full cache on the same samples; Ø is an average. Point at a cell for its interval.", tasks, "wide"],
     ["grids", "Length × depth", "Mean score by the length of the context and the depth of the answer in it.", grids, "wide"],
-    ["costs", "What a score costs", "Filled and connected points are on the Pareto front: no other run of the panel, and not the full cache (the diamond), costs as little and scores as much. Vertical whiskers are 95\u202f% intervals of the difference. Times are medians, and horizontal whiskers are their 95\u202f% intervals. If whiskers overlap, the order may be due to chance.", costs, "wide"],
+    ["costs", "What a score costs", "Filled and connected points are on the Pareto front: no other run of the panel, and not the full cache (the diamond), costs as little and scores as much. Vertical whiskers are 95\u202f% intervals of the difference. Times are medians. Horizontal whiskers are 95\u202f% intervals of the cost; bytes have none if all samples hold the same share. If whiskers overlap, the order may be due to chance.", costs, "wide"],
   ];
 
   // ---- the page of a method, which replaces the sections

@@ -299,8 +299,9 @@ class Panel:
             if row.interval:
                 held = fmean(one["resident_bytes"] for one in run.records.values() if find_failure(one) is None)
                 own: dict[str, Any] = {"s": series, "row": name, "held": row.held, "megabytes": held / 1e6}
+                own |= {"held_low": row.held_low, "held_high": row.held_high}
                 costs.append(own | describe_times(row, "") | describe_difference(row.interval))
-                full = [{"held": 1.0, "diff": 0.0, **describe_times(row, "_full")}]
+                full = [{"held": 1.0, "held_low": None, "held_high": None, "diff": 0.0, **describe_times(row, "_full")}]
         self.tables["rows"].append({"s": series, "order": len(self.tables["rows"]), "row": name})
         self.tables["tasks"] = [{"column": column, "task": task} for column, task in enumerate(tasks)]
         self.tables["cells"] += cells

@@ -69,9 +69,7 @@ def read_style(path: Path) -> dict[str, str] | None:
     if style is None:
         return None
     if not isinstance(style, dict) or style.keys() != KEYS.keys():
-        raise SettingError(
-            f"{show_path(path)}: _style_ states {', '.join(KEYS)}, such as those of conf/method/h2o.yaml"
-        )
+        raise SettingError(f"{show_path(path)}: _style_ states {', '.join(KEYS)}, as in conf/method/h2o.yaml")
     for key, allowed in KEYS.items():
         require_choice(f"{show_path(path)}: _style_.{key}", style[key], allowed)
     return style

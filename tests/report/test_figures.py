@@ -230,13 +230,13 @@ def test_page_and_figures_draw_one_specification(store):
                 assert rows == (drawings[name].rows if name == "grid" else own[data])
 
 
-def test_costs_begin_at_zero_and_times_have_whiskers(drawn):
+def test_costs_begin_at_zero_and_have_whiskers(drawn):
     """Noise of a few ms must not fill an axis."""
     for name, spec in ((name, charts.chart_cost(name).to_dict()) for name in charts.COSTS):
         found = [layer["encoding"]["x"] for layer in spec["layer"]]
         assert all(own["scale"]["zero"] for own in found)
         ends = [own["field"] for own in found if own["field"] == f"{name}_low"]
-        assert len(ends) == (0 if name == "held" else 2)  # of the runs and of the full cache
+        assert len(ends) == 2  # of the runs and of the full cache
     assert texts(drawn["cost"]).count("0") >= 2
     for line in lines(drawn["cost"]):
         if line["run"]:

@@ -10,10 +10,11 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from math import comb
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, fmean, variance
 
 import pytest
 import yaml
+from scipy.special import stdtrit
 
 from kvbench import report
 from kvbench.analysis.closing_table import SHARED_PREFILL_NOTE
@@ -193,6 +194,28 @@ def test_times_have_intervals(store):
     reach = NormalDist().inv_cdf(0.975) * error
     assert (row["ttft"], row["ttft_low"], row["ttft_high"]) == pytest.approx((135, 135 - reach, 135 + reach), abs=1e-3)
     assert all(one["tpot_low"] <= one["tpot"] <= one["tpot_high"] for one in (*panel["costs"], *panel["free"]))
+
+
+def test_bytes_that_differ_between_samples_have_intervals(store):
+    """The t interval over contexts of a mean of three subtasks; none where all samples hold the same share."""
+    own = make_records(0.05, 30)
+    for place, record in enumerate(own.values()):
+        record["resident_bytes"] = 50 + 10 * (place % 7)
+    write_run(store, own, method={"name": "ragged"}, budget=0.05)
+    panel = next(one for one in data_of(write_report(store, NOW))["panels"] if one["question"] == "visible")
+    row = next(one for one in panel["costs"] if one["row"].startswith("ragged"))
+    subtasks = [[one for one in own.values() if one["subtask"] == name] for name in TASKS]
+    shares = [[one["resident_bytes"] / 1000 for one in some] for some in subtasks]
+    contexts = [[fmean(some[at : at + 2]) for at in range(0, 8, 2)] for some in shares]  # of two samples each
+    variances = [variance(some) / 4 for some in contexts]
+    freedom = sum(variances) ** 2 / sum(own**2 / 3 for own in variances)
+    reach = stdtrit(freedom, 0.975) * sum(variances) ** 0.5 / 3
+    held = fmean(fmean(some) for some in shares)
+    assert (row["held"], row["held_low"], row["held_high"]) == pytest.approx(
+        (held, held - reach, held + reach), abs=1e-4
+    )
+    same = [one for one in (*panel["costs"], *panel["free"]) if one != row]
+    assert same and {(one["held_low"], one["held_high"]) for one in same} == {(None, None)}
 
 
 def test_runs_of_different_protocols_never_share_a_panel(store):
