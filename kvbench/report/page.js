@@ -34,7 +34,11 @@
   }
   const PATHS = { circle: "M6 1.5a4.5 4.5 0 1 0 .01 0z", square: "M2 2h8v8H2z", "triangle-up": "M6 1.5L11 10.5H1z", "triangle-down": "M6 10.5L1 1.5H11z", "triangle-right": "M10.5 6L1.5 11V1z", "triangle-left": "M1.5 6L10.5 1V11z", cross: "M4.3 1h3.4v3.3H11v3.4H7.7V11H4.3V7.7H1V4.3h3.3z", diamond: "M6 .5L11 6L6 11.5L1 6z" };
   const mark = (own) => svg("svg", { class: "mark", width: 12, height: 12, viewBox: "0 0 12 12", "aria-hidden": "true" }, svg("path", { d: PATHS[own.shape], fill: hue(own.colour) }));
-  const points = (value, sign) => (value === null || value === undefined ? "–" : (sign && value > 0 ? "+" : "") + value.toFixed(1).replace("-", "−"));
+  function toTenths(value) { // like Python: a tie goes to the even digit, and -0 becomes 0
+    const tie = Number.isInteger(4 * value) && !Number.isInteger(2 * value);
+    return ((tie ? (2 * Math.round(5 * value)) / 10 : Number(value.toFixed(1))) + 0).toFixed(1);
+  }
+  const points = (value, sign) => (value === null || value === undefined ? "–" : (sign && value > 0 ? "+" : "") + toTenths(value).replace("-", "−"));
   const percent = (share) => `${(100 * share).toFixed(1)}\u202f%`;
   const title = (panel) => `${panel.task} · question ${panel.question}`;
   const heading = (panel) => el("header", {}, el("h3", {}, title(panel)), el("small", {}, [panel.model, ...panel.also].join(" · ")));
@@ -264,13 +268,13 @@
   // ---- two runs side by side, from the scores in the files of samples
 
   const pair = { a: null, b: null, failed: null };
-  const LISTED = 20;
-  const scoresOf = (hash) => { // uid -> [subtask, score], from the files of a run, or of any run of the panel for the full cache
+  const LISTED = 20, SAME = 1e-9; // scores that differ by less are equal up to rounding
+  const scoresOf = (hash) => { // uid -> subtask, context and score, from the files of a run, or of any run of the panel for the full cache
     const own = DATA.runs.find((run) => run.hash === hash);
     const file = DATA.files.find(({ run }) => run === hash) || (own && own.series === "full cache" && DATA.files.find(({ panel, names }) => panel === own.panel && names.length));
     if (!file) return null;
-    const at = file.run === hash ? 4 : 3;
-    return { file, read: () => new Map(file.names.flatMap((_, part) => loaded.get(`${file.run} ${part}`) || []).map((entry) => [entry[0], [entry[1], entry[at][1]]])) };
+    const at = file.run === hash ? 4 : 3, side = ([, score, error]) => (error ? null : score);
+    return { file, read: () => new Map(file.names.flatMap((_, part) => loaded.get(`${file.run} ${part}`) || []).map((entry) => [entry[0], { subtask: entry[1], group: entry[7], score: side(entry[at]) }])) };
   };
   function compare() {
     const node = document.getElementById("compare"), body = node.querySelector(".body");
@@ -299,15 +303,21 @@
       return;
     }
     const [one, other] = sides.map(({ read }) => read());
-    const both = [...one].filter(([uid, [, score]]) => score !== null && other.has(uid) && other.get(uid)[1] !== null).map(([uid, [subtask, score]]) => ({ uid, subtask, from: score, to: other.get(uid)[1] }));
-    const mean = (values) => values.reduce((sum, own) => sum + own, 0) / values.length;
-    const row = (label, own) => el("tr", {}, el("th", { scope: "row" }, label), [mean(own.map(({ from }) => from)), mean(own.map(({ to }) => to))].map((value) => el("td", { class: "num" }, points(value))),
-      el("td", { class: "num" }, points(mean(own.map(({ from, to }) => to - from)), true)), el("td", { class: "num" }, `${own.filter(({ from, to }) => to < from).length} / ${own.filter(({ from, to }) => to > from).length} / ${own.filter(({ from, to }) => to === from).length}`), el("td", { class: "num" }, String(own.length)));
-    const subtasks = [...new Set(both.map(({ subtask }) => subtask))].sort();
+    const common = [...one.keys()].filter((uid) => other.has(uid));
+    const both = common.filter((uid) => one.get(uid).score !== null && other.get(uid).score !== null).map((uid) => ({ uid, ...other.get(uid), from: one.get(uid).score, to: other.get(uid).score }));
     if (!both.length) { body.append(el("p", { class: "empty" }, "The runs have no answered sample in common.")); return; }
-    body.append(el("h3", {}, "Difference by subtask"), el("div", { class: "scroll" }, el("table", { class: "paired" }, head(["subtask", "A", "B", "B − A", "lost / gained / same", "n"]), el("tbody", {}, subtasks.map((own) => row(own, both.filter(({ subtask }) => subtask === own))), row("all samples", both)))),
-      el("small", {}, "Points, paired on the samples that both runs answered and that have a partner in the full cache. For intervals: ", el("code", {}, command)));
-    for (const [label, own] of [["Lost", both.filter(({ from, to }) => to < from)], ["Gained", both.filter(({ from, to }) => to > from)]])
+    const lost = ({ from, to }) => to < from - SAME, gained = ({ from, to }) => to > from + SAME;
+    const subtasks = [...new Set(both.map(({ subtask }) => subtask))].sort().map((name) => [name, both.filter(({ subtask }) => subtask === name)]);
+    const row = (label, some) => {
+      const own = some.flat(), { value, low, high } = kvbenchIntervals.mean(some.map((each) => ({ values: each.map(({ from, to }) => to - from), groups: each.map(({ group }) => group) })));
+      const means = ["from", "to"].map((side) => kvbenchIntervals.average(some.map((each) => each.map((one) => one[side]))));
+      const texts = [...means.map((own) => points(own)), points(value, true), low === null ? "–" : `[${points(low, true)}, ${points(high, true)}]`, `${own.filter(lost).length} / ${own.filter(gained).length} / ${own.filter((each) => !lost(each) && !gained(each)).length}`, String(own.length)];
+      return el("tr", {}, el("th", { scope: "row" }, label), texts.map((text) => el("td", { class: "num" }, text)));
+    };
+    const left = [...[one.size, other.size].map((size, at) => [size - common.length, `only ${"AB"[at]} has`]), [common.length - both.length, "failed in A or B"]].filter(([count]) => count).map(([count, text]) => ` Left out: ${count} samples that ${text}.`);
+    body.append(el("h3", {}, "Difference by subtask"), el("div", { class: "scroll" }, el("table", { class: "paired" }, head(["subtask", "A", "B", "B − A", "95\u202f% interval", "lost / gained / same", "n"]), el("tbody", {}, subtasks.map(([name, own]) => row(name, [own])), row("average", subtasks.map(([, own]) => own))))),
+      el("small", {}, "Points, paired by sample; the average weighs each subtask the same. If an interval contains 0, chance alone can explain the difference.", left, " In a terminal: ", el("code", {}, command)));
+    for (const [label, own] of [["Lost", both.filter(lost)], ["Gained", both.filter(gained)]])
       body.append(el("h3", {}, `${label} (${own.length})`), el("p", { class: "uids" }, own.slice(0, LISTED).map(({ uid, from, to }) => `${uid} ${from} → ${to}`).join("; ") || "none", own.length > LISTED ? ` and ${own.length - LISTED} more` : ""));
   }
 

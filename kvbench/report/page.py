@@ -137,7 +137,8 @@ def render_html(page: dict[str, Any]) -> str:
 @cache
 def load_scripts() -> tuple[str, str]:
     """Return the charting library and the page's own script."""
-    found = load_library(), (HERE / "page.js").read_text(encoding="utf-8")
+    own = "".join((HERE / name).read_text(encoding="utf-8") for name in ("intervals.js", "page.js"))
+    found = load_library(), own
     for text in found:
         if "</script" in text.lower() or "<!--" in text:
             raise ValueError("a script contains </script or <!--, which would end it early")

@@ -391,13 +391,22 @@ def test_answers_lie_beside_the_page_and_are_text_only(made, page):
     assert escape_invisible(None) == "" and escape_invisible({"a": 1}) == '{"a": 1}'
 
 
+def test_samples_of_a_context_have_its_number(made, page):
+    for pairing in gather_results(made, NOW).pairings:
+        names = next(own["names"] for own in page["files"] if own["run"] == pairing.run.hash)
+        numbered = {sample[0]: sample[-1] for name in names for sample in samples_of(made / "report" / name)}
+        contexts = {shorten(uid): record["group"] for uid, record in pairing.run.records.items()}
+        assert len(set(contexts.values())) == 12  # of two samples each
+        assert len({(contexts[uid], number) for uid, number in numbered.items()}) == len(set(numbered.values())) == 12
+
+
 def test_question_and_rows_are_the_records(made, page):
     files = {own["run"]: own["names"] for own in page["files"]}
     for pairing in gather_results(made, NOW).pairings:
         records = {shorten(uid): record for uid, record in pairing.run.records.items()}
         shown = [sample for name in files[pairing.run.hash] for sample in samples_of(made / "report" / name)]
         assert len(shown) == len(records) == 24
-        for uid, *_, asked, rows in shown:
+        for uid, *_, asked, rows, _ in shown:
             record = records[uid]
             if pairing.run.value["budget"] == 0.3:  # not recorded
                 assert asked is rows is None
