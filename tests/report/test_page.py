@@ -628,8 +628,17 @@ def test_a_method_is_described_by_its_module_and_its_config():
     presets = {name: (settings, note) for name, settings, note in own["presets"]}
     assert presets["kvpress"] == ("window=64, kernel=5, pooling=avg, group=after", "NVIDIA/kvpress snapkv_press.py")
     assert describe_method("newest") is None
-    for name in list_choices("method"):
-        assert describe_method(name)["definition"], name
+
+
+def test_every_method_has_an_equation():
+    """Only the full cache needs none: nothing is ever cut."""
+    about = {name: describe_method(name) for name in list_choices("method")}
+    assert [name for name, own in about.items() if not own["equation"]] == ["full"]
+    for name, own in about.items():
+        assert own["definition"], name
+    borrowed = about["observed_attention"]  # h2o's class with other settings
+    assert borrowed["definition"].startswith("Observed attention: mean attention that a row got")
+    assert borrowed["more"][0] == about["h2o"]["definition"] and borrowed["equation"] == about["h2o"]["equation"]
 
 
 def test_where_a_series_fails_first(tmp_path):
