@@ -85,6 +85,8 @@
     if (make) make();
   }
   function draw(node, spec) {
+    // the library takes as long as all the rest of the page, so it starts with the first chart
+    if (!window.vegaEmbed) document.body.append(el("script", {}, document.getElementById("library").textContent));
     vegaEmbed(node, hues(spec), { mode: "vega-lite", renderer: "svg", actions: false }).then(
       () => { node.dataset.drawn = "yes"; },
       (error) => { node.textContent = "This chart cannot be drawn."; console.error(error); },
@@ -496,9 +498,15 @@
       box.replaceChildren(...chosen().map(({ panel }) => (panel.part ? unloaded(panel) : framed(panel, make))).filter(Boolean));
     }
     empty();
-    samples();
     methodSection();
-    setTimeout(compare); // after the first table is shown, because a large store has long lists of runs
+    const first = chosen()[0]?.panel;
+    if (first?.part) load(first.part, first.part).then(() => fill(first), () => {}).then(() => afterPaint(lists)); // its place on the page says what failed
+    else { samples(); afterPaint(compare); }
+  }
+  const afterPaint = (work) => requestAnimationFrame(() => setTimeout(work));
+  function lists() { // after the first table is shown, because a large store has long lists of runs
+    samples();
+    compare();
   }
   function framed(panel, make) {
     const made = make(panel);
@@ -513,12 +521,17 @@
     const name = panel.part;
     if (!name) return; // another section has loaded it
     Object.assign(panel, loaded.get(name), { part: null });
-    for (const [id, , , make] of SECTIONS()) {
+    const put = ([id, , , make]) => {
       const node = document.querySelector(`#${id} [data-panel="${DATA.panels.indexOf(panel)}"]`), made = node && framed(panel, make);
       if (made) node.replaceWith(made); else if (node) node.remove();
-    }
-    empty();
-    if (state.method) methodSection();
+    };
+    const [scores, ...others] = SECTIONS();
+    put(scores); // is shown before the others are made
+    afterPaint(() => {
+      others.forEach(put);
+      empty();
+      if (state.method) methodSection();
+    });
   }
   function empty() {
     const nodes = SECTIONS().map(([id]) => document.getElementById(id));
@@ -548,10 +561,11 @@
   }
   function runs() {
     const cell = (text, kind) => el("td", { class: kind || "" }, text);
-    const rows = DATA.runs.map((run) => el("tr", {}, cell(el("code", {}, run.hash)), cell(title(DATA.panels[run.panel])), cell(run.series, "name"), cell(run.budget, "num"),
+    const rows = () => DATA.runs.map((run) => el("tr", {}, cell(el("code", {}, run.hash)), cell(title(DATA.panels[run.panel])), cell(run.series, "name"), cell(run.budget, "num"),
       cell(run.of === null ? String(run.samples) : `${run.samples} of ${run.of}`, "num"), cell(run.code), cell(el("code", {}, run.sources)), cell(run.date), cell((run.notes || []).join(" "))));
     const head = ["run", "task", "method", "budget", "samples", "code", "sources", "written", ""].map((text) => el("th", { scope: "col", class: text === "budget" || text === "samples" ? "num" : "" }, text));
-    return el("details", {}, el("summary", {}, `${DATA.runs.length} runs`), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows))));
+    const body = el("tbody"), open = () => { if (!body.children.length) body.append(...rows()); };
+    return el("details", { ontoggle: open }, el("summary", {}, `${DATA.runs.length} runs`), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), body)));
   }
   function facts() {
     const each = (key, many) => {

@@ -127,7 +127,7 @@ def render_html(page: dict[str, Any]) -> str:
             '<main id="page"><noscript>This page draws its charts with scripts that it holds itself.</noscript></main>',
             f'<script type="application/json" id="data">{data}</script>',
             "<!-- Vega, Vega-Lite, Vega-Embed: BSD-3-Clause, University of Washington Interactive Data Lab -->",
-            f"<script>{library}</script>",
+            f'<script type="text/plain" id="library">{library}</script>',
             f"<script>{script}</script>",
             "</body></html>\n",
         ]

@@ -357,7 +357,7 @@ def test_nothing_in_the_page_can_run_or_fetch_but_its_own_scripts(made):
     head, _, rest = text.partition("<style>")
     rest = rest.partition("</style>")[2]
     scripts = re.findall(r"<script([^>]*)>(.*?)</script>", rest, re.S)
-    assert [own for own, _ in scripts] == [' type="application/json" id="data"', "", ""]
+    assert [own for own, _ in scripts] == [' type="application/json" id="data"', ' type="text/plain" id="library"', ""]
     for _, script in scripts[1:]:
         assert f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" in head
     assert "default-src 'none'" in head and "unsafe-inline'; img" in head and "script-src 'sha256" in head

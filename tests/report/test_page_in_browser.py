@@ -116,6 +116,21 @@ def test_few_budgets_have_readable_axes(chromium, tmp_path):
     page.close()
 
 
+def test_what_the_first_table_does_not_need_is_made_later(page):
+    """The charting library starts with the first chart, and the list of runs is made when it is opened."""
+    runs = page.evaluate("JSON.parse(document.getElementById('data').textContent).runs.length")
+    assert page.locator("#runs tbody tr").count() == 0
+    page.click("#runs summary")
+    page.wait_for_selector("#runs tbody tr")
+    assert page.locator("#runs tbody tr").count() == runs
+    page.click("#runs summary")
+    draw_charts(page)
+    scripts = (
+        "[...document.scripts].filter((own) => own.textContent === document.getElementById('library').textContent)"
+    )
+    assert page.evaluate(f"{scripts}.length") == 2  # as text, and once as a script
+
+
 def test_a_tooltip_says_the_interval(page):
     draw_charts(page)
     mark = page.locator("[data-chart=tasks] .mark-rect.role-mark path[aria-label*='cwe']").first
