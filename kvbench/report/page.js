@@ -39,6 +39,7 @@
     return ((tie ? (2 * Math.round(5 * value)) / 10 : Number(value.toFixed(1))) + 0).toFixed(1);
   }
   const points = (value, sign) => (value === null || value === undefined ? "–" : (sign && value > 0 ? "+" : "") + toTenths(value).replace("-", "−"));
+  const count = (number, one) => `${number} ${one}${number === 1 ? "" : "s"}`;
   const percent = (share) => `${(100 * share).toFixed(1)}\u202f%`;
   const title = (panel) => `${panel.task} · question ${panel.question}`;
   const heading = (panel) => el("header", {}, el("h3", {}, title(panel)), el("small", {}, [panel.model, ...panel.also].join(" · ")));
@@ -119,7 +120,7 @@
     const { about, budgets, classes, methods, cache } = panel.matrix;
     const columns = budgets.map((_, at) => at).filter((at) => state.class === ALL || classes[at] === state.class);
     const own = methods.filter(({ s, scores }) => passes(panel.series[s]) && columns.some((at) => scores[at]));
-    if (!own.length) return null;
+    if (!columns.length || (!own.length && panel.series.length)) return null; // without a method, the full cache's score is shown
     const scored = (at) => own.filter(({ scores }) => scores[at]).map(({ scores }) => scores[at]);
     const rank = (one, at) => { // all that cannot be told from the best share the first place
       if (!one) return "–";
@@ -224,11 +225,12 @@
   function costs(panel) {
     const own = panel.series.filter(passes);
     if (!own.length || !panel.costs.rows.length) return null;
-    return [el("div", { class: "trio" }, ["held", "ttft", "tpot"].map((name) => chart(name, tables(panel, own), `Score difference against ${name}, ${title(panel)}`)))];
+    return [el("div", { class: "trio" }, ["held", "ttft", "tpot"].map((name) => chart(name, tables(panel, own), `Score difference against ${name}, ${title(panel)}`))),
+      el("div", { class: "key" }, own.map((one) => el("span", {}, mark(one), one.label)), el("span", {}, mark(FULL), "full cache"))];
   }
 
   const SECTIONS = () => [
-    ["matrix", "Scores", "Mean score at every budget, below it the difference from the full cache in points with its 95\u202f% interval, on the same samples. * is the best score of a column; † cannot be told from it (simultaneous paired comparisons, 95\u202f%). All that cannot be told from the best share rank 1=. A click on a budget sorts by it; point at a cell for its memory. A budget class holds the budgets nearest to it.", matrix, "wide"],
+    ["matrix", "Scores", "Mean score at every budget. Below it: the difference from the full cache in points, on the same samples, with its 95\u202f% interval. If the interval contains 0, chance alone can explain the difference. * is the best score of a column; † cannot be told from it (simultaneous paired comparisons, 95\u202f%), so it shares rank 1=. A click on a budget sorts by it; point at a cell for its memory.", matrix, "wide"],
     ["leaderboard", `Smallest budget that keeps ${100 * DATA.keep}\u202f%`, `The measured share of the full cache's bytes from which on a method keeps ${100 * DATA.keep}\u202f% of the full cache's score. Between measured points it is interpolated linearly; ≤ and > mark values outside the measured range. At most: the share of the score that the largest measured budget keeps.`, leaderboard],
     ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against the measured share of memory, not the requested budget. The dashed line is the full cache on the same samples. If there is only one budget, each method has a row with its score and interval.", curves],
     ["tasks", "Difference by task", "Points gained or lost against the full cache on the same samples; Ø is an average. Point at a cell for its interval.", tasks, "wide"],
@@ -544,7 +546,7 @@
   }
   const values = (key) => (key === "class" ? DATA.classes : key === "block" ? DATA.blocks.map(blockOf).sort((a, b) => a.localeCompare(b, "en", { numeric: true })) : [...new Set(DATA.panels.map((panel) => panel[key]))].sort());
   function filter(name) {
-    return el("label", {}, FILTERS[name], el("select", { "data-filter": name, onchange: (event) => { state[name] = event.target.value; render(); remember(); } },
+    return el("label", { title: name === "class" ? "shows the columns of the scores whose budgets are nearest to this one" : null }, FILTERS[name], el("select", { "data-filter": name, onchange: (event) => { state[name] = event.target.value; render(); remember(); } },
       el("option", { value: ALL }, "all"), values(name).map((value) => el("option", { value }, value))));
   }
   function bar() {
@@ -565,7 +567,7 @@
       cell(run.of === null ? String(run.samples) : `${run.samples} of ${run.of}`, "num"), cell(run.code), cell(el("code", {}, run.sources)), cell(run.date), cell((run.notes || []).join(" "))));
     const head = ["run", "task", "method", "budget", "samples", "code", "sources", "written", ""].map((text) => el("th", { scope: "col", class: text === "budget" || text === "samples" ? "num" : "" }, text));
     const body = el("tbody"), open = () => { if (!body.children.length) body.append(...rows()); };
-    return el("details", { ontoggle: open }, el("summary", {}, `${DATA.runs.length} runs`), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), body)));
+    return el("details", { ontoggle: open }, el("summary", {}, count(DATA.runs.length, "run")), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), body)));
   }
   function facts() {
     const each = (key, many) => {
@@ -575,7 +577,7 @@
     const dates = DATA.runs.map((run) => run.date).sort();
     const period = dates.length ? (dates[0] === dates[dates.length - 1] ? dates[0] : `${dates[0]} to ${dates[dates.length - 1]}`) : "–";
     const rows = [
-      ["Runs", `${DATA.runs.length} runs, ${Object.keys(DATA.methods).length} methods, ${DATA.runs.reduce((sum, run) => sum + run.samples, 0)} answers` + (DATA.unfinished ? `; not finished and scored on the samples in common: ${DATA.unfinished}` : "") + (DATA.empty ? `; without a sample yet: ${DATA.empty}` : "")],
+      ["Runs", [count(DATA.runs.length, "run"), count(Object.keys(DATA.methods).filter((name) => name !== "full").length, "method"), count(DATA.runs.reduce((sum, run) => sum + run.samples, 0), "answer")].join(", ") + (DATA.unfinished ? `; not finished and scored on the samples in common: ${DATA.unfinished}` : "") + (DATA.empty ? `; without a sample yet: ${DATA.empty}` : "")],
       ["Models", DATA.models.join("; ") || "–"],
       ["Code", [each("code", "revisions"), each("sources", "hashes of sources")].filter(Boolean).join("; sources ") || "–"],
       ["Hardware", DATA.machines.join("; ") || "–"],

@@ -116,6 +116,26 @@ def test_few_budgets_have_readable_axes(chromium, tmp_path):
     page.close()
 
 
+def test_the_charts_of_costs_have_a_key(page):
+    assert page.locator("#costs .panel").count() == 2
+    for place in range(2):
+        names = page.locator("#costs .panel").nth(place).locator(".key span").all_inner_texts()
+        assert [name.strip() for name in names] == ["keydiff", "keydiff · block 128", "newest", "snapkv", "full cache"]
+
+
+def test_a_full_cache_alone_has_its_score(chromium, tmp_path):
+    records = make_records(1.0, 100)
+    write_run(tmp_path, records, method={"name": "full"})
+    page = chromium.new_page()
+    page.goto(write_report(tmp_path, datetime(2026, 1, 2, tzinfo=UTC)).as_uri())
+    page.wait_for_selector("#matrix table")
+    (row,) = page.locator("#matrix tbody tr").all_inner_texts()
+    score = sum(own["score"] for own in records.values()) / len(records)
+    assert row.split() == ["full", "cache", f"{score:.1f}"]
+    assert page.locator(".facts dd").first.inner_text() == "1 run, 0 methods, 24 answers"
+    page.close()
+
+
 def test_what_the_first_table_does_not_need_is_made_later(page):
     """The charting library starts with the first chart, and the list of runs is made when it is opened."""
     runs = page.evaluate("JSON.parse(document.getElementById('data').textContent).runs.length")
