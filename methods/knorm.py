@@ -1,8 +1,11 @@
-"""knorm: keep the rows whose keys have a small norm, s_j = -‖k_j‖₂ (L2 norm method).
+"""knorm: keep the rows whose keys have a small norm (L2 norm method).
 
-Source: alessiodevoto/l2compress, cache.py. RoPE preserves the norm, so the stored key can be used. The source's setting
-prune_after, which leaves a layer of fewer than 2048 rows as it is, does not exist here: every layer that holds more
-than its quota is cut.
+Source: alessiodevoto/l2compress, cache.py. Symbols: k_j the key as stored; RoPE preserves its norm.
+
+    s_j = -‖k_j‖₂
+
+The source's setting prune_after, which leaves a layer of fewer than 2048 rows as it is, does not exist here: every
+layer that holds more than its quota is cut.
 """
 
 from dataclasses import dataclass

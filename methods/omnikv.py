@@ -5,14 +5,15 @@ configs/example.json. For each decoded token a filter layer scores the prompt's 
 set of k rows, the same for all heads, to the layers behind it, up to the next filter layer. Layers before the first
 filter, the filters, and the `wait` layers behind each filter attend to all rows. The other layers attend to the k rows
 and to every row after the prompt. A block of several tokens attends to all rows. k is the budget; it counts only rows
-of the prompt.
+of the prompt. Symbols: q_{t,h} the query of token t in head h, of all query heads of the filter layer; the softmax runs
+over the prompt's rows. The scores of row j are, by the setting `selector`:
 
-Score of row j by the last w queries with weights a_t; maxima run over all query heads:
+    last          s_j = max_h q_{last,h}·k_j
+    softmax_last  s_j = max_h softmax_j(q_{last,h}·k_j)
+    uniform, exp  s_j = Σ_t a_t·max_h softmax_j(q_{t,h}·k_j),  a_t = 1 or a_t = 2^-age
 
-- last: max_h q_h·k_j, of the newest token alone.
-- softmax_last: the same after a softmax over the prompt's rows.
-- uniform, exp: Σ_t a_t max_h softmax_j(q_{t,h}·k_j), with a_t = 1 or a_t = 2^-age. Rows of the prompt that are inside
-  the window are attended to without a score, and k shrinks by their number, but not below 1.
+The sum runs over the last w queries. Rows of the prompt that are inside this window are attended to without a score,
+and k shrinks by their number, but not below 1.
 
 The source rotates all queries of the window by the current position. Here each query keeps its own position.
 """
