@@ -119,14 +119,14 @@ class PageReader:
 
     def choose(self, last: Tensor) -> RowChoice:
         page, newest = self.method.page, last // self.method.page
-        absent, forced = self.numbers > newest, self.numbers == newest
+        forced = self.numbers == newest
 
         def choose(layer: int, queries: Tensor, keys: Tensor) -> ListedRows | None:
             if layer not in self.tables or self.chosen is None:
                 return None
             low, high = self.tables[layer]
             update_page_bounds(keys, low, high, last, page)
-            above = page_upper_bounds(queries[:, :, 0], low, high).masked_fill(absent, -torch.inf)
+            above = page_upper_bounds(queries[:, :, 0], low, high, newest=newest)
             if self.method.force_last:
                 above = above.masked_fill(forced, torch.inf)
             return ListedRows(top_k_indices(above, self.chosen), page)

@@ -1,5 +1,6 @@
 """Compute bounds of the keys of a page, and upper bounds of the logits of queries with them."""
 
+import torch
 from torch import Tensor
 
 from kvbench.kernels.dispatch import choose_implementation
@@ -60,13 +61,16 @@ def update_page_bounds(
     update_page_bounds_triton(keys, low, high, last, page)
 
 
-def page_upper_bounds(queries: Tensor, low: Tensor, high: Tensor, *, implementation: str | None = None) -> Tensor:
+def page_upper_bounds(
+    queries: Tensor, low: Tensor, high: Tensor, *, newest: Tensor | None = None, implementation: str | None = None
+) -> Tensor:
     """Return an upper bound of q·k over the keys k of each page. It is exact up to rounding.
 
     Args:
         queries: (B, H·G, d)
         low: Minimum of each page's keys, (B, H, pages, d).
         high: Maximum of each page's keys, (B, H, pages, d).
+        newest: The last page that exists, a whole number without dimensions; the others get -inf. None if all exist.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
@@ -81,7 +85,12 @@ def page_upper_bounds(queries: Tensor, low: Tensor, high: Tensor, *, implementat
             f"page_upper_bounds: queries {tuple(queries.shape)}, bounds {tuple(low.shape)}, {tuple(high.shape)}"
         )
     if choose_implementation("page_upper_bounds", implementation, low) == "reference":
-        return page_upper_bounds_reference(queries, low, high)
+        above = page_upper_bounds_reference(queries, low, high)
+        return (
+            above
+            if newest is None
+            else above.masked_fill(torch.arange(above.shape[2], device=above.device) > newest, -torch.inf)
+        )
     from kvbench.kernels.page_bounds.triton import page_upper_bounds_triton
 
-    return page_upper_bounds_triton(queries, low, high)
+    return page_upper_bounds_triton(queries, low, high, newest)

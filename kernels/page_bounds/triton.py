@@ -80,8 +80,8 @@ def update_page_bounds_triton(keys: Tensor, low: Tensor, high: Tensor, last: Ten
 
 @triton.jit(do_not_specialize=["group", "pages", "heads"])
 def _upper(
-    queries, low, high, above, group, pages, dim, heads, q_b, q_h, q_d, l_b, l_h, l_n, l_d, h_b, h_h, h_n, h_d,
-    PAGES: tl.constexpr, D: tl.constexpr,
+    queries, low, high, above, newest, group, pages, dim, heads, q_b, q_h, q_d, l_b, l_h, l_n, l_d, h_b, h_h, h_n, h_d,
+    NEWEST: tl.constexpr, PAGES: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(1)
     batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
@@ -97,15 +97,18 @@ def _upper(
         asking = batch * q_b + (head * group + own) * q_h + column * q_d
         q = tl.load(queries + asking, mask=wide, other=0.0).to(tl.float32)[None]
         bound = tl.sum(tl.where(q > 0, q * most, q * least), 1)
+        if NEWEST:
+            bound = tl.where(number <= tl.load(newest), bound, float("-inf"))
         tl.store(above + (line.to(tl.int64) * group + own) * pages + number, bound, mask=number < pages)
 
 
-def page_upper_bounds_triton(queries: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def page_upper_bounds_triton(queries: Tensor, low: Tensor, high: Tensor, newest: Tensor | None) -> Tensor:
     batch, heads, pages, dim = low.shape
     above = torch.empty(*queries.shape[:2], pages, dtype=torch.float32, device=queries.device)
     if above.numel():
         _upper[triton.cdiv(pages, PAGES), batch * heads](
-            queries, low, high, above, queries.shape[1] // heads, pages, dim, heads,
-            *queries.stride(), *low.stride(), *high.stride(), PAGES=PAGES, D=triton.next_power_of_2(dim),
+            queries, low, high, above, above if newest is None else newest, queries.shape[1] // heads, pages, dim,
+            heads, *queries.stride(), *low.stride(), *high.stride(),
+            NEWEST=newest is not None, PAGES=PAGES, D=triton.next_power_of_2(dim),
         )  # fmt: skip
     return above

@@ -53,6 +53,11 @@ def test_upper(pages, group, dim, dtype):
     assert found.dtype == torch.float32 and found.shape == (2, group * 3, pages)
     size = queries.double().abs().sum(-1, keepdim=True) * torch.maximum(low.abs(), high.abs()).double().amax()
     assert ((found.double() - exact).abs() <= 2.0**-24 * dim * size).all()
+    for name in ("triton", "reference"):
+        last = torch.tensor(pages // 2, device=DEVICE)
+        some = page_upper_bounds(queries, low, high, newest=last, implementation=name)
+        assert (some[..., pages // 2 + 1 :] == -math.inf).all()
+        assert torch.allclose(some[..., : pages // 2 + 1], found[..., : pages // 2 + 1], rtol=1e-3, atol=1e-3)
     swapped = queries.transpose(0, 1).contiguous().transpose(0, 1)
     assert torch.equal(page_upper_bounds(swapped, low.contiguous(), high, implementation="triton"), found)
 
@@ -100,4 +105,8 @@ def ahead():
         small = {"ROWS": 16, "D": dim, "k_d": 1}
         yield list_kernel(own._newest, {**rows, "last": "*i64"}, small)
         own_strides = {"q_d": 1, "l_d": 1, "h_d": 1}
-        yield list_kernel(own._upper, {**rows, "above": "*fp32"}, {"PAGES": own.PAGES, "D": dim, **own_strides})
+        yield list_kernel(
+            own._upper,
+            {**rows, "above": "*fp32", "newest": "*i64"},
+            {"NEWEST": True, "PAGES": own.PAGES, "D": dim, **own_strides},
+        )
