@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 2048  # scores or marks that a program reads together
-SINGLE = 16384  # scores of a head that one program holds
+SINGLE = 4096  # scores of a head that one program holds
 ROWS = 32  # rows that a program copies
 
 
@@ -146,8 +146,7 @@ def top_k_indices_triton(scores: Tensor, k: int) -> Tensor:
     batch, heads, rows = scores.shape
     found = torch.empty(batch, heads, k, dtype=torch.int64, device=scores.device)
     tile = max(256, triton.next_power_of_2(rows))
-    warps = 8 if tile <= 4096 else 16
-    _list_top[batch * heads,](scores, found, rows, k, heads, *scores.stride(), TILE=tile, num_warps=warps)
+    _list_top[batch * heads,](scores, found, rows, k, heads, *scores.stride(), TILE=tile, num_warps=8)
     return found
 
 

@@ -162,7 +162,7 @@ def ahead():
             )
         yield list_kernel(own._choose, {**work, "scores": "*bf16"}, {"SPLITS": splits, "TILE": own.TILE})
     top = {"scores": "*fp32", "found": "*i64"}
-    yield list_kernel(own._list_top, top, {"TILE": own.SINGLE}, num_warps=16)
+    yield list_kernel(own._list_top, top, {"TILE": own.SINGLE}, num_warps=8)
     marks = {"marks": "*u8", "counts": "*i32", "places": "*i64", "size": "i64", "total": "i64"}
     yield list_kernel(own._count_marks, marks, {"TILE": own.TILE})
     yield list_kernel(own._write_places, marks, {"TILE": own.TILE})
