@@ -16,10 +16,11 @@ from kvbench.kernels.quantize.triton import round_tile
 from kvbench.kernels.rope_append.triton import rotate_head
 
 PROGRAMS = 1056  # most programs that rows are split into: 8 warps on each of 132 multiprocessors
-SPLITS = 128  # most programs of one head, which `_combine` reads at once
+SPLITS = 256  # most programs of one head, which `_combine` reads at once
+RAWS = 4  # most programs of one head that read rows with raw values
 UNITS = 8  # words of a channel in a tile of keys, as many as the matrix units take columns
 CODES = 4  # codes of each of these words that are taken apart at once, which makes 32 rows
-ROWS = 32  # rows of a tile of raw rows
+ROWS = 16  # rows of a tile of raw rows
 
 
 @triton.jit(do_not_specialize=["key_room", "value_room"])
@@ -209,21 +210,21 @@ def _tiles(low, high, GROUP: tl.constexpr, TILE: tl.constexpr):
     return tl.where(high > low, tl.cdiv(high - low // GROUP * GROUP, TILE), 0)
 
 
-@triton.jit(do_not_specialize=["splits", "key_room", "value_room"])
+@triton.jit(do_not_specialize=["splits", "raws", "key_room", "value_room"])
 def _attend(
     queries, step, lengths, mass, starts, shifts, key_codes, key_scale, key_zero, key_starts,
     value_codes, value_scale, value_zero, value_starts,
     more_key_codes, more_key_scale, more_key_zero, more_value_codes, more_value_scale, more_value_zero,
     ring_keys, ring_values, part_acc, part_max, part_norm,
-    group, splits, key_room, value_room, scale,
+    group, splits, raws, key_room, value_room, scale,
     MASS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, RESIDUAL: tl.constexpr, RING: tl.constexpr,
     DIM: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr, HALVES: tl.constexpr, PART: tl.constexpr,
     UNITS: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Attend with M queries of one KV head to some of its rows.
 
-    The first program of a head reads the rows whose values are raw. The others share the tiles of quantized rows in
-    turn.
+    The first `raws` programs of a head take the tiles of rows with raw values in turn, and the others those of
+    quantized rows.
     """
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, D)
@@ -258,11 +259,11 @@ def _attend(
     more_value_codes += line * (DIM // PER)
     more_value_scale += line * (DIM // GROUP)
     more_value_zero += line * (DIM // GROUP)
-    if split > 0:
+    if split >= raws:
         middle = tl.minimum(old_keys, past_values)
         one = _tiles(0, old_values, GROUP, TILE)  # keys and values are held
         two = one + _tiles(old_values, middle, GROUP, TILE)  # keys are held, values appended
-        for tile in range(split - 1, two + _tiles(old_keys, past_values, GROUP, TILE), splits - 1):
+        for tile in range(split - raws, two + _tiles(old_keys, past_values, GROUP, TILE), splits - raws):
             more_keys, more_values = tile >= two, tile >= one
             low = tl.where(more_keys, old_keys, tl.where(more_values, old_values, 0))
             high = tl.where(more_keys, past_values, tl.where(more_values, middle, old_values))
@@ -279,7 +280,7 @@ def _attend(
     else:
         one = _tiles(past_values, old_keys, GROUP, TILE)  # keys are held
         middle = tl.maximum(old_keys, past_values)
-        for tile in range(one + _tiles(middle, past_keys, GROUP, TILE)):
+        for tile in range(split, one + _tiles(middle, past_keys, GROUP, TILE), raws):
             more_keys = tile >= one
             low = tl.where(more_keys, middle, past_values)
             m, norm, acc = _tile(
@@ -290,7 +291,7 @@ def _attend(
                 head, held, mass, shifts, queries, scale,
                 True, MASS, BITS, GROUP, RING, DIM, D, WORDS, HALVES, PART, UNITS, CODES, CAST,
             )  # fmt: skip
-        for first in range(past_keys, now + 1, ROWS):
+        for first in range(past_keys + split * ROWS, now + 1, raws * ROWS):
             row = first + tl.arange(0, ROWS)
             here = row <= now
             there = (column < DIM)[:, None] & here[None]
@@ -333,11 +334,13 @@ def attend_packed_triton(queries: Tensor, rows: PackedRows, scaling: float, step
     group = query_heads // heads
     word = choose_word(rows.group * rows.bits // 8)
     per = word.itemsize * 8 // rows.bits
-    shape = choose_shape(dim, rows.bits, word)
+    shape = choose_shape(dim, rows.bits, word, queries.dtype == torch.float32)
     queries_each = max(16, triton.next_power_of_2(min(group, 64)))
     tiles = triton.cdiv(group, queries_each)
-    splits = PROGRAMS // (batch * heads * tiles)
-    splits = max(2, min(splits, SPLITS, 1 + triton.cdiv(rows.longest, UNITS * per)))
+    splits = max(2, min(PROGRAMS // (batch * heads * tiles), SPLITS * 128 // max(128, shape["D"])))
+    raws = max(1, min(RAWS, splits // 16))
+    packed = triton.cdiv(rows.longest, UNITS * per)  # tiles of a head; each program reads as many
+    splits = raws + triton.cdiv(packed, triton.cdiv(packed, splits - raws))
     outputs = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
     parts = [
         torch.empty(batch * heads, splits, group, *more, dtype=torch.float32, device=queries.device)
@@ -351,14 +354,14 @@ def attend_packed_triton(queries: Tensor, rows: PackedRows, scaling: float, step
         queries.contiguous(), step, rows.lengths, rows.starts if rows.mass is None else rows.mass, rows.starts,
         list_shifts(rows.bits, queries.device), *held_keys, rows.key_starts, *held_values, rows.value_starts,
         *more_keys, *more_values,
-        rows.ring_keys, rows.ring_values, *parts, group, splits, more_keys[0].shape[2], more_values[0].shape[2],
+        rows.ring_keys, rows.ring_values, *parts, group, splits, raws, more_keys[0].shape[2], more_values[0].shape[2],
         scaling * LOG2E.value,
         MASS=rows.mass is not None, BITS=rows.bits, GROUP=rows.group, RESIDUAL=rows.residual, RING=ring, DIM=dim,
         M=queries_each, CAST=triton.knobs.runtime.interpret and queries.dtype == torch.bfloat16, **shape,
     )  # fmt: skip
     _combine[(batch * query_heads,)](
         *parts, outputs, outputs, 1, group, splits, dim,
-        LSE=False, S=triton.next_power_of_2(splits), D=shape["D"], num_warps=4,
+        LSE=False, S=triton.next_power_of_2(splits), D=shape["D"], num_warps=4 if splits <= 128 else 8,
     )  # fmt: skip
     return outputs
 
@@ -374,11 +377,14 @@ def choose_word(size: int) -> torch.dtype:
     return torch.int32 if size % 4 == 0 else torch.int16 if size % 2 == 0 else torch.uint8
 
 
-def choose_shape(dim: int, bits: int, word: torch.dtype) -> dict[str, int]:
-    """Return the sizes of a program's tiles for heads of `dim` channels whose codes are read in such words."""
+def choose_shape(dim: int, bits: int, word: torch.dtype, exact: bool) -> dict[str, int]:
+    """Return the sizes of a program's tiles for heads of `dim` channels whose codes are read in such words.
+
+    Products that are `exact` do not use the matrix units.
+    """
     size = word.itemsize * 8
     return {
         "D": max(16, triton.next_power_of_2(dim)), "WORDS": triton.next_power_of_2(dim * bits // size),
         "HALVES": max(1, size // 16), "PART": min(size, 16) // bits, "UNITS": UNITS, "CODES": min(size // bits, CODES),
-        "ROWS": ROWS, "num_warps": 1 if dim <= 128 else 4, "num_stages": 1,
+        "ROWS": ROWS, "num_warps": 1 if dim <= 128 and not exact else 4, "num_stages": 1,
     }  # fmt: skip

@@ -320,7 +320,7 @@ class GuardedGrowing:
         ))  # fmt: skip
         dim = self.rows.shape[1]
         shape = (len(queries), queries.shape[1] // dim, 1, dim)
-        self.rows.guard.expect(self.rows.owner, "attend", found, shape, "float", queries.device)
+        self.rows.guard.expect(self.rows.owner, "growing.attend", found, shape, "float", queries.device)
         return found
 
     def finish(self, read: int, lengths: Tensor) -> GuardedRows:

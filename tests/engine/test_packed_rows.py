@@ -16,8 +16,9 @@ from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.kernels.attention import attend
 from kvbench.kernels.rope_append.reference import rotate_projected
-from kvbench.methods.codecs.kivi import Kivi
+from kvbench.methods.codecs.kivi import GrowingKivi, Kivi
 from kvbench.models.decoder_weights import collect_weights
+from kvbench.validation import ContractError
 from tests.support.method_files import build_policy
 from tests.support.tiny_models import ids, make_double, tiny
 
@@ -237,6 +238,24 @@ def test_a_codec_that_cannot_grow_is_read_by_the_modules():
 
     assert only_appends(choice_of()) and not only_appends(choice_of(codec=Fixed("fixed", 2, 8, 24)))
     assert not only_appends(choice_of("quest", "uniform"))
+
+
+def test_a_codec_that_attends_wrongly_is_named(monkeypatch):
+    def attend(growing, queries, *more):
+        return queries
+
+    def finish(growing, *more):
+        raise RuntimeError("full")
+
+    step = read_prompt(choice_of(), tiny("llama"))
+    for hook, broken, message in (
+        ("attend", attend, r"growing.attend of layer 0 returned a tensor of shape \(1, 192\)"),
+        ("finish", finish, "growing.finish of layer 0 raised RuntimeError: full"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(ContractError, match=f"^codec=kivi: {message}"):
+            patch.setattr(GrowingKivi, hook, broken)
+            list(step.generate(20, Sampling(), frozenset()))
+        step.path = None
 
 
 def test_the_kernels_take_the_same_step():

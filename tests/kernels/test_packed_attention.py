@@ -178,9 +178,10 @@ def test_a_second_answer_begins_where_the_first_did():
     assert all(torch.equal(one, other) for one, other in zip(before, run.held.tensors(), strict=True))
 
 
-@pytest.mark.parametrize("programs", [4, 12])
-def test_few_programs_share_the_tiles(programs, monkeypatch):
-    case = Case(lengths=((200, 3),), group=4, residual=8, tokens=1)  # tiles of 32 rows
+@pytest.mark.parametrize("programs", [4, 12, 80])
+def test_programs_share_the_tiles(programs, monkeypatch):
+    """With 80 programs two of a head read its raw rows, which are more than a tile of each kind."""
+    case = Case(lengths=((200, 190),), group=4, residual=64, tokens=1)  # tiles of 32 rows
     expected = Run(case).expect(0)
     monkeypatch.setattr(own, "PROGRAMS", programs)
     torch.testing.assert_close(Run(case).attend(0, "triton").double(), expected, rtol=0, atol=1e-5)
@@ -236,9 +237,11 @@ def test_arguments_that_do_not_fit_are_refused():
 def ahead():
     int64, int32, half, single = "*i64", "*i32", "*fp16", "*fp32"
     model = ("queries", "keys", "values", "cos", "sin", "query_norm", "key_norm", "out", "ring_keys", "ring_values")
-    for dim, bits, mass in ((128, 2, False), (128, 4, True), (64, 2, True), (256, 2, False)):
+    for dim, bits, mass, dtype in (
+        (128, 2, False, "bf16"), (128, 4, True, "bf16"), (64, 2, True, "fp32"), (256, 2, False, "fp16"),
+    ):  # fmt: skip
         common = {"BITS": bits, "GROUP": 32, "RESIDUAL": 128, "RING": 145, "DIM": dim}
-        shape = own.choose_shape(dim, bits, own.choose_word(32 * bits // 8))
+        shape = own.choose_shape(dim, bits, own.choose_word(32 * bits // 8), dtype == "fp32")
         reading = {**common, "MASS": mass, "M": 16, "CAST": False, **shape}
         writing = {**common, "NORM": True, "D": dim, "BYTES": 32 * bits // 8, "GROUPS": dim // 32}
         for kernel, codes, constants in (
@@ -248,6 +251,6 @@ def ahead():
             types = {name: half for name in kernel.arg_names if name.endswith(("scale", "zero"))}
             types |= {name: codes for name in kernel.arg_names if name.endswith("codes")}
             types |= dict.fromkeys(("lengths", "starts", "key_starts", "value_starts"), int64)
-            types |= dict.fromkeys(("part_acc", "part_max", "part_norm"), single) | dict.fromkeys(model, "*bf16")
+            types |= dict.fromkeys(("part_acc", "part_max", "part_norm"), single) | dict.fromkeys(model, f"*{dtype}")
             types |= {"scale": "fp32", "epsilon": "fp32", "step": int32, "shifts": int32, "mass": "*i16"}
             yield list_typed_kernel(kernel, types, constants)
