@@ -4,7 +4,7 @@ Each reads a prompt, can copy it to a batch, and generates a greedy answer.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from functools import lru_cache
 from itertools import islice, pairwise
 from typing import Protocol
@@ -12,12 +12,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvbench.cache.layer import Layer
 from kvbench.cache.storage import Bytes
 from kvbench.efficiency.measured_task import read_task
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.replicate import replicate
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.timing import Stamps
+from kvbench.interfaces.observation import ReadRequest, State
+from kvbench.interfaces.rows import Rows
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.transformers_port import list_plain_rows, make_plain_cache, text_config
 from kvbench.runs.spec import RunSpec
@@ -48,6 +51,9 @@ class CacheUnderTest(Protocol):
 
     def bytes(self) -> Bytes:
         """Return the bytes that the cache holds."""
+
+    def bytes_per_token(self) -> int:
+        """Return the bytes of the cache that one further token must read."""
 
     def drop(self) -> None:
         """Free the cache."""
@@ -95,8 +101,42 @@ class KVBenchCache:
     def bytes(self) -> Bytes:
         return self.context.bytes()
 
+    def bytes_per_token(self) -> int:
+        """Return the bytes of the cache that one further token must read.
+
+        If the method attends to few of many rows, a row counts once for all query heads of a group that attend to it,
+        and what the method remembers in order to choose rows counts too.
+        """
+        context, held = self.context, self.context.bytes()
+        if not self.run.choice().method.attends_subset:
+            return held.rows
+        with context.branch(), ExitStack() as stack:
+            counts = [stack.enter_context(count_rows_read(layer)) for layer in context.own_layers]
+            context.extend(context.last_logits.argmax(-1, keepdim=True))
+        read = (sum(rows) * layer.token_bytes for rows, layer in zip(counts, context.own_layers, strict=True))
+        return int(sum(read)) + held.state
+
     def drop(self) -> None:
         self._context = None
+
+
+@contextmanager
+def count_rows_read(layer: Layer) -> Iterator[list[float]]:
+    """Yield a list that gets the mean number of rows of a KV head that each token read by the modules attends to."""
+    counts: list[float] = []
+    read = layer.method.read
+
+    def counting(request: ReadRequest, rows: Callable[[], Rows], state: State, held: int) -> Tensor | None:
+        look = read(request, rows, state, held)
+        heads = layer.rows.shape[1]
+        counts.append(held if look is None else look.unflatten(1, (heads, -1)).any(2).sum(-1).float().mean().item())
+        return look
+
+    setattr(layer.method, "read", counting)  # noqa: B010 (mypy refuses the assignment)
+    try:
+        yield counts
+    finally:
+        delattr(layer.method, "read")
 
 
 class StepwiseAnswer:
@@ -144,6 +184,9 @@ class TransformersDynamic(StepwiseAnswer):
     def bytes(self) -> Bytes:
         return Bytes(rows=sum(keys.nbytes + values.nbytes for keys, values in list_plain_rows(self.cache)))
 
+    def bytes_per_token(self) -> int:
+        return self.bytes().rows
+
     def drop(self) -> None:
         self.cache = make_plain_cache(self.model)
 
@@ -187,6 +230,9 @@ class TransformersStatic(StepwiseAnswer):
 
     def bytes(self) -> Bytes:
         return Bytes(rows=sum(keys.nbytes + values.nbytes for keys, values in list_plain_rows(self.cache)))
+
+    def bytes_per_token(self) -> int:
+        return self.bytes().rows
 
     def drop(self) -> None:
         """Do nothing: the graph needs its addresses, and the next prompt overwrites this one."""

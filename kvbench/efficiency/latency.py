@@ -79,17 +79,16 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
             found[f"peak_{part}_over_weights_bytes"] = found[f"peak_{part}_bytes"] - found["weights_bytes"]
     yield from (make_line(name, "bytes", value) for name, value in found.items())
     if device != "cpu":
-        yield from compute_floors(run, model, found["resident_bytes"], len(ids))
+        yield from compute_floors(run, model, own.bytes_per_token(), len(ids))
 
 
-def compute_floors(run: RunSpec, model: torch.nn.Module, held: int, batch: int) -> Iterator[Line]:
-    """Yield the shortest times that the machine's bandwidth and rate allow."""
+def compute_floors(run: RunSpec, model: torch.nn.Module, read: int, batch: int) -> Iterator[Line]:
+    """Yield the shortest times that the machine's bandwidth and rate allow; `read` is a token's bytes of the cache."""
     task, sizes = read_task(run), WeightSizes.of(model)
     here = Machine(task.bandwidth, task.flops)
     element = run.torch_dtype.itemsize
     method, length = run.choice().method, task.length
-    if not method.attends_subset:
-        yield make_line("tpot_floor_ms", "ms", decode_ms(here, sizes, held, batch, element))
+    yield make_line("tpot_floor_ms", "ms", decode_ms(here, sizes, read, batch, element))
     if task.baseline != "static_compiled":
         quota = None if method.attends_subset or method.needs_extra_reads else run.budget.rows(length, length)
         yield make_line("ttft_floor_ms", "ms", prefill_ms(here, model, length, batch, run.block_size, quota))

@@ -133,6 +133,10 @@ def collect_settings(run: RunSpec) -> Line:
         "method", method["name"], {"preset": method["preset"]} if "preset" in method else None
     )
     changed = {key: value for key, value in method.items() if value != default.get(key)}
+    for group in ("allocator", "codec"):  # their presets have no column, so what differs from the default is named
+        own = run.groups[group]
+        usual = catalogue.load_settings(group, own["name"])
+        changed |= {f"{group}.{key}": own[key] for key in own if key != "preset" and own[key] != usual.get(key)}
     return {
         "gpu": machine_name(run.device), "measure": task.measure, "model": run.checkpoint.name,
         "weights": run.checkpoint.identity(), "method": method["name"], "preset": method.get("preset", ""),

@@ -2,11 +2,11 @@
 
     floor = max(bytes / bandwidth, operations / rate)
 
-Decoding reads the held keys and values and every weight, but the embedding table only if it is the output layer too. A
-prefill multiplies every token with the weights (only the last token with the output layer), and its queries with the
-rows that they see, with 4·Hq·d operations for each pair. If the cache is cut after each block, this holds block by
-block. conf/efficiency/floors.yaml lists what each score must do: passes over keys and values, and products of queries
-with rows.
+Decoding reads every weight, but the embedding table only if it is the output layer too, and the held keys and values. A
+method that attends to few of many rows reads only those, and what it chooses them by. A prefill multiplies every token
+with the weights (only the last token with the output layer), and its queries with the rows that they see, with 4·Hq·d
+operations for each pair. If the cache is cut after each block, this holds block by block. conf/efficiency/floors.yaml
+lists what each score must do: passes over keys and values, and products of queries with rows.
 """
 
 from collections.abc import Mapping
@@ -58,10 +58,10 @@ class WeightSizes:
         return cls(total, read, (read - output.nbytes) // table.element_size())
 
 
-def decode_ms(machine: Machine, weights: WeightSizes, held: int, batch: int, element: int) -> float:
-    """Return the milliseconds of one token for every sample; `held` is the bytes of the batch's keys and values."""
+def decode_ms(machine: Machine, weights: WeightSizes, read: int, batch: int, element: int) -> float:
+    """Return the milliseconds of one token for every sample; `read` is the bytes that it reads of the cache."""
     operations = 2 * batch * weights.read / element
-    return machine.ms(weights.read + held, operations)
+    return machine.ms(weights.read + read, operations)
 
 
 def prefill_ms(

@@ -7,6 +7,7 @@ Rows for other runs with the same protocol follow. If a cell is empty, a note gi
 module does not import torch.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ DEFAULTS = {
 }  # fmt: skip  # values of columns that a cell does not mention
 SETTING_OF_COLUMN = {
     "measure": "task.measure", "baseline": "task.baseline", "method": "method", "preset": "method.preset",
+    "allocator": "allocator", "codec": "codec",
     "budget": "budget", "block_size": "block_size", "length": "task.length", "batch": "task.batch", "rows": "task.rows",
     "implementation": "task.implementation", "device": "device", "dtype": "dtype",
 }  # fmt: skip  # column of a measurement -> setting of run.py
@@ -140,6 +142,8 @@ def make_run_settings(select: Select) -> dict[str, Any]:
         for key, value in select.items()
         if key in SETTING_OF_COLUMN and value not in ("", None)
     }
+    for key, value in json.loads(select.get("changed") or "{}").items():
+        own[key if "." in key else f"method.{key}"] = value
     name, _, rest = str(select["quantity"]).partition("_")
     if name in ("e2e", "answer"):
         own["task.new_tokens"] = rest.removesuffix("_ms")
