@@ -40,6 +40,9 @@ class Cake(Method):
     gamma: float = setting(minimum=0)
     """Weight of the variance, γ."""
 
+    capturable = True
+    order_free = True
+
     def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
         return rows.places >= observation.tokens - self.window
 
@@ -53,7 +56,8 @@ class Cake(Method):
         for own in variance:
             scores = scores.add(own, alpha=self.gamma)
         inside = rows.places >= observation.tokens - self.window
-        if observation.queries.shape[2] < self.window:
+        may_cover = observation.each is None or observation.each <= self.window
+        if observation.queries.shape[2] < self.window and may_cover:
             covered = (inside | ~rows.present).all(-1, keepdim=True)
             inside = torch.where(covered, rows.places >= observation.first, inside)
-        return pool_group(scores, inside, self.kernel, "avg")
+        return pool_group(scores, inside, self.kernel, "avg", order=rows.order)

@@ -1,9 +1,14 @@
 """centroidkv: merge similar rows into centroids, which attention weighs by the number of tokens they stand for.
 
 Source: the CentroidKV paper (Chelsea, arXiv 2506.11418), Sections 4 and 5. Its code is not public. Sinks and recent
-rows are not merged. The rows between them are cut into chunks. In each chunk every even row proposes to its most
-similar odd row (cosine of the keys). The most similar pairs of all chunks are merged, in rounds, until the quota is met
-exactly.
+rows are not merged. The rows between them are cut into chunks. In each chunk every even row i proposes to its most
+similar odd row j. The most similar pairs of all chunks are merged, in rounds, until the quota is met exactly. Symbols:
+m_i the mass of a row, the number of tokens it stands for; the sums run over an odd row and the rows that join it.
+
+    partner(i) = argmax_j cos(k_i, k_j)
+    k = Σ m_i k_i / Σ m_i,  v = Σ m_i v_i / Σ m_i,  m = Σ m_i
+
+Attention adds log m to the logits of a centroid.
 
 The paper leaves open, and this file chooses: pairs are found per KV head on the rows as stored (post-RoPE). Sinks and
 recent rows are a head's first and last rows and count in the budget. If the budget has no room for both, recent rows

@@ -1,8 +1,12 @@
 """criticalkv: fill a part of the quota by another method's scores and the rest by scores times projected values.
 
 Source: the CriticalKV paper, Algorithm 1; NVIDIA/kvpress, criticalkv_press.py (by its authors). Symbols: s_j the base
-method's score, n_j = mean over the group's query heads h of ‖W_o^h v_j‖₁, q a head's quota. Stage 1 keeps the ⌊α·q⌋
-rows with the largest s_j. Stage 2 fills up to q rows by (s_j + ε)·n_j. The scores s_j should not be negative.
+method's score, W_o^h the output projection of query head h, q a KV head's quota.
+
+    stage 1: the ⌊α·q⌋ rows with the largest s_j
+    stage 2: up to q rows by the largest (s_j + ε)·n_j,  n_j = mean over the group of ‖W_o^h v_j‖₁
+
+The scores s_j should not be negative.
 
 Rows that the base method protects stay in both stages. The source multiplies their padding by n_j too, so it can drop
 them if α·q < w. CriticalAdaKV is criticalkv with allocator=ada mode=safeguard: heads compete by s_j, and then both

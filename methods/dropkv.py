@@ -37,7 +37,8 @@ class DropKV(Method):
     p_dtype: str = setting(choices=("bf16", "fp32"))
     """Whether p is rounded to bfloat16 (as in the published code) or not."""
 
-    position_free = True
+    capturable = True
+    order_free = True
 
     def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
         return rows.places >= observation.tokens - self.window
@@ -48,4 +49,4 @@ class DropKV(Method):
         scores = dropkv(
             queries, rows.keys, rows.values, outputs, rows.mass, observation.scaling, self.epsilon, rounded
         )  # fmt: skip
-        return pool_group(scores[:, :, None], None, self.kernel, self.pooling)
+        return pool_group(scores[:, :, None], None, self.kernel, self.pooling, order=rows.order)

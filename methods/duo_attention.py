@@ -3,9 +3,12 @@
 Source: the DuoAttention paper (arXiv 2410.10819); mit-han-lab/duo-attention, duo_attn/utils.py (pattern files, the
 quantile) and attn_patterns/; NVIDIA/kvpress, duo_attention_press.py (a rounded count). Symbols: α the trained gate of a
 layer and KV head, N the number of heads of all layers, n tokens read, w = sinks + recent, b the mean number of rows per
-head (the budget).
+head (the budget). A head is full or streaming by the number of heads whose gates are smaller, rank(α):
 
-The heads with the smallest α stream. How many heads stream depends on the settings:
+    streams(head) = rank(α_head) < S
+    a streaming head holds rows 0 … sinks - 1 and n - recent … n - 1
+
+The heads with the smallest α stream. How many heads stream, S, depends on the settings:
 
 - `sparsity` σ, count=quantile: those below the σ-quantile of all α. That is ⌈σ·(N-1)⌉ heads, none for σ=0 and all for
   σ=1.

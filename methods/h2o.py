@@ -1,8 +1,12 @@
 """h2o: keep the rows that got most attention from all queries so far (heavy hitters), and the newest rows.
 
-Source: FMInference/H2O, h2o_hf/utils_real_drop/modify_llama.py (the variant that really evicts). The votes of row j are
-s_j = Σ p_{t,j} over all queries t that were read while the row was held, in prefill and decoding. They are dropped with
-the row.
+Source: FMInference/H2O, h2o_hf/utils_real_drop/modify_llama.py (the variant that really evicts). Symbols: p_{t,j} the
+attention of query t to row j.
+
+    s_j = Σ_t p_{t,j}
+
+The sum runs over all queries that were read while the row was held, in prefill and decoding. It is dropped with the
+row.
 
 norm=none ranks rows by s_j, which favours early rows. norm=count ranks by s_j / (number of queries that could see row
 j), as in NVIDIA/kvpress, observed_attention_press.py. The source has no groups of query heads; `gqa` is kvbench's
@@ -37,6 +41,8 @@ class H2O(Method):
     """How the votes of the group's query heads are combined."""
 
     wants_lse = True
+    capturable = True
+    order_free = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -36,7 +36,8 @@ class KeyDiff(Method):
     recent: float = setting(minimum=0, below=1)
     """Share of the quota that always goes to the newest rows (0.2 in the paper's Math-500 runs)."""
 
-    position_free = True
+    capturable = True
+    order_free = True
 
     def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
         return None if self.recent == 0 else rows.places >= observation.tokens - exact_share(self.recent, quota)

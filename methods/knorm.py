@@ -1,8 +1,11 @@
-"""knorm: keep the rows whose keys have a small norm, s_j = -‖k_j‖₂ (L2 norm method).
+"""knorm: keep the rows whose keys have a small norm (L2 norm method).
 
-Source: alessiodevoto/l2compress, cache.py. RoPE preserves the norm, so the stored key can be used. The source's setting
-prune_after, which leaves a layer of fewer than 2048 rows as it is, does not exist here: every layer that holds more
-than its quota is cut.
+Source: alessiodevoto/l2compress, cache.py. Symbols: k_j the key as stored; RoPE preserves its norm.
+
+    s_j = -‖k_j‖₂
+
+The source's setting prune_after, which leaves a layer of fewer than 2048 rows as it is, does not exist here: every
+layer that holds more than its quota is cut.
 """
 
 from dataclasses import dataclass
@@ -24,7 +27,8 @@ class Knorm(Method):
     skip_layers: tuple[int, ...] = setting()
     """Layers that are never cut. Their rows come on top of the budget and are measured."""
 
-    position_free = True
+    capturable = True
+    order_free = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,14 +5,15 @@ configs/example.json. For each decoded token a filter layer scores the prompt's 
 set of k rows, the same for all heads, to the layers behind it, up to the next filter layer. Layers before the first
 filter, the filters, and the `wait` layers behind each filter attend to all rows. The other layers attend to the k rows
 and to every row after the prompt. A block of several tokens attends to all rows. k is the budget; it counts only rows
-of the prompt.
+of the prompt. Symbols: q_{t,h} the query of token t in head h, of all query heads of the filter layer; the softmax runs
+over the prompt's rows. The scores of row j are, by the setting `selector`:
 
-Score of row j by the last w queries with weights a_t; maxima run over all query heads:
+    last          s_j = max_h q_{last,h}·k_j
+    softmax_last  s_j = max_h softmax_j(q_{last,h}·k_j)
+    uniform, exp  s_j = Σ_t a_t·max_h softmax_j(q_{t,h}·k_j),  a_t = 1 or a_t = 2^-age
 
-- last: max_h q_h·k_j, of the newest token alone.
-- softmax_last: the same after a softmax over the prompt's rows.
-- uniform, exp: Σ_t a_t max_h softmax_j(q_{t,h}·k_j), with a_t = 1 or a_t = 2^-age. Rows of the prompt that are inside
-  the window are attended to without a score, and k shrinks by their number, but not below 1.
+The sum runs over the last w queries. Rows of the prompt that are inside this window are attended to without a score,
+and k shrinks by their number, but not below 1.
 
 The source rotates all queries of the window by the current position. Here each query keeps its own position.
 """
@@ -25,9 +26,12 @@ from torch import Tensor
 
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
+from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowChoice, RowReader
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
-from kvbench.kernels.row_selection import top_k_mask
+from kvbench.kernels.max_logits import max_logits
+from kvbench.kernels.row_selection import top_k_indices, top_k_mask
+from kvbench.kernels.window_attention import window_statistics
 from kvbench.validation import SettingError, require_int
 
 
@@ -112,13 +116,21 @@ class OmniKV(Method):
         chosen = top_k_mask(scores[:, None], max(1, quota - own))[:, 0]
         return torch.cat([chosen, chosen.new_ones(len(chosen), own)], 1)
 
+    def row_reader(self, answer: CapturedAnswer) -> RowReader | None:
+        decoded = answer.seen + 1 - answer.prompt
+        if self.windowed and decoded < self.window:  # rows of the prompt are still inside the window
+            return None
+        return FilterReader(self, answer)
+
     def score_rows(self, queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
         """Score keys (B, H, n, d) by queries (B, H·G, w, d): (B, n) in float32, or float64 for float64 keys."""
+        if self.selector == "last":
+            return max_logits(queries[:, :, -1], keys, scaling)
+        if self.selector == "softmax_last":
+            return window_statistics(queries[:, :, -1:], keys, None, scaling)[0].amax((1, 2))
         dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
         grouped = queries.to(dtype).unflatten(1, (keys.shape[1], -1))
         logits = grouped @ keys.to(dtype)[:, :, None].mT * scaling
-        if self.selector == "last":
-            return logits.amax((1, 2, 3))
         p = logits.softmax(-1).amax((1, 2))
         if self.selector == "exp":
             age = torch.arange(p.shape[1] - 1, -1, -1, device=p.device)
@@ -130,3 +142,50 @@ class OmniKV(Method):
         queries = queries[:, :, -self.window :]
         known = state.layer.get("queries", queries[:, :, :0])
         return torch.cat([known, queries], 2)[:, :, -self.window :].clone()
+
+
+class FilterReader:
+    """Chooses rows in the filter layers and hands them to the layers behind each.
+
+    The last queries of a filter layer lie in a ring, with room for those that may be undone.
+    """
+
+    def __init__(self, method: OmniKV, answer: CapturedAnswer) -> None:
+        self.method, self.answer = method, answer
+        self.chooser = {layer: method.filter_of(layer, answer.layers) for layer in answer.all_layers}
+        self.rings: dict[int, Tensor] = {}
+        if method.windowed:
+            size = method.window + answer.undone
+            for layer in {own for own in self.chooser.values() if own in answer.keys}:
+                known = answer.states[layer].layer["queries"]
+                ring = known.new_zeros(*known.shape[:2], size, known.shape[3])
+                slots = torch.arange(answer.seen - known.shape[2], answer.seen, device=known.device) % size
+                self.rings[layer] = ring.index_copy(2, slots, known)
+
+    def choose(self, last: Tensor) -> RowChoice:
+        method, answer = self.method, self.answer
+        prompt, quota = answer.prompt, answer.quota
+        looks: dict[str, ListedRows] = {}  # of the last filter layer
+        ages = torch.arange(method.window - 1, -1, -1, device=last.device)
+
+        def choose(layer: int, queries: Tensor, keys: Tensor) -> ListedRows | None:
+            chooser = self.chooser[layer]
+            if chooser is None or quota is None or quota >= prompt:
+                return None
+            if layer == chooser:
+                if method.windowed:
+                    ring = self.rings[layer]
+                    ring.index_copy_(2, (last % ring.shape[2])[None], queries)
+                    queries = ring.index_select(2, (last - ages) % ring.shape[2])
+                scores = method.score_rows(queries, keys[:, :, :prompt], answer.scaling)
+                looks["rows"] = ListedRows(top_k_indices(scores[:, None], quota), after=prompt)
+            if layer <= chooser + method.wait:
+                return None
+            return looks.get("rows")
+
+        return choose
+
+    def finish(self, seen: int) -> None:
+        for layer, ring in self.rings.items():
+            slots = torch.arange(seen - self.method.window, seen, device=ring.device) % ring.shape[2]
+            self.answer.states[layer].layer["queries"] = ring.index_select(2, slots)

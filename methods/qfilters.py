@@ -36,6 +36,9 @@ class QFilters(Method):
     recent: int = setting(minimum=0)
     """Number of newest rows that always stay."""
 
+    capturable = True
+    order_free = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.filters  # refuse an unusable file at once
@@ -48,6 +51,18 @@ class QFilters(Method):
         """
         return read(self.path)
 
+    @cached_property
+    def copies(self) -> dict[tuple[torch.device, torch.dtype], Tensor]:
+        """The filters on the devices and in the dtypes that were asked for."""
+        return {}
+
+    def filters_like(self, tensor: Tensor) -> Tensor:
+        """Return the filters, (layers, H, d), with a tensor's device and dtype. They are copied once."""
+        key = tensor.device, tensor.dtype
+        if key not in self.copies:
+            self.copies[key] = self.filters.to(tensor)
+        return self.copies[key]
+
     def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
         if self.filters.shape != (layers, heads, dim):
             raise SettingError(
@@ -59,7 +74,7 @@ class QFilters(Method):
         return rows.places >= observation.tokens - self.recent
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
-        own = self.filters[observation.layer].to(rows.mass)  # (H, d)
+        own = self.filters_like(rows.mass)[observation.layer]  # (H, d)
         return -similarity(rows.keys, own.expand(len(rows.keys), -1, -1), "dot")
 
 

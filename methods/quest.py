@@ -20,10 +20,11 @@ from torch import Tensor
 
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
+from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowChoice, RowReader
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
-from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds
-from kvbench.kernels.row_selection import top_k_mask
+from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds, update_page_bounds
+from kvbench.kernels.row_selection import top_k_indices, top_k_mask
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Quest(Method):
     def read(self, request: ReadRequest, rows: Callable[[], Rows], state: State) -> Tensor | None:
         queries, quota = request.queries, request.quota
         held = request.first + queries.shape[2]
-        pages, chosen = -(-held // self.page), max(self.least, min(held, quota or held) // self.page)
+        pages, chosen = -(-held // self.page), self.count_pages(held, quota or held)
         dense = request.layer < self.dense_layers or queries.shape[2] > 1
         if dense or quota is None or quota >= held or chosen >= pages:
             return None
@@ -66,6 +67,19 @@ class Quest(Method):
         if self.force_last:
             above[..., -1] = torch.inf
         return top_k_mask(above, chosen).repeat_interleave(self.page, -1)[..., :held]
+
+    def row_reader(self, answer: CapturedAnswer) -> RowReader | None:
+        held, quota = answer.seen + 1, answer.quota
+        if quota is None:
+            return PageReader(self, answer, None)
+        chosen = self.count_pages(held, quota)
+        if quota >= held or chosen >= -(-held // self.page):  # some tokens of the answer attend to all rows
+            return None
+        return PageReader(self, answer, chosen)
+
+    def count_pages(self, held: int, quota: int) -> int:
+        """Return how many pages a query head attends to, of `held` rows."""
+        return max(self.least, min(held, quota) // self.page)
 
     def bounds(self, keys: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """Return the bounds of all pages. Those of pages that were already full are reused."""
@@ -77,3 +91,50 @@ class Quest(Method):
                 low, high = (torch.cat([own[k][:, :, :done], new], 2) for k, new in (("low", low), ("high", high)))
             own |= {"low": low, "high": high, "rows": keys.shape[2]}
         return own["low"], own["high"]
+
+
+class PageReader:
+    """Chooses the pages of each token. The bounds of all pages that an answer may fill lie at fixed addresses."""
+
+    def __init__(self, method: Quest, answer: CapturedAnswer, chosen: int | None) -> None:
+        """Make the tables.
+
+        Args:
+            method: The method.
+            answer: What the reader is made for.
+            chosen: Number of pages that a query head attends to; None for all rows.
+        """
+        self.method, self.answer, self.chosen = method, answer, chosen
+        self.tables: dict[int, tuple[Tensor, Tensor]] = {}  # bounds of each layer that does not attend to all rows
+        for layer in answer.all_layers:
+            if layer >= method.dense_layers and chosen is not None:
+                keys = answer.keys[layer]
+                shape = *keys.shape[:2], -(-keys.shape[2] // method.page), keys.shape[3]
+                known = method.bounds(keys[:, :, : answer.seen], answer.states[layer])
+                self.tables[layer] = keys.new_zeros(shape), keys.new_zeros(shape)
+                for table, own in zip(self.tables[layer], known, strict=True):
+                    table[:, :, : own.shape[2]] = own
+        like = answer.keys[answer.all_layers[0]]
+        self.numbers = torch.arange(-(-like.shape[2] // method.page), device=like.device)
+
+    def choose(self, last: Tensor) -> RowChoice:
+        page, newest = self.method.page, last // self.method.page
+        forced = self.numbers == newest
+
+        def choose(layer: int, queries: Tensor, keys: Tensor) -> ListedRows | None:
+            if layer not in self.tables or self.chosen is None:
+                return None
+            low, high = self.tables[layer]
+            update_page_bounds(keys, low, high, last, page)
+            above = page_upper_bounds(queries[:, :, 0], low, high, newest=newest)
+            if self.method.force_last:
+                above = above.masked_fill(forced, torch.inf)
+            return ListedRows(top_k_indices(above, self.chosen), page)
+
+        return choose
+
+    def finish(self, seen: int) -> None:
+        for layer, (low, high) in self.tables.items():
+            pages = -(-seen // self.method.page)
+            own = {"low": low[:, :, :pages].clone(), "high": high[:, :, :pages].clone(), "rows": seen}
+            self.answer.states[layer].layer.update(own)

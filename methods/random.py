@@ -1,4 +1,9 @@
-"""random: keep random rows, drawn per (seed, layer, head, position). Every informed method must beat this baseline."""
+"""random: keep random rows. Every informed method must beat this baseline.
+
+    s_j = u(seed, layer, head, j), uniform in [0, 1)
+
+The hash u depends on nothing else, so blocks and batches do not change the choice.
+"""
 
 from dataclasses import dataclass
 

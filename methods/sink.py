@@ -1,6 +1,11 @@
 """sink: keep the first rows and the newest rows (StreamingLLM).
 
-Source: mit-han-lab/streaming-llm, streaming_llm/kv_cache.py and pos_shift/modify_llama.py. With positions=rolling, the
+Source: mit-han-lab/streaming-llm, streaming_llm/kv_cache.py and pos_shift/modify_llama.py. Symbols: n tokens read, q
+the quota of a head.
+
+    held rows = {0, …, sinks - 1} ∪ {n - (q - sinks), …, n - 1}
+
+With positions=rolling, the
 official definition, each key is rotated by its slot in the cache and the query by its own slot. Positions then have no
 gaps and never exceed the number of rows held. With positions=original, keys stay as the model rotated them, as in
 NVIDIA/kvpress, microsoft/MInference and most re-implementations. The two differ once a row has been evicted.
@@ -28,6 +33,9 @@ class Sink(Method):
     positions: str = setting(choices=("rolling", "original"))
     """Whether positions are slots in the cache (rolling) or in the text (original)."""
 
+    capturable = True
+    order_free = True
+
     @property
     def uses_cache_positions(self) -> bool:
         return self.positions == "rolling"
@@ -36,4 +44,4 @@ class Sink(Method):
         return rows.places < self.sinks
 
     def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
-        return rows.places.double()
+        return rows.places.to(rows.mass.dtype)  # exact up to 2^24 tokens

@@ -38,7 +38,8 @@ class SnapKV(Method):
     group: str = setting(choices=("after", "before"))
     """Whether the group's query heads are averaged after pooling or before it."""
 
-    position_free = True
+    capturable = True
+    order_free = True
 
     def protect(self, observation: Observation, rows: Rows, quota: int) -> Tensor:
         return rows.places >= observation.tokens - self.window
@@ -49,7 +50,8 @@ class SnapKV(Method):
         )
         # rows of the window have no votes; if the window covers all rows of a head, only the block's have none
         inside = rows.places >= observation.tokens - self.window
-        if observation.queries.shape[2] < self.window:
+        may_cover = observation.each is None or observation.each <= self.window
+        if observation.queries.shape[2] < self.window and may_cover:
             covered = (inside | ~rows.present).all(-1, keepdim=True)
             inside = torch.where(covered, rows.places >= observation.first, inside)
-        return pool_group(votes, inside, self.kernel, self.pooling, self.group)
+        return pool_group(votes, inside, self.kernel, self.pooling, self.group, order=rows.order)

@@ -1,8 +1,12 @@
 """tova: keep the rows that the newest query attends to, at every step. No row is protected.
 
-Source: schwartz-lab-NLP/TOVA, src/tova_cache.py. With scope=layer, s_j is the mean over all query heads of p_{last,j},
-and all KV heads of a layer keep the same rows. With scope=group it is the mean within the group, and each KV head keeps
-its own rows, as the KeyDiff paper runs it. NVIDIA/kvpress, tova_press.py, always keeps the last row.
+Source: schwartz-lab-NLP/TOVA, src/tova_cache.py. Symbols: p_{last,j} the attention of the newest query to row j.
+
+    s_j = mean_h p_{last,j}
+
+With scope=layer the mean runs over all query heads, and all KV heads of a layer keep the same rows. With scope=group it
+runs over the group's query heads, and each KV head keeps its own rows, as the KeyDiff paper runs it. NVIDIA/kvpress,
+tova_press.py, always keeps the last row.
 """
 
 from dataclasses import dataclass
@@ -27,7 +31,8 @@ class TOVA(Method):
     recent: int = setting(minimum=0)
     """Number of newest rows that always stay."""
 
-    position_free = True
+    capturable = True
+    order_free = True
 
     def refuses(self, allocator: Allocator, codec: Codec) -> str | None:
         if self.scope == "layer" and not allocator.even:

@@ -1,5 +1,6 @@
 """Compute bounds of the keys of a page, and upper bounds of the logits of queries with them."""
 
+import torch
 from torch import Tensor
 
 from kvbench.kernels.dispatch import choose_implementation
@@ -29,13 +30,47 @@ def page_bounds(keys: Tensor, page: int, *, implementation: str | None = None) -
     return page_bounds_triton(keys, page)
 
 
-def page_upper_bounds(queries: Tensor, low: Tensor, high: Tensor, *, implementation: str | None = None) -> Tensor:
+def update_page_bounds(
+    keys: Tensor, low: Tensor, high: Tensor, last: Tensor, page: int, *, implementation: str | None = None
+) -> None:
+    """Compute the bounds of the newest page, in place.
+
+    Args:
+        keys: (B, H, n, d)
+        low: Minimum of each page's keys, (B, H, pages, d), contiguous. The newest page's is written.
+        high: Maximum of each page's keys, (B, H, pages, d), contiguous. The newest page's is written.
+        last: The newest row, a whole number without dimensions.
+        page: Number of rows of a page.
+        implementation: "reference" or "triton"; None chooses.
+
+    Raises:
+        ValueError: Shapes do not fit.
+    """
+    fits = low.shape == high.shape and low.shape[:2] == keys.shape[:2] and low.shape[3:] == keys.shape[3:]
+    if not fits or not (low.is_contiguous() and high.is_contiguous()) or page < 1:
+        raise ValueError(
+            f"update_page_bounds: keys {tuple(keys.shape)}, bounds {tuple(low.shape)}, {tuple(high.shape)} of {page}"
+        )
+    if choose_implementation("update_page_bounds", implementation, keys) == "reference":
+        number = int(last) // page
+        own = keys[:, :, number * page : int(last) + 1]
+        low[:, :, number], high[:, :, number] = own.amin(2), own.amax(2)
+        return
+    from kvbench.kernels.page_bounds.triton import update_page_bounds_triton
+
+    update_page_bounds_triton(keys, low, high, last, page)
+
+
+def page_upper_bounds(
+    queries: Tensor, low: Tensor, high: Tensor, *, newest: Tensor | None = None, implementation: str | None = None
+) -> Tensor:
     """Return an upper bound of q·k over the keys k of each page. It is exact up to rounding.
 
     Args:
         queries: (B, H·G, d)
         low: Minimum of each page's keys, (B, H, pages, d).
         high: Maximum of each page's keys, (B, H, pages, d).
+        newest: The last page that exists, a whole number without dimensions; the others get -inf. None if all exist.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
@@ -50,7 +85,12 @@ def page_upper_bounds(queries: Tensor, low: Tensor, high: Tensor, *, implementat
             f"page_upper_bounds: queries {tuple(queries.shape)}, bounds {tuple(low.shape)}, {tuple(high.shape)}"
         )
     if choose_implementation("page_upper_bounds", implementation, low) == "reference":
-        return page_upper_bounds_reference(queries, low, high)
+        above = page_upper_bounds_reference(queries, low, high)
+        return (
+            above
+            if newest is None
+            else above.masked_fill(torch.arange(above.shape[2], device=above.device) > newest, -torch.inf)
+        )
     from kvbench.kernels.page_bounds.triton import page_upper_bounds_triton
 
-    return page_upper_bounds_triton(queries, low, high)
+    return page_upper_bounds_triton(queries, low, high, newest)

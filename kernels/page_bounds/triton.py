@@ -47,10 +47,41 @@ def page_bounds_triton(keys: Tensor, page: int) -> tuple[Tensor, Tensor]:
     return low, high
 
 
+@triton.jit(do_not_specialize=["heads", "pages", "page"])
+def _newest(
+    keys, low, high, last, heads, pages, page, dim, k_b, k_h, k_n, k_d, ROWS: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    line = tl.program_id(0)
+    newest = tl.load(last).to(tl.int32)
+    number = newest // page
+    keys += (line // heads).to(tl.int64) * k_b + (line % heads).to(tl.int64) * k_h
+    column = tl.arange(0, D)
+    least = tl.full((D,), float("inf"), tl.float32)
+    most = tl.full((D,), float("-inf"), tl.float32)
+    for first in range(number * page, newest + 1, ROWS):
+        row = first + tl.arange(0, ROWS)
+        here = (row <= newest)[:, None] & (column < dim)[None]
+        at = row[:, None].to(tl.int64) * k_n + column[None] * k_d
+        k = tl.load(keys + at, mask=here, other=0.0).to(tl.float32)
+        least = tl.minimum(least, tl.min(tl.where(here, k, float("inf")), 0))
+        most = tl.maximum(most, tl.max(tl.where(here, k, float("-inf")), 0))
+    out = (line.to(tl.int64) * pages + number) * dim + column
+    tl.store(low + out, least.to(low.dtype.element_ty), mask=column < dim)
+    tl.store(high + out, most.to(high.dtype.element_ty), mask=column < dim)
+
+
+def update_page_bounds_triton(keys: Tensor, low: Tensor, high: Tensor, last: Tensor, page: int) -> None:
+    batch, heads, pages, dim = low.shape
+    rows = min(triton.next_power_of_2(page), 16)
+    _newest[batch * heads,](
+        keys, low, high, last, heads, pages, page, dim, *keys.stride(), ROWS=rows, D=triton.next_power_of_2(dim)
+    )
+
+
 @triton.jit(do_not_specialize=["group", "pages", "heads"])
 def _upper(
-    queries, low, high, above, group, pages, dim, heads, q_b, q_h, q_d, l_b, l_h, l_n, l_d, h_b, h_h, h_n, h_d,
-    PAGES: tl.constexpr, D: tl.constexpr,
+    queries, low, high, above, newest, group, pages, dim, heads, q_b, q_h, q_d, l_b, l_h, l_n, l_d, h_b, h_h, h_n, h_d,
+    NEWEST: tl.constexpr, PAGES: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(1)
     batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
@@ -66,15 +97,18 @@ def _upper(
         asking = batch * q_b + (head * group + own) * q_h + column * q_d
         q = tl.load(queries + asking, mask=wide, other=0.0).to(tl.float32)[None]
         bound = tl.sum(tl.where(q > 0, q * most, q * least), 1)
+        if NEWEST:
+            bound = tl.where(number <= tl.load(newest), bound, float("-inf"))
         tl.store(above + (line.to(tl.int64) * group + own) * pages + number, bound, mask=number < pages)
 
 
-def page_upper_bounds_triton(queries: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def page_upper_bounds_triton(queries: Tensor, low: Tensor, high: Tensor, newest: Tensor | None) -> Tensor:
     batch, heads, pages, dim = low.shape
     above = torch.empty(*queries.shape[:2], pages, dtype=torch.float32, device=queries.device)
     if above.numel():
         _upper[triton.cdiv(pages, PAGES), batch * heads](
-            queries, low, high, above, queries.shape[1] // heads, pages, dim, heads,
-            *queries.stride(), *low.stride(), *high.stride(), PAGES=PAGES, D=triton.next_power_of_2(dim),
+            queries, low, high, above, above if newest is None else newest, queries.shape[1] // heads, pages, dim,
+            heads, *queries.stride(), *low.stride(), *high.stride(),
+            NEWEST=newest is not None, PAGES=PAGES, D=triton.next_power_of_2(dim),
         )  # fmt: skip
     return above

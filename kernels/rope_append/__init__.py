@@ -20,6 +20,7 @@ def append(
     tail: int,
     step: Tensor,
     *,
+    slots: Tensor | None = None,
     norms: tuple[Tensor, Tensor, float] | None = None,
     implementation: str | None = None,
 ) -> Tensor:
@@ -38,6 +39,7 @@ def append(
         tail_values: (B, H, m, d), written in place.
         tail: Number of rows of the tail when the graph was captured.
         step: Number of rows written since then, int32 on the device.
+        slots: The row of each head that the token is written to, (B, H) whole numbers, for T = 1; None for the next.
         norms: The weights (d,) of the queries' and the keys' RMS norm, and its ε; None for no norm.
         implementation: "reference" or "triton"; None chooses.
 
@@ -55,7 +57,9 @@ def append(
         )
     if len(queries) != len(keys) or len(keys) % batch or cos.shape != sin.shape or cos.shape[1] > dim:
         raise ValueError(f"append: {len(queries)} queries, {len(keys)} keys, batch {batch}, cos {tuple(cos.shape)}")
-    given = queries, keys, values, cos, sin, tail_keys, tail_values, tail, step, norms
+    if slots is not None and (slots.shape != (batch, heads) or len(keys) != batch):
+        raise ValueError(f"append: slots {tuple(slots.shape)} of {heads} heads for {len(keys)} tokens")
+    given = queries, keys, values, cos, sin, tail_keys, tail_values, tail, step, slots, norms
     if choose_implementation("append", implementation, queries) == "reference":
         return append_reference(*given)
     from kvbench.kernels.rope_append.triton import append_triton

@@ -37,9 +37,9 @@ def rotate_head(
 
 @triton.jit
 def _append(
-    queries, keys, values, cos, sin, query_norm, key_norm, tail_keys, tail_values, out, step,
+    queries, keys, values, cos, sin, query_norm, key_norm, tail_keys, tail_values, out, step, slots,
     tail, tokens, heads, query_heads, dim, turning, epsilon, s_q, s_k, s_v, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
-    NORM: tl.constexpr, D: tl.constexpr,
+    NORM: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0), tl.program_id(1)
     b, t = (token // tokens).to(tl.int64), token % tokens
@@ -47,6 +47,8 @@ def _append(
     column = tl.arange(0, D)
     there = column < dim
     row = tail + first + t
+    if SLOTS and head >= query_heads:
+        row = tl.load(slots + b * heads + (head - query_heads) % heads).to(tl.int32)
     if head >= query_heads + heads:
         h = head - query_heads - heads
         value = tl.load(values + token.to(tl.int64) * s_v + h * dim + column, mask=there)
@@ -70,7 +72,7 @@ def _append(
 
 def append_triton(
     queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, tail_keys: Tensor, tail_values: Tensor,
-    tail: int, step: Tensor, norms: tuple[Tensor, Tensor, float] | None,
+    tail: int, step: Tensor, slots: Tensor | None, norms: tuple[Tensor, Tensor, float] | None,
 ) -> Tensor:  # fmt: skip
     batch, heads, _, dim = tail_keys.shape
     tokens, query_heads = len(keys) // batch, queries.shape[1] // dim
@@ -78,8 +80,8 @@ def append_triton(
     query_norm, key_norm, epsilon = norms or (queries, keys, 0.0)
     _append[(len(keys), query_heads + 2 * heads)](
         queries, keys, values, cos, sin, query_norm, key_norm, tail_keys, tail_values, out, step,
-        tail, tokens, heads, query_heads, dim, cos.shape[1], epsilon,
+        step if slots is None else slots, tail, tokens, heads, query_heads, dim, cos.shape[1], epsilon,
         queries.stride(0), keys.stride(0), values.stride(0), *tail_keys.stride()[:3], *tail_values.stride()[:3],
-        NORM=norms is not None, D=triton.next_power_of_2(dim), num_warps=1 if dim <= 64 else 2,
+        NORM=norms is not None, SLOTS=slots is not None, D=triton.next_power_of_2(dim), num_warps=1 if dim <= 64 else 2,
     )  # fmt: skip
     return out

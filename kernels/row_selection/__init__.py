@@ -34,6 +34,32 @@ def top_k_mask(scores: Tensor, quotas: Tensor | int, *, implementation: str | No
     return top_k_mask_triton(scores, quotas)
 
 
+def top_k_indices(scores: Tensor, k: int, *, implementation: str | None = None) -> Tensor:
+    """Return the indices of each head's k largest scores. Of equal scores the lower row comes first.
+
+    Args:
+        scores: (B, H, n)
+        k: Number of rows, from 1 to n.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        (B, H, k) int64, ascending.
+
+    Raises:
+        ValueError: k is not in this range.
+    """
+    if scores.dim() != 3 or not 1 <= k <= scores.shape[2]:
+        raise ValueError(f"top_k_indices: {k} of scores {tuple(scores.shape)}")
+    if choose_implementation("top_k_indices", implementation, scores) == "triton":
+        from kvbench.kernels.row_selection.triton import SINGLE, top_k_indices_triton
+
+        if scores.shape[2] <= SINGLE and scores.numel():
+            return top_k_indices_triton(scores, k)
+    kept = top_k_mask(scores, k, implementation=implementation)
+    found = kept_indices(kept, k * scores[..., 0].numel(), implementation=implementation)
+    return (found % scores.shape[2]).view(*scores.shape[:2], k)
+
+
 def kept_indices(kept: Tensor, total: int | None = None, *, implementation: str | None = None) -> Tensor:
     """Return the indices of the rows that stay, counted in the order (sample, head, row).
 

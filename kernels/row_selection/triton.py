@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 2048  # scores or marks that a program reads together
+SINGLE = 16384  # scores of a head that one program holds
 ROWS = 32  # rows that a program copies
 
 
@@ -119,6 +120,35 @@ def top_k_mask_triton(scores: Tensor, quotas: Tensor) -> Tensor:
     marks = chosen.view(torch.uint8)
     _choose[splits, lines](scores, quotas, counts, known, left, marks, *sizes, SPLITS=splits, TILE=TILE)
     return chosen
+
+
+@triton.jit(do_not_specialize=["rows", "k", "heads"])
+def _list_top(scores, found, rows, k, heads, s_b, s_h, s_n, TILE: tl.constexpr):
+    """Write the indices of a head's k largest scores: find the k-th largest number bit by bit, then list."""
+    head = tl.program_id(0)
+    row = tl.arange(0, TILE)
+    here = row < rows
+    scores += (head // heads).to(tl.int64) * s_b + (head % heads).to(tl.int64) * s_h
+    number = _number(tl.load(scores + row.to(tl.int64) * s_n, mask=here, other=0.0))
+    least, bit = tl.full((), 0, tl.uint32), tl.full((), 0x80000000, tl.uint32)
+    for _ in range(32):
+        larger = least | bit
+        bit >>= 1
+        least = tl.where(tl.sum((here & (number >= larger)).to(tl.int32)) >= k, larger, least)
+    room = k - tl.sum((here & (number > least)).to(tl.int32))
+    equals = (here & (number == least)).to(tl.int32)
+    stays = here & ((number > least) | ((equals == 1) & (tl.cumsum(equals, 0) <= room)))
+    place = head.to(tl.int64) * k + tl.cumsum(stays.to(tl.int32), 0) - 1
+    tl.store(found + place, row.to(tl.int64), mask=stays)
+
+
+def top_k_indices_triton(scores: Tensor, k: int) -> Tensor:
+    batch, heads, rows = scores.shape
+    found = torch.empty(batch, heads, k, dtype=torch.int64, device=scores.device)
+    tile = max(256, triton.next_power_of_2(rows))
+    warps = 8 if tile <= 4096 else 16
+    _list_top[batch * heads,](scores, found, rows, k, heads, *scores.stride(), TILE=tile, num_warps=warps)
+    return found
 
 
 @triton.jit(do_not_specialize=["size"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
@@ -33,6 +34,7 @@ def pool_group(
     pooling: str,
     group: str = "after",
     *,
+    order: Tensor | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Pool scores along rows and average them over the group.
@@ -43,6 +45,7 @@ def pool_group(
         kernel: Width of the pooling, an odd number.
         pooling: "avg" or "max".
         group: Whether the group is averaged "after" or "before" pooling.
+        order: The index here of each row in the order of the text, (B, H, n) int64; None if rows are in that order.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
@@ -56,7 +59,12 @@ def pool_group(
     if choose_implementation("pool_group", implementation, scores) == "triton":
         from kvbench.kernels.window_attention.triton_pooling import pool_group_triton
 
-        return pool_group_triton(scores, hidden, kernel, pooling == "max", group == "before")
+        return pool_group_triton(scores, hidden, order, kernel, pooling == "max", group == "before")
+    if order is not None:
+        scores = scores.gather(-1, order[:, :, None].expand_as(scores))
+        shown = None if hidden is None else hidden.gather(-1, order)
+        pooled = pool_group(scores, shown, kernel, pooling, group, implementation=implementation)
+        return torch.empty_like(pooled).scatter_(-1, order, pooled)
     if hidden is not None:
         scores = scores.masked_fill(hidden[:, :, None], 0)
     before = group == "before"

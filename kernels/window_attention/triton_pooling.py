@@ -8,13 +8,14 @@ from torch import Tensor
 
 @triton.jit
 def pool_kernel(
-    scores, hidden, pooled, group, rows,
-    N: tl.constexpr, KERNEL: tl.constexpr, LARGEST: tl.constexpr, BEFORE: tl.constexpr, HIDDEN: tl.constexpr,
+    scores, hidden, order, pooled, group, rows,
+    N: tl.constexpr, KERNEL: tl.constexpr, LARGEST: tl.constexpr, BEFORE: tl.constexpr,
+    HIDDEN: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """Pool scores (B·H, G, n) to (B·H, n), N rows per program.
 
     LARGEST: pools take the maximum, otherwise the average. The group's mean is a sum of pools or, with BEFORE, a pool
-    of sums, and is divided at the end.
+    of sums, and is divided at the end. ORDER: neighbours are those in the order of the text, `order` (B·H, n).
     """
     pair, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
     result = tl.zeros((N,), tl.float32)
@@ -23,6 +24,8 @@ def pool_kernel(
         for offset in tl.static_range(KERNEL):
             near = row + (offset - KERNEL // 2)
             inside = (near >= 0) & (near < rows)
+            if ORDER:
+                near = tl.load(order + pair * rows + near, mask=inside, other=0)
             shown = inside
             if HIDDEN:
                 shown = inside & (tl.load(hidden + pair * rows + near, mask=inside, other=1) == 0)
@@ -35,16 +38,23 @@ def pool_kernel(
             else:
                 own += score
         result += own
+    place = row
+    if ORDER:
+        place = tl.load(order + pair * rows + row, mask=row < rows, other=0).to(tl.int32)
     if HIDDEN:
-        result = tl.where(tl.load(hidden + pair * rows + row, mask=row < rows, other=1) == 0, result, 0.0)
-    tl.store(pooled + pair * rows + row, result / (group if LARGEST else group * KERNEL), mask=row < rows)
+        result = tl.where(tl.load(hidden + pair * rows + place, mask=row < rows, other=1) == 0, result, 0.0)
+    tl.store(pooled + pair * rows + place, result / (group if LARGEST else group * KERNEL), mask=row < rows)
 
 
-def pool_group_triton(scores: Tensor, hidden: Tensor | None, kernel: int, largest: bool, before: bool) -> Tensor:
+def pool_group_triton(
+    scores: Tensor, hidden: Tensor | None, order: Tensor | None, kernel: int, largest: bool, before: bool
+) -> Tensor:
     batch, heads, group, rows = scores.shape
     pooled = scores.new_empty(batch, heads, rows, dtype=torch.float32)
     pool_kernel[(triton.cdiv(rows, 512), batch * heads)](
-        scores.contiguous(), pooled if hidden is None else hidden.contiguous().view(torch.uint8), pooled, group, rows,
+        scores.contiguous(), pooled if hidden is None else hidden.contiguous().view(torch.uint8),
+        pooled if order is None else order, pooled, group, rows,
         N=512, KERNEL=kernel, LARGEST=largest, BEFORE=before, HIDDEN=hidden is not None,
+        ORDER=order is not None,
     )  # fmt: skip
     return pooled

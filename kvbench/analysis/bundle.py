@@ -109,7 +109,7 @@ def write_bundle(
     blocks, refused = build_blocks(chosen, runs, average)
     if refused:
         raise SettingError(refused[0])
-    files = {TABLE: format_csv(blocks, DECIMALS).encode()}
+    files = {TABLE: format_csv(blocks, decimals=DECIMALS).encode()}
     for run in runs:
         files |= {f"runs/{run.hash}/{name}": content for name, content in pack_run(run, with_texts).items()}
     about = {"format": FORMAT, "kvbench": find_version(), "scipy": find_installed_version("scipy")}

@@ -5,7 +5,7 @@ subtask, over the samples that both runs answered:
 
 * the mean scores and the paired interval of their difference (kvbench.analysis.paired),
 * the number of samples that score less, more and the same,
-* the mean share of bytes held (resident_bytes / full_bytes),
+* the mean share of bytes held (resident_bytes / full_bytes) and its t interval over contexts,
 * the mean share of rows attended during decoding (rows_attended / rows_seen_decoding),
 * the medians of the time to first token and of the time per output token after it, in ms.
 
@@ -39,7 +39,7 @@ from kvbench.analysis.answer_metrics import (
     select_answered,
 )
 from kvbench.analysis.closing_table_format import COST_NAMES, TIME_NAMES, ClosingTable, TableRow
-from kvbench.analysis.intervals import TAIL, Mean, compute_means, normalize_weights
+from kvbench.analysis.intervals import TAIL, Mean, Values, compute_means, normalize_weights
 from kvbench.analysis.paired import Pair, PairedDifference, PairedScores, compare_averages, pair_records
 from kvbench.analysis.text_table import NOT_AVAILABLE
 from kvbench.validation import EMBEDDED_MODELS, escape, format_value
@@ -192,10 +192,16 @@ class TableDraft:
 def finish_tables(drafts: Sequence[TableDraft]) -> list[ClosingTable]:
     """Compute the means of several tables at once, which is faster than one call of `build_run_table` for each."""
     changes = _compare_rows([row for draft in drafts for row in draft.every])
+    held = _average_bytes([row for draft in drafts for row in draft.every])
     sides = _average_sides([row for draft in drafts if not draft.brief for row in draft.every])
     tables = []
     for draft in drafts:
-        rows = [replace(row.row, interval=next(changes)) for row in draft.every]
+        rows = [
+            replace(
+                row.row, interval=next(changes), held_low=own.low if own else None, held_high=own.high if own else None
+            )
+            for row, own in zip(draft.every, held, strict=False)
+        ]
         if not draft.brief:
             rows = [replace(row, full=full, method=method) for row, (full, method) in zip(rows, sides, strict=False)]
         every, also = tuple(rows[: len(draft.rows)]), tuple(rows[len(draft.rows) :])
@@ -260,11 +266,13 @@ class RowDraft:
         row: The row without `interval`, `full` and `method`.
         scores: The scores that its means come from; empty if it has none.
         weights: The weights of the scores, as in `kvbench.analysis.paired.compare_subtasks`.
+        held: The share of bytes held of each sample, for each entry of `scores`; empty if a sample's is unknown.
     """
 
     row: TableRow
     scores: Sequence[PairedScores]
     weights: Sequence[float] | None = None
+    held: Sequence[Values] = ()
 
 
 def _draft_row(subtask: str, pairs: Sequence[Pair]) -> RowDraft:
@@ -274,8 +282,9 @@ def _draft_row(subtask: str, pairs: Sequence[Pair]) -> RowDraft:
     for name, own in (("_full", full), ("", method)):
         times[f"ttft{name}"] = [record["ttft_ms"] for record in own]
         times[f"tpot{name}"] = [divide(record["decode_ms"], record["tokens_out"] - 1) for record in own]
+    shares = [divide(record["resident_bytes"], record["full_bytes"]) for record in method]
     costs: dict[str, Any] = {
-        "held": reduce_known(np.mean, [divide(record["resident_bytes"], record["full_bytes"]) for record in method]),
+        "held": reduce_known(np.mean, shares),
         "attended": reduce_known(
             np.mean, [divide(record["rows_attended"], record["rows_seen_decoding"]) for record in method]
         ),
@@ -283,7 +292,11 @@ def _draft_row(subtask: str, pairs: Sequence[Pair]) -> RowDraft:
         **{f"{name}_error": reduce_known(median_error, own) for name, own in times.items()},
     }
     row = TableRow(subtask, "subtask", None, None, None, len(pairs) - len(kept), **costs)
-    return RowDraft(row, [collect_scores(kept)] if kept else [])
+    if not kept:
+        return RowDraft(row, [])
+    scores, known = collect_scores(kept), [share for share in shares if share is not None]
+    held = [Values(known, scores.groups, -math.inf, math.inf)] if len(known) == len(shares) else []
+    return RowDraft(row, [scores], held=held)
 
 
 def _draft_average_row(
@@ -303,13 +316,21 @@ def _draft_average_row(
     for of in TIME_NAMES:
         costs[f"{of}_error"] = _combine_errors([getattr(row, f"{of}_error") for row in rows], shares)
     row = TableRow(name, kind, None, None, None, failed, **costs)
-    return RowDraft(row, [scored[subtask] for subtask in weights], shares)
+    held = [own for subtask in weights for own in drafts[subtask].held]
+    complete = len(held) == len(weights)
+    return RowDraft(row, [scored[subtask] for subtask in weights], shares, held if complete else [])
 
 
 def _compare_rows(rows: Sequence[RowDraft]) -> Iterator[PairedDifference | None]:
     """Yield the difference of each row, None for a row without scores."""
     found = iter(compare_averages([(row.scores, row.weights) for row in rows if row.scores]))
     return (next(found) if row.scores else None for row in rows)
+
+
+def _average_bytes(rows: Sequence[RowDraft]) -> Iterator[Mean | None]:
+    """Yield the mean share of bytes held for each row, None for a row in which some sample's share is unknown."""
+    found = iter(compute_means([(row.held, row.weights) for row in rows if row.held]))
+    return (next(found) if row.held else None for row in rows)
 
 
 def _average_sides(rows: Sequence[RowDraft]) -> Iterator[tuple[Mean | None, Mean | None]]:

@@ -64,6 +64,9 @@ class TableRow:
         method: The method's mean over the same samples.
         failed: Number of pairs that are left out because one side failed.
         held: Share of the full cache's bytes that are held, in [0, 1].
+        held_low: Lower end of the 95 % interval of `held`. None like `kvbench.analysis.intervals.Mean.low`: if the
+            samples of all contexts, or of all but five, hold the same share.
+        held_high: Upper end of that interval.
         attended: Share of the full cache's rows that a decoded token attends to, in [0, 1].
         ttft_full: Time to first token with the full cache, ms.
         ttft: Time to first token with the method, ms.
@@ -83,6 +86,8 @@ class TableRow:
     method: Mean | None
     failed: int
     held: float | None = None
+    held_low: float | None = None
+    held_high: float | None = None
     attended: float | None = None
     ttft_full: float | None = None
     ttft: float | None = None

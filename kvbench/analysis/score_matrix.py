@@ -6,8 +6,9 @@ full cache answered. A sweep that is not finished therefore shows what its runs 
 whole subtask from the others is left out and named.
 
 Of each run the matrix shows the mean score and its paired difference from the full cache with a 95 % interval
-(kvbench.analysis.paired), the shares of bytes held and rows attended, and the share of answers that ended at the length
-limit. Means over subtasks are those of `kvbench.analysis.budget_series.choose_weights`.
+(kvbench.analysis.paired), the shares of bytes held, rows kept and rows attended, and the share of answers that ended at
+the length limit; kvbench.analysis.score_matrix_columns lists all that it can show. Means over subtasks are those of
+`kvbench.analysis.budget_series.choose_weights`.
 
 The best of a column is the run with the highest mean score. Chance may have put it there, so a column also marks the
 runs that cannot be told from the best: a set that contains the truly best run with a confidence of 95 %. Run i of k is
@@ -18,9 +19,8 @@ Decision (Selection and Ranking) Rules"; Hsu 1984, "Constrained Simultaneous Con
 Comparisons with the Best".
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -50,6 +50,7 @@ from kvbench.store.runs import StoredRun, find_baseline, name_some
 from kvbench.validation import SettingError
 
 FULL = "full cache"  # label of its row
+KEPT = ("rows_held", "rows_seen")  # fields of a record whose ratio is the share of rows kept
 ERROR = 0.05  # chance that the set of possibly best runs lacks the truly best one
 Record = dict[str, Any]
 SampleKey = tuple[str, str, tuple[str, ...], tuple[tuple[str, float], ...]]  # run, full cache, samples, weights
@@ -65,6 +66,7 @@ class MatrixCell:
         score: Its mean score in points.
         difference: Its paired difference from the full cache in points; None for the full cache itself.
         held: Share of the full cache's bytes that it holds, in [0, 1]. None if the records do not say.
+        kept: Share of the rows read that are in the cache when the answer begins, in [0, 1], None likewise.
         attended: Share of the full cache's rows that a decoded token attends to, in [0, 1], None likewise.
         at_limit: Share of the answers that ended at the length limit, in [0, 1].
         best: Whether no run of the column has a higher score.
@@ -75,6 +77,7 @@ class MatrixCell:
     score: Mean
     difference: PairedDifference | None
     held: float | None
+    kept: float | None
     attended: float | None
     at_limit: float
     best: bool = False
@@ -100,6 +103,9 @@ class ScoreBlock:
         unfinished: Names of runs that lack records, each with the number that it has, the fewest first.
         left_out: Names of runs that are not shown, each with the reason.
         warnings: Why the scores are no evidence about the benchmark (`kvbench.analysis.closing_table.warn_of_data`).
+        grouped_by: Names of the settings by which blocks and rows are gathered (kvbench.analysis.score_matrix_order).
+        heading: Heading above the block, with the values of these settings.
+        sections: Label of a row -> heading above it and those that have the same one. Empty if rows are not gathered.
     """
 
     model: str
@@ -116,6 +122,9 @@ class ScoreBlock:
     unfinished: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    grouped_by: tuple[str, ...] = ()
+    heading: str = ""
+    sections: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -274,11 +283,13 @@ class Samples:
         cells = []
         for run in runs:
             score, change = numbers[run.hash]
-            held, attended = (self.average(run, partial(read_share, own)) for own in SHARES.values())
+            held, kept, attended = (
+                self.average(run, partial(read_share, own)) for own in (SHARES["bytes"], KEPT, SHARES["rows"])
+            )
             at_limit = self.average(run, lambda record: float(record["stop"] == "length"))
             assert at_limit is not None  # every record says how its answer stopped
             difference = None if run.hash == self.full.hash else change
-            cells.append(MatrixCell(run, score, difference, held, attended, at_limit))
+            cells.append(MatrixCell(run, score, difference, held, kept, attended, at_limit))
         return cells
 
     def pair(self, one: StoredRun, other: StoredRun) -> list[PairedScores]:
@@ -345,39 +356,10 @@ class Samples:
         ]
 
 
-def sort_rows(blocks: Sequence[ScoreBlock], budget: str) -> list[ScoreBlock]:
-    """Sort the rows of each block by their score at a budget, the best first. Rows without that budget come last.
-
-    Args:
-        blocks: The blocks.
-        budget: As on the command line, such as "0.05" or "64".
-
-    Raises:
-        SettingError: No run has this budget.
-    """
-    known = {cell.run.value["budget"] for block in blocks for own in block.rows.values() for cell in own.values()}
-    try:
-        wanted = float(budget)
-    except ValueError:
-        wanted = math.nan
-    if wanted not in [float(own) for own in known]:
-        shown = ", ".join(map(str, sorted(known))) or "no budget, because only the full cache is shown"
-        raise SettingError(f"--sort={budget}: choose one of {shown}")
-
-    def sort(block: ScoreBlock) -> ScoreBlock:
-        def rank(label: str) -> tuple[float, str]:
-            found = [own.score.value for own in block.rows[label].values() if own.run.value["budget"] == wanted]
-            return (-found[0] if found else 1.0), label
-
-        return replace(block, rows={label: block.rows[label] for label in sorted(block.rows, key=rank)})
-
-    return [sort(block) for block in blocks]
-
-
 def read_share(names: tuple[str, str], record: Record) -> float | None:
     """Return the ratio of two numbers of a record, or None if one is unknown or the second is 0."""
     part, whole = names
-    return divide(record[part], record[whole])
+    return divide(record.get(part), record.get(whole))
 
 
 def list_cells(blocks: Iterable[ScoreBlock]) -> list[tuple[ScoreBlock, str, MatrixCell]]:

@@ -2,68 +2,174 @@
 
 import csv
 import io
+import json
+import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from html import escape as escape_html
-from typing import Any
+from itertools import groupby
+
+from rich.box import HORIZONTALS
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from kvbench.analysis.score_matrix import FULL, MatrixCell, ScoreBlock, list_cells
+from kvbench.analysis.score_matrix_columns import (
+    BEST,
+    DEFAULT,
+    IN_CSV,
+    IN_LATEX,
+    TIED,
+    MatrixColumn,
+    explain,
+    split_columns,
+)
 from kvbench.analysis.text_table import (
     NOT_AVAILABLE,
     Column,
     escape_latex,
     escape_markdown,
-    format_interval,
     format_markdown,
-    format_number,
-    format_percent,
-    format_table,
     wrap_texts,
 )
 from kvbench.store.runs import name_some
 from kvbench.validation import escape
 
-BEST, TIED = "*", "†"
-LEGEND = (
+LEAST_LABEL = 24  # letters that labels have in every table of text
+MARKS = (
     f"{BEST} the highest score of a column. {TIED} cannot be told from the best: in each column, the marked methods "
-    "contain the truly best one with 95 % confidence (simultaneous paired comparisons, Bonferroni).",
-    "diff: method - full cache in points, with its 95 % interval, paired on the same samples. bytes, rows: shares of "
-    "the full cache's bytes held and of its rows attended per decoded token. limit: answers that ended at the length "
-    "limit.",
+    "contain the truly best one with 95 % confidence (simultaneous paired comparisons, Bonferroni)."
 )
 TEXT_WIDTH = 345  # points of a line in LaTeX's article, the narrowest page of its standard classes
-LETTER_WIDTH, BUDGET_WIDTH, EDGE_WIDTH = (
-    5,
-    87,
-    12,
-)  # points of a letter (at most), of a budget's two columns, of the edges
-Row = tuple[str, Mapping[str, MatrixCell]]
+LETTER_WIDTH, EDGE_WIDTH, GAP_WIDTH = 5, 12, 13.5  # points of a letter (at most), of both edges, between two columns
+WIDE_LETTER = 6  # points of a letter in a word without narrow ones
+ABOUT = ("model.name", "task.name", "question")  # settings that the CSV always shows
+Columns = Sequence[MatrixColumn]
+Unit = tuple[str, Columns]  # a budget, and what a table shows below it
+Row = tuple[str, Mapping[str, MatrixCell] | None]  # label and cells by budget, or a heading above rows
 
 
-def format_text(blocks: Sequence[ScoreBlock], width: int) -> str:
-    """Return plain aligned text. Budgets that do not fit `width` go into a further block."""
-    lines: list[str] = []
-    for block in blocks:
-        lines += wrap_texts([escape(block.title), describe_samples(block)], width)
-        lines += format_table([METHOD, *(make_score_column(own) for own in block.budgets)], list_rows(block), 1, width)
-        lines += format_table([METHOD, *(make_cost_column(own) for own in block.budgets)], list_rows(block), 1, width)
-        lines.append("")
-    return "\n".join([*lines, *(wrap_texts(LEGEND, width) if blocks else [])]) + "\n"
+def format_text(blocks: Sequence[ScoreBlock], width: int, columns: Columns = DEFAULT, styled: bool = False) -> str:
+    """Return tables for a terminal, one for each block where it is wide enough.
+
+    Budgets and columns that do not fit go into a further table, and long labels are folded. No number is ever cut.
+
+    Args:
+        blocks: The blocks.
+        width: Characters of a line.
+        columns: What to show of each run.
+        styled: Write headings and the best of each column in bold, which a terminal shows.
+    """
+    stream = io.StringIO()
+    console = Console(
+        file=stream,
+        width=width,
+        height=25,  # without it, rich asks the terminal for both
+        force_terminal=styled,
+        color_system="standard" if styled else None,
+        legacy_windows=False,
+        _environ={},
+    )
+    for heading, block in zip(list_headings(blocks), blocks, strict=True):
+        above = [*wrap_texts([heading], width), "=" * min(len(heading), width)] if heading else []
+        for line in [*above, *wrap_texts([escape(block.title)], width)]:
+            console.print(Text(line, "bold"))
+        console.print(Text("\n".join(wrap_texts([describe_samples(block)], width))))
+        for units in split_tables(block, columns, width):
+            console.print()
+            console.print(make_table(block, units, find_label_width(block, width)))
+        console.print()
+    if blocks:
+        console.print(Text("\n".join(wrap_texts(describe_columns(columns), width))))
+    return "\n".join(line.rstrip() for line in stream.getvalue().split("\n"))
 
 
-def format_markdown_matrix(blocks: Sequence[ScoreBlock]) -> str:
+def find_label_width(block: ScoreBlock, width: int) -> int:
+    """Return the width of the labels in the text of a block: the longest one's, at most a third of a wide line."""
+    longest = max(len(indent_label(block, row)) + cell_len(escape(row[0])) for row in list_rows(block))
+    return min(max(longest, len(METHOD.title)), max(LEAST_LABEL, width // 3))
+
+
+def indent_label(block: ScoreBlock, row: Row) -> str:
+    """Return the spaces before the label of a row: two below the heading of a section."""
+    label, cells = row
+    return "  " if cells is not None and block.sections.get(label) else ""
+
+
+def split_tables(block: ScoreBlock, columns: Columns, width: int) -> list[list[Unit]]:
+    """Share the columns of a block out among tables that fit a width.
+
+    Scores of all budgets come before costs. Both stand in one table if that is wide enough.
+    """
+    room = width - find_label_width(block, width)
+    tables: list[list[Unit]] = [[]]
+    for piece in split_columns(columns, room - 1, lambda column: column.size + 1):
+        group = [(budget, piece) for budget in block.budgets]
+        if measure_units([*tables[-1], *group]) > room:
+            tables.append([])
+        for unit in group:
+            if tables[-1] and measure_units([*tables[-1], unit]) > room:
+                tables.append([])
+            tables[-1].append(unit)
+    return [units for units in tables if units]
+
+
+def measure_units(units: Sequence[Unit]) -> int:
+    """Return the width of some budgets' columns, with the gap before each."""
+    return sum(2 + max(len(budget), len(join_titles(columns))) for budget, columns in units)
+
+
+def make_table(block: ScoreBlock, units: Sequence[Unit], label_width: int) -> Table:
+    """Return one table of a block's text.
+
+    Args:
+        block: The block.
+        units: Budgets, each with what the table shows below it.
+        label_width: Width of the labels.
+    """
+    table = Table(box=HORIZONTALS, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(Text(f"\n{METHOD.title}"), overflow="fold", min_width=label_width, max_width=label_width)
+    for budget, columns in units:
+        table.add_column(Text(f"{budget}\n{join_titles(columns)}"), no_wrap=True)
+    for row in list_rows(block):
+        label, cells = row
+        if label == FULL and cells is not None:
+            table.add_section()
+        indent = indent_label(block, row)
+        folded = textwrap.wrap(escape(label), label_width, initial_indent=indent, subsequent_indent=f"{indent}  ")
+        own = [Text() if cells is None else make_text(cells.get(budget), columns) for budget, columns in units]
+        table.add_row(Text("\n".join(folded)), *own)
+    return table
+
+
+def make_text(cell: MatrixCell | None, columns: Columns) -> Text:
+    """Return the numbers of a cell, with the best of the table's column in bold."""
+    if cell is None:
+        return Text(f"{NOT_AVAILABLE:{columns[0].layout}}")
+    return Text(" ").join(Text(own.format(cell), "bold" if own.marked and cell.best else "") for own in columns)
+
+
+def join_titles(columns: Columns) -> str:
+    """Return the titles of some columns of a budget, aligned like their numbers."""
+    return " ".join(column.title for column in columns)
+
+
+def format_markdown_matrix(blocks: Sequence[ScoreBlock], columns: Columns = DEFAULT) -> str:
     """Return GitHub tables."""
     lines: list[str] = []
-    for block in blocks:
+    for heading, block in zip(list_headings(blocks), blocks, strict=True):
+        lines += [f"## {escape_markdown(heading)}", ""] if heading else []
         title, about = (escape_markdown(own) for own in (escape(block.title), describe_samples(block)))
         lines += [f"**{title}**", "", about, ""]
-        columns = [METHOD]
-        for budget in block.budgets:
-            columns += [make_score_column(budget), make_cost_column(budget)]
-        lines += [*format_markdown(columns, list_rows(block)), ""]
-    return "\n".join([*lines, *map(escape_markdown, LEGEND)]) + "\n"
+        pieces = split_columns(columns, math.inf, lambda column: column.size)
+        shown = [METHOD, *(make_column(budget, piece) for budget in block.budgets for piece in pieces)]
+        lines += [*format_markdown(shown, list_rows(block)), ""]
+    return "\n".join([*lines, *map(escape_markdown, describe_columns(columns))]) + "\n"
 
 
-def format_csv(blocks: Sequence[ScoreBlock], decimals: int | None = None) -> str:
+def format_csv(blocks: Sequence[ScoreBlock], columns: Columns = IN_CSV, decimals: int | None = None) -> str:
     """Return CSV with a line for each run. Numbers are rounded only if `decimals` is given."""
 
     def write(value: object) -> object:
@@ -71,108 +177,145 @@ def format_csv(blocks: Sequence[ScoreBlock], decimals: int | None = None) -> str
 
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["model", "task", "question", "protocol", "average", "method", "budget", *NUMBERS, "hash"])
+    numbers = {name: read for column in columns for name, read in column.numbers.items()}
+    if any(column.marked for column in columns):
+        numbers |= {"best": lambda cell: cell.best, "tied": lambda cell: cell.tied}
+    names = [name for block in blocks[:1] for name in block.grouped_by if name not in ABOUT]
+    writer.writerow(["model", "task", "question", "protocol", "average", *names, "method", "budget", *numbers, "hash"])
     for block, label, cell in list_cells(blocks):
-        about = [block.model, block.task, block.question, ", ".join(block.also), block.average, label]
-        numbers = [write(read(cell)) for read in NUMBERS.values()]
-        writer.writerow([*map(escape, about), cell.run.value["budget"], *numbers, cell.run.hash])
+        about = [block.model, block.task, block.question, ", ".join(block.also), block.average]
+        groups = [write_setting(cell.run.settings.get(name)) for name in names]
+        own = [write(read(cell)) for read in numbers.values()]
+        line = [*map(escape, about), *groups, escape(label), cell.run.value["budget"], *own, cell.run.hash]
+        writer.writerow(line)
     return text.getvalue()
 
 
-def format_latex(blocks: Sequence[ScoreBlock]) -> str:
+def write_setting(value: object) -> object:
+    """Return a setting for the CSV: a number as it is, a list as JSON, nothing for null."""
+    if isinstance(value, list):
+        return escape(json.dumps(value))
+    return escape(value) if isinstance(value, str) else value
+
+
+def format_latex(blocks: Sequence[ScoreBlock], columns: Columns = IN_LATEX) -> str:
     """Return tables for LaTeX with booktabs and siunitx.
 
-    A block with more budgets than fit a line of LaTeX's article is split. Long labels are wrapped.
+    A block with more columns or budgets than fit a line of LaTeX's article is split. Long labels are wrapped between
+    words, and have at least a third of the line.
     """
     lines = ["% \\usepackage{booktabs}", "% \\usepackage{siunitx}", "% \\sisetup{detect-weight, mode=text}  % bold"]
-    for block in blocks:
-        left = TEXT_WIDTH - EDGE_WIDTH - LETTER_WIDTH * max(len(label) for label, _ in list_rows(block))
-        beside = max(1, left // BUDGET_WIDTH)
-        first = "l" if left >= BUDGET_WIDTH else f"p{{{TEXT_WIDTH - EDGE_WIDTH - BUDGET_WIDTH}pt}}"
-        for start in range(0, max(len(block.budgets), 1), beside):
-            lines += format_latex_table(block, block.budgets[start : start + beside], first)
+    for heading, block in zip(list_headings(blocks), blocks, strict=True):
+        lines += ["", f"% {heading}"] if heading else []
+        labels = [label for label, cells in list_rows(block) if cells is not None]
+        word = WIDE_LETTER * max(len(own) for label in labels for own in label.split())
+        beside_label = TEXT_WIDTH - EDGE_WIDTH - min(max(word, TEXT_WIDTH / 3), TEXT_WIDTH * 2 / 3)
+        pieces = split_columns(columns, beside_label, measure_in_latex)
+        widest = max(sum(map(measure_in_latex, piece)) for piece in pieces)
+        room = TEXT_WIDTH - EDGE_WIDTH - LETTER_WIDTH * max(map(len, labels))
+        first = "l" if room >= widest else f"p{{{TEXT_WIDTH - EDGE_WIDTH - widest:g}pt}}"
+        for piece in pieces:
+            beside = int(max(room, widest) // sum(map(measure_in_latex, piece)))
+            for start in range(0, len(block.budgets), beside):
+                lines += format_latex_table(block, block.budgets[start : start + beside], piece, first)
     return "\n".join(lines) + "\n"
 
 
-def format_latex_table(block: ScoreBlock, budgets: Sequence[str], first: str) -> list[str]:
+def measure_in_latex(column: MatrixColumn) -> float:
+    """Return the width of a column in points, at most."""
+    return GAP_WIDTH + LETTER_WIDTH * max(column.size, len(column.head))
+
+
+def format_latex_table(block: ScoreBlock, budgets: Sequence[str], columns: Columns, first: str) -> list[str]:
     """Return the lines of one table.
 
     Args:
         block: The block.
         budgets: Some of its budgets.
+        columns: What the table shows below each of them.
         first: Type of the column of labels.
     """
-    number = "S[table-format=3.1, table-space-text-post={\\textsuperscript{\\dag}}]"
-    caption = escape_latex(
-        f"{block.title}. {describe_samples(block)} Each cell: score and difference from the full cache in points."
-    )
-    note = "Bold: highest score. \\dag: cannot be told from it (95\\,\\%, simultaneous paired comparisons)."
-    heads = [f"\\multicolumn{{2}}{{c}}{{{escape_latex(own)}}}" for own in budgets]
-    rules = [f"\\cmidrule(lr){{{2 + 2 * at}-{3 + 2 * at}}}" for at in range(len(budgets))]
+    caption = escape_latex(f"{block.title}. {describe_samples(block)} {explain(columns)}")
+    if any(column.marked for column in columns):
+        caption += " Bold: highest score. \\dag: cannot be told from it (95\\,\\%, simultaneous paired comparisons)."
+    many = len(columns)
+    heads = [f"\\multicolumn{{{many}}}{{c}}{{{escape_latex(own)}}}" for own in budgets]
+    rules = [f"\\cmidrule(lr){{{2 + many * at}-{1 + many * (at + 1)}}}" for at in range(len(budgets))]
+    titles = [f"{{{escape_latex(column.head)}}}" for column in columns]
     lines = [
         "",
         "\\begin{table}",
         "\\centering",
-        f"\\caption{{{caption} {note}}}",
-        f"\\begin{{tabular}}{{{first}{(number + 'S[table-format=+3.1]') * len(budgets)}}}",
+        f"\\caption{{{caption}}}",
+        f"\\begin{{tabular}}{{{first}{''.join(column.latex for column in columns) * len(budgets)}}}",
         "\\toprule",
         " & ".join(["", *heads]) + " \\\\",
         " ".join(rules),
-        " & ".join(["Method", *["{score}", "{diff}"] * len(budgets)]) + " \\\\",
+        " & ".join(["Method", *titles * len(budgets)]) + " \\\\",
         "\\midrule",
     ]
     for label, cells in list_rows(block):
+        if cells is None:
+            across = 1 + many * len(budgets)
+            line = f"\\multicolumn{{{across}}}{{l}}{{\\emph{{{escape_latex(label)}}}}} \\\\"
+            lines += ["\\addlinespace"] * (lines[-1] != "\\midrule") + [line]
+            continue
         parts = [escape_latex(label)]
         for budget in budgets:
-            parts += format_latex_cell(cells.get(budget))
+            parts += [format_latex_cell(cells.get(budget), column) for column in columns]
         lines += ["\\midrule"] * (label == FULL) + [" & ".join(parts) + " \\\\"]
     return [*lines, "\\bottomrule", "\\end{tabular}", "\\end{table}"]
 
 
-def format_latex_cell(cell: MatrixCell | None) -> list[str]:
-    """Return the score and the difference of a cell."""
-    if cell is None:
-        return ["{--}", "{--}"]
-    score = format_number(cell.score.value)
-    mark = "\\textsuperscript{\\dag}" if cell.tied and not cell.best else ""
-    difference = "{--}" if cell.difference is None else format_number(cell.difference.difference, sign="+")
-    return [("\\bfseries " if cell.best else "") + score + mark, difference]
+def format_latex_cell(cell: MatrixCell | None, column: MatrixColumn) -> str:
+    """Return what a column shows of a cell."""
+    text = "" if cell is None else escape_latex(column.write(cell))
+    if cell is None or not text:
+        return "{--}"
+    if not column.marked:
+        return text
+    return ("\\bfseries " if cell.best else "") + text + "\\textsuperscript{\\dag}" * (cell.tied and not cell.best)
 
 
-def format_html(blocks: Sequence[ScoreBlock]) -> str:
+def format_html(blocks: Sequence[ScoreBlock], columns: Columns = DEFAULT) -> str:
     """Return HTML tables without styles: scores, then costs."""
     lines = []
-    for block in blocks:
-        about = escape(f"{block.title}. {describe_samples(block)}")
-        lines += format_html_table(block, about, "score, diff [95 %]", format_score)
-        lines += format_html_table(block, f"{escape(block.title)}. Costs.", "bytes, rows, limit", format_costs)
-    return "\n".join([*lines, *(f"<p>{escape_html(own)}</p>" for own in LEGEND)]) + "\n"
+    for heading, block in zip(list_headings(blocks), blocks, strict=True):
+        lines += [f"<h2>{escape_html(heading)}</h2>"] if heading else []
+        title = escape(block.title)
+        captions = {False: f"{title}. {describe_samples(block)}", True: f"{title}. Costs."}
+        for piece in split_columns(columns, math.inf, lambda column: column.size):
+            lines += format_html_table(block, captions[piece[0].cost], piece)
+    return "\n".join([*lines, *(f"<p>{escape_html(own)}</p>" for own in describe_columns(columns))]) + "\n"
 
 
-def format_html_table(
-    block: ScoreBlock, caption: str, shown: str, format_cell: Callable[[MatrixCell | None], str]
-) -> list[str]:
+def format_html_table(block: ScoreBlock, caption: str, columns: Columns) -> list[str]:
     """Return the lines of one table.
 
     Args:
         block: The block.
         caption: The table's caption.
-        shown: What its cells show.
-        format_cell: Function that returns the text of a cell.
+        columns: What its cells show.
     """
     heads = "".join(f"<th scope='col'>{escape_html(own)}</th>" for own in block.budgets)
+    shown = ", ".join(column.head for column in columns)
     lines = [
         f"<table><caption>{escape_html(caption)}</caption>",
         f"<thead><tr><th scope='col'>method ({escape_html(shown)})</th>{heads}</tr></thead><tbody>",
     ]
     for label, cells in list_rows(block):
-        texts = [" ".join(format_cell(cells.get(own)).split()) for own in block.budgets]
+        if cells is None:
+            across = f"<th scope='rowgroup' colspan='{1 + len(block.budgets)}'>{escape_html(label)}</th>"
+            lines.append(f"</tbody><tbody><tr>{across}</tr>")
+            continue
+        texts = [" ".join(format_cells(cells.get(own), columns).split()) for own in block.budgets]
         row = "".join(f"<td>{escape_html(own)}</td>" for own in texts)
+        lines += ["</tbody><tbody>"] if label == FULL and any(block.sections.values()) else []
         lines.append(f"<tr><th scope='row'>{escape_html(escape(label))}</th>{row}</tr>")
     return [*lines, "</tbody></table>"]
 
 
-FORMATS: dict[str, Callable[[Sequence[ScoreBlock]], str]] = {
+FORMATS: dict[str, Callable[..., str]] = {  # each takes blocks, and columns if they are not the usual ones
     "markdown": format_markdown_matrix,
     "csv": format_csv,
     "latex": format_latex,
@@ -181,8 +324,21 @@ FORMATS: dict[str, Callable[[Sequence[ScoreBlock]], str]] = {
 
 
 def list_rows(block: ScoreBlock) -> list[Row]:
-    """Return the rows of a block. The full cache comes last, with the same numbers under every budget."""
-    return [*block.rows.items(), (FULL, dict.fromkeys(block.budgets, block.full))]
+    """Return the rows of a block, with the headings of its sections between them.
+
+    The full cache comes last, with the same numbers under every budget.
+    """
+    rows: list[Row] = []
+    for heading, labels in groupby(block.rows, lambda label: block.sections.get(label, "")):
+        rows += [(heading, None)] if heading else []
+        rows += [(label, block.rows[label]) for label in labels]
+    return [*rows, (FULL, dict.fromkeys(block.budgets, block.full))]
+
+
+def list_headings(blocks: Sequence[ScoreBlock]) -> list[str]:
+    """Return for each block the heading above it, "" if it stands under the same one as the block before it."""
+    above = ["", *(block.heading for block in blocks)]
+    return ["" if block.heading == last else block.heading for block, last in zip(blocks, above, strict=False)]
 
 
 def describe_samples(block: ScoreBlock) -> str:
@@ -198,50 +354,22 @@ def describe_samples(block: ScoreBlock) -> str:
     return escape(" ".join([text, *block.warnings]))
 
 
-def format_score(cell: MatrixCell | None) -> str:
-    """Return score, mark, difference and interval of a cell, always of the same width."""
-    if cell is None:
-        return NOT_AVAILABLE
-    mark = BEST if cell.best else TIED if cell.tied else " "
-    own = cell.difference
-    change = "" if own is None else format_number(own.difference, sign="+")
-    ends = "" if own is None else format_interval(own.low, own.high, "+")
-    return f"{format_number(cell.score.value):>5}{mark} {change:>6} {ends:<16}"
+def describe_columns(columns: Columns) -> list[str]:
+    """Return the legend."""
+    return [*([MARKS] if any(column.marked for column in columns) else []), explain(columns)]
 
 
-def format_costs(cell: MatrixCell | None) -> str:
-    """Return the shares of bytes, rows and answers at the length limit of a cell."""
-    if cell is None:
-        return NOT_AVAILABLE
-    return "  ".join(f"{format_percent(own):>6}" for own in (cell.held, cell.attended, cell.at_limit))
+def format_cells(cell: MatrixCell | None, columns: Columns) -> str:
+    """Return the texts of some columns, each always of the same width."""
+    return NOT_AVAILABLE if cell is None else " ".join(column.format(cell) for column in columns)
 
 
-def make_score_column(budget: str) -> Column:
-    """Return the column of a budget's scores."""
-    head = f"{'score':>5}  {'diff':>6} {'[95 %]':<16}"
-    return Column(f"{budget:<{len(head)}}", head, lambda row: format_score(row[1].get(budget)))
-
-
-def make_cost_column(budget: str) -> Column:
-    """Return the column of a budget's costs."""
-    head = "  ".join(f"{name:>6}" for name in ("bytes", "rows", "limit"))
-    return Column(f"{budget:<{len(head)}}", head, lambda row: format_costs(row[1].get(budget)))
-
-
-def _read_end(name: str) -> Callable[[MatrixCell], Any]:
-    return lambda cell: getattr(cell.difference, name, None)
+def make_column(budget: str, columns: Columns) -> Column:
+    """Return a budget's column of a table, which shows some columns of the matrix."""
+    head = join_titles(columns)
+    return Column(
+        f"{budget:<{len(head)}}", head, lambda row: "" if row[1] is None else format_cells(row[1].get(budget), columns)
+    )
 
 
 METHOD = Column("", "method", lambda row: row[0])
-NUMBERS: dict[str, Callable[[MatrixCell], Any]] = {  # column of the CSV -> its number
-    "score": lambda cell: cell.score.value,
-    "score_low": lambda cell: cell.score.low,
-    "score_high": lambda cell: cell.score.high,
-    **{name: _read_end(name) for name in ("difference", "low", "high", "lost", "gained")},
-    "n": lambda cell: cell.score.samples,
-    "bytes_held": lambda cell: cell.held,
-    "rows_attended": lambda cell: cell.attended,
-    "at_limit": lambda cell: cell.at_limit,
-    "best": lambda cell: cell.best,
-    "tied": lambda cell: cell.tied,
-}

@@ -4,7 +4,7 @@ For every block the layer attends to its rows and the block, asks the method whi
 frees the other rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -192,7 +192,7 @@ class Layer:
         observation = Observation(
             queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,
             first, progress.prompt, progress.last, progress.decoding, self.cut_layers, progress.prefix, progress.about,
-            progress.share,
+            progress.share, self.rows.longest_head if self.rows.even else None,
         )  # fmt: skip
         self.stamped.add_seen(observation)  # until all hooks have returned: the outputs go on through the model
         if method.overrides("update"):
@@ -330,15 +330,26 @@ class Layer:
         self.count_peak_attended(self.rows.longest_head)
         self.update_memory()
 
-    def count_appended(self, tokens: int) -> None:
-        """Count decoded tokens that attended to all rows. Their keys and values are already behind the tail."""
+    def count_appended(self, tokens: int, attended: Sequence[float] | None = None) -> None:
+        """Count decoded tokens whose keys and values are already behind the tail.
+
+        Args:
+            tokens: Number of tokens.
+            attended: Mean rows per query head that each token attended to; None for all rows.
+        """
         before = self.rows.mean_rows
         self.rows = self.rows.count_appended(tokens)
-        self.attended += [before + token for token in range(1, tokens + 1)]
+        self.attended += [before + token for token in range(1, tokens + 1)] if attended is None else attended
         self.count_peak_attended(self.rows.longest_head)
 
     def replace_rows(
-        self, stored: Plain, places: Tensor, tail: Sequence[Tensor] | None, tokens: int, interval: int
+        self,
+        stored: Plain,
+        places: Tensor,
+        columns: Mapping[str, Tensor],
+        tail: Sequence[Tensor] | None,
+        tokens: int,
+        interval: int,
     ) -> None:
         """Take over the rows that a CUDA graph left.
 
@@ -348,6 +359,7 @@ class Layer:
         Args:
             stored: Keys and values of the cut part.
             places: Positions of the cut part.
+            columns: The method's values for the cut part.
             tail: Keys and values read since the last cut, (B, H, t, d) each.
             tokens: Number of tokens that the graph read.
             interval: Number of tokens between two cuts.
@@ -356,7 +368,7 @@ class Layer:
         assert rows.lengths is not None  # the graph starts from a layer that was cut
         cuts = (before + tokens) // interval
         length = before + tokens - cuts * interval
-        self.rows = rows.replace_all(stored, places, tail, length, rows.seen + tokens)
+        self.rows = rows.replace_all(stored, places, columns, tail, length, rows.seen + tokens)
         gone = zeros_like(rows.lengths) if self.tally.evicted is None else self.tally.evicted
         self.tally = replace(self.tally, evicted=cuts * interval + gone)
         self.count_peak_attended(rows.longest + (interval if cuts else length))

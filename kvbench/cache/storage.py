@@ -221,19 +221,29 @@ class StoredRows:
         )  # fmt: skip
 
     def replace_all(
-        self, stored: Plain, places: Tensor, tail: Sequence[Tensor] | None, length: int, seen: int
+        self,
+        stored: Plain,
+        places: Tensor,
+        columns: Mapping[str, Tensor],
+        tail: Sequence[Tensor] | None,
+        length: int,
+        seen: int,
     ) -> "StoredRows":
         """Replace all rows by others. The cut part keeps its number of rows.
 
         Args:
             stored: Keys and values of the cut part.
             places: Positions of the cut part, (R,) int32.
+            columns: The method's values for the cut part, (B, H, n) each.
             tail: Keys and values of the tail, (B, H, capacity, d) each; None for an empty tail.
             length: Number of tokens in the tail.
             seen: Number of tokens read.
         """
         keys, values = tail or (None, None)
-        return replace(self, stored=stored, places=places, seen=seen, tail=length, tail_keys=keys, tail_values=values)
+        return replace(
+            self, stored=stored, places=places, columns=dict(columns), seen=seen, tail=length, tail_keys=keys,
+            tail_values=values,
+        )  # fmt: skip
 
     def without_cut(self) -> "StoredRows":
         """Return the same lengths without keys and values of the cut part, which `replace_all` then sets."""

@@ -99,6 +99,11 @@ def find_width() -> int:
     return max(shutil.get_terminal_size(fallback=(120, 24)).columns, 60)
 
 
+def is_styled() -> bool:
+    """Return whether standard output is a terminal that can show bold text, and the user did not set NO_COLOR."""
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+
+
 def require_extra(extra: str, *modules: str) -> None:
     """Refuse a command whose packages are not installed.
 

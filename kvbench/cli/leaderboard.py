@@ -21,7 +21,7 @@ def make_parser() -> CommandParser:
     parser.add_argument("bundles", nargs="+", type=Path, metavar="BUNDLE", help="files that kvbench bundle wrote")
     parser.add_argument("--out", default="leaderboard", type=Path, help="folder of the site (default: leaderboard)")
     parser.add_argument("--average", help="one of the task's averages, each or solvable (default: the task's first)")
-    parser.add_argument("--sort", metavar="BUDGET", help="sort the rows by their score at this budget, best first")
+    parser.add_argument("--sort", metavar="BUDGET", help="sort the rows as kvbench results does, such as 0.1 or n@0.1")
     return parser
 
 

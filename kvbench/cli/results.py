@@ -4,14 +4,25 @@ Examples:
   kvbench results results task=ruler question=hidden
   kvbench results method=snapkv,knorm budget=0.05,0.1 --format latex > table.tex
   kvbench results --sort 0.05
+  kvbench results --group-by question,allocator --sort bytes_held@0.05
+  kvbench results --columns score,score_interval,rows_kept
 
-The formats are text, markdown, csv, latex (booktabs, siunitx) and html.
+The formats are text, markdown, csv, latex (booktabs, siunitx) and html. Text is as wide as the terminal, which shows
+the best in bold unless NO_COLOR is set. The columns are score, score_interval, difference (from the full cache),
+interval (the difference's), lost, gained, n, bytes_held, rows_kept, rows_attended and at_limit. By default, LaTeX has
+score and difference, CSV has all but rows_kept, and the other formats have score, difference, interval, bytes_held,
+rows_attended and at_limit.
+
+--group-by takes any setting that a filter takes, except the budget. A setting of the protocol (model, task, question,
+seed, ...) gathers blocks; a setting of the cache (method, allocator, codec, block_size, ...) gathers the rows inside
+each block. This changes the order only: runs are never averaged, and marks still compare all rows of a block.
 """
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from kvbench.cli.command import CommandParser, find_width, run_command
+from kvbench.cli.command import CommandParser, find_width, is_styled, run_command
 from kvbench.validation import escape, require_choice
 
 
@@ -21,28 +32,44 @@ def make_parser() -> CommandParser:
     parser.add_argument("--format", default="text", help="text, markdown, csv, latex or html (default: text)")
     parser.add_argument("--average", help="one of the task's averages, each or solvable (default: the task's first)")
     parser.add_argument("--full", metavar="HASH", help="the full cache's run, where there are several")
-    parser.add_argument("--sort", metavar="BUDGET", help="sort the rows by their score at this budget, best first")
+    parser.add_argument("--columns", metavar="NAME,NAME", help="what to show of each run; names and defaults are below")
+    parser.add_argument(
+        "--sort",
+        metavar="BUDGET",
+        help="sort the rows by their score at this budget, best first; by another COLUMN@BUDGET; or by method",
+    )
+    parser.add_argument(
+        "--group-by", metavar="SETTING,SETTING", help="gather blocks and rows under a heading for each value"
+    )
     return parser
 
 
 def print_results(arguments: Sequence[str]) -> int:
     """Print the matrix, and on stderr what cannot be shown. Return 2 if there is nothing to show."""
     options = make_parser().parse_intermixed_args(arguments)
-    from kvbench.analysis.score_matrix import build_blocks, sort_rows
+    from kvbench.analysis.score_matrix import build_blocks
+    from kvbench.analysis.score_matrix_columns import choose_columns
     from kvbench.analysis.score_matrix_format import FORMATS, format_text
+    from kvbench.analysis.score_matrix_order import group_blocks, sort_rows
     from kvbench.store.runs import filter_runs, load_runs, parse_selection
 
     require_choice("--format", options.format, ["text", *FORMATS])
+    chosen: dict[str, Any] = {}
+    if options.columns is not None:
+        chosen["columns"] = choose_columns(options.columns.split(","))
     results, filters = parse_selection(options.chosen)
     stored = load_runs(results)
     runs = filter_runs(stored, filters)
     blocks, refused = build_blocks([run for run in runs if not run.full] or runs, stored, options.average, options.full)
-    if options.sort is not None:
+    if blocks and options.sort is not None:
         blocks = sort_rows(blocks, options.sort)
+    if options.group_by is not None:
+        blocks = group_blocks(blocks, options.group_by.split(","))
     if blocks:
-        print(
-            format_text(blocks, find_width()) if options.format == "text" else FORMATS[options.format](blocks), end=""
-        )
+        if options.format == "text":
+            print(format_text(blocks, find_width(), styled=is_styled(), **chosen), end="")
+        else:
+            print(FORMATS[options.format](blocks, **chosen), end="")
     for line in refused:
         print(f"kvbench: {escape(line)}", file=sys.stderr)
     return 0 if blocks else 2

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvbench.cli.command import CommandParser, find_width
+from kvbench.cli.command import CommandParser, find_width, is_styled
 from kvbench.cli.run_help import format_run_help
 from kvbench.validation import ContractError, SettingError, describe_write_error, name_file_in_errors
 
@@ -101,7 +101,7 @@ def run_sweep(overrides: Sequence[str], verbose: bool = False) -> int:
     from kvbench.sweeps.plan import Sweep
 
     sweep = Sweep.plan(overrides)
-    sweep.announce(find_width())
+    sweep.announce(find_width(), is_styled())
     if sweep.finished:
         return sweep.exit_code
     try:
@@ -116,7 +116,7 @@ def run_sweep(overrides: Sequence[str], verbose: bool = False) -> int:
     except BaseException:
         sweep.print_states()
         raise
-    sweep.print_end(find_width())
+    sweep.print_end(find_width(), is_styled())
     return sweep.exit_code
 
 

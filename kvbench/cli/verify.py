@@ -21,7 +21,7 @@ from secrets import randbelow
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from kvbench.cli.command import CommandParser, find_width, run_command
+from kvbench.cli.command import CommandParser, find_width, is_styled, run_command
 from kvbench.validation import SettingError
 
 LEAST = 16  # digits of a digest that are enough
@@ -62,7 +62,7 @@ def print_verdict(arguments: Sequence[str]) -> None:
     count = ceil(round(amount * found.records, 6)) if isinstance(amount, float) else amount
     if count is not None and count > found.records:
         raise SettingError(f"--replay={options.replay}: the bundle has {found.records} records")
-    print(format_text(found.blocks, find_width()))
+    print(format_text(found.blocks, find_width(), styled=is_styled()))
     print(f"{found.records} records of {found.runs} runs give every number of the table.  sha256 {found.digest}")
     if count is not None:
         replay_records(found, count, options)

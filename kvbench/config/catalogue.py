@@ -31,6 +31,7 @@ from kvbench.validation import ContractError, SettingError, require_choice
 
 IMPORT_SECONDS = 60  # limit for importing the module of a method, an allocator, a codec or a task
 SHAPES = CONF / "model" / "shapes"
+NO_SETTINGS = ("presets", "_style_")  # keys of a file that no run depends on: what it offers, and its look on charts
 OUTER_REFERENCE = re.compile(rb"\$\{(?!\.[^.])")  # `${seed}`, `${..seed}`; but not `${.preset}`
 
 
@@ -76,7 +77,7 @@ def load_settings(group: str, name: str, overrides: Mapping[str, Any] | None = N
     if not overrides:
         return deepcopy(_resolve_choice(group, name))
     config = OmegaConf.create(_compose_choice(group, name))
-    names = [key for key in config if key not in ("_target_", "name", "presets")]
+    names = [key for key in config if key not in ("_target_", "name", *NO_SETTINGS)]
     for key, value in overrides.items():
         if not names:
             raise SettingError(f"{group} setting={key}: {name} has no settings")
@@ -112,8 +113,7 @@ def read_settings(group: str, config: DictConfig) -> dict[str, Any]:
         )
     except OmegaConfBaseException as error:
         raise SettingError(f"{group}: {str(error).splitlines()[0]}") from None
-    resolved.pop("presets", None)
-    return resolved
+    return {key: value for key, value in resolved.items() if key not in NO_SETTINGS}
 
 
 @cache

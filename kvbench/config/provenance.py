@@ -8,6 +8,7 @@ What the hash contains:
 
 * Modules of kvbench; every other module that is not installed: files beside a method, on PYTHONPATH or in an editable
   install; and the installed package that contains a run's method, task or model, if kvbench does not depend on it.
+  In a namespace, which has no `__init__.py`, that is what the same distribution installed.
   Python sources are hashed as syntax without comments, docstrings and messages (`kvbench.config.syntax`), so rewording
   one keeps the names of all runs.
 * All files of a kernel's package except its prose, because its `__init__.py` may choose the implementation by name at
@@ -73,7 +74,8 @@ UNCOUNTED = {  # modules that a run imports but that change no number in its rec
 }
 _hashes: dict[object, tuple[dict[Path, object], dict[str, str]]] = {}  # request -> stamps of its files, hashes
 _unchanging: dict[Any, Any] | None = None  # cache of `_read_once` and `source_hashes` inside `sources_unchanging`
-_own: frozenset[str] = frozenset()  # installed packages whose modules the walk enters (`enter_packages`)
+# installed packages whose modules the walk enters (`enter_packages`): top package, and the distribution in a namespace
+_own: frozenset[tuple[str, str | None]] = frozenset()
 _reported: set[str] = set()  # places that `_report_unfollowed` has printed
 
 
@@ -110,11 +112,17 @@ def enter_packages(modules: Iterable[str]) -> Iterator[None]:
     """Enter the installed packages of these modules inside this context, but none that kvbench depends on.
 
     Inside, the walk treats their modules like those of kvbench, so that the sources of a method count wherever it lies.
+    Several distributions may share a namespace, a top package without `__init__.py`. The walk then enters only what the
+    module's own distribution installed.
     """
     global _own
-    tops = {module.partition(".")[0] for module in modules} - {"kvbench"}
-    owners = {top: _owner(file) for top in tops if (file := _origin(top)) is not None}
-    own = {top for top, owner in owners.items() if owner is not None and owner.split()[0] not in read_dependencies()}
+    own = set()
+    for module in modules:
+        top = module.partition(".")[0]
+        file = _origin(_installed_as(module))
+        owner = None if file is None else _owner(file)
+        if top != "kvbench" and owner is not None and owner.split()[0] not in read_dependencies():
+            own.add((top, owner if _is_namespace(top) else None))
     before, _own = _own, _own | own
     try:
         yield
@@ -299,7 +307,7 @@ def map_imports(modules: Iterable[str]) -> dict[str, set[str]]:
 
 def find_packages(names: Iterable[str]) -> set[str]:
     """Return "name version" of the installed packages of these modules, without kvbench's dependencies."""
-    others = [module for module in names if module.partition(".")[0] not in _own]
+    others = [module for module in names if not _is_entered(module)]
     files = [_origin(name) for name in {_installed_as(module) for module in others}]
     owners = {_owner(file) for file in files if file is not None}
     return {owner for owner in owners if owner is not None and owner.split()[0] not in read_dependencies()}
@@ -358,7 +366,9 @@ def list_imports(module: str) -> set[str]:
         for origin, parts in _resolve_imports(file.read_bytes(), _package(module)):
             names.add(origin)
             members = _modules_in(origin) if "*" in parts else parts
-            names.update(f"{origin}.{member}" for member in members if _files(f"{origin}.{member}"))
+            inside = [f"{origin}.{member}" for member in members]
+            # a namespace has no file that could count for the modules inside
+            names.update(name for name in inside if _files(name) or _origin(name) is not None and _is_namespace(origin))
     for name in [module, *names]:
         levels = name.split(".")
         names.update(".".join(levels[:end]) for end in range(1, len(levels)))
@@ -431,12 +441,13 @@ def _files(module: str) -> list[Path]:
     """
     first, *rest = module.split(".")
     if first != "kvbench":
-        if first not in _own:
+        entered = _is_entered(module)
+        if not entered:
             file = _origin(_installed_as(module))
             if file is None or not _is_uninstalled(file):  # torch, and so torch.nn
                 return []
         file = _origin(module)
-        return [file] if file is not None and (first in _own or _is_uninstalled(file)) else []
+        return [file] if file is not None and (entered or _is_uninstalled(file)) else []
     for root in map(Path, kvbench.__path__):
         path = root.joinpath(*rest)
         if path.with_suffix(".py").is_file() and rest:
@@ -449,10 +460,24 @@ def _files(module: str) -> list[Path]:
     return []
 
 
+def _is_entered(module: str) -> bool:
+    """Return whether a module belongs to the installed packages that the walk enters."""
+    top = module.partition(".")[0]
+    owners = {owner for name, owner in _own if name == top}
+    if not owners or None in owners:
+        return bool(owners)
+    return (file := _origin(module)) is not None and _owner(file) in owners
+
+
+def _is_namespace(top: str) -> bool:
+    """Return whether a top package has no file of its own, so that several distributions may share it."""
+    return _origin(top) is None and _spec(top) is not None
+
+
 def _installed_as(module: str) -> str:
     """Return the module whose file tells whether `module` is installed: the top package, or itself in a namespace."""
     top, _, rest = module.partition(".")
-    return module if rest and _origin(top) is None and _spec(top) is not None else top
+    return module if rest and _is_namespace(top) else top
 
 
 def _spec(module: str) -> ModuleSpec | None:

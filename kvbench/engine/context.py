@@ -28,9 +28,10 @@ from kvbench.cache.layer import Layer, Layers, LayerSnapshot
 from kvbench.cache.policy import CachePolicy, Progress
 from kvbench.cache.storage import Bytes, count_bytes
 from kvbench.engine.decode_path import DecodePath
-from kvbench.engine.fixed_quota_rows import is_at_quota, is_shift_invariant
 from kvbench.engine.graph_decoding import only_appends
 from kvbench.engine.graph_prefill import SHORT, GraphPrefill
+from kvbench.engine.quota_rows import is_at_quota, repeats_cuts
+from kvbench.engine.read_rows import reads_in_graph
 from kvbench.engine.timing import now
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.observation import ExtraRead, PromptEncoder, State
@@ -122,7 +123,7 @@ class PromptContext:
         self.decoding = "modules"  # how the answer's tokens were read: "modules" or "graph"
         self.lent: list[tuple[int, ref[Tensor]]] = []  # layer, and keys or values that other contexts may share
         self.path: DecodePath | None = None  # reads the current answer
-        usable = compile and can_capture(model) and only_appends(choice)
+        usable = compile and can_capture(model) and decodes_in_graph(choice)
         self.weights = collect_weights(model) if usable else None  # None if the model cannot be decoded in a graph
 
     @property
@@ -165,7 +166,7 @@ class PromptContext:
         self.begin(prompt)
         rows: int | None = None
         again, size = self._readings(ids), self.block_size or prompt
-        captured = self.weights is not None and is_shift_invariant(self.choice) and size <= SHORT and not each
+        captured = self.weights is not None and repeats_cuts(self.choice) and size <= SHORT and not each
         captured = captured and self.budget.of == "prompt"
         quota = self.budget.rows(prompt, prompt) if captured else None
         with kvbench_attention(self.model):
@@ -478,6 +479,11 @@ class PromptContext:
     def full_bytes(self) -> int:
         """Return the bytes that keys and values of all tokens read would take."""
         return self.sliding_bytes() + sum(layer.full_bytes() for layer in self.own_layers)
+
+
+def decodes_in_graph(choice: CachePolicy) -> bool:
+    """Return whether tokens of an answer may be read in a CUDA graph."""
+    return only_appends(choice) or repeats_cuts(choice) or reads_in_graph(choice)
 
 
 def can_capture(model: torch.nn.Module) -> bool:

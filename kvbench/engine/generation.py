@@ -2,7 +2,7 @@
 
 Two paths read the tokens. `ModulePath` runs the model's modules, shows every token to the method, and cuts if the
 method cuts while decoding. `GraphPath` replays a CUDA graph of the whole step. It can be used until the next cut, or
-across cuts if every interval between two cuts runs the same operations (`kvbench.engine.fixed_quota_rows`).
+across cuts if every cut runs the same operations (`kvbench.engine.quota_rows`).
 """
 
 import math
@@ -15,11 +15,15 @@ from torch import Tensor
 from kvbench.cache.guard import without_gradients
 from kvbench.engine.context import ROOM, PromptContext
 from kvbench.engine.decode_path import DecodePath
-from kvbench.engine.fixed_quota_rows import FixedQuotaRows, is_at_quota, is_shift_invariant
-from kvbench.engine.graph_decoding import CHUNK, GraphDecoder, GrowingRows, StepRows
+from kvbench.engine.fixed_quota_rows import FixedQuotaRows
+from kvbench.engine.graph_decoding import CHUNK, GraphDecoder, GrowingRows, StepRows, only_appends
 from kvbench.engine.packed_rows import PackedRows
+from kvbench.engine.quota_rows import is_at_quota, repeats_cuts
+from kvbench.engine.read_rows import ReadRows, make_reader, reads_in_graph
+from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import TokenChooser
 from kvbench.engine.timing import now
+from kvbench.interfaces.row_reader import RowReader
 from kvbench.models.transformers_port import kvbench_attention
 
 WORTH = 8  # a graph is captured for this many tokens or more
@@ -117,11 +121,16 @@ def open_path(
     if context.weights is not None:
         quota = find_constant_quota(context, left)
         if quota is not None:
-            cut_rows = partial(FixedQuotaRows, size=context.choice.method.decode_interval, quota=quota)
-            return GraphPath(context, cut_rows, token, left, sampling, draws)
+            method = context.choice.method
+            replaces = method.decode_interval == 1 and method.order_free
+            cut_rows = ReplacedRows if replaces else partial(FixedQuotaRows, size=method.decode_interval)
+            return GraphPath(context, partial(cut_rows, quota=quota), token, left, sampling, draws)
+        reader = find_reader(context, left)
+        if reader is not None:
+            return GraphPath(context, partial(ReadRows, reader=reader), token, left, sampling, draws)
         cut = find_first_cut(context, left)
         before_cut = left if cut is None else cut - 1
-        if before_cut >= (WORTH if cut is None else WORTH_BETWEEN_CUTS):
+        if only_appends(context.choice) and before_cut >= (WORTH if cut is None else WORTH_BETWEEN_CUTS):
             rows = PackedRows if context.choice.codec.packs else GrowingRows
             return GraphPath(context, rows, token, before_cut, sampling, draws)
     return ModulePath(context, token, left, sampling, draws)
@@ -144,6 +153,16 @@ def find_first_cut(context: GenerationContext, left: int) -> int | None:
     return first if first <= left else None
 
 
+def find_reader(context: GenerationContext, left: int) -> RowReader | None:
+    """Return what chooses the rows of the next `left` tokens, or None if the modules must read them."""
+    prompt, seen = context.progress.prompt, context.seen
+    quota = context.budget.rows(prompt, seen + 1)
+    same = left >= WORTH and quota == context.budget.rows(prompt, seen + left)
+    if not same or context.weights is None or not reads_in_graph(context.choice):
+        return None
+    return make_reader(context.weights, context.own_layers, left, quota)
+
+
 def find_constant_quota(context: GenerationContext, left: int) -> int | None:
     """Return the quota if every layer is exactly at it and stays there for the next `left` tokens.
 
@@ -152,10 +171,12 @@ def find_constant_quota(context: GenerationContext, left: int) -> int | None:
     method = context.choice.method
     if not method.decoding or context.since_cut or left < max(WORTH, method.decode_interval):
         return None
+    if method.watches and method.decode_interval > 1:  # the method sees every token, and a graph shows it the cuts only
+        return None
     quota = context.find_decode_quota(context.seen + 1)
     if quota is None or quota != context.find_decode_quota(context.seen + left):
         return None
-    return quota if is_shift_invariant(context.choice) and is_at_quota(context.own_layers, quota) else None
+    return quota if repeats_cuts(context.choice) and is_at_quota(context.own_layers, quota) else None
 
 
 class ModulePath:

@@ -1,9 +1,10 @@
 """Decode with kvbench's own forward step, over rows with fixed addresses.
 
 The step uses the model's weights directly. On a GPU it is captured once as a CUDA graph and replayed for every token,
-so the host does nothing in between. The rows decide where a token's row goes and which rows are attended to:
-`GrowingRows` only append, `PackedRows` (kvbench.engine.packed_rows) append and pack, and `FixedQuotaRows`
-(kvbench.engine.fixed_quota_rows) are cut.
+so the host does nothing in between. The rows decide where a token's row goes and which rows are attended to.
+`GrowingRows` only append. Others are in modules of kvbench.engine: `ReadRows` (read_rows) append and attend to some
+rows, `PackedRows` (packed_rows) append and pack, `ReplacedRows` (replaced_rows) give up a row for each token, and
+`FixedQuotaRows` (fixed_quota_rows) are cut after every few tokens.
 """
 
 from collections.abc import Callable, Sequence

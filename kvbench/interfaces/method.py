@@ -19,6 +19,7 @@ from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.hooks import Hooks
 from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, ReadRequest, State
+from kvbench.interfaces.row_reader import CapturedAnswer, RowReader
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import check_settings, setting
 from kvbench.kernels.row_selection import top_k_mask
@@ -83,11 +84,21 @@ class Method(Hooks):
         return False
 
     @property
-    def position_free(self) -> bool:
-        """Whether scores depend only on the block that was read and on each row's distance to it.
+    def capturable(self) -> bool:
+        """Whether the hooks can be captured in a CUDA graph, which then serves every position of an answer.
 
-        Such a method remembers nothing between blocks. Every interval between two cuts then runs the same operations,
-        so it can run in a CUDA graph.
+        Such hooks run the same operations on tensors at every token, remember nothing in the state, and never wait for
+        the device. While a graph is captured, `Observation.first` is a tensor without dimensions on the device, so
+        hooks may calculate with it and compare it with `Rows.places`, but not use it as a Python number.
+        """
+        return False
+
+    @property
+    def order_free(self) -> bool:
+        """Whether a `capturable` method takes rows in any order.
+
+        While it cuts after every token in a CUDA graph, it then gets them as they lie in memory, and `Rows.order` says
+        in which order they stand in the text.
         """
         return False
 
@@ -271,6 +282,13 @@ class Method(Hooks):
             request: The queries that are about to attend.
             rows: Returns the layer's rows. Call it only if the answer depends on them, because it takes time.
             state: What the method remembers.
+        """
+        return None
+
+    def row_reader(self, answer: CapturedAnswer) -> RowReader | None:
+        """Return an object that chooses the rows to attend to inside a CUDA graph, or None if `read` must do so.
+
+        Called only if the method sets `attends_subset`. The reader must choose the rows that `read` would choose.
         """
         return None
 

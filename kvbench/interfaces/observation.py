@@ -7,6 +7,7 @@ last T of them are the block's), d head dimension. A position is the index of a 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -69,7 +70,7 @@ class Observation:
     layers: int
     """Number of layers."""
     first: int
-    """Position of the block's first token."""
+    """Position of the block's first token. Inside a CUDA graph, a tensor without dimensions (`Method.capturable`)."""
     prompt: int
     """Tokens of the prompt, or of the context if the question is hidden."""
     last: bool
@@ -84,8 +85,10 @@ class Observation:
     """Start and stop of the positions that the block is an `ExtraRead` about; None for any other block."""
     share: Fraction | None = None
     """Rows per layer and KV head after the cut that follows, not rounded down. None if no cut follows."""
+    each: int | None = None
+    """Number of rows that every head holds with the block, None if heads hold different numbers."""
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Number of tokens read so far, this block included."""
         return self.first + self.queries.shape[2]

@@ -32,6 +32,10 @@ class Rows:
     """Number of tokens that each row stands for, (B, H, n), float32 (float64 for float64 rows); 0 for absent rows."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Values per row that the method returned from `update`, (B, H, n) by name."""
+    order: Tensor | None = None
+    """The index here of each row in the order of the text, (B, H, n) int64; None if the rows are in that order. Only a
+    method that is `order_free` gets rows in another order, and then all rows exist.
+    """
 
     @cached_property
     def present(self) -> Tensor:

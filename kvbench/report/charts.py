@@ -52,6 +52,7 @@ def build_charts() -> dict[str, Any]:
     """Return the specifications of all charts of the page, by name. They are the same for every page."""
     own = {
         "curve": chart_curve(),
+        "dots": chart_dots(),
         "tasks": chart_tasks(),
         "grid": chart_grid(),
         **{name: chart_cost(name) for name in COSTS},
@@ -74,11 +75,22 @@ DIFFERENCE = [
     alt.Tooltip("interval:N", title="95 %"),
     alt.Tooltip("changed:N", title="lost / gained / same"),
 ]
+POINT = [  # of a point of a curve
+    alt.Tooltip("label:N", title="method"),
+    alt.Tooltip("budget:N"),
+    alt.Tooltip("share:Q", title="measured", format=".1%"),
+    alt.Tooltip("score:Q", format=".1f"),
+    alt.Tooltip("between:N", title="95 %"),
+    *DIFFERENCE,
+    alt.Tooltip("n:Q", title="samples"),
+]
 
 
-def interval_expression(low: str, high: str, sign: str = "", none: str = "one context: none") -> str:
+def interval_expression(
+    low: str, high: str, sign: str = "", none: str = "one context: none", digits: str = ".1f"
+) -> str:
     """Return the Vega expression for the text of an interval, or for the text that replaces a missing one."""
-    ends = " + ' to ' + ".join(f"format(datum.{end}, '{sign}.1f')" for end in (low, high))
+    ends = " + ' to ' + ".join(f"format(datum.{end}, '{sign}{digits}')" for end in (low, high))
     return f"isValid(datum.{low}) ? {ends} : '{none}'"
 
 
@@ -108,15 +120,6 @@ def chart_curve(share: str = BYTES, published: bool = False) -> alt.LayerChart:
     )
     score = alt.Y("score:Q", title="Score", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(tickCount=5))
     low, high = alt.Y("score_low:Q", title="Score"), alt.Y2("score_high:Q")
-    tip = [
-        alt.Tooltip("label:N", title="method"),
-        alt.Tooltip("budget:N"),
-        alt.Tooltip("share:Q", title="measured", format=".1%"),
-        alt.Tooltip("score:Q", format=".1f"),
-        alt.Tooltip("between:N", title="95 %"),
-        *DIFFERENCE,
-        alt.Tooltip("n:Q", title="samples"),
-    ]
     base = chart_series("points").encode(x=x, detail="label:N", color=COLOUR)
     full = chart_series("full").transform_aggregate(groupby=["score", "score_low", "score_high"])  # one line for all
     layers = [
@@ -124,7 +127,7 @@ def chart_curve(share: str = BYTES, published: bool = False) -> alt.LayerChart:
         full.mark_rule(color="#333333", strokeDash=FULL_DASH).encode(y=score),
         base.mark_area(opacity=0.13).encode(y=low, y2=high),
         base.mark_line(strokeWidth=2).encode(y=score, strokeDash=DASH),
-        base.mark_point(filled=True, size=60, opacity=1).encode(y=score, shape=SHAPE, tooltip=tip),
+        base.mark_point(filled=True, size=60, opacity=1).encode(y=score, shape=SHAPE, tooltip=POINT),
         *([mark_published().encode(x=x, y=score)] if published else []),
     ]
     return stack_layers(*layers).properties(height=300)
@@ -158,7 +161,7 @@ def chart_dots(published: bool = False) -> alt.LayerChart:
         full.mark_rect(color=FULL, opacity=0.06).encode(**ends),
         full.mark_rule(color=FULL, strokeDash=FULL_DASH).encode(x=x),
         base.mark_rule(strokeWidth=1.5).encode(**ends, color=COLOUR),
-        base.mark_point(filled=True, size=60, opacity=1).encode(x=x, color=COLOUR, shape=SHAPE),
+        base.mark_point(filled=True, size=60, opacity=1).encode(x=x, color=COLOUR, shape=SHAPE, tooltip=POINT),
         *([mark_published().encode(x=x, y=row)] if published else []),
     )
 
@@ -244,11 +247,11 @@ def chart_grid(legend: alt.Legend | None = None, change: bool = False) -> alt.La
 
 
 def chart_cost(name: str) -> alt.LayerChart:
-    """Chart score differences against one cost, with 95 % intervals of times.
+    """Chart score differences against one cost, with 95 % intervals.
 
-    Vertical whiskers are the 95 % intervals of the difference, horizontal ones those of a time. Bytes held are counted,
-    not estimated, and have none. Filled and connected points are on the Pareto front: no other run, and not the full
-    cache, is better in both.
+    Vertical whiskers are the 95 % intervals of the difference, horizontal ones those of the cost. Where all samples
+    hold the same share of bytes, there is no horizontal one. Filled and connected points are on the Pareto front: no
+    other run, and not the full cache, is better in both.
     """
     title, form = COSTS[name]
     scale, axis = alt.Scale(zero=True, nice=True), alt.Axis(format=form, tickCount=5)
@@ -256,34 +259,32 @@ def chart_cost(name: str) -> alt.LayerChart:
     y = alt.Y(
         "diff:Q", title="Score difference from the full cache", scale=alt.Scale(zero=True), axis=alt.Axis(tickCount=5)
     )
-    ends = interval_expression(f"{name}_low", f"{name}_high", none="none") if name != "held" else "''"
-    tip = [
-        alt.Tooltip(f"{name}:Q", title="cost", format=".1%" if name == "held" else ".1f"),
-        *([] if name == "held" else [alt.Tooltip("spread:N", title="its 95 %")]),
-    ]
+    digits = ".2%" if name == "held" else ".1f"
+    spread = interval_expression(f"{name}_low", f"{name}_high", none="none", digits=digits)
+    tip = [alt.Tooltip(f"{name}:Q", title="cost", format=digits), alt.Tooltip("spread:N", title="its 95 %")]
     more = [*DIFFERENCE, alt.Tooltip("megabytes:Q", title="MB held", format=".2f")]
     known = f"isValid(datum.{name})"
-    base = chart_series("costs").transform_filter(known).transform_calculate(spread=ends).encode(x=x, y=y)
+    base = chart_series("costs").transform_filter(known).transform_calculate(spread=spread).encode(x=x, y=y)
     full = alt.Chart(alt.NamedData(name="free")).transform_filter(known)
-    full = full.transform_calculate(spread=ends, row="'full cache'").encode(x=x, y=y)
+    full = full.transform_calculate(spread=spread, row="'full cache'").encode(x=x, y=y)
     front = alt.Chart(alt.NamedData(name="front")).transform_filter(f"datum.cost == '{name}'")
     line = base.mark_line(strokeWidth=1, opacity=0.35)
     best = alt.condition(f"datum.front_{name}", alt.value(1), alt.value(0))
     run = alt.Tooltip("row:N", title="run")
     marks: dict[str, Any] = {"size": 64, "strokeWidth": 1.6, "filled": False, "opacity": 1}
     fill = alt.Fill("colour:N", scale=None, legend=None)
-    spread = alt.Y("diff_low:Q", title="Score difference from the full cache")
+    low = alt.Y("diff_low:Q", title="Score difference from the full cache")
+    reach = {"x": alt.X(f"{name}_low:Q", title=title, scale=scale, axis=axis), "x2": f"{name}_high:Q"}
+    ends = {
+        f"{name}_{end}": f"isValid(datum.{name}_{end}) ? datum.{name}_{end} : datum.{name}" for end in ("low", "high")
+    }
     whiskers = [
         base.transform_filter("isValid(datum.diff_low)")
         .mark_rule(opacity=0.3)
-        .encode(y=spread, y2="diff_high:Q", color=COLOUR)
+        .encode(y=low, y2="diff_high:Q", color=COLOUR),
+        base.transform_calculate(**ends).mark_rule(opacity=0.45).encode(**reach, color=COLOUR),
+        full.transform_calculate(**ends).mark_rule(opacity=0.45, color=FULL).encode(**reach),
     ]
-    if name != "held":
-        reach = {"x": alt.X(f"{name}_low:Q", title=title, scale=scale, axis=axis), "x2": f"{name}_high:Q"}
-        whiskers += [
-            base.mark_rule(opacity=0.45).encode(**reach, color=COLOUR),
-            full.mark_rule(opacity=0.45, color=FULL).encode(**reach),
-        ]
     return stack_layers(
         line.encode(color=COLOUR, strokeDash=DASH, detail="label:N", order="held:Q"),
         front.mark_line(interpolate="step-after", color="#9aa0a6", strokeWidth=1).encode(

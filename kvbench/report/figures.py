@@ -6,7 +6,7 @@
     tasks   difference from the full cache by subtask
     grid    score by length and depth, one plot per run
     change  difference from the full cache by length and depth
-    cost    difference against bytes held, time to first token and time per output token, with 95 % intervals of times;
+    cost    difference against bytes held, time to first token and time per output token, with 95 % intervals of both;
             filled points are on the Pareto front
 
 Any setting of a run works as a filter, as in kvbench.analysis.curves. Runs of different protocols

@@ -16,8 +16,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kvbench.analysis.bundle import VerifiedBundle, verify_bundle
-from kvbench.analysis.score_matrix import build_blocks, sort_rows
+from kvbench.analysis.score_matrix import build_blocks
 from kvbench.analysis.score_matrix_format import format_html
+from kvbench.analysis.score_matrix_order import sort_rows
 from kvbench.atomic import replace_file
 from kvbench.report.page import HERE, write_report
 from kvbench.report.samples import write_file
@@ -41,7 +42,7 @@ def write_leaderboard(
         out: Folder of the site.
         now: The time that the pages state.
         average: As in `kvbench.analysis.score_matrix.build_blocks`.
-        sort: The budget by whose scores the rows are sorted, such as "0.1".
+        sort: What sorts the rows, such as "0.1" (`kvbench.analysis.score_matrix_order.sort_rows`).
 
     Raises:
         SettingError: A bundle cannot be verified, two of them hold different answers of one run, or their runs cannot

@@ -6,6 +6,7 @@ because importing a method would need torch. A method that this checkout does no
 
 import ast
 import re
+from itertools import takewhile
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -23,8 +24,10 @@ def describe_method(name: str) -> dict[str, Any] | None:
     """Return what the page of a method says, or None if there is no such method in conf/method.
 
     Returns:
-        `definition`: the first paragraph; `equation`: its equations; `source`: the paragraph that names it; `more`: the
-        other paragraphs; `presets`: name, settings and comment of each; `preset`: the default one.
+        `definition`: the first paragraph, or the file's first comment if the module describes another method, such as
+        that of observed_attention, which is h2o with other settings; `equation`: its equations; `source`: the paragraph
+        that names it; `more`: the other paragraphs; `presets`: name, settings and comment of each; `preset`: the
+        default one.
     """
     if name not in list_choices("method"):
         return None
@@ -34,6 +37,8 @@ def describe_method(name: str) -> dict[str, Any] | None:
     source = [own for own in paragraphs if own.startswith("Source")]
     equations = [own for own in paragraphs if own.startswith(EQUATION)]
     notes = dict(PRESET.findall(text))
+    if paragraphs and not paragraphs[0].startswith(f"{name}:"):  # a file that sets up the class of another method
+        paragraphs.insert(0, read_first_comment(text))
     return {
         "definition": paragraphs[0] if paragraphs else "",
         "equation": dedent("\n".join(equations)),
@@ -57,6 +62,12 @@ def read_docstring(target: str) -> str:
         return ""
     path = FILES.joinpath(*parts).with_suffix(".py") if parts else Path()
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "") if path.is_file() else ""
+
+
+def read_first_comment(text: str) -> str:
+    """Return the comment at the beginning of a YAML file in one line."""
+    lines = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    return " ".join(line.removeprefix("#").strip() for line in lines)
 
 
 def split_docstring(text: str) -> list[str]:

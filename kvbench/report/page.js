@@ -34,7 +34,12 @@
   }
   const PATHS = { circle: "M6 1.5a4.5 4.5 0 1 0 .01 0z", square: "M2 2h8v8H2z", "triangle-up": "M6 1.5L11 10.5H1z", "triangle-down": "M6 10.5L1 1.5H11z", "triangle-right": "M10.5 6L1.5 11V1z", "triangle-left": "M1.5 6L10.5 1V11z", cross: "M4.3 1h3.4v3.3H11v3.4H7.7V11H4.3V7.7H1V4.3h3.3z", diamond: "M6 .5L11 6L6 11.5L1 6z" };
   const mark = (own) => svg("svg", { class: "mark", width: 12, height: 12, viewBox: "0 0 12 12", "aria-hidden": "true" }, svg("path", { d: PATHS[own.shape], fill: hue(own.colour) }));
-  const points = (value, sign) => (value === null || value === undefined ? "–" : (sign && value > 0 ? "+" : "") + value.toFixed(1).replace("-", "−"));
+  function toTenths(value) { // like Python: a tie goes to the even digit, and -0 becomes 0
+    const tie = Number.isInteger(4 * value) && !Number.isInteger(2 * value);
+    return ((tie ? (2 * Math.round(5 * value)) / 10 : Number(value.toFixed(1))) + 0).toFixed(1);
+  }
+  const points = (value, sign) => (value === null || value === undefined ? "–" : (sign && value > 0 ? "+" : "") + toTenths(value).replace("-", "−"));
+  const count = (number, one) => `${number} ${one}${number === 1 ? "" : "s"}`;
   const percent = (share) => `${(100 * share).toFixed(1)}\u202f%`;
   const title = (panel) => `${panel.task} · question ${panel.question}`;
   const heading = (panel) => el("header", {}, el("h3", {}, title(panel)), el("small", {}, [panel.model, ...panel.also].join(" · ")));
@@ -81,6 +86,8 @@
     if (make) make();
   }
   function draw(node, spec) {
+    // the library takes as long as all the rest of the page, so it starts with the first chart
+    if (!window.vegaEmbed) document.body.append(el("script", {}, document.getElementById("library").textContent));
     vegaEmbed(node, hues(spec), { mode: "vega-lite", renderer: "svg", actions: false }).then(
       () => { node.dataset.drawn = "yes"; },
       (error) => { node.textContent = "This chart cannot be drawn."; console.error(error); },
@@ -91,10 +98,14 @@
     for (const { mark: own } of spec.layer) if (own.type === "area") own.opacity = Math.min(own.opacity, 0.5 / series);
     return spec;
   }
-  function chart(name, datasets, label, more) {
+  function ticked(spec, ticks) {
+    for (const { encoding } of ticks ? spec.layer : []) if (encoding.x?.axis?.values) encoding.x.axis.values = ticks;
+    return spec;
+  }
+  function chart(name, datasets, label, more, ticks) {
     const node = el("div", { class: "chart", "data-chart": name, role: "img", "aria-label": label });
     if (heights.has(label)) node.style.minHeight = `${heights.get(label)}px`;
-    later(node, () => draw(node, { ...faint(structuredClone(FIRST.charts[name]), datasets.series?.length || 1), datasets, ...more }));
+    later(node, () => draw(node, { ...ticked(faint(structuredClone(FIRST.charts[name]), datasets.series?.length || 1), ticks), datasets, ...more }));
     return node;
   }
 
@@ -109,7 +120,7 @@
     const { about, budgets, classes, methods, cache } = panel.matrix;
     const columns = budgets.map((_, at) => at).filter((at) => state.class === ALL || classes[at] === state.class);
     const own = methods.filter(({ s, scores }) => passes(panel.series[s]) && columns.some((at) => scores[at]));
-    if (!own.length) return null;
+    if (!columns.length || (!own.length && panel.series.length)) return null; // without a method, the full cache's score is shown
     const scored = (at) => own.filter(({ scores }) => scores[at]).map(({ scores }) => scores[at]);
     const rank = (one, at) => { // all that cannot be told from the best share the first place
       if (!one) return "–";
@@ -166,19 +177,30 @@
     return [el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows)))];
   }
 
+  function scores(data, own, about) { // a curve, or if there is only one budget, a row for each method
+    const datasets = tables(data, own);
+    datasets.points = datasets.points.filter(({ s }) => own.some((one) => one.s === s));
+    const shares = datasets.points.map(({ share }) => share), budgets = [...new Set(datasets.points.map(({ budget }) => budget))];
+    if (!shares.length) return null;
+    const least = Math.min(...shares), most = Math.max(...shares);
+    if (budgets.length === 1 || least === most) return { at: budgets.join(", "), node: chart("dots", datasets, `Score at ${budgets.join(", ")}, ${about}`, { height: 24 * own.length }) };
+    const inside = FIRST.ticks.filter((share) => share >= least && share <= most);
+    return { node: chart("curve", datasets, `Score against measured share, ${about}`, {}, inside.length > 1 ? inside : [least, most]) };
+  }
   function curves(panel, only = passes) {
     const own = panel.series.filter((one) => only(one) && one.smallest);
     if (!own.length) return null;
     const dash = (one) => svg("svg", { class: "mark", width: 38, height: 12, viewBox: "0 0 38 12", "aria-hidden": "true" },
       svg("line", { x1: 0, x2: 38, y1: 6, y2: 6, stroke: hue(one.colour), "stroke-width": 2, "stroke-dasharray": one.dash.join(" ") || "none" }), svg("path", { d: PATHS[one.shape], fill: hue(one.colour), transform: "translate(13 0)" }));
-    const key = own.map((one) => el("span", {}, dash(one), one.label));
+    const first = scores(panel, own, title(panel));
+    const key = first.at ? [] : own.map((one) => el("span", {}, dash(one), one.label)); // rows of dots have their names beside them
     key.push(el("span", {}, dash({ ...FULL, shape: "diamond", dash: [4, 3] }), "full cache"));
     const left = Math.max(...own.map((one) => one.left_out));
     const { average, ...solvable } = panel.solvable;
-    const second = average && [chart("curve", tables({ ...panel, ...solvable }, own), `Score against measured share, ${average}, ${title(panel)}`), el("small", {}, average)];
+    const second = average && [scores({ ...panel, ...solvable }, own, `${average}, ${title(panel)}`)?.node, el("small", {}, average)];
     const short = own.filter((one) => one.unfinished.length).map((one) => `${one.label} ${one.unfinished.join(", ")}`);
-    return [chart("curve", tables(panel, own), `Score against measured share, ${title(panel)}`), el("div", { class: "key" }, key),
-      el("small", {}, own[0].average + (left ? `; up to ${left} samples that some run did not answer are left out` : "")),
+    return [first.node, el("div", { class: "key" }, key),
+      el("small", {}, (first.at ? `budget ${first.at}; ` : "") + own[0].average + (left ? `; up to ${left} samples that some run did not answer are left out` : "")),
       short.length ? el("p", { class: "note unfinished" }, `Not finished: ${short.join("; ")}. A curve shows the samples that all its runs answered.`) : null, ...(second || [])];
   }
 
@@ -203,16 +225,17 @@
   function costs(panel) {
     const own = panel.series.filter(passes);
     if (!own.length || !panel.costs.rows.length) return null;
-    return [el("div", { class: "trio" }, ["held", "ttft", "tpot"].map((name) => chart(name, tables(panel, own), `Score difference against ${name}, ${title(panel)}`)))];
+    return [el("div", { class: "trio" }, ["held", "ttft", "tpot"].map((name) => chart(name, tables(panel, own), `Score difference against ${name}, ${title(panel)}`))),
+      el("div", { class: "key" }, own.map((one) => el("span", {}, mark(one), one.label)), el("span", {}, mark(FULL), "full cache"))];
   }
 
   const SECTIONS = () => [
-    ["matrix", "Scores", "Mean score at every budget, below it the difference from the full cache in points with its 95\u202f% interval, on the same samples. * is the best score of a column; † cannot be told from it (simultaneous paired comparisons, 95\u202f%). All that cannot be told from the best share rank 1=. A click on a budget sorts by it; point at a cell for its memory. A budget class holds the budgets nearest to it.", matrix, "wide"],
+    ["matrix", "Scores", "Mean score at every budget. Below it: the difference from the full cache in points, on the same samples, with its 95\u202f% interval. If the interval contains 0, chance alone can explain the difference. * is the best score of a column; † cannot be told from it (simultaneous paired comparisons, 95\u202f%), so it shares rank 1=. A click on a budget sorts by it; point at a cell for its memory.", matrix, "wide"],
     ["leaderboard", `Smallest budget that keeps ${100 * DATA.keep}\u202f%`, `The measured share of the full cache's bytes from which on a method keeps ${100 * DATA.keep}\u202f% of the full cache's score. Between measured points it is interpolated linearly; ≤ and > mark values outside the measured range. At most: the share of the score that the largest measured budget keeps.`, leaderboard],
-    ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against the measured share of memory, not the requested budget. The dashed line is the full cache on the same samples.", curves],
+    ["curves", "Score against memory", "Means with 95\u202f% bands, clustered by context, against the measured share of memory, not the requested budget. The dashed line is the full cache on the same samples. If there is only one budget, each method has a row with its score and interval.", curves],
     ["tasks", "Difference by task", "Points gained or lost against the full cache on the same samples; Ø is an average. Point at a cell for its interval.", tasks, "wide"],
     ["grids", "Length × depth", "Mean score by the length of the context and the depth of the answer in it.", grids, "wide"],
-    ["costs", "What a score costs", "Filled and connected points are on the Pareto front: no other run of the panel, and not the full cache (the diamond), costs as little and scores as much. Vertical whiskers are 95\u202f% intervals of the difference. Times are medians, and horizontal whiskers are their 95\u202f% intervals. If whiskers overlap, the order may be due to chance.", costs, "wide"],
+    ["costs", "What a score costs", "Filled and connected points are on the Pareto front: no other run of the panel, and not the full cache (the diamond), costs as little and scores as much. Vertical whiskers are 95\u202f% intervals of the difference. Times are medians. Horizontal whiskers are 95\u202f% intervals of the cost; bytes have none if all samples hold the same share. If whiskers overlap, the order may be due to chance.", costs, "wide"],
   ];
 
   // ---- the page of a method, which replaces the sections
@@ -249,13 +272,13 @@
   // ---- two runs side by side, from the scores in the files of samples
 
   const pair = { a: null, b: null, failed: null };
-  const LISTED = 20;
-  const scoresOf = (hash) => { // uid -> [subtask, score], from the files of a run, or of any run of the panel for the full cache
+  const LISTED = 20, SAME = 1e-9; // scores that differ by less are equal up to rounding
+  const scoresOf = (hash) => { // uid -> subtask, context and score, from the files of a run, or of any run of the panel for the full cache
     const own = DATA.runs.find((run) => run.hash === hash);
     const file = DATA.files.find(({ run }) => run === hash) || (own && own.series === "full cache" && DATA.files.find(({ panel, names }) => panel === own.panel && names.length));
     if (!file) return null;
-    const at = file.run === hash ? 4 : 3;
-    return { file, read: () => new Map(file.names.flatMap((_, part) => loaded.get(`${file.run} ${part}`) || []).map((entry) => [entry[0], [entry[1], entry[at][1]]])) };
+    const at = file.run === hash ? 4 : 3, side = ([, score, error]) => (error ? null : score);
+    return { file, read: () => new Map(file.names.flatMap((_, part) => loaded.get(`${file.run} ${part}`) || []).map((entry) => [entry[0], { subtask: entry[1], group: entry[7], score: side(entry[at]) }])) };
   };
   function compare() {
     const node = document.getElementById("compare"), body = node.querySelector(".body");
@@ -284,15 +307,21 @@
       return;
     }
     const [one, other] = sides.map(({ read }) => read());
-    const both = [...one].filter(([uid, [, score]]) => score !== null && other.has(uid) && other.get(uid)[1] !== null).map(([uid, [subtask, score]]) => ({ uid, subtask, from: score, to: other.get(uid)[1] }));
-    const mean = (values) => values.reduce((sum, own) => sum + own, 0) / values.length;
-    const row = (label, own) => el("tr", {}, el("th", { scope: "row" }, label), [mean(own.map(({ from }) => from)), mean(own.map(({ to }) => to))].map((value) => el("td", { class: "num" }, points(value))),
-      el("td", { class: "num" }, points(mean(own.map(({ from, to }) => to - from)), true)), el("td", { class: "num" }, `${own.filter(({ from, to }) => to < from).length} / ${own.filter(({ from, to }) => to > from).length} / ${own.filter(({ from, to }) => to === from).length}`), el("td", { class: "num" }, String(own.length)));
-    const subtasks = [...new Set(both.map(({ subtask }) => subtask))].sort();
+    const common = [...one.keys()].filter((uid) => other.has(uid));
+    const both = common.filter((uid) => one.get(uid).score !== null && other.get(uid).score !== null).map((uid) => ({ uid, ...other.get(uid), from: one.get(uid).score, to: other.get(uid).score }));
     if (!both.length) { body.append(el("p", { class: "empty" }, "The runs have no answered sample in common.")); return; }
-    body.append(el("h3", {}, "Difference by subtask"), el("div", { class: "scroll" }, el("table", { class: "paired" }, head(["subtask", "A", "B", "B − A", "lost / gained / same", "n"]), el("tbody", {}, subtasks.map((own) => row(own, both.filter(({ subtask }) => subtask === own))), row("all samples", both)))),
-      el("small", {}, "Points, paired on the samples that both runs answered and that have a partner in the full cache. For intervals: ", el("code", {}, command)));
-    for (const [label, own] of [["Lost", both.filter(({ from, to }) => to < from)], ["Gained", both.filter(({ from, to }) => to > from)]])
+    const lost = ({ from, to }) => to < from - SAME, gained = ({ from, to }) => to > from + SAME;
+    const subtasks = [...new Set(both.map(({ subtask }) => subtask))].sort().map((name) => [name, both.filter(({ subtask }) => subtask === name)]);
+    const row = (label, some) => {
+      const own = some.flat(), { value, low, high } = kvbenchIntervals.mean(some.map((each) => ({ values: each.map(({ from, to }) => to - from), groups: each.map(({ group }) => group) })));
+      const means = ["from", "to"].map((side) => kvbenchIntervals.average(some.map((each) => each.map((one) => one[side]))));
+      const texts = [...means.map((own) => points(own)), points(value, true), low === null ? "–" : `[${points(low, true)}, ${points(high, true)}]`, `${own.filter(lost).length} / ${own.filter(gained).length} / ${own.filter((each) => !lost(each) && !gained(each)).length}`, String(own.length)];
+      return el("tr", {}, el("th", { scope: "row" }, label), texts.map((text) => el("td", { class: "num" }, text)));
+    };
+    const left = [...[one.size, other.size].map((size, at) => [size - common.length, `only ${"AB"[at]} has`]), [common.length - both.length, "failed in A or B"]].filter(([count]) => count).map(([count, text]) => ` Left out: ${count} samples that ${text}.`);
+    body.append(el("h3", {}, "Difference by subtask"), el("div", { class: "scroll" }, el("table", { class: "paired" }, head(["subtask", "A", "B", "B − A", "95\u202f% interval", "lost / gained / same", "n"]), el("tbody", {}, subtasks.map(([name, own]) => row(name, [own])), row("average", subtasks.map(([, own]) => own))))),
+      el("small", {}, "Points, paired by sample; the average weighs each subtask the same. If an interval contains 0, chance alone can explain the difference.", left, " In a terminal: ", el("code", {}, command)));
+    for (const [label, own] of [["Lost", both.filter(lost)], ["Gained", both.filter(gained)]])
       body.append(el("h3", {}, `${label} (${own.length})`), el("p", { class: "uids" }, own.slice(0, LISTED).map(({ uid, from, to }) => `${uid} ${from} → ${to}`).join("; ") || "none", own.length > LISTED ? ` and ${own.length - LISTED} more` : ""));
   }
 
@@ -471,9 +500,15 @@
       box.replaceChildren(...chosen().map(({ panel }) => (panel.part ? unloaded(panel) : framed(panel, make))).filter(Boolean));
     }
     empty();
-    samples();
     methodSection();
-    setTimeout(compare); // after the first table is shown, because a large store has long lists of runs
+    const first = chosen()[0]?.panel;
+    if (first?.part) load(first.part, first.part).then(() => fill(first), () => {}).then(() => afterPaint(lists)); // its place on the page says what failed
+    else { samples(); afterPaint(compare); }
+  }
+  const afterPaint = (work) => requestAnimationFrame(() => setTimeout(work));
+  function lists() { // after the first table is shown, because a large store has long lists of runs
+    samples();
+    compare();
   }
   function framed(panel, make) {
     const made = make(panel);
@@ -488,12 +523,17 @@
     const name = panel.part;
     if (!name) return; // another section has loaded it
     Object.assign(panel, loaded.get(name), { part: null });
-    for (const [id, , , make] of SECTIONS()) {
+    const put = ([id, , , make]) => {
       const node = document.querySelector(`#${id} [data-panel="${DATA.panels.indexOf(panel)}"]`), made = node && framed(panel, make);
       if (made) node.replaceWith(made); else if (node) node.remove();
-    }
-    empty();
-    if (state.method) methodSection();
+    };
+    const [scores, ...others] = SECTIONS();
+    put(scores); // is shown before the others are made
+    afterPaint(() => {
+      others.forEach(put);
+      empty();
+      if (state.method) methodSection();
+    });
   }
   function empty() {
     const nodes = SECTIONS().map(([id]) => document.getElementById(id));
@@ -506,7 +546,7 @@
   }
   const values = (key) => (key === "class" ? DATA.classes : key === "block" ? DATA.blocks.map(blockOf).sort((a, b) => a.localeCompare(b, "en", { numeric: true })) : [...new Set(DATA.panels.map((panel) => panel[key]))].sort());
   function filter(name) {
-    return el("label", {}, FILTERS[name], el("select", { "data-filter": name, onchange: (event) => { state[name] = event.target.value; render(); remember(); } },
+    return el("label", { title: name === "class" ? "shows the columns of the scores whose budgets are nearest to this one" : null }, FILTERS[name], el("select", { "data-filter": name, onchange: (event) => { state[name] = event.target.value; render(); remember(); } },
       el("option", { value: ALL }, "all"), values(name).map((value) => el("option", { value }, value))));
   }
   function bar() {
@@ -523,10 +563,11 @@
   }
   function runs() {
     const cell = (text, kind) => el("td", { class: kind || "" }, text);
-    const rows = DATA.runs.map((run) => el("tr", {}, cell(el("code", {}, run.hash)), cell(title(DATA.panels[run.panel])), cell(run.series, "name"), cell(run.budget, "num"),
+    const rows = () => DATA.runs.map((run) => el("tr", {}, cell(el("code", {}, run.hash)), cell(title(DATA.panels[run.panel])), cell(run.series, "name"), cell(run.budget, "num"),
       cell(run.of === null ? String(run.samples) : `${run.samples} of ${run.of}`, "num"), cell(run.code), cell(el("code", {}, run.sources)), cell(run.date), cell((run.notes || []).join(" "))));
     const head = ["run", "task", "method", "budget", "samples", "code", "sources", "written", ""].map((text) => el("th", { scope: "col", class: text === "budget" || text === "samples" ? "num" : "" }, text));
-    return el("details", {}, el("summary", {}, `${DATA.runs.length} runs`), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows))));
+    const body = el("tbody"), open = () => { if (!body.children.length) body.append(...rows()); };
+    return el("details", { ontoggle: open }, el("summary", {}, count(DATA.runs.length, "run")), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), body)));
   }
   function facts() {
     const each = (key, many) => {
@@ -536,7 +577,7 @@
     const dates = DATA.runs.map((run) => run.date).sort();
     const period = dates.length ? (dates[0] === dates[dates.length - 1] ? dates[0] : `${dates[0]} to ${dates[dates.length - 1]}`) : "–";
     const rows = [
-      ["Runs", `${DATA.runs.length} runs, ${Object.keys(DATA.methods).length} methods, ${DATA.runs.reduce((sum, run) => sum + run.samples, 0)} answers` + (DATA.unfinished ? `; not finished and scored on the samples in common: ${DATA.unfinished}` : "") + (DATA.empty ? `; without a sample yet: ${DATA.empty}` : "")],
+      ["Runs", [count(DATA.runs.length, "run"), count(Object.keys(DATA.methods).filter((name) => name !== "full").length, "method"), count(DATA.runs.reduce((sum, run) => sum + run.samples, 0), "answer")].join(", ") + (DATA.unfinished ? `; not finished and scored on the samples in common: ${DATA.unfinished}` : "") + (DATA.empty ? `; without a sample yet: ${DATA.empty}` : "")],
       ["Models", DATA.models.join("; ") || "–"],
       ["Code", [each("code", "revisions"), each("sources", "hashes of sources")].filter(Boolean).join("; sources ") || "–"],
       ["Hardware", DATA.machines.join("; ") || "–"],

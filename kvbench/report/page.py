@@ -17,7 +17,7 @@ import vl_convert
 
 from kvbench.analysis.run_labels import describe_error
 from kvbench.config.paths import CACHE
-from kvbench.report.charts import SCORE, build_charts
+from kvbench.report.charts import SCORE, SHARES, build_charts
 from kvbench.report.excerpts import write_excerpts
 from kvbench.report.panels import DATA_ERRORS, TABLES, PageData, gather_results
 from kvbench.report.samples import to_embedded_json, write_file, write_samples
@@ -113,7 +113,9 @@ def write_answers(gathered: PageData, folder: Path) -> list[dict[str, Any]]:
 def render_html(page: dict[str, Any]) -> str:
     """Return the page as HTML."""
     library, script = load_scripts()
-    data = to_embedded_json(page | {"charts": build_charts(), "ink": FULL, "dark": DARK, "shades": SCORE})
+    data = to_embedded_json(
+        page | {"charts": build_charts(), "ink": FULL, "dark": DARK, "shades": SCORE, "ticks": SHARES}
+    )
     style = (HERE / "page.css").read_text(encoding="utf-8")
     return "\n".join(
         [
@@ -125,7 +127,7 @@ def render_html(page: dict[str, Any]) -> str:
             '<main id="page"><noscript>This page draws its charts with scripts that it holds itself.</noscript></main>',
             f'<script type="application/json" id="data">{data}</script>',
             "<!-- Vega, Vega-Lite, Vega-Embed: BSD-3-Clause, University of Washington Interactive Data Lab -->",
-            f"<script>{library}</script>",
+            f'<script type="text/plain" id="library">{library}</script>',
             f"<script>{script}</script>",
             "</body></html>\n",
         ]
@@ -135,7 +137,8 @@ def render_html(page: dict[str, Any]) -> str:
 @cache
 def load_scripts() -> tuple[str, str]:
     """Return the charting library and the page's own script."""
-    found = load_library(), (HERE / "page.js").read_text(encoding="utf-8")
+    own = "".join((HERE / name).read_text(encoding="utf-8") for name in ("intervals.js", "page.js"))
+    found = load_library(), own
     for text in found:
         if "</script" in text.lower() or "<!--" in text:
             raise ValueError("a script contains </script or <!--, which would end it early")

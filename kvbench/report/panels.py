@@ -113,12 +113,13 @@ def gather_found(found: FoundRuns, now: datetime) -> PageData:
     left_out = found.damaged | {name: why for panel in panels for name, why in panel.refused.items()}
     left_out |= {name: f"used without its damaged records: {why}" for name, why in found.passed_over.items()}
     series = [(panel.data, own) for panel in panels for own in panel.data["series"]]
+    methods = dict.fromkeys(own["method"] for _, own in series)
     page = {
         "made": now.strftime("%Y-%m-%d %H:%M UTC"),
         "keep": KEEP,
         "panels": [panel.data for panel in panels],
-        "methods": {own["method"]: choose_style(own["method"]) for _, own in series},
-        "about": {own["method"]: describe_method(own["method"]) for _, own in series},
+        "methods": {name: choose_style(name) for name in methods},
+        "about": {name: describe_method(name) for name in methods},
         "classes": [own for own in (*CLASSES, OTHER) if any(own in list_classes(panel) for panel in panels)],
         "blocks": list({own["block"]: None for _, own in series}),
         "refused": [
@@ -298,8 +299,9 @@ class Panel:
             if row.interval:
                 held = fmean(one["resident_bytes"] for one in run.records.values() if find_failure(one) is None)
                 own: dict[str, Any] = {"s": series, "row": name, "held": row.held, "megabytes": held / 1e6}
+                own |= {"held_low": row.held_low, "held_high": row.held_high}
                 costs.append(own | describe_times(row, "") | describe_difference(row.interval))
-                full = [{"held": 1.0, "diff": 0.0, **describe_times(row, "_full")}]
+                full = [{"held": 1.0, "held_low": None, "held_high": None, "diff": 0.0, **describe_times(row, "_full")}]
         self.tables["rows"].append({"s": series, "order": len(self.tables["rows"]), "row": name})
         self.tables["tasks"] = [{"column": column, "task": task} for column, task in enumerate(tasks)]
         self.tables["cells"] += cells

@@ -1,8 +1,9 @@
 """Write answers next to the full cache's into script files, which the page loads when needed. This needs no server.
 
 A file is one call, kvbenchSamples(run, part, samples), of about PART characters. A sample is [uid, subtask, targets,
-full cache's side, method's side, question, strip], and a side is [output, score, error]. The samples that lost most
-come first. Question and strip are null for runs of older versions, which did not record them.
+full cache's side, method's side, question, strip, context], and a side is [output, score, error]. The samples that lost
+most come first. Question and strip are null for runs of older versions, which did not record them. Contexts are
+numbered; samples that share one have the same number.
 """
 
 import json
@@ -57,13 +58,15 @@ def list_entries(pairing: Pairing) -> Iterator[list]:
         scores = [record["score"] for record in both]
         return 0.0 if None in scores else scores[1] - scores[0], both[1].get("index") or 0, both[1]["uid"]
 
+    contexts: dict[str, int] = {}
     for full, method in sorted(pair_records(pairing.full.records, pairing.run.records), key=order):
         targets = method.get("target")
         targets = targets if isinstance(targets, list) else [targets]
         shown = [escape_invisible(target, 2000) for target in targets[:20]]
         asked = None if method.get("asked") is None else escape_invisible(method["asked"], QUESTION)
         names = [shorten(method["uid"]), shorten(str(method["subtask"]))]
-        yield [*names, shown, format_side(full), format_side(method), asked, format_strip(method)]
+        context = contexts.setdefault(method["group"] or method["uid"], len(contexts))
+        yield [*names, shown, format_side(full), format_side(method), asked, format_strip(method), context]
 
 
 def write_samples(folder: Path, pairing: Pairing) -> list[str]:

@@ -205,24 +205,25 @@ class Sweep:
         runs = [own.run for own, state in zip(self.cells, self.states, strict=True) if state.name != "done"]
         return describe_memory([run for run in runs if run is not None])
 
-    def announce(self, width: int) -> None:
+    def announce(self, width: int, styled: bool) -> None:
         """Print the cells and their states, and write them into the sweep's folder. If all are done, print the matrix.
 
         Args:
             width: Characters of a line.
+            styled: As in `kvbench.analysis.score_matrix_format.format_text`.
         """
         if not self.counted:
             return
         if self.finished:
             count = status.count_states(self.states)
-            print(f"{len(self.cells)} cells: {count}\n{self.describe_results(width)}", end="", flush=True)
+            print(f"{len(self.cells)} cells: {count}\n{self.describe_results(width, styled)}", end="", flush=True)
         else:
             print(self.describe(), flush=True)
             status.write_cells(self.folder, [own.cell for own in self.cells])
 
-    def describe_results(self, width: int) -> str:
+    def describe_results(self, width: int, styled: bool) -> str:
         """Return the matrix of the cells' scores, and why cells are refused."""
-        return describe_results(self.results, [own.cell for own in self.cells], width)
+        return describe_results(self.results, [own.cell for own in self.cells], width, styled)
 
     @property
     def exit_code(self) -> int:
@@ -237,10 +238,10 @@ class Sweep:
         where = f" at {sum(state.name == 'done' for state in states)} of {len(states)}" if states else ""
         return f"{where}; the same command goes on"
 
-    def print_end(self, width: int) -> None:
+    def print_end(self, width: int, styled: bool) -> None:
         """Print the matrix of the cells' scores, and the states of the cells that are not done."""
         if self.counted:
-            print(self.describe_results(width))
+            print(self.describe_results(width, styled))
             self.print_states()
 
     def print_states(self) -> None:

@@ -11,13 +11,14 @@ from kvbench.sweeps.status import SweepCell
 from kvbench.validation import escape
 
 
-def describe_results(results: Path, cells: Sequence[SweepCell], width: int) -> str:
+def describe_results(results: Path, cells: Sequence[SweepCell], width: int, styled: bool) -> str:
     """Return the matrix of the runs of a sweep's cells, and why cells have no numbers.
 
     Args:
         results: The folder of results.
         cells: The cells.
         width: Characters of a line.
+        styled: As in `kvbench.analysis.score_matrix_format.format_text`.
     """
     found = FoundRuns()
     values = {name: own for cell in cells for name, own in zip(cell.names, (cell.run, cell.baseline), strict=False)}
@@ -35,5 +36,5 @@ def describe_results(results: Path, cells: Sequence[SweepCell], width: int) -> s
         if cell.refused is not None:
             reasons.setdefault(cell.refused, []).append(cell.label)
     lines = [f"refused: {name_some(labels)}: {reason}" for reason, labels in reasons.items()]
-    text = format_text(blocks, width) if blocks else ""
+    text = format_text(blocks, width, styled=styled) if blocks else ""
     return text + "".join(f"{escape(line)}\n" for line in [*refused, *lines])

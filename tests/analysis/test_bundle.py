@@ -4,6 +4,8 @@ import hashlib
 import json
 import random
 import re
+from string import ascii_lowercase
+from time import process_time
 
 import pytest
 
@@ -13,11 +15,14 @@ from kvbench.analysis.score_matrix import build_blocks
 from kvbench.analysis.score_matrix_format import format_csv
 from kvbench.cli import bundle as bundle_command
 from kvbench.cli import verify
+from kvbench.store.record import find_problems
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError
 from tests.support.bundles import signed, unpacked
 from tests.support.made_up_runs import write_run
 from tests.support.report_store import make_records
+from tests.support.repository import ROOT
+from tests.support.selection import only_in_full
 
 FULL = {"method": {"name": "full"}}
 
@@ -44,7 +49,7 @@ def test_a_bundle_gives_the_table_of_its_store(store, made):
     found = verify_bundle(made)
     assert (found.runs, found.records) == (6, 6 * 24)
     assert format_csv(found.blocks) == format_csv(build_blocks(load_runs(store), load_runs(store))[0])
-    assert unpacked(made)[TABLE].decode() == format_csv(found.blocks, 6)
+    assert unpacked(made)[TABLE].decode() == format_csv(found.blocks, decimals=6)
     assert found.digest == hashlib.sha256(made.read_bytes()).hexdigest()
 
 
@@ -209,11 +214,32 @@ def test_the_commands(store, tmp_path, capsys):
     assert "no finished run of a method to bundle" in capsys.readouterr().err
 
 
-def test_a_bundle_is_small(tmp_path):
-    """100 cells of 65 samples stay below 5 MB: here a tenth of them, below a tenth of that."""
-    write_run(tmp_path, make_records(1.0, 100, count=22), **FULL)
-    for budget in range(2, 11):
-        own = make_records(0.1, 5 * budget, salt=budget, count=22, survived=random.Random(budget).randbytes(64).hex())
-        write_run(tmp_path, own, method={"name": "snapkv"}, budget=budget)
+def draw_answers(seed: int, chance: float, budget: float) -> dict[str, dict]:
+    """65 records with all fields of a real one: its texts and numbers, drawn at random so that they hardly compress."""
+    draw, found = random.Random(seed), {}
+    [path, *_] = sorted(ROOT.glob("tests/stores/0.1/runs/*/records*.jsonl"))
+    real = json.loads(path.read_text().splitlines()[0])
+    for index in range(65):
+        uid = f"task_{index % 13}/{index // 13}"
+        answer = " ".join("".join(draw.choices(ascii_lowercase, k=6)) for _ in range(32))
+        found[uid] = real | {name: draw.uniform(0, 1000) for name, own in real.items() if isinstance(own, float)}
+        found[uid] |= {"uid": uid, "index": index, "subtask": uid.partition("/")[0], "group": uid, "budget": budget}
+        found[uid] |= {"prompt_hash": f"{index:016x}", "survived": draw.randbytes(64).hex(), "output": answer}
+        found[uid] |= {"answer": answer, "score": 100.0 * (draw.random() < chance)}
+        assert not find_problems(found[uid])
+    return found
+
+
+@pytest.mark.parametrize(("methods", "budgets"), [(5, 2), only_in_full(25, 4), only_in_full(100, 1)])
+def test_a_bundle_is_small_and_soon_verified(tmp_path, methods, budgets):
+    """100 cells of 65 samples take at most 5 MB, and 60 s on a laptop; the test asks for half of that."""
+    write_run(tmp_path, draw_answers(0, 0.95, 1.0), **FULL)
+    cells = [(f"m{method}", (1 + own) / 10) for method in range(methods) for own in range(budgets)]
+    for seed, (name, budget) in enumerate(cells, 1):
+        chance = 0.3 + 0.6 * seed / len(cells)
+        write_run(tmp_path, draw_answers(seed, chance, budget), method={"name": name}, budget=budget)
     write_bundle(tmp_path, {}, tmp_path / "own.zip")
-    assert (tmp_path / "own.zip").stat().st_size < 500_000
+    assert (tmp_path / "own.zip").stat().st_size <= 50_000 * len(cells)
+    start = process_time()
+    found = verify_bundle(tmp_path / "own.zip")
+    assert process_time() - start <= 30 and (found.runs, found.records) == (len(cells) + 1, 65 * (len(cells) + 1))

@@ -4,18 +4,22 @@ import csv
 import io
 import random
 import re
+import sys
 from dataclasses import replace
 from shutil import which
 
 import numpy as np
 import pytest
+from rich.cells import cell_len
 
 import kvbench
 from kvbench.analysis import score_matrix
 from kvbench.analysis.intervals import Values, mean
-from kvbench.analysis.score_matrix import build_blocks, list_cells, sort_rows
-from kvbench.analysis.score_matrix_format import FORMATS, format_latex, format_text
-from kvbench.analysis.text_table import format_number
+from kvbench.analysis.score_matrix import build_blocks, list_cells
+from kvbench.analysis.score_matrix_columns import COLUMNS, DEFAULT
+from kvbench.analysis.score_matrix_format import FORMATS, format_latex, format_text, measure_in_latex
+from kvbench.analysis.score_matrix_order import group_blocks, sort_rows
+from kvbench.analysis.text_table import escape_latex, format_number
 from kvbench.cli import compare, results, show
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError
@@ -52,32 +56,83 @@ def store(tmp_path_factory):
     return folder
 
 
-def test_every_number_is_that_of_pandas(store):
-    """The law of this table: score, difference, costs and counts are means over kvbench.load's records."""
-    loaded = kvbench.load(store)
+ALL = tuple(COLUMNS.values())
+
+
+def compute_with_pandas(loaded, run: str) -> dict[str, float]:
+    """The numbers of a run's columns, except the ends of intervals: means over kvbench.load's records."""
     records = loaded.records()
-    rows = list(csv.DictReader(io.StringIO(FORMATS["csv"](build_blocks(load_runs(store), load_runs(store))[0]))))
+    own = records[records["run"] == run]
+    question = loaded.runs.loc[run, "question"]
+    asked = loaded.runs[(loaded.runs["question"] == question) & (loaded.runs["method"] == "full")]
+    full = records[records["run"] == asked.index[0]].set_index("uid")["score"]
+    change = own["score"] - own["uid"].map(full)
+    values = {
+        "score": own["score"],
+        "bytes_held": own["resident_bytes"] / own["full_bytes"],
+        "rows_kept": own["rows_held"] / own["rows_seen"],
+        "rows_attended": own["rows_attended"] / own["rows_seen_decoding"],
+        "at_limit": own["stop"] == "length",
+    }
+    if run != asked.index[0]:
+        values["difference"] = change
+    found = {name: float(column.groupby(own["subtask"]).mean().mean()) for name, column in values.items()}
+    found["n"] = len(own)
+    return found if run == asked.index[0] else found | {"lost": (change < 0).sum(), "gained": (change > 0).sum()}
+
+
+@pytest.fixture(scope="module")
+def expected(store) -> dict[str, dict[str, float]]:
+    loaded = kvbench.load(store)
+    return {run: compute_with_pandas(loaded, run) for run in loaded.runs.index}
+
+
+def test_every_number_is_that_of_pandas(store, expected):
+    """The law of this table: score, difference, costs and counts are means over kvbench.load's records."""
+    runs = load_runs(store)
+    blocks = build_blocks(runs, runs)[0]
+    rows = list(csv.DictReader(io.StringIO(FORMATS["csv"](blocks, ALL))))
     assert len(rows) == 2 * (1 + len(METHODS) * 2)
+    numbers = {name for column in ALL for name in column.numbers} - {"score_low", "score_high", "low", "high"}
     for row in rows:
-        own = records[records["run"] == row["hash"]]
-        asked = loaded.runs[(loaded.runs["question"] == row["question"]) & (loaded.runs["method"] == "full")]
-        full = records[records["run"] == asked.index[0]].set_index("uid")["score"]
-        by = own.groupby("subtask")
-        held, attended = own["resident_bytes"] / own["full_bytes"], own["rows_attended"] / own["rows_seen_decoding"]
-        change = own["score"] - own["uid"].map(full)
-        expected = {
-            "score": by["score"].mean().mean(),
-            "n": len(own),
-            "bytes_held": held.groupby(own["subtask"]).mean().mean(),
-            "rows_attended": attended.groupby(own["subtask"]).mean().mean(),
-            "at_limit": (own["stop"] == "length").groupby(own["subtask"]).mean().mean(),
-        }
-        if row["method"] != "full cache":
-            expected["difference"] = change.groupby(own["subtask"]).mean().mean()
-            expected |= {"lost": (change < 0).sum(), "gained": (change > 0).sum()}
-        for name, value in expected.items():
-            assert float(row[name]) == pytest.approx(float(value), abs=1e-9), (row, name)
-        assert row["budget"] == str(loaded.runs.loc[row["hash"], "budget"])
+        own = expected[row["hash"]]
+        for name in numbers:
+            assert row[name] == "" or float(row[name]) == pytest.approx(own[name], abs=1e-9), (row, name)
+        assert {name for name in numbers if row[name] == ""} == numbers - own.keys()
+        assert row["budget"] == str(kvbench.load(store).runs.loc[row["hash"], "budget"])
+    usual = list(csv.DictReader(io.StringIO(FORMATS["csv"](blocks))))
+    assert usual == [{name: row[name] for name in row if name != "rows_kept"} for row in rows]
+
+
+@pytest.mark.parametrize("column", [own for own in ALL if not own.name.endswith("interval")], ids=lambda own: own.name)
+def test_a_column_alone_has_the_numbers_of_pandas(store, expected, column):
+    """In each format, a row has a number for each budget: that of pandas, rounded."""
+    runs = load_runs(store)
+    for block in build_blocks(runs, runs)[0]:
+        rows = {**block.rows, "full cache": dict.fromkeys(block.budgets, block.full)}
+        texts = [format_text([block], 120, columns=[column])]
+        texts += [FORMATS[name]([block], [column]) for name in ("markdown", "latex", "html")]
+        for text in texts:
+            for label, cells in rows.items():
+                [row] = re.findall(rf"^\W*(?:tr\W+th scope='row'\W+)?{label}(?!\S*[ -]\w+ in)(.*)$", text, re.MULTILINE)
+                shown = [float(own) for own in re.findall(r"[+-]?\d+(?:\.\d)?", row)]
+                own = [expected[cell.run.hash].get(column.name) for cell in cells.values()]
+                own = [number * (100 if column.cost else 1) for number in own if number is not None]
+                assert shown == pytest.approx(own, abs=0.0501), (text, label)
+
+
+def test_columns_are_those_asked_for_and_in_that_order(store, capsys):
+    asked = ["n", "interval", "rows_kept", "score"]
+    arguments = [str(store), "question=hidden", "method=knorm", "--columns", ",".join(asked)]
+    assert results.main([*arguments, "--format", "csv"]) == 0
+    head = capsys.readouterr().out.splitlines()[0].split(",")
+    assert head[6:] == ["budget", "n", "low", "high", "rows_kept", "score", "best", "tied", "hash"]
+    assert results.main([*arguments, "--format", "markdown"]) == 0
+    heads = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| method"))
+    assert re.findall(r"\bn\b|95|kept|score", heads) == 2 * ["n", "95", "kept", "score"]
+    assert results.main([str(store), "question=hidden", "--columns", "bytes_held"]) == 0
+    out = capsys.readouterr().out
+    assert "score" not in out.partition("bytes")[2] and "†" not in out
 
 
 def test_text_and_latex_show_the_same_numbers(store):
@@ -112,6 +167,55 @@ def test_latex_tables_fit_a_page(store):
         heads = [line.count("multicolumn") for line in format_latex([own]).splitlines() if "multicolumn" in line]
         assert sum(heads) == 4 and max(heads) == beside
         assert ("{p{" in format_latex([own])) == (len(label) > 49)
+        sizes = {f"{{{escape_latex(column.head)}}}": measure_in_latex(column) for column in ALL}
+        every = format_latex([own], ALL)
+        titles = [line.removesuffix(" \\\\").split(" & ")[1:] for line in every.splitlines() if line[:6] == "Method"]
+        assert {one for table in titles for one in table} == sizes.keys()
+        labels = [float(own) for own in re.findall(r"\{p\{([\d.]+)pt", every)] or [5 * len(label)] * len(titles)
+        for table, room in zip(titles, labels, strict=True):
+            assert sum(sizes[one] for one in table) + room + 12 <= 345
+
+
+@pytest.mark.parametrize("columns", [DEFAULT, ALL], ids=["usual", "all"])
+@pytest.mark.parametrize("width", [60, 79, 140, 300])
+def test_text_fits_the_terminal_and_cuts_no_number(wide, width, columns):
+    """Every number and label is there, whatever the width: what does not fit goes into a further table or line."""
+    label = "a long label · of several words · 中文 · " + "m" * 50
+    rows = {label: next(iter(wide[0].rows.values())), **wide[0].rows}
+    for block in [replace(wide[0], rows=rows), *group_blocks(wide, ["allocator", "seed"])]:
+        text = format_text([block], width, columns)
+        lines = text.splitlines()
+        assert all(cell_len(line) <= width and line == line.rstrip() for line in lines)
+        for cells in (*block.rows.values(), {"any": block.full}):
+            for cell in cells.values():
+                assert all(column.write(cell) in text for column in columns)
+        tables = sum(line.startswith("method ") for line in lines)
+        assert tables > 1 if width < 100 else tables == 1 or width < 200
+        assert label not in block.rows or sum("a long label" in line for line in lines) == tables
+
+
+def test_a_terminal_shows_the_same_text_with_the_best_in_bold(store):
+    blocks, _ = build_blocks(load_runs(store), load_runs(store))
+    styled = format_text(blocks, 100, styled=True)
+    plain = re.sub("\x1b\\[[0-9]*m", "", styled)
+    assert format_text(blocks, 100) == "\n".join(line.rstrip() for line in plain.split("\n"))
+    bold = re.findall("\x1b\\[1m *(\\d+\\.\\d)\\*\x1b\\[0m", styled)
+    best = [format_number(cell.score.value) for _, _, cell in list_cells(blocks) if cell.best]
+    assert sorted(bold) == sorted(best) and styled.count("*") == len(best) + 1  # the legend
+
+
+@pytest.mark.parametrize(
+    ("terminal", "settings", "styled"),
+    [(True, {}, True), (False, {}, False), (True, {"NO_COLOR": "1"}, False), (True, {"TERM": "dumb"}, False)],
+)
+def test_only_a_terminal_that_may_is_sent_control_codes(store, monkeypatch, capsys, terminal, settings, styled):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    assert results.main([str(store)]) == 0
+    assert ("\x1b" in capsys.readouterr().out) == styled
 
 
 @pytest.mark.latex
@@ -123,7 +227,8 @@ def test_latex_tables_compile_whatever_names_hold(tmp_path):
         for budget in (0.05, 0.1, 0.2, 0.5):
             write_run(tmp_path, draw_records(budget, 0.5, at), method={"name": name}, budget=budget)
     runs = load_runs(tmp_path)
-    table = format_latex(build_blocks(runs, runs)[0])
+    blocks = build_blocks(runs, runs)[0]
+    table = "\n".join([format_latex(blocks), format_latex(group_blocks(blocks, ["method"]), ALL)])
     packages = "\n".join(line.lstrip("% ") for line in table.splitlines()[:3])
     text = f"\\documentclass{{article}}\n{packages}\n\\begin{{document}}\n{table}\\end{{document}}\n"
     assert "Overfull" not in compile_latex(tmp_path, text)
@@ -184,7 +289,7 @@ def mark(scores: list[np.ndarray]) -> list[bool]:
     runs = [Run(own, str(at)) for at, own in enumerate(scores)]
     samples = score_matrix.Samples(runs[0], uids, {"one": uids}, {"one": 1.0})
     means = [mean([Values(own.tolist(), uids)]) for own in scores]
-    cells = [score_matrix.MatrixCell(run, own, None, 0, 0, 0) for run, own in zip(runs, means, strict=True)]
+    cells = [score_matrix.MatrixCell(run, own, None, 0, 0, 0, 0) for run, own in zip(runs, means, strict=True)]
     return [cell.tied for cell in samples.mark_best(cells)]
 
 
@@ -252,8 +357,9 @@ def test_names_cannot_break_a_format(tmp_path):
     latex = next(line for line in format_latex([block]).splitlines() if line.startswith("a\\&"))
     written = "\\_\\%\\$\\#\\{\\}\\textasciitilde{}\\textasciicircum{}\\textbackslash{}"
     assert written in latex and latex.endswith("\\\\")
-    for text in (format_text([block], 120), *(write([block]) for write in FORMATS.values())):
-        assert "\x1b" not in text
+    for blocks in ([block], group_blocks([block], ["method", "model"])):
+        for text in (format_text(blocks, 120), *(write(blocks) for write in FORMATS.values())):
+            assert "\x1b" not in text and "<b>" not in FORMATS["html"](blocks)
     assert "<b>" not in FORMATS["html"]([block]) and "&lt;b&gt;" in FORMATS["html"]([block])
 
 
@@ -273,9 +379,85 @@ def test_rows_are_sorted_by_a_budget(store):
     block = build_blocks(load_runs(store), load_runs(store))[0][0]
     ordered = [own["20\u202f%"].score.value for own in sort_rows([block], "0.20")[0].rows.values()]
     assert ordered == sorted(ordered, reverse=True)
-    for wrong in ("0.3", "many"):
-        with pytest.raises(SettingError, match=rf"^--sort={wrong}: choose one of 0.1, 0.2$"):
+    for wrong in ("0.3", "many", "n@0.3"):
+        with pytest.raises(SettingError, match=rf"^--sort={wrong}: choose method, a budget \(0.1, 0.2\), or a column"):
             sort_rows([block], wrong)
+    for wrong in ("interval@0.1", "speed@0.1"):
+        with pytest.raises(SettingError, match=rf"^--sort={wrong}: column=.*: choose one of score, difference, lost, "):
+            sort_rows([block], wrong)
+
+
+@pytest.mark.parametrize("name", [own.name for own in ALL if len(own.numbers) == 1])
+def test_rows_are_sorted_by_a_column_with_the_best_first(store, name):
+    runs = [run for run in load_runs(store) if run.value["budget"] != 0.1 or run.value["method"]["name"] != "knorm"]
+    block = build_blocks(runs, runs)[0][0]
+    column = COLUMNS[name]
+    [read] = column.numbers.values()
+    *rows, last = sort_rows([block], f"{name}@0.1")[0].rows.items()
+    ordered = [read(own["10\u202f%"]) for _, own in rows]
+    assert ordered == sorted(ordered, reverse=not column.less) and len(ordered) == 2
+    assert last[0] == "knorm"  # it has no number
+    assert list(sort_rows(sort_rows([block], "0.1"), "method")[0].rows) == sorted(block.rows)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Question and seed make three blocks; allocator and block size make the rows of each."""
+    folder = tmp_path_factory.mktemp("wide")
+    for question, seed in (("hidden", 2), ("visible", 10), ("visible", 2)):
+        write_run(folder, draw_records(1.0, 0.95, seed), question=question, seed=seed, **FULL)
+        for at, allocator in enumerate(("uniform", "ada")):
+            for block in (None, 64, 128):
+                for budget in (0.1, 0.2):
+                    own = draw_records(budget, 0.8, at + (block or 0) + int(100 * budget))
+                    changed = {"allocator": {"name": allocator}, "block_size": block, "budget": budget, "seed": seed}
+                    write_run(folder, own, question=question, **changed)
+    return build_blocks(load_runs(folder), load_runs(folder))[0]
+
+
+def test_groups_and_order_change_no_number(wide):
+    """The law holds for them too: the same lines of the CSV, each with its settings, in another order."""
+    plain = list(csv.DictReader(io.StringIO(FORMATS["csv"](wide, ALL))))
+    ordered = group_blocks(sort_rows(wide, "bytes_held@0.1"), ["seed", "allocator", "question", "block_size"])
+    grouped = list(csv.DictReader(io.StringIO(FORMATS["csv"](ordered, ALL))))
+    settings = {cell.run.hash: cell.run.settings for _, _, cell in list_cells(wide)}
+    added = {"seed", "allocator.name", "block_size"}
+    assert grouped[0].keys() == plain[0].keys() | added and grouped != plain
+    for row in grouped:
+        own = settings[row["hash"]]
+        assert {name: row[name] for name in added} == {
+            "seed": str(own["seed"]),
+            "allocator.name": own["allocator.name"],
+            "block_size": "" if own["block_size"] is None else str(own["block_size"]),
+        }
+    assert sorted(plain, key=str) == sorted(({n: row[n] for n in plain[0]} for row in grouped), key=str)
+
+
+def test_a_setting_of_the_protocol_gathers_blocks_and_one_of_the_cache_gathers_rows(wide):
+    blocks = group_blocks(wide, ["block_size", "seed", "allocator"])
+    assert [block.heading for block in blocks] == ["seed 2", "seed 2", "seed 10"]  # numbers by value
+    assert [block.question for block in blocks] == ["visible", "hidden", "visible"]  # the order stays inside
+    sections = [f"block_size {size} · allocator {name}" for size in ("null", 64, 128) for name in ("ada", "uniform")]
+    for block in blocks:
+        assert list(dict.fromkeys(block.sections[label] for label in block.rows)) == sections
+        for label, cells in block.rows.items():
+            own = next(iter(cells.values())).run.value
+            size = "null" if own["block_size"] is None else own["block_size"]
+            assert block.sections[label] == f"block_size {size} · allocator {own['allocator']['name']}"
+    for name in ("text", "markdown", "latex", "html"):
+        text = format_text(blocks, 120) if name == "text" else FORMATS[name](blocks)
+        text = text.replace("\\_", "_").replace("$\\cdot$", "·")
+        assert re.findall(r"^(?:% |## |<h2>)?(seed \d+)(?:</h2>)?$", text, re.MULTILINE) == ["seed 2", "seed 10"], name
+        found = re.findall(r"block_size \w+ · allocator \w+", text)
+        assert list(dict.fromkeys(found)) == sections and len(found) % (3 * len(sections)) == 0, name
+
+
+@pytest.mark.parametrize("wrong", ["budget", "colour", "", "averages2"])
+def test_a_setting_that_cannot_group_is_one_line(wide, wrong):
+    with pytest.raises(SettingError, match=rf"^--group-by={wrong}: choose one of model, method, (?!.*\bbudget\b,)"):
+        group_blocks(wide, [wrong])
+    with pytest.raises(SettingError, match=r"^--group-by=seed,seed: give each setting once$"):
+        group_blocks(wide, ["seed", "seed"])
 
 
 def test_the_commands(store, capsys):
@@ -298,13 +480,18 @@ def test_the_commands(store, capsys):
         (results, ["method=quest"], r"method=quest: no finished run has this"),
         (results, ["colour=red"], r"colour: no run has this setting"),
         (results, ["--format", "pdf"], r"--format=pdf: choose one of text, markdown, csv, latex, html"),
-        (results, ["--sort", "0.7"], r"--sort=0.7: choose one of 0.1, 0.2"),
+        (results, ["--columns", "score,speed"], r"--columns=speed: choose one of score, score_interval, difference, "),
+        (results, ["--columns", ""], r"--columns=: choose one of score, score_interval, difference, "),
+        (results, ["--columns", "n,n"], r"--columns=n,n: give each column once"),
+        (results, ["--columns", "speed", "no folder"], r"--columns=speed: choose one of "),
+        (results, ["--sort", "0.7"], r"--sort=0.7: choose method, a budget \(0.1, 0.2\), or "),
+        (results, ["--group-by", "budget"], r"--group-by=budget: choose one of model, method, allocator, "),
         (show, ["zz"], r"run=zz: no run has such a hash"),
         (show, [""], r"run=: begins the hashes of 14 runs"),
         (compare, ["zz", "yy"], r"run=zz: no run has such a hash"),
     ],
 )
 def test_what_cannot_be_shown_is_one_line(command, arguments, line, store, capsys):
-    assert command.main([*arguments, str(store)]) == 2
+    assert command.main([*arguments, *([] if "no folder" in arguments else [str(store)])]) == 2
     out, err = capsys.readouterr()
     assert out == "" and re.match(f"kvbench: {line}", err) and err.count("\n") == 1

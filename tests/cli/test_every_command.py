@@ -37,7 +37,9 @@ def unread(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("command", ["curves", *map(only_in_full, ["audit", "grid", "papers", "report", "export"])])
+@pytest.mark.parametrize(
+    "command", ["results", *map(only_in_full, ["curves", "audit", "grid", "papers", "report", "export"])]
+)
 def test_a_command_ends_in_silence(command, store, tmp_path):
     more = [str(tmp_path)] if command == "export" else []
     assert unread("-m", "kvbench", command, str(store), *more) == (READER_GONE, "")

@@ -66,7 +66,8 @@ def test_cells_are_composed_as_hydra_composes_them(count):
         resolved = OmegaConf.to_container(expected, resolve=True)
         assert OmegaConf.to_container(found, resolve=True) == resolved, cell
         for group in ("model", "method", "allocator", "codec", "task"):
-            resolved[group].pop("presets", None)
+            for name in catalogue.NO_SETTINGS:
+                resolved[group].pop(name, None)
             assert catalogue.read_settings(group, found[group]) == resolved[group], cell
 
 
@@ -146,8 +147,11 @@ def fresh_entry_points(monkeypatch):
     monkeypatch.setattr(compose, "_installed_folders", compose._installed_folders.__wrapped__)
 
 
-def test_an_installed_package_brings_its_methods(own_folder, fresh_entry_points):
+@pytest.mark.parametrize("namespace", [False, True])
+def test_an_installed_package_brings_its_methods(own_folder, fresh_entry_points, namespace):
     """Its entry point names the folder of files, and its sources are part of a run's hash."""
+    if namespace:
+        (own_folder.parent / "my_methods" / "__init__.py").unlink()
     install(own_folder, "my_methods.conf")
     assert compose.compose_config(["method=newest"]).method._target_ == "my_methods.newest.Newest"
     run = plan_cell(["method=newest", "device=cpu"]).run

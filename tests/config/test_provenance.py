@@ -19,6 +19,7 @@ from kvbench.config.provenance import (
     source_hash,
     source_hashes,
 )
+from kvbench.validation import SettingError
 from tests.support.modules import MODULE_FILES, find_module_name, is_within
 from tests.support.repository import ROOT
 
@@ -210,6 +211,36 @@ def test_an_installed_package_counts_by_name_and_version(checkout, tmp_path_fact
     assert editable not in {first, hash_with("1.0", "SIGN = -1", editable=True)}
     assert find_packages(["torch.nn", "yaml", "numpy", "os.path", "json"]) == set()  # kvbench's own, and Python's
     assert find_packages(["pytest"]) == {f"pytest {pytest.__version__}"}
+
+
+def test_a_method_in_an_installed_namespace_counts_with_the_sources_of_its_distribution(tmp_path, monkeypatch):
+    """A namespace has no `__init__.py`, and several distributions may install modules into it."""
+    texts = {
+        "shared/method.py": "from shared import helpers, foreign\nfrom shared.deep.rows import ROWS\n",
+        "shared/helpers.py": "SIGN = 1\n",
+        "shared/deep/rows.py": "ROWS = 1\n",
+        "shared/unused.py": "",
+    }
+    others = {"shared/foreign.py": "SIGN = 1\n"}
+    for name, text in (texts | others).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    install(tmp_path, "shared-methods", "1.0", list(texts))
+    install(tmp_path, "shared-others", "2.0", list(others))
+    monkeypatch.syspath_prepend(tmp_path)
+    hashes = source_hashes(["shared.method"])
+    assert [name for name in hashes if not name.startswith("kvbench")] == [
+        "shared.deep.rows", "shared.helpers", "shared.method", "shared-others 2.0"
+    ]  # fmt: skip
+    before, counted = source_hash(["shared.method"]), set()
+    for name in texts | others:
+        content = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(f"{content}CHANGED = 1\n")
+        counted |= {name} if source_hash(["shared.method"]) != before else set()
+        (tmp_path / name).write_text(content)
+    assert counted == {"shared/method.py", "shared/helpers.py", "shared/deep/rows.py"}
+    with pytest.raises(SettingError, match=r"^shared.nothing: a module of kvbench, or of a package that"):
+        source_hash(["shared.nothing"])
 
 
 @pytest.mark.parametrize(

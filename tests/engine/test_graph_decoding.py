@@ -8,9 +8,11 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvbench.engine.compressed_cache import choose_cache
+from kvbench.engine.context import decodes_in_graph
 from kvbench.engine.fixed_quota_rows import FixedQuotaRows
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.graph_decoding import CHUNK, GraphDecoder, GrowingRows, only_appends
+from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.models.decoder_weights import collect_weights
@@ -90,11 +92,16 @@ def test_biases_and_norms_of_heads_are_the_models(name):
     assert torch.allclose(modules.logits, step.logits, atol=1e-5)
 
 
+METHODS = ("cake", "dropkv", "keydiff", "knorm", "qfilters", "sink", "snapkv", "tova")
+CUTTERS = [(name, interval) for name in METHODS for interval in (1, 4)]
+
+
 @pytest.mark.cover
-@pytest.mark.parametrize("interval", [1, 4])
-@pytest.mark.parametrize("method", ["dropkv", "keydiff", "knorm", "snapkv", "tova"])
+@pytest.mark.parametrize(("method", "interval"), [*CUTTERS, ("h2o", 1), ("h2o max", 1), ("sink original", 1)])
 def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
-    choice = choice_of(method, decoding=True, decode_interval=interval)
+    method, _, preset = method.partition(" ")
+    more = {"preset": {"max": "paper_max"}.get(preset, preset)} if preset else {}
+    choice = choice_of(method, decoding=True, decode_interval=interval, **more)
     modules, step = contexts(tiny("llama"), choice, batch=2)
     for tokens, by_step in ((CHUNK + 9, 9), (7, 0), (2 * CHUNK, 1)):  # the second is too short for a graph
         answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
@@ -106,6 +113,46 @@ def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
     assert torch.allclose(modules.extend(more), step.extend(more), atol=1e-4)
 
 
+READERS = {
+    "pages": ("quest", {"page": 4, "dense_layers": 1}),
+    "the newest page": ("quest", {"page": 4, "preset": "cuda", "dense_layers": 0}),
+    "last": ("omnikv", {"preset": "reference", "filters": [0], "wait": 0}),
+    "softmax": ("omnikv", {"preset": "reference", "filters": [0, 1], "wait": 1, "selector": "softmax_last"}),
+    "window": ("omnikv", {"preset": "reference", "filters": [0], "wait": 0, "selector": "exp", "window": 5}),
+}
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("name", READERS)
+def test_a_step_that_attends_to_few_rows_gives_what_the_modules_give(name):
+    method, more = READERS[name]
+    modules, step = contexts(tiny("llama"), choice_of(method, **more), batch=2)
+    for tokens, read_last in ((CHUNK + 9, True), (7, False), (2 * CHUNK, True)):  # the second is too short for a graph
+        answers = [list(context.generate(tokens, Sampling(), frozenset(), read_last)) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers))
+        assert step.decoding == ("modules" if tokens == 7 else "graph")
+        assert_same(modules, step)
+        assert torch.allclose(modules.logits, step.logits, atol=1e-4)
+    assert any(rows % 1 or rows < step.seen for layer in step.own_layers for rows in layer.attended)  # not all rows
+    stop = next(token for token in answers[0][CHUNK + 3].tolist() if token >= 0)
+    answers = [list(context.generate(40, Sampling(), frozenset([stop]), True)) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, answers))
+    assert_same(modules, step)
+    more_ids = ids(5, 9).repeat(2, 1)
+    assert torch.allclose(modules.extend(more_ids), step.extend(more_ids), atol=1e-4)
+
+
+def test_a_full_budget_attends_to_all_rows_and_a_growing_one_is_the_modules_affair():
+    for budget, path in ((Budget(1.0), "graph"), (Budget(0.3, "seen"), "modules")):
+        modules, step = contexts(tiny("llama"), choice_of("quest", page=4))
+        for context in (modules, step):
+            context.budget = budget
+        answers = [list(context.generate(20, Sampling(), frozenset())) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers)) and step.decoding == path
+        assert_same(modules, step)
+        assert torch.allclose(modules.extend(ids(5, 9)), step.extend(ids(5, 9)), atol=1e-4)
+
+
 @pytest.mark.parametrize("interval", [1, only_in_full(8)])
 def test_rows_grow_to_the_size_that_an_answer_is_cut_to(interval, monkeypatch):
     """By a step that appends, one token of the modules' with the first cut, and by a step that cuts."""
@@ -115,7 +162,10 @@ def test_rows_grow_to_the_size_that_an_answer_is_cut_to(interval, monkeypatch):
     choice = choice_of("keydiff", decoding=True, decode_interval=interval, decode_size=97)
     modules, step = contexts(tiny("llama"), choice, 1.0)
     answers = [list(context.generate(90, Sampling(), frozenset())) for context in (modules, step)]
-    assert torch.equal(*map(torch.stack, answers)) and made == ["GrowingRows", "FixedQuotaRows"]
+    assert torch.equal(*map(torch.stack, answers)) and made == [
+        "GrowingRows",
+        "ReplacedRows" if interval == 1 else "FixedQuotaRows",
+    ]
     assert_same(modules, step)
     modules, step = contexts(tiny("llama"), choice, 1.0)
     for context in (modules, step):  # ended before the first cut that takes anything
@@ -263,7 +313,8 @@ def test_room_for_an_answer_is_counted_before_it_begins(chosen, rows):
 
 def test_what_more_than_appends_is_read_by_the_modules():
     for method, more in (("quest", {}), ("sink", {}), ("h2o", {"decoding": True})):
-        assert not only_appends(choice_of(method, **more))
+        assert not only_appends(choice_of(method, **more)) and decodes_in_graph(choice_of(method, **more))
+    assert not decodes_in_graph(choice_of("quest", codec="kivi"))
     assert only_appends(choice_of("h2o", decoding=False)) and only_appends(choice_of("tova"))
 
 
@@ -304,7 +355,10 @@ def test_the_kernels_take_the_same_step(chosen):
             with torch.inference_mode(), context.branch():
                 first, size = context.logits.argmax(-1), min(2, choice.method.decode_interval)
                 args, more = (context.weights, context.own_layers, 2), (context.seen, name)
-                rows = FixedQuotaRows(*args, size, 18, *more) if choice.method.decoding else GrowingRows(*args, *more)
+                if not choice.method.decoding:
+                    rows = GrowingRows(*args, *more)
+                else:
+                    rows = ReplacedRows(*args, 18, *more) if size == 1 else FixedQuotaRows(*args, size, 18, *more)
                 draws = torch.zeros(1, 3, device=device)
                 decoder = GraphDecoder(context.weights, rows, first, 2, Sampling().pick, draws, name)
                 tokens = [int(decoder.next()[0]) for _ in range(2)]

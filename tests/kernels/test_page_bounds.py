@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds
+from kvbench.kernels.page_bounds import page_bounds, page_upper_bounds, update_page_bounds
 from tests.support.compile_kernels import list_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,8 +53,25 @@ def test_upper(pages, group, dim, dtype):
     assert found.dtype == torch.float32 and found.shape == (2, group * 3, pages)
     size = queries.double().abs().sum(-1, keepdim=True) * torch.maximum(low.abs(), high.abs()).double().amax()
     assert ((found.double() - exact).abs() <= 2.0**-24 * dim * size).all()
+    for name in ("triton", "reference"):
+        last = torch.tensor(pages // 2, device=DEVICE)
+        some = page_upper_bounds(queries, low, high, newest=last, implementation=name)
+        assert (some[..., pages // 2 + 1 :] == -math.inf).all()
+        assert torch.allclose(some[..., : pages // 2 + 1], found[..., : pages // 2 + 1], rtol=1e-3, atol=1e-3)
     swapped = queries.transpose(0, 1).contiguous().transpose(0, 1)
     assert torch.equal(page_upper_bounds(swapped, low.contiguous(), high, implementation="triton"), found)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("last, page", [(0, 4), (5, 4), (35, 4), (35, 100)])
+def test_the_newest_page_alone_is_computed(last, page, implementation):
+    keys = tail(36, 24, torch.bfloat16)
+    whole = page_bounds(keys[:, :, : last + 1], page, implementation="reference")
+    found = [torch.full((2, 3, -(-40 // page), 24), math.nan, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+    update_page_bounds(keys, *found, torch.tensor(last, device=DEVICE), page, implementation=implementation)
+    for one, other in zip(found, whole, strict=True):
+        assert torch.equal(one[:, :, last // page], other[:, :, -1])
+        assert one.isnan().any(-1).sum() == 2 * 3 * (one.shape[2] - 1)
 
 
 def test_no_row_is_above_its_page():
@@ -85,5 +102,11 @@ def ahead():
         rows = dict.fromkeys(("keys", "low", "high", "queries"), f"*{dtype}")
         size = own.ELEMENTS // dim // page
         yield list_kernel(own._bounds, rows, {"PAGES": size, "ROWS": page, "D": dim, "k_d": 1})
+        small = {"ROWS": 16, "D": dim, "k_d": 1}
+        yield list_kernel(own._newest, {**rows, "last": "*i64"}, small)
         own_strides = {"q_d": 1, "l_d": 1, "h_d": 1}
-        yield list_kernel(own._upper, {**rows, "above": "*fp32"}, {"PAGES": own.PAGES, "D": dim, **own_strides})
+        yield list_kernel(
+            own._upper,
+            {**rows, "above": "*fp32", "newest": "*i64"},
+            {"NEWEST": True, "PAGES": own.PAGES, "D": dim, **own_strides},
+        )

@@ -47,6 +47,23 @@ def test_it_does_what_the_modules_do(batch, tokens, heads, group, dim, implement
         assert written[:, :, :6].isnan().all() and written[:, :, 6 + tokens :].isnan().all()
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_a_token_goes_to_the_slot_of_each_head(implementation):
+    projected = [made(2, n * 16, dtype=torch.float32) for n in (6, 3, 3)]
+    angles = made(4, 16, dtype=torch.float32)
+    step, slots = torch.tensor(2, dtype=torch.int32, device=DEVICE), torch.tensor([[4, 0, 2], [1, 3, 3]]).int()
+    plain, chosen = ([torch.zeros(2, 3, 5, 16, device=DEVICE) for _ in range(2)] for _ in range(2))
+    given = *projected, angles.cos(), angles.sin()
+    found = [
+        append(*given, *plain, 0, step, implementation=implementation),
+        append(*given, *chosen, 0, step, slots=slots.to(DEVICE), implementation=implementation),
+    ]
+    assert torch.equal(*found)
+    for one, other in zip(plain, chosen, strict=True):
+        for b, h in ((b, h) for b in range(2) for h in range(3)):
+            assert torch.equal(other[b, h, slots[b, h]], one[b, h, 2]) and other[b, h].any(-1).sum() == 1
+
+
 def test_channels_beyond_the_rotation_stay():
     projected = [made(1, n * 24, dtype=torch.float32) for n in (4, 2, 2)]
     angles = made(3, 8, dtype=torch.float32)
@@ -72,11 +89,12 @@ def test_what_does_not_fit_is_refused():
 def ahead():
     from kvbench.kernels.rope_append.triton import _append
 
-    real = {"step": "*i32", "epsilon": "fp32", "NORM": "constexpr", "D": "constexpr"}
+    real = {"step": "*i32", "slots": "*i64", "epsilon": "fp32"}
+    real |= dict.fromkeys(("NORM", "SLOTS", "D"), "constexpr")
     whole = ("tail", "tokens", "heads", "query_heads", "dim", "turning")
     types = {
         name: real.get(name, "i32" if name in whole or name[:2] in ("s_", "sk", "sv") else "*bf16")
         for name in _append.arg_names
     }
-    for norm in (False, True):
-        yield _append, types, {"NORM": norm, "D": 128}, {"num_warps": 2}
+    for own in (False, True):
+        yield _append, types, {"NORM": own, "SLOTS": not own, "D": 128}, {"num_warps": 2}

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.kernels.row_selection import gather_rows, kept_indices, top_k_mask
+from kvbench.kernels.row_selection import gather_rows, kept_indices, top_k_indices, top_k_mask
 from tests.support.compile_kernels import list_kernel
 from tests.support.selection import only_in_full
 
@@ -117,6 +117,24 @@ def test_take_writes_where_it_is_told():
         gather_rows(kept_indices(kept, 24), keys, values, into=(into[0][:, :, :3], into[1][:, :, :3]))
 
 
+@pytest.mark.cover
+@pytest.mark.parametrize("rows, k", [(1, 1), (40, 7), (40, 40), (2100, 300), (5000, 1)])
+@pytest.mark.parametrize("ties", [False, True])
+def test_indices_of_the_largest(rows, k, ties):
+    scores = torch.randn(2, 3, rows + 2, generator=torch.Generator().manual_seed(rows)).to(DEVICE)[..., :rows]
+    scores = scores.round() if ties else scores
+    expected = top_k_mask(scores, k, implementation="reference").nonzero()[:, 2].view(2, 3, k)
+    for implementation in ("reference", "triton"):
+        assert torch.equal(top_k_indices(scores, k, implementation=implementation), expected)
+
+
+def test_indices_of_more_scores_than_one_program_takes(monkeypatch):
+    monkeypatch.setattr("kvbench.kernels.row_selection.triton.SINGLE", 10)
+    scores = torch.randn(1, 2, 50, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    found = [top_k_indices(scores, 9, implementation=name) for name in ("reference", "triton")]
+    assert torch.equal(*found) and found[0].shape == (1, 2, 9)
+
+
 def test_inputs_that_do_not_fit():
     scores, rows = torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, 4)
     for message, call in (
@@ -124,6 +142,7 @@ def test_inputs_that_do_not_fit():
         ("top_k_mask: ", lambda: top_k_mask(scores, torch.zeros(1, 2))),
         ("top_k_mask: implementation 'cuda'", lambda: top_k_mask(scores, 1, implementation="cuda")),
         ("top_k_mask: .* not torch.float64", lambda: top_k_mask(scores.double(), 1, implementation="triton")),
+        ("top_k_indices: 4 of ", lambda: top_k_indices(scores, 4)),
         ("kept_indices: ", lambda: kept_indices(scores)),
         ("kept_indices: 3 rows of ", lambda: kept_indices(scores > 0, 3)),
         ("gather_rows: ", lambda: gather_rows(torch.zeros(1, dtype=torch.int64), rows, rows[..., :2])),
@@ -142,6 +161,8 @@ def ahead():
                 own._count, {**work, "scores": "*fp32"}, {"PASS": step, "SPLITS": splits, "TILE": own.TILE}
             )
         yield list_kernel(own._choose, {**work, "scores": "*bf16"}, {"SPLITS": splits, "TILE": own.TILE})
+    top = {"scores": "*fp32", "found": "*i64"}
+    yield list_kernel(own._list_top, top, {"TILE": own.SINGLE}, num_warps=16)
     marks = {"marks": "*u8", "counts": "*i32", "places": "*i64", "size": "i64", "total": "i64"}
     yield list_kernel(own._count_marks, marks, {"TILE": own.TILE})
     yield list_kernel(own._write_places, marks, {"TILE": own.TILE})

@@ -311,6 +311,13 @@ def test_pool_group(shape, kernel, pooling, group):
         own = None if mask is None else mask.to(DEVICE)
         found = pool_group(scores.to(DEVICE), own, kernel, pooling, group, **TRITON)
         close(found.cpu(), expected, torch.full_like(expected, 2.0**-20))
+        order = torch.rand(*shape[:2], shape[3], generator=draw).argsort(-1)  # the same rows as they may lie in memory
+        mixed = torch.empty_like(scores).scatter_(-1, order[:, :, None].expand(shape), scores).to(DEVICE)
+        own = None if mask is None else torch.empty_like(mask).scatter_(-1, order, mask).to(DEVICE)
+        for implementation in ("reference", "triton"):
+            ordered = {"order": order.to(DEVICE), "implementation": implementation}
+            again = pool_group(mixed, own, kernel, pooling, group, **ordered)
+            close(again.gather(-1, ordered["order"]).cpu(), expected, torch.full_like(expected, 2.0**-20))
     scores[0, 0, 0, 0] = math.nan
     assert pool_group(scores.to(DEVICE), None, kernel, pooling, group, **TRITON)[0, 0, 0].isnan()
 
@@ -415,7 +422,9 @@ def ahead():
             elif argument in floats:
                 types[argument] = "*fp32"
             else:
-                types[argument] = {"hidden": "*u8", "scale": "fp32", "epsilon": "fp32"}.get(argument, "i32")
+                types[argument] = {"hidden": "*u8", "order": "*i64", "scale": "fp32", "epsilon": "fp32"}.get(
+                    argument, "i32"
+                )
         return kernel, types, constants, options
 
     removal, along = (dict(REMOVAL=own, ROUNDED=own) for own in (True, False))
@@ -435,4 +444,4 @@ def ahead():
             yield entry(kernel, shape | more, name, **cut.options)
     yield entry(join_kernel, dict(GT=4, WT=32, SPLITS=128), "fp32", num_warps=8)
     yield entry(share_kernel, dict(GT=4, WT=4, N=1024), "fp32")
-    yield entry(pool_kernel, dict(N=512, KERNEL=11, LARGEST=True, BEFORE=False, HIDDEN=True), "fp32")
+    yield entry(pool_kernel, dict(N=512, KERNEL=11, LARGEST=True, BEFORE=False, HIDDEN=True, ORDER=True), "fp32")

@@ -81,7 +81,9 @@ def test_the_wheel_holds_everything_that_runs(wheel):
     names = set(list_recorded(wheel))
     files = [*MODULE_FILES, *(ROOT / "conf").rglob("*.yaml"), *(ROOT / "conf/model/shapes").iterdir()]
     files += [*(ROOT / "kvbench/models/embedded_v2").iterdir(), *(ROOT / "results/published").rglob("*.csv")]
-    files += [ROOT / "kvbench/report/page.js", ROOT / "kvbench/report/page.css", ROOT / "kvbench/py.typed"]
+    files += [
+        ROOT / "kvbench" / name for name in ("report/intervals.js", "report/page.js", "report/page.css", "py.typed")
+    ]
     for file in files:
         inside = file.relative_to(ROOT).as_posix().removeprefix("kvbench/")
         assert inside == "conf/model/reference_v1.yaml" or f"kvbench/{inside}" in names, inside

@@ -280,7 +280,7 @@ def test_the_page_follows_a_sweep(served, running, chromium, width):
     link, where = page.url, "document.querySelectorAll('.sample')[22].getBoundingClientRect().top"
     before = page.evaluate(where)
     write_run(served.board.results, make_records(0.6, 50), budget=0.6)
-    page.wait_for_function("document.querySelectorAll('#runs tbody tr').length === 4")
+    page.wait_for_function("document.querySelector('#runs summary').textContent === '4 runs'")
     page.wait_for_timeout(300)
     assert page.url == link and page.locator(".sample").count() == 24
     assert page.evaluate(where) == pytest.approx(before, abs=3)

@@ -10,9 +10,11 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from math import comb
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, fmean, variance
 
 import pytest
+import yaml
+from scipy.special import stdtrit
 
 from kvbench import report
 from kvbench.analysis.closing_table import SHARED_PREFILL_NOTE
@@ -20,13 +22,16 @@ from kvbench.analysis.intervals import mean
 from kvbench.analysis.paired import PairedDifference, PairedScores, compare_subtasks
 from kvbench.analysis.run_labels import shorten
 from kvbench.cli.report import main
+from kvbench.config import compose
+from kvbench.config.catalogue import load_settings
 from kvbench.config.compose import list_choices
+from kvbench.config.paths import CONF
 from kvbench.report.charts import INK, LINE, MUTED
 from kvbench.report.method_pages import describe_method
 from kvbench.report.page import MOST, NUMBERS, compact_json, load_library, render_html, write_page, write_report
 from kvbench.report.panels import classify_share, gather_results
 from kvbench.report.samples import LONGEST, QUESTION, escape_invisible, format_strip, to_embedded_json
-from kvbench.report.style import COLOURS, DARK, FULL, ORDER, choose_style, choose_styles
+from kvbench.report.style import COLOURS, DARK, DASHES, FULL, MARKS, choose_style, choose_styles, find_style
 from kvbench.validation import SettingError
 from tests.support import report_store
 from tests.support.report_store import BUDGETS, HOSTILE, TASKS, make_records, write_run, write_small_store
@@ -191,6 +196,28 @@ def test_times_have_intervals(store):
     assert all(one["tpot_low"] <= one["tpot"] <= one["tpot_high"] for one in (*panel["costs"], *panel["free"]))
 
 
+def test_bytes_that_differ_between_samples_have_intervals(store):
+    """The t interval over contexts of a mean of three subtasks; none where all samples hold the same share."""
+    own = make_records(0.05, 30)
+    for place, record in enumerate(own.values()):
+        record["resident_bytes"] = 50 + 10 * (place % 7)
+    write_run(store, own, method={"name": "ragged"}, budget=0.05)
+    panel = next(one for one in data_of(write_report(store, NOW))["panels"] if one["question"] == "visible")
+    row = next(one for one in panel["costs"] if one["row"].startswith("ragged"))
+    subtasks = [[one for one in own.values() if one["subtask"] == name] for name in TASKS]
+    shares = [[one["resident_bytes"] / 1000 for one in some] for some in subtasks]
+    contexts = [[fmean(some[at : at + 2]) for at in range(0, 8, 2)] for some in shares]  # of two samples each
+    variances = [variance(some) / 4 for some in contexts]
+    freedom = sum(variances) ** 2 / sum(own**2 / 3 for own in variances)
+    reach = stdtrit(freedom, 0.975) * sum(variances) ** 0.5 / 3
+    held = fmean(fmean(some) for some in shares)
+    assert (row["held"], row["held_low"], row["held_high"]) == pytest.approx(
+        (held, held - reach, held + reach), abs=1e-4
+    )
+    same = [one for one in (*panel["costs"], *panel["free"]) if one != row]
+    assert same and {(one["held_low"], one["held_high"]) for one in same} == {(None, None)}
+
+
 def test_runs_of_different_protocols_never_share_a_panel(store):
     for changed in ({"seed": 1}, {"data": "d1"}, {"task": {"name": "ruler", "length": 4096}}):
         write_run(store, make_records(1.0, 100), method={"name": "full"}, **changed)
@@ -214,11 +241,6 @@ def test_a_method_keeps_its_look(page):
     assert choose_style("snapkv") == {"colour": "#0072B2", "shape": "circle"}
     assert choose_style("keydiff") == {"colour": "#D55E00", "shape": "square"}
     assert choose_style("cake") == {"colour": "#0072B2", "shape": "triangle-up"}
-    assert choose_style("newest") == choose_style("newest") and choose_style("newest")["colour"] in COLOURS
-    looks = [tuple(choose_style(name).values()) for name in ORDER]
-    assert len(set(looks)) == len(ORDER)
-    names = set(list_choices("method"))
-    assert names - {"full"} <= set(ORDER), "give a new method a look of its own"
     for panel in page["panels"]:
         for own in panel["series"]:
             assert own["colour"] == choose_style(own["method"])["colour"]
@@ -227,11 +249,64 @@ def test_a_method_keeps_its_look(page):
         assert one["shape"] != other["shape"] and one["dash"] != other["dash"]  # one colour, two marks and lines
 
 
+METHODS = [name for name in list_choices("method") if name != "full"]
+
+
+def test_files_of_methods_state_looks_that_differ():
+    files = [yaml.safe_load((CONF / "method" / f"{name}.yaml").read_text())["_style_"] for name in METHODS]
+    assert [find_style(name) for name in METHODS] == files
+    assert len({(own["mark"], own["dash"]) for own in files}) == len(METHODS)  # in grey, too
+    assert all("_style_" not in load_settings("method", name) for name in METHODS)  # no run depends on it
+
+
+@pytest.fixture
+def plugins(tmp_path, monkeypatch) -> Path:
+    """A folder of methods, which is added to those of conf/method."""
+    folder = tmp_path / "own" / "method"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(compose, "folders", lambda: (CONF, folder.parent))
+    return folder
+
+
+def test_a_method_without_a_look_gets_a_free_one(plugins):
+    before = {name: find_style(name) for name in METHODS}
+    for name in ("mine", "yours", "third"):
+        assert find_style(name) == find_style(name)
+        pair = find_style(name)["mark"], find_style(name)["dash"]
+        assert pair not in {(own["mark"], own["dash"]) for own in before.values()}
+    own = find_style("mine")
+    (plugins / "stated.yaml").write_text("_target_: a.B\nname: stated\n_style_: " + json.dumps(own))
+    assert find_style("stated") == own and choose_style("stated")["shape"] == own["mark"]
+    assert (find_style("mine")["mark"], find_style("mine")["dash"]) != (own["mark"], own["dash"])
+    assert {name: find_style(name) for name in METHODS} == before
+    left = [(mark, dash) for mark in MARKS for dash in DASHES]
+    for place, (mark, dash) in enumerate(left):
+        style = json.dumps({"colour": "blue", "mark": mark, "dash": dash})
+        (plugins / f"p{place}.yaml").write_text(f"_target_: a.B\nname: p{place}\n_style_: {style}")
+    assert set(find_style("mine")) == {"colour", "mark", "dash"}  # although no pair is free
+
+
+@pytest.mark.parametrize(
+    ("style", "said"),
+    [
+        ("{colour: red, mark: circle, dash: solid}", r"mine.yaml: _style_.colour=red: choose one of blue, vermilion"),
+        ("{colour: blue, mark: [circle], dash: solid}", r"mine.yaml: _style_.mark=\[circle\]: choose one of circle"),
+        ("{colour: blue}", r"mine.yaml: _style_ states colour, mark, dash"),
+        ("blue", r"mine.yaml: _style_ states colour, mark, dash"),
+        ("{", r"mine.yaml.* is not valid YAML"),
+    ],
+)
+def test_a_wrong_look_is_refused(plugins, style, said):
+    (plugins / "mine.yaml").write_text(f"_target_: a.B\nname: mine\n_style_: {style}\n")
+    with pytest.raises(SettingError, match=said):
+        find_style("mine")
+
+
 @pytest.mark.parametrize(
     "methods",
     [
         ["snapkv"] * 25,
-        [*ORDER, "mine", "yours", "full", "full", "snapkv", "h2o"],
+        [*METHODS, "mine", "yours", "full", "full", "snapkv", "h2o"],
         ["full"] * 3 + ["mine"] * 11 + ["yours"] * 11,
     ],
     ids=["one method", "all methods", "unknown methods"],
@@ -240,7 +315,7 @@ def test_25_lines_of_a_panel_can_be_told_apart_in_grey(methods):
     styles = choose_styles(methods)
     assert len({(own["shape"], tuple(own["dash"])) for own in styles}) == len(methods) == 25
     assert [own["colour"] for own in styles] == [choose_style(method)["colour"] for method in methods]
-    for method in set(ORDER) & set(methods):
+    for method in set(METHODS) & set(methods):
         assert styles[methods.index(method)]["shape"] == choose_style(method)["shape"]
 
 
@@ -282,7 +357,7 @@ def test_nothing_in_the_page_can_run_or_fetch_but_its_own_scripts(made):
     head, _, rest = text.partition("<style>")
     rest = rest.partition("</style>")[2]
     scripts = re.findall(r"<script([^>]*)>(.*?)</script>", rest, re.S)
-    assert [own for own, _ in scripts] == [' type="application/json" id="data"', "", ""]
+    assert [own for own, _ in scripts] == [' type="application/json" id="data"', ' type="text/plain" id="library"', ""]
     for _, script in scripts[1:]:
         assert f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" in head
     assert "default-src 'none'" in head and "unsafe-inline'; img" in head and "script-src 'sha256" in head
@@ -316,13 +391,22 @@ def test_answers_lie_beside_the_page_and_are_text_only(made, page):
     assert escape_invisible(None) == "" and escape_invisible({"a": 1}) == '{"a": 1}'
 
 
+def test_samples_of_a_context_have_its_number(made, page):
+    for pairing in gather_results(made, NOW).pairings:
+        names = next(own["names"] for own in page["files"] if own["run"] == pairing.run.hash)
+        numbered = {sample[0]: sample[-1] for name in names for sample in samples_of(made / "report" / name)}
+        contexts = {shorten(uid): record["group"] for uid, record in pairing.run.records.items()}
+        assert len(set(contexts.values())) == 12  # of two samples each
+        assert len({(contexts[uid], number) for uid, number in numbered.items()}) == len(set(numbered.values())) == 12
+
+
 def test_question_and_rows_are_the_records(made, page):
     files = {own["run"]: own["names"] for own in page["files"]}
     for pairing in gather_results(made, NOW).pairings:
         records = {shorten(uid): record for uid, record in pairing.run.records.items()}
         shown = [sample for name in files[pairing.run.hash] for sample in samples_of(made / "report" / name)]
         assert len(shown) == len(records) == 24
-        for uid, *_, asked, rows in shown:
+        for uid, *_, asked, rows, _ in shown:
             record = records[uid]
             if pairing.run.value["budget"] == 0.3:  # not recorded
                 assert asked is rows is None
@@ -531,9 +615,9 @@ def test_texts_can_be_read_on_every_ground(scheme):
 
 def test_marks_can_be_seen_on_a_dark_page():
     paper = read_colours("dark")["paper"]
-    for colour in (*COLOURS, FULL):
+    for colour in (*COLOURS.values(), FULL):
         assert measure_contrast(DARK[colour], paper) >= 3
-    assert len({DARK[colour] for colour in COLOURS}) == len(COLOURS)
+    assert len({DARK[colour] for colour in COLOURS.values()}) == len(COLOURS)
     assert {own.lower() for own in DARK} >= {INK, MUTED, LINE}
 
 
@@ -544,8 +628,17 @@ def test_a_method_is_described_by_its_module_and_its_config():
     presets = {name: (settings, note) for name, settings, note in own["presets"]}
     assert presets["kvpress"] == ("window=64, kernel=5, pooling=avg, group=after", "NVIDIA/kvpress snapkv_press.py")
     assert describe_method("newest") is None
-    for name in list_choices("method"):
-        assert describe_method(name)["definition"], name
+
+
+def test_every_method_has_an_equation():
+    """Only the full cache needs none: nothing is ever cut."""
+    about = {name: describe_method(name) for name in list_choices("method")}
+    assert [name for name, own in about.items() if not own["equation"]] == ["full"]
+    for name, own in about.items():
+        assert own["definition"], name
+    borrowed = about["observed_attention"]  # h2o's class with other settings
+    assert borrowed["definition"].startswith("Observed attention: mean attention that a row got")
+    assert borrowed["more"][0] == about["h2o"]["definition"] and borrowed["equation"] == about["h2o"]["equation"]
 
 
 def test_where_a_series_fails_first(tmp_path):

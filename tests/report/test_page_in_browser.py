@@ -1,13 +1,17 @@
 """The report page in a headless Chromium: it draws, filters and loads; nothing else runs, nothing leaves it."""
 
 import os
+import random
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from kvbench.analysis.intervals import Values, compute_means
+from kvbench.analysis.run_comparison import SCORES, RunComparison, compare_runs
 from kvbench.report.page import write_report
+from kvbench.store.runs import load_runs
 from tests.support.browser import CHROMIUM, SIZES, draw_charts
 from tests.support.report_store import make_records, write_run, write_small_store
 
@@ -80,6 +84,71 @@ def test_the_matrix_is_sorted_by_a_click_and_by_a_key(page):
     assert names == ["keydiff", "keydiff · block 128", "newest", "snapkv"]
     assert panel.locator("tr.full th").inner_text().strip() == "full cache"
     assert panel.locator("td sup", has_text="*").count() >= 3
+
+
+def test_few_budgets_have_readable_axes(chromium, tmp_path):
+    """One budget: a row for each method. Two budgets between usual shares: a tick at each."""
+    for question, budgets in {"visible": (0.25,), "hidden": (0.12, 0.15)}.items():
+        write_run(tmp_path, make_records(1.0, 100), method={"name": "full"}, question=question)
+        for salt, method in enumerate(("snapkv", "keydiff")):
+            for budget in budgets:
+                own = make_records(budget, 50, salt)
+                write_run(tmp_path, own, method={"name": method}, budget=budget, question=question)
+    page = chromium.new_page()
+    page.goto(write_report(tmp_path, datetime(2026, 1, 2, tzinfo=UTC)).as_uri())
+    page.wait_for_selector("#leaderboard table")
+    draw_charts(page)
+
+    def labels(chart: str) -> list[str]:
+        return page.locator(f"#curves [data-chart={chart}] .role-axis-label text").all_text_contents()
+
+    assert labels("curve") == ["12%", "15%", "0", "20", "40", "60", "80", "100"]
+    assert labels("dots")[:-2] == ["0", "20", "40", "60", "80", "100"]
+    matrix = page.locator("#matrix .panel").nth(1).locator("tbody tr:not(.full) th")
+    assert labels("dots")[-2:] == [text.strip() for text in matrix.all_inner_texts()]  # the higher score first
+    assert page.locator("#curves [data-chart=dots] .mark-symbol path").count() == 2
+    assert "budget 25\u202f%" in page.locator("#curves").inner_text()
+    page.select_option("[data-filter=question]", "hidden")
+    page.locator("#matrix a.method", has_text="snapkv").click()
+    page.wait_for_selector("#method h2")
+    draw_charts(page)
+    assert page.locator("#method [data-chart=curve] .role-axis-label text").count() == 8
+    page.close()
+
+
+def test_the_charts_of_costs_have_a_key(page):
+    assert page.locator("#costs .panel").count() == 2
+    for place in range(2):
+        names = page.locator("#costs .panel").nth(place).locator(".key span").all_inner_texts()
+        assert [name.strip() for name in names] == ["keydiff", "keydiff · block 128", "newest", "snapkv", "full cache"]
+
+
+def test_a_full_cache_alone_has_its_score(chromium, tmp_path):
+    records = make_records(1.0, 100)
+    write_run(tmp_path, records, method={"name": "full"})
+    page = chromium.new_page()
+    page.goto(write_report(tmp_path, datetime(2026, 1, 2, tzinfo=UTC)).as_uri())
+    page.wait_for_selector("#matrix table")
+    (row,) = page.locator("#matrix tbody tr").all_inner_texts()
+    score = sum(own["score"] for own in records.values()) / len(records)
+    assert row.split() == ["full", "cache", f"{score:.1f}"]
+    assert page.locator(".facts dd").first.inner_text() == "1 run, 0 methods, 24 answers"
+    page.close()
+
+
+def test_what_the_first_table_does_not_need_is_made_later(page):
+    """The charting library starts with the first chart, and the list of runs is made when it is opened."""
+    runs = page.evaluate("JSON.parse(document.getElementById('data').textContent).runs.length")
+    assert page.locator("#runs tbody tr").count() == 0
+    page.click("#runs summary")
+    page.wait_for_selector("#runs tbody tr")
+    assert page.locator("#runs tbody tr").count() == runs
+    page.click("#runs summary")
+    draw_charts(page)
+    scripts = (
+        "[...document.scripts].filter((own) => own.textContent === document.getElementById('library').textContent)"
+    )
+    assert page.evaluate(f"{scripts}.length") == 2  # as text, and once as a script
 
 
 def test_a_tooltip_says_the_interval(page):
@@ -231,7 +300,60 @@ def test_a_method_has_a_page(page, page_file):
     page.go_back()
 
 
-def test_two_runs_are_compared(page):
+def shown_comparison(page) -> list[list[str]]:
+    """The rows of the comparison of two runs, with the signs that the command prints."""
+    rows = page.locator("#compare .paired tbody tr").all()
+    cells = [row.locator("th, td").all_inner_texts() for row in rows]
+    return [[text.replace("−", "-").replace(" / ", "/").replace("+0.0", "0.0") for text in own] for own in cells]
+
+
+def compare_there(page_file: Path, *hashes: str) -> RunComparison:
+    runs = {run.hash: run for run in load_runs(page_file.parent)}
+    return compare_runs(*(runs[name] for name in hashes))
+
+
+def expected_comparison(page_file: Path, *hashes: str) -> list[list[str]]:
+    """The same rows as `kvbench compare` prints them. It writes +0.0 where the page writes 0.0."""
+    found = compare_there(page_file, *hashes)
+    rows = [*found.subtasks.items(), ("average", found.average)]
+    return [[column.cell(row).replace("+0.0", "0.0") for column in SCORES] for row in rows]
+
+
+def expected_samples(page_file: Path, *hashes: str) -> tuple[int, int]:
+    found = compare_there(page_file, *hashes)
+    return len(found.lost), len(found.gained)
+
+
+def draw_differences(draw: random.Random) -> list[dict[str, list]]:
+    """Differences of one to five subtasks: right or wrong, rare, partial, smooth or none, alone or clustered."""
+    kind, shared, subtasks = draw.choice(["binary", "rare", "partial", "smooth", "none"]), draw.random() < 0.2, []
+    values = {
+        "binary": lambda: draw.choice([-100.0, 0.0, 0.0, 100.0]),
+        "rare": lambda: -100.0 if draw.random() < 0.03 else 0.0,
+        "partial": lambda: draw.choice([0.0, 0.0, 0.0, 50.0, -50.0, -25.0, 100.0]),
+        "smooth": lambda: max(-100.0, min(100.0, draw.gauss(-5, 15))),
+        "none": lambda: 0.0,
+    }[kind]
+    for subtask in range(draw.choice([1, 1, 2, 3, 5])):
+        count, size = draw.choice([1, 2, 5, 8, 20, 50, 120]), draw.choice([1, 1, 2, 3])
+        groups = [f"{'' if shared else subtask}/{place // size}" for place in range(count)]
+        subtasks.append({"values": [values() for _ in groups], "groups": groups})
+    return subtasks
+
+
+def test_intervals_of_the_page_are_those_of_the_tables(page):
+    draw = random.Random(0)
+    cases = [draw_differences(draw) for _ in range(200)]
+    expected = compute_means([([Values(**own, least=-100, most=100) for own in case], None) for case in cases])
+    found = page.evaluate("cases => cases.map((own) => kvbenchIntervals.mean(own))", cases)
+    assert len({own.low is None for own in expected}) == 2
+    for own, one in zip(found, expected, strict=True):
+        assert (own["low"] is None) is (one.low is None)
+        ends = ("value", "low", "high") if one.low is not None else ("value",)
+        assert [own[end] for end in ends] == pytest.approx([getattr(one, end) for end in ends], abs=1e-9)
+
+
+def test_two_runs_are_compared(page, page_file):
     runs = page.evaluate("JSON.parse(document.getElementById('data').textContent).runs")
     one, other, full = (
         next(run for run in runs if run["panel"] == 1 and (run["series"], run["budget"]) == own)
@@ -241,21 +363,13 @@ def test_two_runs_are_compared(page):
     page.select_option("[data-compare=b]", other["hash"])
     page.wait_for_selector("#compare .paired")
     assert page.locator("#compare .settings tbody tr").all_inner_texts() == ["budget\t0.05\t0.3"]
-    few, many = make_records(0.05, 30), make_records(0.3, 85)
-    for row in page.locator("#compare .paired tbody tr").all():
-        name, *cells = row.locator("th, td").all_inner_texts()
-        uids = [uid for uid, own in few.items() if name in (own["subtask"], "all samples")]
-        a, b = ([records[uid]["score"] for uid in uids] for records in (few, many))
-        changes = [second - first for first, second in zip(a, b, strict=True)]
-        means = [sum(values) / len(uids) for values in (a, b)]
-        numbers = [float(text.replace("−", "-")) for text in cells[:3]]
-        assert numbers == pytest.approx([*means, sum(changes) / len(uids)], abs=0.0501)
-        lost, gained = sum(own < 0 for own in changes), sum(own > 0 for own in changes)
-        assert cells[3:] == [f"{lost} / {gained} / {len(uids) - lost - gained}", str(len(uids))]
+    assert shown_comparison(page) == expected_comparison(page_file, one["hash"], other["hash"])
+    lost = expected_samples(page_file, one["hash"], other["hash"])
+    assert page.locator("#compare h3").all_inner_texts()[-2:] == [f"Lost ({lost[0]})", f"Gained ({lost[1]})"]
     assert f"kvbench compare {one['hash']} {other['hash']}" in page.locator("#compare").inner_text()
     page.select_option("[data-compare=b]", full["hash"])
     page.wait_for_selector("#compare .paired")
-    assert page.locator("#compare .paired tbody tr").last.locator("td").nth(1).inner_text() == "87.5"
+    assert shown_comparison(page) == expected_comparison(page_file, one["hash"], full["hash"])
     assert f"a={one['hash']}&b={full['hash']}" in page.url
     assert page.locator("[data-compare=b] option").count() == 13  # the other runs of the panel
 

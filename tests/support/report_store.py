@@ -53,6 +53,7 @@ def make_records(budget: float, chance: float, salt: int = 0, count: int = 8, **
                 "score": (100.0 if index % 5 else 50.0) * right, "stop": "eos", "tokens_out": 9,
                 "ttft_ms": 100.0 + 200 * budget + salt, "decode_ms": 80 + 40 * budget, "resident_bytes": 1000 * budget,
                 "full_bytes": 1000, "rows_attended": 200 * budget + 2, "rows_seen_decoding": 200,
+                "rows_held": 200 * budget - index % 3,
                 **draw_late_fields(draw, budget, index),
             } | changed  # fmt: skip
     return found

@@ -1,0 +1,58 @@
+"""Attend to some rows only: those of listed blocks, and those behind a position."""
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.listed_attention.reference import attend_listed_reference
+
+
+def attend_listed(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    blocks: Tensor,
+    size: int,
+    last: Tensor,
+    scaling: float,
+    *,
+    after: int | None = None,
+    counts: tuple[Tensor, Tensor] | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    """Attend with one query per head to the rows of listed blocks.
+
+    Args:
+        queries: (B, Hq, 1, d)
+        keys: (B, H, n, d); H divides Hq. Row j lies in block ⌊j/size⌋.
+        values: (B, H, n, d)
+        blocks: Different blocks, (B, Hq, k) int64, one list per query head, or (B, 1, k), one list for all.
+        size: Rows of a block.
+        last: The last row that exists, a whole number without dimensions. Rows behind it are not attended to.
+        scaling: The factor of the logits.
+        after: The rows from this one on are attended to as well. No listed block may contain one of them.
+        counts: A vector of whole numbers and an index into it, without dimensions. The number of rows that the query
+            heads attended to, all together, is added there.
+        implementation: "reference" or "triton"; None chooses.
+
+    Returns:
+        The outputs, (B, Hq, 1, d).
+
+    Raises:
+        ValueError: Shapes do not fit.
+    """
+    batch, query_heads, tokens, dim = queries.shape
+    fits = keys.shape == values.shape and keys.shape[0] == batch and keys.shape[3] == dim and tokens == 1
+    if not fits or query_heads % keys.shape[1]:
+        raise ValueError(
+            f"attend_listed: queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
+        )
+    lists = blocks.dim() == 3 and blocks.shape[0] == batch and blocks.shape[1] in (1, query_heads) and blocks.shape[2]
+    if not lists or size < 1 or blocks.dtype != torch.int64:
+        raise ValueError(f"attend_listed: blocks {tuple(blocks.shape)} {blocks.dtype} of {size} rows")
+    given = queries, keys, values, blocks, size, last, scaling, after, counts
+    if choose_implementation("attend_listed", implementation, queries) == "reference":
+        return attend_listed_reference(*given)
+    from kvbench.kernels.listed_attention.triton import attend_listed_triton
+
+    return attend_listed_triton(*given)

@@ -1,0 +1,120 @@
+"""Attention over listed rows in Triton: programs split the list, and the splits are joined as in `attention`.
+
+A program takes the queries that share a list: one if every query head has its own, the group's if all heads have one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvbench.kernels.attention.triton import LOG2E, _combine
+from kvbench.kernels.dispatch import is_interpreting
+
+PROGRAMS = 264  # most programs that the rows are split into
+
+
+@triton.jit(do_not_specialize=["listed", "after", "splits"])
+def _listed(
+    queries, keys, values, blocks, last, outputs, counts, step, part_acc, part_max, part_norm,
+    query_heads, group, lists, listed, after, splits, own, dim, scale,
+    sq_b, sq_h, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
+    SIZE: tl.constexpr, TAIL: tl.constexpr, COUNT: tl.constexpr, SINGLE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    CAST: tl.constexpr,
+):  # fmt: skip
+    line, split = tl.program_id(0), tl.program_id(1)
+    first_query = line * own
+    b, first_head = (first_query // query_heads).to(tl.int64), first_query % query_heads
+    h = (first_head // group).to(tl.int64)
+    columns, member = tl.arange(0, D), tl.arange(0, M)
+    asking = member < own
+    where = asking[:, None] & (columns < dim)[None]
+    at = queries + b * sq_b + (first_head + member)[:, None].to(tl.int64) * sq_h + columns[None]
+    q = tl.load(at, mask=where, other=0.0)
+    if CAST:
+        q = q.to(tl.float32)
+    newest = tl.load(last).to(tl.int32)
+    total = listed * SIZE
+    rest = 0
+    if TAIL:
+        rest = tl.maximum(newest - after + 1, 0)
+    share = tl.cdiv(tl.cdiv(total + rest, splits), N) * N
+    high = tl.minimum((split + 1) * share, total + rest)
+    blocks += (b * lists + first_head % lists) * listed
+    keys += b * sk_b + h * sk_h
+    values += b * sv_b + h * sv_h
+    m = tl.full([M], float("-inf"), tl.float32)
+    norm = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    seen = tl.zeros([N], tl.int32)
+    for begin in range(split * share, high, N):
+        item = begin + tl.arange(0, N)
+        block = tl.load(blocks + item // SIZE, mask=item < tl.minimum(total, high), other=0).to(tl.int32)
+        row = block * SIZE + item % SIZE
+        if TAIL:
+            row = tl.where(item < total, row, after + item - total)
+        here = (item < high) & (row <= newest)
+        if COUNT:
+            seen += here.to(tl.int32)
+        there = here[:, None] & (columns < dim)[None]
+        k = tl.load(keys + row[:, None].to(tl.int64) * sk_n + columns[None], mask=there, other=0.0)
+        v = tl.load(values + row[:, None].to(tl.int64) * sv_n + columns[None], mask=there, other=0.0)
+        if CAST:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        logits = tl.dot(q, k.T, input_precision="ieee") * scale
+        logits = tl.where(here[None], logits, float("-inf"))
+        new = tl.maximum(m, tl.max(logits, 1))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(logits - safe[:, None])
+        shrink = tl.exp2(m - safe)
+        norm = norm * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        m = new
+    if COUNT:
+        tl.atomic_add(counts + tl.load(step), (tl.sum(seen) * own).to(tl.int64))
+    if SINGLE:
+        place = (first_query + member).to(tl.int64)
+        tl.store(outputs + place[:, None] * dim + columns[None], acc / norm[:, None], mask=where)
+    else:
+        part = ((line * splits + split) * own + member).to(tl.int64)
+        tl.store(part_acc + part[:, None] * dim + columns[None], acc, mask=where)
+        tl.store(part_max + part, m, mask=asking)
+        tl.store(part_norm + part, norm, mask=asking)
+
+
+def attend_listed_triton(
+    queries: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, size: int, last: Tensor, scaling: float,
+    after: int | None, counts: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
+    batch, query_heads, _, dim = queries.shape
+    group, (lists, listed) = query_heads // keys.shape[1], blocks.shape[1:]
+    own = group if lists == 1 else 1
+    lines = batch * query_heads // own
+    queries, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys, values))
+    wide, exact = max(16, triton.next_power_of_2(dim)), queries.dtype == torch.float32
+    tile = 32 if exact else 64 if wide > 128 else 128  # chosen by trial on an H200
+    most = listed * size + (0 if after is None else keys.shape[2] - after)
+    splits = min(max(1, PROGRAMS // lines), triton.cdiv(most, 2 * tile), 128)
+    outputs = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
+    parts = [outputs, outputs, outputs]
+    if splits > 1:
+        parts = [
+            torch.empty(lines, splits, own, *more, dtype=torch.float32, device=queries.device)
+            for more in ((dim,), (), ())
+        ]
+    counted, step = (last, last) if counts is None else counts
+    _listed[lines, splits](
+        queries, keys, values, blocks.contiguous(), last, outputs, counted, step, *parts,
+        query_heads, group, lists, listed, after or 0, splits, own, dim, scaling * LOG2E.value,
+        *queries.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+        SIZE=size, TAIL=after is not None, COUNT=counts is not None, SINGLE=splits == 1,
+        M=max(16, triton.next_power_of_2(own)), N=tile, D=wide,
+        CAST=is_interpreting() and queries.dtype == torch.bfloat16, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    if splits > 1:
+        _combine[(batch * query_heads,)](
+            *parts, outputs, outputs, 1, own, splits, dim,
+            LSE=False, S=triton.next_power_of_2(splits), D=wide, num_warps=4,
+        )  # fmt: skip
+    return outputs

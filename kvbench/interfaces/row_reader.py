@@ -1,0 +1,74 @@
+"""The interface by which a method that reads few of many rows chooses them inside a CUDA graph.
+
+`Method.read` returns a mask of all rows and may wait for the device. A captured step must do the same operations for
+every token of an answer, so a method describes its choice once, as an object that holds tensors at fixed addresses.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from kvbench.interfaces.observation import State
+
+
+@dataclass(frozen=True)
+class ListedRows:
+    """The rows that one token attends to: those of listed blocks, and those behind a position."""
+
+    blocks: Tensor
+    """Different blocks, (B, Hq, k) int64, one list per query head, or (B, 1, k), one list for all. Row j lies in block
+    ⌊j/size⌋. Rows that do not exist yet are not attended to.
+    """
+    size: int = 1
+    """Rows of a block."""
+    after: int | None = None
+    """The rows from this one on are attended to as well. No listed block may contain one of them."""
+
+
+# Chooses the rows of one layer: its index, the queries (B, Hq, 1, d) and the keys (B, H, n, d). None means all rows.
+RowChoice = Callable[[int, Tensor, Tensor], ListedRows | None]
+
+
+class RowReader(Protocol):
+    """Chooses the rows of each token of an answer."""
+
+    def choose(self, last: Tensor) -> RowChoice:
+        """Return the function that chooses one token's rows, layer by layer, in ascending order.
+
+        Args:
+            last: The token's own row, the newest one, int64 without dimensions.
+        """
+
+    def finish(self, seen: int) -> None:
+        """Leave the state as the method's hooks would have left it after `seen` tokens. The last call."""
+
+
+@dataclass(frozen=True)
+class CapturedAnswer:
+    """What a reader is made for: the next tokens of an answer, of which every layer keeps every row."""
+
+    keys: Mapping[int, Tensor]
+    """The keys of each layer, (B, H, n, d), the first `seen` of them written. The answer writes the others."""
+    states: Mapping[int, State]
+    """The method's state of each layer."""
+    layers: int
+    """Number of layers of the model. Those with a sliding window have no keys here."""
+    query_heads: int
+    """Number of query heads."""
+    seen: int
+    """Tokens read so far."""
+    prompt: int
+    """Tokens of the prompt, or of the context if the question is hidden."""
+    quota: int | None
+    """Rows that a query head may attend to; None for all."""
+    scaling: float
+    """The factor of the logits."""
+    undone: int
+    """Most tokens that may be undone: `choose` may be called again for any of so many last tokens."""
+
+    @property
+    def all_layers(self) -> Sequence[int]:
+        """The layers that keep rows, ascending."""
+        return sorted(self.keys)

@@ -1,0 +1,98 @@
+"""Attention over listed rows: Triton against a loop over heads in float64."""
+
+import pytest
+import torch
+
+from kvbench.kernels.listed_attention import attend_listed
+from tests.support.compile_kernels import list_kernel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CASES = {  # batch, KV heads, group, rows, newest row, dim, lists of all heads, block, blocks, after
+    "pages": (2, 2, 4, 90, 70, 16, False, 16, 3, None),
+    "the newest page is not whole": (1, 2, 1, 40, 33, 24, False, 8, 5, None),
+    "one list and a tail": (2, 2, 3, 200, 130, 16, True, 1, 20, 120),
+    "a tail of one row": (1, 1, 8, 64, 50, 64, True, 1, 9, 50),
+    "many": (1, 2, 2, 700, 690, 16, False, 4, 100, None),
+}
+
+
+def case(name, dtype):
+    batch, heads, group, rows, newest, dim, shared, size, listed, after = CASES[name]
+    draw = torch.Generator().manual_seed(rows)
+    queries = torch.randn(batch, heads * group, 1, dim, generator=draw)
+    keys, values = (torch.randn(batch, heads, rows + 3, dim, generator=draw)[:, :, :rows] for _ in range(2))
+    keys[:, :, newest + 1 :] = values[:, :, newest + 1 :] = torch.nan  # behind the newest row is nothing
+    lists, end = 1 if shared else heads * group, newest // size + 1 if after is None else after // size
+    blocks = torch.stack([torch.randperm(end, generator=draw)[:listed] for _ in range(batch * lists)])
+    blocks[:, 0] = torch.where((blocks == end - 1).any(-1), blocks[:, 0], end - 1)  # the newest block is listed
+    own = [part.to(DEVICE, dtype) for part in (queries, keys, values)]
+    return own, blocks.view(batch, lists, listed).to(DEVICE), size, newest, after
+
+
+def attend_by_head(queries, keys, values, blocks, size, newest, after):
+    """Outputs and the number of rows attended to."""
+    outputs, count = torch.zeros_like(queries), 0
+    for b in range(len(queries)):
+        for head in range(queries.shape[1]):
+            own = blocks[b, head if blocks.shape[1] > 1 else 0].tolist()
+            rows = {block * size + row for block in own for row in range(size)} | set(
+                range(after or newest + 1, newest + 1)
+            )
+            rows = sorted(row for row in rows if row <= newest)
+            kv = head * keys.shape[1] // queries.shape[1]
+            weights = (keys[b, kv, rows] @ queries[b, head, 0] * 0.3).softmax(0)
+            outputs[b, head, 0] = weights @ values[b, kv, rows]
+            count += len(rows)
+    return outputs, count
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("name", CASES)
+def test_only_listed_rows_are_attended_to(name, implementation, dtype):
+    own, blocks, size, newest, after = case(name, dtype)
+    last, step = torch.tensor(newest, device=DEVICE), torch.tensor(1, dtype=torch.int32, device=DEVICE)
+    counts = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    found = attend_listed(
+        *own, blocks, size, last, 0.3, after=after, counts=(counts, step), implementation=implementation
+    )
+    exact, count = attend_by_head(*(part.double() for part in own), blocks, size, newest, after)
+    assert found.dtype == dtype
+    assert (found - exact).abs().max() <= (1e-5 if dtype == torch.float32 else 2**-5) * exact.abs().max()
+    assert counts.tolist() == [0, count, 0]
+    again = attend_listed(*own, blocks, size, last, 0.3, after=after, implementation=implementation)
+    assert torch.equal(found, again)
+
+
+def test_what_does_not_fit_is_refused():
+    queries, rows, last = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 9, 8), torch.tensor(3)
+    for blocks in (
+        torch.zeros(1, 2, 3, dtype=torch.int64),
+        torch.zeros(1, 4, 3),
+        torch.zeros(1, 4, 0, dtype=torch.int64),
+    ):
+        with pytest.raises(ValueError, match="^attend_listed: blocks"):
+            attend_listed(queries, rows, rows, blocks, 1, last, 1.0)
+    with pytest.raises(ValueError, match="^attend_listed: queries"):
+        attend_listed(queries.expand(1, 4, 2, 8), rows, rows, torch.zeros(1, 4, 3, dtype=torch.int64), 1, last, 1.0)
+
+
+def ahead():
+    from kvbench.kernels.listed_attention.triton import _listed
+
+    kinds = dict.fromkeys(("queries", "keys", "values", "outputs"), "*bf16") | {"scale": "fp32", "step": "*i32"}
+    kinds |= dict.fromkeys(("blocks", "last", "counts"), "*i64")
+    kinds |= dict.fromkeys(("part_acc", "part_max", "part_norm"), "*fp32")
+    for shared in (False, True):
+        constants = {
+            "SIZE": 1 if shared else 16,
+            "TAIL": shared,
+            "COUNT": True,
+            "SINGLE": False,
+            "M": 16,
+            "N": 128,
+            "D": 128,
+            "CAST": False,
+        }
+        yield list_kernel(_listed, kinds, constants, num_warps=4, num_stages=2)
