@@ -15,7 +15,7 @@ from kvbench.kernels.packed_attention.rows import PackedRows
 from kvbench.kernels.quantize.triton import round_tile
 from kvbench.kernels.rope_append.triton import rotate_head
 
-PROGRAMS = 1056  # most programs that rows are split into: 8 warps on each of 132 multiprocessors
+WARPS = 1056  # most warps that rows are split over: 8 on each of 132 multiprocessors, by their registers
 SPLITS = 256  # most programs of one head, which `_combine` reads at once
 RAWS = 4  # most programs of one head that read rows with raw values
 UNITS = 8  # words of a channel in a tile of keys, as many as the matrix units take columns
@@ -337,7 +337,7 @@ def attend_packed_triton(queries: Tensor, rows: PackedRows, scaling: float, step
     shape = choose_shape(dim, rows.bits, word, queries.dtype == torch.float32)
     queries_each = max(16, triton.next_power_of_2(min(group, 64)))
     tiles = triton.cdiv(group, queries_each)
-    splits = max(2, min(PROGRAMS // (batch * heads * tiles), SPLITS * 128 // max(128, shape["D"])))
+    splits = max(2, min(WARPS // (shape["num_warps"] * batch * heads * tiles), SPLITS * 128 // max(128, shape["D"])))
     raws = max(1, min(RAWS, splits // 16))
     packed = triton.cdiv(rows.longest, UNITS * per)  # tiles of a head; each program reads as many
     splits = raws + triton.cdiv(packed, triton.cdiv(packed, splits - raws))
