@@ -156,7 +156,7 @@ class FilterReader:
         self.rings: dict[int, Tensor] = {}
         if method.windowed:
             size = method.window + answer.undone
-            for layer in {own for own in self.chooser.values() if own in answer.keys}:
+            for layer in {own for own in self.chooser.values() if own is not None and own in answer.keys}:
                 known = answer.states[layer].layer["queries"]
                 ring = known.new_zeros(*known.shape[:2], size, known.shape[3])
                 slots = torch.arange(answer.seen - known.shape[2], answer.seen, device=known.device) % size

@@ -53,6 +53,7 @@ class ReplacedRows(QuotaRows):
 
     def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
         """Return the function that replaces a row and attends in one layer, for `forward_step`."""
+        cos, sin = self.angles
         position = self.step.long() + self.seen  # as `places`, so that comparing them needs no conversion
         implementation, lse = self.implementation, self.layers[0].choice.method.wants_lse
 
@@ -60,7 +61,7 @@ class ReplacedRows(QuotaRows):
             queries, new_keys, new_values = projected
             keys, values = self.rows[index].unbind()
             queries = append(
-                queries, new_keys, new_values, *self.angles, keys, values, 0, self.step,
+                queries, new_keys, new_values, cos, sin, keys, values, 0, self.step,
                 slots=self.free[index], norms=norms, implementation=implementation,
             )  # fmt: skip
             asking, held = queries, keys
@@ -78,7 +79,8 @@ class ReplacedRows(QuotaRows):
         """Let the method see the token, and choose the row of each head that leaves."""
         layer, quota, columns, places = self.layers[index], self.quota, self.columns[index], self.places[index]
         order, free, method = self.order[index], self.free[index], layer.method
-        rows = Rows(*self.rows[index].unbind(), places, self.ones, columns, order)
+        keys, values = self.rows[index].unbind()
+        rows = Rows(keys, values, places, self.ones, columns, order)
         with layer.guard.unnoted():  # `invalid` notes NaN, so guards add nothing to the graph
             observation, rows = self.show(index, rows, queries, outputs, lse, position)
             scores = method.score(observation, rows, layer.state)

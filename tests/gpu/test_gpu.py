@@ -96,8 +96,12 @@ def test_graphs_decode_what_the_modules_decode(exact, method, allocator, batch, 
     assert torch.equal(*answers) and torch.allclose(contexts[0].logits, contexts[1].logits, atol=1e-3)
 
 
-@pytest.mark.parametrize("interval", [1, 4])
-@pytest.mark.parametrize("method", ["dropkv", "keydiff", "knorm", "snapkv", "tova"])
+CAPTURABLE = ["cake", "dropkv", "h2o", "keydiff", "knorm", "sink", "snapkv", "tova"]
+
+
+@pytest.mark.parametrize(
+    ("method", "interval"), [(name, size) for name in CAPTURABLE for size in (1, 4) if (name, size) != ("h2o", 4)]
+)
 def test_graphs_that_cut_decode_what_the_modules_decode(exact, method, interval):
     more = {"decoding": True, "decode_interval": interval}
     contexts, answers = both_ways(exact, method, prompts(2, 700), 0.2, **more)
@@ -105,6 +109,26 @@ def test_graphs_that_cut_decode_what_the_modules_decode(exact, method, interval)
     assert (answers[0] == answers[1]).float().mean() >= 0.9  # where two scores are equal another row may stay
     for one, other in zip(*(context.own_layers for context in contexts), strict=True):
         assert one.attended == other.attended and torch.equal(one.tally.evicted, other.tally.evicted)
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("quest", {}),
+        ("quest", {"preset": "cuda", "dense_layers": 0}),
+        ("omnikv", {"preset": "reference", "filters": [0], "wait": 0}),
+        ("omnikv", {"preset": "reference", "filters": [0], "wait": 0, "selector": "softmax_last"}),
+        ("omnikv", {"preset": "reference", "filters": [0], "wait": 0, "selector": "exp"}),
+    ],
+)
+def test_graphs_attend_to_the_rows_that_the_modules_choose(exact, method, more):
+    contexts, answers = both_ways(exact, method, prompts(2, 700), 0.2, **more)
+    assert [context.decoding for context in contexts] == ["modules", "graph"]
+    assert (answers[0] == answers[1]).float().mean() >= 0.9  # where two scores are equal another row may be chosen
+    if torch.equal(*answers):
+        assert torch.allclose(contexts[0].logits, contexts[1].logits, atol=1e-2)
+    for one, other in zip(*(context.own_layers for context in contexts), strict=True):
+        assert one.attended == pytest.approx(other.attended)
 
 
 def test_a_graph_that_cuts_takes_back_what_was_read_beyond_the_end(exact):
@@ -121,7 +145,7 @@ def test_a_graph_that_cuts_takes_back_what_was_read_beyond_the_end(exact):
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("method", ["dropkv", "keydiff", "knorm", "snapkv", "tova"])
+@pytest.mark.parametrize("method", CAPTURABLE)
 def test_graphs_read_blocks_as_the_modules_do(exact, method, monkeypatch):
     read = []
     monkeypatch.setattr(
