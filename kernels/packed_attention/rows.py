@@ -26,7 +26,7 @@ class PackedRows:
     lengths: Tensor
     """Rows of each head when step was 0, (B, H) int64."""
     longest: int
-    """The most rows that a head may have."""
+    """The most rows of a head when step was 0."""
     mass: Tensor | None
     """Tokens that each of those rows stands for, flat, above 0; None for one each. Further rows stand for one."""
     starts: Tensor

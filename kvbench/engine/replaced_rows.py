@@ -46,6 +46,7 @@ class ReplacedRows(QuotaRows):
         self.heads = (quota + 1) * torch.arange(self.free[0].numel(), device=self.device).view(*self.held, 1)
         self.step = torch.zeros((), dtype=torch.int32, device=self.device)  # number of tokens read
         self.none = torch.zeros((), dtype=torch.int32, device=self.device)
+        self.kept_order: Tensor | None = None  # `order` when the layers got their rows last; None for that of the text
 
     def cuts(self, number: int) -> bool:
         """Return False: every token needs the same graph."""
@@ -101,11 +102,17 @@ class ReplacedRows(QuotaRows):
     def back(self, step: int) -> int:
         """Copy the rows from the layers and return how many tokens have been read by then: `step` or fewer."""
         self.take_rows()
-        seen = self.layers[0].rows.seen
+        seen, text = self.layers[0].rows.seen, torch.arange(self.quota + 1, device=self.device).expand_as(self.order)
         self.places[..., self.quota] = seen
-        for slots in (self.ranks, self.order):
-            slots.copy_(torch.arange(self.quota + 1, device=self.device))
-        self.free.fill_(self.quota)
+        order = text if self.kept_order is None else self.kept_order
+        if self.kept_order is not None:  # back into the same slots, so that sums are done in the same order again
+            for index in range(len(self.layers)):
+                self.rows[index].copy_(move_rows(self.rows[index], order[index][None, ..., None]))
+                for column in (self.places[index], *self.columns[index].values()):
+                    column.copy_(move_rows(column, order[index], -1))
+        self.order.copy_(order)
+        self.ranks.scatter_(-1, self.order, text)
+        self.free.copy_(self.order[..., -1])
         self.step.fill_(seen - self.seen)
         return seen - self.seen
 
@@ -117,7 +124,16 @@ class ReplacedRows(QuotaRows):
             held = gather_rows((order + self.heads).flatten(), *self.rows[index], implementation=self.implementation)
             columns = {name: column.gather(-1, order) for name, column in self.columns[index].items()}
             self.give_rows(index, Plain(*held), self.places[index].gather(-1, order), columns, more)
+        if more:
+            self.kept_order = self.order.clone()
 
     def finish(self, read: int) -> None:
         """See `keep`."""
         self.keep(read)
+
+
+def move_rows(rows: Tensor, order: Tensor, dim: int = -2) -> Tensor:
+    """Return rows that stand in the order of the text, moved to the slots `order`, which has their shape or extends to
+    it.
+    """
+    return torch.empty_like(rows).scatter_(dim, order.expand_as(rows), rows)

@@ -136,7 +136,7 @@ class GrowingKivi:
         ring = [like.new_empty(batch, heads, residual + ahead + 1, dim) for _ in range(2)]
         groups = (residual - 1 + tokens - 1) // residual * (residual // codec.group)  # the last token packs none
         self.rows = PackedRows(
-            codec.bits, codec.group, residual, lengths, int(lengths.max()) + tokens, mass, find_starts(lengths),
+            codec.bits, codec.group, residual, lengths, int(lengths.max()), mass, find_starts(lengths),
             held.key_groups, find_starts(self.counts[0] // codec.group), held.value_groups, find_starts(self.counts[1]),
             reserve(held.key_groups, batch, heads, groups), reserve(held.value_groups, batch, heads, tokens - 1),
             *ring,

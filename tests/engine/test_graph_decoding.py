@@ -233,6 +233,20 @@ def test_what_was_decoded_beyond_the_end_is_as_if_it_never_was(end, read_last, c
     assert torch.equal(*map(torch.stack, again))
 
 
+@pytest.mark.parametrize("chosen", [{"method": "keydiff"}, {"method": "h2o"}, {"method": "snapkv", "decoding": True}])
+def test_what_is_done_again_gives_the_same_bits(chosen):
+    """Rows return to the slots in which they lay, so sums are done in the same order."""
+    found = []
+    for planned in (CHUNK + 5, 3 * CHUNK):  # the second decodes beyond what is read of it
+        _, step = contexts(tiny("llama"), choice_of(**chosen), batch=2)
+        answer = step.generate(planned, Sampling(), frozenset())
+        tokens = torch.stack([next(answer) for _ in range(CHUNK + 5)])
+        answer.close()
+        assert step.seen == 60 + CHUNK + 4 and step.decoding == "graph"
+        found.append((tokens, step.logits, *(layer.rows.view().places for layer in step.own_layers)))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_between_two_cuts_a_graph_reads():
     """Of heads of several lengths, which no step cuts."""
     choice = choice_of("knorm", "ada", decoding=True, decode_interval=34)

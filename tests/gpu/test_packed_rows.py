@@ -115,7 +115,10 @@ def test_a_graph_in_bfloat16_gives_what_the_references_give():
     assert (logits - expected).abs().max() <= 2**-5 * expected.abs().max()
     for one, other in zip(packed, own, strict=True):
         for part, same in zip(one, other, strict=True):
-            assert part.dtype != torch.uint8 or (part == same).float().mean() >= 0.99
+            if part.dtype == torch.uint8:
+                shifts = torch.arange(0, 8, 2, device=DEVICE)  # four codes of two bits in a byte
+                differ = (part[..., None] >> shifts & 3) != (same[..., None] >> shifts & 3)
+                assert differ.float().mean() <= 0.01
 
 
 def test_a_graph_takes_back_what_was_read_beyond_the_end(exact):

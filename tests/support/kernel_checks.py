@@ -11,7 +11,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def poison_memory(monkeypatch):
     """Memory that a kernel is given to write holds NaN."""
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(math.nan))
+
+    def poisoned(*size, **how):
+        made = empty(*size, **how)
+        return made.fill_(math.nan) if made.dtype.is_floating_point else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def assert_equal_sums(found, expected):
