@@ -136,7 +136,7 @@ class FixedQuotaRows(QuotaRows):
         quota, since = self.quota, read % self.size
         more = read + self.seen - self.layers[0].rows.seen
         for index in range(len(self.layers)) if more else ():
-            held = [part[:, :, :quota].flatten(0, 2) for part in self.rows[index]]
+            held = [part[:, :, :quota].clone().flatten(0, 2) for part in self.rows[index]]  # later tokens write here
             tail = [part[:, :, quota : quota + since].clone() for part in self.rows[index]] if since else None
             columns = {name: column[..., :quota].clone() for name, column in self.columns[index].items()}
             self.give_rows(index, Plain(*held), self.places[index, ..., :quota], columns, more, tail)

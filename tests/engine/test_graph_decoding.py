@@ -60,12 +60,12 @@ def assert_same(one, other):
         assert torch.allclose(held.keys, rows.keys, atol=1e-4) and torch.allclose(held.values, rows.values, atol=1e-4)
 
 
-def qwen2(**more):
+def qwen2(heads=2, **more):
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=512, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
-            num_key_value_heads=2, max_position_embeddings=512, **more,
+            num_key_value_heads=heads, max_position_embeddings=512, **more,
         )
     ).eval()  # fmt: skip
 
@@ -245,6 +245,21 @@ def test_what_is_done_again_gives_the_same_bits(chosen):
         assert step.seen == 60 + CHUNK + 4 and step.decoding == "graph"
         found.append((tokens, step.logits, *(layer.rows.view().places for layer in step.own_layers)))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("heads", "budget"), [(2, 0.02), (1, 0.3)], ids=["one row", "one head"])
+def test_what_layers_got_stays_when_later_tokens_are_undone(heads, budget):
+    """Also where the rows to hand over lie together, as those of one head do, or one row of each."""
+    modules, step = contexts(qwen2(heads), choice_of("tova", decoding=True, decode_interval=5), budget)
+    found = []
+    for context in (modules, step):
+        answer = context.generate(3 * CHUNK, Sampling(), frozenset())
+        found.append(torch.stack([next(answer) for _ in range(CHUNK + 5)]))
+        answer.close()
+    assert torch.equal(*found) and step.decoding == "graph"
+    assert_same(modules, step)
+    assert torch.allclose(modules.logits, step.logits, atol=1e-4)
+    assert modules.bytes().rows == step.bytes().rows
 
 
 def test_between_two_cuts_a_graph_reads():
