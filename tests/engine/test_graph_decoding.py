@@ -142,6 +142,14 @@ def test_a_step_that_attends_to_few_rows_gives_what_the_modules_give(name):
     assert torch.allclose(modules.extend(more_ids), step.extend(more_ids), atol=1e-4)
 
 
+def test_queries_are_remembered_even_if_a_quota_holds_the_whole_prompt():
+    modules, step = contexts(tiny("llama"), choice_of(READERS["window"][0], **READERS["window"][1]), 60)
+    answers = [list(context.generate(20, Sampling(), frozenset(), True)) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+    known, found = (context.own_layers[0].state.layer["queries"] for context in (modules, step))
+    assert torch.allclose(known, found, atol=1e-4)
+
+
 def test_a_full_budget_attends_to_all_rows_and_a_growing_one_is_the_modules_affair():
     for budget, path in ((Budget(1.0), "graph"), (Budget(0.3, "seen"), "modules")):
         modules, step = contexts(tiny("llama"), choice_of("quest", page=4))
