@@ -170,13 +170,13 @@ class FilterReader:
 
         def choose(layer: int, queries: Tensor, keys: Tensor) -> ListedRows | None:
             chooser = self.chooser[layer]
+            if layer in self.rings:
+                ring = self.rings[layer]
+                ring.index_copy_(2, (last % ring.shape[2])[None], queries)
+                queries = ring.index_select(2, (last - ages) % ring.shape[2])
             if chooser is None or quota is None or quota >= prompt:
                 return None
             if layer == chooser:
-                if method.windowed:
-                    ring = self.rings[layer]
-                    ring.index_copy_(2, (last % ring.shape[2])[None], queries)
-                    queries = ring.index_select(2, (last - ages) % ring.shape[2])
                 scores = method.score_rows(queries, keys[:, :, :prompt], answer.scaling)
                 looks["rows"] = ListedRows(top_k_indices(scores[:, None], quota), after=prompt)
             if layer <= chooser + method.wait:

@@ -270,8 +270,8 @@ class Layer:
             tally,
             evicted=found.evicted if tally.evicted is None else tally.evicted + found.evicted,
             protected=found.protected,
-            given_up=tally.given_up | {kind: tally.given_up[kind].maximum(own) for kind, own in found.given_up.items()},
         )
+        self.count_given_up(found.given_up)
         self.rows = self.rows.keep(found.rows, even=self.even, merged=self.choice.method.merges, each=quota.each)
         self.update_memory()
 
@@ -386,6 +386,11 @@ class Layer:
             if look is not None and mass is not None:
                 look = look & (mass > 0).repeat_interleave(look.shape[1] // mass.shape[1], 1)
             self.attended.append(rows.mean_rows if look is None else look.sum(-1).float().mean().item())
+
+    def count_given_up(self, counts: Mapping[str, Tensor]) -> None:
+        """Note how many protected rows of each kind a cut had no room for, in the head with most of them."""
+        most = {kind: self.tally.given_up[kind].maximum(own) for kind, own in counts.items()}
+        self.tally = replace(self.tally, given_up=self.tally.given_up | most)
 
     def count_peak(self, rows: int) -> None:
         """Note that a head held this many rows after a cut or a block."""

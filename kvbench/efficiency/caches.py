@@ -113,8 +113,9 @@ class KVBenchCache:
         with context.branch(), ExitStack() as stack:
             counts = [stack.enter_context(count_rows_read(layer)) for layer in context.own_layers]
             context.extend(context.last_logits.argmax(-1, keepdim=True))
-        read = (sum(rows) * layer.token_bytes for rows, layer in zip(counts, context.own_layers, strict=True))
-        return int(sum(read)) + held.state
+            shares = [sum(rows) / layer.rows.mean_rows for rows, layer in zip(counts, context.own_layers, strict=True)]
+            read = sum(share * layer.bytes().rows for share, layer in zip(shares, context.own_layers, strict=True))
+        return round(read) + context.sliding_bytes() + held.state
 
     def drop(self) -> None:
         self._context = None

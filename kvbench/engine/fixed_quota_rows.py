@@ -22,6 +22,8 @@ from kvbench.kernels.rope_append import append
 from kvbench.kernels.row_selection import gather_rows, kept_indices
 from kvbench.models.decoder_weights import DecoderWeights
 
+KINDS = ("sinks", "recents")  # of protected rows
+
 
 class FixedQuotaRows(QuotaRows):
     """The rows of all layers, cut to `quota` rows per head after every `size` tokens."""
@@ -49,6 +51,8 @@ class FixedQuotaRows(QuotaRows):
         self.slots = torch.arange(quota + size, device=self.device)
         self.at = torch.zeros(1, dtype=torch.int64, device=self.device)  # number of complete intervals
         self.since = torch.zeros((), dtype=torch.int32, device=self.device)  # tokens read since the last cut
+        # protected rows of each kind and layer that the quota had no room for, at the cut of a prompt with most of them
+        self.given_up = {kind: torch.zeros(len(layers), dtype=torch.int64, device=self.device) for kind in KINDS}
 
     def cuts(self, number: int) -> bool:
         """Return whether the layers are cut after the token of this number, counted from 0."""
@@ -96,7 +100,10 @@ class FixedQuotaRows(QuotaRows):
             self.invalid |= scores.max().isnan()
             sinks, recents = method.protect_sinks(observation, rows, quota), method.protect(observation, rows, quota)
             if sinks is not None or recents is not None:
-                scores = bound_scores(scores).masked_fill(fit_protected(sinks, recents, rows, quota), torch.inf)
+                fit = fit_protected(sinks, recents, rows, quota)
+                scores = bound_scores(scores).masked_fill(fit, torch.inf)
+                if not observation.decoding:
+                    self.count_given_up(index, sinks, recents, fit)
             kept = method.select(scores, self.quotas)
         layer.guard.release()
         which = kept_indices(kept, self.quotas.numel() * quota, implementation=implementation)
@@ -108,6 +115,15 @@ class FixedQuotaRows(QuotaRows):
         for name, column in self.columns[index].items():
             column[..., :quota] = rows.columns[name].flatten()[which].view(*self.held, quota)
             column[..., quota:] = 0
+
+    def count_given_up(self, index: int, sinks: Tensor | None, recents: Tensor | None, fit: Tensor) -> None:
+        """Count the protected rows that the quota has no room for. A row of both kinds counts as a sink."""
+        if sinks is not None and recents is not None:
+            recents = recents & ~sinks
+        for kind, wanted in zip(KINDS, (sinks, recents), strict=True):
+            if wanted is not None:
+                own = self.given_up[kind][index]
+                own.copy_(own.maximum((wanted & ~fit).sum(-1).max()))
 
     def advance(self, cuts: bool) -> None:
         """Count a token, or an interval, after all layers have read it."""
@@ -129,6 +145,8 @@ class FixedQuotaRows(QuotaRows):
         self.places[..., quota:] = torch.arange(begin, begin + self.size, device=self.device)
         self.at.fill_((begin - self.seen) // self.size)
         self.since.fill_(like.tail)
+        for counts in self.given_up.values():
+            counts.zero_()
         return like.seen - self.seen
 
     def keep(self, read: int) -> None:
@@ -136,10 +154,11 @@ class FixedQuotaRows(QuotaRows):
         quota, since = self.quota, read % self.size
         more = read + self.seen - self.layers[0].rows.seen
         for index in range(len(self.layers)) if more else ():
-            held = [part[:, :, :quota].flatten(0, 2) for part in self.rows[index]]
+            held = [part[:, :, :quota].clone().flatten(0, 2) for part in self.rows[index]]  # later tokens write here
             tail = [part[:, :, quota : quota + since].clone() for part in self.rows[index]] if since else None
             columns = {name: column[..., :quota].clone() for name, column in self.columns[index].items()}
             self.give_rows(index, Plain(*held), self.places[index, ..., :quota], columns, more, tail)
+            self.layers[index].count_given_up({kind: counts[index].clone() for kind, counts in self.given_up.items()})
 
     def finish(self, read: int) -> None:
         """See `keep`."""

@@ -101,7 +101,8 @@ class GenerationContext(PromptContext):
         if tokens > 1 and not self.choice.codec.packs:
             for layer in self.own_layers:
                 layer.reserve(find_first_cut(self, tokens - 1) or tokens - 1)
-        elif tokens > WORTH and self.weights is not None:  # the modules pack every token into new memory
+        elif tokens > WORTH and self.weights is not None and only_appends(self.choice):
+            # the modules would pack every token into new memory
             for layer in self.own_layers:
                 layer.reserve_packed(tokens - 1, CHUNK)
 

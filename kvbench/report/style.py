@@ -63,9 +63,10 @@ def read_style(path: Path) -> dict[str, str] | None:
         SettingError: The file is not valid YAML, or the key lacks a part or has one that does not exist.
     """
     try:
-        style = yaml.safe_load(path.read_text(encoding="utf-8")).get("_style_")
-    except yaml.YAMLError as error:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingError(f"{show_path(path)} is not valid YAML ({' '.join(str(error).split())})") from None
+    style = config.get("_style_") if isinstance(config, dict) else None  # only a run of such a method needs more
     if style is None:
         return None
     if not isinstance(style, dict) or style.keys() != KEYS.keys():

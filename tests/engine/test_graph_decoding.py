@@ -60,12 +60,12 @@ def assert_same(one, other):
         assert torch.allclose(held.keys, rows.keys, atol=1e-4) and torch.allclose(held.values, rows.values, atol=1e-4)
 
 
-def qwen2(**more):
+def qwen2(heads=2, **more):
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=512, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
-            num_key_value_heads=2, max_position_embeddings=512, **more,
+            num_key_value_heads=heads, max_position_embeddings=512, **more,
         )
     ).eval()  # fmt: skip
 
@@ -140,6 +140,14 @@ def test_a_step_that_attends_to_few_rows_gives_what_the_modules_give(name):
     assert_same(modules, step)
     more_ids = ids(5, 9).repeat(2, 1)
     assert torch.allclose(modules.extend(more_ids), step.extend(more_ids), atol=1e-4)
+
+
+def test_queries_are_remembered_even_if_a_quota_holds_the_whole_prompt():
+    modules, step = contexts(tiny("llama"), choice_of(READERS["window"][0], **READERS["window"][1]), 60)
+    answers = [list(context.generate(20, Sampling(), frozenset(), True)) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+    known, found = (context.own_layers[0].state.layer["queries"] for context in (modules, step))
+    assert torch.allclose(known, found, atol=1e-4)
 
 
 def test_a_full_budget_attends_to_all_rows_and_a_growing_one_is_the_modules_affair():
@@ -245,6 +253,21 @@ def test_what_is_done_again_gives_the_same_bits(chosen):
         assert step.seen == 60 + CHUNK + 4 and step.decoding == "graph"
         found.append((tokens, step.logits, *(layer.rows.view().places for layer in step.own_layers)))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("heads", "budget"), [(2, 0.02), (1, 0.3)], ids=["one row", "one head"])
+def test_what_layers_got_stays_when_later_tokens_are_undone(heads, budget):
+    """Also where the rows to hand over lie together, as those of one head do, or one row of each."""
+    modules, step = contexts(qwen2(heads), choice_of("tova", decoding=True, decode_interval=5), budget)
+    found = []
+    for context in (modules, step):
+        answer = context.generate(3 * CHUNK, Sampling(), frozenset())
+        found.append(torch.stack([next(answer) for _ in range(CHUNK + 5)]))
+        answer.close()
+    assert torch.equal(*found) and step.decoding == "graph"
+    assert_same(modules, step)
+    assert torch.allclose(modules.logits, step.logits, atol=1e-4)
+    assert modules.bytes().rows == step.bytes().rows
 
 
 def test_between_two_cuts_a_graph_reads():

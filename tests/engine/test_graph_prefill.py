@@ -53,6 +53,7 @@ def test_blocks_leave_what_the_modules_leave(method, size, budget, tokens, model
         )
         assert torch.equal(one.tally.evicted, other.tally.evicted) and one.rows.seen == other.rows.seen
         assert (one.tally.peak_rows, one.tally.peak_attended) == (other.tally.peak_rows, other.tally.peak_attended)
+        assert one.tally.given_up == other.tally.given_up and one.tally.protected == other.tally.protected
     answers = [torch.stack(list(context.generate(9, Sampling(), frozenset()))) for context in (modules, step)]
     assert torch.equal(*answers)
 

@@ -9,6 +9,7 @@ import torch
 from kvbench.config.catalogue import build, load_settings
 from kvbench.engine import generation
 from kvbench.engine.compressed_cache import choose_cache
+from kvbench.engine.context import decodes_in_graph
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.graph_decoding import CHUNK, GraphDecoder, only_appends
 from kvbench.engine.packed_rows import PackedRows
@@ -217,6 +218,20 @@ def test_room_for_an_answer_is_counted_before_it_begins():
     next(answer), next(answer)
     assert [layer.rows.growing for layer in step.own_layers] == reserved  # the answer uses what was reserved
     assert len(list(answer)) == ANSWER - 2 and step.bytes().headroom == 0
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_no_room_is_made_for_what_the_modules_read(grows, monkeypatch):
+    """By positions in the cache, or behind rows that cannot grow."""
+    monkeypatch.setattr(Kivi, "grows", grows)
+    more = {"method": "sink", "decoding": False, "positions": "rolling"} if grows else {}
+    choice = choice_of(allocator="uniform", **more)
+    assert decodes_in_graph(choice)  # blocks of its prompt can be read in graphs
+    context = read_prompt(choice, tiny("llama"))
+    size = context.bytes()
+    context.reserve(ANSWER)
+    assert context.bytes() == size
+    assert len(list(context.generate(ANSWER, Sampling(), frozenset()))) == ANSWER and context.decoding == "modules"
 
 
 def test_a_context_that_nobody_has_is_freed_at_once():

@@ -302,6 +302,18 @@ def test_a_wrong_look_is_refused(plugins, style, said):
         find_style("mine")
 
 
+@pytest.mark.parametrize("text", [b"", b"# to be written\n", b"[a, b]\n"])
+def test_a_file_that_states_nothing_states_no_look(plugins, text):
+    (plugins / "mine.yaml").write_bytes(text)
+    assert find_style("snapkv")["colour"] == "blue" and set(find_style("mine")) == {"colour", "mark", "dash"}
+
+
+def test_a_file_that_is_no_text_is_named(plugins):
+    (plugins / "mine.yaml").write_bytes(b"_target_: a.B\nname: \xff\n")
+    with pytest.raises(SettingError, match=r"mine.yaml is not valid YAML \('utf-8' codec"):
+        find_style("snapkv")
+
+
 @pytest.mark.parametrize(
     "methods",
     [
