@@ -324,10 +324,7 @@ class Layer:
 
     def finish_growing(self, tokens: int) -> None:
         """Count decoded tokens that a CUDA graph has appended to packed rows. Each attended to all rows before it."""
-        before = self.rows.mean_rows
-        self.rows = self.rows.finish_growing(tokens)
-        self.attended += [before + token for token in range(1, tokens + 1)]
-        self.count_peak_attended(self.rows.longest_head)
+        self.count_decoded(self.rows.finish_growing(tokens), tokens)
         self.update_memory()
 
     def count_appended(self, tokens: int, attended: Sequence[float] | None = None) -> None:
@@ -337,10 +334,14 @@ class Layer:
             tokens: Number of tokens.
             attended: Mean rows per query head that each token attended to; None for all rows.
         """
+        self.count_decoded(self.rows.count_appended(tokens), tokens, attended)
+
+    def count_decoded(self, rows: StoredRows, tokens: int, attended: Sequence[float] | None = None) -> None:
+        """Take over the rows after decoded tokens, and note how many rows each token attended to (None: all)."""
         before = self.rows.mean_rows
-        self.rows = self.rows.count_appended(tokens)
+        self.rows = rows
         self.attended += [before + token for token in range(1, tokens + 1)] if attended is None else attended
-        self.count_peak_attended(self.rows.longest_head)
+        self.count_peak_attended(rows.longest_head)
 
     def replace_rows(
         self,

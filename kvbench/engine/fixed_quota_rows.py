@@ -159,7 +159,3 @@ class FixedQuotaRows(QuotaRows):
             columns = {name: column[..., :quota].clone() for name, column in self.columns[index].items()}
             self.give_rows(index, Plain(*held), self.places[index, ..., :quota], columns, more, tail)
             self.layers[index].count_given_up({kind: counts[index].clone() for kind, counts in self.given_up.items()})
-
-    def finish(self, read: int) -> None:
-        """See `keep`."""
-        self.keep(read)

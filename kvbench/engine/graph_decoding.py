@@ -121,36 +121,30 @@ class StepRows(Protocol):
 
     def finish(self, read: int) -> None:
         """Give the layers the first `read` tokens. The rows are not used any more."""
+        self.keep(read)
 
 
-class GrowingRows:
-    """Rows that only grow: each layer's cut part, and a tail with memory for further tokens.
-
-    The number of tokens read so far is on the device (`step`).
-    """
+class AppendedRows(StepRows):
+    """Rows that only grow. The number of tokens read so far is on the device (`step`)."""
 
     def __init__(
-        self,
-        weights: DecoderWeights,
-        layers: Sequence[Layer],
-        tokens: int,
-        seen: int,
+        self, weights: DecoderWeights, layers: Sequence[Layer], tokens: int, seen: int,
         implementation: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
+        """Compute the angles of all tokens.
+
+        Args:
+            weights: The model's weights.
+            layers: The layers.
+            tokens: Number of tokens to read at most.
+            seen: Number of tokens read so far.
+            implementation: Name of the kernels' implementation; None chooses one.
+        """
         self.weights, self.layers, self.implementation = weights, layers, implementation
-        for layer in layers:
-            layer.reserve(tokens)
-            layer.rows = layer.rows.with_starts()
         places = torch.arange(seen, seen + tokens, device=weights.embed.device)
         cos, sin = weights.rotation(places[None])
         self.angles = cos[0].to(weights.embed.dtype), sin[0].to(weights.embed.dtype)
-        self.held = [layer.rows.ragged() for layer in layers]
-        self.tails: list[tuple[Tensor, Tensor, int]] = []
-        for rows in (layer.rows for layer in layers):
-            assert rows.tail_keys is not None and rows.tail_values is not None  # reserved above
-            self.tails.append((rows.tail_keys, rows.tail_values, rows.tail))
         self.step = torch.zeros((), dtype=torch.int32, device=weights.embed.device)
-        self.kept = 0  # tokens that the layers have counted
 
     def cuts(self, number: int) -> bool:
         return False
@@ -160,16 +154,7 @@ class GrowingRows:
 
     def attend(self, index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
         """Append a token and return the attention outputs of one layer, (B, Hq, 1, d)."""
-        (queries, new_keys, new_values), (keys, values, tail) = projected, self.tails[index]
-        queries = append(
-            queries, new_keys, new_values, *self.angles, keys, values, tail, self.step,
-            norms=norms, implementation=self.implementation,
-        )  # fmt: skip
-        outputs, _ = attend_ragged(
-            queries, self.held[index], keys, values, self.weights.scaling,
-            tail=tail + 1, step=self.step, implementation=self.implementation,
-        )  # fmt: skip
-        return outputs
+        raise NotImplementedError
 
     def advance(self, cuts: bool) -> None:
         self.step += 1
@@ -184,13 +169,45 @@ class GrowingRows:
         self.step.fill_(step)
         return step
 
+
+class GrowingRows(AppendedRows):
+    """Each layer's cut part, and a tail with memory for further tokens."""
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        layers: Sequence[Layer],
+        tokens: int,
+        seen: int,
+        implementation: str | None = None,
+    ) -> None:
+        super().__init__(weights, layers, tokens, seen, implementation)
+        for layer in layers:
+            layer.reserve(tokens)
+            layer.rows = layer.rows.with_starts()
+        self.held = [layer.rows.ragged() for layer in layers]
+        self.tails: list[tuple[Tensor, Tensor, int]] = []
+        for rows in (layer.rows for layer in layers):
+            assert rows.tail_keys is not None and rows.tail_values is not None  # reserved above
+            self.tails.append((rows.tail_keys, rows.tail_values, rows.tail))
+        self.kept = 0  # tokens that the layers have counted
+
+    def attend(self, index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
+        (queries, new_keys, new_values), (keys, values, tail) = projected, self.tails[index]
+        queries = append(
+            queries, new_keys, new_values, *self.angles, keys, values, tail, self.step,
+            norms=norms, implementation=self.implementation,
+        )  # fmt: skip
+        outputs, _ = attend_ragged(
+            queries, self.held[index], keys, values, self.weights.scaling,
+            tail=tail + 1, step=self.step, implementation=self.implementation,
+        )  # fmt: skip
+        return outputs
+
     def keep(self, read: int) -> None:
         for layer in self.layers:
             layer.count_appended(read - self.kept)
         self.kept = read
-
-    def finish(self, read: int) -> None:
-        self.keep(read)
 
 
 class GraphDecoder:

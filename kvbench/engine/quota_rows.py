@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
+from kvbench.engine.graph_decoding import StepRows
 from kvbench.interfaces.codec import Plain
 from kvbench.interfaces.observation import Observation
 from kvbench.interfaces.rows import Rows, mass_dtype
@@ -36,7 +37,7 @@ def is_at_quota(layers: Sequence[Layer], quota: int) -> bool:
     )
 
 
-class QuotaRows:
+class QuotaRows(StepRows):
     """The rows of L layers at their quota, with room for the tokens until the next cut, at fixed addresses."""
 
     def __init__(

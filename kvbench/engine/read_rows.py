@@ -21,6 +21,11 @@ def reads_in_graph(choice: CachePolicy) -> bool:
     return choice.method.attends_subset and choice.method.overrides("row_reader") and not choice.codec.packs
 
 
+def count_query_heads(weights: DecoderWeights, keys: Tensor) -> int:
+    """Return the number of query heads of a model whose keys are (B, H, n, d)."""
+    return weights.blocks[0].project[0].shape[0] // keys.shape[3]
+
+
 def make_reader(weights: DecoderWeights, layers: Sequence[Layer], tokens: int, quota: int | None) -> RowReader | None:
     """Ask the method for a reader of the next tokens, or None if the modules must read.
 
@@ -34,7 +39,7 @@ def make_reader(weights: DecoderWeights, layers: Sequence[Layer], tokens: int, q
         layer.reserve(tokens)
     keys = {layer.index: layer.rows.tail_keys for layer in layers if layer.rows.tail_keys is not None}
     first, method = layers[0], layers[0].choice.method
-    query_heads = weights.blocks[0].project[0].shape[0] // keys[first.index].shape[3]
+    query_heads = count_query_heads(weights, keys[first.index])
     answer = CapturedAnswer(
         keys, {layer.index: layer.state for layer in layers}, len(weights.blocks), query_heads, first.rows.seen,
         first.progress.prompt, quota, weights.scaling, CHUNK,
@@ -96,17 +101,12 @@ class ReadRows(GrowingRows):
         return super().back(step)
 
     def keep(self, read: int) -> None:
-        new = self.counts[:, self.kept : read].float().cpu()
+        keys = self.tails[0][0]
+        new = self.counts[:, self.kept : read].float().cpu() / (len(keys) * count_query_heads(self.weights, keys))
         for index, layer in enumerate(self.layers):
-            heads = self.query_heads * layer.rows.shape[0]
-            listed = (new[index] / heads).tolist() if index in self.listing else None
+            listed = new[index].tolist() if index in self.listing else None
             layer.count_appended(read - self.kept, listed)
         self.kept = read
-
-    @property
-    def query_heads(self) -> int:
-        """Number of query heads."""
-        return self.weights.blocks[0].project[0].shape[0] // self.tails[0][0].shape[3]
 
     def finish(self, read: int) -> None:
         super().finish(read)

@@ -127,10 +127,6 @@ class ReplacedRows(QuotaRows):
         if more:
             self.kept_order = self.order.clone()
 
-    def finish(self, read: int) -> None:
-        """See `keep`."""
-        self.keep(read)
-
 
 def move_rows(rows: Tensor, order: Tensor, dim: int = -2) -> Tensor:
     """Return rows that stand in the order of the text, moved to the slots `order`, which has their shape or extends to
