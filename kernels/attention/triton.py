@@ -16,6 +16,22 @@ ENOUGH = 256  # programs, each with 128 queries of a head, that fill a GPU witho
 
 
 @triton.jit
+def add_tile(logits, v, m, norm, acc):
+    """Add a tile of rows to an online softmax in base 2.
+
+    Logits (M, N) are -inf where a query does not see a row; v (N, D) are the values. The running maxima m (M,), sums of
+    weights `norm` (M,) and weighted values `acc` (M, D) are returned with the tile.
+    """
+    new = tl.maximum(m, tl.max(logits, 1))
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(logits - safe[:, None])
+    shrink = tl.exp2(m - safe)
+    norm = norm * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return new, norm, acc
+
+
+@triton.jit
 def _tile(
     q, m, norm, acc, keys, values, mass, stride_k, stride_v, row, stop, limit, offset, columns, dim,
     scale, MASS: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, CAST: tl.constexpr,
@@ -39,13 +55,7 @@ def _tile(
         logits = tl.where(here[None] & (row[None] <= limit[:, None]), logits, float("-inf"))
     else:
         logits = tl.where(here[None], logits, float("-inf"))
-    new = tl.maximum(m, tl.max(logits, 1))
-    safe = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(logits - safe[:, None])
-    shrink = tl.exp2(m - safe)
-    norm = norm * shrink + tl.sum(p, 1)
-    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    return new, norm, acc
+    return add_tile(logits, v, m, norm, acc)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.attention.triton import LOG2E, _combine
+from kvbench.kernels.attention.triton import LOG2E, _combine, add_tile
 from kvbench.kernels.dispatch import is_interpreting
 
 PROGRAMS = 264  # most programs that the rows are split into
@@ -64,13 +64,7 @@ def _listed(
             k, v = k.to(tl.float32), v.to(tl.float32)
         logits = tl.dot(q, k.T, input_precision="ieee") * scale
         logits = tl.where(here[None], logits, float("-inf"))
-        new = tl.maximum(m, tl.max(logits, 1))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp2(logits - safe[:, None])
-        shrink = tl.exp2(m - safe)
-        norm = norm * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        m = new
+        m, norm, acc = add_tile(logits, v, m, norm, acc)
     if COUNT:
         tl.atomic_add(counts + tl.load(step), (tl.sum(seen) * own).to(tl.int64))
     if SINGLE:

@@ -1,9 +1,9 @@
 """Find the largest logit that any query head gives to each row."""
 
-import torch
 from torch import Tensor
 
 from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.max_logits.reference import max_logits_reference
 
 
 def max_logits(queries: Tensor, keys: Tensor, scaling: float, *, implementation: str | None = None) -> Tensor:
@@ -28,6 +28,4 @@ def max_logits(queries: Tensor, keys: Tensor, scaling: float, *, implementation:
         from kvbench.kernels.max_logits.triton import max_logits_triton
 
         return max_logits_triton(queries, keys, scaling)
-    dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
-    grouped = queries.to(dtype).unflatten(1, (keys.shape[1], -1))
-    return (grouped @ keys.to(dtype).mT * scaling).amax((1, 2))
+    return max_logits_reference(queries, keys, scaling)

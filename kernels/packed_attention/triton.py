@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.attention.triton import LOG2E, _combine
+from kvbench.kernels.attention.triton import LOG2E, _combine, add_tile
 from kvbench.kernels.packed_attention.rows import PackedRows
 from kvbench.kernels.quantize.triton import round_tile
 from kvbench.kernels.rope_append.triton import rotate_head
@@ -151,13 +151,7 @@ def _update(q, m, norm, acc, k, v, here, weight, scale, MASS: tl.constexpr, CAST
     if MASS:
         logits += tl.log2(weight)[None]
     logits = tl.where(here[None], logits, float("-inf"))
-    new = tl.maximum(m, tl.max(logits, 1))
-    safe = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(logits - safe[:, None])
-    shrink = tl.exp2(m - safe)
-    norm = norm * shrink + tl.sum(p, 1)
-    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    return new, norm, acc
+    return add_tile(logits, v, m, norm, acc)
 
 
 @triton.jit

@@ -1,10 +1,13 @@
 """Compute bounds of the keys of a page, and upper bounds of the logits of queries with them."""
 
-import torch
 from torch import Tensor
 
 from kvbench.kernels.dispatch import choose_implementation
-from kvbench.kernels.page_bounds.reference import page_bounds_reference, page_upper_bounds_reference
+from kvbench.kernels.page_bounds.reference import (
+    page_bounds_reference,
+    page_upper_bounds_reference,
+    update_page_bounds_reference,
+)
 
 
 def page_bounds(keys: Tensor, page: int, *, implementation: str | None = None) -> tuple[Tensor, Tensor]:
@@ -52,9 +55,7 @@ def update_page_bounds(
             f"update_page_bounds: keys {tuple(keys.shape)}, bounds {tuple(low.shape)}, {tuple(high.shape)} of {page}"
         )
     if choose_implementation("update_page_bounds", implementation, keys) == "reference":
-        number = int(last) // page
-        own = keys[:, :, number * page : int(last) + 1]
-        low[:, :, number], high[:, :, number] = own.amin(2), own.amax(2)
+        update_page_bounds_reference(keys, low, high, last, page)
         return
     from kvbench.kernels.page_bounds.triton import update_page_bounds_triton
 
@@ -85,12 +86,7 @@ def page_upper_bounds(
             f"page_upper_bounds: queries {tuple(queries.shape)}, bounds {tuple(low.shape)}, {tuple(high.shape)}"
         )
     if choose_implementation("page_upper_bounds", implementation, low) == "reference":
-        above = page_upper_bounds_reference(queries, low, high)
-        return (
-            above
-            if newest is None
-            else above.masked_fill(torch.arange(above.shape[2], device=above.device) > newest, -torch.inf)
-        )
+        return page_upper_bounds_reference(queries, low, high, newest)
     from kvbench.kernels.page_bounds.triton import page_upper_bounds_triton
 
     return page_upper_bounds_triton(queries, low, high, newest)
