@@ -18,10 +18,9 @@ over rows in the order of their scores.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Method, find_rows_without_votes
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
@@ -55,9 +54,5 @@ class Cake(Method):
         )  # (B, H, G, n) each
         for own in variance:
             scores = scores.add(own, alpha=self.gamma)
-        inside = rows.places >= observation.tokens - self.window
-        may_cover = observation.each is None or observation.each <= self.window
-        if observation.queries.shape[2] < self.window and may_cover:
-            covered = (inside | ~rows.present).all(-1, keepdim=True)
-            inside = torch.where(covered, rows.places >= observation.first, inside)
+        inside = find_rows_without_votes(observation, rows, self.window)
         return pool_group(scores, inside, self.kernel, "avg", order=rows.order)

@@ -14,10 +14,9 @@ blocks, the window is the current block's last min(w, T) queries.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from kvbench.interfaces.method import Method
+from kvbench.interfaces.method import Method, find_rows_without_votes
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
@@ -48,10 +47,5 @@ class SnapKV(Method):
         (votes,) = window_statistics(
             observation.queries[:, :, -self.window :], rows.keys, rows.mass, observation.scaling
         )
-        # rows of the window have no votes; if the window covers all rows of a head, only the block's have none
-        inside = rows.places >= observation.tokens - self.window
-        may_cover = observation.each is None or observation.each <= self.window
-        if observation.queries.shape[2] < self.window and may_cover:
-            covered = (inside | ~rows.present).all(-1, keepdim=True)
-            inside = torch.where(covered, rows.places >= observation.first, inside)
+        inside = find_rows_without_votes(observation, rows, self.window)
         return pool_group(votes, inside, self.kernel, self.pooling, self.group, order=rows.order)

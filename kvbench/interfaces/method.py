@@ -13,6 +13,7 @@ has fewer rows (kvbench.interfaces.rows).
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvbench.interfaces.allocator import Allocator
@@ -291,6 +292,19 @@ class Method(Hooks):
         Called only if the method sets `attends_subset`. The reader must choose the rows that `read` would choose.
         """
         return None
+
+
+def find_rows_without_votes(observation: Observation, rows: Rows, window: int) -> Tensor:
+    """Return the rows that get no votes from the last queries, (B, H, n) bool: those of the last `window` tokens.
+
+    If these are all rows that a head holds, only the rows of the block get none.
+    """
+    inside = rows.places >= observation.tokens - window
+    may_cover = observation.each is None or observation.each <= window
+    if observation.queries.shape[2] < window and may_cover:
+        covered = (inside | ~rows.present).all(-1, keepdim=True)
+        inside = torch.where(covered, rows.places >= observation.first, inside)
+    return inside
 
 
 def fit_protected(sinks: Tensor | None, recents: Tensor | None, rows: Rows, quota: int) -> Tensor:
