@@ -1,8 +1,5 @@
 """A decode step over the modules' weights gives what the modules give, on rows held in every way."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -17,6 +14,7 @@ from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError
+from tests.support.interrupted_answers import answer_both, answer_with_interruptions, assert_freed_at_once
 from tests.support.method_files import build_policy
 from tests.support.selection import only_in_full
 from tests.support.tiny_models import ids, tiny
@@ -230,11 +228,8 @@ def test_sampled_tokens_are_the_same_too_and_a_second_answer_continues_the_draws
 @pytest.mark.parametrize("end", [2, CHUNK, CHUNK + 3])
 def test_what_was_decoded_beyond_the_end_is_as_if_it_never_was(end, read_last, chosen):
     modules, step = contexts(tiny("llama"), choice_of(**chosen))
-    with modules.branch():
-        free = torch.stack(list(modules.generate(40, Sampling(), frozenset()))).flatten().tolist()
-    stop = next(iter(token for token in free[end:] if token not in free[:end]))
-    answers = [list(context.generate(40, Sampling(), frozenset([stop]), read_last)) for context in (modules, step)]
-    assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+    answer_both((modules, step), end, read_last)
+    assert step.decoding == "graph"
     assert_same(modules, step)
     assert torch.allclose(modules.logits, step.logits, atol=1e-5)
     again = [list(context.generate(12, Sampling(), frozenset())) for context in (modules, step)]
@@ -300,13 +295,7 @@ def test_what_is_read_while_an_answer_is_under_way_comes_behind_what_it_has_read
     both = contexts(tiny("llama"), choice_of(**chosen))
     found = []
     for context in both:
-        answer = context.generate(40, Sampling(), frozenset())
-        tokens = [next(answer) for _ in range(first)]
-        logits = context.extend(ids(3, 9))
-        tokens += [next(answer) for _ in range(4)]
-        with context.branch():
-            aside = list(context.generate(12, Sampling(), frozenset()))
-        found.append((torch.stack(tokens + aside + list(answer)), logits, context.logits))
+        found.append((*answer_with_interruptions(context, first), context.logits))
     assert torch.equal(found[0][0], found[1][0])
     assert all(torch.allclose(one, other, atol=1e-4) for one, other in zip(found[0][1:], found[1][1:], strict=True))
     assert_same(*both)
@@ -326,17 +315,8 @@ def test_an_answer_that_a_branch_cut_short_counts_for_nothing(chosen):
 @EVERY
 @pytest.mark.parametrize("stepped", [False, True])
 def test_a_context_that_nobody_has_is_freed_at_once(stepped, chosen):
-    """Not when Python next looks for cycles: a GPU would hold the cache of the sample before."""
-    context = contexts(tiny("llama"), choice_of(**chosen), stepped=stepped)[1]
-    with context.branch():
-        list(context.generate(20, Sampling(), frozenset()))
-    layer = weakref.ref(context.own_layers[0])
-    gc.disable()
-    try:
-        del context
-        assert layer() is None
-    finally:
-        gc.enable()
+    """A GPU would hold the cache of the sample before."""
+    assert_freed_at_once(lambda: contexts(tiny("llama"), choice_of(**chosen), stepped=stepped)[1])
 
 
 @pytest.mark.parametrize(("chosen", "rows"), [(APPENDING, 39), (CUTTING, 1), (CUTTING_FIVES, 5)])

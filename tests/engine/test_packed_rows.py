@@ -1,8 +1,5 @@
 """A step over rows that a codec packs gives what the modules give, and leaves the rows that the codec would."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 
@@ -20,6 +17,7 @@ from kvbench.kernels.rope_append.reference import rotate_projected
 from kvbench.methods.codecs.kivi import GrowingKivi, Kivi
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError
+from tests.support.interrupted_answers import answer_both, answer_with_interruptions, assert_freed_at_once
 from tests.support.method_files import build_policy
 from tests.support.tiny_models import ids, make_double, tiny
 
@@ -152,11 +150,8 @@ def test_the_step_gives_what_the_modules_give(method, allocator, model):
 @pytest.mark.parametrize("end", [9, CHUNK, CHUNK + 3])
 def test_what_was_decoded_beyond_the_end_is_as_if_it_never_was(end, read_last):
     modules, step = (read_prompt(choice_of(), make_double("llama"), stepped=stepped) for stepped in (False, True))
-    with modules.branch():
-        free = torch.stack(list(modules.generate(40, Sampling(), frozenset()))).flatten().tolist()
-    stop = next(iter(token for token in free[end:] if token not in free[:end]))
-    answers = [list(context.generate(40, Sampling(), frozenset([stop]), read_last)) for context in (modules, step)]
-    assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+    answer_both((modules, step), end, read_last)
+    assert step.decoding == "graph"
     assert_counts(modules, step)
     assert_near(modules, step)
     assert torch.allclose(modules.logits, step.logits, atol=1e-3)
@@ -188,13 +183,7 @@ def test_what_is_read_while_an_answer_is_under_way_comes_behind_what_it_has_read
     found = []
     for stepped in (False, True):
         context = read_prompt(choice_of(), make_double("llama"), stepped=stepped)
-        answer = context.generate(40, Sampling(), frozenset())
-        tokens = [next(answer) for _ in range(first)]
-        logits = context.extend(ids(3, 9))
-        tokens += [next(answer) for _ in range(4)]
-        with context.branch():
-            aside = list(context.generate(12, Sampling(), frozenset()))
-        found.append((torch.stack(tokens + aside + list(answer)), logits, context))
+        found.append((*answer_with_interruptions(context, first), context))
     assert torch.equal(found[0][0], found[1][0]) and torch.allclose(found[0][1], found[1][1], atol=1e-3)
     assert_counts(found[0][2], found[1][2])
 
@@ -235,16 +224,7 @@ def test_no_room_is_made_for_what_the_modules_read(grows, monkeypatch):
 
 
 def test_a_context_that_nobody_has_is_freed_at_once():
-    context = read_prompt(choice_of(), tiny("llama"))
-    with context.branch():
-        list(context.generate(20, Sampling(), frozenset()))
-    layer = weakref.ref(context.own_layers[0])
-    gc.disable()
-    try:
-        del context
-        assert layer() is None
-    finally:
-        gc.enable()
+    assert_freed_at_once(lambda: read_prompt(choice_of(), tiny("llama")))
 
 
 def test_a_codec_that_cannot_grow_is_read_by_the_modules():

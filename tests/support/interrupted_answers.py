@@ -1,0 +1,50 @@
+"""What tests of decode paths do to an answer that is under way, whatever rows it reads."""
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvbench.engine.generation import GenerationContext
+from kvbench.engine.sampling import Sampling
+from tests.support.tiny_models import ids
+
+
+def answer_both(contexts: tuple[GenerationContext, GenerationContext], end: int, read_last: bool) -> None:
+    """Let two contexts answer until a token that both generate first behind `end` others, and compare the answers."""
+    with contexts[0].branch():
+        free = torch.stack(list(contexts[0].generate(40, Sampling(), frozenset()))).flatten().tolist()
+    stop = next(iter(token for token in free[end:] if token not in free[:end]))
+    answers = [list(context.generate(40, Sampling(), frozenset([stop]), read_last)) for context in contexts]
+    assert torch.equal(*map(torch.stack, answers))
+
+
+def answer_with_interruptions(context: GenerationContext, first: int) -> tuple[Tensor, Tensor]:
+    """Read three tokens after `first` tokens of an answer, and answer aside after four more.
+
+    Returns:
+        All generated tokens, and the logits of the three.
+    """
+    answer = context.generate(40, Sampling(), frozenset())
+    tokens = [next(answer) for _ in range(first)]
+    logits = context.extend(ids(3, 9))
+    tokens += [next(answer) for _ in range(4)]
+    with context.branch():
+        aside = list(context.generate(12, Sampling(), frozenset()))
+    return torch.stack(tokens + aside + list(answer)), logits
+
+
+def assert_freed_at_once(make: Callable[[], GenerationContext]) -> None:
+    """A context that has answered is freed when it is dropped, and not when Python next looks for cycles."""
+    context = make()
+    with context.branch():
+        list(context.generate(20, Sampling(), frozenset()))
+    layer = weakref.ref(context.own_layers[0])
+    gc.disable()
+    try:
+        del context
+        assert layer() is None
+    finally:
+        gc.enable()
