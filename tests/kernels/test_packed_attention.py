@@ -96,9 +96,9 @@ class Run:
         self.growing = GrowingKivi(self.held, case.tokens, AHEAD, self.mass)
         self.growing.begin()
         self.lengths = lengths
-        angles = torch.rand(case.tokens, case.dim // 4, generator=torch.Generator().manual_seed(6)).repeat(1, 2)
-        angles *= case.dtype != torch.bfloat16  # the interpreter cuts off what a rotation rounds
-        self.angles = tuple(part.to(DEVICE, case.dtype) for part in (angles.cos(), angles.sin()))
+        turns = torch.randint(4, (case.tokens, case.dim // 4), generator=torch.Generator().manual_seed(6)).repeat(1, 2)
+        exact = torch.tensor([[1, 0, -1, 0], [0, 1, 0, -1]], device=DEVICE, dtype=case.dtype)  # nothing is rounded
+        self.angles = tuple(exact[:, turns.to(DEVICE)])  # cosines and sines of quarter turns
 
     def project(self, step: int) -> list[torch.Tensor]:
         batch, heads = self.lengths.shape
