@@ -170,14 +170,13 @@ def find_constant_quota(context: GenerationContext, left: int) -> int | None:
     Returns None if the quota changes, or if the answer is too short to pay for capturing a graph.
     """
     method = context.choice.method
-    if not method.decoding or context.since_cut or left < max(WORTH, method.decode_interval):
-        return None
-    if method.watches and method.decode_interval > 1:  # the method sees every token, and a graph shows it the cuts only
+    least = WORTH if method.watches else max(WORTH, method.decode_interval)  # others are read without cuts before one
+    if not method.decoding or left < least:
         return None
     quota = context.find_decode_quota(context.seen + 1)
     if quota is None or quota != context.find_decode_quota(context.seen + left):
         return None
-    return quota if repeats_cuts(context.choice) and is_at_quota(context.own_layers, quota) else None
+    return quota if repeats_cuts(context.choice) and is_at_quota(context.own_layers, quota, context.since_cut) else None
 
 
 class ModulePath:

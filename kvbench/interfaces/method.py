@@ -89,8 +89,10 @@ class Method(Hooks):
         """Whether the hooks can be captured in a CUDA graph, which then serves every position of an answer.
 
         Such hooks run the same operations on tensors at every token, remember nothing in the state, and never wait for
-        the device. While a graph is captured, `Observation.first` is a tensor without dimensions on the device, so
-        hooks may calculate with it and compare it with `Rows.places`, but not use it as a Python number.
+        the device. `update` returns the same columns for every block. While a graph is captured, `Observation.first` is
+        a tensor without dimensions on the device, so hooks may calculate with it and compare it with `Rows.places`, but
+        not use it as a Python number. Between two cuts, `update` gets rows of which some are absent and stand on the
+        right.
         """
         return False
 

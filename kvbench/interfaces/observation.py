@@ -86,7 +86,9 @@ class Observation:
     share: Fraction | None = None
     """Rows per layer and KV head after the cut that follows, not rounded down. None if no cut follows."""
     each: int | None = None
-    """Number of rows that every head holds with the block, None if heads hold different numbers."""
+    """Number of rows that every head holds with the block. None if heads hold different numbers, or if only the device
+    knows it.
+    """
 
     @cached_property
     def tokens(self) -> int:

@@ -17,12 +17,14 @@ from kvbench.validation import ContractError
 from tests.support.interrupted_answers import answer_both, answer_with_interruptions, assert_freed_at_once
 from tests.support.method_files import build_policy
 from tests.support.selection import only_in_full
-from tests.support.tiny_models import ids, tiny
+from tests.support.tiny_models import ids, make_double, tiny
 
 APPENDING = {"method": "snapkv"}
 CUTTING = {"method": "keydiff"}  # at every token
 CUTTING_FIVES = {"method": "tova", "decode_interval": 5}
-EVERY = pytest.mark.parametrize("chosen", [APPENDING, CUTTING, CUTTING_FIVES], ids=lambda own: own["method"])
+WATCHING = {"method": "h2o", "decode_interval": 5}  # every token, and cuts after five
+KINDS = [APPENDING, CUTTING, CUTTING_FIVES, WATCHING]
+EVERY = pytest.mark.parametrize("chosen", KINDS, ids=lambda own: own["method"])
 SETUPS = [("full", "uniform"), ("snapkv", "uniform"), ("snapkv", "ada"), ("criticalkv", "ada"), ("kvzip", "uniform")]
 
 
@@ -30,11 +32,11 @@ def choice_of(method, allocator="uniform", codec="raw", **more):
     return choose_cache(*build_policy(method, allocator, "llama", codec, **more))
 
 
-def contexts(model, choice, budget=0.3, batch=1, stepped=True):
+def contexts(model, choice, budget=0.3, batch=1, stepped=True, block=None):
     """Two contexts on one prompt: one read by the modules, one by the step."""
     made, device = [], next(model.parameters()).device
     for step in (False, stepped):
-        context = GenerationContext(model, choice, Budget(budget), None, tuple(range(batch)), answer=40)
+        context = GenerationContext(model, choice, Budget(budget), block, tuple(range(batch)), answer=40)
         context.prefill(torch.cat([ids(60, seed) for seed in range(batch)]).to(device))
         if step:
             context.weights = collect_weights(model)
@@ -44,7 +46,7 @@ def contexts(model, choice, budget=0.3, batch=1, stepped=True):
 
 
 def assert_same(one, other):
-    """Two contexts count the same and hold the same rows."""
+    """Two contexts count the same, hold the same rows, and their methods remember the same."""
     assert (one.seen, one.since_cut) == (other.seen, other.since_cut)
     for layer, another in zip(one.own_layers, other.own_layers, strict=True):
         assert layer.attended == another.attended
@@ -55,6 +57,12 @@ def assert_same(one, other):
         assert torch.equal(*evicted)
         held, rows = layer.rows.view(), another.rows.view()
         assert torch.equal(held.places, rows.places) and layer.rows.seen == another.rows.seen
+        assert held.columns.keys() == rows.columns.keys()
+        for name, column in held.columns.items():
+            assert torch.allclose(column, rows.columns[name], atol=1e-4), name
+        for remembered in ("layer", "shared"):
+            known, found = getattr(layer.state, remembered), getattr(another.state, remembered)
+            torch.testing.assert_close(known, found, atol=1e-4, rtol=1e-4)
         assert torch.allclose(held.keys, rows.keys, atol=1e-4) and torch.allclose(held.values, rows.values, atol=1e-4)
 
 
@@ -95,7 +103,10 @@ CUTTERS = [(name, interval) for name in METHODS for interval in (1, 4)]
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize(("method", "interval"), [*CUTTERS, ("h2o", 1), ("h2o max", 1), ("sink original", 1)])
+@pytest.mark.parametrize(
+    ("method", "interval"),
+    [*CUTTERS, ("h2o", 1), ("h2o", 4), ("h2o max", 1), ("h2o max", 7), ("h2o", 40), ("sink original", 1)],
+)
 def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
     method, _, preset = method.partition(" ")
     more = {"preset": {"max": "paper_max"}.get(preset, preset)} if preset else {}
@@ -109,6 +120,33 @@ def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
         assert torch.allclose(modules.logits, step.logits, atol=1e-4)
     more = ids(5, 9).repeat(2, 1)
     assert torch.allclose(modules.extend(more), step.extend(more), atol=1e-4)
+
+
+WATCHERS = {
+    "h2o": {"decode_interval": 6},
+    "h2o max": {"preset": "paper_max", "decode_interval": 21},
+}
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("block", [None, 9])
+@pytest.mark.parametrize("name", WATCHERS)
+def test_a_method_that_watches_sees_every_token(name, block):
+    """Answers begin between two cuts too, and are stopped where the graph has read ahead."""
+    choice = choice_of(name.split()[0], **WATCHERS[name])
+    modules, step = contexts(make_double("llama"), choice, batch=2, block=block)
+    assert choice.method.watches and choice.method.decode_interval > 1
+    for tokens, path in ((CHUNK + 15, "graph"), (3, "modules"), (12, "graph")):
+        answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers)) and step.decoding == path
+        assert_same(modules, step)
+    for end in (1, CHUNK + 5):
+        answers = [context.generate(40, Sampling(), frozenset()) for context in (modules, step)]
+        assert torch.equal(*(torch.stack([next(answer) for _ in range(end)]) for answer in answers))
+        for answer in answers:
+            answer.close()
+        assert step.decoding == ("graph" if end > 1 else "modules")
+        assert_same(modules, step)
 
 
 READERS = {
@@ -319,7 +357,7 @@ def test_a_context_that_nobody_has_is_freed_at_once(stepped, chosen):
     assert_freed_at_once(lambda: contexts(tiny("llama"), choice_of(**chosen), stepped=stepped)[1])
 
 
-@pytest.mark.parametrize(("chosen", "rows"), [(APPENDING, 39), (CUTTING, 1), (CUTTING_FIVES, 5)])
+@pytest.mark.parametrize(("chosen", "rows"), [(APPENDING, 39), (CUTTING, 1), (CUTTING_FIVES, 5), (WATCHING, 5)])
 def test_room_for_an_answer_is_counted_before_it_begins(chosen, rows):
     for context in contexts(tiny("llama"), choice_of(**chosen)):
         context.reserve(40)
@@ -358,7 +396,7 @@ def test_frequencies_that_follow_the_longest_place_are_left_to_the_modules():
 
 
 @pytest.mark.parametrize(
-    "chosen", [APPENDING, only_in_full(CUTTING), only_in_full(CUTTING_FIVES)], ids=lambda own: own["method"]
+    "chosen", [APPENDING, *map(only_in_full, (CUTTING, CUTTING_FIVES, WATCHING))], ids=lambda own: own["method"]
 )
 def test_the_kernels_take_the_same_step(chosen):
     """Steps of two layers through the interpreter, or on the GPU."""
