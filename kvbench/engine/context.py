@@ -167,7 +167,7 @@ class PromptContext:
         rows: int | None = None
         again, size = self._readings(ids), self.block_size or prompt
         captured = self.weights is not None and repeats_cuts(self.choice) and size <= SHORT and not each
-        captured = captured and self.budget.of == "prompt"
+        captured = captured and self.budget.of == "prompt" and not self.choice.method.overrides("capture_state")
         quota = self.budget.rows(prompt, prompt) if captured else None
         with kvbench_attention(self.model):
             while self.seen < prompt:

@@ -8,16 +8,19 @@ every token. Between two cuts the slots behind the newest row are rows that do n
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.eviction import bound_scores
+from kvbench.cache.guard import ask
 from kvbench.cache.layer import Layer
-from kvbench.engine.graph_decoding import Norms
+from kvbench.engine.graph_decoding import CHUNK, Norms
 from kvbench.engine.quota_rows import QuotaRows
 from kvbench.interfaces.codec import Plain
 from kvbench.interfaces.method import fit_protected
+from kvbench.interfaces.observation import State, StateCapture
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.attention import attend_ragged
 from kvbench.kernels.rope_append import append
@@ -39,12 +42,35 @@ class HeldSlots:
     """1 or 0, (B, H, n)."""
 
 
+def capture_states(weights: DecoderWeights, layers: Sequence[Layer]) -> list[State] | None:
+    """Ask the method for states of the layers that a graph can change, or None if the modules must decode."""
+    like, rows, method = weights.embed, layers[0].rows, layers[0].choice.method
+    dim = len(weights.blocks[0].project[1]) // rows.shape[1]
+    queries = like.new_empty(rows.shape[0], len(weights.blocks[0].project[0]) // dim, 0, dim)
+    capture, states = StateCapture(queries, rows.seen, rows.tail, CHUNK), []
+    for layer in layers:
+        work = partial(method.capture_state, layer.state, capture)
+        captured = ask(f"method={method.name}", "capture_state", work, f" of layer {layer.index}")
+        if captured is None:
+            return None
+        states.append(captured)
+    return states
+
+
+def release_state(layer: Layer, captured: State) -> None:
+    """Leave the method's state of a layer as the modules would have left it (`Method.release_state`)."""
+    method, rows = layer.choice.method, layer.rows
+    work = partial(method.release_state, captured, layer.state, rows.seen, rows.tail)
+    ask(f"method={method.name}", "release_state", work, f" of layer {layer.index}")
+    layer.update_memory()
+
+
 class FixedQuotaRows(QuotaRows):
     """The rows of all layers, cut to `quota` rows per head after every `size` tokens."""
 
     def __init__(
         self, weights: DecoderWeights, layers: Sequence[Layer], tokens: int, size: int, quota: int, seen: int,
-        implementation: str | None = None,
+        implementation: str | None = None, states: Sequence[State] | None = None,
     ) -> None:  # fmt: skip
         """Allocate memory. `back` copies the layers' rows into it.
 
@@ -56,6 +82,7 @@ class FixedQuotaRows(QuotaRows):
             quota: Rows per head after a cut.
             seen: Number of tokens read so far.
             implementation: Name of the kernels' implementation; None chooses one.
+            states: The method's captured states of the layers (`capture_states`); None for the layers' own.
         """
         self.before = layers[0].rows.tail  # tokens read since the last cut
         begin = seen - self.before
@@ -69,6 +96,7 @@ class FixedQuotaRows(QuotaRows):
         self.slots = torch.arange(quota + size, device=self.device)
         self.at = torch.zeros(1, dtype=torch.int64, device=self.device)  # number of complete intervals
         self.since = torch.zeros((), dtype=torch.int32, device=self.device)  # tokens read since the last cut
+        self.states = self.states if states is None else list(states)
         # protected rows of each kind and layer that the quota had no room for, at the cut of a prompt with most of them
         self.given_up = {kind: torch.zeros(len(layers), dtype=torch.int64, device=self.device) for kind in KINDS}
 
@@ -137,7 +165,7 @@ class FixedQuotaRows(QuotaRows):
         rows = Rows(keys, values, places, self.ones, self.columns[index])
         with layer.guard.unnoted():  # `invalid` notes NaN, so guards add nothing to the graph
             observation, rows = self.show(index, rows, queries, outputs, lse, first, quota + self.size)
-            scores = method.score(observation, rows, layer.state).to(self.ones.dtype)
+            scores = method.score(observation, rows, self.states[index]).to(self.ones.dtype)
             self.invalid |= scores.max().isnan()
             sinks, recents = method.protect_sinks(observation, rows, quota), method.protect(observation, rows, quota)
             if sinks is not None or recents is not None:
@@ -200,3 +228,10 @@ class FixedQuotaRows(QuotaRows):
             columns = {name: column[..., : quota + since].clone() for name, column in self.columns[index].items()}
             self.give_rows(index, Plain(*held), self.places[index, ..., :quota], columns, more, tail)
             self.layers[index].count_given_up({kind: counts[index].clone() for kind, counts in self.given_up.items()})
+
+    def finish(self, read: int) -> None:
+        """Give the layers the first `read` tokens and the method's states. The rows are not used any more."""
+        self.keep(read)
+        for layer, captured in zip(self.layers, self.states, strict=True):
+            if read and captured is not layer.state:
+                release_state(layer, captured)

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvbench.cache.guard import without_gradients
 from kvbench.engine.context import ROOM, PromptContext
 from kvbench.engine.decode_path import DecodePath
-from kvbench.engine.fixed_quota_rows import FixedQuotaRows
+from kvbench.engine.fixed_quota_rows import FixedQuotaRows, capture_states
 from kvbench.engine.graph_decoding import CHUNK, GraphDecoder, GrowingRows, StepRows, only_appends
 from kvbench.engine.packed_rows import PackedRows
 from kvbench.engine.quota_rows import is_at_quota, repeats_cuts
@@ -120,12 +120,9 @@ def open_path(
         draws: Random numbers for the tokens to generate, (B, left + 1).
     """
     if context.weights is not None:
-        quota = find_constant_quota(context, left)
-        if quota is not None:
-            method = context.choice.method
-            replaces = method.decode_interval == 1 and method.order_free
-            cut_rows = ReplacedRows if replaces else partial(FixedQuotaRows, size=method.decode_interval)
-            return GraphPath(context, partial(cut_rows, quota=quota), token, left, sampling, draws)
+        cut_rows = find_cut_rows(context, left)
+        if cut_rows is not None:
+            return GraphPath(context, cut_rows, token, left, sampling, draws)
         reader = find_reader(context, left)
         if reader is not None:
             return GraphPath(context, partial(ReadRows, reader=reader), token, left, sampling, draws)
@@ -162,6 +159,17 @@ def find_reader(context: GenerationContext, left: int) -> RowReader | None:
     if not same or context.weights is None or not reads_in_graph(context.choice):
         return None
     return make_reader(context.weights, context.own_layers, left, quota)
+
+
+def find_cut_rows(context: GenerationContext, left: int) -> Callable[..., StepRows] | None:
+    """Return what makes the rows that a graph cuts while it reads the next `left` tokens, or None if none can."""
+    quota, method = find_constant_quota(context, left), context.choice.method
+    if quota is None or context.weights is None:
+        return None
+    if method.decode_interval == 1 and method.order_free:
+        return partial(ReplacedRows, quota=quota)
+    states = capture_states(context.weights, context.own_layers)
+    return states and partial(FixedQuotaRows, size=method.decode_interval, quota=quota, states=states)
 
 
 def find_constant_quota(context: GenerationContext, left: int) -> int | None:

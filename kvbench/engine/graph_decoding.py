@@ -243,8 +243,9 @@ class GraphDecoder:
         if device.type == "cuda" and implementation != "reference":  # the reference waits for the host
             pool = torch.cuda.graph_pool_handle()
             for cuts in sorted({rows.cuts(number) for number in range(tokens)}):
+                self.back(0)  # capturing reads a token, which the rows have room for
                 self.graphs[cuts] = capture(partial(self.one, cuts), pool)
-        self.back(0)  # capturing has changed the rows
+        self.back(0)
 
     def one(self, cuts: bool) -> None:
         """Read one token and pick the next one."""

@@ -56,6 +56,7 @@ class QuotaRows(StepRows):
             implementation: Name of the kernels' implementation; None chooses one.
         """
         self.weights, self.layers, self.implementation = weights, layers, implementation
+        self.states = [layer.state for layer in layers]  # that the method's hooks get
         self.quota, self.size, self.seen = quota, size, seen
         stored, self.held = layers[0].rows.stored, layers[0].rows.shape
         assert isinstance(stored, Plain)  # `is_at_quota`
@@ -126,7 +127,7 @@ class QuotaRows(StepRows):
             progress.prefix, each=each,
         )  # fmt: skip
         if layer.choice.method.overrides("update"):
-            rows = replace(rows, columns={**rows.columns, **layer.method.update(observation, rows, layer.state)})
+            rows = replace(rows, columns={**rows.columns, **layer.method.update(observation, rows, self.states[index])})
         return observation, rows
 
     def marked(self, tokens: Tensor) -> Tensor:

@@ -113,6 +113,20 @@ class State:
 
 
 @dataclass(frozen=True)
+class StateCapture:
+    """What a method must know to move its state to fixed addresses (`Method.capture_state`)."""
+
+    queries: Tensor
+    """No queries, (B, H*G, 0, d), of the dtype and on the device of those to come."""
+    seen: int
+    """Tokens read so far."""
+    since: int
+    """Tokens read since the last cut."""
+    undone: int
+    """Most tokens that may be undone: `update` may be called again for any of so many last tokens."""
+
+
+@dataclass(frozen=True)
 class ReadRequest:
     """Queries of tokens that follow the prompt, before they attend."""
 
