@@ -27,8 +27,6 @@ from kvbench.kernels.rope_append import append
 from kvbench.kernels.row_selection import gather_rows, kept_indices
 from kvbench.models.decoder_weights import DecoderWeights
 
-KINDS = ("sinks", "recents")  # of protected rows
-
 
 @dataclass(frozen=True)
 class HeldSlots:
@@ -97,8 +95,9 @@ class FixedQuotaRows(QuotaRows):
         self.at = torch.zeros(1, dtype=torch.int64, device=self.device)  # number of complete intervals
         self.since = torch.zeros((), dtype=torch.int32, device=self.device)  # tokens read since the last cut
         self.states = self.states if states is None else list(states)
-        # protected rows of each kind and layer that the quota had no room for, at the cut of a prompt with most of them
-        self.given_up = {kind: torch.zeros(len(layers), dtype=torch.int64, device=self.device) for kind in KINDS}
+        # for each head the rows that it protected at its last cut, and the largest numbers of sinks and of other
+        # protected rows that its quota had no room for at a cut
+        self.tally = torch.zeros(len(layers), 3, *self.held, dtype=torch.int64, device=self.device)
 
     def cuts(self, number: int) -> bool:
         """Return whether the layers are cut after the token of this number, counted from 0."""
@@ -150,7 +149,8 @@ class FixedQuotaRows(QuotaRows):
     ) -> None:
         """Let the method see a token after which no cut follows."""
         layer, columns = self.layers[index], self.columns[index]
-        rows = Rows(*self.rows[index].unbind(), held.places[index], held.mass, columns)
+        keys, values = self.rows[index].unbind()
+        rows = Rows(keys, values, held.places[index], held.mass, columns)
         with layer.guard.unnoted():
             _, rows = self.show(index, rows, queries, outputs, lse, first, None)
         layer.guard.release()
@@ -171,8 +171,7 @@ class FixedQuotaRows(QuotaRows):
             if sinks is not None or recents is not None:
                 fit = fit_protected(sinks, recents, rows, quota)
                 scores = bound_scores(scores).masked_fill(fit, torch.inf)
-                if not observation.decoding:
-                    self.count_given_up(index, sinks, recents, fit)
+                self.count_protected(index, sinks, recents, fit)
             kept = method.select(scores, self.quotas)
         layer.guard.release()
         which = kept_indices(kept, self.quotas.numel() * quota, implementation=implementation)
@@ -185,14 +184,15 @@ class FixedQuotaRows(QuotaRows):
             column[..., :quota] = rows.columns[name].flatten()[which].view(*self.held, quota)
             column[..., quota:] = 0
 
-    def count_given_up(self, index: int, sinks: Tensor | None, recents: Tensor | None, fit: Tensor) -> None:
-        """Count the protected rows that the quota has no room for. A row of both kinds counts as a sink."""
+    def count_protected(self, index: int, sinks: Tensor | None, recents: Tensor | None, fit: Tensor) -> None:
+        """Count the protected rows that fit the quota, and those that do not. A row of both kinds counts as a sink."""
+        protected, *given_up = self.tally[index]
+        torch.sum(fit, -1, out=protected)
         if sinks is not None and recents is not None:
-            recents = recents & ~sinks
-        for kind, wanted in zip(KINDS, (sinks, recents), strict=True):
+            recents = recents > sinks
+        for most, wanted in zip(given_up, (sinks, recents), strict=True):
             if wanted is not None:
-                own = self.given_up[kind][index]
-                own.copy_(own.maximum((wanted & ~fit).sum(-1).max()))
+                torch.maximum(most, (wanted > fit).sum(-1), out=most)
 
     def advance(self, cuts: bool) -> None:
         """Count a token, or an interval, after all layers have read it."""
@@ -214,20 +214,22 @@ class FixedQuotaRows(QuotaRows):
         self.places[..., quota:] = torch.arange(begin, begin + self.size, device=self.device)
         self.at.fill_((begin - self.seen) // self.size)
         self.since.fill_(like.tail)
-        for counts in self.given_up.values():
-            counts.zero_()
+        self.tally.zero_()
         return like.seen - self.before - self.seen
 
     def keep(self, read: int) -> None:
         """Give the layers the rows that the first `read` tokens left, as if the layers had read and cut them."""
-        quota, read = self.quota, self.before + read
-        since, more = read % self.size, read + self.seen - self.layers[0].rows.seen
-        for index in range(len(self.layers)) if more else ():
+        quota, size, read = self.quota, self.size, self.before + read
+        since, kept = read % size, self.layers[0].rows.seen - self.seen
+        for index, layer in enumerate(self.layers) if read > kept else ():
             held = [part[:, :, :quota].clone().flatten(0, 2) for part in self.rows[index]]  # later tokens write here
             tail = [part[:, :, quota : quota + since].clone() for part in self.rows[index]] if since else None
             columns = {name: column[..., : quota + since].clone() for name, column in self.columns[index].items()}
-            self.give_rows(index, Plain(*held), self.places[index, ..., :quota], columns, more, tail)
-            self.layers[index].count_given_up({kind: counts[index].clone() for kind, counts in self.given_up.items()})
+            self.give_rows(index, Plain(*held), self.places[index, ..., :quota], columns, read - kept, tail)
+            if read // size > kept // size:
+                protected, sinks, recents = (own.max() for own in self.tally[index])
+                layer.count_protected(protected)
+                layer.count_given_up({"sinks": sinks, "recents": recents})
 
     def finish(self, read: int) -> None:
         """Give the layers the first `read` tokens and the method's states. The rows are not used any more."""

@@ -169,7 +169,9 @@ def find_cut_rows(context: GenerationContext, left: int) -> Callable[..., StepRo
     if method.decode_interval == 1 and method.order_free:
         return partial(ReplacedRows, quota=quota)
     states = capture_states(context.weights, context.own_layers)
-    return states and partial(FixedQuotaRows, size=method.decode_interval, quota=quota, states=states)
+    if states is None:
+        return None
+    return partial(FixedQuotaRows, size=method.decode_interval, quota=quota, states=states)
 
 
 def find_constant_quota(context: GenerationContext, left: int) -> int | None:

@@ -12,6 +12,7 @@ from kvbench.engine.graph_decoding import CHUNK, GraphDecoder, GrowingRows, only
 from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
+from kvbench.methods.snapkv import SnapKV
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError
 from tests.support.interrupted_answers import answer_both, answer_with_interruptions, assert_freed_at_once
@@ -51,7 +52,7 @@ def assert_same(one, other):
     for layer, another in zip(one.own_layers, other.own_layers, strict=True):
         assert layer.attended == another.attended
         assert layer.token_bytes == another.token_bytes
-        for name in ("peak_attended", "peak_rows"):
+        for name in ("peak_attended", "peak_rows", "protected", "given_up"):
             assert getattr(layer.tally, name) == getattr(another.tally, name), name
         evicted = [torch.tensor(0) if own.tally.evicted is None else own.tally.evicted for own in (layer, another)]
         assert torch.equal(*evicted)
@@ -177,6 +178,23 @@ def test_a_method_that_watches_sees_every_token(name, block, captured):
     answers = [list(context.generate(CHUNK + 5, Sampling(), frozenset(), True)) for context in (modules, step)]
     assert torch.allclose(*found, atol=1e-4) and torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
     assert_same(modules, step)
+
+
+@pytest.mark.parametrize("sinks", [0, 4, 14])
+def test_protected_rows_that_have_no_room_are_counted(sinks, monkeypatch):
+    """A cut while decoding gives up more than the cut of the prompt. Tokens decoded ahead do not count."""
+    monkeypatch.setattr(SnapKV, "protect_sinks", lambda own, seen, rows, quota: rows.places < sinks if sinks else None)
+    choice = choice_of("snapkv", window=90, decoding=True, decode_interval=55)
+    modules, step = contexts(tiny("llama"), choice, 10, batch=2)
+    before = [dict(layer.tally.given_up) for layer in step.own_layers]
+    for end, more in ((54, False), (3, True)):
+        answers = [context.generate(65, Sampling(), frozenset()) for context in (modules, step)]
+        assert torch.equal(*(torch.stack([next(answer) for _ in range(end)]) for answer in answers))
+        for answer in answers:
+            answer.close()
+        assert_same(modules, step)
+        now = [dict(layer.tally.given_up) for layer in step.own_layers]
+        assert (now != before) == more
 
 
 READERS = {
