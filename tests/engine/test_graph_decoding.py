@@ -9,6 +9,7 @@ from kvbench.engine.context import decodes_in_graph
 from kvbench.engine.fixed_quota_rows import FixedQuotaRows
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.graph_decoding import CHUNK, GraphDecoder, GrowingRows, only_appends
+from kvbench.engine.read_rows import ReadRows, make_reader
 from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
@@ -243,6 +244,18 @@ def test_a_full_budget_attends_to_all_rows_and_a_growing_one_is_the_modules_affa
         assert torch.equal(*map(torch.stack, answers)) and step.decoding == path
         assert_same(modules, step)
         assert torch.allclose(modules.extend(ids(5, 9)), step.extend(ids(5, 9)), atol=1e-4)
+
+
+def test_counts_of_rows_attended_to_are_exact():
+    """A batch of 32 heads reads 2^24 rows together at 524,288 rows a head, and float32 counts no further."""
+    _, step = contexts(tiny("llama"), choice_of("quest", page=4, dense_layers=0))
+    with torch.no_grad():
+        reader = make_reader(step.weights, step.own_layers, 8, 20)
+        rows = ReadRows(step.weights, step.own_layers, 8, reader, step.seen)
+        rows.listing.add(1)
+        rows.counts[1, 0] = (1 << 24) + 5  # of six query heads
+        rows.keep(1)
+    assert step.own_layers[1].attended == [2796203.5]
 
 
 @pytest.mark.parametrize("interval", [1, only_in_full(8)])
