@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 2048  # scores or marks that a program reads together
-SINGLE = 4096  # scores of a head that one program holds
+SINGLE = 16384  # scores of a head that one program holds
 ROWS = 32  # rows that a program copies
+LEAST = tl.constexpr(0x007FFFFF)  # the number of -inf
 
 
 @triton.jit
@@ -124,20 +125,31 @@ def top_k_mask_triton(scores: Tensor, quotas: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["rows", "k", "heads"])
 def _list_top(scores, found, rows, k, heads, s_b, s_h, s_n, TILE: tl.constexpr):
-    """Write the indices of a head's k largest scores: find the k-th largest number bit by bit, then list."""
+    """Write the indices of a head's k largest scores: find a number that k scores reach by bisection, then list.
+
+    Most often some number is reached by exactly k scores, so the search ends long before the k-th largest is known.
+    """
     head = tl.program_id(0)
     row = tl.arange(0, TILE)
     here = row < rows
     scores += (head // heads).to(tl.int64) * s_b + (head % heads).to(tl.int64) * s_h
     number = _number(tl.load(scores + row.to(tl.int64) * s_n, mask=here, other=0.0))
-    least, bit = tl.full((), 0, tl.uint32), tl.full((), 0x80000000, tl.uint32)
-    for _ in range(32):
-        larger = least | bit
-        bit >>= 1
-        least = tl.where(tl.sum((here & (number >= larger)).to(tl.int32)) >= k, larger, least)
-    room = k - tl.sum((here & (number > least)).to(tl.int32))
-    equals = (here & (number == least)).to(tl.int32)
-    stays = here & ((number > least) | ((equals == 1) & (tl.cumsum(equals, 0) <= room)))
+    number = tl.where(here, number, 0)  # no score becomes 0
+    low = tl.min(tl.where(number > LEAST, number, 0xFFFFFFFF), 0)  # of the scores that are not -inf
+    reached = tl.sum((number >= low).to(tl.int32))
+    enough = reached >= k
+    low, reached = tl.where(enough, low, LEAST), tl.where(enough, reached, rows)
+    high = tl.max(number, 0)  # at least k scores reach `low`, and fewer reach `high` + 1
+    while (low < high) & (reached != k):
+        middle = high - (high - low) // 2
+        count = tl.sum((number >= middle).to(tl.int32))
+        reached = tl.where(count >= k, count, reached)
+        low, high = tl.where(count >= k, middle, low), tl.where(count >= k, high, middle - 1)
+    stays = number >= low
+    if reached > k:  # then `low` is the k-th largest, and others equal it
+        equals = (number == low).to(tl.int32)
+        room = k - (reached - tl.sum(equals))
+        stays = (number > low) | ((equals == 1) & (tl.cumsum(equals, 0) <= room))
     place = head.to(tl.int64) * k + tl.cumsum(stays.to(tl.int32), 0) - 1
     tl.store(found + place, row.to(tl.int64), mask=stays)
 
