@@ -8,7 +8,7 @@ from torch import Tensor
 from kvbench.kernels.dispatch import is_interpreting
 
 ELEMENTS = 8192  # elements of keys that a program holds
-PAGES = 32  # pages whose bounds a program holds
+BYTES = 32768  # bytes of each bound that a program holds
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "pages", "page"])
@@ -108,13 +108,14 @@ def _upper(
 
 def page_upper_bounds_triton(queries: Tensor, low: Tensor, high: Tensor, newest: Tensor | None) -> Tensor:
     batch, heads, pages, dim = low.shape
-    group = queries.shape[1] // heads
+    group, wide = queries.shape[1] // heads, max(16, triton.next_power_of_2(dim))
+    several = max(16, BYTES // (wide * low.element_size()))
     above = torch.empty(*queries.shape[:2], pages, dtype=torch.float32, device=queries.device)
     if above.numel():
-        _upper[triton.cdiv(pages, PAGES), batch * heads](
+        _upper[triton.cdiv(pages, several), batch * heads](
             queries, low, high, above, above if newest is None else newest, group, pages, dim, heads,
             *queries.stride(), *low.stride(), *high.stride(),
-            NEWEST=newest is not None, PAGES=PAGES, M=max(16, triton.next_power_of_2(group)),
-            D=max(16, triton.next_power_of_2(dim)), CAST=is_interpreting() and queries.dtype == torch.bfloat16,
+            NEWEST=newest is not None, PAGES=several, M=max(16, triton.next_power_of_2(group)), D=wide,
+            CAST=is_interpreting() and queries.dtype == torch.bfloat16, num_warps=2,
         )  # fmt: skip
     return above

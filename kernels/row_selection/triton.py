@@ -14,7 +14,8 @@ from torch import Tensor
 TILE = 2048  # scores or marks that a program reads together
 SINGLE = 16384  # scores of a head that one program holds
 ROWS = 32  # rows that a program copies
-LEAST = tl.constexpr(0x007FFFFF)  # the number of -inf
+GUESSES = tl.constexpr(24)  # after so many, the numbers between are halved, which ends after 32 more
+LEAST, MOST = tl.constexpr(0x007FFFFF), tl.constexpr(0xFF7FFFFF)  # numbers of -inf and of the largest finite score
 
 
 @triton.jit
@@ -24,6 +25,13 @@ def _number(scores):
     bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
     ordered = bits ^ tl.where(bits >> 31 == 1, 0xFFFFFFFF, 0x80000000)
     return tl.where(x != x, 0xFFFFFFFF, ordered).to(tl.uint32)
+
+
+@triton.jit
+def _score(number):
+    """Return the score of a number."""
+    bits = number ^ tl.where(number >> 31 == 1, 0x80000000, 0xFFFFFFFF).to(tl.uint32)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -125,9 +133,9 @@ def top_k_mask_triton(scores: Tensor, quotas: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["rows", "k", "heads"])
 def _list_top(scores, found, rows, k, heads, s_b, s_h, s_n, TILE: tl.constexpr):
-    """Write the indices of a head's k largest scores: find a number that k scores reach by bisection, then list.
+    """Write the indices of a head's k largest scores: find a number that k scores reach, then list them.
 
-    Most often some number is reached by exactly k scores, so the search ends long before the k-th largest is known.
+    Two guesses of three suppose that the logarithm of the number of scores that reach a score falls linearly with it.
     """
     head = tl.program_id(0)
     row = tl.arange(0, TILE)
@@ -140,11 +148,18 @@ def _list_top(scores, found, rows, k, heads, s_b, s_h, s_n, TILE: tl.constexpr):
     enough = reached >= k
     low, reached = tl.where(enough, low, LEAST), tl.where(enough, reached, rows)
     high = tl.max(number, 0)  # at least k scores reach `low`, and fewer reach `high` + 1
+    beyond, guesses = tl.full((), 1, tl.int32), tl.full((), 0, tl.int32)
     while (low < high) & (reached != k):
-        middle = high - (high - low) // 2
+        share = tl.log(reached.to(tl.float32) / k) / tl.log(reached.to(tl.float32) / beyond)
+        share = tl.where(guesses % 3 == 2, 0.5, tl.minimum(tl.maximum(share, 0.03), 0.97))
+        least, most = _score(tl.minimum(tl.maximum(low, LEAST + 1), MOST)), _score(tl.minimum(high, MOST))  # finite
+        middle = _number(least * (1 - share) + most * share)
+        middle = tl.where(guesses < GUESSES, middle, high - (high - low) // 2)
+        middle = tl.minimum(tl.maximum(middle, low + 1), high)
         count = tl.sum((number >= middle).to(tl.int32))
-        reached = tl.where(count >= k, count, reached)
-        low, high = tl.where(count >= k, middle, low), tl.where(count >= k, high, middle - 1)
+        guesses += 1
+        low, reached = tl.where(count >= k, middle, low), tl.where(count >= k, count, reached)
+        high, beyond = tl.where(count >= k, high, middle - 1), tl.where(count >= k, beyond, tl.maximum(count, 1))
     stays = number >= low
     if reached > k:  # then `low` is the k-th largest, and others equal it
         equals = (number == low).to(tl.int32)
