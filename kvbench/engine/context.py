@@ -169,6 +169,7 @@ class PromptContext:
         again, size = self._readings(ids), self.block_size or prompt
         captured = self.weights is not None and self.weights.sliding is None and repeats_cuts(self.choice)
         captured = captured and size <= SHORT and not each and self.budget.of == "prompt" and self.fits_window(prompt)
+        captured = captured and not self.choice.method.overrides("capture_state")
         quota = self.budget.rows(prompt, prompt) if captured else None
         with kvbench_attention(self.model):
             while self.seen < prompt:

@@ -103,9 +103,9 @@ class ReadRows(GrowingRows):
 
     def keep(self, read: int) -> None:
         keys = self.tails[0][0]
-        new = self.counts[:, self.kept : read].float().cpu() / (len(keys) * count_query_heads(self.weights, keys))
+        new = self.counts[:, self.kept : read].cpu().double() / (len(keys) * count_query_heads(self.weights, keys))
         for index, layer in enumerate(self.layers):
-            listed = new[index].tolist() if index in self.listing else None
+            listed = new[index].float().tolist() if index in self.listing else None
             layer.count_appended(read - self.kept, listed)
         self.kept = read
 

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.hooks import Hooks
-from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, ReadRequest, State
+from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, ReadRequest, State, StateCapture
 from kvbench.interfaces.row_reader import CapturedAnswer, RowReader
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import check_settings, setting
@@ -91,9 +91,11 @@ class Method(Hooks):
     def capturable(self) -> bool:
         """Whether the hooks can be captured in a CUDA graph, which then serves every position of an answer.
 
-        Such hooks run the same operations on tensors at every token, remember nothing in the state, and never wait for
-        the device. While a graph is captured, `Observation.first` is a tensor without dimensions on the device, so
-        hooks may calculate with it and compare it with `Rows.places`, but not use it as a Python number.
+        Such hooks run the same operations on tensors at every token, remember nothing in the state (but see
+        `capture_state`), and never wait for the device. `update` returns the same columns for every block. While a
+        graph is captured, `Observation.first` is a tensor without dimensions on the device, so hooks may calculate with
+        it and compare it with `Rows.places`, but not use it as a Python number. Between two cuts, `update` gets rows of
+        which some are absent and stand on the right.
         """
         return False
 
@@ -229,6 +231,31 @@ class Method(Hooks):
 
     def forget(self, state: State) -> None:
         """Drop what the method no longer needs. Called when the prompt has been read and cut."""
+
+    def capture_state(self, state: State, capture: StateCapture) -> State | None:
+        """Return the state of a layer that `update` and `score` get inside a CUDA graph, or None if the modules must
+        decode.
+
+        A `capturable` method that remembers something while it decodes overrides this hook and `release_state`. The
+        returned state holds tensors of its own, which `update` changes in place. Tokens may be undone, so what is
+        remembered of one must not overwrite what tokens that are not undone need. Blocks of a prompt are then left to
+        the modules.
+
+        Args:
+            state: The state that the layer has now. It must not change.
+            capture: How far the layer has read.
+        """
+        return state
+
+    def release_state(self, captured: State, state: State, seen: int, since: int) -> None:
+        """Leave the state of a layer as `update` would have left it outside of a CUDA graph.
+
+        Args:
+            captured: What `capture_state` returned, after further tokens.
+            state: The state of the layer when it was captured.
+            seen: Tokens read so far.
+            since: Tokens read since the last cut.
+        """
 
     def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
         """Return which of the first rows stay whatever their score, (B, H, n) bool, or None. Called like `protect`.

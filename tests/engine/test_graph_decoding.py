@@ -17,12 +17,14 @@ from tests.support.answer_paths import assert_same, make_contexts
 from tests.support.interrupted_answers import answer_both, answer_with_interruptions, assert_freed_at_once
 from tests.support.method_files import build_policy
 from tests.support.selection import only_in_full
-from tests.support.tiny_models import ids, tiny
+from tests.support.tiny_models import ids, make_double, tiny
 
 APPENDING = {"method": "snapkv"}
 CUTTING = {"method": "keydiff"}  # at every token
 CUTTING_FIVES = {"method": "tova", "decode_interval": 5}
-EVERY = pytest.mark.parametrize("chosen", [APPENDING, CUTTING, CUTTING_FIVES], ids=lambda own: own["method"])
+WATCHING = {"method": "h2o", "decode_interval": 5}  # every token, and cuts after five
+KINDS = [APPENDING, CUTTING, CUTTING_FIVES, WATCHING]
+EVERY = pytest.mark.parametrize("chosen", KINDS, ids=lambda own: own["method"])
 SETUPS = [("full", "uniform"), ("snapkv", "uniform"), ("snapkv", "ada"), ("criticalkv", "ada"), ("kvzip", "uniform")]
 
 
@@ -67,7 +69,10 @@ CUTTERS = [(name, interval) for name in METHODS for interval in (1, 4)]
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize(("method", "interval"), [*CUTTERS, ("h2o", 1), ("h2o max", 1), ("sink original", 1)])
+@pytest.mark.parametrize(
+    ("method", "interval"),
+    [*CUTTERS, ("h2o", 1), ("h2o", 4), ("h2o max", 1), ("h2o max", 7), ("h2o", 40), ("sink original", 1)],
+)
 def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
     method, _, preset = method.partition(" ")
     more = {"preset": {"max": "paper_max"}.get(preset, preset)} if preset else {}
@@ -81,6 +86,63 @@ def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
         assert torch.allclose(modules.logits, step.logits, atol=1e-4)
     more = ids(5, 9).repeat(2, 1)
     assert torch.allclose(modules.extend(more), step.extend(more), atol=1e-4)
+
+
+KVPRESS = {"preset": "decode_kvpress", "decode_size": 18}
+WATCHERS = {
+    "h2o": {"decode_interval": 6},
+    "h2o, of each query head": {"preset": "paper_max", "decode_interval": 21},
+    "expected_attention": {"preset": "decode", "buffer": 20, "decode_interval": 5},
+    "expected_attention, the prompt's queries leave": {"preset": "decode", "buffer": 7, "decode_interval": 21},
+    "expected_attention, all queries": {"preset": "decode", "buffer": 60, "decode_interval": 9},
+    "expected_attention, few queries yet": {"preset": "decode", "buffer": 76, "decode_interval": 5},
+    "expected_attention at every token": {"preset": "decode", "buffer": 8, "decode_interval": 1},
+    "expected_attention as kvpress": KVPRESS | {"buffer": 5, "decode_interval": 13},
+    "expected_attention as kvpress, all passes": KVPRESS | {"buffer": 50, "decode_interval": 9},
+    "expected_attention as kvpress, more rows": KVPRESS | {"buffer": 5, "decode_interval": 6, "decode_size": 22},
+    "expected_attention as kvpress, few passes": KVPRESS | {"buffer": 5, "decode_interval": 3},
+}
+OFTEN = ("h2o", "expected_attention", "expected_attention at every token", "expected_attention as kvpress")
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Let each kind of step be taken once before the first one that counts, as capturing does on a GPU."""
+    own = GraphDecoder.back
+
+    def back(decoder, step):
+        if not decoder.read and not decoder.ahead:
+            for cuts in {decoder.rows.cuts(number) for number in range(decoder.left)}:
+                own(decoder, 0)
+                decoder.one(cuts)
+        return own(decoder, step)
+
+    monkeypatch.setattr(GraphDecoder, "back", back)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("block", [None, 9])
+@pytest.mark.parametrize("name", [name if name in OFTEN else only_in_full(name) for name in WATCHERS])
+def test_a_method_that_watches_sees_every_token(name, block, captured):
+    """Answers begin between two cuts too, and are stopped where the graph has read ahead."""
+    choice = choice_of(name.partition(" ")[0].strip(","), **WATCHERS[name])
+    modules, step = make_contexts(make_double("llama"), choice, batch=2, block=block)
+    assert choice.method.watches
+    for tokens, path in ((CHUNK + 15, "graph"), (3, "modules"), (12, "graph")):
+        answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers)) and step.decoding == path
+        assert_same(modules, step)
+    for end in (1, CHUNK + 5):
+        answers = [context.generate(40, Sampling(), frozenset()) for context in (modules, step)]
+        assert torch.equal(*(torch.stack([next(answer) for _ in range(end)]) for answer in answers))
+        for answer in answers:
+            answer.close()
+        assert step.decoding == ("graph" if end > 1 else "modules")
+        assert_same(modules, step)
+    found = [context.extend(ids(4, 9).repeat(2, 1)) for context in (modules, step)]  # one pass of four tokens
+    answers = [list(context.generate(CHUNK + 5, Sampling(), frozenset(), True)) for context in (modules, step)]
+    assert torch.allclose(*found, atol=1e-4) and torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+    assert_same(modules, step)
 
 
 READERS = {
@@ -291,7 +353,7 @@ def test_a_context_that_nobody_has_is_freed_at_once(stepped, chosen):
     assert_freed_at_once(lambda: make_contexts(tiny("llama"), choice_of(**chosen), stepped=stepped)[1])
 
 
-@pytest.mark.parametrize(("chosen", "rows"), [(APPENDING, 39), (CUTTING, 1), (CUTTING_FIVES, 5)])
+@pytest.mark.parametrize(("chosen", "rows"), [(APPENDING, 39), (CUTTING, 1), (CUTTING_FIVES, 5), (WATCHING, 5)])
 def test_room_for_an_answer_is_counted_before_it_begins(chosen, rows):
     for context in make_contexts(tiny("llama"), choice_of(**chosen)):
         context.reserve(40)
@@ -329,7 +391,7 @@ def test_frequencies_that_follow_the_longest_place_are_left_to_the_modules():
 
 
 @pytest.mark.parametrize(
-    "chosen", [APPENDING, only_in_full(CUTTING), only_in_full(CUTTING_FIVES)], ids=lambda own: own["method"]
+    "chosen", [APPENDING, *map(only_in_full, (CUTTING, CUTTING_FIVES, WATCHING))], ids=lambda own: own["method"]
 )
 def test_the_kernels_take_the_same_step(chosen):
     """Steps of two layers through the interpreter, or on the GPU."""

@@ -31,7 +31,7 @@ def make_contexts(
 
 
 def assert_same(one: GenerationContext, other: GenerationContext) -> None:
-    """Two contexts count the same and hold the same rows."""
+    """Two contexts count the same, hold the same rows, and their methods remember the same."""
     assert (one.seen, one.since_cut) == (other.seen, other.since_cut)
     assert [port.seen for port in one.ports()] == [port.seen for port in other.ports()]
     for layer, another in zip(one.own_layers, other.own_layers, strict=True):
@@ -43,6 +43,12 @@ def assert_same(one: GenerationContext, other: GenerationContext) -> None:
         assert torch.equal(*evicted)
         held, rows = layer.rows.view(), another.rows.view()
         assert torch.equal(held.places, rows.places) and layer.rows.seen == another.rows.seen
+        assert held.columns.keys() == rows.columns.keys()
+        for name, column in held.columns.items():
+            assert torch.allclose(column, rows.columns[name], atol=1e-4), name
+        for remembered in ("layer", "shared"):
+            known, found = getattr(layer.state, remembered), getattr(another.state, remembered)
+            torch.testing.assert_close(known, found, atol=1e-4, rtol=1e-4)
         assert torch.allclose(held.keys, rows.keys, atol=1e-4) and torch.allclose(held.values, rows.values, atol=1e-4)
     for window, another in zip(one.sliding_layers(), other.sliding_layers(), strict=True):
         assert window.cumulative_length == another.cumulative_length == one.seen
