@@ -43,8 +43,9 @@ class HeldSlots:
 def capture_states(weights: DecoderWeights, layers: Sequence[Layer]) -> list[State] | None:
     """Ask the method for states of the layers that a graph can change, or None if the modules must decode."""
     like, rows, method = weights.embed, layers[0].rows, layers[0].choice.method
-    dim = len(weights.blocks[0].project[1]) // rows.shape[1]
-    queries = like.new_empty(rows.shape[0], len(weights.blocks[0].project[0]) // dim, 0, dim)
+    to_queries, to_keys, _ = weights.blocks[layers[0].index].project
+    dim = len(to_keys) // rows.shape[1]
+    queries = like.new_empty(rows.shape[0], len(to_queries) // dim, 0, dim)
     capture, states = StateCapture(queries, rows.seen, rows.tail, CHUNK), []
     for layer in layers:
         work = partial(method.capture_state, layer.state, capture)

@@ -22,6 +22,7 @@ from kvbench.engine.quota_rows import is_at_quota, repeats_cuts
 from kvbench.engine.read_rows import ReadRows, make_reader, reads_in_graph
 from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import TokenChooser
+from kvbench.engine.sliding_rows import SlidingRows
 from kvbench.engine.timing import now
 from kvbench.interfaces.row_reader import RowReader
 from kvbench.models.transformers_port import kvbench_attention
@@ -119,7 +120,7 @@ def open_path(
         sampling: How a token is chosen.
         draws: Random numbers for the tokens to generate, (B, left + 1).
     """
-    if context.weights is not None:
+    if context.weights is not None and context.fits_window(left):
         cut_rows = find_cut_rows(context, left)
         if cut_rows is not None:
             return GraphPath(context, cut_rows, token, left, sampling, draws)
@@ -240,9 +241,12 @@ class GraphPath:
         self.context, self.began = context, context.stamps[-1]
         context.set_progress(decoding=True)
         context.decoding = "graph"
-        rows = make_rows(context.weights, context.own_layers, left, seen=context.seen)
+        weights = context.weights
+        rows = make_rows(weights, context.own_layers, left, seen=context.seen)
+        if weights.sliding is not None:
+            rows = SlidingRows(weights, weights.sliding, context.sliding_layers(), rows, left, context.seen)
         token = token.to(context.last_logits.device)
-        self.decoder = GraphDecoder(context.weights, rows, token, left, sampling.pick, draws)
+        self.decoder = GraphDecoder(weights, rows, token, left, sampling.pick, draws)
         context.capture_ms += 1000 * (now(context.device) - begin)
 
     @property

@@ -119,11 +119,11 @@ class QuotaRows(StepRows):
         Returns:
             The observation, and the rows with the columns that the method has updated.
         """
-        layer = self.layers[index]
+        layer = self.layers[index]  # one of those that hold rows, so `layer.index` may be larger
         progress = layer.progress
         observation = Observation(
-            queries, outputs, lse, self.weights.scaling, self.weights.blocks[index].output, self.weights.rotation,
-            index, len(self.layers), cast(int, first), progress.prompt, False, progress.decoding, layer.cut_layers,
+            queries, outputs, lse, self.weights.scaling, self.weights.blocks[layer.index].output, self.weights.rotation,
+            layer.index, layer.layers, cast(int, first), progress.prompt, False, progress.decoding, layer.cut_layers,
             progress.prefix, each=each,
         )  # fmt: skip
         if layer.choice.method.overrides("update"):

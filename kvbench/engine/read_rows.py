@@ -81,7 +81,8 @@ class ReadRows(GrowingRows):
                 queries, new_keys, new_values, *self.angles, keys, values, tail, self.step,
                 norms=norms, implementation=self.implementation,
             )  # fmt: skip
-            rows = ask(owner, "row_reader", lambda: choose(index, queries, keys), f" of layer {index}")
+            layer = self.layers[index].index
+            rows = ask(owner, "row_reader", lambda: choose(layer, queries, keys), f" of layer {layer}")
             if rows is None:
                 outputs, _ = attend_ragged(
                     queries, None, keys, values, self.weights.scaling,

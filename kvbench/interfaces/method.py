@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
@@ -25,6 +26,8 @@ from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import check_settings, setting
 from kvbench.kernels.row_selection import top_k_mask
 from kvbench.validation import SettingError
+
+LINE = 1024  # marks that are counted in one piece
 
 
 @dataclass(frozen=True)
@@ -353,13 +356,25 @@ def fit_protected(sinks: Tensor | None, recents: Tensor | None, rows: Rows, quot
     kept = rows.present.new_zeros(rows.present.shape)
     if sinks is not None:
         sinks = sinks & rows.present
-        kept = sinks & (sinks.cumsum(-1) <= room)
+        kept = sinks & (count_marks(sinks) <= room)
     if recents is not None:
         recents = recents & rows.present
         if sinks is not None:
             recents = recents & ~kept
             room = room - kept.sum(-1, keepdim=True)
-        newer = recents.flip(-1).cumsum(-1).flip(-1)  # recent rows from here to the newest
-        recents = recents & (newer <= room)
+        older = count_marks(recents) - recents.int()  # recent rows before each row
+        recents = recents & (recents.sum(-1, keepdim=True) - older <= room)
         kept = recents if sinks is None else kept | recents
     return kept
+
+
+def count_marks(marks: Tensor) -> Tensor:
+    """Return how many marks there are up to each place, (…, n), for marks (…, n) bool.
+
+    A GPU sums few long lines slowly. Long lines are therefore summed in parts of LINE marks.
+    """
+    if marks.shape[-1] <= LINE:
+        return marks.cumsum(-1)
+    within = pad(marks, (0, -marks.shape[-1] % LINE)).unflatten(-1, (-1, LINE)).cumsum(-1)
+    before = within[..., -1].cumsum(-1) - within[..., -1]
+    return (within + before[..., None]).flatten(-2)[..., : marks.shape[-1]]
