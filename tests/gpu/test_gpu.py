@@ -99,9 +99,8 @@ def test_graphs_decode_what_the_modules_decode(exact, method, allocator, batch, 
 CAPTURABLE = ["cake", "dropkv", "h2o", "keydiff", "knorm", "sink", "snapkv", "tova"]
 
 
-@pytest.mark.parametrize(
-    ("method", "interval"), [(name, size) for name in CAPTURABLE for size in (1, 4) if (name, size) != ("h2o", 4)]
-)
+@pytest.mark.parametrize("method", CAPTURABLE)
+@pytest.mark.parametrize("interval", [1, 4])
 def test_graphs_that_cut_decode_what_the_modules_decode(exact, method, interval):
     more = {"decoding": True, "decode_interval": interval}
     contexts, answers = both_ways(exact, method, prompts(2, 700), 0.2, **more)
@@ -109,6 +108,28 @@ def test_graphs_that_cut_decode_what_the_modules_decode(exact, method, interval)
     assert (answers[0] == answers[1]).float().mean() >= 0.9  # where two scores are equal another row may stay
     for one, other in zip(*(context.own_layers for context in contexts), strict=True):
         assert one.attended == other.attended and torch.equal(one.tally.evicted, other.tally.evicted)
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("h2o", {"preset": "paper_max", "decode_interval": 12}),
+        ("expected_attention", {"preset": "decode", "buffer": 64, "decode_interval": 12}),
+        ("expected_attention", {"preset": "decode", "buffer": 64, "decode_interval": 1}),
+        ("expected_attention", {"preset": "decode_kvpress", "decode_size": 140, "buffer": 8, "decode_interval": 12}),
+    ],
+)
+def test_graphs_show_every_token_to_a_method_that_watches(exact, method, more):
+    """The second answer begins between two cuts."""
+    contexts, answers = both_ways(exact, method, prompts(2, 700), 0.2, **more)
+    again = [torch.stack(list(context.generate(30, GREEDY, frozenset(), True)), 1) for context in contexts]
+    assert [context.decoding for context in contexts] == ["modules", "graph"]
+    assert (answers[0] == answers[1]).float().mean() >= 0.9  # where two scores are equal another row may stay
+    if torch.equal(*answers):
+        assert (again[0] == again[1]).float().mean() >= 0.9
+    for one, other in zip(*(context.own_layers for context in contexts), strict=True):
+        assert one.attended == other.attended and torch.equal(one.tally.evicted, other.tally.evicted)
+        assert one.bytes().state == other.bytes().state
 
 
 @pytest.mark.parametrize(
