@@ -17,7 +17,7 @@ from tests.support.answer_paths import assert_same, make_contexts
 from tests.support.interrupted_answers import answer_both, answer_with_interruptions, assert_freed_at_once
 from tests.support.method_files import build_policy
 from tests.support.selection import only_in_full
-from tests.support.tiny_models import ids, tiny
+from tests.support.tiny_models import ids, make_fresh, tiny
 
 APPENDING = {"method": "snapkv"}
 CUTTING = {"method": "keydiff"}  # at every token
@@ -315,6 +315,21 @@ def test_models_that_are_not_plain_have_no_weights_for_a_step():
     weight = model.model.layers[1].mlp.up_proj.weight
     model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(weight.data.mT.contiguous().mT)
     assert collect_weights(model) is None
+    assert collect_weights(qwen2(hidden_act="relu")) is None
+    model = make_fresh("gemma3")
+    model.config.final_logit_softcapping = 30.0
+    assert collect_weights(model) is None
+
+
+def test_phi_3_gives_rows_of_its_own_parameters():
+    model = tiny("phi3")
+    for layer, block in zip(model.model.layers, collect_weights(model).blocks, strict=True):
+        for whole, parts in (
+            (layer.self_attn.qkv_proj.weight, block.project),
+            (layer.mlp.gate_up_proj.weight, (block.gate, block.up)),
+        ):
+            assert torch.equal(torch.cat(parts), whole) and all(part.is_contiguous() for part in parts)
+            assert all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in parts)
 
 
 def test_frequencies_that_follow_the_longest_place_are_left_to_the_modules():
