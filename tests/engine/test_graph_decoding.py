@@ -53,10 +53,12 @@ def test_the_step_gives_what_the_modules_give(method, allocator):
     assert torch.allclose(modules.extend(more), step.extend(more), atol=1e-5)
 
 
+@pytest.mark.cover
+@pytest.mark.parametrize("method", ["snapkv", "keydiff", "sink", "quest"])
 @pytest.mark.parametrize("name", ["mistral", "qwen3", "qwen2", "phi3", "gemma3"])
-def test_biases_and_norms_are_the_models(name):
+def test_biases_norms_and_rotations_are_the_models(name, method):
     model = qwen2() if name == "qwen2" else tiny(name)
-    modules, step = make_contexts(model, choice_of("snapkv"), batch=2)
+    modules, step = make_contexts(model, choice_of(method), batch=2)
     answers = [list(context.generate(20, Sampling(), frozenset())) for context in (modules, step)]
     assert step.decoding == "graph" and torch.equal(*map(torch.stack, answers))
     assert torch.allclose(modules.logits, step.logits, atol=1e-5)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen2Config, Qwen2ForCausalLM
 
 from kvbench.config.catalogue import build, load_settings
 from kvbench.engine.compressed_cache import choose_cache
@@ -21,6 +21,7 @@ from tests.support.tiny_models import (
     COMMON,
     SLIDING,
     draw_model,
+    heads,
     ids,
     make_double,
     make_gemma3_with_vision,
@@ -47,6 +48,15 @@ def choice_of(method):
 def read_prompts(method="snapkv", prompt=LONGER, batch=2, **more):
     budget = 1.0 if method == "full" else 0.5 if prompt == LONGER else 5
     return make_contexts(make_double("gemma3"), choice_of(method), budget, batch, prompt=prompt, **more)
+
+
+def small_gemma3():
+    """A Gemma 3 with one layer of each kind."""
+    config = Gemma3TextConfig(
+        **COMMON, **heads(4, 2), num_hidden_layers=2, sliding_window=SLIDING, query_pre_attn_scalar=32,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    return draw_model(lambda: Gemma3ForCausalLM(config), 2)
 
 
 def qwen2_with_windows():
@@ -186,22 +196,19 @@ def test_a_window_of_every_layer_ends_an_answer_where_the_modules_end_it():
 def test_the_kernels_take_the_same_step():
     """Steps of two layers through the interpreter, or on the GPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = tiny("gemma3").to(device)
-    try:
-        _, context = make_contexts(model, choice_of("snapkv"))
-        weights, found = context.weights, []
-        for name in ("reference", "triton"):
-            with torch.inference_mode(), context.branch():
-                others = GrowingRows(weights, context.own_layers, 2, context.seen, name)
-                windows = context.sliding_layers()
-                rows = SlidingRows(
-                    weights, weights.sliding, windows, others, 2, context.seen, implementation=name
-                )  # fmt: skip
-                draws = torch.zeros(1, 3, device=device)
-                decoder = GraphDecoder(weights, rows, context.logits.argmax(-1), 2, Sampling().pick, draws, name)
-                tokens = [int(decoder.next()[0]) for _ in range(2)]
-                found.append((tokens, decoder.close(), torch.stack([own.keys for own in windows])))
-        assert found[0][0] == found[1][0]
-        assert all(torch.allclose(one, other, atol=1e-4) for one, other in zip(found[0][1:], found[1][1:], strict=True))
-    finally:
-        model.to("cpu")
+    model = small_gemma3().to(device)
+    _, context = make_contexts(model, choice_of("snapkv"))
+    weights, found = context.weights, []
+    for name in ("reference", "triton"):
+        with torch.inference_mode(), context.branch():
+            others = GrowingRows(weights, context.own_layers, 2, context.seen, name)
+            windows = context.sliding_layers()
+            rows = SlidingRows(
+                weights, weights.sliding, windows, others, 2, context.seen, implementation=name
+            )  # fmt: skip
+            draws = torch.zeros(1, 3, device=device)
+            decoder = GraphDecoder(weights, rows, context.logits.argmax(-1), 2, Sampling().pick, draws, name)
+            tokens = [int(decoder.next()[0]) for _ in range(2)]
+            found.append((tokens, decoder.close(), torch.stack([own.keys for own in windows])))
+    assert found[0][0] == found[1][0]
+    assert all(torch.allclose(one, other, atol=1e-4) for one, other in zip(found[0][1:], found[1][1:], strict=True))
