@@ -43,9 +43,11 @@ class FixedQuotaRows(QuotaRows):
             seen: Number of tokens read so far.
             implementation: Name of the kernels' implementation; None chooses one.
         """
-        super().__init__(weights, layers, quota, size, seen, seen + -(-tokens // size) * size, implementation)
+        end = seen + -(-tokens // size) * size
+        super().__init__(weights, layers, [quota + size] * len(layers), seen, end, implementation)
+        self.quota, self.size = quota, size
         self.angles = [part.unflatten(0, (-1, size)) for part in self.angles]
-        self.spare = self.like.new_empty(2, *self.held, quota, self.like.shape[1])
+        self.spare = torch.empty_like(self.rows[0][:, :, :, :quota])
         self.all = torch.arange(self.spare[0, ..., 0].numel(), device=self.device)  # indices of all spare rows
         self.quotas = torch.full(self.held, quota, device=self.device)
         self.slots = torch.arange(quota + size, device=self.device)
@@ -78,7 +80,9 @@ class FixedQuotaRows(QuotaRows):
             )  # fmt: skip
             asking, held = queries, keys
             if self.table is not None:
-                asking, held = self.rotate_by_slot(index, queries, first, self.since, self.slots)
+                offsets = torch.arange(queries.shape[2], device=self.device)
+                slots = offsets + (self.since + self.quota)
+                asking, held = self.rotate_by_slot(index, queries, offsets + first, slots, self.slots)
             outputs, sums = attend_ragged(
                 asking, None, held, values, self.weights.scaling, lse=lse, tail=tail, step=step,
                 implementation=implementation,
@@ -93,10 +97,10 @@ class FixedQuotaRows(QuotaRows):
         """Let the method see what the layer has read, and cut the layer to its quota."""
         layer, quota, implementation = self.layers[index], self.quota, self.implementation
         (keys, values), places, method = self.rows[index].unbind(), self.places[index], layer.method
-        rows = Rows(keys, values, places, self.ones, self.columns[index])
+        rows = Rows(keys, values, places, self.mass[index], self.columns[index])
         with layer.guard.unnoted():  # `invalid` notes NaN, so guards add nothing to the graph
-            observation, rows = self.show(index, rows, queries, outputs, lse, first)
-            scores = method.score(observation, rows, layer.state).to(self.ones.dtype)
+            observation, rows = self.show(index, rows, queries, outputs, lse, first, each=quota + self.size)
+            scores = method.score(observation, rows, layer.state).to(rows.mass.dtype)
             self.invalid |= scores.max().isnan()
             sinks, recents = method.protect_sinks(observation, rows, quota), method.protect(observation, rows, quota)
             if sinks is not None or recents is not None:
@@ -135,14 +139,19 @@ class FixedQuotaRows(QuotaRows):
 
     def back(self, step: int) -> int:
         """Copy the rows from the layers and return how many tokens have been read by then: `step` or fewer."""
-        self.take_rows()
         quota, like = self.quota, self.layers[0].rows
-        for index, layer in enumerate(self.layers if like.tail else ()):
-            for into, new in zip(self.rows[index], (layer.rows.tail_keys, layer.rows.tail_values), strict=True):
-                assert new is not None
-                into[:, :, quota : quota + like.tail] = new[:, :, : like.tail]
         begin = like.seen - like.tail
-        self.places[..., quota:] = torch.arange(begin, begin + self.size, device=self.device)
+        later = torch.arange(begin, begin + self.size, device=self.device)
+        for index, layer in enumerate(self.layers):
+            held = layer.rows.view()
+            for into, old in zip(self.rows[index], (held.keys, held.values), strict=True):
+                into[:, :, : len(held)] = old
+            self.places[index][..., :quota] = held.places[..., :quota]
+            self.places[index][..., quota:] = later
+            for name, column in self.columns[index].items():
+                column[..., :quota] = held.columns[name][..., :quota]
+                column[..., quota:] = 0
+        self.invalid.zero_()
         self.at.fill_((begin - self.seen) // self.size)
         self.since.fill_(like.tail)
         for counts in self.given_up.values():
@@ -151,11 +160,17 @@ class FixedQuotaRows(QuotaRows):
 
     def keep(self, read: int) -> None:
         """Give the layers the rows that the first `read` tokens left, as if the layers had read and cut them."""
-        quota, since = self.quota, read % self.size
-        more = read + self.seen - self.layers[0].rows.seen
-        for index in range(len(self.layers)) if more else ():
+        quota, size, since = self.quota, self.size, read % self.size
+        before = self.layers[0].rows.seen - self.seen
+        attended = [quota + token % size + 1 for token in range(before, read)]
+        evicted = (read // size - before // size) * size
+        for index, layer in enumerate(self.layers if attended else ()):
             held = [part[:, :, :quota].clone().flatten(0, 2) for part in self.rows[index]]  # later tokens write here
             tail = [part[:, :, quota : quota + since].clone() for part in self.rows[index]] if since else None
+            places = self.places[index][..., :quota].int().flatten()
             columns = {name: column[..., :quota].clone() for name, column in self.columns[index].items()}
-            self.give_rows(index, Plain(*held), self.places[index, ..., :quota], columns, more, tail)
-            self.layers[index].count_given_up({kind: counts[index].clone() for kind, counts in self.given_up.items()})
+            rows = layer.rows.replace_all(
+                read - before, Plain(*held), places, layer.rows.lengths, quota, True, columns, tail
+            )
+            layer.replace_rows(rows, evicted, attended, max(attended))
+            layer.count_given_up({kind: counts[index].clone() for kind, counts in self.given_up.items()})

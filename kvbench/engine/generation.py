@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.guard import without_gradients
+from kvbench.engine.answer_quotas import AnswerQuotas, find_answer_quotas, replaces_rows
 from kvbench.engine.context import ROOM, PromptContext
 from kvbench.engine.decode_path import DecodePath
 from kvbench.engine.fixed_quota_rows import FixedQuotaRows
@@ -122,19 +123,25 @@ def open_path(
     if context.weights is not None:
         quota = find_constant_quota(context, left)
         if quota is not None:
-            method = context.choice.method
-            replaces = method.decode_interval == 1 and method.order_free
-            cut_rows = ReplacedRows if replaces else partial(FixedQuotaRows, size=method.decode_interval)
-            return GraphPath(context, partial(cut_rows, quota=quota), token, left, sampling, draws)
+            cut_rows = partial(FixedQuotaRows, size=context.choice.method.decode_interval, quota=quota)
+            return GraphPath(context, cut_rows, token, left, sampling, draws)
         reader = find_reader(context, left)
         if reader is not None:
             return GraphPath(context, partial(ReadRows, reader=reader), token, left, sampling, draws)
         cut = find_first_cut(context, left)
         before_cut = left if cut is None else cut - 1
-        if only_appends(context.choice) and before_cut >= (WORTH if cut is None else WORTH_BETWEEN_CUTS):
+        if only_appends(context.choice) and is_worth(before_cut, left):
             rows = PackedRows if context.choice.codec.packs else GrowingRows
             return GraphPath(context, rows, token, before_cut, sampling, draws)
+        plan = plan_replacing(context, left)
+        if plan is not None and is_worth(plan.tokens, left):
+            return GraphPath(context, partial(ReplacedRows, plan=plan), token, plan.tokens, sampling, draws)
     return ModulePath(context, token, left, sampling, draws)
+
+
+def is_worth(tokens: int, left: int) -> bool:
+    """Return whether a graph that reads `tokens` of `left` tokens pays for being captured."""
+    return tokens >= (WORTH if tokens == left else WORTH_BETWEEN_CUTS)
 
 
 def find_first_cut(context: GenerationContext, left: int) -> int | None:
@@ -164,13 +171,28 @@ def find_reader(context: GenerationContext, left: int) -> RowReader | None:
     return make_reader(context.weights, context.own_layers, left, quota)
 
 
-def find_constant_quota(context: GenerationContext, left: int) -> int | None:
-    """Return the quota if every layer is exactly at it and stays there for the next `left` tokens.
+def plan_replacing(context: GenerationContext, left: int) -> AnswerQuotas | None:
+    """Return the quotas of the next `left` tokens, or of as many as `ReplacedRows` can read; None for none of them."""
+    choice, layers = context.choice, context.own_layers
+    if not replaces_rows(choice) or left < WORTH or any(own.rows.mass is not None for own in layers):
+        return None
+    if choice.method.watches and any(own.index not in own.cut_layers for own in layers):
+        return None  # the method must see spared layers too, and `ReplacedRows` do not show them
+    nominal = [context.find_decode_quota(context.seen + token) for token in range(1, left + 1)]
+    known = [quota for quota in nominal if quota is not None]
+    return find_answer_quotas(layers, known) if len(known) == left else None
 
-    Returns None if the quota changes, or if the answer is too short to pay for capturing a graph.
+
+def find_constant_quota(context: GenerationContext, left: int) -> int | None:
+    """Return the quota of rows that are cut after every few tokens, if every layer is exactly at it and stays there.
+
+    Returns None if the quota changes within `left` tokens, if rows are cut at every token (`plan_replacing`), or if the
+    answer is too short to pay for capturing a graph.
     """
     method = context.choice.method
-    if not method.decoding or context.since_cut or left < max(WORTH, method.decode_interval):
+    if not method.decoding or replaces_rows(context.choice) or context.since_cut:
+        return None
+    if left < max(WORTH, method.decode_interval):
         return None
     if method.watches and method.decode_interval > 1:  # the method sees every token, and a graph shows it the cuts only
         return None

@@ -90,7 +90,8 @@ class Method(Hooks):
 
         Such hooks run the same operations on tensors at every token, remember nothing in the state, and never wait for
         the device. While a graph is captured, `Observation.first` is a tensor without dimensions on the device, so
-        hooks may calculate with it and compare it with `Rows.places`, but not use it as a Python number.
+        hooks may calculate with it and compare it with `Rows.places`, but not use it as a Python number. So is the
+        quota of `protect` and `protect_sinks`, which broadcasts to `Rows.places`, if it changes during the answer.
         """
         return False
 
