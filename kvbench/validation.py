@@ -12,7 +12,9 @@ from fractions import Fraction
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn, TypeGuard, TypeVar
+
+Count = TypeVar("Count")  # int, or a tensor, which this module does not import
 
 EMBEDDED_MODELS = ("reference", "reference_v1", "reference_v2")  # models whose weights the project holds
 STORAGE = (
@@ -194,9 +196,22 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def exact_share(share: float, count: int) -> int:
-    """Return ⌊share · count⌋ in exact decimal arithmetic, because int(0.29 * 100) is 28."""
-    return int(Fraction(str(share)) * count)
+def exact_share(share: float, count: Count) -> Count:
+    """Return ⌊share · count⌋ in exact decimal arithmetic, because int(0.29 * 100) is 28.
+
+    Args:
+        share: A number in [0, 1].
+        count: A whole number of at most 2^32, or an int64 tensor of such numbers.
+    """
+    digits: list[int] = []
+    rest = Fraction(str(share))  # nine decimal digits at once, so that no product exceeds 64 bits
+    while rest or not digits:
+        digits.append(int(rest * 10**9))
+        rest = rest * 10**9 % 1
+    found: Any = 0
+    for own in reversed(digits):
+        found = (found + count * own) // 10**9  # type: ignore[operator]
+    return found
 
 
 def escape(text: str) -> str:

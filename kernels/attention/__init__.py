@@ -110,7 +110,8 @@ def attend_ragged(
         values: Values of the tail, (B, H, m, d).
         scaling: The factor of the logits.
         lse: Whether the log-sum-exp is returned.
-        tail: Number of rows of the tail that exist; None for all m. The last T of them are the block.
+        tail: Number of rows of the tail that exist; None for all m. The last T of them are the block. If there are
+            none, a single query attends to the ragged rows.
         step: Further rows that exist in the tail, int32 on the device. A CUDA graph needs it, because all other
             arguments of a graph are fixed.
         implementation: "reference", "triton" or "cudnn" (for a block over even heads of single tokens); None chooses.
@@ -128,7 +129,8 @@ def attend_ragged(
         raise ValueError(
             f"attend: queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
         )
-    if tail > room or (tail < tokens and step is None):
+    alone = tokens == 1 and tail == 0 and held is not None
+    if tail > room or (tail < tokens and step is None and not alone):
         raise ValueError(f"attend: {tokens} tokens of {tail} rows, room for {room}")
     if held is not None and (held.keys.shape[1] != dim or held.lengths.numel() != batch * heads):
         raise ValueError(f"attend: held rows {tuple(held.keys.shape)} of {held.lengths.numel()} heads")

@@ -32,7 +32,8 @@ def rotate_rows(
         x: Rotated rows, (B, H, n, d).
         cos: The cos of all positions, (P, r).
         sin: The sin of all positions, (P, r).
-        places: The positions that the rows were rotated to, whole numbers that broadcast to (B, H, n).
+        places: The positions that the rows were rotated to, whole numbers that broadcast to (B, H, n); -1 for rows that
+            do not exist.
         slots: The positions of the result, like `places`.
         implementation: "reference" or "triton"; None chooses.
 

@@ -15,7 +15,8 @@ def _rotate(
 ):  # fmt: skip
     row, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    place = tl.load(places + b * p_b + h * p_h + row * p_n, mask=row < rows, other=0).to(tl.int64)[:, None]
+    place = tl.load(places + b * p_b + h * p_h + row * p_n, mask=row < rows, other=0).to(tl.int64)
+    place = tl.maximum(place, 0)[:, None]
     slot = tl.load(slots + b * s_b + h * s_h + row * s_n, mask=row < rows, other=0).to(tl.int64)[:, None]
     row, column = row[:, None], tl.arange(0, D)[None]
     half = turning // 2

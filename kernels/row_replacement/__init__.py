@@ -6,6 +6,8 @@ from torch import Tensor
 from kvbench.kernels.dispatch import choose_implementation
 from kvbench.kernels.row_replacement.reference import replace_row_reference
 
+NEVER = 1 << 30  # the quota of a head that is not cut
+
 
 def replace_row(
     scores: Tensor,
@@ -17,25 +19,36 @@ def replace_row(
     free: Tensor,
     position: Tensor,
     invalid: Tensor,
+    tally: Tensor,
     *,
+    growth: tuple[Tensor, Tensor, Tensor] | None = None,
     implementation: str | None = None,
 ) -> None:
     """Free the slot of each head's row with the smallest score, and hand it to the next token.
 
-    Of equal scores the latest row leaves. Protected rows stay, as far as n - 2 of them (or one, if n is 2) go: sinks
-    before recent rows, the first sinks and the newest recent rows before the others.
+    Of equal scores the latest row leaves. Protected rows stay, as far as the quota minus one of them (or one, if the
+    quota is 1) go: sinks before recent rows, the first sinks and the newest recent rows before the others.
+
+    A head whose rows fit its quota keeps them all. The next token then gets the first unused slot.
 
     Args:
         scores: (B, H, n), n at least 2.
         sinks: First rows that stay whatever their score, (B, H, n) bool, or None.
         recents: Newest rows that stay, (B, H, n) bool, or None.
-        places: Positions of the rows, (B, H, n) int64, different within a head, updated. The freed slot gets the
-            position of the next token.
-        ranks: Index of each slot's row in the order of positions, (B, H, n) int64, updated.
-        order: The slot of each rank, (B, H, n) int64, updated. The next token's is the last.
-        free: The freed slots, (B, H) int64, written.
+        places: Positions of the rows, (B, H, n) int64, different within a head, updated. The next token's slot gets its
+            position.
+        ranks: Index of each slot's row in the order of positions, (B, H, n) int64, updated. An unused slot has its own
+            index.
+        order: The slot of each rank, (B, H, n) int64, updated. The next token's is the last of those in use.
+        free: The next token's slots, (B, H) int64, written.
         position: Position of the token that was read last, a whole number without dimensions.
         invalid: Set if a score is NaN, bool without dimensions.
+        tally: For each head the rows that it protected at its last cut, and the largest numbers of sinks and of other
+            protected rows that its quota had no room for at a cut, (3, B, H) int64, updated.
+        growth: None if every head uses all n slots, so that its quota is n - 1. Otherwise the number of slots in use,
+            the first ones of each head, (B, H) int64, updated; the quotas, which broadcast to (B, H) int64, `NEVER` for
+            heads that are not cut and at least one less than the slots in use; and the masses of the rows, (B, H, n),
+            of which the next token's becomes 1.
         implementation: "reference" or "triton"; None chooses.
 
     Raises:
@@ -43,15 +56,21 @@ def replace_row(
     """
     tables = places, ranks, order
     whole = all(own.shape == scores.shape and own.is_contiguous() for own in tables) and scores.shape[-1] > 1
-    if scores.dim() != 3 or not whole or free.shape != scores.shape[:2]:
-        shapes = ", ".join(str(tuple(own.shape)) for own in (scores, *tables, free))
-        raise ValueError(f"replace_row: scores, places, ranks, order, free {shapes}")
-    if invalid.dtype != torch.bool or not (ranks.dtype == order.dtype == free.dtype == torch.int64):
-        raise ValueError(f"replace_row: {ranks.dtype}, {order.dtype}, {free.dtype}, {invalid.dtype}")
-    given = scores, sinks, recents, *tables, free, position, invalid
+    counters = (free, *tally) if growth is None else (free, *tally, growth[0])
+    whole = whole and all(own.shape == scores.shape[:2] and own.is_contiguous() for own in counters)
+    if growth is not None:
+        whole = whole and growth[2].shape == scores.shape and growth[2].is_contiguous()
+    if scores.dim() != 3 or not whole:
+        shapes = ", ".join(str(tuple(own.shape)) for own in (scores, *tables, free, tally, *(growth or ())))
+        raise ValueError(f"replace_row: scores, places, ranks, order, free, tally, growth {shapes}")
+    whole_numbers = ranks, order, free, tally, *(growth or ())[:2]
+    if invalid.dtype != torch.bool or any(own.dtype != torch.int64 for own in whole_numbers):
+        found = ", ".join(str(own.dtype) for own in (*whole_numbers, invalid))
+        raise ValueError(f"replace_row: ranks, order, free, tally, growth, invalid {found}")
+    given = scores, sinks, recents, *tables, free, position, invalid, tally, growth
     if choose_implementation("replace_row", implementation, scores) == "reference":
-        replace_row_reference(*given)
+        replace_row_reference(*given, never=NEVER)
         return
     from kvbench.kernels.row_replacement.triton import replace_row_triton
 
-    replace_row_triton(*given)
+    replace_row_triton(*given, never=NEVER)

@@ -24,11 +24,11 @@ def _count(mask, places, rows, low, high, TILE: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["rows", "room", "heads"])
+@triton.jit(do_not_specialize=["rows", "heads", "never"])
 def _replace(
-    scores, sinks, recents, places, ranks, order, free, position, invalid,
-    rows, room, heads, s_b, s_h, s_n,
-    SINKS: tl.constexpr, RECENTS: tl.constexpr, TILE: tl.constexpr,
+    scores, sinks, recents, places, ranks, order, free, position, invalid, tally, lengths, quotas, mass,
+    rows, heads, never, s_b, s_h, s_n, q_b, q_h,
+    SINKS: tl.constexpr, RECENTS: tl.constexpr, GROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     scores += head // heads * s_b + head % heads * s_h
@@ -37,60 +37,74 @@ def _replace(
     places += head * rows
     ranks += head * rows
     order += head * rows
+    tally += head
+    used, quota = rows, rows - 1
+    looked = used  # rows to go through: none if the head is not cut
+    if GROWS:
+        used = tl.load(lengths + head).to(tl.int32)
+        quota = tl.load(quotas + head // heads * q_b + head % heads * q_h).to(tl.int32)
+        looked = tl.where(quota < never, used, 0)
     now = tl.load(position).to(tl.int32)
     last_sink, first_recent = now, tl.zeros((), tl.int32)  # protected sinks lie up to here, recent rows from here on
-    left = tl.zeros((), tl.int32) + room
+    left = tl.maximum(quota - 1, 1)
+    protected = tl.zeros((), tl.int32)
     if SINKS:
-        count = _count(sinks, places, rows, 0, now, TILE)
-        if count > room:
+        count = _count(sinks, places, looked, 0, now, TILE)
+        if count > left:
             low, high = tl.full((), -1, tl.int32), now  # up to `low` they fit, up to `high` they do not
             while low + 1 < high:
                 middle = (low + high) // 2
-                fits = _count(sinks, places, rows, 0, middle, TILE) <= room
+                fits = _count(sinks, places, looked, 0, middle, TILE) <= left
                 low, high = tl.where(fits, middle, low), tl.where(fits, high, middle)
             last_sink = low
-            count = _count(sinks, places, rows, 0, low, TILE)
-        left -= count
+            tl.store(tally + tl.num_programs(0), tl.maximum(tl.load(tally + tl.num_programs(0)), count - left))
+        protected += tl.minimum(count, left)
+        left -= protected
     if RECENTS:
         count = tl.zeros((), tl.int32)
-        for first in range(0, rows, TILE):
+        for first in range(0, looked, TILE):
             row = first + tl.arange(0, TILE)
-            marked = tl.load(recents + row, mask=row < rows, other=0).to(tl.int32)
+            marked = tl.load(recents + row, mask=row < looked, other=0).to(tl.int32)
             if SINKS:
-                place = tl.load(places + row, mask=row < rows, other=0).to(tl.int32)
-                marked &= 1 - (tl.load(sinks + row, mask=row < rows, other=0).to(tl.int32) & (place <= last_sink))
+                marked &= 1 - tl.load(sinks + row, mask=row < looked, other=0).to(tl.int32)
             count += tl.sum(marked)
         if count > left:
             low, high = tl.zeros((), tl.int32), now + 1  # from `high` on they fit, from `low` on they do not
             while low + 1 < high:
                 middle = (low + high) // 2
-                count = tl.zeros((), tl.int32)
-                for first in range(0, rows, TILE):
+                fitting = tl.zeros((), tl.int32)
+                for first in range(0, looked, TILE):
                     row = first + tl.arange(0, TILE)
-                    place = tl.load(places + row, mask=row < rows, other=-1).to(tl.int32)
-                    marked = tl.load(recents + row, mask=row < rows, other=0).to(tl.int32)
+                    place = tl.load(places + row, mask=row < looked, other=-1).to(tl.int32)
+                    marked = tl.load(recents + row, mask=row < looked, other=0).to(tl.int32)
                     if SINKS:
-                        sink = tl.load(sinks + row, mask=row < rows, other=0).to(tl.int32)
-                        marked &= 1 - (sink & (place <= last_sink))
-                    count += tl.sum(tl.where(place >= middle, marked, 0))
-                fits = count <= left
+                        marked &= 1 - tl.load(sinks + row, mask=row < looked, other=0).to(tl.int32)
+                    fitting += tl.sum(tl.where(place >= middle, marked, 0))
+                fits = fitting <= left
                 low, high = tl.where(fits, low, middle), tl.where(fits, middle, high)
             first_recent = high
+            tl.store(tally + 2 * tl.num_programs(0), tl.maximum(tl.load(tally + 2 * tl.num_programs(0)), count - left))
+        protected += tl.minimum(count, left)
+    tl.store(tally, protected.to(tl.int64), mask=looked > 0)
     least = tl.full((), float("inf"), tl.float32)
     victim, slot, rank = tl.full((), -1, tl.int32), tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     wrong = tl.zeros((), tl.int32)
-    for first in range(0, rows, TILE):
+    for first in range(0, looked, TILE):
         row = first + tl.arange(0, TILE)
-        here = row < rows
+        here = row < looked
         score = tl.load(scores + row.to(tl.int64) * s_n, mask=here, other=0.0).to(tl.float32)
         number = tl.load(ranks + row, mask=here, other=0).to(tl.int32)
         place = tl.load(places + row, mask=here, other=-1).to(tl.int32)
         wrong += tl.sum((score != score).to(tl.int32))
         may = here
         if SINKS:
-            may &= (tl.load(sinks + row, mask=here, other=0) == 0) | (place > last_sink)
+            sink = tl.load(sinks + row, mask=here, other=0) != 0
+            may &= ~sink | (place > last_sink)
         if RECENTS:
-            may &= (tl.load(recents + row, mask=here, other=0) == 0) | (place < first_recent)
+            recent = tl.load(recents + row, mask=here, other=0) != 0
+            if SINKS:
+                recent &= ~sink
+            may &= ~recent | (place < first_recent)
         score = tl.minimum(tl.maximum(score, -3.4028234663852886e38), 3.4028234663852886e38)
         score = tl.where(may, score, float("inf"))
         best = tl.min(score, 0)
@@ -102,26 +116,34 @@ def _replace(
         victim, least = tl.where(better, latest, victim), tl.where(better, best, least)
     if wrong > 0:
         tl.store(invalid, 1)
+    renamed = used  # ranks to renumber: none if no row leaves
+    if GROWS:
+        leaves = used > quota
+        slot, renamed = tl.where(leaves, slot, used), tl.where(leaves, used, 0)
+        tl.store(lengths + head, (used + tl.where(leaves, 0, 1)).to(tl.int64))
+        tl.store(mass + head * rows + slot, 1.0)
     tl.store(free + head, slot.to(tl.int64))
     tl.store(places + slot, (now + 1).to(tl.int64))
-    for first in range(0, rows, TILE):
+    for first in range(0, renamed, TILE):
         row = first + tl.arange(0, TILE)
-        number = tl.load(ranks + row, mask=row < rows, other=0).to(tl.int32)
-        number = tl.where(row == slot, rows - 1, tl.where(number > rank, number - 1, number))
-        tl.store(ranks + row, number.to(tl.int64), mask=row < rows)
-        tl.store(order + number, row.to(tl.int64), mask=row < rows)
+        number = tl.load(ranks + row, mask=row < renamed, other=0).to(tl.int32)
+        number = tl.where(row == slot, renamed - 1, tl.where(number > rank, number - 1, number))
+        tl.store(ranks + row, number.to(tl.int64), mask=row < renamed)
+        tl.store(order + number, row.to(tl.int64), mask=row < renamed)
 
 
 def replace_row_triton(
     scores: Tensor, sinks: Tensor | None, recents: Tensor | None, places: Tensor, ranks: Tensor, order: Tensor,
-    free: Tensor, position: Tensor, invalid: Tensor,
+    free: Tensor, position: Tensor, invalid: Tensor, tally: Tensor, growth: tuple[Tensor, Tensor, Tensor] | None,
+    never: int,
 ) -> None:  # fmt: skip
-    rows = scores.shape[-1]
     masks = [
         ranks if mask is None else mask.expand_as(scores).contiguous().view(torch.uint8) for mask in (sinks, recents)
     ]
+    lengths, quotas, mass = growth or (free, free, places)
+    quotas = quotas.expand_as(free)
     _replace[scores.shape[0] * scores.shape[1],](
-        scores, *masks, places, ranks, order, free, position, invalid.view(torch.uint8),
-        rows, max(1, rows - 2), scores.shape[1], *scores.stride(),
-        SINKS=sinks is not None, RECENTS=recents is not None, TILE=TILE, num_warps=8,
+        scores, *masks, places, ranks, order, free, position, invalid.view(torch.uint8), tally, lengths, quotas, mass,
+        scores.shape[-1], scores.shape[1], never, *scores.stride(), *quotas.stride(),
+        SINKS=sinks is not None, RECENTS=recents is not None, GROWS=growth is not None, TILE=TILE, num_warps=8,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 from weakref import proxy, ref
 
-from torch import Tensor, zeros_like
+from torch import Tensor, empty, zeros_like
 
 from kvbench.cache.accounting import LayerTally, MemoryMeter
 from kvbench.cache.eviction import SCORE, HeadShares, LayerPolicy, Quota, evict, score_rows, without_tensors
@@ -19,7 +19,7 @@ from kvbench.cache.guarded_hooks import GuardedAllocator, GuardedCodec, GuardedM
 from kvbench.cache.policy import CachePolicy, Progress
 from kvbench.cache.rerotation import rotate_by_slot
 from kvbench.cache.storage import Bytes, StoredRows, count_bytes
-from kvbench.interfaces.codec import Growing, Plain
+from kvbench.interfaces.codec import Growing
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.attention import attend, attend_ragged
@@ -341,38 +341,37 @@ class Layer:
         self.attended += [before + token for token in range(1, tokens + 1)] if attended is None else attended
         self.count_peak_attended(rows.longest_head)
 
-    def replace_rows(
-        self,
-        stored: Plain,
-        places: Tensor,
-        columns: Mapping[str, Tensor],
-        tail: Sequence[Tensor] | None,
-        tokens: int,
-        interval: int,
-    ) -> None:
-        """Take over the rows that a CUDA graph left.
+    def find_quota_ahead(self, nominal: int) -> tuple[int, ...]:
+        """Return the rows per head that a cut while decoding leaves, one number per sample.
 
-        The graph read `tokens` further tokens and cut the layer after every `interval` of them to as many rows as
-        before.
+        The allocator must be uniform or keep its shares (`Allocator.keeps_shares`).
 
         Args:
-            stored: Keys and values of the cut part.
-            places: Positions of the cut part.
-            columns: The method's values for the cut part.
-            tail: Keys and values read since the last cut, (B, H, t, d) each.
-            tokens: Number of tokens that the graph read.
-            interval: Number of tokens between two cuts.
+            nominal: Rows per head, as the mean over the layers.
         """
-        rows, before = self.rows, self.rows.tail
-        assert rows.lengths is not None  # the graph starts from a layer that was cut
-        cuts = (before + tokens) // interval
-        length = before + tokens - cuts * interval
-        self.rows = rows.replace_all(stored, places, columns, tail, length, rows.seen + tokens)
-        gone = zeros_like(rows.lengths) if self.tally.evicted is None else self.tally.evicted
-        self.tally = replace(self.tally, evicted=cuts * interval + gone)
-        self.count_peak_attended(rows.longest + (interval if cuts else length))
+        none, progress = empty(len(self.state.seeds), 0, 1, 0), self.progress
+        observation = Observation(
+            none, none, None, 1.0, none, lambda places: (places, places), self.index, self.layers, self.rows.seen,
+            progress.prompt, False, True, self.cut_layers,
+        )  # fmt: skip
+        return self.allocator.layer(nominal, observation, self.rows.view, self.state.shared)
+
+    def replace_rows(self, rows: StoredRows, evicted: Tensor | int, attended: Sequence[float], peak: int) -> None:
+        """Take over the rows that a CUDA graph left.
+
+        Args:
+            rows: The rows.
+            evicted: Tokens whose rows the graph evicted, (B, H), or a number for every head.
+            attended: Mean rows per query head that each token attended to.
+            peak: The largest number of rows that a head attended to.
+        """
+        self.rows = rows
+        if rows.lengths is not None:
+            gone = zeros_like(rows.lengths) if self.tally.evicted is None else self.tally.evicted
+            self.tally = replace(self.tally, evicted=evicted + gone)
+        self.count_peak_attended(peak)
         if self.progress.decoding:
-            self.attended += [rows.longest + (before + token) % interval + 1 for token in range(tokens)]
+            self.attended += attended
         self.update_memory()
 
     # counting

@@ -222,27 +222,31 @@ class StoredRows:
 
     def replace_all(
         self,
-        stored: Plain,
-        places: Tensor,
+        tokens: int,
+        stored: Plain | None,
+        places: Tensor | None,
+        lengths: Tensor | None,
+        longest: int,
+        even: bool,
         columns: Mapping[str, Tensor],
         tail: Sequence[Tensor] | None,
-        length: int,
-        seen: int,
     ) -> "StoredRows":
-        """Replace all rows by others. The cut part keeps its number of rows.
+        """Return the rows that are held after `tokens` further tokens.
 
         Args:
-            stored: Keys and values of the cut part.
-            places: Positions of the cut part, (R,) int32.
-            columns: The method's values for the cut part, (B, H, n) each.
-            tail: Keys and values of the tail, (B, H, capacity, d) each; None for an empty tail.
-            length: Number of tokens in the tail.
-            seen: Number of tokens read.
+            tokens: Number of tokens.
+            stored: Keys and values of the cut part; None if nothing was cut.
+            places: Positions of the cut part, (R,) int32; None if nothing was cut.
+            lengths: Rows of each head in the cut part, (B, H) int64; None if nothing was cut.
+            longest: Rows of the longest head in the cut part.
+            even: Whether all heads hold `longest` rows in the cut part.
+            columns: The method's values for the first rows, (B, H, m) by name.
+            tail: Keys and values read since the last cut, (B, H, t, d) each; None for an empty tail.
         """
         keys, values = tail or (None, None)
-        return replace(
-            self, stored=stored, places=places, columns=dict(columns), seen=seen, tail=length, tail_keys=keys,
-            tail_values=values,
+        return StoredRows(
+            self.shape, self.seen + tokens, stored=stored, places=places, columns=dict(columns), lengths=lengths,
+            longest=longest, even=even, tail=0 if keys is None else keys.shape[2], tail_keys=keys, tail_values=values,
         )  # fmt: skip
 
     def without_cut(self) -> "StoredRows":

@@ -27,6 +27,7 @@ from kvbench.cache.guard import (
 from kvbench.cache.layer import Layer, Layers, LayerSnapshot
 from kvbench.cache.policy import CachePolicy, Progress
 from kvbench.cache.storage import Bytes, count_bytes
+from kvbench.engine.answer_quotas import replaces_rows
 from kvbench.engine.decode_path import DecodePath
 from kvbench.engine.graph_decoding import only_appends
 from kvbench.engine.graph_prefill import SHORT, GraphPrefill
@@ -493,7 +494,7 @@ class PromptContext:
 
 def decodes_in_graph(choice: CachePolicy) -> bool:
     """Return whether tokens of an answer may be read in a CUDA graph."""
-    return only_appends(choice) or repeats_cuts(choice) or reads_in_graph(choice)
+    return only_appends(choice) or repeats_cuts(choice) or replaces_rows(choice) or reads_in_graph(choice)
 
 
 def can_capture(model: torch.nn.Module) -> bool:

@@ -85,11 +85,13 @@ class FixedQuotaRows(QuotaRows):
         """
         self.before = layers[0].rows.tail  # tokens read since the last cut
         begin = seen - self.before
-        super().__init__(
-            weights, layers, quota, size, begin, begin + -(-(self.before + tokens) // size) * size, implementation
-        )
+        end = begin + -(-(self.before + tokens) // size) * size
+        super().__init__(weights, layers, [quota + size] * len(layers), begin, end, implementation)
+        self.quota, self.size = quota, size
+        self.every_place = torch.stack(self.places)
+        self.places = list(self.every_place)
         self.angles = [part.unflatten(0, (-1, size)) for part in self.angles]
-        self.spare = self.like.new_empty(2, *self.held, quota, self.like.shape[1])
+        self.spare = torch.empty_like(self.rows[0][:, :, :, :quota])
         self.all = torch.arange(self.spare[0, ..., 0].numel(), device=self.device)  # indices of all spare rows
         self.quotas = torch.full(self.held, quota, device=self.device)
         self.slots = torch.arange(quota + size, device=self.device)
@@ -127,7 +129,9 @@ class FixedQuotaRows(QuotaRows):
             )  # fmt: skip
             asking, turned = queries, keys
             if self.table is not None:
-                asking, turned = self.rotate_by_slot(index, queries, first, self.since, self.slots)
+                offsets = torch.arange(queries.shape[2], device=self.device)
+                slots = offsets + (self.since + self.quota)
+                asking, turned = self.rotate_by_slot(index, queries, offsets + first, slots, self.slots)
             outputs, sums = attend_ragged(
                 asking, None, turned, values, self.weights.scaling, lse=lse, tail=tail, step=step,
                 implementation=implementation,
@@ -143,7 +147,8 @@ class FixedQuotaRows(QuotaRows):
     def held_slots(self) -> HeldSlots:
         """Return which slots hold a row when the next token has been appended."""
         present = self.slots <= self.since + self.quota
-        return HeldSlots(present, self.places.where(present, -1), present.to(self.ones.dtype).expand_as(self.ones))
+        ones = self.mass[0]
+        return HeldSlots(present, self.every_place.where(present, -1), present.to(ones.dtype).expand_as(ones))
 
     def watch(
         self, index: int, queries: Tensor, outputs: Tensor, lse: Tensor | None, first: Tensor, held: HeldSlots
@@ -163,10 +168,10 @@ class FixedQuotaRows(QuotaRows):
         """Let the method see what the layer has read, and cut the layer to its quota."""
         layer, quota, implementation = self.layers[index], self.quota, self.implementation
         (keys, values), places, method = self.rows[index].unbind(), self.places[index], layer.method
-        rows = Rows(keys, values, places, self.ones, self.columns[index])
+        rows = Rows(keys, values, places, self.mass[index], self.columns[index])
         with layer.guard.unnoted():  # `invalid` notes NaN, so guards add nothing to the graph
             observation, rows = self.show(index, rows, queries, outputs, lse, first, quota + self.size)
-            scores = method.score(observation, rows, self.states[index]).to(self.ones.dtype)
+            scores = method.score(observation, rows, self.states[index]).to(rows.mass.dtype)
             self.invalid |= scores.max().isnan()
             sinks, recents = method.protect_sinks(observation, rows, quota), method.protect(observation, rows, quota)
             if sinks is not None or recents is not None:
@@ -205,14 +210,20 @@ class FixedQuotaRows(QuotaRows):
 
     def back(self, step: int) -> int:
         """Copy the rows from the layers and return how many tokens have been read by then: `step` or fewer."""
-        self.take_rows()
         quota, like = self.quota, self.layers[0].rows
-        for index, layer in enumerate(self.layers if like.tail else ()):
-            for into, new in zip(self.rows[index], (layer.rows.tail_keys, layer.rows.tail_values), strict=True):
-                assert new is not None
-                into[:, :, quota : quota + like.tail] = new[:, :, : like.tail]
         begin = like.seen - like.tail
-        self.places[..., quota:] = torch.arange(begin, begin + self.size, device=self.device)
+        later = torch.arange(begin, begin + self.size, device=self.device)
+        for index, layer in enumerate(self.layers):
+            held = layer.rows.view()
+            for into, old in zip(self.rows[index], (held.keys, held.values), strict=True):
+                into[:, :, : len(held)] = old
+            self.places[index][..., :quota] = held.places[..., :quota]
+            self.places[index][..., quota:] = later
+            for name, column in self.columns[index].items():
+                known = layer.rows.columns[name]
+                column[..., : known.shape[2]] = known
+                column[..., known.shape[2] :] = 0
+        self.invalid.zero_()
         self.at.fill_((begin - self.seen) // self.size)
         self.since.fill_(like.tail)
         self.tally.zero_()
@@ -222,12 +233,18 @@ class FixedQuotaRows(QuotaRows):
         """Give the layers the rows that the first `read` tokens left, as if the layers had read and cut them."""
         quota, size, read = self.quota, self.size, self.before + read
         since, kept = read % size, self.layers[0].rows.seen - self.seen
-        for index, layer in enumerate(self.layers) if read > kept else ():
+        attended = [quota + token % size + 1 for token in range(kept, read)]
+        evicted = (read // size - kept // size) * size
+        for index, layer in enumerate(self.layers if attended else ()):
             held = [part[:, :, :quota].clone().flatten(0, 2) for part in self.rows[index]]  # later tokens write here
             tail = [part[:, :, quota : quota + since].clone() for part in self.rows[index]] if since else None
+            places = self.places[index][..., :quota].int().flatten()
             columns = {name: column[..., : quota + since].clone() for name, column in self.columns[index].items()}
-            self.give_rows(index, Plain(*held), self.places[index, ..., :quota], columns, read - kept, tail)
-            if read // size > kept // size:
+            rows = layer.rows.replace_all(
+                read - kept, Plain(*held), places, layer.rows.lengths, quota, True, columns, tail
+            )
+            layer.replace_rows(rows, evicted, attended, max(attended))
+            if evicted:
                 protected, sinks, recents = (own.max() for own in self.tally[index])
                 layer.count_protected(protected)
                 layer.count_given_up({"sinks": sinks, "recents": recents})

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.guard import without_gradients
+from kvbench.engine.answer_quotas import AnswerQuotas, find_answer_quotas, replaces_rows
 from kvbench.engine.context import ROOM, PromptContext
 from kvbench.engine.decode_path import DecodePath
 from kvbench.engine.fixed_quota_rows import FixedQuotaRows, capture_states
@@ -131,10 +132,18 @@ def open_path(
             return GraphPath(context, partial(ReadRows, reader=reader), token, left, sampling, draws)
         cut = find_first_cut(context, left)
         before_cut = left if cut is None else cut - 1
-        if only_appends(context.choice) and before_cut >= (WORTH if cut is None else WORTH_BETWEEN_CUTS):
+        if only_appends(context.choice) and is_worth(before_cut, left):
             rows = PackedRows if context.choice.codec.packs else GrowingRows
             return GraphPath(context, rows, token, before_cut, sampling, draws)
+        plan = plan_replacing(context, left)
+        if plan is not None and is_worth(plan.tokens, left):
+            return GraphPath(context, partial(ReplacedRows, plan=plan), token, plan.tokens, sampling, draws)
     return ModulePath(context, token, left, sampling, draws)
+
+
+def is_worth(tokens: int, left: int) -> bool:
+    """Return whether a graph that reads `tokens` of `left` tokens pays for being captured."""
+    return tokens >= (WORTH if tokens == left else WORTH_BETWEEN_CUTS)
 
 
 def find_first_cut(context: GenerationContext, left: int) -> int | None:
@@ -165,26 +174,37 @@ def find_reader(context: GenerationContext, left: int) -> RowReader | None:
 
 
 def find_cut_rows(context: GenerationContext, left: int) -> Callable[..., StepRows] | None:
-    """Return what makes the rows that a graph cuts while it reads the next `left` tokens, or None if none can."""
+    """Return what makes rows that a graph cuts after every few of the next `left` tokens, or None if none can."""
     quota, method = find_constant_quota(context, left), context.choice.method
     if quota is None or context.weights is None:
         return None
-    if method.decode_interval == 1 and method.order_free:
-        return partial(ReplacedRows, quota=quota)
     states = capture_states(context.weights, context.own_layers)
     if states is None:
         return None
     return partial(FixedQuotaRows, size=method.decode_interval, quota=quota, states=states)
 
 
-def find_constant_quota(context: GenerationContext, left: int) -> int | None:
-    """Return the quota if every layer is exactly at it and stays there for the next `left` tokens.
+def plan_replacing(context: GenerationContext, left: int) -> AnswerQuotas | None:
+    """Return the quotas of the next `left` tokens, or of as many as `ReplacedRows` can read; None for none of them."""
+    choice, layers = context.choice, context.own_layers
+    if not replaces_rows(choice) or left < WORTH or any(own.rows.mass is not None for own in layers):
+        return None
+    if choice.method.watches and any(own.index not in own.cut_layers for own in layers):
+        return None  # the method must see spared layers too, and `ReplacedRows` do not show them
+    nominal = [context.find_decode_quota(context.seen + token) for token in range(1, left + 1)]
+    known = [quota for quota in nominal if quota is not None]
+    return find_answer_quotas(layers, known) if len(known) == left else None
 
-    Returns None if the quota changes, or if the answer is too short to pay for capturing a graph.
+
+def find_constant_quota(context: GenerationContext, left: int) -> int | None:
+    """Return the quota of rows that are cut after every few tokens, if every layer is exactly at it and stays there.
+
+    Returns None if the quota changes within `left` tokens, if rows are cut at every token (`plan_replacing`), or if the
+    answer is too short to pay for capturing a graph.
     """
     method = context.choice.method
     least = WORTH if method.watches else max(WORTH, method.decode_interval)  # others are read without cuts before one
-    if not method.decoding or left < least:
+    if not method.decoding or replaces_rows(context.choice) or left < least:
         return None
     quota = context.find_decode_quota(context.seen + 1)
     if quota is None or quota != context.find_decode_quota(context.seen + left):

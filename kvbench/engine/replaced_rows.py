@@ -1,21 +1,26 @@
 """Rows of which every token replaces one, at fixed addresses for a CUDA graph.
 
-If a layer is cut after every token, one row of each head leaves for each that comes. The new row takes the slot of the
+If a layer is cut after every token, a row of each head leaves for each that comes. The new row takes the slot of the
 row that left, so a cut moves no keys and values. Each row's rank, its index in the order of the text, is kept beside
 it. The method must take rows in any order (`Method.order_free`).
+
+A head whose rows fit its quota gives up none, and the next row takes the next unused slot. A head's slots in use are
+therefore its first ones. Attention and the method see no others. Layers that the method spares only append.
 """
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.layer import Layer
-from kvbench.engine.graph_decoding import Norms
+from kvbench.engine.answer_quotas import AnswerQuotas
+from kvbench.engine.graph_decoding import GrowingRows, Norms
 from kvbench.engine.quota_rows import QuotaRows
 from kvbench.interfaces.codec import Plain
 from kvbench.interfaces.rows import Rows
-from kvbench.kernels.attention import attend_ragged
+from kvbench.kernels.attention import RaggedRows, attend_ragged
 from kvbench.kernels.rope_append import append
 from kvbench.kernels.row_replacement import replace_row
 from kvbench.kernels.row_selection import gather_rows
@@ -23,30 +28,43 @@ from kvbench.models.decoder_weights import DecoderWeights
 
 
 class ReplacedRows(QuotaRows):
-    """The rows of all layers with `quota` + 1 slots per head, one of them free between two tokens."""
+    """The rows of all layers, with a slot for each row of the longest head and one for the next token."""
 
     def __init__(
-        self, weights: DecoderWeights, layers: Sequence[Layer], tokens: int, quota: int, seen: int,
+        self, weights: DecoderWeights, layers: Sequence[Layer], tokens: int, plan: AnswerQuotas, seen: int,
         implementation: str | None = None,
     ) -> None:  # fmt: skip
         """Allocate memory. `back` copies the layers' rows into it.
 
         Args:
             weights: The model's weights.
-            layers: The layers, all at their quota (`is_at_quota`).
+            layers: The layers.
             tokens: Number of tokens that will be read.
-            quota: Rows per head after a token.
+            plan: What the heads may keep and do hold after each of these tokens.
             seen: Number of tokens read so far.
             implementation: Name of the kernels' implementation; None chooses one.
         """
-        super().__init__(weights, layers, quota, 1, seen, seen + tokens, implementation)
-        self.ranks = torch.zeros_like(self.places)  # of each slot's row
-        self.order = torch.zeros_like(self.ranks)  # the slot of each rank
-        self.free = torch.zeros(len(layers), *self.held, dtype=torch.int64, device=self.device)  # the next token's slot
-        self.heads = (quota + 1) * torch.arange(self.free[0].numel(), device=self.device).view(*self.held, 1)
-        self.step = torch.zeros((), dtype=torch.int32, device=self.device)  # number of tokens read
-        self.none = torch.zeros((), dtype=torch.int32, device=self.device)
-        self.kept_order: Tensor | None = None  # `order` when the layers got their rows last; None for that of the text
+        own = [layer.index in layer.cut_layers for layer in layers]
+        capacities = [count if cut else 0 for count, cut in zip(plan.capacities, own, strict=True)]
+        super().__init__(weights, layers, capacities, seen, seen + tokens, implementation)
+        self.plan, self.cut = plan, [index for index, cut in enumerate(own) if cut]
+        self.quotas = plan.quotas.to(self.device)
+        self.grows = [cut and not plan.is_constant(index) for index, cut in enumerate(own)]
+        shape, device = self.held, self.device
+        self.ranks = [torch.zeros_like(own) for own in self.places]  # of each slot's row
+        self.order = [torch.zeros_like(own) for own in self.places]  # the slot of each rank
+        self.free = torch.zeros(len(layers), *shape, dtype=torch.int64, device=device)  # the next token's slot
+        self.lengths = torch.zeros_like(self.free)  # slots in use, the next token's included
+        self.tally = torch.zeros(len(layers), 3, *shape, dtype=torch.int64, device=device)  # see `replace_row`
+        self.mass = [torch.zeros_like(own) if grows else own for own, grows in zip(self.mass, self.grows, strict=True)]
+        self.heads = torch.arange(self.free[0].numel(), device=device).view(*shape, 1)
+        self.last = torch.tensor([count - 1 for count in capacities], device=device)  # a new row's rank if none grows
+        self.step = torch.zeros((), dtype=torch.int32, device=device)  # number of tokens read
+        # `order` when the layers got their rows last; None for that of the text
+        self.kept_order: list[Tensor] | None = None
+        spared = [layer for layer, cut in zip(layers, own, strict=True) if not cut]
+        self.spared = {layer.index: number for number, layer in enumerate(spared)}
+        self.growing = GrowingRows(weights, spared, tokens, seen, implementation) if spared else None
 
     def cuts(self, number: int) -> bool:
         """Return False: every token needs the same graph."""
@@ -56,9 +74,13 @@ class ReplacedRows(QuotaRows):
         """Return the function that replaces a row and attends in one layer, for `forward_step`."""
         cos, sin = self.angles
         position = self.step.long() + self.seen  # as `places`, so that comparing them needs no conversion
+        quotas = self.quotas.index_select(0, self.step[None])[0] if any(self.grows) else self.quotas[0]
         implementation, lse = self.implementation, self.layers[0].choice.method.wants_lse
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
+            if index in self.spared:
+                assert self.growing is not None
+                return self.growing.attend(self.spared[index], projected, norms)
             queries, new_keys, new_values = projected
             keys, values = self.rows[index].unbind()
             queries = append(
@@ -67,29 +89,54 @@ class ReplacedRows(QuotaRows):
             )  # fmt: skip
             asking, held = queries, keys
             if self.table is not None:
-                asking, held = self.rotate_by_slot(index, queries, position, self.none, self.ranks[index])
+                asking, held = self.rotate(index, queries, position)
+            in_use, tail = self.find_slots_in_use(index, held, values)
             outputs, sums = attend_ragged(
-                asking, None, held, values, self.weights.scaling, lse=lse, implementation=implementation
+                asking, in_use, *tail, self.weights.scaling, lse=lse, implementation=implementation
             )
-            self.replace(index, queries, outputs, sums, position)
+            self.replace(index, queries, outputs, sums, position, quotas[index])
             return outputs
 
         return attend
 
-    def replace(self, index: int, queries: Tensor, outputs: Tensor, lse: Tensor | None, position: Tensor) -> None:
-        """Let the method see the token, and choose the row of each head that leaves."""
-        layer, quota, columns, places = self.layers[index], self.quota, self.columns[index], self.places[index]
-        order, free, method = self.order[index], self.free[index], layer.method
+    def rotate(self, index: int, queries: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate a layer's queries and keys by their ranks. Returns queries (B, Hq, 1, d) and keys (B, H, n, d)."""
+        asking, ranks = queries.view(*self.held, -1, queries.shape[3]), self.ranks[index]
+        newest = self.lengths[index][..., None] - 1 if self.grows[index] else self.last[index]
+        asking, keys = self.rotate_by_slot(index, asking, position, newest, ranks)
+        return asking.view_as(queries), keys
+
+    def find_slots_in_use(
+        self, index: int, keys: Tensor, values: Tensor
+    ) -> tuple[RaggedRows | None, tuple[Tensor, Tensor]]:
+        """Return the slots of a layer that are in use, for attention, as ragged rows and a tail."""
+        if not self.grows[index]:
+            return None, (keys, values)
+        count = keys.shape[2]
+        ragged = RaggedRows(
+            keys.flatten(0, 2), values.flatten(0, 2), None, self.heads.flatten() * count,
+            self.lengths[index].flatten(), count,
+        )  # fmt: skip
+        return ragged, (keys[:, :, :0], values[:, :, :0])
+
+    def replace(
+        self, index: int, queries: Tensor, outputs: Tensor, lse: Tensor | None, position: Tensor, quotas: Tensor
+    ) -> None:
+        """Let the method see the token, and choose the row of each head that leaves. `quotas` are (b, 1)."""
+        layer, columns, places, free = self.layers[index], self.columns[index], self.places[index], self.free[index]
+        order, mass, method, grows = self.order[index], self.mass[index], layer.method, self.grows[index]
+        capacity = places.shape[2]
         keys, values = self.rows[index].unbind()
-        rows = Rows(keys, values, places, self.ones, columns, order)
+        rows, each = Rows(keys, values, places, mass, columns, order), None if grows else capacity
+        quota = cast(int, quotas[..., None]) if grows else capacity - 1
         with layer.guard.unnoted():  # `invalid` notes NaN, so guards add nothing to the graph
-            observation, rows = self.show(index, rows, queries, outputs, lse, position, quota + 1)
+            observation, rows = self.show(index, rows, queries, outputs, lse, position, each)
             scores = method.score(observation, rows, layer.state)
             masks = method.protect_sinks(observation, rows, quota), method.protect(observation, rows, quota)
         layer.guard.release()
         replace_row(
-            scores, *masks, places, self.ranks[index], order, free, position, self.invalid,
-            implementation=self.implementation,
+            scores, *masks, places, self.ranks[index], order, free, position, self.invalid, self.tally[index],
+            growth=(self.lengths[index], quotas, mass) if grows else None, implementation=self.implementation,
         )  # fmt: skip
         for name, column in columns.items():
             column.copy_(rows.columns[name])
@@ -98,34 +145,105 @@ class ReplacedRows(QuotaRows):
     def advance(self, cuts: bool) -> None:
         """Count a token after all layers have read it."""
         self.step += 1
+        if self.growing is not None:
+            self.growing.advance(cuts)
 
     def back(self, step: int) -> int:
         """Copy the rows from the layers and return how many tokens have been read by then: `step` or fewer."""
-        self.take_rows()
-        seen, text = self.layers[0].rows.seen, torch.arange(self.quota + 1, device=self.device).expand_as(self.order)
-        self.places[..., self.quota] = seen
-        order = text if self.kept_order is None else self.kept_order
+        seen = self.layers[0].rows.seen
+        read = seen - self.seen
+        for index in self.cut:
+            self.take_rows(index, read)
+        self.invalid.zero_()
+        self.tally.zero_()
+        self.step.fill_(read)
+        if self.growing is not None:
+            self.growing.back(read)
+        return read
+
+    def take_rows(self, index: int, read: int) -> None:
+        """Copy a layer's rows after `read` tokens into the slots in which they lay, or the first ones."""
+        layer, places, columns = self.layers[index], self.places[index], self.columns[index]
+        held, slots = layer.rows.view(), torch.arange(places.shape[2], device=self.device)
+        count = self.plan.rows[read, index].to(self.device).expand(self.held)[..., None]
+        present = slots < count
+        for into, old in zip(self.rows[index], (held.keys, held.values), strict=True):
+            put_rows(into, old, present, held.present, layer.rows.even)
+        places.fill_(-1)
+        put_rows(places, held.places, present, held.present, layer.rows.even)
+        places.scatter_(-1, count, layer.rows.seen)
+        for name, column in columns.items():
+            column.zero_()
+            put_rows(column, held.columns[name], present, held.present, layer.rows.even)
+        order = slots.expand_as(places) if self.kept_order is None else self.kept_order[index]
         if self.kept_order is not None:  # back into the same slots, so that sums are done in the same order again
-            for index in range(len(self.layers)):
-                self.rows[index].copy_(move_rows(self.rows[index], order[index][None, ..., None]))
-                for column in (self.places[index], *self.columns[index].values()):
-                    column.copy_(move_rows(column, order[index], -1))
-        self.order.copy_(order)
-        self.ranks.scatter_(-1, self.order, text)
-        self.free.copy_(self.order[..., -1])
-        self.step.fill_(seen - self.seen)
-        return seen - self.seen
+            self.rows[index].copy_(move_rows(self.rows[index], order[None, ..., None]))
+            for column in (places, *columns.values()):
+                column.copy_(move_rows(column, order, -1))
+        self.order[index].copy_(order)
+        self.ranks[index].scatter_(-1, self.order[index], slots.expand_as(places))
+        self.free[index] = self.order[index].gather(-1, count)[..., 0]
+        self.lengths[index] = count[..., 0] + 1
+        self.mass[index].copy_(slots <= count)
 
     def keep(self, read: int) -> None:
         """Give the layers the rows that the first `read` tokens left, as if the layers had read and cut them."""
-        more = read + self.seen - self.layers[0].rows.seen
-        for index in range(len(self.layers)) if more else ():
-            order = self.order[index, ..., : self.quota]  # the free slot has the last rank
-            held = gather_rows((order + self.heads).flatten(), *self.rows[index], implementation=self.implementation)
-            columns = {name: column.gather(-1, order) for name, column in self.columns[index].items()}
-            self.give_rows(index, Plain(*held), self.places[index].gather(-1, order), columns, more)
-        if more:
-            self.kept_order = self.order.clone()
+        before = self.layers[0].rows.seen - self.seen
+        if read == before:
+            return
+        for index in self.cut:
+            self.give_rows(index, before, read)
+        self.kept_order = [order.clone() for order in self.order]
+        if self.growing is not None:
+            self.growing.keep(read)
+
+    def give_rows(self, index: int, before: int, read: int) -> None:
+        """Give a layer its rows after `read` tokens. It has those after `before` tokens."""
+        layer, plan, places, order = self.layers[index], self.plan, self.places[index], self.order[index]
+        cut = plan.find_last_cut(index, before, read)
+        rows, even = layer.rows, layer.rows.even if cut is None else layer.even
+        now = plan.rows[read, index]
+        length = rows.tail + read - before if cut is None else read - cut  # of the tail
+        stored, held_places, tail, lengths = None, None, None, None
+        held, heads = (now - length).to(self.device).expand(self.held), self.heads * places.shape[2]
+        longest = int(now.max()) - length
+        if cut is not None or rows.stored is not None:
+            slots = order[..., :longest] + heads
+            first = slots.flatten() if even else slots[torch.arange(longest, device=self.device) < held[..., None]]
+            stored = Plain(*gather_rows(first, *self.rows[index], implementation=self.implementation))
+            held_places, lengths = places.flatten()[first].int(), held.contiguous()
+        if length:
+            last = order[..., longest : longest + length, None].expand(-1, -1, -1, self.rows[index].shape[-1])
+            tail = [part.gather(2, last) for part in self.rows[index]]
+        ranks = torch.arange(int(now.max()), device=self.device) - (longest - held)[..., None]  # absent rows first
+        slots = order.gather(-1, ranks.clamp(min=0))
+        columns = {n: own.gather(-1, slots).masked_fill(ranks < 0, 0) for n, own in self.columns[index].items()}
+        gone = (plan.rows[before, index] + read - before - now).expand(self.held).to(self.device)
+        attended = plan.rows[before:read, index].double().flatten(1).mean(-1) + 1
+        layer.replace_rows(
+            rows.replace_all(read - before, stored, held_places, lengths, longest, even, columns, tail),
+            gone, attended.tolist(), int(plan.rows[read - 1, index].max()) + 1,
+        )  # fmt: skip
+        if cut is not None:
+            protected, sinks, recents = (own.max() for own in self.tally[index])
+            layer.count_protected(protected)
+            layer.count_given_up({"sinks": sinks, "recents": recents})
+
+
+def put_rows(into: Tensor, rows: Tensor, present: Tensor, held: Tensor, even: bool) -> None:
+    """Write rows to the first slots of each head.
+
+    Args:
+        into: (B, H, n, …), written.
+        rows: The rows of all heads, padded, (B, H, m, …).
+        present: The slots to write, (B, H, n) bool: as many of each head as it has rows.
+        held: The rows that exist, (B, H, m) bool.
+        even: Whether all of them do.
+    """
+    if even:
+        into[:, :, : rows.shape[2]] = rows
+    else:
+        into[present] = rows[held]
 
 
 def move_rows(rows: Tensor, order: Tensor, dim: int = -2) -> Tensor:

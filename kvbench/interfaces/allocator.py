@@ -34,6 +34,10 @@ class Allocator(Hooks):
     """Whether all heads of a layer keep the same number of rows."""
     cascades = False
     """Whether the rows of a layer depend on what later layers show. Such a layer is cut again (`earlier`)."""
+    keeps_shares = False
+    """Whether, while decoding, `layer` returns what the quota and `shared` say, whatever a layer shows or holds. The
+    rows of a whole answer can then be computed before it begins.
+    """
 
     def __post_init__(self) -> None:
         check_settings(self, "allocator")

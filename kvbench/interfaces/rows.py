@@ -35,7 +35,7 @@ class Rows:
     """Values per row that the method returned from `update`, (B, H, n) by name."""
     order: Tensor | None = None
     """The index here of each row in the order of the text, (B, H, n) int64; None if the rows are in that order. Only a
-    method that is `order_free` gets rows in another order, and then all rows exist.
+    method that is `order_free` gets rows in another order. Absent rows are then the last ones here and in `order`.
     """
 
     @cached_property

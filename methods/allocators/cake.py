@@ -58,6 +58,7 @@ class Cake(Allocator):
     """Whether layers are cut while later ones are still being read."""
 
     cascades = True
+    keeps_shares = True
 
     def layer(
         self, quota: int, observation: Observation, rows: Callable[[], Rows], shared: dict[str, Any]

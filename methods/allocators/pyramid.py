@@ -55,6 +55,8 @@ class Pyramid(Allocator):
     arithmetic: str = setting(choices=("official", "kvpress"))
     """Whose formula is used."""
 
+    keeps_shares = True
+
     def layer(self, quota: int, observation: Observation, rows: Callable[[], Rows], shared: dict[str, Any]) -> int:
         number, layers = observation.cut_layers.index(observation.layer), len(observation.cut_layers)
         before: Shares | None = shared.get("pyramid")

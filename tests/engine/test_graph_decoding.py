@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from kvbench.engine.answer_quotas import find_answer_quotas
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.context import decodes_in_graph
 from kvbench.engine.fixed_quota_rows import FixedQuotaRows
@@ -12,6 +13,7 @@ from kvbench.engine.read_rows import ReadRows, make_reader
 from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
+from kvbench.kernels.row_replacement import NEVER
 from kvbench.methods.snapkv import SnapKV
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError
@@ -25,8 +27,9 @@ APPENDING = {"method": "snapkv"}
 CUTTING = {"method": "keydiff"}  # at every token
 CUTTING_FIVES = {"method": "tova", "decode_interval": 5}
 WATCHING = {"method": "h2o", "decode_interval": 5}  # every token, and cuts after five
-KINDS = [APPENDING, CUTTING, CUTTING_FIVES, WATCHING]
-EVERY = pytest.mark.parametrize("chosen", KINDS, ids=lambda own: own["method"])
+FILLING = {"method": "h2o", "decoding": True, "decode_size": 30}  # grows by a row at a token, and then is cut
+KINDS = [APPENDING, CUTTING, CUTTING_FIVES, WATCHING, FILLING]
+EVERY = pytest.mark.parametrize("chosen", KINDS, ids=["snapkv", "keydiff", "tova", "h2o", "h2o that fills"])
 SETUPS = [("full", "uniform"), ("snapkv", "uniform"), ("snapkv", "ada"), ("criticalkv", "ada"), ("kvzip", "uniform")]
 
 
@@ -203,6 +206,85 @@ def test_queries_are_remembered_even_if_a_quota_holds_the_whole_prompt():
     assert torch.allclose(known, found, atol=1e-4)
 
 
+GROWING = Budget(0.3, "seen")
+VARYING = {
+    "a growing quota": ({"method": "keydiff", "recent": 0.2}, GROWING),
+    "a growing quota, rows per query head": ({"method": "h2o", "preset": "paper_max"}, GROWING),
+    "a growing quota, slots as positions": ({"method": "sink"}, GROWING),
+    "a growing quota, neighbours in the text": ({"method": "cake", "decoding": True}, GROWING),
+    "a cache that fills": ({"method": "sink", "preset": "original", "decode_size": 70}, 0.9),
+    "a cache that fills and is protected too much": (FILLING | {"recent": 40}, 0.3),
+    "layers of a pyramid": ({"method": "tova", "allocator": "pyramid"}, 0.3),
+    "layers of a growing pyramid": ({"method": "snapkv", "allocator": "pyramid", "decoding": True}, GROWING),
+    "layers that differ by sample": ({"method": "cake", "allocator": "cake", "decoding": True}, 0.3),
+    "layers that differ by sample and grow": ({"method": "h2o", "allocator": "cake"}, GROWING),
+    # not the first layer alone, in which keys of equal tokens have equal norms but for rounding
+    "a layer that is spared": ({"method": "knorm", "skip_layers": [0], "decoding": True}, 0.3),
+    "layers that are spared, and a growing quota": (
+        {"method": "knorm", "skip_layers": [0, 2], "decoding": True},
+        GROWING,
+    ),
+}
+
+
+def assert_same_to_the_last_count(one, other):
+    """Two contexts hold the same, in the same parts, and their records say so."""
+    assert_same(one, other)
+    for layer, another in zip(one.own_layers, other.own_layers, strict=True):
+        known, found = layer.rows, another.rows
+        for name in ("even", "tail", "longest", "shape"):
+            assert getattr(known, name) == getattr(found, name), name
+        assert (known.lengths is None) == (found.lengths is None)
+        assert known.lengths is None or torch.equal(known.lengths, found.lengths)
+        columns, others = known.view().columns, found.view().columns
+        assert all(torch.allclose(own, others[name], atol=1e-4) for name, own in columns.items())
+        assert (layer.bytes().rows, layer.bytes().metadata) == (another.bytes().rows, another.bytes().metadata)
+        assert int(layer.tally.protected) == int(another.tally.protected)
+        assert {kind: int(own) for kind, own in layer.tally.given_up.items()} == {
+            kind: int(own) for kind, own in another.tally.given_up.items()
+        }
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("name", VARYING)
+def test_heads_layers_and_tokens_may_have_quotas_of_their_own(name):
+    chosen, budget = VARYING[name]
+    modules, step = make_contexts(make_double("llama"), choice_of(**chosen), budget, batch=2)
+    for tokens, decoding in ((CHUNK + 9, "graph"), (7, "modules"), (2 * CHUNK, "graph")):
+        answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers))
+        assert step.decoding == decoding
+        assert_same_to_the_last_count(modules, step)
+        assert torch.allclose(modules.logits, step.logits, atol=1e-4)
+    found = [(*answer_with_interruptions(context, CHUNK + 2, 2), context.logits) for context in (modules, step)]
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.allclose(one, other, atol=1e-4) for one, other in zip(found[0][1:], found[1][1:], strict=True))
+    assert_same_to_the_last_count(modules, step)
+
+
+def test_quotas_are_those_of_a_loop_over_tokens():
+    """Also where a quota falls by a row, which ends what a graph can read."""
+    _, context = make_contexts(tiny("llama"), choice_of("tova", "pyramid"), batch=2)
+    layers = context.own_layers
+    for nominal in ([18] * 9, [*range(18, 30)], [18, 19, 19, 25, 25, 25, 25, 25, 25], [19, 19, 20, 20, 18, 18]):
+        plan = find_answer_quotas(layers, nominal)
+        rows = [layer.rows.longest_head for layer in layers]
+        for token, mean in enumerate(nominal):
+            quotas = [layer.find_quota_ahead(mean) for layer in layers]
+            assert all(sum(own) == 3 * mean for own in zip(*quotas, strict=True))
+            before, rows = rows, [min(held + 1, own[0]) for held, own in zip(rows, quotas, strict=True)]
+            if any(held < own for held, own in zip(rows, before, strict=True)):
+                assert plan.tokens == token
+                break
+            assert plan.rows[token + 1].flatten().tolist() == rows
+            cut = [held + 1 > own[0] for held, own in zip(before, quotas, strict=True)]
+            expected = [own[0] if is_cut else NEVER for own, is_cut in zip(quotas, cut, strict=True)]
+            assert plan.quotas[token].flatten().tolist() == expected
+        else:
+            assert plan.tokens == len(nominal)
+            assert plan.capacities == [held + 1 for held in rows]
+
+
 def test_a_full_budget_attends_to_all_rows_and_a_growing_one_is_the_modules_affair():
     for budget, path in ((Budget(1.0), "graph"), (Budget(0.3, "seen"), "modules")):
         modules, step = make_contexts(tiny("llama"), choice_of("quest", page=4))
@@ -246,16 +328,10 @@ def test_rows_grow_to_the_size_that_an_answer_is_cut_to(interval, monkeypatch):
     assert_same(modules, step)
 
 
-def test_nothing_is_cut_at_a_full_budget_and_a_growing_one_is_the_modules_affair():
+def test_nothing_is_cut_at_a_full_budget():
     modules, step = make_contexts(tiny("llama"), choice_of("keydiff"), 1.0)
     answers = [list(context.generate(20, Sampling(), frozenset())) for context in (modules, step)]
     assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
-    assert_same(modules, step)
-    modules, step = make_contexts(tiny("llama"), choice_of("keydiff"))
-    for context in (modules, step):
-        context.budget = Budget(0.3, "seen")
-    answers = [list(context.generate(20, Sampling(), frozenset())) for context in (modules, step)]
-    assert torch.equal(*map(torch.stack, answers)) and step.decoding == "modules"
     assert_same(modules, step)
 
 
@@ -439,7 +515,9 @@ def test_frequencies_that_follow_the_longest_place_are_left_to_the_modules():
 
 
 @pytest.mark.parametrize(
-    "chosen", [APPENDING, *map(only_in_full, (CUTTING, CUTTING_FIVES, WATCHING))], ids=lambda own: own["method"]
+    "chosen",
+    [APPENDING, *map(only_in_full, (CUTTING, CUTTING_FIVES, WATCHING, FILLING))],
+    ids=["snapkv", "keydiff", "tova", "h2o", "h2o that fills"],
 )
 def test_the_kernels_take_the_same_step(chosen):
     """Steps of two layers through the interpreter, or on the GPU."""
@@ -455,8 +533,11 @@ def test_the_kernels_take_the_same_step(chosen):
                 args, more = (context.weights, context.own_layers, 2), (context.seen, name)
                 if not choice.method.decoding:
                     rows = GrowingRows(*args, *more)
+                elif size == 1:
+                    quota = 19 if chosen is FILLING else 18
+                    rows = ReplacedRows(*args, find_answer_quotas(context.own_layers, [quota, quota]), *more)
                 else:
-                    rows = ReplacedRows(*args, 18, *more) if size == 1 else FixedQuotaRows(*args, size, 18, *more)
+                    rows = FixedQuotaRows(*args, size, 18, *more)
                 draws = torch.zeros(1, 3, device=device)
                 decoder = GraphDecoder(context.weights, rows, first, 2, Sampling().pick, draws, name)
                 tokens = [int(decoder.next()[0]) for _ in range(2)]

@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvbench.interfaces.budget import Budget
@@ -105,3 +105,12 @@ def test_marks_of_a_line_are_counted_up_to_each_place(length):
 @given(st.integers(0, 100), st.integers(0, 10**6))
 def test_a_part_is_exact_decimal_arithmetic(percent, count):
     assert exact_share(percent / 100, count) == percent * count // 100
+
+
+@given(st.floats(0, 1), st.integers(0, 1 << 30))
+@example(0.1234567890123456, 1 << 30)
+@example(1e-5, 300000)
+def test_a_part_of_a_tensor_is_as_exact(share, count):
+    """With more digits than one product of 64 bits holds."""
+    assert exact_share(share, count) == int(Fraction(str(share)) * count)
+    assert int(exact_share(share, torch.tensor(count))) == exact_share(share, count)

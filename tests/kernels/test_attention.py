@@ -117,6 +117,26 @@ def test_one_query_of_many_samples_reads_a_heads_rows_once(monkeypatch):
     assert torch.allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("group", [3, 1])
+def test_a_query_attends_to_ragged_rows_without_a_tail(group):
+    """As to the same rows, of which the last are a tail."""
+    queries, held, keys, values = made((2, 2, group, 1, 4, 37, 32), False, torch.float32)
+    both = [
+        torch.cat([torch.cat([own[start : start + length], more]) for start, length, more in zip(
+            held.starts.tolist(), held.lengths.tolist(), tail.flatten(0, 1), strict=True)])
+        for own, tail in ((held.keys, keys), (held.values, values))
+    ]  # fmt: skip
+    lengths = held.lengths + 4
+    together = RaggedRows(*both, None, lengths.cumsum(0) - lengths, lengths, held.longest + 4)
+    for name in ("reference", "triton"):
+        expected, sums = attend_ragged(queries, held, keys, values, 0.2, lse=True, implementation=name)
+        none = keys[:, :, :0], values[:, :, :0]
+        found, own = attend_ragged(queries, together, *none, 0.2, lse=True, implementation=name)
+        assert torch.allclose(found, expected, atol=1e-6) and torch.allclose(own, sums, atol=1e-5)
+    with pytest.raises(ValueError, match="1 tokens of 0 rows"):
+        attend_ragged(queries, None, *none, 0.2)
+
+
 def test_a_step_counts_further_rows_of_the_tail():
     queries, held, keys, values = made((2, 2, 3, 1, 9, 37, 32), True, torch.float32)
     step = torch.tensor(4, dtype=torch.int32, device=DEVICE)

@@ -30,6 +30,13 @@ def test_triton_agrees_with_the_equation(rows, dim, turning, alike, dtype, monke
     assert (same - x).abs().max() <= close * x.abs().max()
 
 
+def test_rows_that_do_not_exist_are_as_good_as_any():
+    x, angles = torch.ones(1, 1, 3, 8, device=DEVICE), [torch.ones(9, 8, device=DEVICE)] * 2
+    places = torch.tensor([4, -1, 2], device=DEVICE)
+    found = rotate_rows(x, *angles, places, torch.arange(3, device=DEVICE), implementation="triton")
+    assert found.isfinite().all()
+
+
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="^rotate_rows"):
         rotate_rows(torch.ones(1, 1, 2, 4), *(torch.ones(9, 6),) * 2, *(torch.arange(2),) * 2)

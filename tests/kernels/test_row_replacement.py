@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvbench.kernels.row_replacement import replace_row
+from kvbench.kernels.row_replacement import NEVER, replace_row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ["plain", "ties", "sinks", "recents", "both", "too many sinks", "too many recents", "too many"]
@@ -29,33 +29,103 @@ def case(kind, rows, seed=0):
     ]
 
 
-def leave(given, tables, implementation):
+def leave(given, tables, implementation, growth=None):
     """Replace a row and return everything that was written."""
     tables = [own.clone() for own in tables]
+    growth = growth and tuple(own.clone() for own in growth)
     free = torch.full((2, 3), -1, dtype=torch.int64, device=DEVICE)
     position = torch.tensor(int(tables[0].max()) + 5, dtype=torch.int64, device=DEVICE)
     invalid = torch.zeros((), dtype=torch.bool, device=DEVICE)
-    replace_row(*given, *tables, free, position, invalid, implementation=implementation)
-    return [*tables, free, position, invalid]
+    tally = torch.ones(3, 2, 3, dtype=torch.int64, device=DEVICE)
+    given = *given, *tables, free, position, invalid, tally
+    replace_row(*given, growth=growth, implementation=implementation)
+    return [*tables, free, position, invalid, tally, *(growth or ())]
+
+
+def check_head(given, before, after, used, quota, place):
+    """One head against a sorted list. `given` are scores and masks, `before` and `after` places, ranks and order."""
+    scores, sinks, recents = given
+    free, tally = after[3], after[4].tolist()
+    head = sorted(range(used), key=lambda slot: before[0][slot])  # in the order of the text
+    marked = [] if sinks is None else [slot for slot in head if sinks[slot]]
+    newest = [] if recents is None else [slot for slot in head[::-1] if recents[slot] and slot not in marked]
+    room = max(1, quota - 1)
+    safe = [*marked, *newest][:room]
+    if quota < NEVER:
+        lost = len(marked) - room, len(newest) - max(0, room - len(marked))
+        assert tally == [len(safe), *(max(1, own) for own in lost)]
+    else:
+        assert tally == [1, 1, 1]
+    victim = used
+    if used > quota:
+        victim = min((slot for slot in head[::-1] if slot not in safe), key=lambda slot: scores[slot])
+        head.remove(victim)
+    assert free == victim and after[0][victim] == place
+    held = [*head, victim]
+    assert after[2].tolist() == [*held, *range(len(held), len(scores))]
+    assert [int(after[1][slot]) for slot in held] == list(range(len(held)))
 
 
 @pytest.mark.parametrize("rows", [2, 3, 17, 60])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_takes_the_worst_row_that_may_leave(kind, rows):
-    (scores, sinks, recents), tables = case(kind, rows)
-    places, ranks, order, free, position, invalid = leave((scores, sinks, recents), tables, "reference")
+    given, tables = case(kind, rows)
+    places, ranks, order, free, position, invalid, tally = leave(given, tables, "reference")
     assert not invalid
     for b in range(2):
         for h in range(3):
-            head = sorted(range(rows), key=lambda slot: tables[0][b, h, slot])  # in the order of the text
-            marked = [] if sinks is None else [slot for slot in head if sinks[b, h, slot]]
-            newest = [] if recents is None else [slot for slot in head[::-1] if recents[b, h, slot]]
-            safe = list(dict.fromkeys([*marked[: max(1, rows - 2)], *newest]))[: max(1, rows - 2)]
-            victim = min((slot for slot in head[::-1] if slot not in safe), key=lambda slot: scores[b, h, slot])
-            assert free[b, h] == victim and places[b, h, victim] == position + 1
-            head.remove(victim)
-            assert order[b, h].tolist() == [*head, victim]
-            assert [int(ranks[b, h, slot]) for slot in [*head, victim]] == list(range(rows))
+            own = [None if mask is None else mask[b, h] for mask in given]
+            after = places[b, h], ranks[b, h], order[b, h], free[b, h], tally[:, b, h]
+            check_head(own, [table[b, h] for table in tables], after, rows, rows - 1, position + 1)
+
+
+def growing(kind, rows, seed=0):
+    """Heads that use 1 to `rows` - 1 of their slots, of which some lose a row, some grow and some are not cut."""
+    given, _ = case(kind, rows, seed)
+    draw = torch.Generator().manual_seed(seed)
+    used = torch.randint(1, rows, (2, 3), generator=draw)
+    used[0, :2] = torch.tensor([rows - 1, max(2, rows // 2)])
+    quotas = torch.tensor([[1, -1, 0], [3, NEVER, 0]])
+    quotas = torch.where(quotas < 5, (used + quotas).clamp(min=1), quotas)
+    quotas[0, 1] = max(1, int(used[0, 1]) - 1)
+    tables = [torch.arange(rows).repeat(2, 3, 1) for _ in range(3)]
+    tables[0][:] = -1
+    for b in range(2):
+        for h in range(3):
+            count = int(used[b, h])
+            tables[1][b, h, :count] = torch.randperm(count, generator=draw)
+            tables[2][b, h, :count] = tables[1][b, h, :count].argsort()
+            ascending = torch.randperm(4 * rows, generator=draw)[:count].sort().values
+            tables[0][b, h, :count] = ascending[tables[1][b, h, :count]]
+    scores, sinks, recents = given
+    scores.masked_fill_(tables[0].to(DEVICE) < 0, torch.nan)  # nobody reads what unused slots hold
+    few, most = max(1, rows // 5), rows
+    first = {"sinks": few, "both": few, "too many sinks": most, "too many": most}.get(kind)
+    last = {"recents": few, "both": few, "too many recents": most, "too many": 3}.get(kind)
+    masks = None if first is None else tables[1] < first, None if last is None else tables[1] >= used[..., None] - last
+    given = [scores, *(None if mask is None else mask.to(DEVICE) for mask in masks)]
+    mass = (tables[0] >= 0).float()
+    return given, [own.to(DEVICE) for own in tables], tuple(own.to(DEVICE) for own in (used, quotas, mass))
+
+
+@pytest.mark.parametrize("rows", [3, 17, 60])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_below_its_quota_keeps_its_rows(kind, rows):
+    given, tables, growth = growing(kind, rows)
+    used, quotas, mass = growth
+    places, ranks, order, free, position, invalid, tally, lengths, _, after_mass = leave(
+        given, tables, "reference", growth
+    )
+    assert not invalid
+    for b in range(2):
+        for h in range(3):
+            count, quota = int(used[b, h]), int(quotas[b, h])
+            own = [None if mask is None else mask[b, h] for mask in given]
+            after = places[b, h], ranks[b, h], order[b, h], free[b, h], tally[:, b, h]
+            check_head(own, [table[b, h] for table in tables], after, count, quota, position + 1)
+            assert lengths[b, h] == count + (count <= quota)
+            assert after_mass[b, h].tolist() == [1.0] * int(lengths[b, h]) + [0.0] * (rows - int(lengths[b, h]))
+    assert {int(own) for own in (used > quotas).flatten()} == {0, 1}
 
 
 @pytest.mark.cover
@@ -67,31 +137,53 @@ def test_triton_agrees_with_the_reference(kind, rows):
         assert torch.equal(one, other)
 
 
+@pytest.mark.cover
+@pytest.mark.parametrize("rows", [3, 17, 2100])
+@pytest.mark.parametrize("kind", KINDS)
+def test_triton_grows_as_the_reference_does(kind, rows):
+    given, tables, growth = growing(kind, rows, seed=1)
+    found = [leave(given, tables, implementation, growth) for implementation in ("triton", "reference")]
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    one_quota = growth[0], growth[1][:, :1], growth[2]  # the same for all heads of a sample
+    found = [leave(given, tables, implementation, one_quota) for implementation in ("triton", "reference")]
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_nan_is_noted_and_infinite_scores_are_numbers():
     given, tables = case("plain", 9)
     given[0][1, 2, 4] = torch.inf
     given[0][0, 1, 3] = -torch.inf
     for implementation in ("reference", "triton"):
-        *_, free, _, invalid = leave(given, tables, implementation)
+        *_, free, _, invalid, _ = leave(given, tables, implementation)
         assert not invalid and free[0, 1] == 3
     given[0][1, 0, 2] = torch.nan
-    assert all(leave(given, tables, implementation)[-1] for implementation in ("reference", "triton"))
+    assert all(leave(given, tables, implementation)[5] for implementation in ("reference", "triton"))
+
+
+def test_nan_of_a_head_that_is_not_cut_is_not_looked_at():
+    given, tables, growth = growing("plain", 17)
+    given[0][1, 1] = torch.nan
+    assert not any(leave(given, tables, implementation, growth)[5] for implementation in ("reference", "triton"))
 
 
 def test_what_does_not_fit_is_refused():
     given, tables = case("plain", 5)
     with pytest.raises(ValueError, match="^replace_row: scores, places, ranks, order, free"):
         leave([given[0][..., :1], None, None], tables, "reference")
-    with pytest.raises(ValueError, match="^replace_row: torch.int32"):
+    with pytest.raises(ValueError, match="^replace_row: ranks, order, free, tally, growth, invalid torch.int32"):
         leave(given, [tables[0], tables[1].int(), tables[2]], "reference")
+    given, tables, (used, quotas, mass) = growing("plain", 5)
+    with pytest.raises(ValueError, match="^replace_row: scores"):
+        leave(given, tables, "reference", (used, quotas, mass[..., :3]))
 
 
 def ahead():
     from kvbench.kernels.row_replacement.triton import _replace
 
-    real = dict.fromkeys(("sinks", "recents", "invalid"), "*u8") | dict.fromkeys(("ranks", "order", "free"), "*i64")
-    real |= {"scores": "*fp32", "places": "*i64", "position": "*i64"}
-    for both in (False, True):
-        constants = {"SINKS": both, "RECENTS": both, "TILE": 2048}
+    real = dict.fromkeys(("sinks", "recents", "invalid"), "*u8")
+    real |= dict.fromkeys(("places", "position", "ranks", "order", "free", "tally", "lengths", "quotas"), "*i64")
+    real |= {"scores": "*fp32", "mass": "*fp32"}
+    for both, grows in ((False, False), (True, False), (True, True)):
+        constants = {"SINKS": both, "RECENTS": both, "GROWS": grows, "TILE": 2048}
         types = {name: real.get(name, "constexpr" if name in constants else "i32") for name in _replace.arg_names}
         yield _replace, types, constants, {"num_warps": 8}

@@ -1,6 +1,7 @@
 """Two contexts on one prompt, of which one answers through the model's modules and one through kvbench's own step."""
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from kvbench.cache.policy import CachePolicy
 from kvbench.engine.generation import GenerationContext
@@ -12,7 +13,7 @@ from tests.support.tiny_models import ids
 def make_contexts(
     model: torch.nn.Module,
     choice: CachePolicy,
-    budget: float = 0.3,
+    budget: float | Budget = 0.3,
     batch: int = 1,
     stepped: bool = True,
     prompt: int = 60,
@@ -20,8 +21,9 @@ def make_contexts(
 ) -> list[GenerationContext]:
     """Two contexts that have read a prompt of `prompt` tokens. The second one has weights for the step if `stepped`."""
     made, device = [], next(model.parameters()).device
+    own = budget if isinstance(budget, Budget) else Budget(budget)
     for step in (False, stepped):
-        context = GenerationContext(model, choice, Budget(budget), block, tuple(range(batch)), answer=40)
+        context = GenerationContext(model, choice, own, block, tuple(range(batch)), answer=40)
         context.prefill(torch.cat([ids(prompt, seed) for seed in range(batch)]).to(device))
         if step:
             context.weights = collect_weights(model)
@@ -47,8 +49,11 @@ def assert_same(one: GenerationContext, other: GenerationContext) -> None:
         for name, column in held.columns.items():
             assert torch.allclose(column, rows.columns[name], atol=1e-4), name
         for remembered in ("layer", "shared"):
-            known, found = getattr(layer.state, remembered), getattr(another.state, remembered)
-            torch.testing.assert_close(known, found, atol=1e-4, rtol=1e-4)
+            known, found = (tree_flatten(getattr(own.state, remembered)) for own in (layer, another))
+            assert known[1] == found[1]
+            for value, other_value in zip(known[0], found[0], strict=True):
+                if isinstance(value, torch.Tensor | int):
+                    torch.testing.assert_close(value, other_value, atol=1e-4, rtol=1e-4)
         assert torch.allclose(held.keys, rows.keys, atol=1e-4) and torch.allclose(held.values, rows.values, atol=1e-4)
     for window, another in zip(one.sliding_layers(), other.sliding_layers(), strict=True):
         assert window.cumulative_length == another.cumulative_length == one.seen

@@ -21,15 +21,15 @@ def answer_both(contexts: tuple[GenerationContext, GenerationContext], end: int,
     assert torch.equal(*map(torch.stack, answers))
 
 
-def answer_with_interruptions(context: GenerationContext, first: int) -> tuple[Tensor, Tensor]:
-    """Read three tokens after `first` tokens of an answer, and answer aside after four more.
+def answer_with_interruptions(context: GenerationContext, first: int, batch: int = 1) -> tuple[Tensor, Tensor]:
+    """Read three tokens after `first` tokens of an answer for `batch` samples, and answer aside after four more.
 
     Returns:
         All generated tokens, and the logits of the three.
     """
     answer = context.generate(40, Sampling(), frozenset())
     tokens = [next(answer) for _ in range(first)]
-    logits = context.extend(ids(3, 9))
+    logits = context.extend(ids(3, 9).repeat(batch, 1))
     tokens += [next(answer) for _ in range(4)]
     with context.branch():
         aside = list(context.generate(12, Sampling(), frozenset()))

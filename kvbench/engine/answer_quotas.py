@@ -1,0 +1,94 @@
+"""The quotas of an answer that is cut at every token, computed before the answer begins.
+
+A CUDA graph can't ask how many rows a head may keep. If that follows from numbers alone, the host knows it for every
+token of the answer: the budget gives the mean over the layers, and the allocator shares it among them. From the quotas
+follows how many rows each head holds after each token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.layer import Layer
+from kvbench.cache.policy import CachePolicy
+from kvbench.kernels.row_replacement import NEVER
+
+
+def replaces_rows(choice: CachePolicy) -> bool:
+    """Return whether every token of an answer cuts, takes the smallest scores only, and has a quota known before."""
+    method, allocator = choice.method, choice.allocator
+    if not method.decoding or method.decode_interval > 1 or not (method.capturable and method.order_free):
+        return False
+    knows_quotas = allocator.is_uniform or (allocator.even and allocator.keeps_shares)
+    return knows_quotas and not method.sets_head_quotas and not method.overrides("cut", "merge", "select")
+
+
+@dataclass(frozen=True)
+class AnswerQuotas:
+    """What the heads of L layers may keep and do hold after each of T tokens.
+
+    The last two dimensions of the tensors are B and H, or 1 where all samples or all heads are alike.
+    """
+
+    quotas: Tensor
+    """Rows that a head may keep at the cut after each token, (T, L, b, 1) int64; `NEVER` where a layer is not cut."""
+    rows: Tensor
+    """Rows that a head holds before the first and after each token, (T + 1, L, b, h) int64."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.quotas)
+
+    @property
+    def capacities(self) -> list[int]:
+        """For each layer, the rows of its longest head after the last token, and the next token's."""
+        return [1 + int(rows.max()) for rows in self.rows[-1]]
+
+    def is_constant(self, layer: int) -> bool:
+        """Return whether every head of a layer holds the same number of rows and loses one of them at every token."""
+        rows = self.rows[:, layer]
+        return bool((rows == rows.flatten()[0]).all() and (self.quotas[:, layer] < NEVER).all())
+
+    def find_last_cut(self, layer: int, begin: int, end: int) -> int | None:
+        """Return how many tokens had been read at the last cut of a layer from token `begin` to before `end`.
+
+        Returns None if the layer was not cut.
+        """
+        cuts = (self.quotas[begin:end, layer] < NEVER).flatten(1).any(-1).nonzero()
+        return begin + 1 + int(cuts[-1]) if len(cuts) else None
+
+
+def find_answer_quotas(layers: Sequence[Layer], nominal: Sequence[int]) -> AnswerQuotas:
+    """Return the quotas for as many tokens as no head gives up more than one row at.
+
+    Args:
+        layers: All layers.
+        nominal: For each token, the rows per head that a cut leaves, as the mean over the layers.
+    """
+    distinct = sorted(set(nominal))
+    which = torch.tensor([distinct.index(own) for own in nominal]) if len(distinct) > 1 else torch.zeros(len(nominal))
+    never, wanted, held, even, stays_even = (NEVER,) * len(layers[0].state.seeds), [], [], [], []
+    for layer in layers:
+        is_cut = layer.index in layer.cut_layers
+        found = [layer.find_quota_ahead(own) if is_cut else never for own in distinct]
+        wanted.append(torch.tensor(found)[which.long()])  # (T, B)
+        held.append(torch.tensor([[layer.rows.longest_head]]) if layer.rows.even else layer.rows.counts().cpu())
+        even.append(layer.rows.even)
+        stays_even.append(layer.even)
+    quotas = torch.stack(wanted, 1)[..., None]  # (T, L, B, 1)
+    if (quotas == quotas[:, :, :1]).all():
+        quotas = quotas[:, :, :1]
+    start = torch.stack([own.expand(*torch.broadcast_shapes(*(other.shape for other in held))) for own in held])
+    token = torch.arange(1, len(nominal) + 1)[:, None, None, None]
+    rows = token + (quotas - token).cummin(0).values.minimum(start)  # of each token min(quota, rows before + 1)
+    rows = torch.cat([start.expand_as(rows[:1]), rows])
+    exceeded = (rows[:-1] + 1 > quotas).flatten(2).any(-1)  # (T, L): a head has too many rows
+    uneven = ~torch.tensor(even) | (exceeded.cummax(0).values.roll(1, 0) & ~torch.tensor(stays_even))
+    uneven[0] = ~torch.tensor(even)  # a layer of uneven heads is cut at every token, even if nothing leaves
+    quotas = quotas.masked_fill(~(exceeded | uneven)[..., None, None], NEVER)
+    falls = (rows[1:] < rows[:-1]).flatten(1).any(-1).nonzero()
+    count = int(falls[0]) if len(falls) else len(nominal)
+    return AnswerQuotas(quotas[:count], rows[: count + 1])
