@@ -376,6 +376,6 @@ def count_marks(marks: Tensor) -> Tensor:
     """
     if marks.shape[-1] <= LINE:
         return marks.cumsum(-1)
-    within = pad(marks, (0, -marks.shape[-1] % LINE)).unflatten(-1, (-1, LINE)).cumsum(-1)
+    within = pad(marks, (0, -marks.shape[-1] % LINE)).reshape(*marks.shape[:-1], -1, LINE).cumsum(-1)
     before = within[..., -1].cumsum(-1) - within[..., -1]
-    return (within + before[..., None]).flatten(-2)[..., : marks.shape[-1]]
+    return (within + before[..., None]).reshape(*marks.shape[:-1], -1)[..., : marks.shape[-1]]
