@@ -4,7 +4,8 @@ The step uses the model's weights directly. On a GPU it is captured once as a CU
 so the host does nothing in between. The rows decide where a token's row goes and which rows are attended to.
 `GrowingRows` only append. Others are in modules of kvbench.engine: `ReadRows` (read_rows) append and attend to some
 rows, `PackedRows` (packed_rows) append and pack, `ReplacedRows` (replaced_rows) give up a row for each token, and
-`FixedQuotaRows` (fixed_quota_rows) are cut after every few tokens. `SlidingRows` (sliding_rows) hold the windows of
+`FixedQuotaRows` (fixed_quota_rows) are cut after every few tokens. `WatchedRows` (watched_rows) append and are shown to
+the method. `SlidingRows` (sliding_rows) hold the windows of
 some layers beside any of these.
 """
 
