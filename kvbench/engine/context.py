@@ -167,8 +167,8 @@ class PromptContext:
         self.begin(prompt)
         rows: int | None = None
         again, size = self._readings(ids), self.block_size or prompt
-        captured = self.weights is not None and self.weights.sliding is None and repeats_cuts(self.choice)
-        captured = captured and size <= SHORT and not each and self.budget.of == "prompt" and self.fits_window(prompt)
+        captured = self.weights is not None and repeats_cuts(self.choice) and size <= SHORT and not each
+        captured = captured and self.budget.of == "prompt" and self.fits_window(prompt)
         captured = captured and not self.choice.method.overrides("capture_state")
         quota = self.budget.rows(prompt, prompt) if captured else None
         with kvbench_attention(self.model):
@@ -186,7 +186,8 @@ class PromptContext:
                 count = (prompt - self.seen - 1) // size  # whole blocks before the last block
                 if quota is not None and self.weights and count >= FEW and is_at_quota(self.own_layers, quota):
                     more = ids[:, self.seen : self.seen + count * size]
-                    GraphPrefill(self.weights, self.own_layers, more, size, quota, self.seen).read()
+                    windows = self.sliding_layers()
+                    GraphPrefill(self.weights, self.own_layers, windows, more, size, quota, self.seen).read()
                     self.count_tokens(more.shape[1])
             self.set_progress(last=False)
             if again and rows is not None:

@@ -22,7 +22,7 @@ from kvbench.engine.quota_rows import capture_states, is_at_quota, repeats_cuts
 from kvbench.engine.read_rows import ReadRows, make_reader, reads_in_graph
 from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import TokenChooser
-from kvbench.engine.sliding_rows import SlidingRows
+from kvbench.engine.sliding_rows import add_windows
 from kvbench.engine.timing import now
 from kvbench.engine.watched_rows import WatchedRows
 from kvbench.interfaces.row_reader import RowReader
@@ -121,7 +121,9 @@ def open_path(
         sampling: How a token is chosen.
         draws: Random numbers for the tokens to generate, (B, left + 1).
     """
-    if context.weights is not None and context.fits_window(left):
+    if context.window is not None:  # the modules raise the error at the first token behind it
+        left = min(left, context.window - context.seen)
+    if context.weights is not None:
         cut_rows = find_cut_rows(context, left)
         if cut_rows is not None:
             return GraphPath(context, cut_rows, token, left, sampling, draws)
@@ -258,8 +260,7 @@ class GraphPath:
         context.decoding = "graph"
         weights = context.weights
         rows = make_rows(weights, context.own_layers, left, seen=context.seen)
-        if weights.sliding is not None:
-            rows = SlidingRows(weights, weights.sliding, context.sliding_layers(), rows, left, context.seen)
+        rows = add_windows(weights, context.sliding_layers(), rows, left, context.seen)
         token = token.to(context.last_logits.device)
         self.decoder = GraphDecoder(weights, rows, token, left, sampling.pick, draws)
         context.capture_ms += 1000 * (now(context.device) - begin)

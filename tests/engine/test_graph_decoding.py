@@ -19,7 +19,7 @@ from tests.support.answer_paths import assert_same, make_contexts
 from tests.support.interrupted_answers import answer_both, answer_with_interruptions, assert_freed_at_once
 from tests.support.method_files import build_policy
 from tests.support.selection import only_in_full
-from tests.support.tiny_models import ids, make_double, tiny
+from tests.support.tiny_models import ids, make_double, make_fresh, tiny
 
 APPENDING = {"method": "snapkv"}
 CUTTING = {"method": "keydiff"}  # at every token
@@ -57,10 +57,12 @@ def test_the_step_gives_what_the_modules_give(method, allocator):
     assert torch.allclose(modules.extend(more), step.extend(more), atol=1e-5)
 
 
+@pytest.mark.cover
+@pytest.mark.parametrize("method", ["snapkv", "keydiff", "sink", "quest"])
 @pytest.mark.parametrize("name", ["mistral", "qwen3", "qwen2", "phi3", "gemma3"])
-def test_biases_and_norms_are_the_models(name):
+def test_biases_norms_and_rotations_are_the_models(name, method):
     model = qwen2() if name == "qwen2" else tiny(name)
-    modules, step = make_contexts(model, choice_of("snapkv"), batch=2)
+    modules, step = make_contexts(model, choice_of(method), batch=2)
     answers = [list(context.generate(20, Sampling(), frozenset())) for context in (modules, step)]
     assert step.decoding == "graph" and torch.equal(*map(torch.stack, answers))
     assert torch.allclose(modules.logits, step.logits, atol=1e-5)
@@ -430,6 +432,21 @@ def test_models_that_are_not_plain_have_no_weights_for_a_step():
     weight = model.model.layers[1].mlp.up_proj.weight
     model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(weight.data.mT.contiguous().mT)
     assert collect_weights(model) is None
+    assert collect_weights(qwen2(hidden_act="relu")) is None
+    model = make_fresh("gemma3")
+    model.config.final_logit_softcapping = 30.0
+    assert collect_weights(model) is None
+
+
+def test_phi_3_gives_rows_of_its_own_parameters():
+    model = tiny("phi3")
+    for layer, block in zip(model.model.layers, collect_weights(model).blocks, strict=True):
+        for whole, parts in (
+            (layer.self_attn.qkv_proj.weight, block.project),
+            (layer.mlp.gate_up_proj.weight, (block.gate, block.up)),
+        ):
+            assert torch.equal(torch.cat(parts), whole) and all(part.is_contiguous() for part in parts)
+            assert all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in parts)
 
 
 def test_frequencies_that_follow_the_longest_place_are_left_to_the_modules():

@@ -27,6 +27,7 @@ from kvbench.runs.runner import execute_run, execute_runs
 from kvbench.runs.spec import RunSpec
 from tests.support.method_files import MAKE, build_policy, make_method_args
 from tests.support.recorded_runs import TIMES
+from tests.support.tiny_models import ids, make_fresh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 GREEDY = Sampling()
@@ -94,6 +95,17 @@ def test_graphs_decode_what_the_modules_decode(exact, method, allocator, batch, 
     contexts, answers = both_ways(exact, method, prompts(batch, 700), budget, allocator=allocator, sampling=sampling)
     assert [context.decoding for context in contexts] == ["modules", "graph"]
     assert torch.equal(*answers) and torch.allclose(contexts[0].logits, contexts[1].logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["phi3", "gemma3"])
+@pytest.mark.parametrize(("method", "block"), [("full", None), ("snapkv", None), ("keydiff", 32), ("quest", None)])
+def test_graphs_of_other_architectures_decode_what_the_modules_decode(name, method, block):
+    own, budget = make_fresh(name).cuda(), 1.0 if method == "full" else 0.2
+    contexts, answers = both_ways(own, method, ids(300, batch=2).cuda(), budget, block)
+    assert [context.decoding for context in contexts] == ["modules", "graph"]
+    assert (answers[0] == answers[1]).float().mean() >= 0.9  # where two scores are equal another row may stay
+    for one, other in zip(*(context.sliding_layers() for context in contexts), strict=True):
+        assert one.cumulative_length == other.cumulative_length and one.keys.shape == other.keys.shape
 
 
 CAPTURABLE = ["cake", "dropkv", "h2o", "keydiff", "knorm", "sink", "snapkv", "tova"]
