@@ -184,7 +184,7 @@ def find_cut_rows(context: GenerationContext, left: int) -> Callable[..., StepRo
     quota, method = find_constant_quota(context, left), context.choice.method
     if quota is None or context.weights is None:
         return None
-    if method.decode_interval == 1 and method.order_free:
+    if method.decode_interval == 1 and method.order_free and not method.overrides("capture_state"):
         return partial(ReplacedRows, quota=quota)
     states = capture_states(context.weights, context.own_layers, context.since_cut)
     if states is None:
