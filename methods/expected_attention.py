@@ -126,12 +126,14 @@ class ExpectedAttention(Method):
     def capture_state(self, state: State, capture: StateCapture) -> State | None:
         """Move the last queries into a ring, if every cut uses the same number of queries.
 
-        With decode_queries=buffer every pass since the last cut has read one token.
+        With decode_queries=buffer every pass since the last cut must have read one token.
         """
         none, count = capture.queries, self.buffer
         known = state.layer.get("recent", none)
         if self.decode_queries == "buffer":
             known, count = known if capture.since else none, min(self.buffer + 1, self.decode_interval)
+            if capture.since and set(state.layer["passes"]) != {1}:
+                return None
         elif known is none or capture.seen - capture.since + self.decode_interval < self.sinks + self.buffer:
             return None
         slots = none.new_zeros(*none.shape[:2], count + capture.undone, none.shape[3])

@@ -22,7 +22,9 @@ def replaces_rows(choice: CachePolicy) -> bool:
     if not method.decoding or method.decode_interval > 1 or not (method.capturable and method.order_free):
         return False
     knows_quotas = allocator.is_uniform or (allocator.even and allocator.keeps_shares)
-    return knows_quotas and not method.sets_head_quotas and not method.overrides("cut", "merge", "select")
+    return (
+        knows_quotas and not method.sets_head_quotas and not method.overrides("cut", "merge", "select", "capture_state")
+    )
 
 
 @dataclass(frozen=True)

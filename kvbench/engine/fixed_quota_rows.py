@@ -8,19 +8,17 @@ every token. Between two cuts the slots behind the newest row are rows that do n
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.eviction import bound_scores
-from kvbench.cache.guard import ask
 from kvbench.cache.layer import Layer
-from kvbench.engine.graph_decoding import CHUNK, Norms
-from kvbench.engine.quota_rows import QuotaRows
+from kvbench.engine.graph_decoding import Norms
+from kvbench.engine.quota_rows import QuotaRows, release_state, write_columns
 from kvbench.interfaces.codec import Plain
 from kvbench.interfaces.method import fit_protected
-from kvbench.interfaces.observation import State, StateCapture
+from kvbench.interfaces.observation import State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.attention import attend_ragged
 from kvbench.kernels.rope_append import append
@@ -38,30 +36,6 @@ class HeldSlots:
     """Positions of the rows, (L, B, H, n), -1 for absent ones."""
     mass: Tensor
     """1 or 0, (B, H, n)."""
-
-
-def capture_states(weights: DecoderWeights, layers: Sequence[Layer]) -> list[State] | None:
-    """Ask the method for states of the layers that a graph can change, or None if the modules must decode."""
-    like, rows, method = weights.embed, layers[0].rows, layers[0].choice.method
-    to_queries, to_keys, _ = weights.blocks[layers[0].index].project
-    dim = len(to_keys) // rows.shape[1]
-    queries = like.new_empty(rows.shape[0], len(to_queries) // dim, 0, dim)
-    capture, states = StateCapture(queries, rows.seen, rows.tail, CHUNK), []
-    for layer in layers:
-        work = partial(method.capture_state, layer.state, capture)
-        captured = ask(f"method={method.name}", "capture_state", work, f" of layer {layer.index}")
-        if captured is None:
-            return None
-        states.append(captured)
-    return states
-
-
-def release_state(layer: Layer, captured: State) -> None:
-    """Leave the method's state of a layer as the modules would have left it (`Method.release_state`)."""
-    method, rows = layer.choice.method, layer.rows
-    work = partial(method.release_state, captured, layer.state, rows.seen, rows.tail)
-    ask(f"method={method.name}", "release_state", work, f" of layer {layer.index}")
-    layer.update_memory()
 
 
 class FixedQuotaRows(QuotaRows):
@@ -160,9 +134,7 @@ class FixedQuotaRows(QuotaRows):
         with layer.guard.unnoted():
             _, rows = self.show(index, rows, queries, outputs, lse, first, None)
         layer.guard.release()
-        for name, column in columns.items():
-            if rows.columns[name] is not column:
-                torch.where(held.present, rows.columns[name], column, out=column)  # absent rows stay 0
+        write_columns(columns, rows.columns, held.present)
 
     def cut(self, index: int, queries: Tensor, outputs: Tensor, lse: Tensor | None, first: Tensor) -> None:
         """Let the method see what the layer has read, and cut the layer to its quota."""
@@ -253,5 +225,5 @@ class FixedQuotaRows(QuotaRows):
         """Give the layers the first `read` tokens and the method's states. The rows are not used any more."""
         self.keep(read)
         for layer, captured in zip(self.layers, self.states, strict=True):
-            if read and captured is not layer.state:
-                release_state(layer, captured)
+            if read:
+                release_state(layer, captured, layer.rows.tail)

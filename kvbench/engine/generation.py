@@ -16,15 +16,16 @@ from kvbench.cache.guard import without_gradients
 from kvbench.engine.answer_quotas import AnswerQuotas, find_answer_quotas, replaces_rows
 from kvbench.engine.context import ROOM, PromptContext
 from kvbench.engine.decode_path import DecodePath
-from kvbench.engine.fixed_quota_rows import FixedQuotaRows, capture_states
+from kvbench.engine.fixed_quota_rows import FixedQuotaRows
 from kvbench.engine.graph_decoding import CHUNK, GraphDecoder, GrowingRows, StepRows, only_appends
 from kvbench.engine.packed_rows import PackedRows
-from kvbench.engine.quota_rows import is_at_quota, repeats_cuts
+from kvbench.engine.quota_rows import capture_states, is_at_quota, repeats_cuts
 from kvbench.engine.read_rows import ReadRows, make_reader, reads_in_graph
 from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import TokenChooser
 from kvbench.engine.sliding_rows import add_windows
 from kvbench.engine.timing import now
+from kvbench.engine.watched_rows import WatchedRows
 from kvbench.interfaces.row_reader import RowReader
 from kvbench.models.transformers_port import kvbench_attention
 
@@ -132,9 +133,10 @@ def open_path(
             return GraphPath(context, partial(ReadRows, reader=reader), token, left, sampling, draws)
         cut = find_first_cut(context, left)
         before_cut = left if cut is None else cut - 1
-        if only_appends(context.choice) and is_worth(before_cut, left):
-            rows = PackedRows if context.choice.codec.packs else GrowingRows
-            return GraphPath(context, rows, token, before_cut, sampling, draws)
+        if is_worth(before_cut, left):
+            growing = find_growing_rows(context)
+            if growing is not None:
+                return GraphPath(context, growing, token, before_cut, sampling, draws)
         plan = plan_replacing(context, left)
         if plan is not None and is_worth(plan.tokens, left):
             return GraphPath(context, partial(ReplacedRows, plan=plan), token, plan.tokens, sampling, draws)
@@ -144,6 +146,19 @@ def open_path(
 def is_worth(tokens: int, left: int) -> bool:
     """Return whether a graph that reads `tokens` of `left` tokens pays for being captured."""
     return tokens >= (WORTH if tokens == left else WORTH_BETWEEN_CUTS)
+
+
+def find_growing_rows(context: GenerationContext) -> Callable[..., StepRows] | None:
+    """Return what makes rows that only grow until the next cut, or None if the modules must read."""
+    choice, method, layers = context.choice, context.choice.method, context.own_layers
+    if only_appends(choice):
+        return PackedRows if choice.codec.packs else GrowingRows
+    shows = method.watches and repeats_cuts(choice) and not method.uses_cache_positions and not method.attends_subset
+    cuts = context.find_decode_quota(context.seen + 1) is not None and not replaces_rows(choice)
+    if not shows or not cuts or context.weights is None or any(own.rows.stored is not None for own in layers):
+        return None
+    states = capture_states(context.weights, layers, context.since_cut)
+    return None if states is None else partial(WatchedRows, states=states, since=context.since_cut)
 
 
 def find_first_cut(context: GenerationContext, left: int) -> int | None:
@@ -178,7 +193,7 @@ def find_cut_rows(context: GenerationContext, left: int) -> Callable[..., StepRo
     quota, method = find_constant_quota(context, left), context.choice.method
     if quota is None or context.weights is None:
         return None
-    states = capture_states(context.weights, context.own_layers)
+    states = capture_states(context.weights, context.own_layers, context.since_cut)
     if states is None:
         return None
     return partial(FixedQuotaRows, size=method.decode_interval, quota=quota, states=states)

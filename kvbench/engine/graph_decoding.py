@@ -3,9 +3,9 @@
 The step uses the model's weights directly. On a GPU it is captured once as a CUDA graph and replayed for every token,
 so the host does nothing in between. The rows decide where a token's row goes and which rows are attended to.
 `GrowingRows` only append. Others are in modules of kvbench.engine: `ReadRows` (read_rows) append and attend to some
-rows, `PackedRows` (packed_rows) append and pack, `ReplacedRows` (replaced_rows) give up a row for each token that does
-not fit, and `FixedQuotaRows` (fixed_quota_rows) are cut after every few tokens. `SlidingRows` (sliding_rows) hold the
-windows of some layers beside any of these.
+rows, `PackedRows` (packed_rows) append and pack, `WatchedRows` (watched_rows) append and are shown to the method,
+`ReplacedRows` (replaced_rows) give up a row for each token that does not fit, and `FixedQuotaRows` (fixed_quota_rows)
+are cut after every few tokens. `SlidingRows` (sliding_rows) hold the windows of some layers beside any of these.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,17 +4,19 @@ The hooks of a `capturable` method run the same operations at every position. Th
 tensor on the device, so one captured graph serves a whole answer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.guard import ask
 from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
-from kvbench.engine.graph_decoding import StepRows
-from kvbench.interfaces.observation import Observation
+from kvbench.engine.graph_decoding import CHUNK, StepRows
+from kvbench.interfaces.observation import Observation, State, StateCapture
 from kvbench.interfaces.rows import Rows, mass_dtype
 from kvbench.kernels.rerotation import rotate_rows
 from kvbench.models.decoder_weights import DecoderWeights
@@ -33,6 +35,60 @@ def is_at_quota(layers: Sequence[Layer], quota: int, since: int = 0) -> bool:
         own.rows.even and own.rows.longest == quota and own.rows.tail == since and own.rows.mass is None
         and own.rows.is_raw for own in layers
     )  # fmt: skip
+
+
+def capture_states(weights: DecoderWeights, layers: Sequence[Layer], since: int) -> list[State] | None:
+    """Ask the method for states of the layers that a graph can change, or None if the modules must decode.
+
+    Args:
+        weights: The model's weights.
+        layers: The layers.
+        since: Steps that the method has counted since the last cut.
+    """
+    like, rows, method = weights.embed, layers[0].rows, layers[0].choice.method
+    to_queries, to_keys, _ = weights.blocks[layers[0].index].project
+    dim = len(to_keys) // rows.shape[1]
+    queries = like.new_empty(rows.shape[0], len(to_queries) // dim, 0, dim)
+    capture, states = StateCapture(queries, rows.seen, since, CHUNK), []
+    for layer in layers:
+        work = partial(method.capture_state, layer.state, capture)
+        captured = ask(f"method={method.name}", "capture_state", work, f" of layer {layer.index}")
+        if captured is None:
+            return None
+        states.append(captured)
+    return states
+
+
+def release_state(layer: Layer, captured: State, since: int) -> None:
+    """Leave the method's state of a layer as the modules would have left it (`Method.release_state`)."""
+    if captured is not layer.state:
+        method, seen = layer.choice.method, layer.rows.seen
+        work = partial(method.release_state, captured, layer.state, seen, since)
+        ask(f"method={method.name}", "release_state", work, f" of layer {layer.index}")
+        layer.update_memory()
+
+
+def show(
+    weights: DecoderWeights, layer: Layer, state: State, rows: Rows, queries: Tensor, outputs: Tensor,
+    lse: Tensor | None, first: Tensor, each: int | None,
+) -> tuple[Observation, Rows]:  # fmt: skip
+    """Show a layer's block to the method inside a graph (`QuotaRows.show`). `state` is what `update` gets."""
+    progress = layer.progress
+    observation = Observation(
+        queries, outputs, lse, weights.scaling, weights.blocks[layer.index].output, weights.rotation,
+        layer.index, layer.layers, cast(int, first), progress.prompt, False, progress.decoding, layer.cut_layers,
+        progress.prefix, each=each,
+    )  # fmt: skip
+    if layer.choice.method.overrides("update"):
+        rows = replace(rows, columns={**rows.columns, **layer.method.update(observation, rows, state)})
+    return observation, rows
+
+
+def write_columns(columns: Mapping[str, Tensor], found: Mapping[str, Tensor], present: Tensor) -> None:
+    """Write what `update` returned for the rows that are `present`, (n,) bool. The columns of absent rows stay 0."""
+    for name, column in columns.items():
+        if found[name] is not column:
+            torch.where(present, found[name], column, out=column)
 
 
 class QuotaRows(StepRows):
@@ -113,16 +169,7 @@ class QuotaRows(StepRows):
         Returns:
             The observation, and the rows with the columns that the method has updated.
         """
-        layer = self.layers[index]  # one of those that hold rows, so `layer.index` may be larger
-        progress = layer.progress
-        observation = Observation(
-            queries, outputs, lse, self.weights.scaling, self.weights.blocks[layer.index].output, self.weights.rotation,
-            layer.index, layer.layers, cast(int, first), progress.prompt, False, progress.decoding, layer.cut_layers,
-            progress.prefix, each=each,
-        )  # fmt: skip
-        if layer.choice.method.overrides("update"):
-            rows = replace(rows, columns={**rows.columns, **layer.method.update(observation, rows, self.states[index])})
-        return observation, rows
+        return show(self.weights, self.layers[index], self.states[index], rows, queries, outputs, lse, first, each)
 
     def marked(self, tokens: Tensor) -> Tensor:
         """Return `tokens` (B,), or -1 for all of them after a NaN score. The host reads the tokens anyway."""

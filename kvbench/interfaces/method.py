@@ -255,7 +255,7 @@ class Method(Hooks):
             captured: What `capture_state` returned, after further tokens.
             state: The state of the layer when it was captured.
             seen: Tokens read so far.
-            since: Tokens read since the last cut.
+            since: Steps counted since the last cut, even if it evicted nothing.
         """
 
     def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:

@@ -121,7 +121,7 @@ class StateCapture:
     seen: int
     """Tokens read so far."""
     since: int
-    """Tokens read since the last cut."""
+    """Steps that the method has counted since the last cut, mostly one a token (`Method.steps`)."""
     undone: int
     """Most tokens that may be undone: `update` may be called again for any of so many last tokens."""
 

@@ -169,6 +169,28 @@ def test_protected_rows_that_have_no_room_are_counted(sinks, monkeypatch):
         assert (now != before) == more
 
 
+@pytest.mark.parametrize("block", [None, 9])
+@pytest.mark.parametrize("name", ["h2o", "expected_attention", "expected_attention as kvpress"])
+def test_a_method_that_watches_sees_the_tokens_before_the_first_cut(name, block, captured):
+    """Answers that end before it, and one that goes on behind it, between cuts that evict nothing."""
+    settings = WATCHERS[name] | {"decode_interval": 9, "decode_size": 106}
+    choice = choice_of(name.partition(" ")[0], **settings)
+    modules, step = make_contexts(make_double("llama"), choice, 1.0, batch=2, block=block)
+    for tokens, path in ((CHUNK + 3, "graph"), (3, "modules"), (12, "graph"), (32, "graph")):
+        answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers)) and step.decoding == path
+        assert_same(modules, step)
+        assert modules.bytes().state == step.bytes().state
+        if tokens == 3:
+            undone = [context.generate(30, Sampling(), frozenset()) for context in (modules, step)]
+            assert torch.equal(*(torch.stack([next(answer) for _ in range(5)]) for answer in undone))
+            for answer in undone:
+                answer.close()
+            assert step.decoding == "graph"
+            assert_same(modules, step)
+    assert all(layer.tally.evicted is not None for layer in step.own_layers)
+
+
 READERS = {
     "pages": ("quest", {"page": 4, "dense_layers": 1}),
     "the newest page": ("quest", {"page": 4, "preset": "cuda", "dense_layers": 0}),

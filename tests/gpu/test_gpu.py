@@ -129,11 +129,15 @@ def test_graphs_that_cut_decode_what_the_modules_decode(exact, method, interval)
         ("expected_attention", {"preset": "decode", "buffer": 64, "decode_interval": 12}),
         ("expected_attention", {"preset": "decode", "buffer": 64, "decode_interval": 1}),
         ("expected_attention", {"preset": "decode_kvpress", "decode_size": 140, "buffer": 8, "decode_interval": 12}),
+        ("expected_attention", {"preset": "decode_kvpress", "decode_size": 730, "buffer": 8, "decode_interval": 12}),
+        ("h2o", {"decode_size": 730, "decode_interval": 12}),
     ],
 )
 def test_graphs_show_every_token_to_a_method_that_watches(exact, method, more):
-    """The second answer begins between two cuts."""
-    contexts, answers = both_ways(exact, method, prompts(2, 700), 0.2, **more)
+    """The second answer begins between two cuts. Heads that may hold 730 rows grow at first."""
+    contexts, answers = both_ways(
+        exact, method, prompts(2, 700), 1.0 if more.get("decode_size") == 730 else 0.2, **more
+    )
     again = [torch.stack(list(context.generate(30, GREEDY, frozenset(), True)), 1) for context in contexts]
     assert [context.decoding for context in contexts] == ["modules", "graph"]
     assert (answers[0] == answers[1]).float().mean() >= 0.9  # where two scores are equal another row may stay
