@@ -24,6 +24,7 @@ from tests.support.tiny_models import ids, make_double, tiny
 APPENDING = {"method": "snapkv"}
 CUTTING = {"method": "keydiff"}  # at every token
 CUTTING_FIVES = {"method": "tova", "decode_interval": 5}
+STREAMING = {"method": "duo_attention", "decoding": True, "sparsity": 0.3}
 FILLING = {"method": "h2o", "decoding": True, "decode_size": 30}  # grows by a row at a token, and then is cut
 EVERY = pytest.mark.parametrize("chosen", [APPENDING, CUTTING, CUTTING_FIVES, FILLING], ids=lambda own: own["method"])
 SETUPS = [("full", "uniform"), ("snapkv", "uniform"), ("snapkv", "ada"), ("criticalkv", "ada"), ("kvzip", "uniform")]
@@ -164,12 +165,11 @@ VARYING = {
     "layers of a growing pyramid": ({"method": "snapkv", "allocator": "pyramid", "decoding": True}, GROWING),
     "layers that differ by sample": ({"method": "cake", "allocator": "cake", "decoding": True}, 0.3),
     "layers that differ by sample and grow": ({"method": "h2o", "allocator": "cake"}, GROWING),
+    "heads that stream and heads that keep everything": ({"method": "duo_attention", "decoding": True}, 0.7),
+    "heads of which all stream": ({"method": "duo_attention", "decoding": True}, 6),
     # not the first layer alone, in which keys of equal tokens have equal norms but for rounding
     "a layer that is spared": ({"method": "knorm", "skip_layers": [0], "decoding": True}, 0.3),
-    "layers that are spared, and a growing quota": (
-        {"method": "knorm", "skip_layers": [0, 2], "decoding": True},
-        GROWING,
-    ),
+    "spared layers and a growing quota": ({"method": "knorm", "skip_layers": [0, 2], "decoding": True}, GROWING),
 }
 
 
@@ -208,6 +208,22 @@ def test_heads_layers_and_tokens_may_have_quotas_of_their_own(name):
     assert_same_to_the_last_count(modules, step)
 
 
+def test_heads_that_stream_take_no_room_for_the_answer(monkeypatch):
+    """Neither do layers in which no head streams, whose rows are not copied."""
+    made = []
+    own = GraphDecoder.__init__
+    monkeypatch.setattr(GraphDecoder, "__init__", lambda *args: (made.append(args[2]), own(*args))[1])
+    _, step = contexts(tiny("llama"), choice_of(**STREAMING), 0.5)
+    list(step.generate(20, Sampling(), frozenset()))
+    (rows,) = made
+    alpha = torch.tensor(step.choice.method.pattern.alpha)
+    streaming = (alpha <= alpha.flatten().sort().values[1]).sum(1)  # of each layer's two heads
+    assert set(streaming.tolist()) == {0, 1}
+    held = [own.shape[1] for own in rows.rows]
+    assert held == [{0: 0, 1: 10 + 80}[int(count)] for count in streaming]  # each with the next token's
+    assert list(rows.spared) == (streaming == 0).nonzero().flatten().tolist()
+
+
 def test_quotas_are_those_of_a_loop_over_tokens():
     """Also where a quota falls by a row, which ends what a graph can read."""
     _, context = contexts(tiny("llama"), choice_of("tova", "pyramid"), batch=2)
@@ -228,7 +244,6 @@ def test_quotas_are_those_of_a_loop_over_tokens():
             assert plan.quotas[token].flatten().tolist() == expected
         else:
             assert plan.tokens == len(nominal)
-            assert plan.capacities == [held + 1 for held in rows]
 
 
 def test_a_full_budget_attends_to_all_rows_and_a_growing_one_is_the_modules_affair():
@@ -436,7 +451,7 @@ def test_frequencies_that_follow_the_longest_place_are_left_to_the_modules():
 
 @pytest.mark.parametrize(
     "chosen",
-    [APPENDING, only_in_full(CUTTING), only_in_full(CUTTING_FIVES), only_in_full(FILLING)],
+    [APPENDING, *map(only_in_full, [CUTTING, CUTTING_FIVES, FILLING, STREAMING])],
     ids=lambda own: own["method"],
 )
 def test_the_kernels_take_the_same_step(chosen):
