@@ -360,7 +360,7 @@ class Layer:
 
     def observe_nothing(self) -> Observation:
         """Return the observation of the next decoded token, without tensors."""
-        none, progress = empty(len(self.state.seeds), 0, 1, 0), self.progress
+        none, progress = empty(self.rows.shape[0], 0, 1, 0), self.progress
         return Observation(
             none, none, None, 1.0, none, lambda places: (places, places), self.index, self.layers, self.rows.seen,
             progress.prompt, False, True, self.cut_layers,

@@ -69,20 +69,20 @@ def find_answer_quotas(layers: Sequence[Layer], nominal: Sequence[int]) -> Answe
         layers: All layers.
         nominal: For each token, the rows per head that a cut leaves, as the mean over the layers.
     """
-    distinct = sorted(set(nominal))
-    which = torch.tensor([distinct.index(own) for own in nominal]) if len(distinct) > 1 else torch.zeros(len(nominal))
+    numbers = {own: number for number, own in enumerate(sorted(set(nominal)))}
+    which = torch.tensor([numbers[own] for own in nominal])
     wanted, held, even, stays_even = [], [], [], []
     streams = layers[0].choice.method.streams
     for layer in layers:
-        found = torch.stack([find_layer_quotas(layer, own) for own in distinct])  # (numbers, B, H or 1)
-        wanted.append(found[which.long()])
+        found = torch.stack([find_layer_quotas(layer, own) for own in numbers])  # (numbers, B, H or 1)
+        wanted.append(found[which])
         held.append(torch.tensor([[layer.rows.longest_head]]) if layer.rows.even else layer.rows.counts().cpu())
         even.append(layer.rows.even or streams)
         stays_even.append(layer.even or streams)
     quotas = torch.stack(torch.broadcast_tensors(*wanted), 1)
     if (quotas == quotas[:, :, :1]).all():
         quotas = quotas[:, :, :1]
-    start = torch.stack([own.expand(*torch.broadcast_shapes(*(other.shape for other in held))) for own in held])
+    start = torch.stack(torch.broadcast_tensors(*held))
     token = torch.arange(1, len(nominal) + 1)[:, None, None, None]
     rows = token + (quotas - token).cummin(0).values.minimum(start)  # of each token min(quota, rows before + 1)
     rows = torch.cat([start.expand_as(rows[:1]), rows])
@@ -97,10 +97,12 @@ def find_answer_quotas(layers: Sequence[Layer], nominal: Sequence[int]) -> Answe
 
 def find_layer_quotas(layer: Layer, nominal: int) -> Tensor:
     """Return the rows that the heads of a layer may keep at a cut, (B, 1) or (B, H) int64; `NEVER` for all rows."""
-    samples = torch.full((len(layer.state.seeds), 1), NEVER)
+    samples = torch.full((layer.rows.shape[0], 1), NEVER)
     if layer.index not in layer.cut_layers:
         return samples
     if layer.choice.method.streams:
         quotas = layer.find_head_quotas_ahead(nominal).long()
         return quotas.masked_fill(quotas > layer.rows.seen, NEVER).expand(len(samples), layer.rows.shape[1])
+    if layer.choice.allocator.is_uniform:
+        return samples.fill_(nominal)
     return torch.tensor(layer.find_quota_ahead(nominal))[:, None]
