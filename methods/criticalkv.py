@@ -47,7 +47,7 @@ class CriticalKV(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.base.overrides("score"):
+        if not self.base.overrides("score") or self.base.streams:
             raise SettingError(f"method.base={self.base.name}: {self.name} needs a method that scores rows")
         if self.base.weighs_values:
             raise SettingError(f"method.base={self.base.name}: values would count twice; use it without its value norm")

@@ -77,8 +77,10 @@ class DuoAttention(Method):
     pattern: Pattern = field(init=False, repr=False, compare=False)
     """The pattern that was read from `path`."""
 
-    scores = False
     sets_head_quotas = True
+    streams = True
+    capturable = True
+    order_free = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,12 +130,14 @@ class DuoAttention(Method):
             return round(heads * share), window
         return math.ceil((heads - 1) * share), window
 
-    def cut(self, rows: Rows, scores: Tensor, quotas: Tensor, protected: Tensor, each: int | None = None) -> Rows:
-        """Keep the first and the newest rows of every head. If they do not all fit, both shrink in proportion."""
-        sinks = quotas * self.pattern.sinks // (self.pattern.sinks + self.pattern.recent)
-        sinks = sinks.clamp(max=self.pattern.sinks)[..., None]
-        worth = torch.where(rows.places < sinks, torch.inf, rows.places.double())
-        return self.merge(rows, self.select(worth.masked_fill(~rows.present, -torch.inf), quotas))
+    def score(self, observation: Observation, rows: Rows, state: State) -> Tensor:
+        """Rank the first rows of a streaming head above all others, and those by their position.
+
+        If the first and the newest rows do not all fit, both shrink in proportion.
+        """
+        sinks = state.layer.get("window", 0) * self.pattern.sinks // (self.pattern.sinks + self.pattern.recent)
+        newest = rows.places.to(rows.mass.dtype)  # exact up to 2^24 tokens
+        return newest.masked_fill(rows.places < min(sinks, self.pattern.sinks), torch.inf)
 
 
 def read(path: str | None) -> Pattern:

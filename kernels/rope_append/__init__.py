@@ -21,6 +21,7 @@ def append(
     step: Tensor,
     *,
     slots: Tensor | None = None,
+    starts: Tensor | None = None,
     norms: tuple[Tensor, Tensor, float] | None = None,
     implementation: str | None = None,
 ) -> Tensor:
@@ -35,11 +36,13 @@ def append(
         values: As projected, (B·T, H·d).
         cos: (P, r), with r at most d. The rows from step to step + T belong to these tokens.
         sin: (P, r)
-        tail_keys: (B, H, m, d), written in place.
-        tail_values: (B, H, m, d), written in place.
+        tail_keys: (B, H, m, d), written in place; with `starts` (R, d).
+        tail_values: Like `tail_keys`.
         tail: Number of rows of the tail when the graph was captured.
         step: Number of rows written since then, int32 on the device.
         slots: The row of each head that the token is written to, (B, H) whole numbers, for T = 1; None for the next.
+        starts: Where each head's rows begin in the tail if heads have room for different numbers of rows, (B, H) int64.
+            It requires `slots`.
         norms: The weights (d,) of the queries' and the keys' RMS norm, of one dtype (see
             `kernels.fused_linear.rms_norm`), and its ε; None for no norm.
         implementation: "reference" or "triton"; None chooses.
@@ -50,7 +53,9 @@ def append(
     Raises:
         ValueError: Shapes do not fit.
     """
-    batch, heads, _, dim = tail_keys.shape
+    if starts is not None and (slots is None or starts.shape != slots.shape or tail_keys.dim() != 2):
+        raise ValueError(f"append: starts {tuple(starts.shape)} in rows {tuple(tail_keys.shape)}")
+    (batch, heads), dim = tail_keys.shape[:2] if starts is None else starts.shape, tail_keys.shape[-1]
     if keys.shape != values.shape or keys.shape[1] != heads * dim or queries.shape[1] % (heads * dim):
         raise ValueError(
             f"append: queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)} for "
@@ -60,7 +65,7 @@ def append(
         raise ValueError(f"append: {len(queries)} queries, {len(keys)} keys, batch {batch}, cos {tuple(cos.shape)}")
     if slots is not None and (slots.shape != (batch, heads) or len(keys) != batch):
         raise ValueError(f"append: slots {tuple(slots.shape)} of {heads} heads for {len(keys)} tokens")
-    given = queries, keys, values, cos, sin, tail_keys, tail_values, tail, step, slots, norms
+    given = queries, keys, values, cos, sin, tail_keys, tail_values, tail, step, slots, starts, norms
     if choose_implementation("append", implementation, queries) == "reference":
         return append_reference(*given)
     from kvbench.kernels.rope_append.triton import append_triton

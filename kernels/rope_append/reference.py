@@ -9,13 +9,17 @@ from kvbench.kernels.rerotation.reference import rotate_half
 
 def append_reference(
     queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, tail_keys: Tensor, tail_values: Tensor,
-    tail: int, step: Tensor, slots: Tensor | None, norms: tuple[Tensor, Tensor, float] | None,
+    tail: int, step: Tensor, slots: Tensor | None, starts: Tensor | None,
+    norms: tuple[Tensor, Tensor, float] | None,
 ) -> Tensor:  # fmt: skip
-    batch, _, _, dim = tail_keys.shape
+    batch, dim = len(tail_keys) if starts is None else len(starts), tail_keys.shape[-1]
     queries, keys, values = rotate_projected(queries, keys, values, cos, sin, batch, dim, step, norms)
     if slots is None:
         here = slice(tail + int(step), tail + int(step) + keys.shape[2])
         tail_keys[:, :, here], tail_values[:, :, here] = keys, values
+    elif starts is not None:
+        where = (starts + slots).flatten()
+        tail_keys[where], tail_values[where] = keys.flatten(0, 2), values.flatten(0, 2)
     else:
         where = slots.long()[..., None, None].expand_as(keys)
         tail_keys.scatter_(2, where, keys)

@@ -40,9 +40,9 @@ def rotate_head(
 
 @triton.jit
 def _append(
-    queries, keys, values, cos, sin, query_norm, key_norm, tail_keys, tail_values, out, step, slots,
+    queries, keys, values, cos, sin, query_norm, key_norm, tail_keys, tail_values, out, step, slots, starts,
     tail, tokens, heads, query_heads, dim, turning, epsilon, s_q, s_k, s_v, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
-    NORM: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr,
+    NORM: tl.constexpr, SLOTS: tl.constexpr, STARTS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0), tl.program_id(1)
     b, t = (token // tokens).to(tl.int64), token % tokens
@@ -52,6 +52,8 @@ def _append(
     row = tail + first + t
     if SLOTS and head >= query_heads:
         row = tl.load(slots + b * heads + (head - query_heads) % heads).to(tl.int32)
+        if STARTS:
+            row += tl.load(starts + b * heads + (head - query_heads) % heads).to(tl.int32)
     if head >= query_heads + heads:
         h = head - query_heads - heads
         value = tl.load(values + token.to(tl.int64) * s_v + h * dim + column, mask=there)
@@ -75,16 +77,20 @@ def _append(
 
 def append_triton(
     queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, tail_keys: Tensor, tail_values: Tensor,
-    tail: int, step: Tensor, slots: Tensor | None, norms: tuple[Tensor, Tensor, float] | None,
+    tail: int, step: Tensor, slots: Tensor | None, starts: Tensor | None,
+    norms: tuple[Tensor, Tensor, float] | None,
 ) -> Tensor:  # fmt: skip
-    batch, heads, _, dim = tail_keys.shape
+    (batch, heads), dim = tail_keys.shape[:2] if starts is None else starts.shape, tail_keys.shape[-1]
+    into = [own.stride()[:3] if starts is None else (0, 0, own.stride(0)) for own in (tail_keys, tail_values)]
     tokens, query_heads = len(keys) // batch, queries.shape[1] // dim
     out = torch.empty(batch, query_heads, tokens, dim, dtype=queries.dtype, device=queries.device)
     query_norm, key_norm, epsilon = norms or (queries, keys, 0.0)
     _append[(len(keys), query_heads + 2 * heads)](
         queries, keys, values, cos, sin, query_norm, key_norm, tail_keys, tail_values, out, step,
-        step if slots is None else slots, tail, tokens, heads, query_heads, dim, cos.shape[1], epsilon,
-        queries.stride(0), keys.stride(0), values.stride(0), *tail_keys.stride()[:3], *tail_values.stride()[:3],
-        NORM=norms is not None, SLOTS=slots is not None, D=triton.next_power_of_2(dim), num_warps=1 if dim <= 64 else 2,
+        step if slots is None else slots, step if starts is None else starts,
+        tail, tokens, heads, query_heads, dim, cos.shape[1], epsilon,
+        queries.stride(0), keys.stride(0), values.stride(0), *into[0], *into[1],
+        NORM=norms is not None, SLOTS=slots is not None, STARTS=starts is not None, D=triton.next_power_of_2(dim),
+        num_warps=1 if dim <= 64 else 2,
     )  # fmt: skip
     return out

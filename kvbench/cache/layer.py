@@ -349,12 +349,22 @@ class Layer:
         Args:
             nominal: Rows per head, as the mean over the layers.
         """
-        none, progress = empty(len(self.state.seeds), 0, 1, 0), self.progress
-        observation = Observation(
+        return self.allocator.layer(nominal, self.observe_nothing(), self.rows.view, self.state.shared)
+
+    def find_head_quotas_ahead(self, nominal: int) -> Tensor:
+        """Return the rows that each head keeps at the cuts of an answer, (H,) or (B, H); its tokens or more for all.
+
+        The method must stream (`Method.streams`).
+        """
+        return self.method.head_quotas(nominal, self.observe_nothing(), self.state, self.rows.shape[1]).cpu()
+
+    def observe_nothing(self) -> Observation:
+        """Return the observation of the next decoded token, without tensors."""
+        none, progress = empty(self.rows.shape[0], 0, 1, 0), self.progress
+        return Observation(
             none, none, None, 1.0, none, lambda places: (places, places), self.index, self.layers, self.rows.seen,
             progress.prompt, False, True, self.cut_layers,
         )  # fmt: skip
-        return self.allocator.layer(nominal, observation, self.rows.view, self.state.shared)
 
     def replace_rows(self, rows: StoredRows, evicted: Tensor | int, attended: Sequence[float], peak: int) -> None:
         """Take over the rows that a CUDA graph left.

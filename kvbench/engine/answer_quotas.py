@@ -21,10 +21,10 @@ def replaces_rows(choice: CachePolicy) -> bool:
     method, allocator = choice.method, choice.allocator
     if not method.decoding or method.decode_interval > 1 or not (method.capturable and method.order_free):
         return False
+    if method.sets_head_quotas and not (method.streams and not method.overrides("protect", "protect_sinks")):
+        return False
     knows_quotas = allocator.is_uniform or (allocator.even and allocator.keeps_shares)
-    return (
-        knows_quotas and not method.sets_head_quotas and not method.overrides("cut", "merge", "select", "capture_state")
-    )
+    return knows_quotas and not method.overrides("cut", "merge", "select", "capture_state")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class AnswerQuotas:
     """
 
     quotas: Tensor
-    """Rows that a head may keep at the cut after each token, (T, L, b, 1) int64; `NEVER` where a layer is not cut."""
+    """Rows that a head may keep at the cut after each token, (T, L, b, h) int64; `NEVER` where it is not cut."""
     rows: Tensor
     """Rows that a head holds before the first and after each token, (T + 1, L, b, h) int64."""
 
@@ -44,10 +44,9 @@ class AnswerQuotas:
         """Number of tokens."""
         return len(self.quotas)
 
-    @property
-    def capacities(self) -> list[int]:
-        """For each layer, the rows of its longest head after the last token, and the next token's."""
-        return [1 + int(rows.max()) for rows in self.rows[-1]]
+    def is_cut(self, layer: int) -> bool:
+        """Return whether a layer is cut at all."""
+        return bool((self.quotas[:, layer] < NEVER).any())
 
     def is_constant(self, layer: int) -> bool:
         """Return whether every head of a layer holds the same number of rows and loses one of them at every token."""
@@ -70,27 +69,40 @@ def find_answer_quotas(layers: Sequence[Layer], nominal: Sequence[int]) -> Answe
         layers: All layers.
         nominal: For each token, the rows per head that a cut leaves, as the mean over the layers.
     """
-    distinct = sorted(set(nominal))
-    which = torch.tensor([distinct.index(own) for own in nominal]) if len(distinct) > 1 else torch.zeros(len(nominal))
-    never, wanted, held, even, stays_even = (NEVER,) * len(layers[0].state.seeds), [], [], [], []
+    numbers = {own: number for number, own in enumerate(sorted(set(nominal)))}
+    which = torch.tensor([numbers[own] for own in nominal])
+    wanted, held, even, stays_even = [], [], [], []
+    streams = layers[0].choice.method.streams
     for layer in layers:
-        is_cut = layer.index in layer.cut_layers
-        found = [layer.find_quota_ahead(own) if is_cut else never for own in distinct]
-        wanted.append(torch.tensor(found)[which.long()])  # (T, B)
+        found = torch.stack([find_layer_quotas(layer, own) for own in numbers])  # (numbers, B, H or 1)
+        wanted.append(found[which])
         held.append(torch.tensor([[layer.rows.longest_head]]) if layer.rows.even else layer.rows.counts().cpu())
-        even.append(layer.rows.even)
-        stays_even.append(layer.even)
-    quotas = torch.stack(wanted, 1)[..., None]  # (T, L, B, 1)
+        even.append(layer.rows.even or streams)
+        stays_even.append(layer.even or streams)
+    quotas = torch.stack(torch.broadcast_tensors(*wanted), 1)
     if (quotas == quotas[:, :, :1]).all():
         quotas = quotas[:, :, :1]
-    start = torch.stack([own.expand(*torch.broadcast_shapes(*(other.shape for other in held))) for own in held])
+    start = torch.stack(torch.broadcast_tensors(*held))
     token = torch.arange(1, len(nominal) + 1)[:, None, None, None]
     rows = token + (quotas - token).cummin(0).values.minimum(start)  # of each token min(quota, rows before + 1)
     rows = torch.cat([start.expand_as(rows[:1]), rows])
     exceeded = (rows[:-1] + 1 > quotas).flatten(2).any(-1)  # (T, L): a head has too many rows
     uneven = ~torch.tensor(even) | (exceeded.cummax(0).values.roll(1, 0) & ~torch.tensor(stays_even))
-    uneven[0] = ~torch.tensor(even)  # a layer of uneven heads is cut at every token, even if nothing leaves
+    uneven[0] = ~torch.tensor(even)  # a layer of other uneven heads is cut at every token, even if nothing leaves
     quotas = quotas.masked_fill(~(exceeded | uneven)[..., None, None], NEVER)
     falls = (rows[1:] < rows[:-1]).flatten(1).any(-1).nonzero()
     count = int(falls[0]) if len(falls) else len(nominal)
     return AnswerQuotas(quotas[:count], rows[: count + 1])
+
+
+def find_layer_quotas(layer: Layer, nominal: int) -> Tensor:
+    """Return the rows that the heads of a layer may keep at a cut, (B, 1) or (B, H) int64; `NEVER` for all rows."""
+    samples = torch.full((layer.rows.shape[0], 1), NEVER)
+    if layer.index not in layer.cut_layers:
+        return samples
+    if layer.choice.method.streams:
+        quotas = layer.find_head_quotas_ahead(nominal).long()
+        return quotas.masked_fill(quotas > layer.rows.seen, NEVER).expand(len(samples), layer.rows.shape[1])
+    if layer.choice.allocator.is_uniform:
+        return samples.fill_(nominal)
+    return torch.tensor(layer.find_quota_ahead(nominal))[:, None]

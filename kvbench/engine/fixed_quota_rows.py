@@ -60,12 +60,13 @@ class FixedQuotaRows(QuotaRows):
         self.before = layers[0].rows.tail  # tokens read since the last cut
         begin = seen - self.before
         end = begin + -(-(self.before + tokens) // size) * size
-        super().__init__(weights, layers, [quota + size] * len(layers), begin, end, implementation)
+        capacities = [torch.full(layer.rows.shape, quota + size) for layer in layers]
+        super().__init__(weights, layers, capacities, begin, end, implementation)
         self.quota, self.size = quota, size
         self.every_place = torch.stack(self.places)
         self.places = list(self.every_place)
         self.angles = [part.unflatten(0, (-1, size)) for part in self.angles]
-        self.spare = torch.empty_like(self.rows[0][:, :, :, :quota])
+        self.spare = torch.empty_like(self.padded(0)[:, :, :, :quota])
         self.all = torch.arange(self.spare[0, ..., 0].numel(), device=self.device)  # indices of all spare rows
         self.quotas = torch.full(self.held, quota, device=self.device)
         self.slots = torch.arange(quota + size, device=self.device)
@@ -96,7 +97,7 @@ class FixedQuotaRows(QuotaRows):
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
             queries, new_keys, new_values = projected
-            keys, values = self.rows[index].unbind()
+            keys, values = self.padded(index).unbind()
             queries = append(
                 queries, new_keys, new_values, cos, sin, keys, values, self.quota, self.since,
                 norms=norms, implementation=implementation,
@@ -129,7 +130,7 @@ class FixedQuotaRows(QuotaRows):
     ) -> None:
         """Let the method see a token after which no cut follows."""
         layer, columns = self.layers[index], self.columns[index]
-        keys, values = self.rows[index].unbind()
+        keys, values = self.padded(index).unbind()
         rows = Rows(keys, values, held.places[index], held.mass, columns)
         with layer.guard.unnoted():
             _, rows = self.show(index, rows, queries, outputs, lse, first, None)
@@ -139,7 +140,7 @@ class FixedQuotaRows(QuotaRows):
     def cut(self, index: int, queries: Tensor, outputs: Tensor, lse: Tensor | None, first: Tensor) -> None:
         """Let the method see what the layer has read, and cut the layer to its quota."""
         layer, quota, implementation = self.layers[index], self.quota, self.implementation
-        (keys, values), places, method = self.rows[index].unbind(), self.places[index], layer.method
+        (keys, values), places, method = self.padded(index).unbind(), self.places[index], layer.method
         rows = Rows(keys, values, places, self.mass[index], self.columns[index])
         with layer.guard.unnoted():  # `invalid` notes NaN, so guards add nothing to the graph
             observation, rows = self.show(index, rows, queries, outputs, lse, first, quota + self.size)
@@ -187,7 +188,7 @@ class FixedQuotaRows(QuotaRows):
         later = torch.arange(begin, begin + self.size, device=self.device)
         for index, layer in enumerate(self.layers):
             held = layer.rows.view()
-            for into, old in zip(self.rows[index], (held.keys, held.values), strict=True):
+            for into, old in zip(self.padded(index), (held.keys, held.values), strict=True):
                 into[:, :, : len(held)] = old
             self.places[index][..., :quota] = held.places[..., :quota]
             self.places[index][..., quota:] = later
@@ -208,8 +209,8 @@ class FixedQuotaRows(QuotaRows):
         attended = [quota + token % size + 1 for token in range(kept, read)]
         evicted = (read // size - kept // size) * size
         for index, layer in enumerate(self.layers if attended else ()):
-            held = [part[:, :, :quota].clone().flatten(0, 2) for part in self.rows[index]]  # later tokens write here
-            tail = [part[:, :, quota : quota + since].clone() for part in self.rows[index]] if since else None
+            held = [part[:, :, :quota].clone().flatten(0, 2) for part in self.padded(index)]  # later tokens write here
+            tail = [part[:, :, quota : quota + since].clone() for part in self.padded(index)] if since else None
             places = self.places[index][..., :quota].int().flatten()
             columns = {name: column[..., : quota + since].clone() for name, column in self.columns[index].items()}
             rows = layer.rows.replace_all(

@@ -25,8 +25,8 @@ from kvbench.validation import ContractError
 
 def repeats_cuts(choice: CachePolicy) -> bool:
     """Return whether every cut of a layer at its quota runs the same operations."""
-    method = choice.method
-    return method.capturable and not method.overrides("cut", "merge", "select") and choice.allocator.is_uniform
+    own_cut = choice.method.overrides("cut", "merge", "select", "head_quotas")
+    return choice.method.capturable and not own_cut and choice.allocator.is_uniform
 
 
 def is_at_quota(layers: Sequence[Layer], quota: int, since: int = 0) -> bool:
@@ -95,7 +95,7 @@ class QuotaRows(StepRows):
     """The rows of all layers, with room for the tokens until the next cut, at fixed addresses."""
 
     def __init__(
-        self, weights: DecoderWeights, layers: Sequence[Layer], capacities: Sequence[int], seen: int, end: int,
+        self, weights: DecoderWeights, layers: Sequence[Layer], capacities: Sequence[Tensor], seen: int, end: int,
         implementation: str | None = None,
     ) -> None:  # fmt: skip
         """Allocate memory.
@@ -103,8 +103,8 @@ class QuotaRows(StepRows):
         Args:
             weights: The model's weights.
             layers: The layers. Their rows are not packed and stand for one token each.
-            capacities: For each layer, the number of rows per head that it has memory for.
-            seen: Number of tokens read before the first of `end`.
+            capacities: For each layer, the number of rows that each head has memory for, (B, H) on the CPU.
+            seen: Number of tokens read before the first one that `angles` are for.
             end: The position behind the last token that will be read.
             implementation: Name of the kernels' implementation; None chooses one.
         """
@@ -112,8 +112,9 @@ class QuotaRows(StepRows):
         self.states = [layer.state for layer in layers]  # that the method's hooks get
         self.held, self.device = layers[0].rows.shape, weights.embed.device
         dim = len(weights.blocks[0].project[1]) // self.held[1]
-        shapes = [(*self.held, capacity) for capacity in capacities]
-        self.rows = [weights.embed.new_zeros(2, *shape, dim) for shape in shapes]  # keys and values of each layer
+        shapes = [(*self.held, int(own.max())) for own in capacities]
+        self.rows = [weights.embed.new_zeros(2, int(own.sum()), dim) for own in capacities]  # keys and values
+        self.starts = [(own.flatten().cumsum(0) - own.flatten()).view_as(own).to(self.device) for own in capacities]
         self.places = [torch.zeros(shape, dtype=torch.int64, device=self.device) for shape in shapes]
         self.columns: list[dict[str, Tensor]] = [
             {name: own.new_zeros(shape) for name, own in layer.rows.columns.items()}
@@ -126,9 +127,15 @@ class QuotaRows(StepRows):
         self.angles = [part[0].to(weights.embed.dtype) for part in turns]  # cos and sin from the first token on
         self.table: tuple[Tensor, Tensor] | None = None  # cos and sin of all positions, if rows are rotated by slot
         if layers[0].choice.method.uses_cache_positions:
-            cos, sin = weights.rotation(torch.arange(max(end, *capacities), device=self.device)[None])
+            most = max(end, *(shape[2] for shape in shapes))
+            cos, sin = weights.rotation(torch.arange(most, device=self.device)[None])
             self.table = cos[0], sin[0]
         self.invalid = torch.zeros((), dtype=torch.bool, device=self.device)  # whether a score was NaN
+
+    def padded(self, index: int) -> Tensor:
+        """Return keys and values of a layer whose heads have equal memory, (2, B, H, n, d)."""
+        rows = self.rows[index]
+        return rows.view(2, *self.places[index].shape, rows.shape[2])
 
     def rotate_by_slot(
         self, index: int, queries: Tensor, places: Tensor, asking: Tensor, slots: Tensor
@@ -148,7 +155,7 @@ class QuotaRows(StepRows):
         assert self.table is not None
         queries = rotate_rows(queries, *self.table, places, asking, implementation=self.implementation)
         return queries, rotate_rows(
-            self.rows[index][0], *self.table, self.places[index], slots, implementation=self.implementation
+            self.padded(index)[0], *self.table, self.places[index], slots, implementation=self.implementation
         )
 
     def show(

@@ -44,9 +44,15 @@ class ReplacedRows(QuotaRows):
             seen: Number of tokens read so far.
             implementation: Name of the kernels' implementation; None chooses one.
         """
-        own = [layer.index in layer.cut_layers for layer in layers]
-        capacities = [count if cut else 0 for count, cut in zip(plan.capacities, own, strict=True)]
+        method = layers[0].choice.method
+        looks = method.watches or method.uses_cache_positions  # at all layers that it does not spare
+        own = [plan.is_cut(index) or (looks and index in layers[0].cut_layers) for index in range(len(layers))]
+        capacities = [rows.expand(layers[0].rows.shape) + 1 for rows in plan.rows[-1]]
+        if not method.streams:  # it sees keys and values, which are padded to the longest head
+            capacities = [torch.full_like(count, int(count.max())) for count in capacities]
+        capacities = [count * cut for count, cut in zip(capacities, own, strict=True)]
         super().__init__(weights, layers, capacities, seen, seen + tokens, implementation)
+        self.ragged = [bool((count != count.max()).any()) for count in capacities]
         self.plan, self.cut = plan, [index for index, cut in enumerate(own) if cut]
         self.quotas = plan.quotas.to(self.device)
         self.grows = [cut and not plan.is_constant(index) for index, cut in enumerate(own)]
@@ -57,8 +63,8 @@ class ReplacedRows(QuotaRows):
         self.lengths = torch.zeros_like(self.free)  # slots in use, the next token's included
         self.tally = torch.zeros(len(layers), 3, *shape, dtype=torch.int64, device=device)  # see `replace_row`
         self.mass = [torch.zeros_like(own) if grows else own for own, grows in zip(self.mass, self.grows, strict=True)]
-        self.heads = torch.arange(self.free[0].numel(), device=device).view(*shape, 1)
-        self.last = torch.tensor([count - 1 for count in capacities], device=device)  # a new row's rank if none grows
+        # a new row's rank in a layer that does not grow
+        self.last = torch.tensor([int(count.max()) - 1 for count in capacities], device=device)
         self.step = torch.zeros((), dtype=torch.int32, device=device)  # number of tokens read
         # `order` when the layers got their rows last; None for that of the text
         self.kept_order: list[Tensor] | None = None
@@ -82,10 +88,10 @@ class ReplacedRows(QuotaRows):
                 assert self.growing is not None
                 return self.growing.attend(self.spared[index], projected, norms)
             queries, new_keys, new_values = projected
-            keys, values = self.rows[index].unbind()
+            keys, values = (self.rows[index] if self.ragged[index] else self.padded(index)).unbind()
             queries = append(
-                queries, new_keys, new_values, cos, sin, keys, values, 0, self.step,
-                slots=self.free[index], norms=norms, implementation=implementation,
+                queries, new_keys, new_values, cos, sin, keys, values, 0, self.step, slots=self.free[index],
+                starts=self.starts[index] if self.ragged[index] else None, norms=norms, implementation=implementation,
             )  # fmt: skip
             asking, held = queries, keys
             if self.table is not None:
@@ -112,12 +118,11 @@ class ReplacedRows(QuotaRows):
         """Return the slots of a layer that are in use, for attention, as ragged rows and a tail."""
         if not self.grows[index]:
             return None, (keys, values)
-        count = keys.shape[2]
-        ragged = RaggedRows(
-            keys.flatten(0, 2), values.flatten(0, 2), None, self.heads.flatten() * count,
-            self.lengths[index].flatten(), count,
-        )  # fmt: skip
-        return ragged, (keys[:, :, :0], values[:, :, :0])
+        dim, longest = keys.shape[-1], self.places[index].shape[2]
+        starts, lengths = self.starts[index].flatten(), self.lengths[index].flatten()
+        in_use = RaggedRows(keys.view(-1, dim), values.view(-1, dim), None, starts, lengths, longest)
+        none = keys.new_empty(*self.held, 0, dim)
+        return in_use, (none, none)
 
     def replace(
         self, index: int, queries: Tensor, outputs: Tensor, lse: Tensor | None, position: Tensor, quotas: Tensor
@@ -126,7 +131,9 @@ class ReplacedRows(QuotaRows):
         layer, columns, places, free = self.layers[index], self.columns[index], self.places[index], self.free[index]
         order, mass, method, grows = self.order[index], self.mass[index], layer.method, self.grows[index]
         capacity = places.shape[2]
-        keys, values = self.rows[index].unbind()
+        keys = values = self.rows[index].new_empty(*places.shape, 0)
+        if not self.ragged[index]:
+            keys, values = self.padded(index).unbind()
         rows, each = Rows(keys, values, places, mass, columns, order), None if grows else capacity
         quota = cast(int, quotas[..., None]) if grows else capacity - 1
         with layer.guard.unnoted():  # `invalid` notes NaN, so guards add nothing to the graph
@@ -163,26 +170,23 @@ class ReplacedRows(QuotaRows):
 
     def take_rows(self, index: int, read: int) -> None:
         """Copy a layer's rows after `read` tokens into the slots in which they lay, or the first ones."""
-        layer, places, columns = self.layers[index], self.places[index], self.columns[index]
+        layer, places, ranks = self.layers[index], self.places[index], self.ranks[index]
         held, slots = layer.rows.view(), torch.arange(places.shape[2], device=self.device)
         count = self.plan.rows[read, index].to(self.device).expand(self.held)[..., None]
-        present = slots < count
+        if self.kept_order is None:
+            self.order[index].copy_(slots.expand_as(places))
+        else:  # back into the same slots, so that sums are done in the same order again
+            self.order[index].copy_(self.kept_order[index])
+        ranks.scatter_(-1, self.order[index], slots.expand_as(places))
+        here = (self.order[index] + self.starts[index][..., None])[slots < count]  # in the order of the text
         for into, old in zip(self.rows[index], (held.keys, held.values), strict=True):
-            put_rows(into, old, present, held.present, layer.rows.even)
-        places.fill_(-1)
-        put_rows(places, held.places, present, held.present, layer.rows.even)
-        places.scatter_(-1, count, layer.rows.seen)
-        for name, column in columns.items():
-            column.zero_()
-            put_rows(column, held.columns[name], present, held.present, layer.rows.even)
-        order = slots.expand_as(places) if self.kept_order is None else self.kept_order[index]
-        if self.kept_order is not None:  # back into the same slots, so that sums are done in the same order again
-            self.rows[index].copy_(move_rows(self.rows[index], order[None, ..., None]))
-            for column in (places, *columns.values()):
-                column.copy_(move_rows(column, order, -1))
-        self.order[index].copy_(order)
-        self.ranks[index].scatter_(-1, self.order[index], slots.expand_as(places))
+            into.index_copy_(0, here, old[held.present])
+        first = (ranks + held.present.shape[2] - count).clamp(min=0, max=held.present.shape[2] - 1)
+        places.copy_(held.places.gather(-1, first).masked_fill(ranks >= count, -1))
         self.free[index] = self.order[index].gather(-1, count)[..., 0]
+        places.scatter_(-1, self.free[index][..., None], layer.rows.seen)
+        for name, column in self.columns[index].items():
+            column.copy_(held.columns[name].gather(-1, first).masked_fill(ranks >= count, 0))
         self.lengths[index] = count[..., 0] + 1
         self.mass[index].copy_(slots <= count)
 
@@ -205,16 +209,22 @@ class ReplacedRows(QuotaRows):
         now = plan.rows[read, index]
         length = rows.tail + read - before if cut is None else read - cut  # of the tail
         stored, held_places, tail, lengths = None, None, None, None
-        held, heads = (now - length).to(self.device).expand(self.held), self.heads * places.shape[2]
+        held = (now - length).to(self.device).expand(self.held)
         longest = int(now.max()) - length
+        here = order + self.starts[index][..., None]  # of each row in the order of the text
+        flat = self.rows[index][:, None, None].unbind()  # (1, 1, R, d) each
         if cut is not None or rows.stored is not None:
-            slots = order[..., :longest] + heads
-            first = slots.flatten() if even else slots[torch.arange(longest, device=self.device) < held[..., None]]
-            stored = Plain(*gather_rows(first, *self.rows[index], implementation=self.implementation))
-            held_places, lengths = places.flatten()[first].int(), held.contiguous()
-        if length:
-            last = order[..., longest : longest + length, None].expand(-1, -1, -1, self.rows[index].shape[-1])
-            tail = [part.gather(2, last) for part in self.rows[index]]
+            in_order, held_places = here[..., :longest], places.gather(-1, order[..., :longest]).int()
+            if not even:
+                mask = torch.arange(longest, device=self.device) < held[..., None]
+                in_order, held_places = in_order[mask], held_places[mask]
+            stored = Plain(*gather_rows(in_order.flatten(), *flat, implementation=self.implementation))
+            held_places, lengths = held_places.flatten(), held.contiguous()
+        if length:  # of uneven heads every token cuts some
+            last = gather_rows(
+                here[..., longest : longest + length].flatten(), *flat, implementation=self.implementation
+            )
+            tail = [part.view(*self.held, length, -1) for part in last]
         ranks = torch.arange(int(now.max()), device=self.device) - (longest - held)[..., None]  # absent rows first
         slots = order.gather(-1, ranks.clamp(min=0))
         columns = {n: own.gather(-1, slots).masked_fill(ranks < 0, 0) for n, own in self.columns[index].items()}
@@ -228,26 +238,3 @@ class ReplacedRows(QuotaRows):
             protected, sinks, recents = (own.max() for own in self.tally[index])
             layer.count_protected(protected)
             layer.count_given_up({"sinks": sinks, "recents": recents})
-
-
-def put_rows(into: Tensor, rows: Tensor, present: Tensor, held: Tensor, even: bool) -> None:
-    """Write rows to the first slots of each head.
-
-    Args:
-        into: (B, H, n, …), written.
-        rows: The rows of all heads, padded, (B, H, m, …).
-        present: The slots to write, (B, H, n) bool: as many of each head as it has rows.
-        held: The rows that exist, (B, H, m) bool.
-        even: Whether all of them do.
-    """
-    if even:
-        into[:, :, : rows.shape[2]] = rows
-    else:
-        into[present] = rows[held]
-
-
-def move_rows(rows: Tensor, order: Tensor, dim: int = -2) -> Tensor:
-    """Return rows that stand in the order of the text, moved to the slots `order`, which has their shape or extends to
-    it.
-    """
-    return torch.empty_like(rows).scatter_(dim, order.expand_as(rows), rows)

@@ -63,6 +63,13 @@ class Method(Hooks):
         return False
 
     @property
+    def streams(self) -> bool:
+        """Whether every head either keeps all rows or a number of them that stays while decoding (`head_quotas`), and
+        `score` looks at nothing but positions. `rows` may then have no keys and values while a graph is captured.
+        """
+        return False
+
+    @property
     def weighs_values(self) -> bool:
         """Whether the scores already contain the size of the values. CriticalKV refuses such a method as its base."""
         return False

@@ -27,6 +27,7 @@ APPENDING = {"method": "snapkv"}
 CUTTING = {"method": "keydiff"}  # at every token
 CUTTING_FIVES = {"method": "tova", "decode_interval": 5}
 WATCHING = {"method": "h2o", "decode_interval": 5}  # every token, and cuts after five
+STREAMING = {"method": "duo_attention", "decoding": True, "sparsity": 0.3}
 FILLING = {"method": "h2o", "decoding": True, "decode_size": 30}  # grows by a row at a token, and then is cut
 KINDS = [APPENDING, CUTTING, CUTTING_FIVES, WATCHING, FILLING]
 EVERY = pytest.mark.parametrize("chosen", KINDS, ids=["snapkv", "keydiff", "tova", "h2o", "h2o that fills"])
@@ -240,12 +241,11 @@ VARYING = {
     "layers of a growing pyramid": ({"method": "snapkv", "allocator": "pyramid", "decoding": True}, GROWING),
     "layers that differ by sample": ({"method": "cake", "allocator": "cake", "decoding": True}, 0.3),
     "layers that differ by sample and grow": ({"method": "h2o", "allocator": "cake"}, GROWING),
+    "heads that stream and heads that keep everything": ({"method": "duo_attention", "decoding": True}, 0.7),
+    "heads of which all stream": ({"method": "duo_attention", "decoding": True}, 6),
     # not the first layer alone, in which keys of equal tokens have equal norms but for rounding
     "a layer that is spared": ({"method": "knorm", "skip_layers": [0], "decoding": True}, 0.3),
-    "layers that are spared, and a growing quota": (
-        {"method": "knorm", "skip_layers": [0, 2], "decoding": True},
-        GROWING,
-    ),
+    "spared layers and a growing quota": ({"method": "knorm", "skip_layers": [0, 2], "decoding": True}, GROWING),
 }
 
 
@@ -284,6 +284,22 @@ def test_heads_layers_and_tokens_may_have_quotas_of_their_own(name):
     assert_same_to_the_last_count(modules, step)
 
 
+def test_heads_that_stream_take_no_room_for_the_answer(monkeypatch):
+    """Neither do layers in which no head streams, whose rows are not copied."""
+    made = []
+    own = GraphDecoder.__init__
+    monkeypatch.setattr(GraphDecoder, "__init__", lambda *args: (made.append(args[2]), own(*args))[1])
+    _, step = make_contexts(tiny("llama"), choice_of(**STREAMING), 0.5)
+    list(step.generate(20, Sampling(), frozenset()))
+    (rows,) = made
+    alpha = torch.tensor(step.choice.method.pattern.alpha)
+    streaming = (alpha <= alpha.flatten().sort().values[1]).sum(1)  # of each layer's two heads
+    assert set(streaming.tolist()) == {0, 1}
+    held = [own.shape[1] for own in rows.rows]
+    assert held == [{0: 0, 1: 10 + 80}[int(count)] for count in streaming]  # each with the next token's
+    assert list(rows.spared) == (streaming == 0).nonzero().flatten().tolist()
+
+
 def test_quotas_are_those_of_a_loop_over_tokens():
     """Also where a quota falls by a row, which ends what a graph can read."""
     _, context = make_contexts(tiny("llama"), choice_of("tova", "pyramid"), batch=2)
@@ -304,7 +320,6 @@ def test_quotas_are_those_of_a_loop_over_tokens():
             assert plan.quotas[token].flatten().tolist() == expected
         else:
             assert plan.tokens == len(nominal)
-            assert plan.capacities == [held + 1 for held in rows]
 
 
 def test_a_full_budget_attends_to_all_rows_and_a_growing_one_is_the_modules_affair():
@@ -538,8 +553,8 @@ def test_frequencies_that_follow_the_longest_place_are_left_to_the_modules():
 
 @pytest.mark.parametrize(
     "chosen",
-    [APPENDING, *map(only_in_full, (CUTTING, CUTTING_FIVES, WATCHING, FILLING))],
-    ids=["snapkv", "keydiff", "tova", "h2o", "h2o that fills"],
+    [APPENDING, *map(only_in_full, (CUTTING, CUTTING_FIVES, WATCHING, FILLING, STREAMING))],
+    ids=["snapkv", "keydiff", "tova", "h2o", "h2o that fills", "duo_attention"],
 )
 def test_the_kernels_take_the_same_step(chosen):
     """Steps of two layers through the interpreter, or on the GPU."""

@@ -66,6 +66,22 @@ def test_a_token_goes_to_the_slot_of_each_head(implementation):
             assert torch.equal(other[b, h, slots[b, h]], one[b, h, 2]) and other[b, h].any(-1).sum() == 1
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_heads_may_have_room_for_different_numbers_of_rows(implementation):
+    projected = [made(2, n * 16, dtype=torch.float32) for n in (6, 3, 3)]
+    angles = made(4, 16, dtype=torch.float32)
+    step, slots = torch.tensor(2, dtype=torch.int32, device=DEVICE), torch.tensor([[4, 0, 2], [1, 3, 3]])
+    lengths = torch.tensor([[5, 1, 3], [2, 4, 5]])
+    starts = (lengths.flatten().cumsum(0) - lengths.flatten()).view(2, 3)
+    padded = [torch.zeros(2, 3, 5, 16, device=DEVICE) for _ in range(2)]
+    ragged = [torch.zeros(20, 16, device=DEVICE) for _ in range(2)]
+    given, more = (*projected, angles.cos(), angles.sin()), {"implementation": implementation}
+    found = append(*given, *ragged, 0, step, slots=slots.to(DEVICE), starts=starts.to(DEVICE), **more)
+    assert torch.equal(append(*given, *padded, 0, step, slots=slots.to(DEVICE), **more), found)
+    here = torch.arange(5, device=DEVICE) < lengths.to(DEVICE)[..., None]
+    assert all(torch.equal(one[here], other) for one, other in zip(padded, ragged, strict=True))
+
+
 def test_channels_beyond_the_rotation_stay():
     projected = [made(1, n * 24, dtype=torch.float32) for n in (4, 2, 2)]
     angles = made(3, 8, dtype=torch.float32)
@@ -86,17 +102,21 @@ def test_what_does_not_fit_is_refused():
         append(x[:, :40], x, x, angles, angles, room, room, 0, step)
     with pytest.raises(ValueError, match="cos"):
         append(x, x, x, angles, angles[:2], room, room, 0, step)
+    with pytest.raises(ValueError, match=r"starts \(1, 2\) in rows \(1, 2, 5, 24\)"):
+        slots = torch.zeros(1, 2, dtype=torch.int64)
+        append(x, x, x, angles, angles, room, room, 0, step, slots=slots, starts=slots)
 
 
 def ahead():
     from kvbench.kernels.rope_append.triton import _append
 
-    real = {"step": "*i32", "slots": "*i64", "epsilon": "fp32", "query_norm": "*fp32", "key_norm": "*fp32"}
-    real |= dict.fromkeys(("NORM", "SLOTS", "D"), "constexpr")
+    real = {"step": "*i32", "slots": "*i64", "starts": "*i64", "epsilon": "fp32"}
+    real |= {"query_norm": "*fp32", "key_norm": "*fp32"}
+    real |= dict.fromkeys(("NORM", "SLOTS", "STARTS", "D"), "constexpr")
     whole = ("tail", "tokens", "heads", "query_heads", "dim", "turning")
     types = {
         name: real.get(name, "i32" if name in whole or name[:2] in ("s_", "sk", "sv") else "*bf16")
         for name in _append.arg_names
     }
     for own in (False, True):
-        yield _append, types, {"NORM": own, "SLOTS": not own, "D": 128}, {"num_warps": 2}
+        yield _append, types, {"NORM": own, "SLOTS": not own, "STARTS": not own, "D": 128}, {"num_warps": 2}

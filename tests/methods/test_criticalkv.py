@@ -8,7 +8,6 @@ import torch
 
 import kvbench
 from kvbench.config.catalogue import build, load_settings, methods_available
-from kvbench.interfaces.method import Method
 from kvbench.kernels.projected_norms import projected_norms
 from kvbench.kernels.projected_norms import reference as critical
 from kvbench.validation import SettingError
@@ -122,8 +121,8 @@ def held_by(method: str, decoding: bool, **args) -> tuple[list, torch.Tensor]:
     return [held.places(layer, head).tolist() for layer in range(3) for head in range(2)], logits
 
 
-BASES = [name for name in methods_available() if build_policy(name, "uniform", "llama")[0].scores]
-BASES = [name for name in BASES if type(build_policy(name, "uniform", "llama")[0]).score is not Method.score]
+METHODS = {name: build_policy(name, "uniform", "llama")[0] for name in methods_available()}
+BASES = [name for name, own in METHODS.items() if own.scores and own.overrides("score") and not own.streams]
 
 
 @pytest.mark.cover
