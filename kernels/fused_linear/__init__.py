@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.fused_linear.reference import (
     rms_norm_linear_reference,
     rms_norm_reference,
@@ -12,6 +12,7 @@ from kvbench.kernels.fused_linear.reference import (
 )
 
 
+@announced
 def rms_norm_linear(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -51,6 +52,7 @@ def rms_norm_linear(
     return rms_norm_linear_reference(rms_norm(x, *norm, implementation) if norm else x, weights, biases, residual)
 
 
+@announced
 def rms_norm_swiglu(
     x: Tensor, gate: Tensor, up: Tensor, norm: tuple[Tensor, float], *, implementation: str | None = None
 ) -> Tensor:
@@ -84,6 +86,7 @@ def rms_norm_swiglu(
     )
 
 
+@announced
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, implementation: str | None = None) -> Tensor:
     """Return the RMS norm of x (B, K) over its last dimension, times weight (K,)."""
     if choose_implementation("rms_norm", implementation, x) == "reference":

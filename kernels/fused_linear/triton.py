@@ -99,7 +99,7 @@ def _gated(
     tl.store(out + row, _silu(tl.sum(one, 1), tl.sum(two, 1), out.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _product(gate, up, out, count, N: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     here = at < count

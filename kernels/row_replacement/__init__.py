@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.row_replacement.reference import replace_row_reference
 
 
+@announced
 def replace_row(
     scores: Tensor,
     sinks: Tensor | None,

@@ -24,7 +24,7 @@ def _count(mask, places, rows, low, high, TILE: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["rows", "room", "heads"])
+@triton.jit(do_not_specialize=["rows", "room", "heads", "s_b", "s_h"])
 def _replace(
     scores, sinks, recents, places, ranks, order, free, position, invalid,
     rows, room, heads, s_b, s_h, s_n,

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.soft_matching.chunks import edge_count, even_count, even_rows
 from kvbench.kernels.soft_matching.reference import JoinedReference, match_reference
 
@@ -30,6 +30,7 @@ class JoinedRows(Protocol):
         """
 
 
+@announced
 def match(keys: Tensor, chunk: int | None, *, implementation: str | None = None) -> tuple[Tensor, Tensor]:
     """Find the partner of every even row: the odd row of its chunk with the largest cosine of the keys.
 
@@ -56,6 +57,7 @@ def match(keys: Tensor, chunk: int | None, *, implementation: str | None = None)
     return match_triton(keys, chunk)
 
 
+@announced
 def join(
     mass: Tensor, chosen: Tensor, partner: Tensor, chunk: int | None, count: int, *, implementation: str | None = None
 ) -> JoinedRows:
