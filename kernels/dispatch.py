@@ -49,8 +49,13 @@ def is_announcing() -> bool:
     return ANNOUNCING.get()
 
 
-def announced(op: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorate an operation for `announce_launches`. It has a keyword argument `implementation`."""
+def announced(
+    op: Callable[Arguments, Result], both: Callable[[Result, Result], Result] | None = None
+) -> Callable[Arguments, Result]:
+    """Decorate an operation for `announce_launches`. It has a keyword argument `implementation`.
+
+    `both` is for `announced_with`.
+    """
 
     @wraps(op)
     def call(*args: Arguments.args, **named: Arguments.kwargs) -> Result:
@@ -58,13 +63,24 @@ def announced(op: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
             return op(*args, **named)
         token = ANNOUNCING.set(False)  # operations inside this one are part of it
         try:
-            op(*args, **named)
+            launched = op(*args, **named)
             named["implementation"] = "reference"
-            return op(*args, **named)
+            exact = op(*args, **named)
+            return exact if both is None else both(launched, exact)
         finally:
             ANNOUNCING.reset(token)
 
     return call
+
+
+def announced_with(
+    both: Callable[[Result, Result], Result],
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Decorate an operation whose result makes further launches.
+
+    `both` makes the result of what the operation's launches left and of the reference's result.
+    """
+    return lambda op: announced(op, both)
 
 
 def is_interpreting() -> bool:

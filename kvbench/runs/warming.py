@@ -117,12 +117,12 @@ def read_beginning(run: RunSpec, bench: Resources, example: tuple[Sample, Prompt
     ids, rest = list(prompt.context), list(prompt.rest)
     if run.question != "hidden":
         ids, rest = ids + rest, []
-    size = run.block_size and min(run.block_size, BEGINNING)
+    size = run.block_size
     if size is None:
         ids = ids[:BEGINNING]
     else:  # as many whole blocks as a graph is worth, if it may read them, and the last one
-        whole, last = (FEW + 2 if size <= SHORT else 2) * size, min(len(ids) % run.block_size, size)
-        ids = ids[: whole + last] if len(ids) > whole + last else ids
+        last, size = len(ids) % size, min(size, BEGINNING)
+        ids = ids[: (FEW + 2 if size <= SHORT else 2) * size + min(last, size)]
     rows, method = run.budget.rows(len(ids), len(ids)), run.choice().method
     budget = run.budget if rows is None or rows < len(ids) else Budget(SHARE)
     answer = min(sample.max_new_tokens, max(WORTH, method.decode_interval if method.decoding else 0) + 1)
