@@ -181,7 +181,7 @@ GPU ?= $(BIN)/python
 # Run the tests that need a GPU; GPU=python3 takes another Python than .venv's.
 test-gpu:
 	$(GPU) -m pytest -p no:benchmark -n 8 tests/gpu tests/kernels tests/engine/test_graph_prefill.py \
-	  tests/engine/test_graph_decoding.py
+	  tests/engine/test_graph_decoding.py tests/engine/test_sliding_rows.py
 
 LIST ?= $(if $(QUICK),quick,full)
 

@@ -29,7 +29,7 @@ from kvbench.kernels.row_selection import top_k_mask
 from kvbench.kernels.soft_matching import edge_count, join, match
 from kvbench.validation import exact_share
 
-SCRATCH = 64_000_000  # bytes of keys and values that a round may write, roughly
+SCRATCH = 600_000_000  # bytes of keys and values that a round may write, roughly
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,31 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.method import Method
-from kvbench.interfaces.observation import Observation, State
+from kvbench.interfaces.observation import Observation, State, StateCapture
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import setting
 from kvbench.kernels.expected_attention import Moments, expected_scores, merge, moments
 
 PLACES = 8192  # rotations that are computed at once
+
+
+@dataclass(frozen=True)
+class QueryRing:
+    """The last queries of a layer at a fixed address. Token t has the slot t modulo the number of slots."""
+
+    slots: Tensor
+    """(B, H·G, slots, d)"""
+    count: int
+    """Number of queries that a cut uses."""
+
+    def append(self, queries: Tensor, slot: Tensor) -> None:
+        """Write the query (B, H·G, 1, d) of a token whose slot is `slot` (1,)."""
+        self.slots.index_copy_(2, slot, queries)
+
+    def last(self, tokens: int | Tensor, count: int) -> Tensor:
+        """Return the last `count` of the queries of `tokens` tokens, (B, H·G, count, d)."""
+        places = torch.arange(-count, 0, device=self.slots.device) + tokens
+        return self.slots.index_select(2, places % self.slots.shape[2])
 
 
 @dataclass(frozen=True)
@@ -59,12 +78,22 @@ class ExpectedAttention(Method):
     decode_queries: str = setting(choices=("text", "buffer"))
     """Which queries a cut while decoding uses."""
 
+    capturable = True
+
     @property
     def weighs_values(self) -> bool:
         return self.use_vnorm
 
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
-        """Remember the moments of the prompt's queries (`count`, `mean`, `scatter`) and the last queries (`recent`)."""
+        """Remember the moments of the prompt's queries (`count`, `mean`, `scatter`) and the last queries (`recent`).
+
+        Inside a CUDA graph the last queries are in `ring`.
+        """
+        if "ring" in state.layer:
+            ring, first = state.layer["ring"], observation.first
+            slot = shared("slot", observation, state, lambda: torch.as_tensor(first % ring.slots.shape[2])[None])
+            ring.append(observation.queries, slot)
+            return {}
         if self.decode_queries == "buffer" and observation.decoding:
             self.fill(observation, state)
             return {}
@@ -94,6 +123,30 @@ class ExpectedAttention(Method):
         state.layer |= {"recent": torch.cat([before, observation.queries], 2), "passes": passes}
         state.layer["emptied"] = observation.share is not None
 
+    def capture_state(self, state: State, capture: StateCapture) -> State | None:
+        """Move the last queries into a ring, if every cut uses the same number of queries.
+
+        With decode_queries=buffer every pass since the last cut has read one token.
+        """
+        none, count = capture.queries, self.buffer
+        known = state.layer.get("recent", none)
+        if self.decode_queries == "buffer":
+            known, count = known if capture.since else none, min(self.buffer + 1, self.decode_interval)
+        elif known is none or capture.seen - capture.since + self.decode_interval < self.sinks + self.buffer:
+            return None
+        slots = none.new_zeros(*none.shape[:2], count + capture.undone, none.shape[3])
+        places = torch.arange(capture.seen - known.shape[2], capture.seen, device=none.device)
+        ring = QueryRing(slots.index_copy_(2, places % slots.shape[2], known), count)
+        return State(state.seeds, {"ring": ring}, state.shared)
+
+    def release_state(self, captured: State, state: State, seen: int, since: int) -> None:
+        ring = captured.layer["ring"]
+        if self.decode_queries == "text":
+            state.layer["recent"] = ring.last(seen, min(ring.count, seen - self.sinks))
+            return
+        passes = min(ring.count, since or ring.count)
+        state.layer |= {"recent": ring.last(seen, passes), "passes": (1,) * passes, "emptied": since == 0}
+
     def steps(self, tokens: int, quota: int | None) -> int:
         """Count one step per token with decode_queries=text.
 
@@ -114,7 +167,7 @@ class ExpectedAttention(Method):
         found, buffered = self.moments(observation, state), observation.decoding and self.decode_queries == "buffer"
         if found is None or found.count < (1 if buffered else 2):
             return rows.places.to(rows.mass.dtype)
-        first = state.layer["recent"].shape[2] if buffered else observation.tokens
+        first = found.count + self.sinks if buffered else observation.tokens  # no sink is in the moments
         turn = shared(
             "mean rotation", observation, state, lambda: mean_rotation(observation, first, self.positions, found.mean)
         )
@@ -131,9 +184,12 @@ class ExpectedAttention(Method):
         """Return the moments of the prompt's queries or, while decoding, of the last queries; None without queries."""
         if not observation.decoding:
             return self.prompt_moments(state) if "count" in state.layer else None
-        if "recent" not in state.layer:
+        if "ring" in state.layer:
+            recent = state.layer["ring"].last(observation.tokens, state.layer["ring"].count)
+        elif "recent" in state.layer:
+            recent = state.layer["recent"]
+        else:
             return None
-        recent = state.layer["recent"]
         if self.decode_queries == "buffer":
             recent = recent[:, :, self.sinks :]
         if recent.shape[2] == 0:
@@ -151,7 +207,7 @@ def shared(name: str, observation: Observation, state: State, make: Callable[[],
 
     The block's first layer computes it and the last one drops it.
     """
-    about = observation.tokens, observation.queries.shape[2], observation.queries.device
+    about = observation.first, observation.queries.shape[2], observation.queries.device
     before, found = state.shared.pop(name, (None, None))
     if before != about:
         found = make()
@@ -171,7 +227,7 @@ def rotations(observation: Observation, tokens: int) -> tuple[Tensor, Tensor]:
     They have the dtype of the queries, as in the model. They are computed in parts, because the model's own are float32
     and twice as wide.
     """
-    places = torch.arange(observation.tokens - tokens, observation.tokens, device=observation.queries.device)
+    places = torch.arange(-tokens, 0, device=observation.queries.device) + observation.tokens
     made: list[Tensor] = []
     for start in range(0, tokens, PLACES):
         some = torch.cat([places[start : start + PLACES], places[-1:]])  # frequencies may depend on the last place
@@ -182,9 +238,9 @@ def rotations(observation: Observation, tokens: int) -> tuple[Tensor, Tensor]:
     return made[0], made[1]
 
 
-def mean_rotation(observation: Observation, first: int, positions: int, like: Tensor) -> Tensor:
+def mean_rotation(observation: Observation, first: int | Tensor, positions: int, like: Tensor) -> Tensor:
     """Return R̄ (d, d), the mean over `positions` positions from `first` on, like `like` (…, d) in dtype and size."""
-    places = torch.arange(first, first + positions, device=like.device)
+    places = torch.arange(positions, device=like.device) + first
     cos, sin = (part[0].mean(0) for part in observation.rotation(places[None]))
     return turned(torch.eye(like.shape[-1], dtype=like.dtype, device=like.device), cos, sin).mT  # column by column
 

@@ -154,6 +154,7 @@ class FilterReader:
         self.method, self.answer = method, answer
         self.chooser = {layer: method.filter_of(layer, answer.layers) for layer in answer.all_layers}
         self.rings: dict[int, Tensor] = {}
+        self.chosen: Tensor | None = None  # rows that the last filter layer chose, (B, 1, k)
         if method.windowed:
             size = method.window + answer.undone
             for layer in {own for own in self.chooser.values() if own is not None and own in answer.keys}:
@@ -178,7 +179,8 @@ class FilterReader:
                 return None
             if layer == chooser:
                 scores = method.score_rows(queries, keys[:, :, :prompt], answer.scaling)
-                looks["rows"] = ListedRows(top_k_indices(scores[:, None], quota), after=prompt)
+                self.chosen = top_k_indices(scores[:, None], quota)
+                looks["rows"] = ListedRows(self.chosen, after=prompt)
             if layer <= chooser + method.wait:
                 return None
             return looks.get("rows")
@@ -189,3 +191,7 @@ class FilterReader:
         for layer, ring in self.rings.items():
             slots = torch.arange(seen - self.method.window, seen, device=ring.device) % ring.shape[2]
             self.answer.states[layer].layer["queries"] = ring.index_select(2, slots)
+        if self.chosen is not None and seen > self.answer.seen:
+            shared = self.answer.states[self.answer.all_layers[0]].shared
+            none = self.chosen.new_zeros(len(self.chosen), self.answer.prompt, dtype=torch.bool)
+            shared["look"] = none.scatter_(1, self.chosen[:, 0], True)

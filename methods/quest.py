@@ -134,7 +134,10 @@ class PageReader:
         return choose
 
     def finish(self, seen: int) -> None:
-        for layer, (low, high) in self.tables.items():
-            pages = -(-seen // self.method.page)
-            own = {"low": low[:, :, :pages].clone(), "high": high[:, :, :pages].clone(), "rows": seen}
-            self.answer.states[layer].layer.update(own)
+        for layer in self.answer.all_layers:
+            state = self.answer.states[layer]
+            if layer in self.tables:
+                low, high = (table[:, :, : -(-seen // self.method.page)].clone() for table in self.tables[layer])
+                state.layer.update({"low": low, "high": high, "rows": seen})
+            elif layer >= self.method.dense_layers:
+                self.method.bounds(self.answer.keys[layer][:, :, :seen], state)

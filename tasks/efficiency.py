@@ -45,7 +45,7 @@ class Efficiency:
         Raises:
             SettingError: A setting is invalid, or two do not go together.
         """
-        require_choice("task.measure", self.measure, ("latency", "throughput", "scoring"))
+        require_choice("task.measure", self.measure, ("latency", "decoding", "throughput", "scoring"))
         require_choice("task.baseline", self.baseline, ("none", "dynamic", "static_compiled"))
         require_choice("task.fill", self.fill, ("replicated", "prefilled"))
         require_choice("task.implementation", self.implementation, (None, "reference", "triton"))
@@ -65,7 +65,7 @@ class Efficiency:
             raise SettingError(f"task.rows={self.rows}: of task.baseline=static_compiled; a method has budget=")
         if self.baseline != "none" and self.measure == "scoring":
             raise SettingError(f"task.baseline={self.baseline}: scores nothing; task.measure=latency or throughput")
-        if self.baseline == "static_compiled" and self.measure == "throughput":
+        if self.baseline == "static_compiled" and self.measure in ("decoding", "throughput"):
             raise SettingError("task.baseline=static_compiled: compiled anew for every batch; task.measure=latency")
         if self.implementation is not None and self.measure != "scoring":
             raise SettingError(f"task.implementation={self.implementation}: of task.measure=scoring")

@@ -109,8 +109,12 @@ def attend_windowed(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
         if window is not None:
             last = torch.arange(start, stop, device=keys.device)[:, None] + rows - tokens
             seen = seen & (torch.arange(rows, device=keys.device) > last - window)
-        outputs[:, :, start:stop] = scaled_dot_product_attention(
-            queries[:, :, start:stop], keys, values, attn_mask=seen, scale=scaling,
-            enable_gqa=keys.shape[1] != queries.shape[1],
-        )  # fmt: skip
+        outputs[:, :, start:stop] = attend_masked(queries[:, :, start:stop], keys, values, scaling, seen)
     return outputs
+
+
+def attend_masked(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, seen: Tensor) -> Tensor:
+    """Attend with queries (B, Hq, T, d) to those of the keys and values (B, H, n, d) that `seen` (T, n) names."""
+    return scaled_dot_product_attention(
+        queries, keys, values, attn_mask=seen, scale=scaling, enable_gqa=keys.shape[1] != queries.shape[1]
+    )

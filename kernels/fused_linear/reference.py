@@ -1,15 +1,19 @@
 """The projections in PyTorch, rounded like the Llama-like modules of transformers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, silu
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (weight * normed.to(weight.dtype)).to(x.dtype)
 
 
 def rms_norm_linear_reference(
@@ -19,5 +23,5 @@ def rms_norm_linear_reference(
     return found if residual is None else [residual + found[0]]
 
 
-def rms_norm_swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
-    return silu(gate) * up
+def gated_product_reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return ACTIVATIONS[activation](gate) * up

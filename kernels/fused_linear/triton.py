@@ -25,12 +25,12 @@ def _inverse(x, columns, epsilon, K: tl.constexpr):
 
 @triton.jit
 def _some(x, inverse, scale, at, here, NORM: tl.constexpr):
-    """Return a part of the normed row in float32, after rounding to x's dtype."""
+    """Return a part of the normed row in float32, after rounding to the weight's dtype and to x's dtype."""
     own = tl.load(x + at, mask=here, other=0.0)
     if NORM:
         weight = tl.load(scale + at, mask=here, other=0.0)
-        own = (own.to(tl.float32) * inverse).to(own.dtype)
-        own = (own.to(tl.float32) * weight.to(tl.float32)).to(own.dtype)
+        normed = (own.to(tl.float32) * inverse).to(weight.dtype)
+        own = (normed.to(tl.float32) * weight.to(tl.float32)).to(own.dtype)
     return own.to(tl.float32)
 
 
@@ -74,15 +74,22 @@ def _project(
 
 
 @triton.jit
-def _silu(gate, up, DTYPE: tl.constexpr):
-    """Return silu(gate)·up of float32 numbers, rounded to DTYPE after each step."""
+def _activate(gate, up, DTYPE: tl.constexpr, GELU: tl.constexpr):
+    """Return f(gate)·up of float32 numbers, rounded to DTYPE after each step. f is silu, or GELU by its tanh formula.
+
+    Both are gate·σ(z), because 1 + tanh(z/2) = 2σ(z).
+    """
     gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
-    return (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up
+    z = gate
+    if GELU:
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2√(2/π)
+    return (gate / (1.0 + tl.exp(-z))).to(DTYPE).to(tl.float32) * up
 
 
 @triton.jit
 def _gated(
-    x, scale, gate, up, out, columns, rows, epsilon, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr
+    x, scale, gate, up, out, columns, rows, epsilon,
+    GELU: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute N outputs, from the same rows of both weights."""
     row = tl.program_id(0) * N + tl.arange(0, N)
@@ -96,26 +103,29 @@ def _gated(
         where, offset = there[:, None] & here[None], row[:, None].to(tl.int64) * columns + at[None]
         one += tl.load(gate + offset, mask=where, other=0.0).to(tl.float32) * own[None]
         two += tl.load(up + offset, mask=where, other=0.0).to(tl.float32) * own[None]
-    tl.store(out + row, _silu(tl.sum(one, 1), tl.sum(two, 1), out.dtype.element_ty), mask=there)
+    tl.store(out + row, _activate(tl.sum(one, 1), tl.sum(two, 1), out.dtype.element_ty, GELU), mask=there)
 
 
 @triton.jit(do_not_specialize=["count"])
-def _product(gate, up, out, count, N: tl.constexpr):
+def _product(gate, up, out, count, GELU: tl.constexpr, N: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     here = at < count
     one = tl.load(gate + at, mask=here, other=0.0).to(tl.float32)
     two = tl.load(up + at, mask=here, other=0.0).to(tl.float32)
-    tl.store(out + at, _silu(one, two, out.dtype.element_ty), mask=here)
+    tl.store(out + at, _activate(one, two, out.dtype.element_ty, GELU), mask=here)
 
 
 @triton.jit
-def _normed(x, scale, out, columns, epsilon, K: tl.constexpr):
+def _normed(x, scale, residual, out, columns, epsilon, RESIDUAL: tl.constexpr, K: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * columns
     inverse = _inverse(x + row, columns, epsilon, K)
     for first in range(0, columns, K):
         at = first + tl.arange(0, K)
         here = at < columns
-        tl.store(out + row + at, _some(x + row, inverse, scale, at, here, True), mask=here)
+        found = _some(x + row, inverse, scale, at, here, True)
+        if RESIDUAL:
+            found += tl.load(residual + row + at, mask=here, other=0.0).to(tl.float32)
+        tl.store(out + row + at, found, mask=here)
 
 
 def rms_norm_linear_triton(
@@ -135,21 +145,26 @@ def rms_norm_linear_triton(
     return list(out.split(sizes, 1))
 
 
-def rms_norm_swiglu_triton(x: Tensor, gate: Tensor, up: Tensor, norm: tuple[Tensor, float]) -> Tensor:
+def rms_norm_glu_triton(x: Tensor, gate: Tensor, up: Tensor, norm: tuple[Tensor, float], activation: str) -> Tensor:
     out = torch.empty(1, len(gate), dtype=x.dtype, device=x.device)
     _gated[(triton.cdiv(len(gate), ROWS),)](
-        x, norm[0], gate, up, out, x.shape[1], len(gate), norm[1], N=ROWS, K=COLUMNS, STAGES=STAGES, num_warps=4
+        x, norm[0], gate, up, out, x.shape[1], len(gate), norm[1],
+        GELU=activation == "gelu_tanh", N=ROWS, K=COLUMNS, STAGES=STAGES, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def gated_product_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    out = torch.empty_like(gate)
+    _product[(triton.cdiv(gate.numel(), 1024),)](
+        gate, up, out, gate.numel(), GELU=activation == "gelu_tanh", N=1024, num_warps=4
     )
     return out
 
 
-def product_triton(gate: Tensor, up: Tensor) -> Tensor:
-    out = torch.empty_like(gate)
-    _product[(triton.cdiv(gate.numel(), 1024),)](gate, up, out, gate.numel(), N=1024, num_warps=4)
-    return out
-
-
-def rms_norm_triton(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def rms_norm_triton(x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None) -> Tensor:
     out = torch.empty_like(x)
-    _normed[(len(x),)](x, weight, out, x.shape[1], epsilon, K=COLUMNS, num_warps=4)
+    _normed[(len(x),)](
+        x, weight, residual, out, x.shape[1], epsilon, RESIDUAL=residual is not None, K=COLUMNS, num_warps=4
+    )
     return out

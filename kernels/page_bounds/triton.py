@@ -5,8 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels.dispatch import is_interpreting
+
 ELEMENTS = 8192  # elements of keys that a program holds
-PAGES = 32  # pages whose bounds a program holds
+BYTES = 32768  # bytes of each bound that a program holds
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "pages", "page"])
@@ -81,34 +83,39 @@ def update_page_bounds_triton(keys: Tensor, low: Tensor, high: Tensor, last: Ten
 @triton.jit(do_not_specialize=["group", "pages", "heads"])
 def _upper(
     queries, low, high, above, newest, group, pages, dim, heads, q_b, q_h, q_d, l_b, l_h, l_n, l_d, h_b, h_h, h_n, h_d,
-    NEWEST: tl.constexpr, PAGES: tl.constexpr, D: tl.constexpr,
+    NEWEST: tl.constexpr, PAGES: tl.constexpr, M: tl.constexpr, D: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(1)
     batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
-    number, column = tl.program_id(0) * PAGES + tl.arange(0, PAGES), tl.arange(0, D)
-    wide = column < dim
-    here = (number < pages)[:, None] & wide[None]
-    page = number[:, None].to(tl.int64)
-    at = batch * l_b + head * l_h + page * l_n + column[None] * l_d
-    least = tl.load(low + at, mask=here, other=0.0).to(tl.float32)
-    at = batch * h_b + head * h_h + page * h_n + column[None] * h_d
-    most = tl.load(high + at, mask=here, other=0.0).to(tl.float32)
-    for own in range(group):
-        asking = batch * q_b + (head * group + own) * q_h + column * q_d
-        q = tl.load(queries + asking, mask=wide, other=0.0).to(tl.float32)[None]
-        bound = tl.sum(tl.where(q > 0, q * most, q * least), 1)
-        if NEWEST:
-            bound = tl.where(number <= tl.load(newest), bound, float("-inf"))
-        tl.store(above + (line.to(tl.int64) * group + own) * pages + number, bound, mask=number < pages)
+    number, column, member = tl.program_id(0) * PAGES + tl.arange(0, PAGES), tl.arange(0, D), tl.arange(0, M)
+    wide = (column < dim)[None]
+    here = (number < pages)[:, None] & wide
+    page, asking = number[:, None].to(tl.int64), (member < group)[:, None]
+    least = tl.load(low + batch * l_b + head * l_h + page * l_n + column[None] * l_d, mask=here, other=0.0)
+    most = tl.load(high + batch * h_b + head * h_h + page * h_n + column[None] * h_d, mask=here, other=0.0)
+    at = batch * q_b + (head * group + member)[:, None] * q_h + column[None] * q_d
+    query = tl.load(queries + at, mask=asking & wide, other=0.0)
+    if CAST:
+        query, least, most = query.to(tl.float32), least.to(tl.float32), most.to(tl.float32)
+    zero = tl.zeros_like(query)
+    bound = tl.dot(tl.where(query > 0, query, zero), tl.trans(most), input_precision="ieee")
+    bound = tl.dot(tl.where(query > 0, zero, query), tl.trans(least), bound, input_precision="ieee")
+    if NEWEST:
+        bound = tl.where((number <= tl.load(newest))[None], bound, float("-inf"))
+    out = (line.to(tl.int64) * group + member)[:, None] * pages + number[None]
+    tl.store(above + out, bound, mask=asking & (number < pages)[None])
 
 
 def page_upper_bounds_triton(queries: Tensor, low: Tensor, high: Tensor, newest: Tensor | None) -> Tensor:
     batch, heads, pages, dim = low.shape
+    group, wide = queries.shape[1] // heads, max(16, triton.next_power_of_2(dim))
+    several = max(16, BYTES // (wide * low.element_size()))
     above = torch.empty(*queries.shape[:2], pages, dtype=torch.float32, device=queries.device)
     if above.numel():
-        _upper[triton.cdiv(pages, PAGES), batch * heads](
-            queries, low, high, above, above if newest is None else newest, queries.shape[1] // heads, pages, dim,
-            heads, *queries.stride(), *low.stride(), *high.stride(),
-            NEWEST=newest is not None, PAGES=PAGES, D=triton.next_power_of_2(dim),
+        _upper[triton.cdiv(pages, several), batch * heads](
+            queries, low, high, above, above if newest is None else newest, group, pages, dim, heads,
+            *queries.stride(), *low.stride(), *high.stride(),
+            NEWEST=newest is not None, PAGES=several, M=max(16, triton.next_power_of_2(group)), D=wide,
+            CAST=is_interpreting() and queries.dtype == torch.bfloat16, num_warps=2,
         )  # fmt: skip
     return above

@@ -41,7 +41,8 @@ def append(
         tail: Number of rows of the tail when the graph was captured.
         step: Number of rows written since then, int32 on the device.
         slots: The row of each head that the token is written to, (B, H) whole numbers, for T = 1; None for the next.
-        norms: The weights (d,) of the queries' and the keys' RMS norm, and its ε; None for no norm.
+        norms: The weights (d,) of the queries' and the keys' RMS norm, of one dtype (see
+            `kernels.fused_linear.rms_norm`), and its ε; None for no norm.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:

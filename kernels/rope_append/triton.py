@@ -16,7 +16,10 @@ def _rounded(x, like):
 def rotate_head(
     source, scale, cos, sin, at, column, turning, dim, epsilon, like, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate one head of one token, (D,) at `source`, by row `at` of cos and sin, in the dtype of `like`."""
+    """Norm and rotate one head of one token, (D,) at `source`, by row `at` of cos and sin, in the dtype of `like`.
+
+    The normed head is rounded to the dtype of its weight `scale` first.
+    """
     there = column < dim
     half = turning // 2
     other = tl.where(column < half, column + half, tl.where(column < turning, column - half, column))
@@ -26,8 +29,8 @@ def rotate_head(
         inverse = 1.0 / tl.sqrt(tl.sum(x * x, 0) / dim + epsilon)
         one = tl.load(scale + column, mask=there, other=0.0).to(tl.float32)
         two = tl.load(scale + other, mask=there, other=0.0).to(tl.float32)
-        x = _rounded(_rounded(x * inverse, like) * one, like)
-        y = _rounded(_rounded(y * inverse, like) * two, like)
+        x = _rounded(_rounded(x * inverse, scale) * one, like)
+        y = _rounded(_rounded(y * inverse, scale) * two, like)
     angle = at * turning + column
     c = _rounded(tl.load(cos + angle, mask=column < turning, other=1.0).to(tl.float32), like)
     s = _rounded(tl.load(sin + angle, mask=column < turning, other=0.0).to(tl.float32), like)

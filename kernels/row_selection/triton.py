@@ -12,8 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 2048  # scores or marks that a program reads together
-SINGLE = 4096  # scores of a head that one program holds
+SINGLE = 16384  # scores of a head that one program holds
 ROWS = 32  # rows that a program copies
+GUESSES = tl.constexpr(24)  # after so many, the numbers between are halved, which ends after 32 more
+LEAST, MOST = tl.constexpr(0x007FFFFF), tl.constexpr(0xFF7FFFFF)  # numbers of -inf and of the largest finite score
 
 
 @triton.jit
@@ -23,6 +25,13 @@ def _number(scores):
     bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
     ordered = bits ^ tl.where(bits >> 31 == 1, 0xFFFFFFFF, 0x80000000)
     return tl.where(x != x, 0xFFFFFFFF, ordered).to(tl.uint32)
+
+
+@triton.jit
+def _score(number):
+    """Return the score of a number."""
+    bits = number ^ tl.where(number >> 31 == 1, 0x80000000, 0xFFFFFFFF).to(tl.uint32)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -124,20 +133,38 @@ def top_k_mask_triton(scores: Tensor, quotas: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["rows", "k", "heads", "s_b", "s_h"])
 def _list_top(scores, found, rows, k, heads, s_b, s_h, s_n, TILE: tl.constexpr):
-    """Write the indices of a head's k largest scores: find the k-th largest number bit by bit, then list."""
+    """Write the indices of a head's k largest scores: find a number that k scores reach, then list them.
+
+    Two guesses of three suppose that the logarithm of the number of scores that reach a score falls linearly with it.
+    """
     head = tl.program_id(0)
     row = tl.arange(0, TILE)
     here = row < rows
     scores += (head // heads).to(tl.int64) * s_b + (head % heads).to(tl.int64) * s_h
     number = _number(tl.load(scores + row.to(tl.int64) * s_n, mask=here, other=0.0))
-    least, bit = tl.full((), 0, tl.uint32), tl.full((), 0x80000000, tl.uint32)
-    for _ in range(32):
-        larger = least | bit
-        bit >>= 1
-        least = tl.where(tl.sum((here & (number >= larger)).to(tl.int32)) >= k, larger, least)
-    room = k - tl.sum((here & (number > least)).to(tl.int32))
-    equals = (here & (number == least)).to(tl.int32)
-    stays = here & ((number > least) | ((equals == 1) & (tl.cumsum(equals, 0) <= room)))
+    number = tl.where(here, number, 0)  # no score becomes 0
+    low = tl.min(tl.where(number > LEAST, number, 0xFFFFFFFF), 0)  # of the scores that are not -inf
+    reached = tl.sum((number >= low).to(tl.int32))
+    enough = reached >= k
+    low, reached = tl.where(enough, low, LEAST), tl.where(enough, reached, rows)
+    high = tl.max(number, 0)  # at least k scores reach `low`, and fewer reach `high` + 1
+    beyond, guesses = tl.full((), 1, tl.int32), tl.full((), 0, tl.int32)
+    while (low < high) & (reached != k):
+        share = tl.log(reached.to(tl.float32) / k) / tl.log(reached.to(tl.float32) / beyond)
+        share = tl.where(guesses % 3 == 2, 0.5, tl.minimum(tl.maximum(share, 0.03), 0.97))
+        least, most = _score(tl.minimum(tl.maximum(low, LEAST + 1), MOST)), _score(tl.minimum(high, MOST))  # finite
+        middle = _number(least * (1 - share) + most * share)
+        middle = tl.where(guesses < GUESSES, middle, high - (high - low) // 2)
+        middle = tl.minimum(tl.maximum(middle, low + 1), high)
+        count = tl.sum((number >= middle).to(tl.int32))
+        guesses += 1
+        low, reached = tl.where(count >= k, middle, low), tl.where(count >= k, count, reached)
+        high, beyond = tl.where(count >= k, high, middle - 1), tl.where(count >= k, beyond, tl.maximum(count, 1))
+    stays = number >= low
+    if reached > k:  # then `low` is the k-th largest, and others equal it
+        equals = (number == low).to(tl.int32)
+        room = k - (reached - tl.sum(equals))
+        stays = (number > low) | ((equals == 1) & (tl.cumsum(equals, 0) <= room))
     place = head.to(tl.int64) * k + tl.cumsum(stays.to(tl.int32), 0) - 1
     tl.store(found + place, row.to(tl.int64), mask=stays)
 

@@ -266,11 +266,9 @@ class Layer:
         if quota.heads is None and quota.shares is None:
             self.shares = None if self.choice.allocator.even else HeadShares(quota.samples, found.counts)
         tally = self.tally
-        self.tally = replace(
-            tally,
-            evicted=found.evicted if tally.evicted is None else tally.evicted + found.evicted,
-            protected=found.protected,
-        )
+        gone = found.evicted if tally.evicted is None else tally.evicted + found.evicted
+        self.tally = replace(tally, evicted=gone)
+        self.count_protected(found.protected)
         self.count_given_up(found.given_up)
         self.rows = self.rows.keep(found.rows, even=self.even, merged=self.choice.method.merges, each=quota.each)
         self.update_memory()
@@ -387,6 +385,10 @@ class Layer:
             if look is not None and mass is not None:
                 look = look & (mass > 0).repeat_interleave(look.shape[1] // mass.shape[1], 1)
             self.attended.append(rows.mean_rows if look is None else look.sum(-1).float().mean().item())
+
+    def count_protected(self, rows: Tensor) -> None:
+        """Note the largest number of rows that a head protected at the last cut."""
+        self.tally = replace(self.tally, protected=rows)
 
     def count_given_up(self, counts: Mapping[str, Tensor]) -> None:
         """Note how many protected rows of each kind a cut had no room for, in the head with most of them."""

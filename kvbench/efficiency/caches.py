@@ -104,8 +104,8 @@ class KVBenchCache:
     def bytes_per_token(self) -> int:
         """Return the bytes of the cache that one further token must read.
 
-        If the method attends to few of many rows, a row counts once for all query heads of a group that attend to it,
-        and what the method remembers in order to choose rows counts too.
+        If the method attends to few of many rows, a row counts once for all query heads of a group that attend to it.
+        What the method remembers in order to choose rows counts too, if a layer chooses.
         """
         context, held = self.context, self.context.bytes()
         if not self.run.choice().method.attends_subset:
@@ -113,9 +113,11 @@ class KVBenchCache:
         with context.branch(), ExitStack() as stack:
             counts = [stack.enter_context(count_rows_read(layer)) for layer in context.own_layers]
             context.extend(context.last_logits.argmax(-1, keepdim=True))
-            shares = [sum(rows) / layer.rows.mean_rows for rows, layer in zip(counts, context.own_layers, strict=True)]
-            read = sum(share * layer.bytes().rows for share, layer in zip(shares, context.own_layers, strict=True))
-        return round(read) + context.sliding_bytes() + held.state
+            read = sum(
+                layer.bytes().rows * (sum(rows) / layer.rows.mean_rows if rows else 1)
+                for rows, layer in zip(counts, context.own_layers, strict=True)
+            )
+        return round(read) + context.sliding_bytes() + (held.state if any(counts) else 0)
 
     def drop(self) -> None:
         self._context = None
@@ -123,14 +125,17 @@ class KVBenchCache:
 
 @contextmanager
 def count_rows_read(layer: Layer) -> Iterator[list[float]]:
-    """Yield a list that gets the mean number of rows of a KV head that each token read by the modules attends to."""
+    """Yield a list that gets the mean number of rows of a KV head that each token read by the modules attends to.
+
+    Tokens that attend to all rows, because the method does not choose, add nothing.
+    """
     counts: list[float] = []
     read = layer.method.read
 
     def counting(request: ReadRequest, rows: Callable[[], Rows], state: State, held: int) -> Tensor | None:
         look = read(request, rows, state, held)
-        heads = layer.rows.shape[1]
-        counts.append(held if look is None else look.unflatten(1, (heads, -1)).any(2).sum(-1).float().mean().item())
+        if look is not None:
+            counts.append(look.unflatten(1, (layer.rows.shape[1], -1)).any(2).sum(-1).float().mean().item())
         return look
 
     setattr(layer.method, "read", counting)  # noqa: B010 (mypy refuses the assignment)

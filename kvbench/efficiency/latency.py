@@ -84,14 +84,20 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
 
 def compute_floors(run: RunSpec, model: torch.nn.Module, read: int, batch: int) -> Iterator[Line]:
     """Yield the shortest times that the machine's bandwidth and rate allow; `read` is a token's bytes of the cache."""
-    task, sizes = read_task(run), WeightSizes.of(model)
+    task = read_task(run)
     here = Machine(task.bandwidth, task.flops)
-    element = run.torch_dtype.itemsize
     method, length = run.choice().method, task.length
-    yield make_line("tpot_floor_ms", "ms", decode_ms(here, sizes, read, batch, element))
+    yield make_line("tpot_floor_ms", "ms", compute_tpot_floor(run, model, read, batch))
     if task.baseline != "static_compiled":
         quota = None if method.attends_subset or method.needs_extra_reads else run.budget.rows(length, length)
         yield make_line("ttft_floor_ms", "ms", prefill_ms(here, model, length, batch, run.block_size, quota))
+
+
+def compute_tpot_floor(run: RunSpec, model: torch.nn.Module, read: int, batch: int) -> float:
+    """Return the shortest time of a token, in ms, of which the cache's part reads `read` bytes."""
+    task = read_task(run)
+    here = Machine(task.bandwidth, task.flops)
+    return decode_ms(here, WeightSizes.of(model), read, batch, run.torch_dtype.itemsize)
 
 
 def warm_up(own: CacheUnderTest, ids: Tensor, count: int) -> None:

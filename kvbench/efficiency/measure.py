@@ -3,8 +3,8 @@
     python run.py task=efficiency model=random model.like=llama31_8b method=dropkv budget=0.05 task.length=32768
 
 A run is measured on random tokens, which cost as much as any others. It gives lines of results/efficiency/<gpu>.csv,
-one for each quantity (kvbench.store.efficiency_csv). `task.measure` chooses latency, throughput or scoring; each is a
-module of this package.
+one for each quantity (kvbench.store.efficiency_csv). `task.measure` chooses latency, decoding, throughput or scoring.
+Each is a module of this package.
 
 Out of memory is a result. A run that was measured with the same settings and sources is not measured again.
 """
@@ -27,6 +27,7 @@ import torch
 from kvbench.config import catalogue
 from kvbench.config.paths import IS_CHECKOUT
 from kvbench.config.provenance import replay_hash, source_hash
+from kvbench.efficiency.decoding_time import measure_decoding
 from kvbench.efficiency.latency import measure_latency
 from kvbench.efficiency.measured_task import read_task
 from kvbench.efficiency.scoring_time import measure_scoring
@@ -54,7 +55,10 @@ def measure_once(run: RunSpec, results: Path) -> tuple[Path, list[Line]]:
 
 def measure_run(run: RunSpec) -> list[Line]:
     """Measure a run and return all of its lines."""
-    kinds = {"latency": measure_latency, "throughput": measure_throughput, "scoring": measure_scoring}
+    kinds = {
+        "latency": measure_latency, "decoding": measure_decoding, "throughput": measure_throughput,
+        "scoring": measure_scoring,
+    }  # fmt: skip
     task = read_task(run)
     lines = list(kinds[task.measure](run))
     if task.baseline == "static_compiled":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, cast
+from typing import Any
 from weakref import ref
 
 import torch
@@ -38,6 +38,7 @@ from kvbench.interfaces.observation import ExtraRead, PromptEncoder, State
 from kvbench.kernels.dispatch import FAST
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.models.transformers_port import (
+    CacheLayerPort,
     Frequencies,
     forward,
     kvbench_attention,
@@ -167,7 +168,8 @@ class PromptContext:
         rows: int | None = None
         again, size = self._readings(ids), self.block_size or prompt
         captured = self.weights is not None and repeats_cuts(self.choice) and size <= SHORT and not each
-        captured = captured and self.budget.of == "prompt"
+        captured = captured and self.budget.of == "prompt" and self.fits_window(prompt)
+        captured = captured and not self.choice.method.overrides("capture_state")
         quota = self.budget.rows(prompt, prompt) if captured else None
         with kvbench_attention(self.model):
             while self.seen < prompt:
@@ -184,7 +186,8 @@ class PromptContext:
                 count = (prompt - self.seen - 1) // size  # whole blocks before the last block
                 if quota is not None and self.weights and count >= FEW and is_at_quota(self.own_layers, quota):
                     more = ids[:, self.seen : self.seen + count * size]
-                    GraphPrefill(self.weights, self.own_layers, more, size, quota, self.seen).read()
+                    windows = self.sliding_layers()
+                    GraphPrefill(self.weights, self.own_layers, windows, more, size, quota, self.seen).read()
                     self.count_tokens(more.shape[1])
             self.set_progress(last=False)
             if again and rows is not None:
@@ -327,7 +330,7 @@ class PromptContext:
 
     def _read(self, ids: Tensor, quota: int | None, keep: int) -> Tensor:
         """Read a block through the model; return the logits of its last `keep` tokens, or of all tokens for 0."""
-        if self.window is not None and self.seen + ids.shape[1] > self.window:
+        if not self.fits_window(ids.shape[1]):
             raise SettingError(
                 f"model: every layer has a sliding window of {self.window} tokens, so no prompt may be longer"
             )
@@ -338,6 +341,10 @@ class PromptContext:
         self.seen += ids.shape[1]
         self._check()
         return logits
+
+    def fits_window(self, tokens: int) -> bool:
+        """Return whether further tokens fit in the window, if every layer has one (`Layout.window`)."""
+        return self.window is None or self.seen + tokens <= self.window
 
     def _check(self) -> None:
         """Check the hooks after a block has passed all layers.
@@ -389,7 +396,7 @@ class PromptContext:
     def count_tokens(self, tokens: int) -> None:
         """Count tokens that did not go through the model's modules."""
         self.seen += tokens
-        for port in cast(list[Any], self.cache.layers):
+        for port in self.ports():
             port.seen = self.seen
 
     @contextmanager
@@ -444,9 +451,8 @@ class PromptContext:
             self.cache.frequencies.take_over(snapshot.frequencies)
         self.since_cut, self.drawn, self.logits = snapshot.since_cut, snapshot.drawn, snapshot.logits
         self.seen = snapshot.seen
-        for port in cast(list[Any], self.cache.layers):
-            if hasattr(port, "seen"):
-                port.seen = snapshot.seen
+        for port in self.ports():
+            port.seen = snapshot.seen
         self.layers.progress = snapshot.progress
         self.memory.restore(snapshot.memory)
         shared = self.own_layers[0].state.shared
@@ -461,6 +467,10 @@ class PromptContext:
             if (tensor := reference()) is not None and id(tensor) not in own:
                 found.add(f"keys or values of layer {index}, which other runs share", tensor)
         return found
+
+    def ports(self) -> list[CacheLayerPort]:
+        """Return the ports of the layers that hold rows."""
+        return [own for own in self.cache.layers if isinstance(own, CacheLayerPort)]
 
     def sliding_layers(self) -> list[Any]:
         """Return transformers' own cache layers of the layers with a sliding window."""

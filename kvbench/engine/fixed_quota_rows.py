@@ -2,27 +2,66 @@
 
 Tokens are read behind the quota's rows. After every `size` tokens each head is cut to its quota again. This is how a
 prompt is read in short blocks, and an answer if the method cuts it after every few tokens. The rows that stay at a cut
-are gathered into spare memory for one layer, which all layers share, and copied back.
+are gathered into spare memory for one layer, which all layers share, and copied back. A method that watches is shown
+every token. Between two cuts the slots behind the newest row are rows that do not exist.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.eviction import bound_scores
+from kvbench.cache.guard import ask
 from kvbench.cache.layer import Layer
-from kvbench.engine.graph_decoding import Norms
+from kvbench.engine.graph_decoding import CHUNK, Norms
 from kvbench.engine.quota_rows import QuotaRows
 from kvbench.interfaces.codec import Plain
 from kvbench.interfaces.method import fit_protected
+from kvbench.interfaces.observation import State, StateCapture
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.attention import attend_ragged
 from kvbench.kernels.rope_append import append
 from kvbench.kernels.row_selection import gather_rows, kept_indices
 from kvbench.models.decoder_weights import DecoderWeights
 
-KINDS = ("sinks", "recents")  # of protected rows
+
+@dataclass(frozen=True)
+class HeldSlots:
+    """Which of n slots hold a row between two cuts."""
+
+    present: Tensor
+    """(n,) bool"""
+    places: Tensor
+    """Positions of the rows, (L, B, H, n), -1 for absent ones."""
+    mass: Tensor
+    """1 or 0, (B, H, n)."""
+
+
+def capture_states(weights: DecoderWeights, layers: Sequence[Layer]) -> list[State] | None:
+    """Ask the method for states of the layers that a graph can change, or None if the modules must decode."""
+    like, rows, method = weights.embed, layers[0].rows, layers[0].choice.method
+    to_queries, to_keys, _ = weights.blocks[layers[0].index].project
+    dim = len(to_keys) // rows.shape[1]
+    queries = like.new_empty(rows.shape[0], len(to_queries) // dim, 0, dim)
+    capture, states = StateCapture(queries, rows.seen, rows.tail, CHUNK), []
+    for layer in layers:
+        work = partial(method.capture_state, layer.state, capture)
+        captured = ask(f"method={method.name}", "capture_state", work, f" of layer {layer.index}")
+        if captured is None:
+            return None
+        states.append(captured)
+    return states
+
+
+def release_state(layer: Layer, captured: State) -> None:
+    """Leave the method's state of a layer as the modules would have left it (`Method.release_state`)."""
+    method, rows = layer.choice.method, layer.rows
+    work = partial(method.release_state, captured, layer.state, rows.seen, rows.tail)
+    ask(f"method={method.name}", "release_state", work, f" of layer {layer.index}")
+    layer.update_memory()
 
 
 class FixedQuotaRows(QuotaRows):
@@ -30,20 +69,25 @@ class FixedQuotaRows(QuotaRows):
 
     def __init__(
         self, weights: DecoderWeights, layers: Sequence[Layer], tokens: int, size: int, quota: int, seen: int,
-        implementation: str | None = None,
+        implementation: str | None = None, states: Sequence[State] | None = None,
     ) -> None:  # fmt: skip
         """Allocate memory. `back` copies the layers' rows into it.
 
         Args:
             weights: The model's weights.
-            layers: The layers, all at their quota (`is_at_quota`).
+            layers: The layers, all at their quota (`is_at_quota`), maybe with tokens read since the last cut.
             tokens: Number of tokens that will be read.
             size: Number of tokens between two cuts.
             quota: Rows per head after a cut.
             seen: Number of tokens read so far.
             implementation: Name of the kernels' implementation; None chooses one.
+            states: The method's captured states of the layers (`capture_states`); None for the layers' own.
         """
-        super().__init__(weights, layers, quota, size, seen, seen + -(-tokens // size) * size, implementation)
+        self.before = layers[0].rows.tail  # tokens read since the last cut
+        begin = seen - self.before
+        super().__init__(
+            weights, layers, quota, size, begin, begin + -(-(self.before + tokens) // size) * size, implementation
+        )
         self.angles = [part.unflatten(0, (-1, size)) for part in self.angles]
         self.spare = self.like.new_empty(2, *self.held, quota, self.like.shape[1])
         self.all = torch.arange(self.spare[0, ..., 0].numel(), device=self.device)  # indices of all spare rows
@@ -51,12 +95,14 @@ class FixedQuotaRows(QuotaRows):
         self.slots = torch.arange(quota + size, device=self.device)
         self.at = torch.zeros(1, dtype=torch.int64, device=self.device)  # number of complete intervals
         self.since = torch.zeros((), dtype=torch.int32, device=self.device)  # tokens read since the last cut
-        # protected rows of each kind and layer that the quota had no room for, at the cut of a prompt with most of them
-        self.given_up = {kind: torch.zeros(len(layers), dtype=torch.int64, device=self.device) for kind in KINDS}
+        self.states = self.states if states is None else list(states)
+        # for each head the rows that it protected at its last cut, and the largest numbers of sinks and of other
+        # protected rows that its quota had no room for at a cut
+        self.tally = torch.zeros(len(layers), 3, *self.held, dtype=torch.int64, device=self.device)
 
     def cuts(self, number: int) -> bool:
         """Return whether the layers are cut after the token of this number, counted from 0."""
-        return (number + 1) % self.size == 0
+        return (self.before + number + 1) % self.size == 0
 
     def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
         """Return the function that appends and attends in one layer, for `forward_step`.
@@ -67,7 +113,10 @@ class FixedQuotaRows(QuotaRows):
         cos, sin = (part.index_select(0, self.at)[0] for part in self.angles)
         tail, step = (None, None) if cuts else (self.quota + 1, self.since)
         first = self.at[0] * self.size + (self.since.long() + self.seen)  # position of the first token read
-        implementation, lse = self.implementation, cuts and self.layers[0].choice.method.wants_lse
+        implementation, method = self.implementation, self.layers[0].choice.method
+        shows = cuts or method.watches
+        lse = shows and method.wants_lse
+        held = self.held_slots() if shows and not cuts else None
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
             queries, new_keys, new_values = projected
@@ -76,18 +125,39 @@ class FixedQuotaRows(QuotaRows):
                 queries, new_keys, new_values, cos, sin, keys, values, self.quota, self.since,
                 norms=norms, implementation=implementation,
             )  # fmt: skip
-            asking, held = queries, keys
+            asking, turned = queries, keys
             if self.table is not None:
-                asking, held = self.rotate_by_slot(index, queries, first, self.since, self.slots)
+                asking, turned = self.rotate_by_slot(index, queries, first, self.since, self.slots)
             outputs, sums = attend_ragged(
-                asking, None, held, values, self.weights.scaling, lse=lse, tail=tail, step=step,
+                asking, None, turned, values, self.weights.scaling, lse=lse, tail=tail, step=step,
                 implementation=implementation,
             )  # fmt: skip
             if cuts:
                 self.cut(index, queries, outputs, sums, first)
+            elif held is not None:
+                self.watch(index, queries, outputs, sums, first, held)
             return outputs
 
         return attend
+
+    def held_slots(self) -> HeldSlots:
+        """Return which slots hold a row when the next token has been appended."""
+        present = self.slots <= self.since + self.quota
+        return HeldSlots(present, self.places.where(present, -1), present.to(self.ones.dtype).expand_as(self.ones))
+
+    def watch(
+        self, index: int, queries: Tensor, outputs: Tensor, lse: Tensor | None, first: Tensor, held: HeldSlots
+    ) -> None:
+        """Let the method see a token after which no cut follows."""
+        layer, columns = self.layers[index], self.columns[index]
+        keys, values = self.rows[index].unbind()
+        rows = Rows(keys, values, held.places[index], held.mass, columns)
+        with layer.guard.unnoted():
+            _, rows = self.show(index, rows, queries, outputs, lse, first, None)
+        layer.guard.release()
+        for name, column in columns.items():
+            if rows.columns[name] is not column:
+                torch.where(held.present, rows.columns[name], column, out=column)  # absent rows stay 0
 
     def cut(self, index: int, queries: Tensor, outputs: Tensor, lse: Tensor | None, first: Tensor) -> None:
         """Let the method see what the layer has read, and cut the layer to its quota."""
@@ -95,15 +165,14 @@ class FixedQuotaRows(QuotaRows):
         (keys, values), places, method = self.rows[index].unbind(), self.places[index], layer.method
         rows = Rows(keys, values, places, self.ones, self.columns[index])
         with layer.guard.unnoted():  # `invalid` notes NaN, so guards add nothing to the graph
-            observation, rows = self.show(index, rows, queries, outputs, lse, first)
-            scores = method.score(observation, rows, layer.state).to(self.ones.dtype)
+            observation, rows = self.show(index, rows, queries, outputs, lse, first, quota + self.size)
+            scores = method.score(observation, rows, self.states[index]).to(self.ones.dtype)
             self.invalid |= scores.max().isnan()
             sinks, recents = method.protect_sinks(observation, rows, quota), method.protect(observation, rows, quota)
             if sinks is not None or recents is not None:
                 fit = fit_protected(sinks, recents, rows, quota)
                 scores = bound_scores(scores).masked_fill(fit, torch.inf)
-                if not observation.decoding:
-                    self.count_given_up(index, sinks, recents, fit)
+                self.count_protected(index, sinks, recents, fit)
             kept = method.select(scores, self.quotas)
         layer.guard.release()
         which = kept_indices(kept, self.quotas.numel() * quota, implementation=implementation)
@@ -116,14 +185,15 @@ class FixedQuotaRows(QuotaRows):
             column[..., :quota] = rows.columns[name].flatten()[which].view(*self.held, quota)
             column[..., quota:] = 0
 
-    def count_given_up(self, index: int, sinks: Tensor | None, recents: Tensor | None, fit: Tensor) -> None:
-        """Count the protected rows that the quota has no room for. A row of both kinds counts as a sink."""
+    def count_protected(self, index: int, sinks: Tensor | None, recents: Tensor | None, fit: Tensor) -> None:
+        """Count the protected rows that fit the quota, and those that do not. A row of both kinds counts as a sink."""
+        protected, *given_up = self.tally[index]
+        torch.sum(fit, -1, out=protected)
         if sinks is not None and recents is not None:
-            recents = recents & ~sinks
-        for kind, wanted in zip(KINDS, (sinks, recents), strict=True):
+            recents = recents > sinks
+        for most, wanted in zip(given_up, (sinks, recents), strict=True):
             if wanted is not None:
-                own = self.given_up[kind][index]
-                own.copy_(own.maximum((wanted & ~fit).sum(-1).max()))
+                torch.maximum(most, (wanted > fit).sum(-1), out=most)
 
     def advance(self, cuts: bool) -> None:
         """Count a token, or an interval, after all layers have read it."""
@@ -145,17 +215,26 @@ class FixedQuotaRows(QuotaRows):
         self.places[..., quota:] = torch.arange(begin, begin + self.size, device=self.device)
         self.at.fill_((begin - self.seen) // self.size)
         self.since.fill_(like.tail)
-        for counts in self.given_up.values():
-            counts.zero_()
-        return like.seen - self.seen
+        self.tally.zero_()
+        return like.seen - self.before - self.seen
 
     def keep(self, read: int) -> None:
         """Give the layers the rows that the first `read` tokens left, as if the layers had read and cut them."""
-        quota, since = self.quota, read % self.size
-        more = read + self.seen - self.layers[0].rows.seen
-        for index in range(len(self.layers)) if more else ():
+        quota, size, read = self.quota, self.size, self.before + read
+        since, kept = read % size, self.layers[0].rows.seen - self.seen
+        for index, layer in enumerate(self.layers) if read > kept else ():
             held = [part[:, :, :quota].clone().flatten(0, 2) for part in self.rows[index]]  # later tokens write here
             tail = [part[:, :, quota : quota + since].clone() for part in self.rows[index]] if since else None
-            columns = {name: column[..., :quota].clone() for name, column in self.columns[index].items()}
-            self.give_rows(index, Plain(*held), self.places[index, ..., :quota], columns, more, tail)
-            self.layers[index].count_given_up({kind: counts[index].clone() for kind, counts in self.given_up.items()})
+            columns = {name: column[..., : quota + since].clone() for name, column in self.columns[index].items()}
+            self.give_rows(index, Plain(*held), self.places[index, ..., :quota], columns, read - kept, tail)
+            if read // size > kept // size:
+                protected, sinks, recents = (own.max() for own in self.tally[index])
+                layer.count_protected(protected)
+                layer.count_given_up({"sinks": sinks, "recents": recents})
+
+    def finish(self, read: int) -> None:
+        """Give the layers the first `read` tokens and the method's states. The rows are not used any more."""
+        self.keep(read)
+        for layer, captured in zip(self.layers, self.states, strict=True):
+            if read and captured is not layer.state:
+                release_state(layer, captured)

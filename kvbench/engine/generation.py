@@ -15,13 +15,14 @@ from torch import Tensor
 from kvbench.cache.guard import without_gradients
 from kvbench.engine.context import ROOM, PromptContext
 from kvbench.engine.decode_path import DecodePath
-from kvbench.engine.fixed_quota_rows import FixedQuotaRows
+from kvbench.engine.fixed_quota_rows import FixedQuotaRows, capture_states
 from kvbench.engine.graph_decoding import CHUNK, GraphDecoder, GrowingRows, StepRows, only_appends
 from kvbench.engine.packed_rows import PackedRows
 from kvbench.engine.quota_rows import is_at_quota, repeats_cuts
 from kvbench.engine.read_rows import ReadRows, make_reader, reads_in_graph
 from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import TokenChooser
+from kvbench.engine.sliding_rows import add_windows
 from kvbench.engine.timing import now
 from kvbench.interfaces.row_reader import RowReader
 from kvbench.models.transformers_port import kvbench_attention
@@ -119,13 +120,12 @@ def open_path(
         sampling: How a token is chosen.
         draws: Random numbers for the tokens to generate, (B, left + 1).
     """
+    if context.window is not None:  # the modules raise the error at the first token behind it
+        left = min(left, context.window - context.seen)
     if context.weights is not None:
-        quota = find_constant_quota(context, left)
-        if quota is not None:
-            method = context.choice.method
-            replaces = method.decode_interval == 1 and method.order_free
-            cut_rows = ReplacedRows if replaces else partial(FixedQuotaRows, size=method.decode_interval)
-            return GraphPath(context, partial(cut_rows, quota=quota), token, left, sampling, draws)
+        cut_rows = find_cut_rows(context, left)
+        if cut_rows is not None:
+            return GraphPath(context, cut_rows, token, left, sampling, draws)
         reader = find_reader(context, left)
         if reader is not None:
             return GraphPath(context, partial(ReadRows, reader=reader), token, left, sampling, draws)
@@ -164,20 +164,32 @@ def find_reader(context: GenerationContext, left: int) -> RowReader | None:
     return make_reader(context.weights, context.own_layers, left, quota)
 
 
+def find_cut_rows(context: GenerationContext, left: int) -> Callable[..., StepRows] | None:
+    """Return what makes the rows that a graph cuts while it reads the next `left` tokens, or None if none can."""
+    quota, method = find_constant_quota(context, left), context.choice.method
+    if quota is None or context.weights is None:
+        return None
+    if method.decode_interval == 1 and method.order_free:
+        return partial(ReplacedRows, quota=quota)
+    states = capture_states(context.weights, context.own_layers)
+    if states is None:
+        return None
+    return partial(FixedQuotaRows, size=method.decode_interval, quota=quota, states=states)
+
+
 def find_constant_quota(context: GenerationContext, left: int) -> int | None:
     """Return the quota if every layer is exactly at it and stays there for the next `left` tokens.
 
     Returns None if the quota changes, or if the answer is too short to pay for capturing a graph.
     """
     method = context.choice.method
-    if not method.decoding or context.since_cut or left < max(WORTH, method.decode_interval):
-        return None
-    if method.watches and method.decode_interval > 1:  # the method sees every token, and a graph shows it the cuts only
+    least = WORTH if method.watches else max(WORTH, method.decode_interval)  # others are read without cuts before one
+    if not method.decoding or left < least:
         return None
     quota = context.find_decode_quota(context.seen + 1)
     if quota is None or quota != context.find_decode_quota(context.seen + left):
         return None
-    return quota if repeats_cuts(context.choice) and is_at_quota(context.own_layers, quota) else None
+    return quota if repeats_cuts(context.choice) and is_at_quota(context.own_layers, quota, context.since_cut) else None
 
 
 class ModulePath:
@@ -231,9 +243,11 @@ class GraphPath:
         self.context, self.began = context, context.stamps[-1]
         context.set_progress(decoding=True)
         context.decoding = "graph"
-        rows = make_rows(context.weights, context.own_layers, left, seen=context.seen)
+        weights = context.weights
+        rows = make_rows(weights, context.own_layers, left, seen=context.seen)
+        rows = add_windows(weights, context.sliding_layers(), rows, left, context.seen)
         token = token.to(context.last_logits.device)
-        self.decoder = GraphDecoder(context.weights, rows, token, left, sampling.pick, draws)
+        self.decoder = GraphDecoder(weights, rows, token, left, sampling.pick, draws)
         context.capture_ms += 1000 * (now(context.device) - begin)
 
     @property

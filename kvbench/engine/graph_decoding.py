@@ -4,7 +4,8 @@ The step uses the model's weights directly. On a GPU it is captured once as a CU
 so the host does nothing in between. The rows decide where a token's row goes and which rows are attended to.
 `GrowingRows` only append. Others are in modules of kvbench.engine: `ReadRows` (read_rows) append and attend to some
 rows, `PackedRows` (packed_rows) append and pack, `ReplacedRows` (replaced_rows) give up a row for each token, and
-`FixedQuotaRows` (fixed_quota_rows) are cut after every few tokens.
+`FixedQuotaRows` (fixed_quota_rows) are cut after every few tokens. `SlidingRows` (sliding_rows) hold the windows of
+some layers beside any of these.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from kvbench.cache.policy import CachePolicy
 from kvbench.engine.timing import Stamps
 from kvbench.kernels.attention import attend_ragged
 from kvbench.kernels.dispatch import is_announcing
-from kvbench.kernels.fused_linear import rms_norm_linear, rms_norm_swiglu
+from kvbench.kernels.fused_linear import rms_norm, rms_norm_glu, rms_norm_linear
 from kvbench.kernels.rope_append import append
 from kvbench.models.decoder_weights import DecoderWeights
 
@@ -50,15 +51,31 @@ def forward_step(
     """
     epsilon = weights.epsilon
     x = embedding(ids.flatten(), weights.embed)
+    if weights.embed_scale is not None:
+        x = x * weights.embed_scale
     for index, block in enumerate(weights.blocks):
         norm = (block.norms[0], epsilon)
         three = rms_norm_linear(x, block.project, biases=block.biases, norm=norm, implementation=implementation)
         outputs = attend(index, three, None if block.head_norms is None else (*block.head_norms, epsilon))
         outputs = outputs.transpose(1, 2).reshape(len(x), -1)
-        (x,) = rms_norm_linear(outputs, [block.output], residual=x, implementation=implementation)
-        inner = rms_norm_swiglu(x, block.gate, block.up, (block.norms[1], epsilon), implementation=implementation)
-        (x,) = rms_norm_linear(inner, [block.down], residual=x, implementation=implementation)
+        x = add_projected(x, outputs, block.output, block.output_norms[0], epsilon, implementation)
+        inner = rms_norm_glu(
+            x, block.gate, block.up, (block.norms[1], epsilon),
+            activation=weights.activation, implementation=implementation,
+        )  # fmt: skip
+        x = add_projected(x, inner, block.down, block.output_norms[1], epsilon, implementation)
     return x
+
+
+def add_projected(
+    x: Tensor, inputs: Tensor, weight: Tensor, norm: Tensor | None, epsilon: float, implementation: str | None
+) -> Tensor:
+    """Return x + inputs·Wᵀ, or x + norm(inputs·Wᵀ) if `norm` is the weight of an RMS norm."""
+    if norm is None:
+        (x,) = rms_norm_linear(inputs, [weight], residual=x, implementation=implementation)
+        return x
+    (products,) = rms_norm_linear(inputs, [weight], implementation=implementation)
+    return rms_norm(products, norm, epsilon, residual=x, implementation=implementation)
 
 
 @cache
@@ -245,8 +262,9 @@ class GraphDecoder:
         if device.type == "cuda" and not waits:
             pool = torch.cuda.graph_pool_handle()
             for cuts in sorted({rows.cuts(number) for number in range(tokens)}):
+                self.back(0)  # capturing reads a token, which the rows have room for
                 self.graphs[cuts] = capture(partial(self.one, cuts), pool)
-        self.back(0)  # capturing has changed the rows
+        self.back(0)
 
     def one(self, cuts: bool) -> None:
         """Read one token and pick the next one."""

@@ -5,12 +5,14 @@ the GPU does not wait for the host.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from kvbench.cache.layer import Layer
 from kvbench.engine.fixed_quota_rows import FixedQuotaRows
 from kvbench.engine.graph_decoding import capture, forward_step
+from kvbench.engine.sliding_rows import add_windows
 from kvbench.kernels.dispatch import is_announcing
 from kvbench.models.decoder_weights import DecoderWeights
 
@@ -21,30 +23,32 @@ class GraphPrefill:
     """Reads blocks of `size` tokens into layers that hold `quota` rows per head."""
 
     def __init__(
-        self, weights: DecoderWeights, layers: Sequence[Layer], ids: Tensor, size: int, quota: int, seen: int,
-        implementation: str | None = None,
+        self, weights: DecoderWeights, layers: Sequence[Layer], windows: Sequence[Any], ids: Tensor, size: int,
+        quota: int, seen: int,
     ) -> None:  # fmt: skip
         """Allocate memory.
 
         Args:
             weights: The model's weights.
             layers: The layers, all at their quota.
+            windows: The cache layers of the layers with a sliding window.
             ids: Token ids of n whole blocks, (B, n·size).
             size: Number of tokens of a block.
             quota: Rows per head after a block.
             seen: Number of tokens read so far.
-            implementation: Name of the kernels' implementation; None chooses one.
         """
-        self.weights, self.implementation = weights, implementation
+        self.weights, self.layers = weights, layers
         self.ids = ids.view(len(ids), -1, size)
-        self.rows = FixedQuotaRows(weights, layers, ids.shape[1], size, quota, seen, implementation)
+        rows = FixedQuotaRows(weights, layers, ids.shape[1], size, quota, seen)
+        self.at = rows.at  # number of blocks read
+        self.rows = add_windows(weights, windows, rows, ids.shape[1], seen, size)
 
     def read(self) -> None:
         """Read all blocks and leave the layers as if they had read and cut them."""
         graph = self.ids.is_cuda and not is_announcing()
         work = capture(self.one).replay if graph else self.one  # captured on empty rows; `back` fills them
         self.rows.back(0)
-        for layer in self.rows.layers:  # free the rows that `back` has copied
+        for layer in self.layers:  # free the rows that `back` has copied
             layer.rows = layer.rows.without_cut()
         for _ in range(self.ids.shape[1]):
             work()
@@ -53,6 +57,6 @@ class GraphPrefill:
 
     def one(self) -> None:
         """Read the next block."""
-        ids = self.ids.index_select(1, self.rows.at)[:, 0]
-        forward_step(self.weights, ids, self.rows.reader(cuts=True), self.implementation)
+        ids = self.ids.index_select(1, self.at)[:, 0]
+        forward_step(self.weights, ids, self.rows.reader(cuts=True), None)
         self.rows.advance(cuts=True)

@@ -29,12 +29,12 @@ def repeats_cuts(choice: CachePolicy) -> bool:
     return method.capturable and not own_cut and choice.allocator.is_uniform
 
 
-def is_at_quota(layers: Sequence[Layer], quota: int) -> bool:
-    """Return whether all heads of all layers hold exactly `quota` rows, each of a single token."""
+def is_at_quota(layers: Sequence[Layer], quota: int, since: int = 0) -> bool:
+    """Return whether all heads of all layers hold exactly `quota` rows and the last `since` tokens, one token a row."""
     return all(
-        own.rows.even and own.rows.longest == quota and own.rows.tail == 0 and own.rows.mass is None and own.rows.is_raw
-        for own in layers
-    )
+        own.rows.even and own.rows.longest == quota and own.rows.tail == since and own.rows.mass is None
+        and own.rows.is_raw for own in layers
+    )  # fmt: skip
 
 
 class QuotaRows(StepRows):
@@ -51,11 +51,12 @@ class QuotaRows(StepRows):
             layers: The layers, all at their quota (`is_at_quota`).
             quota: Rows per head after a cut.
             size: Number of tokens between two cuts.
-            seen: Number of tokens read so far.
+            seen: Number of tokens read before the last cut.
             end: The position behind the last token that will be read.
             implementation: Name of the kernels' implementation; None chooses one.
         """
         self.weights, self.layers, self.implementation = weights, layers, implementation
+        self.states = [layer.state for layer in layers]  # that the method's hooks get
         self.quota, self.size, self.seen = quota, size, seen
         stored, self.held = layers[0].rows.stored, layers[0].rows.shape
         assert isinstance(stored, Plain)  # `is_at_quota`
@@ -101,8 +102,9 @@ class QuotaRows(StepRows):
         )
 
     def show(
-        self, index: int, rows: Rows, queries: Tensor, outputs: Tensor, lse: Tensor | None, first: Tensor
-    ) -> tuple[Observation, Rows]:
+        self, index: int, rows: Rows, queries: Tensor, outputs: Tensor, lse: Tensor | None, first: Tensor,
+        each: int | None,
+    ) -> tuple[Observation, Rows]:  # fmt: skip
         """Show a layer's block to the method.
 
         Args:
@@ -112,19 +114,20 @@ class QuotaRows(StepRows):
             outputs: The attention outputs, (B, Hq, T, d).
             lse: Their log-sum-exps, if the method wants them.
             first: The position of the block's first token.
+            each: Number of rows that every head holds; None if the host does not know it.
 
         Returns:
             The observation, and the rows with the columns that the method has updated.
         """
-        layer = self.layers[index]
+        layer = self.layers[index]  # one of those that hold rows, so `layer.index` may be larger
         progress = layer.progress
         observation = Observation(
-            queries, outputs, lse, self.weights.scaling, self.weights.blocks[index].output, self.weights.rotation,
-            index, len(self.layers), cast(int, first), progress.prompt, False, progress.decoding, layer.cut_layers,
-            progress.prefix, each=self.quota + self.size,
+            queries, outputs, lse, self.weights.scaling, self.weights.blocks[layer.index].output, self.weights.rotation,
+            layer.index, layer.layers, cast(int, first), progress.prompt, False, progress.decoding, layer.cut_layers,
+            progress.prefix, each=each,
         )  # fmt: skip
         if layer.choice.method.overrides("update"):
-            rows = replace(rows, columns=layer.method.update(observation, rows, layer.state))
+            rows = replace(rows, columns={**rows.columns, **layer.method.update(observation, rows, self.states[index])})
         return observation, rows
 
     def marked(self, tokens: Tensor) -> Tensor:
@@ -137,7 +140,10 @@ class QuotaRows(StepRows):
             raise ContractError(f"method={self.layers[0].choice.method.name}: score returned NaN")
 
     def take_rows(self) -> None:
-        """Copy the layers' rows into the first `quota` slots, in the order of the text, and forget NaN scores."""
+        """Copy the layers' rows into the first `quota` slots, in the order of the text, and forget NaN scores.
+
+        Columns are copied for the tokens since the last cut too.
+        """
         quota = self.quota
         for index, layer in enumerate(self.layers):
             assert layer.rows.stored is not None and layer.rows.places is not None  # `is_at_quota`
@@ -145,8 +151,9 @@ class QuotaRows(StepRows):
                 into[:, :, :quota] = old.view(*self.held, quota, -1)
             self.places[index, ..., :quota] = layer.rows.places.view(*self.held, quota)
             for name, column in self.columns[index].items():
-                column[..., :quota] = layer.rows.columns[name]
-                column[..., quota:] = 0
+                known = layer.rows.columns[name]
+                column[..., : known.shape[2]] = known
+                column[..., known.shape[2] :] = 0
         self.invalid.zero_()
 
     def give_rows(
@@ -164,7 +171,7 @@ class QuotaRows(StepRows):
             index: The layer.
             stored: Keys and values, (R, d) each.
             places: Positions, (B, H, quota).
-            columns: The method's values, (B, H, quota) each.
+            columns: The method's values, (B, H, quota) each, or with those of `tail`.
             tokens: Number of tokens read since the layer got its rows.
             tail: Keys and values read since the last cut, (B, H, t, d) each.
         """

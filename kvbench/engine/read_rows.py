@@ -81,7 +81,8 @@ class ReadRows(GrowingRows):
                 queries, new_keys, new_values, *self.angles, keys, values, tail, self.step,
                 norms=norms, implementation=self.implementation,
             )  # fmt: skip
-            rows = ask(owner, "row_reader", lambda: choose(index, queries, keys), f" of layer {index}")
+            layer = self.layers[index].index
+            rows = ask(owner, "row_reader", lambda: choose(layer, queries, keys), f" of layer {layer}")
             if rows is None:
                 outputs, _ = attend_ragged(
                     queries, None, keys, values, self.weights.scaling,
@@ -102,9 +103,9 @@ class ReadRows(GrowingRows):
 
     def keep(self, read: int) -> None:
         keys = self.tails[0][0]
-        new = self.counts[:, self.kept : read].float().cpu() / (len(keys) * count_query_heads(self.weights, keys))
+        new = self.counts[:, self.kept : read].cpu().double() / (len(keys) * count_query_heads(self.weights, keys))
         for index, layer in enumerate(self.layers):
-            listed = new[index].tolist() if index in self.listing else None
+            listed = new[index].float().tolist() if index in self.listing else None
             layer.count_appended(read - self.kept, listed)
         self.kept = read
 

@@ -83,7 +83,7 @@ class ReplacedRows(QuotaRows):
         keys, values = self.rows[index].unbind()
         rows = Rows(keys, values, places, self.ones, columns, order)
         with layer.guard.unnoted():  # `invalid` notes NaN, so guards add nothing to the graph
-            observation, rows = self.show(index, rows, queries, outputs, lse, position)
+            observation, rows = self.show(index, rows, queries, outputs, lse, position, quota + 1)
             scores = method.score(observation, rows, layer.state)
             masks = method.protect_sinks(observation, rows, quota), method.protect(observation, rows, quota)
         layer.guard.release()

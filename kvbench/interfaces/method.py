@@ -15,16 +15,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec
 from kvbench.interfaces.hooks import Hooks
-from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, ReadRequest, State
+from kvbench.interfaces.observation import ExtraRead, Observation, PromptEncoder, ReadRequest, State, StateCapture
 from kvbench.interfaces.row_reader import CapturedAnswer, RowReader
 from kvbench.interfaces.rows import Rows
 from kvbench.interfaces.settings import check_settings, setting
 from kvbench.kernels.row_selection import top_k_mask
 from kvbench.validation import SettingError
+
+LINE = 1024  # marks that are counted in one piece
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,11 @@ class Method(Hooks):
     def capturable(self) -> bool:
         """Whether the hooks can be captured in a CUDA graph, which then serves every position of an answer.
 
-        Such hooks run the same operations on tensors at every token, remember nothing in the state, and never wait for
-        the device. While a graph is captured, `Observation.first` is a tensor without dimensions on the device, so
-        hooks may calculate with it and compare it with `Rows.places`, but not use it as a Python number.
+        Such hooks run the same operations on tensors at every token, remember nothing in the state (but see
+        `capture_state`), and never wait for the device. `update` returns the same columns for every block. While a
+        graph is captured, `Observation.first` is a tensor without dimensions on the device, so hooks may calculate with
+        it and compare it with `Rows.places`, but not use it as a Python number. Between two cuts, `update` gets rows of
+        which some are absent and stand on the right.
         """
         return False
 
@@ -227,6 +232,31 @@ class Method(Hooks):
     def forget(self, state: State) -> None:
         """Drop what the method no longer needs. Called when the prompt has been read and cut."""
 
+    def capture_state(self, state: State, capture: StateCapture) -> State | None:
+        """Return the state of a layer that `update` and `score` get inside a CUDA graph, or None if the modules must
+        decode.
+
+        A `capturable` method that remembers something while it decodes overrides this hook and `release_state`. The
+        returned state holds tensors of its own, which `update` changes in place. Tokens may be undone, so what is
+        remembered of one must not overwrite what tokens that are not undone need. Blocks of a prompt are then left to
+        the modules.
+
+        Args:
+            state: The state that the layer has now. It must not change.
+            capture: How far the layer has read.
+        """
+        return state
+
+    def release_state(self, captured: State, state: State, seen: int, since: int) -> None:
+        """Leave the state of a layer as `update` would have left it outside of a CUDA graph.
+
+        Args:
+            captured: What `capture_state` returned, after further tokens.
+            state: The state of the layer when it was captured.
+            seen: Tokens read so far.
+            since: Tokens read since the last cut.
+        """
+
     def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
         """Return which of the first rows stay whatever their score, (B, H, n) bool, or None. Called like `protect`.
 
@@ -326,13 +356,25 @@ def fit_protected(sinks: Tensor | None, recents: Tensor | None, rows: Rows, quot
     kept = rows.present.new_zeros(rows.present.shape)
     if sinks is not None:
         sinks = sinks & rows.present
-        kept = sinks & (sinks.cumsum(-1) <= room)
+        kept = sinks & (count_marks(sinks) <= room)
     if recents is not None:
         recents = recents & rows.present
         if sinks is not None:
             recents = recents & ~kept
             room = room - kept.sum(-1, keepdim=True)
-        newer = recents.flip(-1).cumsum(-1).flip(-1)  # recent rows from here to the newest
-        recents = recents & (newer <= room)
+        older = count_marks(recents) - recents.int()  # recent rows before each row
+        recents = recents & (recents.sum(-1, keepdim=True) - older <= room)
         kept = recents if sinks is None else kept | recents
     return kept
+
+
+def count_marks(marks: Tensor) -> Tensor:
+    """Return how many marks there are up to each place, (…, n), for marks (…, n) bool.
+
+    A GPU sums few long lines slowly. Long lines are therefore summed in parts of LINE marks.
+    """
+    if marks.shape[-1] <= LINE:
+        return marks.cumsum(-1)
+    within = pad(marks, (0, -marks.shape[-1] % LINE)).unflatten(-1, (-1, LINE)).cumsum(-1)
+    before = within[..., -1].cumsum(-1) - within[..., -1]
+    return (within + before[..., None]).flatten(-2)[..., : marks.shape[-1]]

@@ -86,7 +86,9 @@ class Observation:
     share: Fraction | None = None
     """Rows per layer and KV head after the cut that follows, not rounded down. None if no cut follows."""
     each: int | None = None
-    """Number of rows that every head holds with the block, None if heads hold different numbers."""
+    """Number of rows that every head holds with the block. None if heads hold different numbers, or if only the device
+    knows it.
+    """
 
     @cached_property
     def tokens(self) -> int:
@@ -108,6 +110,20 @@ class State:
     """Values of this layer."""
     shared: dict[str, Any] = field(default_factory=dict)
     """Values that all layers share."""
+
+
+@dataclass(frozen=True)
+class StateCapture:
+    """What a method must know to move its state to fixed addresses (`Method.capture_state`)."""
+
+    queries: Tensor
+    """No queries, (B, H*G, 0, d), of the dtype and on the device of those to come."""
+    seen: int
+    """Tokens read so far."""
+    since: int
+    """Tokens read since the last cut."""
+    undone: int
+    """Most tokens that may be undone: `update` may be called again for any of so many last tokens."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ class Rows:
     """All rows of a layer, padded to (B, H, n).
 
     Absent rows have mass 0 and place -1 and stand on the left. The last T rows of every head are therefore those of the
-    block that was read last, and the rows of a head are in the order of the text.
+    block that was read last, and the rows of a head are in the order of the text. Inside a CUDA graph this may differ
+    (`order`, `Method.capturable`).
 
     Symbols: B samples, H KV heads, n rows of the longest head, d head dimension.
     """

@@ -7,20 +7,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.models.configuration import LENGTH_DEPENDENT_ROPE, read_rope_settings
-from kvbench.models.transformers_port import make_rotation, read_layout
+from kvbench.models.configuration import Layout
+from kvbench.models.transformers_port import (
+    copy_frequencies,
+    find_text_decoder,
+    make_rotation,
+    read_layout,
+    text_config,
+)
 
 GRAPH_ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "Phi3ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",  # its text decoder
 )  # see `collect_weights`
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # names in transformers and in kernels.fused_linear
+
+Rotation = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Block:
-    """The weights of one decoder layer of a Llama-like model. The tensors are those of the modules."""
+    """The weights of one decoder layer. They are the modules' tensors or rows of them, apart from Gemma's norms.
+
+    A norm's weights are those of `kernels.fused_linear.rms_norm`: Gemma multiplies by 1 + weight in float32.
+    """
 
     norms: tuple[Tensor, Tensor]
     """The norms before attention and before the MLP, (hidden,) each."""
@@ -35,11 +50,25 @@ class Block:
     gate: Tensor
     up: Tensor
     down: Tensor
+    output_norms: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+    """The norms of what attention and the MLP add to the hidden states, (hidden,) each (Gemma 3)."""
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """The layers with a sliding window in a model that has other layers too."""
+
+    layers: tuple[int, ...]
+    """Their indices."""
+    tokens: int
+    """Number of last tokens that a query attends to, its own token included."""
+    rotation: Rotation
+    """Their rotary embedding: positions (B, n) -> cos, sin."""
 
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All weights that decoding a token needs in a Llama-like model. The tensors are those of the modules."""
+    """All weights that decoding a token needs."""
 
     embed: Tensor
     """(vocab, hidden)"""
@@ -53,56 +82,82 @@ class DecoderWeights:
     """The ε of all norms."""
     scaling: float
     """The factor of the logits of attention."""
-    rotation: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """The rotary embedding: positions (B, n) -> cos, sin."""
+    rotation: Rotation
+    """The rotary embedding of layers without a sliding window: positions (B, n) -> cos, sin."""
+    activation: str
+    """The activation of the MLPs (`kernels.fused_linear.rms_norm_glu`)."""
+    embed_scale: Tensor | None = None
+    """The factor of the embeddings, () in their dtype (Gemma 3)."""
+    sliding: SlidingWindow | None = None
+    """The layers with a sliding window."""
 
 
+@torch.no_grad()
 def collect_weights(model: Any) -> DecoderWeights | None:
     """Return the weights of a model whose decoder layers compute exactly what `forward_step` computes, or None.
 
     See `kvbench.engine.graph_decoding.forward_step`.
     """
-    if (
-        type(model).__name__ not in GRAPH_ARCHITECTURES
-        or read_layout(model).sliding
-        or read_layout(model).window is not None
-    ):
+    config = text_config(model)
+    if type(model).__name__ not in GRAPH_ARCHITECTURES or getattr(config, "final_logit_softcapping", None) is not None:
         return None
     # the rotations of a whole answer are computed at once, so the frequencies must not change with its length
-    if read_rope_settings(model.config).get("rope_type") in LENGTH_DEPENDENT_ROPE:
+    if copy_frequencies(model) is not None:
         return None
-    inner, linear = model.model, torch.nn.Linear
-    layers = [(layer.self_attn, layer.mlp, layer) for layer in inner.layers]
-    products = [
-        (own.q_proj, own.k_proj, own.v_proj, own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        for own, mlp, _ in layers
-    ]
-    flat = [product for some in products for product in some] + [model.lm_head]
     one_place = len({parameter.device for parameter in model.parameters()}) == 1
-    if not one_place or any(
-        type(product) is not linear for product in flat
-    ):  # quantised, with an adapter, or on several GPUs
-        return None
     plain = all(type(own) is torch.nn.Parameter and own.is_contiguous() for own in model.parameters())
-    if not plain or len({own.dtype for own in model.parameters()}) > 1:  # quantised in place, or not contiguous
+    # on several GPUs, quantised in place, or not contiguous
+    if not (one_place and plain) or len({own.dtype for own in model.parameters()}) > 1:
         return None
-    if any(product.bias is not None for some in products for product in some[3:]) or model.lm_head.bias is not None:
+    inner, head, layout = find_text_decoder(model), model.lm_head, read_layout(model)
+    activation = ACTIVATIONS.get(getattr(config, "hidden_activation", None) or config.hidden_act)
+    blocks = tuple(block for layer in inner.layers if (block := read_block(layer, layout)) is not None)
+    if activation is None or len(blocks) < len(inner.layers) or not is_plain_linear(head):
         return None
-    if any(type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation") for _, mlp, _ in layers):
-        return None
-    blocks = tuple(
-        Block(
-            (layer.input_layernorm.weight, layer.post_attention_layernorm.weight),
-            (some[0].weight, some[1].weight, some[2].weight),
-            (some[0].bias, some[1].bias, some[2].bias),
-            (own.q_norm.weight, own.k_norm.weight) if hasattr(own, "q_norm") else None,
-            *(product.weight for product in some[3:]),
-        )
-        for some, (own, _, layer) in zip(products, layers, strict=True)
-    )
-    scaling = getattr(layers[0][0], "scaling", read_layout(model).dim ** -0.5)
-    epsilon = model.config.rms_norm_eps
-    turn = make_rotation(model, "full_attention")
+    sliding = None
+    if layout.sliding:
+        sliding = SlidingWindow(layout.sliding, config.sliding_window, make_rotation(model, "sliding_attention"))
+    embed, scale = inner.embed_tokens.weight, getattr(inner.embed_tokens, "embed_scale", None)
     return DecoderWeights(
-        inner.embed_tokens.weight, blocks, inner.norm.weight, model.lm_head.weight, epsilon, scaling, turn
+        embed, blocks, read_norm(inner.norm), head.weight, config.rms_norm_eps, inner.layers[0].self_attn.scaling,
+        make_rotation(model, "full_attention"), activation, None if scale is None else scale.to(embed.dtype), sliding,
+    )  # fmt: skip
+
+
+def read_block(layer: Any, layout: Layout) -> Block | None:
+    """Return the weights of a decoder layer, or None if it is quantised, or has an adapter or unknown biases."""
+    attention, mlp = layer.self_attn, layer.mlp
+    fused = hasattr(attention, "qkv_proj")  # Phi-3 has queries, keys and values in one matrix, gate and up in another
+    inputs = [attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj]
+    others = [attention.o_proj, mlp.down_proj, *([mlp.gate_up_proj] if fused else [mlp.gate_proj, mlp.up_proj])]
+    if not all(is_plain_linear(own, biased=not fused) for own in inputs) or not all(map(is_plain_linear, others)):
+        return None
+    if fused:
+        weight, rows = attention.qkv_proj.weight, layout.heads * layout.dim
+        project, biases = weight.split([len(weight) - 2 * rows, rows, rows]), (None, None, None)
+        gate, up = mlp.gate_up_proj.weight.chunk(2)
+    else:
+        project, biases = (tuple(getattr(own, name) for own in inputs) for name in ("weight", "bias"))
+        gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
+    norms = read_norm(layer.input_layernorm), read_norm(layer.post_attention_layernorm)
+    output_norms: Any = (None, None)
+    if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma 3, where the second of these norms is the attention's own
+        output_norms = norms[1], read_norm(layer.post_feedforward_layernorm)
+        norms = norms[0], read_norm(layer.pre_feedforward_layernorm)
+    head_norms = None
+    if hasattr(attention, "q_norm"):
+        head_norms = read_norm(attention.q_norm), read_norm(attention.k_norm)
+    return Block(
+        norms, project, biases, head_norms, attention.o_proj.weight, gate, up, mlp.down_proj.weight, output_norms
     )
+
+
+def is_plain_linear(module: Any, biased: bool = False) -> bool:
+    """Return whether a module is torch's own linear layer, without a bias unless `biased`."""
+    return type(module) is torch.nn.Linear and (biased or module.bias is None)
+
+
+def read_norm(norm: Any) -> Tensor:
+    """Return the weight of an RMS norm, as `kernels.fused_linear.rms_norm` takes it."""
+    weight: Tensor = norm.weight
+    return 1.0 + weight.float() if type(norm).__name__ == "Gemma3RMSNorm" else weight

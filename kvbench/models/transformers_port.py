@@ -146,9 +146,9 @@ def read_layout(model: torch.nn.Module) -> Layout:
     return read_config_layout(cast(PreTrainedModel, model).config)
 
 
-def find_rotary_module(model: torch.nn.Module) -> Any:
-    """Return the module of the model's rotary embedding."""
-    return next(m.rotary_emb for m in model.modules() if hasattr(m, "rotary_emb") and hasattr(m, "layers"))
+def find_text_decoder(model: torch.nn.Module) -> Any:
+    """Return the module that has the embedding, the layers, the last norm and the rotary embedding."""
+    return next(own for own in model.modules() if hasattr(own, "rotary_emb") and hasattr(own, "layers"))
 
 
 class Frequencies:
@@ -238,7 +238,7 @@ def clone_state(state: ModuleState) -> ModuleState:
 
 def copy_frequencies(model: torch.nn.Module) -> Frequencies | None:
     """Return the original frequencies for a new context, or None for a model whose frequencies never change."""
-    module = find_rotary_module(model)
+    module = find_text_decoder(model).rotary_emb
     kinds = module.rope_type if isinstance(module.rope_type, Mapping) else {"": module.rope_type}
     return Frequencies(module) if set(kinds.values()) & set(LENGTH_DEPENDENT_ROPE) else None
 
@@ -280,7 +280,7 @@ def make_rotation(
     Returns:
         A function that maps positions (B, n) to cos and sin (B, n, rotated dimensions).
     """
-    module, frequencies = find_rotary_module(model), frequencies or copy_frequencies(model)
+    module, frequencies = find_text_decoder(model).rotary_emb, frequencies or copy_frequencies(model)
     own = (kind,) if hasattr(module, "layer_types") else ()  # Gemma3 has one rotation per kind of layer
 
     def rotate(places: Tensor) -> tuple[Tensor, Tensor]:

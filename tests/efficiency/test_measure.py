@@ -84,6 +84,28 @@ def test_baselines_and_throughput(kvbench):
     assert float(several["resident_bytes"]["value"]) >= 3 * 15 * 2 * 2 * 2 * 32 * 4
 
 
+@pytest.mark.parametrize("setting", ["method=snapkv", "codec=kivi", "task.baseline=dynamic"])
+def test_tokens_of_one_prompt_and_of_a_batch_are_timed_after_one_prefill(kvbench, monkeypatch, setting):
+    prompts = []
+    monkeypatch.setattr(KVBenchCache, "read", note_calls(prompts, KVBenchCache.read))
+    assert kvbench(setting, "task.measure=decoding", "task.batch=3", *QUICK)[0] == 0
+    found = by_quantity(Path("results/efficiency/cpu.csv"), measure="decoding")
+    assert found["batched_prompts"]["value"] == "3" and list(found)[-1] == LAST_QUANTITY
+    for quantity in ("tpot_ms", "tokens_s", "resident_bytes"):
+        assert float(found[quantity]["value"]) > 0 and float(found[f"batched_{quantity}"]["value"]) > 0
+    assert float(found["batched_resident_bytes"]["value"]) >= 3 * float(found["resident_bytes"]["value"])
+    packed = [(1, 60), (3, 60)]
+    assert prompts == {"method=snapkv": packed[:1], "codec=kivi": packed}.get(setting, [])
+
+
+def note_calls(shapes, read):
+    def noting(self, ids):
+        shapes.append(tuple(ids.shape))
+        read(self, ids)
+
+    return noting
+
+
 def test_no_memory_is_a_result(kvbench, monkeypatch):
     def exhausted(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")

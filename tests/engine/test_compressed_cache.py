@@ -9,7 +9,6 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 import kvbench
 from kvbench.config.catalogue import build, list_choices, load_settings
@@ -24,7 +23,7 @@ from kvbench.methods.knorm import Knorm
 from kvbench.validation import ContractError, SettingError, format_value
 from tests.support.dense_engine import DenseEngine
 from tests.support.method_files import build_policy, make_tiny_method_args
-from tests.support.tiny_models import distinct, ids, make_fresh, tiny
+from tests.support.tiny_models import distinct, ids, make_fresh, make_gemma3_with_vision, tiny
 
 BUILT = {method: build_policy(method, "uniform", "llama") for method in list_choices("method")}
 ALLOCATORS = {allocator: build_policy("full", allocator, "llama")[1] for allocator in list_choices("allocator")}
@@ -397,12 +396,8 @@ def test_two_answers_may_be_generated_in_turn():
 
 
 def test_models_with_parts_are_put_back():
-    """Gemma 3 as published is a text model beside a vision tower; both keep their own attention."""
-    text = make_fresh("gemma3").config.to_dict()
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
-    config = Gemma3Config(text_config=text, vision_config=vision | {"patch_size": 14}, mm_tokens_per_image=4)
-    torch.manual_seed(0)
-    model = Gemma3ForConditionalGeneration(config).eval()
+    """Both the text model and the vision tower keep their own attention."""
+    model = make_gemma3_with_vision()
     model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager"})
     parts = (model.config, model.config.text_config, model.config.vision_config)
     before = [part._attn_implementation for part in parts]

@@ -7,55 +7,31 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.context import decodes_in_graph
 from kvbench.engine.fixed_quota_rows import FixedQuotaRows
-from kvbench.engine.generation import GenerationContext
 from kvbench.engine.graph_decoding import CHUNK, GraphDecoder, GrowingRows, only_appends
+from kvbench.engine.read_rows import ReadRows, make_reader
 from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
+from kvbench.methods.snapkv import SnapKV
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError
+from tests.support.answer_paths import assert_same, make_contexts
 from tests.support.interrupted_answers import answer_both, answer_with_interruptions, assert_freed_at_once
 from tests.support.method_files import build_policy
 from tests.support.selection import only_in_full
-from tests.support.tiny_models import ids, tiny
+from tests.support.tiny_models import ids, make_double, make_fresh, tiny
 
 APPENDING = {"method": "snapkv"}
 CUTTING = {"method": "keydiff"}  # at every token
 CUTTING_FIVES = {"method": "tova", "decode_interval": 5}
-EVERY = pytest.mark.parametrize("chosen", [APPENDING, CUTTING, CUTTING_FIVES], ids=lambda own: own["method"])
+WATCHING = {"method": "h2o", "decode_interval": 5}  # every token, and cuts after five
+KINDS = [APPENDING, CUTTING, CUTTING_FIVES, WATCHING]
+EVERY = pytest.mark.parametrize("chosen", KINDS, ids=lambda own: own["method"])
 SETUPS = [("full", "uniform"), ("snapkv", "uniform"), ("snapkv", "ada"), ("criticalkv", "ada"), ("kvzip", "uniform")]
 
 
 def choice_of(method, allocator="uniform", codec="raw", **more):
     return choose_cache(*build_policy(method, allocator, "llama", codec, **more))
-
-
-def contexts(model, choice, budget=0.3, batch=1, stepped=True):
-    """Two contexts on one prompt: one read by the modules, one by the step."""
-    made, device = [], next(model.parameters()).device
-    for step in (False, stepped):
-        context = GenerationContext(model, choice, Budget(budget), None, tuple(range(batch)), answer=40)
-        context.prefill(torch.cat([ids(60, seed) for seed in range(batch)]).to(device))
-        if step:
-            context.weights = collect_weights(model)
-            assert context.weights is not None
-        made.append(context)
-    return made
-
-
-def assert_same(one, other):
-    """Two contexts count the same and hold the same rows."""
-    assert (one.seen, one.since_cut) == (other.seen, other.since_cut)
-    for layer, another in zip(one.own_layers, other.own_layers, strict=True):
-        assert layer.attended == another.attended
-        assert layer.token_bytes == another.token_bytes
-        for name in ("peak_attended", "peak_rows"):
-            assert getattr(layer.tally, name) == getattr(another.tally, name), name
-        evicted = [torch.tensor(0) if own.tally.evicted is None else own.tally.evicted for own in (layer, another)]
-        assert torch.equal(*evicted)
-        held, rows = layer.rows.view(), another.rows.view()
-        assert torch.equal(held.places, rows.places) and layer.rows.seen == another.rows.seen
-        assert torch.allclose(held.keys, rows.keys, atol=1e-4) and torch.allclose(held.values, rows.values, atol=1e-4)
 
 
 def qwen2(heads=2, **more):
@@ -71,7 +47,7 @@ def qwen2(heads=2, **more):
 @pytest.mark.parametrize(("method", "allocator"), SETUPS)
 def test_the_step_gives_what_the_modules_give(method, allocator):
     budget = 1.0 if method == "full" else 0.3
-    modules, step = contexts(tiny("llama"), choice_of(method, allocator), budget)
+    modules, step = make_contexts(tiny("llama"), choice_of(method, allocator), budget)
     answers = [list(context.generate(CHUNK + 9, Sampling(), frozenset())) for context in (modules, step)]
     assert torch.equal(*map(torch.stack, answers))
     assert (modules.decoding, step.decoding) == ("modules", "graph")
@@ -81,10 +57,12 @@ def test_the_step_gives_what_the_modules_give(method, allocator):
     assert torch.allclose(modules.extend(more), step.extend(more), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen3", "qwen2"])
-def test_biases_and_norms_of_heads_are_the_models(name):
+@pytest.mark.cover
+@pytest.mark.parametrize("method", ["snapkv", "keydiff", "sink", "quest"])
+@pytest.mark.parametrize("name", ["mistral", "qwen3", "qwen2", "phi3", "gemma3"])
+def test_biases_norms_and_rotations_are_the_models(name, method):
     model = qwen2() if name == "qwen2" else tiny(name)
-    modules, step = contexts(model, choice_of("snapkv"), batch=2)
+    modules, step = make_contexts(model, choice_of(method), batch=2)
     answers = [list(context.generate(20, Sampling(), frozenset())) for context in (modules, step)]
     assert step.decoding == "graph" and torch.equal(*map(torch.stack, answers))
     assert torch.allclose(modules.logits, step.logits, atol=1e-5)
@@ -95,12 +73,15 @@ CUTTERS = [(name, interval) for name in METHODS for interval in (1, 4)]
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize(("method", "interval"), [*CUTTERS, ("h2o", 1), ("h2o max", 1), ("sink original", 1)])
+@pytest.mark.parametrize(
+    ("method", "interval"),
+    [*CUTTERS, ("h2o", 1), ("h2o", 4), ("h2o max", 1), ("h2o max", 7), ("h2o", 40), ("sink original", 1)],
+)
 def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
     method, _, preset = method.partition(" ")
     more = {"preset": {"max": "paper_max"}.get(preset, preset)} if preset else {}
     choice = choice_of(method, decoding=True, decode_interval=interval, **more)
-    modules, step = contexts(tiny("llama"), choice, batch=2)
+    modules, step = make_contexts(tiny("llama"), choice, batch=2)
     for tokens, by_step in ((CHUNK + 9, 9), (7, 0), (2 * CHUNK, 1)):  # the second is too short for a graph
         answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
         assert torch.equal(*map(torch.stack, answers))
@@ -109,6 +90,80 @@ def test_a_step_that_cuts_gives_what_the_modules_give(method, interval):
         assert torch.allclose(modules.logits, step.logits, atol=1e-4)
     more = ids(5, 9).repeat(2, 1)
     assert torch.allclose(modules.extend(more), step.extend(more), atol=1e-4)
+
+
+KVPRESS = {"preset": "decode_kvpress", "decode_size": 18}
+WATCHERS = {
+    "h2o": {"decode_interval": 6},
+    "h2o, of each query head": {"preset": "paper_max", "decode_interval": 21},
+    "expected_attention": {"preset": "decode", "buffer": 20, "decode_interval": 5},
+    "expected_attention, the prompt's queries leave": {"preset": "decode", "buffer": 7, "decode_interval": 21},
+    "expected_attention, all queries": {"preset": "decode", "buffer": 60, "decode_interval": 9},
+    "expected_attention, few queries yet": {"preset": "decode", "buffer": 76, "decode_interval": 5},
+    "expected_attention at every token": {"preset": "decode", "buffer": 8, "decode_interval": 1},
+    "expected_attention as kvpress": KVPRESS | {"buffer": 5, "decode_interval": 13},
+    "expected_attention as kvpress, all passes": KVPRESS | {"buffer": 50, "decode_interval": 9},
+    "expected_attention as kvpress, more rows": KVPRESS | {"buffer": 5, "decode_interval": 6, "decode_size": 22},
+    "expected_attention as kvpress, few passes": KVPRESS | {"buffer": 5, "decode_interval": 3},
+}
+OFTEN = ("h2o", "expected_attention", "expected_attention at every token", "expected_attention as kvpress")
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Let each kind of step be taken once before the first one that counts, as capturing does on a GPU."""
+    own = GraphDecoder.back
+
+    def back(decoder, step):
+        if not decoder.read and not decoder.ahead:
+            for cuts in {decoder.rows.cuts(number) for number in range(decoder.left)}:
+                own(decoder, 0)
+                decoder.one(cuts)
+        return own(decoder, step)
+
+    monkeypatch.setattr(GraphDecoder, "back", back)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("block", [None, 9])
+@pytest.mark.parametrize("name", [name if name in OFTEN else only_in_full(name) for name in WATCHERS])
+def test_a_method_that_watches_sees_every_token(name, block, captured):
+    """Answers begin between two cuts too, and are stopped where the graph has read ahead."""
+    choice = choice_of(name.partition(" ")[0].strip(","), **WATCHERS[name])
+    modules, step = make_contexts(make_double("llama"), choice, batch=2, block=block)
+    assert choice.method.watches
+    for tokens, path in ((CHUNK + 15, "graph"), (3, "modules"), (12, "graph")):
+        answers = [list(context.generate(tokens, Sampling(), frozenset(), True)) for context in (modules, step)]
+        assert torch.equal(*map(torch.stack, answers)) and step.decoding == path
+        assert_same(modules, step)
+    for end in (1, CHUNK + 5):
+        answers = [context.generate(40, Sampling(), frozenset()) for context in (modules, step)]
+        assert torch.equal(*(torch.stack([next(answer) for _ in range(end)]) for answer in answers))
+        for answer in answers:
+            answer.close()
+        assert step.decoding == ("graph" if end > 1 else "modules")
+        assert_same(modules, step)
+    found = [context.extend(ids(4, 9).repeat(2, 1)) for context in (modules, step)]  # one pass of four tokens
+    answers = [list(context.generate(CHUNK + 5, Sampling(), frozenset(), True)) for context in (modules, step)]
+    assert torch.allclose(*found, atol=1e-4) and torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
+    assert_same(modules, step)
+
+
+@pytest.mark.parametrize("sinks", [0, 4, 14])
+def test_protected_rows_that_have_no_room_are_counted(sinks, monkeypatch):
+    """A cut while decoding gives up more than the cut of the prompt. Tokens decoded ahead do not count."""
+    monkeypatch.setattr(SnapKV, "protect_sinks", lambda own, seen, rows, quota: rows.places < sinks if sinks else None)
+    choice = choice_of("snapkv", window=90, decoding=True, decode_interval=55)
+    modules, step = make_contexts(tiny("llama"), choice, 10, batch=2)
+    before = [dict(layer.tally.given_up) for layer in step.own_layers]
+    for end, more in ((54, False), (3, True)):
+        answers = [context.generate(65, Sampling(), frozenset()) for context in (modules, step)]
+        assert torch.equal(*(torch.stack([next(answer) for _ in range(end)]) for answer in answers))
+        for answer in answers:
+            answer.close()
+        assert_same(modules, step)
+        now = [dict(layer.tally.given_up) for layer in step.own_layers]
+        assert (now != before) == more
 
 
 READERS = {
@@ -124,7 +179,7 @@ READERS = {
 @pytest.mark.parametrize("name", READERS)
 def test_a_step_that_attends_to_few_rows_gives_what_the_modules_give(name):
     method, more = READERS[name]
-    modules, step = contexts(tiny("llama"), choice_of(method, **more), batch=2)
+    modules, step = make_contexts(tiny("llama"), choice_of(method, **more), batch=2)
     for tokens, read_last in ((CHUNK + 9, True), (7, False), (2 * CHUNK, True)):  # the second is too short for a graph
         answers = [list(context.generate(tokens, Sampling(), frozenset(), read_last)) for context in (modules, step)]
         assert torch.equal(*map(torch.stack, answers))
@@ -141,7 +196,7 @@ def test_a_step_that_attends_to_few_rows_gives_what_the_modules_give(name):
 
 
 def test_queries_are_remembered_even_if_a_quota_holds_the_whole_prompt():
-    modules, step = contexts(tiny("llama"), choice_of(READERS["window"][0], **READERS["window"][1]), 60)
+    modules, step = make_contexts(tiny("llama"), choice_of(READERS["window"][0], **READERS["window"][1]), 60)
     answers = [list(context.generate(20, Sampling(), frozenset(), True)) for context in (modules, step)]
     assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
     known, found = (context.own_layers[0].state.layer["queries"] for context in (modules, step))
@@ -150,13 +205,25 @@ def test_queries_are_remembered_even_if_a_quota_holds_the_whole_prompt():
 
 def test_a_full_budget_attends_to_all_rows_and_a_growing_one_is_the_modules_affair():
     for budget, path in ((Budget(1.0), "graph"), (Budget(0.3, "seen"), "modules")):
-        modules, step = contexts(tiny("llama"), choice_of("quest", page=4))
+        modules, step = make_contexts(tiny("llama"), choice_of("quest", page=4))
         for context in (modules, step):
             context.budget = budget
         answers = [list(context.generate(20, Sampling(), frozenset())) for context in (modules, step)]
         assert torch.equal(*map(torch.stack, answers)) and step.decoding == path
         assert_same(modules, step)
         assert torch.allclose(modules.extend(ids(5, 9)), step.extend(ids(5, 9)), atol=1e-4)
+
+
+def test_counts_of_rows_attended_to_are_exact():
+    """A batch of 32 heads reads 2^24 rows together at 524,288 rows a head, and float32 counts no further."""
+    _, step = make_contexts(tiny("llama"), choice_of("quest", page=4, dense_layers=0))
+    with torch.no_grad():
+        reader = make_reader(step.weights, step.own_layers, 8, 20)
+        rows = ReadRows(step.weights, step.own_layers, 8, reader, step.seen)
+        rows.listing.add(1)
+        rows.counts[1, 0] = (1 << 24) + 5  # of six query heads
+        rows.keep(1)
+    assert step.own_layers[1].attended == [2796203.5]
 
 
 @pytest.mark.parametrize("interval", [1, only_in_full(8)])
@@ -166,25 +233,25 @@ def test_rows_grow_to_the_size_that_an_answer_is_cut_to(interval, monkeypatch):
     own = GraphDecoder.__init__
     monkeypatch.setattr(GraphDecoder, "__init__", lambda *args: (made.append(type(args[2]).__name__), own(*args))[1])
     choice = choice_of("keydiff", decoding=True, decode_interval=interval, decode_size=97)
-    modules, step = contexts(tiny("llama"), choice, 1.0)
+    modules, step = make_contexts(tiny("llama"), choice, 1.0)
     answers = [list(context.generate(90, Sampling(), frozenset())) for context in (modules, step)]
     assert torch.equal(*map(torch.stack, answers)) and made == [
         "GrowingRows",
         "ReplacedRows" if interval == 1 else "FixedQuotaRows",
     ]
     assert_same(modules, step)
-    modules, step = contexts(tiny("llama"), choice, 1.0)
+    modules, step = make_contexts(tiny("llama"), choice, 1.0)
     for context in (modules, step):  # ended before the first cut that takes anything
         list(context.generate(35, Sampling(), frozenset()))
     assert_same(modules, step)
 
 
 def test_nothing_is_cut_at_a_full_budget_and_a_growing_one_is_the_modules_affair():
-    modules, step = contexts(tiny("llama"), choice_of("keydiff"), 1.0)
+    modules, step = make_contexts(tiny("llama"), choice_of("keydiff"), 1.0)
     answers = [list(context.generate(20, Sampling(), frozenset())) for context in (modules, step)]
     assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
     assert_same(modules, step)
-    modules, step = contexts(tiny("llama"), choice_of("keydiff"))
+    modules, step = make_contexts(tiny("llama"), choice_of("keydiff"))
     for context in (modules, step):
         context.budget = Budget(0.3, "seen")
     answers = [list(context.generate(20, Sampling(), frozenset())) for context in (modules, step)]
@@ -194,7 +261,7 @@ def test_nothing_is_cut_at_a_full_budget_and_a_growing_one_is_the_modules_affair
 
 def test_scores_that_are_no_numbers_raise_at_their_token(monkeypatch):
     choice = choice_of("keydiff")
-    _, step = contexts(tiny("llama"), choice)
+    _, step = make_contexts(tiny("llama"), choice)
     score, calls = type(choice.method).score, []
 
     def broken(self, *args):
@@ -211,7 +278,7 @@ def test_scores_that_are_no_numbers_raise_at_their_token(monkeypatch):
 
 @EVERY
 def test_sampled_tokens_are_the_same_too_and_a_second_answer_continues_the_draws(chosen):
-    both = contexts(tiny("llama"), choice_of(**chosen), batch=2)
+    both = make_contexts(tiny("llama"), choice_of(**chosen), batch=2)
     sampling, answers = Sampling(0.9, 0.95), []
     for context in both:
         with context.branch():
@@ -227,7 +294,7 @@ def test_sampled_tokens_are_the_same_too_and_a_second_answer_continues_the_draws
 @pytest.mark.parametrize("read_last", [False, True])
 @pytest.mark.parametrize("end", [2, CHUNK, CHUNK + 3])
 def test_what_was_decoded_beyond_the_end_is_as_if_it_never_was(end, read_last, chosen):
-    modules, step = contexts(tiny("llama"), choice_of(**chosen))
+    modules, step = make_contexts(tiny("llama"), choice_of(**chosen))
     answer_both((modules, step), end, read_last)
     assert step.decoding == "graph"
     assert_same(modules, step)
@@ -241,7 +308,7 @@ def test_what_is_done_again_gives_the_same_bits(chosen):
     """Rows return to the slots in which they lay, so sums are done in the same order."""
     found = []
     for planned in (CHUNK + 5, 3 * CHUNK):  # the second decodes beyond what is read of it
-        _, step = contexts(tiny("llama"), choice_of(**chosen), batch=2)
+        _, step = make_contexts(tiny("llama"), choice_of(**chosen), batch=2)
         answer = step.generate(planned, Sampling(), frozenset())
         tokens = torch.stack([next(answer) for _ in range(CHUNK + 5)])
         answer.close()
@@ -253,7 +320,7 @@ def test_what_is_done_again_gives_the_same_bits(chosen):
 @pytest.mark.parametrize(("heads", "budget"), [(2, 0.02), (1, 0.3)], ids=["one row", "one head"])
 def test_what_layers_got_stays_when_later_tokens_are_undone(heads, budget):
     """Also where the rows to hand over lie together, as those of one head do, or one row of each."""
-    modules, step = contexts(qwen2(heads), choice_of("tova", decoding=True, decode_interval=5), budget)
+    modules, step = make_contexts(qwen2(heads), choice_of("tova", decoding=True, decode_interval=5), budget)
     found = []
     for context in (modules, step):
         answer = context.generate(3 * CHUNK, Sampling(), frozenset())
@@ -268,7 +335,7 @@ def test_what_layers_got_stays_when_later_tokens_are_undone(heads, budget):
 def test_between_two_cuts_a_graph_reads():
     """Of heads of several lengths, which no step cuts."""
     choice = choice_of("knorm", "ada", decoding=True, decode_interval=34)
-    modules, step = contexts(tiny("llama"), choice)
+    modules, step = make_contexts(tiny("llama"), choice)
     answers = [list(context.generate(75, Sampling(), frozenset())) for context in (modules, step)]
     assert torch.equal(*map(torch.stack, answers)) and step.decoding == "graph"
     assert all(layer.tally.evicted.float().mean() > 60 for layer in step.own_layers)  # the prompt's cut and two more
@@ -277,7 +344,7 @@ def test_between_two_cuts_a_graph_reads():
 
 @EVERY
 def test_a_branch_leaves_nothing_behind(chosen):
-    _, step = contexts(tiny("llama"), choice_of(**chosen))
+    _, step = make_contexts(tiny("llama"), choice_of(**chosen))
     with step.branch():
         first = torch.stack(list(step.generate(20, Sampling(), frozenset())))
     before = [layer.rows.head_places(0, 0) for layer in step.own_layers]
@@ -292,7 +359,7 @@ def test_a_branch_leaves_nothing_behind(chosen):
 @EVERY
 @pytest.mark.parametrize("first", [5, CHUNK + 2])
 def test_what_is_read_while_an_answer_is_under_way_comes_behind_what_it_has_read(chosen, first):
-    both = contexts(tiny("llama"), choice_of(**chosen))
+    both = make_contexts(tiny("llama"), choice_of(**chosen))
     found = []
     for context in both:
         found.append((*answer_with_interruptions(context, first), context.logits))
@@ -303,7 +370,7 @@ def test_what_is_read_while_an_answer_is_under_way_comes_behind_what_it_has_read
 
 @EVERY
 def test_an_answer_that_a_branch_cut_short_counts_for_nothing(chosen):
-    _, step = contexts(tiny("llama"), choice_of(**chosen))
+    _, step = make_contexts(tiny("llama"), choice_of(**chosen))
     rows, seen = [layer.rows.mean_rows for layer in step.own_layers], step.seen
     with step.branch():
         answer = step.generate(40, Sampling(), frozenset())
@@ -316,12 +383,12 @@ def test_an_answer_that_a_branch_cut_short_counts_for_nothing(chosen):
 @pytest.mark.parametrize("stepped", [False, True])
 def test_a_context_that_nobody_has_is_freed_at_once(stepped, chosen):
     """A GPU would hold the cache of the sample before."""
-    assert_freed_at_once(lambda: contexts(tiny("llama"), choice_of(**chosen), stepped=stepped)[1])
+    assert_freed_at_once(lambda: make_contexts(tiny("llama"), choice_of(**chosen), stepped=stepped)[1])
 
 
-@pytest.mark.parametrize(("chosen", "rows"), [(APPENDING, 39), (CUTTING, 1), (CUTTING_FIVES, 5)])
+@pytest.mark.parametrize(("chosen", "rows"), [(APPENDING, 39), (CUTTING, 1), (CUTTING_FIVES, 5), (WATCHING, 5)])
 def test_room_for_an_answer_is_counted_before_it_begins(chosen, rows):
-    for context in contexts(tiny("llama"), choice_of(**chosen)):
+    for context in make_contexts(tiny("llama"), choice_of(**chosen)):
         context.reserve(40)
         assert context.bytes().headroom == rows * sum(layer.token_bytes for layer in context.own_layers)
         assert len(list(context.generate(40, Sampling(), frozenset()))) == 40
@@ -336,7 +403,6 @@ def test_what_more_than_appends_is_read_by_the_modules():
 
 
 def test_models_that_are_not_plain_have_no_weights_for_a_step():
-    assert collect_weights(tiny("gemma3")) is None
     model = qwen2()
     model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
     assert collect_weights(model) is None
@@ -344,6 +410,21 @@ def test_models_that_are_not_plain_have_no_weights_for_a_step():
     weight = model.model.layers[1].mlp.up_proj.weight
     model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(weight.data.mT.contiguous().mT)
     assert collect_weights(model) is None
+    assert collect_weights(qwen2(hidden_act="relu")) is None
+    model = make_fresh("gemma3")
+    model.config.final_logit_softcapping = 30.0
+    assert collect_weights(model) is None
+
+
+def test_phi_3_gives_rows_of_its_own_parameters():
+    model = tiny("phi3")
+    for layer, block in zip(model.model.layers, collect_weights(model).blocks, strict=True):
+        for whole, parts in (
+            (layer.self_attn.qkv_proj.weight, block.project),
+            (layer.mlp.gate_up_proj.weight, (block.gate, block.up)),
+        ):
+            assert torch.equal(torch.cat(parts), whole) and all(part.is_contiguous() for part in parts)
+            assert all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in parts)
 
 
 def test_frequencies_that_follow_the_longest_place_are_left_to_the_modules():
@@ -358,14 +439,14 @@ def test_frequencies_that_follow_the_longest_place_are_left_to_the_modules():
 
 
 @pytest.mark.parametrize(
-    "chosen", [APPENDING, only_in_full(CUTTING), only_in_full(CUTTING_FIVES)], ids=lambda own: own["method"]
+    "chosen", [APPENDING, *map(only_in_full, (CUTTING, CUTTING_FIVES, WATCHING))], ids=lambda own: own["method"]
 )
 def test_the_kernels_take_the_same_step(chosen):
     """Steps of two layers through the interpreter, or on the GPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = tiny("llama").to(device)
     choice = choice_of(**chosen)
-    _, context = contexts(model, choice)
+    _, context = make_contexts(model, choice)
     try:
         found = []
         for name in ("reference", "triton"):

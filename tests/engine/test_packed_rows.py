@@ -131,7 +131,7 @@ def test_the_layers_hold_afterwards_what_the_codec_packs_token_by_token(allocato
                 assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3"])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "phi3"])
 @pytest.mark.parametrize(("method", "allocator"), [("full", "uniform"), ("snapkv", "ada"), ("centroidkv", "uniform")])
 def test_the_step_gives_what_the_modules_give(method, allocator, model):
     choice = choice_of(method, allocator, **(MERGING if method == "centroidkv" else {}))

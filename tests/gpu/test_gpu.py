@@ -27,6 +27,7 @@ from kvbench.runs.runner import execute_run, execute_runs
 from kvbench.runs.spec import RunSpec
 from tests.support.method_files import MAKE, build_policy, make_method_args
 from tests.support.recorded_runs import TIMES
+from tests.support.tiny_models import ids, make_fresh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 GREEDY = Sampling()
@@ -96,12 +97,22 @@ def test_graphs_decode_what_the_modules_decode(exact, method, allocator, batch, 
     assert torch.equal(*answers) and torch.allclose(contexts[0].logits, contexts[1].logits, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["phi3", "gemma3"])
+@pytest.mark.parametrize(("method", "block"), [("full", None), ("snapkv", None), ("keydiff", 32), ("quest", None)])
+def test_graphs_of_other_architectures_decode_what_the_modules_decode(name, method, block):
+    own, budget = make_fresh(name).cuda(), 1.0 if method == "full" else 0.2
+    contexts, answers = both_ways(own, method, ids(300, batch=2).cuda(), budget, block)
+    assert [context.decoding for context in contexts] == ["modules", "graph"]
+    assert (answers[0] == answers[1]).float().mean() >= 0.9  # where two scores are equal another row may stay
+    for one, other in zip(*(context.sliding_layers() for context in contexts), strict=True):
+        assert one.cumulative_length == other.cumulative_length and one.keys.shape == other.keys.shape
+
+
 CAPTURABLE = ["cake", "dropkv", "h2o", "keydiff", "knorm", "sink", "snapkv", "tova"]
 
 
-@pytest.mark.parametrize(
-    ("method", "interval"), [(name, size) for name in CAPTURABLE for size in (1, 4) if (name, size) != ("h2o", 4)]
-)
+@pytest.mark.parametrize("method", CAPTURABLE)
+@pytest.mark.parametrize("interval", [1, 4])
 def test_graphs_that_cut_decode_what_the_modules_decode(exact, method, interval):
     more = {"decoding": True, "decode_interval": interval}
     contexts, answers = both_ways(exact, method, prompts(2, 700), 0.2, **more)
@@ -109,6 +120,28 @@ def test_graphs_that_cut_decode_what_the_modules_decode(exact, method, interval)
     assert (answers[0] == answers[1]).float().mean() >= 0.9  # where two scores are equal another row may stay
     for one, other in zip(*(context.own_layers for context in contexts), strict=True):
         assert one.attended == other.attended and torch.equal(one.tally.evicted, other.tally.evicted)
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("h2o", {"preset": "paper_max", "decode_interval": 12}),
+        ("expected_attention", {"preset": "decode", "buffer": 64, "decode_interval": 12}),
+        ("expected_attention", {"preset": "decode", "buffer": 64, "decode_interval": 1}),
+        ("expected_attention", {"preset": "decode_kvpress", "decode_size": 140, "buffer": 8, "decode_interval": 12}),
+    ],
+)
+def test_graphs_show_every_token_to_a_method_that_watches(exact, method, more):
+    """The second answer begins between two cuts."""
+    contexts, answers = both_ways(exact, method, prompts(2, 700), 0.2, **more)
+    again = [torch.stack(list(context.generate(30, GREEDY, frozenset(), True)), 1) for context in contexts]
+    assert [context.decoding for context in contexts] == ["modules", "graph"]
+    assert (answers[0] == answers[1]).float().mean() >= 0.9  # where two scores are equal another row may stay
+    if torch.equal(*answers):
+        assert (again[0] == again[1]).float().mean() >= 0.9
+    for one, other in zip(*(context.own_layers for context in contexts), strict=True):
+        assert one.attended == other.attended and torch.equal(one.tally.evicted, other.tally.evicted)
+        assert one.bytes().state == other.bytes().state
 
 
 @pytest.mark.parametrize(

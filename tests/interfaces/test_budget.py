@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.interfaces.budget import Budget
-from kvbench.interfaces.method import fit_protected
+from kvbench.interfaces.method import LINE, count_marks, fit_protected
 from kvbench.interfaces.rows import Rows
 from kvbench.validation import SettingError, exact_share
 
@@ -94,6 +94,12 @@ def test_recents_give_way_before_sinks_and_the_last_sinks_before_the_first(drawn
     assert shrunk(sinks, None) == set(first[:room])
     assert shrunk(None, recents) == set(newest[:room])
     assert shrunk(None, None) == set()
+
+
+@pytest.mark.parametrize("length", [0, 1, LINE, LINE + 1, 3 * LINE])
+def test_marks_of_a_line_are_counted_up_to_each_place(length):
+    marks = torch.rand(2, 3, length, generator=torch.Generator().manual_seed(length)) < 0.5
+    assert torch.equal(count_marks(marks), marks.cumsum(-1))
 
 
 @given(st.integers(0, 100), st.integers(0, 10**6))

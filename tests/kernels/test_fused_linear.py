@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from transformers.activations import ACT2FN
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from kvbench.kernels.fused_linear import rms_norm, rms_norm_linear, rms_norm_swiglu
+from kvbench.kernels.fused_linear import rms_norm, rms_norm_glu, rms_norm_linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -59,16 +61,17 @@ def test_a_residual_is_added(rows, dtype):
 @pytest.mark.cover
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_the_gated_product_agrees_with_the_equation(rows, dtype):
+@pytest.mark.parametrize(("activation", "module"), [("silu", "silu"), ("gelu_tanh", "gelu_pytorch_tanh")])
+def test_the_gated_product_agrees_with_the_modules(activation, module, rows, dtype):
     x, scale = made(rows, 1100, dtype=dtype), made(1100, dtype=dtype)
     gate, up = (made(19, 1100, dtype=dtype, seed=i) / 8 for i in range(2))
-    found = rms_norm_swiglu(x, gate, up, (scale, 1e-6), implementation="triton")
+    given = x, gate, up, (scale, 1e-6)
+    found = rms_norm_glu(*given, activation=activation, implementation="triton")
     rounded = rms_norm(x, scale, 1e-6, implementation="reference").double()
-    exact = torch.nn.functional.silu(rounded @ gate.double().T) * (rounded @ up.double().T)
+    exact = ACT2FN[module](rounded @ gate.double().T) * (rounded @ up.double().T)
     close(found, exact, dtype, steps=6)
-    assert torch.allclose(
-        found, rms_norm_swiglu(x, gate, up, (scale, 1e-6), implementation="reference"), rtol=0.1, atol=0.5
-    )
+    expected = rms_norm_glu(*given, activation=activation, implementation="reference")
+    assert torch.allclose(found, expected, rtol=0.1, atol=0.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,6 +81,21 @@ def test_the_norm_rounds_as_the_modules_do(dtype):
     assert torch.allclose(found, expected, rtol=1e-6 if dtype == torch.float32 else 3 * STEP, atol=0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_a_weight_in_float32_is_multiplied_before_rounding(implementation, dtype):
+    """As Gemma multiplies by 1 + weight."""
+    x, residual, module = (*(made(3, 700, dtype=dtype, seed=i) for i in range(2)), Gemma3RMSNorm(700, 1e-5))
+    module.to(DEVICE, dtype).weight.data = made(700, dtype=dtype, seed=9) / 3
+    scale, expected = 1.0 + module.weight.detach().float(), module(x).detach()
+    bound = {"rtol": 1e-5 if dtype == torch.float32 else STEP, "atol": 0}  # of a single rounding
+    assert torch.allclose(rms_norm(x, scale, 1e-5, implementation=implementation), expected, **bound)
+    found = rms_norm(x, scale, 1e-5, residual=residual, implementation=implementation)
+    close(found, expected.double() + residual.double(), dtype, steps=2)
+    (found,) = rms_norm_linear(x[:1], [residual], norm=(scale, 1e-5), implementation=implementation)
+    close(found, expected[:1].double() @ residual.double().T, dtype)
+
+
 def test_what_does_not_fit_is_refused():
     x, weight = made(1, 8, dtype=torch.float32), made(4, 9, dtype=torch.float32)
     with pytest.raises(ValueError, match="weights"):
@@ -85,13 +103,16 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="residual"):
         rms_norm_linear(x, [weight[:, :8]], residual=x)
     with pytest.raises(ValueError, match="gate"):
-        rms_norm_swiglu(x, weight, weight, (x[0], 1e-5))
+        rms_norm_glu(x, weight, weight, (x[0], 1e-5))
+    with pytest.raises(ValueError, match="activation 'relu'"):
+        rms_norm_glu(x, weight[:, :8], weight[:, :8], (x[0], 1e-5), activation="relu")
 
 
 def ahead():
     from kvbench.kernels.fused_linear import triton as own
 
-    constants = {"NORM": True, "BIAS": True, "RESIDUAL": True, "WEIGHTS": 3, "N": 8, "K": 1024, "STAGES": 2}
+    constants = dict.fromkeys(("NORM", "BIAS", "RESIDUAL", "GELU"), True)
+    constants |= {"WEIGHTS": 3, "N": 8, "K": 1024, "STAGES": 2}
     for kernel in (own._project, own._gated, own._product, own._normed):
         whole = ("columns", "n0", "n1", "n2", "rows", "count")
         types = {
@@ -101,6 +122,8 @@ def ahead():
             if name in whole
             else "fp32"
             if name == "epsilon"
+            else "*fp32"
+            if name == "scale"
             else "*bf16"
             for name in kernel.arg_names
         }

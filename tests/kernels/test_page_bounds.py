@@ -108,5 +108,5 @@ def ahead():
         yield list_kernel(
             own._upper,
             {**rows, "above": "*fp32", "newest": "*i64"},
-            {"NEWEST": True, "PAGES": own.PAGES, "D": dim, **own_strides},
+            {"NEWEST": True, "PAGES": own.BYTES // dim // 4, "M": 16, "D": dim, "CAST": False, **own_strides},
         )

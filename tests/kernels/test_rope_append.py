@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -17,7 +18,7 @@ def made(*size, dtype):
 
 @pytest.mark.cover
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("normed", [None, Qwen3RMSNorm, Gemma3RMSNorm])
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize(("batch", "tokens", "heads", "group", "dim"), [(1, 1, 2, 4, 64), (2, 3, 1, 3, 24)])
 def test_it_does_what_the_modules_do(batch, tokens, heads, group, dim, implementation, normed, dtype):
@@ -27,14 +28,15 @@ def test_it_does_what_the_modules_do(batch, tokens, heads, group, dim, implement
     keys, values = (torch.full((batch, heads, 12, dim), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2))
     step = torch.tensor(2, dtype=torch.int32, device=DEVICE)
     scales = [made(dim, dtype=dtype) + i for i in range(2)]
-    norms = (*scales, 1e-6) if normed else None
+    factors = [1.0 + scale.float() for scale in scales] if normed is Gemma3RMSNorm else scales
+    norms = (*factors, 1e-6) if normed else None
     found = append(
         *projected, cos, sin, keys, values, 4, step, norms=norms, implementation=implementation
     )  # fmt: skip
     apart = [x.view(batch, tokens, -1, dim) for x in projected]
     if normed:
         for i, scale in enumerate(scales):
-            module = Qwen3RMSNorm(dim, 1e-6).to(DEVICE, dtype)
+            module = normed(dim, 1e-6).to(DEVICE, dtype)
             module.weight.data = scale
             apart[i] = module(apart[i]).detach()
     queries, own, value = (x.transpose(1, 2) for x in apart)
@@ -89,7 +91,7 @@ def test_what_does_not_fit_is_refused():
 def ahead():
     from kvbench.kernels.rope_append.triton import _append
 
-    real = {"step": "*i32", "slots": "*i64", "epsilon": "fp32"}
+    real = {"step": "*i32", "slots": "*i64", "epsilon": "fp32", "query_norm": "*fp32", "key_norm": "*fp32"}
     real |= dict.fromkeys(("NORM", "SLOTS", "D"), "constexpr")
     whole = ("tail", "tokens", "heads", "query_heads", "dim", "turning")
     types = {

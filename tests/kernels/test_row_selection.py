@@ -128,6 +128,14 @@ def test_indices_of_the_largest(rows, k, ties):
         assert torch.equal(top_k_indices(scores, k, implementation=implementation), expected)
 
 
+@pytest.mark.parametrize("k", [1, 3, 5, 20])
+def test_indices_of_scores_that_are_not_finite(k):
+    scores = torch.tensor([0.0, -torch.inf, 2.0, torch.inf, -0.0, torch.nan, -torch.inf, 1e-45, -3.0]).to(DEVICE)
+    scores = torch.stack([scores.repeat(3), torch.full((27,), -torch.inf, device=DEVICE)])[None]
+    expected = top_k_mask(scores, k, implementation="triton").nonzero()[:, 2].view(1, 2, k)
+    assert torch.equal(top_k_indices(scores, k, implementation="triton"), expected)
+
+
 def test_indices_of_more_scores_than_one_program_takes(monkeypatch):
     monkeypatch.setattr("kvbench.kernels.row_selection.triton.SINGLE", 10)
     scores = torch.randn(1, 2, 50, generator=torch.Generator().manual_seed(1)).to(DEVICE)

@@ -6,7 +6,9 @@ from functools import cache
 
 import torch
 from transformers import (
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -87,6 +89,14 @@ BUILD: dict[str, Callable[[], torch.nn.Module]] = {
         )
     ),
 }
+
+
+def make_gemma3_with_vision() -> Gemma3ForConditionalGeneration:
+    """Gemma 3 as it is published: a text model beside a vision tower."""
+    text = make_fresh("gemma3").config.to_dict()
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    config = Gemma3Config(text_config=text, vision_config=vision | {"patch_size": 14}, mm_tokens_per_image=4)
+    return draw_model(lambda: Gemma3ForConditionalGeneration(config), 0)
 
 
 MADE: dict[str, torch.nn.Module] = {}
