@@ -3,9 +3,10 @@
 from torch import Tensor
 
 from kvbench.kernels.accumulated_attention.reference import accumulated_attention_reference
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 
 
+@announced
 def accumulated_attention(
     queries: Tensor,
     keys: Tensor,

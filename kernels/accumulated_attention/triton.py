@@ -57,7 +57,7 @@ def store(out, found, mass, row, rows, stride, share, MAXIMUM: tl.constexpr, HAS
     tl.store(out + row, value, mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows", "m_b", "m_h", "l_b", "l_h"])
 def columns_kernel(
     queries, keys, mass, lse, out, tokens, rows, heads, scale,
     q_b, q_h, q_t, q_d, k_b, k_h, k_n, k_d, m_b, m_h, m_n, l_b, l_h, l_t,
@@ -108,12 +108,12 @@ def blocks(dtype: torch.dtype, dim: int, tokens: int) -> dict[str, int]:
     """Choose rows and queries of a tile, warps and stages.
 
     At d = 128 a block has one group of four warps, and three blocks share an SM, so that the exponentials of one block
-    overlap with the products of another. A tile has no more queries than there are.
+    overlap with the products of another. There are tiles for few and for many queries, because each size is compiled.
     """
-    few = max(16, triton.next_power_of_2(tokens))
     if dtype == torch.float32:
-        return {"BLOCK_N": 32, "BLOCK_T": min(32, few), "num_warps": 4, "num_stages": 2}
-    return {"BLOCK_N": 128 if dim <= 128 else 64, "BLOCK_T": min(64, few), "num_warps": 4, "num_stages": 2}
+        return {"BLOCK_N": 32, "BLOCK_T": 16 if tokens <= 16 else 32, "num_warps": 4, "num_stages": 2}
+    wide = 128 if dim <= 128 else 64
+    return {"BLOCK_N": wide, "BLOCK_T": 16 if tokens <= 16 else 64, "num_warps": 4, "num_stages": 2}
 
 
 def columns(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvbench.kernels.attention.reference import attend_reference, pad_ragged
 from kvbench.kernels.attention.sdpa import attend_cudnn, attend_sdpa, attend_sdpa_lse, cudnn_serves
-from kvbench.kernels.dispatch import FAST, choose_implementation
+from kvbench.kernels.dispatch import FAST, announced, choose_implementation
 
 LONG = 512  # smallest block that goes to cuDNN, in tokens; chosen by trial on an H200
 
@@ -89,6 +89,7 @@ class RaggedRows:
     """Whether all lengths are equal."""
 
 
+@announced
 def attend_ragged(
     queries: Tensor,
     held: RaggedRows | None,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PROGRAMS = {16: 512, 32: 512, 64: 264, 128: 132}  # most programs that rows are split into, by a program's queries
+SPLITS = (16, 128)  # most splits that are joined at once; only two values, because each is compiled
 FEW = 64  # queries of a KV head that one program always takes together
 ENOUGH = 256  # programs, each with 128 queries of a head, that fill a GPU without splitting the rows
 
@@ -58,7 +59,7 @@ def _tile(
     return add_tile(logits, v, m, norm, acc)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "tail", "splits"])
 def _few(
     queries, held_keys, held_values, held_mass, starts, lengths, tail_keys, tail_values, step,
     outputs, lse, part_acc, part_max, part_norm,
@@ -126,7 +127,7 @@ def _few(
         tl.store(part_norm + part, norm, mask=asking)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def _combine(
     part_acc, part_max, part_norm, outputs, lse, tokens, group, splits, dim,
     LSE: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
@@ -148,7 +149,7 @@ def _combine(
         tl.store(lse + place, (most + tl.log2(total)) / LOG2E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "tail"])
 def _many(
     queries, held_keys, held_values, held_mass, starts, lengths, tail_keys, tail_values,
     outputs, lse, query_heads, heads, tokens, tail, dim, scale,
@@ -234,23 +235,25 @@ def attend_triton(
             M=rows, N=32 if exact else 64, **sizes, num_warps=4 if exact else 8, num_stages=2 if exact else 3,
         )  # fmt: skip
         return outputs, sums if lse else None
-    rows = min(max(16, triton.next_power_of_2(group * tokens)), 32 if exact else 64 if sizes["D"] > 128 else 128)
+    largest = 32 if exact else 64 if sizes["D"] > 128 else 128
+    rows = 16 if group * tokens <= 16 else min(64, largest) if group * tokens <= 64 else largest
     block, tiles = 32 if exact or sizes["D"] > 128 else 64, triton.cdiv(group * tokens, rows)
-    splits = min(max(1, PROGRAMS[rows] // (batch * heads * tiles)), triton.cdiv(longest, 2 * block), 128)
+    most = min(max(1, PROGRAMS[rows] // (batch * heads * tiles)), SPLITS[1])
+    splits = min(most, triton.cdiv(longest, 2 * block))
     parts = [outputs, outputs, outputs]
-    if splits > 1:
+    if most > 1:  # not by `splits`, which follows from lengths: each constant is compiled
         parts = [
             torch.empty(batch * heads, splits, group * tokens, *more, dtype=torch.float32, device=queries.device)
             for more in ((dim,), (), ())
         ]
     _few[batch * heads, splits, tiles](
         *given, step, outputs, sums, *parts, query_heads, heads, tokens, tail, splits, dim, scale, *strides,
-        STEP=step is not None, SINGLE=splits == 1, M=rows, N=block, **sizes,
+        STEP=step is not None, SINGLE=most == 1, M=rows, N=block, **sizes,
         num_warps=8 if rows == 128 else 4, num_stages=2 if exact else 3,
     )  # fmt: skip
-    if splits > 1:
+    if most > 1:
         _combine[(batch * query_heads * tokens,)](
             *parts, outputs, sums, tokens, group, splits, dim,
-            LSE=lse, S=triton.next_power_of_2(splits), D=sizes["D"], num_warps=4,
+            LSE=lse, S=SPLITS[most > SPLITS[0]], D=sizes["D"], num_warps=4,
         )  # fmt: skip
     return outputs, sums if lse else None

@@ -2,13 +2,14 @@
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.expected_attention.gaussian import Moments, merge
 from kvbench.kernels.expected_attention.reference import logits_reference, moments_reference, scores_reference
 
 __all__ = ["Moments", "expected_logits", "expected_scores", "merge", "moments"]
 
 
+@announced
 def moments(
     queries: Tensor,
     scatter: bool = True,
@@ -44,6 +45,7 @@ def moments(
     return moments_reference(queries, scatter, turn)
 
 
+@announced
 def expected_logits(
     mean: Tensor, covariance: Tensor | None, keys: Tensor, scaling: float, *, implementation: str | None = None
 ) -> Tensor:
@@ -70,6 +72,7 @@ def expected_logits(
     return logits_reference(mean, covariance, keys, scaling)
 
 
+@announced
 def expected_scores(
     mean: Tensor,
     covariance: Tensor | None,

@@ -61,7 +61,7 @@ def outer(x, y, total, PRECISION: tl.constexpr):
     return tl.dot(tl.trans(x), y, total, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "per"])
 def moments_kernel(
     queries, cos, sin, sums, shifts, scatters, tokens, per, heads, q_b, q_h, q_t, q_d, c_t, c_d, s_t, s_d,
     SCATTER: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -133,7 +133,7 @@ def store_block(square, row, column, held, all_held, block, DIM: tl.constexpr):
     tl.store(square + row[:, None] * DIM + column[None, :], block, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "per", "splits"])
 def join_kernel(
     sums, shifts, scatters, mean, scatter, tokens, per, splits,
     SCATTER: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -226,7 +226,7 @@ def times(key, high, low, side, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
     return side
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "per", "m_b", "m_h"])
 def logits_kernel(
     keys, mass, mean, covariance, logits, tops, totals, scale, rows, per, heads, k_b, k_h, k_n, k_d, m_b, m_h, m_n,
     GROUP: tl.constexpr, QUADRATIC: tl.constexpr, HAS_MASS: tl.constexpr, DIM: tl.constexpr, C: tl.constexpr,
@@ -300,7 +300,7 @@ def logits_kernel(
     tl.store(totals + at, tl.sum(total * tl.exp(top - base), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts", "m_b", "m_h"])
 def scores_kernel(
     logits, tops, totals, mass, values, out, rows, parts, heads, epsilon, m_b, m_h, m_n, v_b, v_h, v_n, v_d,
     GROUP: tl.constexpr, WEIGHED: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -353,6 +353,11 @@ def logits_triton(
     return logits, tops, totals
 
 
+def most_parts(heads: int) -> int:
+    """Return the most parts that the rows of so many query heads are read in, whatever their number."""
+    return triton.cdiv(2 * KEY_PROGRAMS, heads)
+
+
 def key_tiles(dtype: torch.dtype, dim: int) -> dict[str, int]:
     """Choose the rows of a tile, beside three quarters of Σ of C by C channels each."""
     half = max(16, triton.next_power_of_2(dim) // 2)
@@ -376,6 +381,6 @@ def scores_triton(
     scores_kernel[(triton.cdiv(rows, tile), batch * heads)](
         logits, tops, totals, mass, values, out, rows, tops.shape[2], heads, epsilon, *mass.stride(), *values.stride(),
         GROUP=mean.shape[1] // heads, WEIGHED=weighed, DIM=dim, BLOCK_D=wide, BLOCK_N=tile,
-        BLOCK_P=triton.next_power_of_2(tops.shape[2]), num_warps=4,
+        BLOCK_P=triton.next_power_of_2(most_parts(batch * mean.shape[1])), num_warps=4,
     )  # fmt: skip
     return out

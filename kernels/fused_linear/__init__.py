@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.fused_linear.reference import (
     ACTIVATIONS,
     gated_product_reference,
@@ -13,6 +13,7 @@ from kvbench.kernels.fused_linear.reference import (
 )
 
 
+@announced
 def rms_norm_linear(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -55,6 +56,7 @@ def rms_norm_linear(
     return rms_norm_linear_reference(x, weights, biases, residual)
 
 
+@announced
 def rms_norm_glu(
     x: Tensor,
     gate: Tensor,
@@ -98,6 +100,7 @@ def rms_norm_glu(
     return gated_product_triton(one, two, activation)
 
 
+@announced
 def rms_norm(
     x: Tensor, weight: Tensor, epsilon: float, *, residual: Tensor | None = None, implementation: str | None = None
 ) -> Tensor:

@@ -106,7 +106,7 @@ def _gated(
     tl.store(out + row, _activate(tl.sum(one, 1), tl.sum(two, 1), out.dtype.element_ty, GELU), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _product(gate, up, out, count, GELU: tl.constexpr, N: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     here = at < count

@@ -2,12 +2,13 @@
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.key_similarity.reference import anchor_reference, norms_reference, similarity_reference
 
 METRICS = ("cosine", "dot", "euclidean")
 
 
+@announced
 def anchor(keys: Tensor, mass: Tensor, normalised: bool, *, implementation: str | None = None) -> Tensor:
     """Return the mean of each head's keys, weighted by mass.
 
@@ -32,6 +33,7 @@ def anchor(keys: Tensor, mass: Tensor, normalised: bool, *, implementation: str 
     return anchor_reference(keys, mass, normalised)
 
 
+@announced
 def similarity(keys: Tensor, anchor: Tensor, metric: str, *, implementation: str | None = None) -> Tensor:
     """Return the similarity of every key to its head's anchor.
 
@@ -60,6 +62,7 @@ def similarity(keys: Tensor, anchor: Tensor, metric: str, *, implementation: str
     return similarity_reference(keys, anchor, metric)
 
 
+@announced
 def norms(rows: Tensor, *, implementation: str | None = None) -> Tensor:
     """Return ‖x‖₂ of every row.
 

@@ -14,7 +14,7 @@ PROGRAMS = 2048  # enough to keep every SM's loads in flight
 TILE = 4096  # number of elements of a tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "per", "m_b", "m_h"])
 def sums_kernel(
     keys, mass, sums, weights, rows, per, heads, k_b, k_h, k_n, k_d, m_b, m_h, m_n,
     NORMALISED: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -44,7 +44,7 @@ def sums_kernel(
     tl.store(weights + at, tl.sum(counted, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def compare_kernel(
     keys, anchor, out, rows, heads, k_b, k_h, k_n, k_d, a_b, a_h, a_d,
     METRIC: tl.constexpr, COSINE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,

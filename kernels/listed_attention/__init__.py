@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.listed_attention.reference import attend_listed_reference
 
 
+@announced
 def attend_listed(
     queries: Tensor,
     keys: Tensor,

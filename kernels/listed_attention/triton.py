@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels.attention.triton import LOG2E, _combine, add_tile
+from kvbench.kernels.attention.triton import LOG2E, SPLITS, _combine, add_tile
 from kvbench.kernels.dispatch import is_interpreting
 
 PROGRAMS = 264  # most programs that the rows are split into
@@ -88,11 +88,12 @@ def attend_listed_triton(
     queries, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys, values))
     wide, exact = max(16, triton.next_power_of_2(dim)), queries.dtype == torch.float32
     tile = 32 if exact else 64 if wide > 128 else 128  # chosen by trial on an H200
-    most = listed * size + (0 if after is None else keys.shape[2] - after)
-    splits = min(max(1, PROGRAMS // lines), triton.cdiv(most, 2 * tile), 128)
+    longest = listed * size + (0 if after is None else keys.shape[2] - after)
+    most = min(max(1, PROGRAMS // lines), SPLITS[1])
+    splits = min(most, triton.cdiv(longest, 2 * tile))
     outputs = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
     parts = [outputs, outputs, outputs]
-    if splits > 1:
+    if most > 1:  # not by `splits`, which follows from lengths: each constant is compiled
         parts = [
             torch.empty(lines, splits, own, *more, dtype=torch.float32, device=queries.device)
             for more in ((dim,), (), ())
@@ -102,13 +103,13 @@ def attend_listed_triton(
         queries, keys, values, blocks.contiguous(), last, outputs, counted, step, *parts,
         query_heads, group, lists, listed, after or 0, splits, own, dim, scaling * LOG2E.value,
         *queries.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-        SIZE=size, TAIL=after is not None, COUNT=counts is not None, SINGLE=splits == 1,
+        SIZE=size, TAIL=after is not None, COUNT=counts is not None, SINGLE=most == 1,
         M=max(16, triton.next_power_of_2(own)), N=tile, D=wide,
         CAST=is_interpreting() and queries.dtype == torch.bfloat16, num_warps=4, num_stages=2,
     )  # fmt: skip
-    if splits > 1:
+    if most > 1:
         _combine[(batch * query_heads,)](
             *parts, outputs, outputs, 1, own, splits, dim,
-            LSE=False, S=triton.next_power_of_2(splits), D=wide, num_warps=4,
+            LSE=False, S=SPLITS[most > SPLITS[0]], D=wide, num_warps=4,
         )  # fmt: skip
     return outputs

@@ -2,10 +2,11 @@
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.max_attention.reference import max_attention_reference
 
 
+@announced
 def max_attention(queries: Tensor, keys: Tensor, scaling: float, *, implementation: str | None = None) -> Tensor:
     """Return the maximum of softmax(q_t·k·scaling)_j over queries t and the group's query heads.
 

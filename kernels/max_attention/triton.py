@@ -40,7 +40,7 @@ def over_rows(
     return top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows"])
 def lse_kernel(
     queries, keys, out, tokens, rows, query_heads, group, scale, q_b, q_h, q_t, q_d, k_b, k_h, k_n, k_d,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, CAST: tl.constexpr,
@@ -70,11 +70,11 @@ def lse_kernel(
 
 
 def tiles(dtype: torch.dtype, dim: int, tokens: int) -> dict[str, int]:
-    """Choose queries and rows of a tile, warps and stages."""
-    few = max(16, triton.next_power_of_2(tokens))
+    """Choose queries and rows of a tile, warps and stages, for few and for many queries."""
     if dtype == torch.float32:
-        return {"BLOCK_N": 32, "BLOCK_T": min(32, few), "num_warps": 4, "num_stages": 2}
-    return {"BLOCK_N": 128 if dim <= 128 else 64, "BLOCK_T": min(128, few), "num_warps": 8, "num_stages": 2}
+        return {"BLOCK_N": 32, "BLOCK_T": 16 if tokens <= 16 else 32, "num_warps": 4, "num_stages": 2}
+    wide = 128 if dim <= 128 else 64
+    return {"BLOCK_N": wide, "BLOCK_T": 16 if tokens <= 16 else 128, "num_warps": 8, "num_stages": 2}
 
 
 def lse(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:

@@ -2,10 +2,11 @@
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.max_logits.reference import max_logits_reference
 
 
+@announced
 def max_logits(queries: Tensor, keys: Tensor, scaling: float, *, implementation: str | None = None) -> Tensor:
     """Return max over all query heads h of q_h·k_j·scaling, where k_j is the key of h's KV head.
 

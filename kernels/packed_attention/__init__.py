@@ -2,13 +2,14 @@
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.packed_attention.reference import append_packed_reference, attend_packed_reference
 from kvbench.kernels.packed_attention.rows import PackedRows
 
 __all__ = ["PackedRows", "append_packed", "attend_packed"]
 
 
+@announced
 def append_packed(
     queries: Tensor,
     keys: Tensor,
@@ -58,6 +59,7 @@ def append_packed(
     return append_packed_triton(queries, keys, values, cos, sin, rows, step, norms)
 
 
+@announced
 def attend_packed(
     queries: Tensor, rows: PackedRows, scaling: float, step: Tensor, *, implementation: str | None = None
 ) -> Tensor:

@@ -336,6 +336,7 @@ def attend_packed_triton(queries: Tensor, rows: PackedRows, scaling: float, step
     raws = max(1, min(RAWS, splits // 16))
     # not by the room for an answer: a longer plan would add the same numbers in another order
     packed = max(LEAST, triton.cdiv(rows.longest, UNITS * per))  # tiles of a head; each program reads as many
+    most = splits  # `_combine` is compiled for it, whatever the lengths
     splits = raws + triton.cdiv(packed, triton.cdiv(packed, splits - raws))
     outputs = torch.empty(batch, query_heads, 1, dim, dtype=queries.dtype, device=queries.device)
     parts = [
@@ -357,7 +358,7 @@ def attend_packed_triton(queries: Tensor, rows: PackedRows, scaling: float, step
     )  # fmt: skip
     _combine[(batch * query_heads,)](
         *parts, outputs, outputs, 1, group, splits, dim,
-        LSE=False, S=triton.next_power_of_2(splits), D=shape["D"], num_warps=4 if splits <= 128 else 8,
+        LSE=False, S=triton.next_power_of_2(most), D=shape["D"], num_warps=4 if most <= 128 else 8,
     )  # fmt: skip
     return outputs
 

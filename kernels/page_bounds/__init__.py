@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.page_bounds.reference import (
     page_bounds_reference,
     page_upper_bounds_reference,
@@ -10,6 +10,7 @@ from kvbench.kernels.page_bounds.reference import (
 )
 
 
+@announced
 def page_bounds(keys: Tensor, page: int, *, implementation: str | None = None) -> tuple[Tensor, Tensor]:
     """Return the elementwise minimum and maximum of the keys of each page. The last page may be partial.
 
@@ -33,6 +34,7 @@ def page_bounds(keys: Tensor, page: int, *, implementation: str | None = None) -
     return page_bounds_triton(keys, page)
 
 
+@announced
 def update_page_bounds(
     keys: Tensor, low: Tensor, high: Tensor, last: Tensor, page: int, *, implementation: str | None = None
 ) -> None:
@@ -62,6 +64,7 @@ def update_page_bounds(
     update_page_bounds_triton(keys, low, high, last, page)
 
 
+@announced
 def page_upper_bounds(
     queries: Tensor, low: Tensor, high: Tensor, *, newest: Tensor | None = None, implementation: str | None = None
 ) -> Tensor:

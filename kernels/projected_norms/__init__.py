@@ -2,10 +2,11 @@
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.projected_norms.reference import projected_norms_reference
 
 
+@announced
 def projected_norms(values: Tensor, weight: Tensor, query_heads: int, *, implementation: str | None = None) -> Tensor:
     """Return the mean over the group's query heads h of ‖W_o^h v_j‖₁.
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norms(
     values, weight, out, rows, heads, group, dim, hidden, sv_b, sv_h, sv_n, sw,
     N: tl.constexpr, M: tl.constexpr, D: tl.constexpr, CAST: tl.constexpr,

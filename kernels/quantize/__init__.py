@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.quantize.reference import Groups, dequantize_reference, quantize_reference
 
 __all__ = ["Groups", "quantize", "dequantize"]
 
 
+@announced
 def quantize(x: Tensor, bits: int, group: int, *, implementation: str | None = None) -> Groups:
     """Quantize x in groups along the last dimension. Computed in float32, or in float64 for float64 x.
 
@@ -33,6 +34,7 @@ def quantize(x: Tensor, bits: int, group: int, *, implementation: str | None = N
     return Groups(*quantize_triton(x, bits, group))
 
 
+@announced
 def dequantize(
     groups: Groups,
     bits: int,

@@ -6,10 +6,12 @@ Symbols: the last w queries t of the G query heads of a KV head, p_{t,j} their a
 
 from torch import Tensor
 
+from kvbench.kernels.dispatch import announced
 from kvbench.kernels.removal_scores.reference import andpro_reference, dropkv_reference
 from kvbench.kernels.window_attention import check_shapes, choose_window_implementation
 
 
+@announced
 def dropkv(
     queries: Tensor,
     keys: Tensor,
@@ -49,6 +51,7 @@ def dropkv(
     return score_triton(queries, keys, values, outputs, mass, scaling, epsilon, rounded)
 
 
+@announced
 def andpro(
     queries: Tensor,
     keys: Tensor,

@@ -91,7 +91,7 @@ def score_rows(
         tl.store(out + row, score, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows", "span", "m_batch", "m_head"])
 def score_kernel(
     queries, keys, mass, values, outputs, top, share, scores,
     scale, epsilon, heads, group, tokens, rows, span, count,

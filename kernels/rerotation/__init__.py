@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.rerotation.reference import rerotate_reference
 
 
@@ -23,6 +23,7 @@ def rerotate(x: Tensor, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tens
     return rerotate_reference(x, before, after)
 
 
+@announced
 def rotate_rows(
     x: Tensor, cos: Tensor, sin: Tensor, places: Tensor, slots: Tensor, *, implementation: str | None = None
 ) -> Tensor:

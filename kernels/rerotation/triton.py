@@ -8,7 +8,7 @@ from torch import Tensor
 ROWS = 16  # rows of a program
 
 
-@triton.jit(do_not_specialize=["rows", "heads"])
+@triton.jit(do_not_specialize=["rows", "heads", "p_b", "p_h", "s_b", "s_h"])
 def _rotate(
     x, cos, sin, places, slots, out, rows, heads, dim, turning, x_b, x_h, x_n, p_b, p_h, p_n, s_b, s_h, s_n,
     ROWS: tl.constexpr, D: tl.constexpr,

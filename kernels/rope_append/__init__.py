@@ -5,10 +5,11 @@ It norms and rotates queries and keys, and writes keys and values behind the row
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.rope_append.reference import append_reference
 
 
+@announced
 def append(
     queries: Tensor,
     keys: Tensor,

@@ -38,7 +38,7 @@ def rotate_head(
     return _rounded(x * c, like) + _rounded(y * s, like)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tail", "tokens"])
 def _append(
     queries, keys, values, cos, sin, query_norm, key_norm, tail_keys, tail_values, out, step, slots, starts,
     tail, tokens, heads, query_heads, dim, turning, epsilon, s_q, s_k, s_v, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,

@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.row_replacement.reference import replace_row_reference
 
 NEVER = 1 << 30  # the quota of a head that is not cut
 
 
+@announced
 def replace_row(
     scores: Tensor,
     sinks: Tensor | None,

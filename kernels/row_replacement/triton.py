@@ -24,7 +24,7 @@ def _count(mask, places, rows, low, high, TILE: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "never"])
+@triton.jit(do_not_specialize=["rows", "heads", "never", "s_b", "s_h", "q_b", "q_h"])
 def _replace(
     scores, sinks, recents, places, ranks, order, free, position, invalid, tally, lengths, quotas, mass,
     rows, heads, never, s_b, s_h, s_n, q_b, q_h,

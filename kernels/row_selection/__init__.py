@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.row_selection.reference import gather_rows_reference, kept_indices_reference, top_k_mask_reference
 
 
+@announced
 def top_k_mask(scores: Tensor, quotas: Tensor | int, *, implementation: str | None = None) -> Tensor:
     """Choose each head's largest scores. Of equal scores the lower row comes first.
 
@@ -34,6 +35,7 @@ def top_k_mask(scores: Tensor, quotas: Tensor | int, *, implementation: str | No
     return top_k_mask_triton(scores, quotas)
 
 
+@announced
 def top_k_indices(scores: Tensor, k: int, *, implementation: str | None = None) -> Tensor:
     """Return the indices of each head's k largest scores. Of equal scores the lower row comes first.
 
@@ -60,6 +62,7 @@ def top_k_indices(scores: Tensor, k: int, *, implementation: str | None = None) 
     return (found % scores.shape[2]).view(*scores.shape[:2], k)
 
 
+@announced
 def kept_indices(kept: Tensor, total: int | None = None, *, implementation: str | None = None) -> Tensor:
     """Return the indices of the rows that stay, counted in the order (sample, head, row).
 
@@ -83,6 +86,7 @@ def kept_indices(kept: Tensor, total: int | None = None, *, implementation: str 
     return kept_indices_triton(kept, total)
 
 
+@announced
 def gather_rows(
     index: Tensor, keys: Tensor, values: Tensor, *, into: tuple[Tensor, Tensor] | None = None,
     implementation: str | None = None,

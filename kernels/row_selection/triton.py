@@ -65,7 +65,7 @@ def _digit(counts, known, left, quotas, head, rows, PASS: tl.constexpr, SPLITS: 
         return (start << 8) | digit.to(tl.uint32), room, same
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "per_split"])
+@triton.jit(do_not_specialize=["rows", "heads", "per_split", "stride_b", "stride_h"])
 def _count(
     scores, quotas, counts, known, left, rows, heads, stride_b, stride_h, stride_n, per_split,
     PASS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
@@ -89,7 +89,7 @@ def _count(
     tl.store(counts + out + tl.arange(0, 256), digits)
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "per_split"])
+@triton.jit(do_not_specialize=["rows", "heads", "per_split", "stride_b", "stride_h"])
 def _choose(
     scores, quotas, counts, known, left, chosen, rows, heads, stride_b, stride_h, stride_n, per_split,
     SPLITS: tl.constexpr, TILE: tl.constexpr,
@@ -131,7 +131,7 @@ def top_k_mask_triton(scores: Tensor, quotas: Tensor) -> Tensor:
     return chosen
 
 
-@triton.jit(do_not_specialize=["rows", "k", "heads"])
+@triton.jit(do_not_specialize=["rows", "k", "heads", "s_b", "s_h"])
 def _list_top(scores, found, rows, k, heads, s_b, s_h, s_n, TILE: tl.constexpr):
     """Write the indices of a head's k largest scores: find a number that k scores reach, then list them.
 
@@ -172,7 +172,7 @@ def _list_top(scores, found, rows, k, heads, s_b, s_h, s_n, TILE: tl.constexpr):
 def top_k_indices_triton(scores: Tensor, k: int) -> Tensor:
     batch, heads, rows = scores.shape
     found = torch.empty(batch, heads, k, dtype=torch.int64, device=scores.device)
-    tile = max(256, triton.next_power_of_2(rows))
+    tile = 256 if rows <= 256 else SINGLE  # only two values, because each is compiled
     _list_top[batch * heads,](scores, found, rows, k, heads, *scores.stride(), TILE=tile, num_warps=8)
     return found
 
@@ -203,7 +203,7 @@ def kept_indices_triton(kept: Tensor, total: int | None) -> Tensor:
     counts = torch.empty(tiles, dtype=torch.int32, device=kept.device)
     if tiles:
         _count_marks[tiles,](marks, counts, marks.numel(), TILE=TILE)
-    total = int(counts.sum()) if total is None else total
+    total = int(marks.sum()) if total is None else total
     places = torch.zeros(total, dtype=torch.int64, device=kept.device)  # zeros in case the total is wrong
     if total:
         _write_places[tiles,](marks, counts, places, marks.numel(), total, TILE=TILE)

@@ -72,13 +72,12 @@ def match_triton(keys: Tensor, chunk: int | None) -> tuple[Tensor, Tensor]:
     similar = torch.empty(batch, heads, edges, dtype=torch.float32, device=keys.device)
     partner = torch.empty(batch, heads, edges, dtype=torch.int64, device=keys.device)
     own = (chunk + 1) // 2
-    size = min(TILE, max(16, triton.next_power_of_2(own)))
     part = min(wide, 32) if keys.dtype == torch.float32 else wide  # longer products in float32 compile slowly
-    tiles = triton.cdiv(own, size)
+    tiles = triton.cdiv(own, TILE)
     if batch * heads:
         _match[triton.cdiv(rows, chunk) * tiles, batch * heads](
             keys, similar, partner, rows, heads, chunk, tiles, edges, dim, *keys.stride(),
-            M=size, N=size, D=wide, K=part, CAST=is_interpreting(), num_warps=4, num_stages=1,
+            M=TILE, N=TILE, D=wide, K=part, CAST=is_interpreting(), num_warps=4, num_stages=1,
         )  # fmt: skip
     return similar, partner
 
@@ -113,7 +112,7 @@ def _link(chosen, partner, chain, stays, rows, chunk, tiles, edges, TILE: tl.con
     tl.store(stays + out, (joins == 0).to(tl.uint8), mask=row < stop)
 
 
-@triton.jit(do_not_specialize=["total", "rows", "heads"])
+@triton.jit(do_not_specialize=["total", "rows", "heads", "m_b", "m_h"])
 def _centroids(
     index, old, mass, chain, new, new_mass, total, rows, heads, dim, x_b, x_h, x_n, m_b, m_h, m_n,
     ROWS: tl.constexpr, D: tl.constexpr,

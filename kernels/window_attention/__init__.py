@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 from kvbench.kernels.window_attention.reference import window_probabilities_reference, window_statistics_reference
 
 REDUCTIONS = ("mean", "variance", "entropy")
@@ -29,6 +29,7 @@ def window_probabilities(queries: Tensor, keys: Tensor, mass: Tensor | None, sca
     return window_probabilities_reference(queries, keys, mass, scaling)
 
 
+@announced
 def window_statistics(
     queries: Tensor,
     keys: Tensor,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvbench.kernels.dispatch import choose_implementation
+from kvbench.kernels.dispatch import announced, choose_implementation
 
 POOLINGS: dict[str, Callable[..., Tensor]] = {"avg": avg_pool1d, "max": max_pool1d}
 
@@ -27,6 +27,7 @@ def pool(scores: Tensor, kernel: int, pooling: str) -> Tensor:
     return POOLINGS[pooling](flat, kernel, stride=1, padding=kernel // 2).view_as(scores)
 
 
+@announced
 def pool_group(
     scores: Tensor,
     hidden: Tensor | None,

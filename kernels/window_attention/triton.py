@@ -53,7 +53,7 @@ def tiles(group: int, tokens: int, dim: int, dtype: torch.dtype, products: int =
     """
     depth, single = max(16, triton.next_power_of_2(dim)), dtype == torch.float32
     most = 64 if depth * dtype.itemsize > 256 else 128
-    width = triton.next_power_of_2(tokens)
+    width = 1 if tokens == 1 else max(8, triton.next_power_of_2(tokens))  # few values, because each is compiled
     heads = min(triton.next_power_of_2(group), max(1, most // width))
     width = max(width, 16 // heads)
     queries = heads * width
@@ -63,9 +63,14 @@ def tiles(group: int, tokens: int, dim: int, dtype: torch.dtype, products: int =
     return Tiles(heads, width, triton.cdiv(group, heads), rows, depth, warps, stages)
 
 
+def most_splits(packs: int, cut: Tiles) -> int:
+    """Return the most programs for each of `packs`, whatever the number of rows."""
+    return max(1, min(SPLITS, triton.cdiv(PROGRAMS // (2 if cut.queries > 64 else 1), packs)))
+
+
 def spans(rows: int, packs: int, cut: Tiles) -> tuple[int, int]:
     """Return the rows of a program, a multiple of the tile's, and the number of programs for each of `packs`."""
-    splits = max(1, min(SPLITS, triton.cdiv(PROGRAMS // (2 if cut.queries > 64 else 1), packs)))
+    splits = most_splits(packs, cut)
     span = triton.cdiv(triton.cdiv(rows, splits), cut.rows) * cut.rows
     return span, triton.cdiv(rows, span)
 
@@ -157,7 +162,7 @@ def hold(x, held, row, rows, group, N: tl.constexpr, GT: tl.constexpr, WT: tl.co
     tl.store(held + own.to(tl.int64)[None, :] * rows + row[:, None], tl.sum(x, 2), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows", "span", "m_batch", "m_head"])
 def partial_kernel(
     queries, keys, mass, maxima, sums, held, scale, heads, group, tokens, rows, span, count,
     q_batch, q_head, q_token, k_batch, k_head, k_row, m_batch, m_head, m_row,
@@ -197,7 +202,7 @@ def partial_kernel(
         tl.store(sums + at, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def join_kernel(maxima, sums, top, share, tokens, group, count, splits,
                 GT: tl.constexpr, WT: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
     """Compute each query's maximum of x and 1 / Σ 2^(x - maximum), (B·H·count, M) each.
@@ -248,7 +253,7 @@ def reduce_rows(
             tl.store(entropy + at, -tl.sum(p * tl.log(p + 1e-10), 2), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows", "span", "m_batch", "m_head"])
 def reduce_kernel(
     queries, keys, mass, top, share, mean, variance, entropy,
     scale, heads, group, tokens, rows, span, count,
@@ -277,7 +282,7 @@ def reduce_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def share_kernel(held, top, share, group, rows, count, GT: tl.constexpr, WT: tl.constexpr, N: tl.constexpr):
     """Turn x of a single query into p, in place in `held` (B, H, G, n), N rows per program."""
     pair, head = tl.program_id(1) // group, tl.program_id(1) % group
@@ -315,7 +320,7 @@ def query_sums(
     top, share = torch.empty(2, packs, cut.queries, dtype=torch.float32, device=keys.device)
     join_kernel[(packs,)](
         maxima, sums, top, share, tokens, group, cut.count, splits,
-        GT=cut.heads, WT=cut.width, SPLITS=triton.next_power_of_2(splits), num_warps=8,
+        GT=cut.heads, WT=cut.width, SPLITS=triton.next_power_of_2(most_splits(packs, cut)), num_warps=8,
     )  # fmt: skip
     return top, share
 

@@ -1,7 +1,7 @@
 """The commands of `kvbench <command>`, one module each. `GROUPS` says where the help lists them."""
 
 GROUPS = {
-    "Run": ("run", "plan", "sweep-status", "model", "data"),
+    "Run": ("run", "plan", "warm", "sweep-status", "model", "data"),
     "Read results": (
         *("results", "show", "compare", "report", "dashboard", "figures", "curves", "grid", "export", "explain"),
         "wandb-sync",

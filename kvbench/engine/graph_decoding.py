@@ -20,6 +20,7 @@ from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
 from kvbench.engine.timing import Stamps
 from kvbench.kernels.attention import attend_ragged
+from kvbench.kernels.dispatch import is_announcing
 from kvbench.kernels.fused_linear import rms_norm, rms_norm_glu, rms_norm_linear
 from kvbench.kernels.rope_append import append
 from kvbench.models.decoder_weights import DecoderWeights
@@ -257,7 +258,8 @@ class GraphDecoder:
         self.ahead: list[Tensor] = []  # tokens that were decoded but not yet returned
         self.stamps = Stamps(device.type)  # before the first step and after each
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # a step without and with a cut
-        if device.type == "cuda" and implementation != "reference":  # the reference waits for the host
+        waits = implementation == "reference" or is_announcing()  # the reference waits for the host
+        if device.type == "cuda" and not waits:
             pool = torch.cuda.graph_pool_handle()
             for cuts in sorted({rows.cuts(number) for number in range(tokens)}):
                 self.back(0)  # capturing reads a token, which the rows have room for

@@ -13,6 +13,7 @@ from kvbench.cache.layer import Layer
 from kvbench.engine.fixed_quota_rows import FixedQuotaRows
 from kvbench.engine.graph_decoding import capture, forward_step
 from kvbench.engine.sliding_rows import add_windows
+from kvbench.kernels.dispatch import is_announcing
 from kvbench.models.decoder_weights import DecoderWeights
 
 SHORT = 511  # longest block that is read in a graph; longer ones keep a GPU busy anyway
@@ -44,7 +45,8 @@ class GraphPrefill:
 
     def read(self) -> None:
         """Read all blocks and leave the layers as if they had read and cut them."""
-        work = capture(self.one).replay if self.ids.is_cuda else self.one  # captured on empty rows; `back` fills them
+        graph = self.ids.is_cuda and not is_announcing()
+        work = capture(self.one).replay if graph else self.one  # captured on empty rows; `back` fills them
         self.rows.back(0)
         for layer in self.layers:  # free the rows that `back` has copied
             layer.rows = layer.rows.without_cut()

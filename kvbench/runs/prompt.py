@@ -114,3 +114,9 @@ def encode_parts(tokenizer: Any, text: str, begin: int, end: int, special: bool)
     prefix = next((i for i, (_, stop) in enumerate(spans) if stop > begin), len(ids))
     ends = array("I", (max(0, stop - begin) for _, stop in spans[:split]))  # an array, because a long prompt has many
     return Prompt(tuple(ids[:split]), tuple(ids[split:]), min(prefix, split), ends=ends)
+
+
+def batch_key(sample: Sample, prompt: Prompt) -> tuple[Any, ...]:
+    """Return what samples of one batch have in common."""
+    ends = (sample.max_new_tokens, sample.min_new_tokens, sample.ends, sample.until)
+    return len(prompt.context), len(prompt.rest), prompt.prefix, *ends

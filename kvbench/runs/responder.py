@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from kvbench.cache.guard import ask
 from kvbench.engine.compressed_cache import trim
 from kvbench.engine.generation import GenerationContext
+from kvbench.engine.graph_decoding import CHUNK
 from kvbench.engine.rehearsal import rehearse
 from kvbench.engine.timing import forget_peak, now, peak
 from kvbench.interfaces.task import Graded, Sample
@@ -114,6 +115,25 @@ class Responder:
         if measured is None:  # not in an except block: an error that is handled keeps its frames' tensors alive
             return None
         return self._make_records(batch, measured, started)
+
+    def rehearse(self, batch: Sequence[tuple[Sample, Prompt]]) -> None:
+        """Do with a batch what `attempt` does, but only begin the answers, and keep nothing."""
+        context, hidden, method = self._open(batch), self.run.question == "hidden", self.choice.method
+        tokens = max(CHUNK + 1, method.decode_interval + 2 if method.decoding else 0)  # of an answer: up to a cut
+        rounds = [[turn] for turn in batch] if batch[0][0].conversation else [batch]
+        with context.branch():
+            for number, some in enumerate(rounds):
+                self._extend(context, [prompt.rest if number or hidden else () for _, prompt in some])
+                sample = some[0][0]
+                if self.run.fidelity and any(answers := [self._right_answer(*own) for own in some]):
+                    predict(context, answers)
+                context.reserve(sample.max_new_tokens)
+                steps = context.generate(
+                    sample.max_new_tokens, self.run.sampling, frozenset(), min_new_tokens=sample.min_new_tokens
+                )
+                with closing(steps):
+                    for _ in islice(steps, tokens):
+                        pass
 
     def _make_records(self, batch: Sequence[tuple[Sample, Prompt]], measured: list[dict], started: float) -> list[dict]:
         """Score what was measured and make records of it."""

@@ -4,7 +4,6 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,11 +16,11 @@ from kvbench.cache.guard import extra_reads
 from kvbench.config.provenance import find_revision, replay_hash, source_hashes
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import make_prompt_encoder
-from kvbench.runs.prompt import Prompt
+from kvbench.runs.prompt import Prompt, batch_key
 from kvbench.runs.resources import Resources
-from kvbench.runs.responder import Responder, list_turns
-from kvbench.runs.shared_runs import RunGroup
+from kvbench.runs.responder import list_turns
 from kvbench.runs.spec import RunSpec
+from kvbench.runs.warming import make_warm_group
 from kvbench.store.run_folder import RunFolder, claim_all, claim_samples
 from kvbench.validation import ContractError, SettingError
 
@@ -78,7 +77,7 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
         full = [folder for folder, run in folders.items() if run.value == base.value]
         bench.full = full[0] if full else RunFolder(results / "runs", base.value)
         open_ = {folder: open_[folder] for folder in [*full, *open_] if folder in open_}  # the others use it
-    company = RunGroup(open_, partial(Responder, bench=bench), bench.reload_model)
+    company = make_warm_group(open_, bench)
     name = runs[0].groups["method"]["name"] if len(runs) == 1 else f"{len(open_)} together"
     with ExitStack() as stack:
         for folder, run in open_.items():
@@ -163,12 +162,6 @@ def claim_companions(
         if other != uid and not another.conversation and batch_key(another, its) == own and claim_all(folders, other):
             room -= 1
             yield other
-
-
-def batch_key(sample: Sample, prompt: Prompt) -> tuple[Any, ...]:
-    """Return what samples of one batch have in common."""
-    ends = (sample.max_new_tokens, sample.min_new_tokens, sample.ends, sample.until)
-    return len(prompt.context), len(prompt.rest), prompt.prefix, *ends
 
 
 def describe_process(run: RunSpec) -> dict[str, Any]:

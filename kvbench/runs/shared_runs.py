@@ -85,6 +85,18 @@ class RunGroup:
                 self._read_for_fewer(count)
                 left = some + left
 
+    def rehearse(self, batch: Batch) -> None:
+        """Read a batch in all runs and begin its answers, and keep nothing.
+
+        If memory does not suffice, the samples' records will say so.
+        """
+        self._open(list(self.readers), batch)
+        for folder, reader in list(self.readers.items()):
+            with self._leave_on_failure(folder), suppress(torch.cuda.OutOfMemoryError):
+                reader.rehearse(batch)
+            reader.drop()
+        clear(next(iter(self.runs.values())).device)
+
     def _open(self, folders: Sequence[RunFolder], batch: Batch) -> dict[RunFolder, float] | None:
         """Read the batch's shared prefix into all contexts that lack it, if several do.
 

@@ -19,7 +19,7 @@ from kvbench.models import local_models
 from kvbench.models.checkpoint import Checkpoint
 from kvbench.models.embedded import REFERENCE
 from kvbench.models.gguf import find_converted
-from kvbench.runs import fidelity, responder, runner
+from kvbench.runs import fidelity, responder, warming
 from kvbench.runs.fidelity import kl_divergence, mean_nll, pack_predictions, predict, unpack_predictions
 from kvbench.store.runs import load_runs
 from kvbench.validation import SettingError
@@ -160,7 +160,7 @@ def test_records_compare_and_stay_what_they_are(kvbench, tmp_path, question):
 
 def test_a_sweep_makes_the_full_caches_predictions_once(kvbench, tmp_path, monkeypatch):
     made, readers = [], responder.Responder
-    for module in (responder, runner):
+    for module in (responder, warming):
         monkeypatch.setattr(module, "Responder", lambda run, bench: made.append(run) or readers(run, bench))
     code, _, err = kvbench("-m", *SETTINGS, "method=knorm,snapkv", "budget=0.3", "fidelity=true", "results=results")
     assert code == 0, err

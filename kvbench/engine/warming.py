@@ -1,0 +1,67 @@
+"""Compile GPU kernels before anything is timed.
+
+Triton compiles a variant of a kernel at its first launch, one after the other. `compile_ahead` lets a computation
+announce its launches (`kvbench.kernels.dispatch.announce_launches`), and compiles what it would launch on all
+processors at once. Triton keeps the results on disk, so this takes time only once on a machine.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvbench.kernels.dispatch import announce_launches
+
+
+@contextmanager
+def count_compilations() -> Iterator[list[str]]:
+    """Yield a list that gets the name of each kernel that is compiled inside. Those in Triton's cache are not."""
+    from triton import knobs
+
+    names: list[str] = []
+
+    def note(*, src: Any, cache_hit: bool, **_: object) -> None:
+        if not cache_hit:
+            names.append(src.name)
+
+    before, knobs.compilation.listener = knobs.compilation.listener, note
+    try:
+        yield names
+    finally:
+        knobs.compilation.listener = before
+
+
+def compile_ahead(work: Callable[[], None]) -> None:
+    """Compile the kernels that `work` launches on the current GPU, as many at once as there are processors.
+
+    None of them runs. A kernel that cannot be compiled is left out, and its first launch raises the error.
+
+    Args:
+        work: The computation. Its operations take their reference implementations.
+    """
+    from triton import AsyncCompileMode
+    from triton.runtime import JITFunction
+
+    launch = JITFunction.run
+
+    def announce(kernel: Any, *args: object, warmup: bool, **named: object) -> None:
+        found = launch(kernel, *args, warmup=True, **named)
+        if hasattr(found, "future") and found.future.done():
+            found.result(ignore_errors=True)  # now Triton knows the variant, and finds it sooner
+
+    threads, gpu = len(os.sched_getaffinity(0)), torch.cuda.current_device()
+    with ThreadPoolExecutor(threads, initializer=partial(torch.cuda.set_device, gpu)) as pool:
+        compiling = AsyncCompileMode(pool, ignore_errors=True)
+        JITFunction.run = announce
+        try:
+            with compiling, announce_launches():
+                work()
+        finally:
+            JITFunction.run = launch
+        kernels = [future.kernel for future in compiling.future_kernels.values() if future.kernel is not None]
+        for loading in [pool.submit(getattr, kernel, "run") for kernel in kernels]:  # compiles what launches it
+            loading.exception()  # its first launch raises it

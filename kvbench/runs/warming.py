@@ -1,0 +1,144 @@
+"""Compile the GPU kernels of a group of runs before their first sample, so that no record's time contains compilation.
+
+First all runs read the beginnings of some prompts while their kernels are only announced, and compiled on all
+processors at once. Then they read these prompts whole and begin the answers as they will with samples, and keep
+nothing. This compiles what is left, and does what libraries do once for a length.
+"""
+
+import sys
+import time
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from tqdm import tqdm
+
+from kvbench.engine.context import FEW
+from kvbench.engine.generation import WORTH, GenerationContext
+from kvbench.engine.graph_prefill import SHORT
+from kvbench.engine.timing import clear, forget_peak
+from kvbench.engine.warming import compile_ahead, count_compilations
+from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.task import Sample
+from kvbench.models.chat_template import make_prompt_encoder
+from kvbench.runs.prompt import Prompt, batch_key
+from kvbench.runs.resources import Resources
+from kvbench.runs.responder import Responder, list_turns
+from kvbench.runs.shared_runs import Batch, RunGroup
+from kvbench.runs.spec import RunSpec
+from kvbench.store.run_folder import RunFolder
+
+BEGINNING = 2048  # most tokens of a block that is read while kernels are announced: as many as long ones' kernels take
+MOST_LAST, MOST_QUESTION = 64, 1024  # tokens from which on no size of a last block and of a question matters
+SHARE = 0.3  # of these stays, where a budget would keep them all
+
+
+def make_warm_group(runs: Mapping[RunFolder, RunSpec], bench: Resources) -> RunGroup:
+    """Make a group of runs whose samples compile nothing. On a CPU there is nothing to compile.
+
+    One line says how many kernels were compiled, if any. The state of random numbers stays as it is, and memory that
+    only this needed is free.
+
+    Args:
+        runs: Runs that differ only in method, allocator, codec or budget, by the folders of their records.
+        bench: Their tokenizer, model and prompts.
+    """
+    make, device = partial(Responder, bench=bench), next(iter(runs.values())).device
+    if device == "cpu":
+        return RunGroup(runs, make, bench.reload_model)
+    examples = choose_examples(bench.prompts, next(iter(runs.values())))
+    with report_compilations(), torch.random.fork_rng([torch.cuda.current_device()]):
+        compile_ahead(partial(read_beginnings, runs.values(), bench, [some[0] for some in examples]))
+        clear(device)
+        group = RunGroup(runs, make, bench.reload_model)
+        for some in examples:
+            group.rehearse(some)
+        forget_peak(device)
+    return group
+
+
+@contextmanager
+def report_compilations() -> Iterator[None]:
+    """Say at the end how many kernels were compiled inside and how long it took, if any were."""
+    begin = time.perf_counter()
+    with count_compilations() as names:
+        yield
+    if names:
+        seconds = time.perf_counter() - begin
+        tqdm.write(f"kvbench: compiled {len(names)} GPU kernels in {seconds:.0f} s", file=sys.stderr)
+
+
+def choose_examples(prompts: Mapping[str, tuple[Sample, Prompt]], run: RunSpec) -> list[Batch]:
+    """Choose batches of samples that need every variant of a kernel that any sample needs, the longest first.
+
+    Kernels tell apart the sizes of the prompt, of its last block, and of the question behind it, each up to the next
+    power of two.
+    """
+    known: set[Hashable] = set()
+    chosen: list[Batch] = []
+    for uid, own in sorted(prompts.items(), key=lambda item: -len(item[1][1].context)):
+        sample, prompt = own
+        if prompt.earlier or known.issuperset(sizes := list_sizes(prompt, run)):
+            continue
+        known.update(sizes)
+        if sample.conversation:
+            chosen.append([prompts[other] for other in list_turns(uid, prompts)])
+        else:
+            key = batch_key(*own)
+            same = [pair for pair in prompts.values() if not pair[0].conversation and batch_key(*pair) == key]
+            chosen.append(same[: run.max_batch])
+    return chosen
+
+
+def list_sizes(prompt: Prompt, run: RunSpec) -> list[Hashable]:
+    """List the sizes of a prompt that kernels tell apart, rounded up to powers of two."""
+    hidden = run.question == "hidden"
+    first, rest = len(prompt.context), len(prompt.rest)
+    first, rest = (first, rest) if hidden else (first + rest, 0)
+    last = first % run.block_size if run.block_size else 0
+    sizes = {"prompt": first, "last block": min(last, MOST_LAST), "question": min(rest, MOST_QUESTION)}
+    return [(name, 1 << (size - 1).bit_length() if size else 0) for name, size in sizes.items()]
+
+
+def read_beginnings(runs: Iterable[RunSpec], bench: Resources, examples: Sequence[tuple[Sample, Prompt]]) -> None:
+    """Read the beginning of each example in each run."""
+    for run in runs:
+        for example in examples:
+            read_beginning(run, bench, example)
+
+
+def read_beginning(run: RunSpec, bench: Resources, example: tuple[Sample, Prompt]) -> None:
+    """Read the beginning of a prompt, its question, and some tokens of an answer.
+
+    If this fails, one line says so, and kernels that it did not reach are compiled by what follows.
+    """
+    sample, prompt = example
+    ids, rest = list(prompt.context), list(prompt.rest)
+    if run.question != "hidden":
+        ids, rest = ids + rest, []
+    size = run.block_size
+    if size is None:
+        ids = ids[:BEGINNING]
+    else:  # as many whole blocks as a graph is worth, if it may read them, and the last one
+        last, size = len(ids) % size, min(size, BEGINNING)
+        ids = ids[: (FEW + 2 if size <= SHORT else 2) * size + min(last, size)]
+    rows, method = run.budget.rows(len(ids), len(ids)), run.choice().method
+    budget = run.budget if rows is None or rows < len(ids) else Budget(SHARE)
+    answer = min(sample.max_new_tokens, max(WORTH, method.decode_interval if method.decoding else 0) + 1)
+    device = next(bench.model.parameters()).device
+    try:
+        context = GenerationContext(
+            bench.model, run.choice(), budget, size, (0,), prompt.prefix, make_prompt_encoder(bench.tokenizer),
+            run.compile, answer,
+        )  # fmt: skip
+        context.prefill(torch.tensor([ids], device=device))
+        with context.branch():
+            if rest:
+                context.extend(torch.tensor([rest], device=device))
+            context.reserve(answer)
+            for _ in context.generate(answer, run.sampling, frozenset()):
+                pass
+    except Exception as error:
+        name, reason = run.groups["method"]["name"], f"{type(error).__name__}: {error}".partition("\n")[0]
+        tqdm.write(f"kvbench: method={name}: its kernels are compiled one after the other: {reason}", file=sys.stderr)

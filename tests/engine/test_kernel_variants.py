@@ -1,0 +1,97 @@
+"""Prompts of other lengths, budgets, questions and answers need no other variant of a kernel.
+
+A variant takes a second to compile, which would be part of the time of the first sample that needs it.
+"""
+
+import pytest
+import torch
+import triton
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvbench
+from kvbench.engine.compressed_cache import choose_cache
+from kvbench.engine.generation import GenerationContext
+from kvbench.engine.sampling import Sampling
+from kvbench.interfaces.budget import Budget
+from tests.support.method_files import build_policy, make_method_args
+from tests.support.selection import only_in_full
+from tests.support.tiny_models import draw_model, ids
+
+if not triton.knobs.runtime.interpret:
+    pytest.skip("the interpreter's kernels are recorded", allow_module_level=True)
+
+from tests.support.launched_kernels import Variants, describe_new, record_variants
+
+BLOCK = 64
+# tokens of the prompt, rows or share of the budget, block size, tokens of the question and of the answer: a prompt in
+# one block, and prompts in blocks with a last block of every size that kernels distinguish
+KNOWN = [
+    (200, 0.3, None, 17, 12),
+    (193, 0.3, BLOCK, 3, 40),
+    (197, 50, BLOCK, 12, 40),
+    (206, 0.3, BLOCK, 40, 40),
+    (220, 0.3, BLOCK, 70, 40),
+    (256, 0.2, BLOCK, 0, 40),
+    (385, 33, BLOCK, 1, 40),
+]
+OTHERS = [
+    (177, 0.25, None, 9, 9),
+    (208, 48, None, 1, 33),
+    (129, 0.4, BLOCK, 2, 12),
+    (327, 0.15, BLOCK, 13, 64),
+    (257, 64, BLOCK, 33, 17),
+    (400, 0.17, BLOCK, 65, 70),
+    (351, 0.2, BLOCK, 0, 35),
+]
+METHODS = ("quest", "snapkv")
+CUTTING = [("keydiff", {"decode_interval": 1}), ("tova", {"decode_interval": 4}), ("h2o", {"decode_interval": 1})]
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    """Heads as wide as those of models that are measured, because what divides them matters."""
+    config = LlamaConfig(
+        vocab_size=208, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=512,
+    )  # fmt: skip
+    return draw_model(lambda: LlamaForCausalLM(config), 0).bfloat16()
+
+
+def record(model, method, cases, allocator="uniform", codec="raw", **more) -> Variants:
+    """What a method's prompts, questions and answers compile together."""
+    args = make_method_args(method, "variants", model, [ids(100, seed)[0] for seed in range(4)])
+    choice = choose_cache(*build_policy(method, allocator, "llama", codec, **args, **more))
+    with record_variants() as found:
+        for tokens, budget, block, question, answer in cases:
+            own = Budget(1.0 if method == "full" else budget)
+            context = GenerationContext(model, choice, own, None if choice.method.one_block else block, (0,))
+            context.prefill(ids(tokens))
+            with context.branch():
+                if question:
+                    context.extend(ids(question, 3))
+                list(context.generate(answer, Sampling(), frozenset()))
+    return found
+
+
+def check(*args, **more):
+    known, others = (record(*args[:2], cases, *args[2:], **more) for cases in (KNOWN, OTHERS))
+    assert known and describe_new(known, others) == []
+
+
+@pytest.mark.parametrize(
+    "method", [*METHODS, *(only_in_full(name) for name in kvbench.methods_available() if name not in METHODS)]
+)
+def test_lengths_need_no_other_variants(model, method):
+    check(model, method)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("method", "more"), CUTTING)
+def test_lengths_need_no_other_variants_of_cuts_while_decoding(model, method, more):
+    check(model, method, decoding=True, **more)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("allocator", "codec"), [("ada", "raw"), ("pyramid", "raw"), ("uniform", "kivi")])
+def test_lengths_need_no_other_variants_of_allocators_and_codecs(model, allocator, codec):
+    check(model, "snapkv", allocator, codec)

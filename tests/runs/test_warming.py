@@ -1,0 +1,132 @@
+"""Before a group's first sample its prompts are read as with samples, and nothing of that stays."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+
+from kvbench.interfaces.task import Sample
+from kvbench.runs import runner
+from kvbench.runs.prompt import Prompt
+from kvbench.runs.responder import Responder
+from kvbench.runs.shared_runs import RunGroup
+from kvbench.runs.warming import choose_examples, make_warm_group
+from tests.support.recorded_runs import TIMES
+from tests.support.repository import ROOT
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a run that examples depend on."""
+
+    question: str = "hidden"
+    block_size: int | None = None
+    max_batch: int = 1
+
+
+def make_prompts(*sizes: tuple[int, int], **more) -> dict[str, tuple[Sample, Prompt]]:
+    """Samples with so many tokens of context and question, named by them."""
+    made = {}
+    for context, rest in sizes:
+        uid = f"{context} {rest}"
+        prompt = Prompt(tuple(range(context)), tuple(range(rest)))
+        made[uid] = Sample(uid, "", "", "", "", (), 8, **more), prompt
+    return made
+
+
+def chosen(prompts, **settings) -> list[list[str]]:
+    return [[sample.uid for sample, _ in batch] for batch in choose_examples(prompts, Settings(**settings))]
+
+
+def test_an_example_is_read_for_each_size():
+    prompts = make_prompts((1000, 9), (1010, 9), (2000, 12), (1001, 40))
+    assert chosen(prompts) == [["2000 12"], ["1010 9"], ["1001 40"]]
+    assert chosen(prompts, question="visible") == [["2000 12"], ["1010 9"]]
+    prompts = make_prompts((128, 5), (129, 5), (131, 5), (193, 5))
+    assert chosen(prompts, block_size=64) == [["193 5"], ["131 5"], ["128 5"]]
+
+
+def test_an_example_has_the_samples_of_a_batch():
+    [same] = make_prompts((900, 9)).values()
+    prompts = make_prompts((900, 9), (900, 10)) | {f"same {number}": same for number in range(3)}
+    assert [len(batch) for batch in chosen(prompts, max_batch=3)] == [3]
+
+
+def test_a_conversation_is_read_with_all_turns():
+    turns = make_prompts((50, 4), (50, 6), conversation="one")
+    first, second = turns
+    turns[second] = turns[second][0], Prompt(turns[second][1].context, (1,), earlier=((1, 2),))
+    assert chosen(turns) == [[first, second]]
+
+
+@pytest.mark.parametrize("more", [(), ("block_size=128", "method.decoding=true", "fidelity=true")])
+def test_records_are_the_same_after_a_rehearsal(kvbench, monkeypatch, tmp_path, more):
+    from kvbench.store.runs import load_runs
+
+    settings = ["task=niah", "task.lengths=[512]", "task.depths=[0,50]", "budget=0.3", "method=tova", *more]
+    calls = []
+
+    def rehearse(runs, bench):
+        """What a GPU does, on a CPU."""
+        group = RunGroup(runs, partial(Responder, bench=bench), bench.reload_model)
+        state = torch.random.get_rng_state()
+        for batch in choose_examples(bench.prompts, next(iter(runs.values()))):
+            group.rehearse(batch)
+            calls.append(batch)
+        assert torch.equal(torch.random.get_rng_state(), state)
+        assert all(reader.context is None and reader.opening is None for reader in group.readers.values())
+        return group
+
+    found = []
+    for name, make in (("plain", make_warm_group), ("rehearsed", rehearse)):
+        monkeypatch.setattr(runner, "make_warm_group", make)
+        code, _, errors = kvbench(*settings, f"results={tmp_path / name}")
+        assert code == 0, errors
+        records = {run.hash: run.records for run in load_runs(tmp_path / name)}
+        found.append({
+            (run, uid): {key: own for key, own in record.items() if key not in TIMES | {"fidelity_ms"}}
+            for run, some in records.items() for uid, record in some.items()
+        })  # fmt: skip
+    assert calls and found[0] == found[1]
+
+
+COMPILE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+
+class Driver:  # of an H100 that is not there
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+
+triton.runtime.driver.set_active(Driver())
+torch.cuda.current_device, torch.cuda.set_device, torch.Tensor.is_cuda = (lambda: 0), (lambda gpu: None), True
+from kvbench.engine.warming import compile_ahead, count_compilations
+from kvbench.kernels.key_similarity import norms, similarity
+
+keys = torch.randn(1, 2, 40, 64)
+results = []
+
+def work():
+    results.append(norms(keys))
+    results.append(similarity(keys, keys[:, :, 0], "dot"))
+
+with count_compilations() as names:
+    compile_ahead(work)
+assert names == 2 * ["compare_kernel"], names
+assert torch.allclose(results[0], keys.norm(dim=-1))
+with count_compilations() as names:
+    compile_ahead(work)
+assert names == [], names
+"""
+
+
+def test_kernels_are_compiled_and_not_run(tmp_path):
+    folders = {"TRITON_CACHE_DIR": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **folders, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
