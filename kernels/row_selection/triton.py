@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 2048  # scores or marks that a program reads together
-SINGLE = 16384  # scores of a head that one program holds
+SIZES = (256, 4096, 16384)  # scores of a head that one program may hold; only three sizes, because each is compiled
+SINGLE = SIZES[-1]
 ROWS = 32  # rows that a program copies
 GUESSES = tl.constexpr(24)  # after so many, the numbers between are halved, which ends after 32 more
 LEAST, MOST = tl.constexpr(0x007FFFFF), tl.constexpr(0xFF7FFFFF)  # numbers of -inf and of the largest finite score
@@ -172,7 +173,7 @@ def _list_top(scores, found, rows, k, heads, s_b, s_h, s_n, TILE: tl.constexpr):
 def top_k_indices_triton(scores: Tensor, k: int) -> Tensor:
     batch, heads, rows = scores.shape
     found = torch.empty(batch, heads, k, dtype=torch.int64, device=scores.device)
-    tile = 256 if rows <= 256 else SINGLE  # only two values, because each is compiled
+    tile = next(size for size in SIZES if rows <= size)
     _list_top[batch * heads,](scores, found, rows, k, heads, *scores.stride(), TILE=tile, num_warps=8)
     return found
 

@@ -58,16 +58,20 @@ class ReplacedRows(QuotaRows):
         self.grows = [cut and not plan.is_constant(index) for index, cut in enumerate(own)]
         shape, device = self.held, self.device
         self.ranks = [torch.zeros_like(own) for own in self.places]  # of each slot's row
-        self.order = [torch.zeros_like(own) for own in self.places]  # the slot of each rank
+        sizes = [own.numel() for own in self.places]
+        self.every_order = torch.zeros(sum(sizes), dtype=torch.int64, device=device)  # of all layers
+        parts = self.every_order.split(sizes)
+        self.order = [part.view_as(own) for part, own in zip(parts, self.places, strict=True)]  # the slot of each rank
         self.free = torch.zeros(len(layers), *shape, dtype=torch.int64, device=device)  # the next token's slot
         self.lengths = torch.zeros_like(self.free)  # slots in use, the next token's included
         self.tally = torch.zeros(len(layers), 3, *shape, dtype=torch.int64, device=device)  # see `replace_row`
+        self.kept_tally = self.tally.clone()  # when the layers got their rows last
         self.mass = [torch.zeros_like(own) if grows else own for own, grows in zip(self.mass, self.grows, strict=True)]
         # a new row's rank in a layer that does not grow
         self.last = torch.tensor([int(count.max()) - 1 for count in capacities], device=device)
         self.step = torch.zeros((), dtype=torch.int32, device=device)  # number of tokens read
-        # `order` when the layers got their rows last; None for that of the text
-        self.kept_order: list[Tensor] | None = None
+        # `every_order` when the layers got their rows last; None for that of the text
+        self.kept_order: Tensor | None = None
         spared = [layer for layer, cut in zip(layers, own, strict=True) if not cut]
         self.spared = {layer.index: number for number, layer in enumerate(spared)}
         self.growing = GrowingRows(weights, spared, tokens, seen, implementation) if spared else None
@@ -159,24 +163,24 @@ class ReplacedRows(QuotaRows):
         """Copy the rows from the layers and return how many tokens have been read by then: `step` or fewer."""
         seen = self.layers[0].rows.seen
         read = seen - self.seen
+        for order in self.order:
+            order.copy_(torch.arange(order.shape[2], device=self.device).expand_as(order))
+        if self.kept_order is not None:  # back into the same slots, so that sums are done in the same order again
+            self.every_order.copy_(self.kept_order)
         for index in self.cut:
             self.take_rows(index, read)
         self.invalid.zero_()
-        self.tally.zero_()
+        self.tally.copy_(self.kept_tally)
         self.step.fill_(read)
         if self.growing is not None:
             self.growing.back(read)
         return read
 
     def take_rows(self, index: int, read: int) -> None:
-        """Copy a layer's rows after `read` tokens into the slots in which they lay, or the first ones."""
+        """Copy a layer's rows after `read` tokens into the slots that `order` says."""
         layer, places, ranks = self.layers[index], self.places[index], self.ranks[index]
         held, slots = layer.rows.view(), torch.arange(places.shape[2], device=self.device)
         count = self.plan.rows[read, index].to(self.device).expand(self.held)[..., None]
-        if self.kept_order is None:
-            self.order[index].copy_(slots.expand_as(places))
-        else:  # back into the same slots, so that sums are done in the same order again
-            self.order[index].copy_(self.kept_order[index])
         ranks.scatter_(-1, self.order[index], slots.expand_as(places))
         here = (self.order[index] + self.starts[index][..., None])[slots < count]  # in the order of the text
         for into, old in zip(self.rows[index], (held.keys, held.values), strict=True):
@@ -197,9 +201,18 @@ class ReplacedRows(QuotaRows):
             return
         for index in self.cut:
             self.give_rows(index, before, read)
-        self.kept_order = [order.clone() for order in self.order]
+        self.kept_order, self.kept_tally = self.every_order.clone(), self.tally.clone()
         if self.growing is not None:
             self.growing.keep(read)
+
+    def finish(self, read: int) -> None:
+        """Give the layers the rows, and how many of them were protected."""
+        super().finish(read)
+        for index in self.cut:
+            if self.plan.find_last_cut(index, 0, read) is not None:
+                protected, sinks, recents = (own.max() for own in self.tally[index])
+                self.layers[index].count_protected(protected)
+                self.layers[index].count_given_up({"sinks": sinks, "recents": recents})
 
     def give_rows(self, index: int, before: int, read: int) -> None:
         """Give a layer its rows after `read` tokens. It has those after `before` tokens."""
@@ -209,32 +222,33 @@ class ReplacedRows(QuotaRows):
         now = plan.rows[read, index]
         length = rows.tail + read - before if cut is None else read - cut  # of the tail
         stored, held_places, tail, lengths = None, None, None, None
-        held = (now - length).to(self.device).expand(self.held)
-        longest = int(now.max()) - length
-        here = order + self.starts[index][..., None]  # of each row in the order of the text
+        longest, starts = int(now.max()) - length, self.starts[index][..., None]
+        held = rows.lengths
+        same = held is not None and not (self.grows[index] or rows.tail)  # as many rows of each head as before
+        if held is None or not same:
+            held = (now - length).to(self.device).expand(self.held).contiguous()
         flat = self.rows[index][:, None, None].unbind()  # (1, 1, R, d) each
         if cut is not None or rows.stored is not None:
-            in_order, held_places = here[..., :longest], places.gather(-1, order[..., :longest]).int()
+            in_order, held_places = order[..., :longest] + starts, places.gather(-1, order[..., :longest]).int()
             if not even:
                 mask = torch.arange(longest, device=self.device) < held[..., None]
                 in_order, held_places = in_order[mask], held_places[mask]
             stored = Plain(*gather_rows(in_order.flatten(), *flat, implementation=self.implementation))
-            held_places, lengths = held_places.flatten(), held.contiguous()
+            held_places, lengths = held_places.flatten(), held
         if length:  # of uneven heads every token cuts some
-            last = gather_rows(
-                here[..., longest : longest + length].flatten(), *flat, implementation=self.implementation
-            )
+            in_order = order[..., longest : longest + length] + starts
+            last = gather_rows(in_order.flatten(), *flat, implementation=self.implementation)
             tail = [part.view(*self.held, length, -1) for part in last]
-        ranks = torch.arange(int(now.max()), device=self.device) - (longest - held)[..., None]  # absent rows first
-        slots = order.gather(-1, ranks.clamp(min=0))
-        columns = {n: own.gather(-1, slots).masked_fill(ranks < 0, 0) for n, own in self.columns[index].items()}
-        gone = (plan.rows[before, index] + read - before - now).expand(self.held).to(self.device)
+        columns = {}
+        if self.columns[index]:
+            ranks = torch.arange(int(now.max()), device=self.device) - (longest - held)[..., None]  # absent rows first
+            slots = order.gather(-1, ranks.clamp(min=0))
+            columns = {n: own.gather(-1, slots).masked_fill(ranks < 0, 0) for n, own in self.columns[index].items()}
+        gone: Tensor | int = read - before
+        if not same:
+            gone = (plan.rows[before, index] + gone - now).expand(self.held).to(self.device)
         attended = plan.rows[before:read, index].double().flatten(1).mean(-1) + 1
         layer.replace_rows(
             rows.replace_all(read - before, stored, held_places, lengths, longest, even, columns, tail),
             gone, attended.tolist(), int(plan.rows[read - 1, index].max()) + 1,
         )  # fmt: skip
-        if cut is not None:
-            protected, sinks, recents = (own.max() for own in self.tally[index])
-            layer.count_protected(protected)
-            layer.count_given_up({"sinks": sinks, "recents": recents})
