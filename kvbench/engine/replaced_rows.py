@@ -72,9 +72,10 @@ class ReplacedRows(QuotaRows):
         self.step = torch.zeros((), dtype=torch.int32, device=device)  # number of tokens read
         # `every_order` when the layers got their rows last; None for that of the text
         self.kept_order: Tensor | None = None
-        spared = [layer for layer, cut in zip(layers, own, strict=True) if not cut]
-        self.spared = {layer.index: number for number, layer in enumerate(spared)}
-        self.growing = GrowingRows(weights, spared, tokens, seen, implementation) if spared else None
+        spared = [index for index, cut in enumerate(own) if not cut]
+        self.spared = {index: number for number, index in enumerate(spared)}
+        appended = [layers[index] for index in spared]
+        self.growing = GrowingRows(weights, appended, tokens, seen, implementation) if spared else None
 
     def cuts(self, number: int) -> bool:
         """Return False: every token needs the same graph."""

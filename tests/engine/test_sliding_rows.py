@@ -100,6 +100,15 @@ def test_packed_rows_lie_beside_windows(prompt):
     assert torch.allclose(modules.extend(more), step.extend(more), atol=1e-3)
 
 
+def test_a_layer_between_windows_may_be_spared():
+    """It only appends, and another one is cut at every token. Layers with windows come before both."""
+    choice = choose_cache(*build_policy("knorm", "uniform", "llama", decoding=True, skip_layers=[2]))
+    modules, step = make_contexts(make_double("gemma3"), choice, batch=2)
+    answers = [list(context.generate(CHUNK + 9, Sampling(), frozenset(), True)) for context in (modules, step)]
+    assert step.decoding == "graph" and torch.equal(*map(torch.stack, answers))
+    assert_same(modules, step)
+
+
 @pytest.mark.parametrize(("make", "windows"), [(qwen2_with_windows, 1), (make_gemma3_with_vision, 4)])
 def test_other_models_may_have_sliding_layers_too(make, windows):
     modules, step = make_contexts(make().double(), choice_of("keydiff"), batch=2)
