@@ -49,7 +49,10 @@ def make_warm_group(runs: Mapping[RunFolder, RunSpec], bench: Resources) -> RunG
         return RunGroup(runs, make, bench.reload_model)
     examples = choose_examples(bench.prompts, next(iter(runs.values())))
     with report_compilations(), torch.random.fork_rng([torch.cuda.current_device()]):
-        compile_ahead(partial(read_beginnings, runs.values(), bench, [some[0] for some in examples]))
+        try:
+            compile_ahead(partial(read_beginnings, runs.values(), bench, [some[0] for some in examples]))
+        except Exception as error:  # of Triton; what follows compiles them too
+            say_not_ahead("all methods", error)
         clear(device)
         group = RunGroup(runs, make, bench.reload_model)
         for some in examples:
@@ -140,5 +143,10 @@ def read_beginning(run: RunSpec, bench: Resources, example: tuple[Sample, Prompt
             for _ in context.generate(answer, run.sampling, frozenset()):
                 pass
     except Exception as error:
-        name, reason = run.groups["method"]["name"], f"{type(error).__name__}: {error}".partition("\n")[0]
-        tqdm.write(f"kvbench: method={name}: its kernels are compiled one after the other: {reason}", file=sys.stderr)
+        say_not_ahead(f"method={run.groups['method']['name']}", error)
+
+
+def say_not_ahead(whose: str, error: Exception) -> None:
+    """Say that kernels are compiled at their first launch, and why."""
+    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+    tqdm.write(f"kvbench: {whose}: kernels are compiled one after the other: {reason}", file=sys.stderr)
