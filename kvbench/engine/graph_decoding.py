@@ -211,16 +211,23 @@ class GrowingRows(AppendedRows):
         self.kept = 0  # tokens that the layers have counted
 
     def attend(self, index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
+        return self.attend_all(index, self.append(index, projected, norms))[0]
+
+    def append(self, index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
+        """Append a token to a layer and return its rotated queries, (B, Hq, 1, d)."""
         (queries, new_keys, new_values), (keys, values, tail) = projected, self.tails[index]
-        queries = append(
+        return append(
             queries, new_keys, new_values, *self.angles, keys, values, tail, self.step,
             norms=norms, implementation=self.implementation,
         )  # fmt: skip
-        outputs, _ = attend_ragged(
-            queries, self.held[index], keys, values, self.weights.scaling,
+
+    def attend_all(self, index: int, queries: Tensor, lse: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Attend to all rows of a layer. Returns outputs (B, Hq, 1, d) and, with `lse`, their log-sum-exps."""
+        keys, values, tail = self.tails[index]
+        return attend_ragged(
+            queries, self.held[index], keys, values, self.weights.scaling, lse=lse,
             tail=tail + 1, step=self.step, implementation=self.implementation,
         )  # fmt: skip
-        return outputs
 
     def keep(self, read: int) -> None:
         for layer in self.layers:

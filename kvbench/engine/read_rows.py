@@ -10,9 +10,7 @@ from kvbench.cache.layer import Layer
 from kvbench.cache.policy import CachePolicy
 from kvbench.engine.graph_decoding import CHUNK, GrowingRows, Norms
 from kvbench.interfaces.row_reader import CapturedAnswer, RowReader
-from kvbench.kernels.attention import attend_ragged
 from kvbench.kernels.listed_attention import attend_listed
-from kvbench.kernels.rope_append import append
 from kvbench.models.decoder_weights import DecoderWeights
 
 
@@ -76,19 +74,11 @@ class ReadRows(GrowingRows):
         owner = f"method={self.layers[0].choice.method.name}"
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
-            (queries, new_keys, new_values), (keys, values, tail) = projected, self.tails[index]
-            queries = append(
-                queries, new_keys, new_values, *self.angles, keys, values, tail, self.step,
-                norms=norms, implementation=self.implementation,
-            )  # fmt: skip
+            queries, (keys, values, _) = self.append(index, projected, norms), self.tails[index]
             layer = self.layers[index].index
             rows = ask(owner, "row_reader", lambda: choose(layer, queries, keys), f" of layer {layer}")
             if rows is None:
-                outputs, _ = attend_ragged(
-                    queries, None, keys, values, self.weights.scaling,
-                    tail=tail + 1, step=self.step, implementation=self.implementation,
-                )  # fmt: skip
-                return outputs
+                return self.attend_all(index, queries)[0]
             self.listing.add(index)
             return attend_listed(
                 queries, keys, values, rows.blocks, rows.size, last, self.weights.scaling,

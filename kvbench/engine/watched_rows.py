@@ -14,8 +14,6 @@ from kvbench.engine.graph_decoding import GrowingRows, Norms
 from kvbench.engine.quota_rows import release_state, show, write_columns
 from kvbench.interfaces.observation import State
 from kvbench.interfaces.rows import Rows, mass_dtype
-from kvbench.kernels.attention import attend_ragged
-from kvbench.kernels.rope_append import append
 from kvbench.models.decoder_weights import DecoderWeights
 
 
@@ -56,15 +54,8 @@ class WatchedRows(GrowingRows):
         lse = self.layers[0].choice.method.wants_lse
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
-            (queries, new_keys, new_values), (keys, values, tail) = projected, self.tails[index]
-            queries = append(
-                queries, new_keys, new_values, *self.angles, keys, values, tail, self.step,
-                norms=norms, implementation=self.implementation,
-            )  # fmt: skip
-            outputs, sums = attend_ragged(
-                queries, None, keys, values, self.weights.scaling, lse=lse,
-                tail=tail + 1, step=self.step, implementation=self.implementation,
-            )  # fmt: skip
+            queries, (keys, values, _) = self.append(index, projected, norms), self.tails[index]
+            outputs, sums = self.attend_all(index, queries, lse)
             layer, columns = self.layers[index], self.columns[index]
             rows = Rows(keys, values, places, mass, columns)
             with layer.guard.unnoted():
