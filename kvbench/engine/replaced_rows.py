@@ -46,7 +46,9 @@ class ReplacedRows(QuotaRows):
         """
         method = layers[0].choice.method
         looks = method.watches or method.uses_cache_positions  # at all layers that it does not spare
-        own = [plan.is_cut(index) or (looks and index in layers[0].cut_layers) for index in range(len(layers))]
+        own = [
+            plan.is_cut(number) or (looks and layer.index in layer.cut_layers) for number, layer in enumerate(layers)
+        ]
         capacities = [rows.expand(layers[0].rows.shape) + 1 for rows in plan.rows[-1]]
         if not method.streams:  # it sees keys and values, which are padded to the longest head
             capacities = [torch.full_like(count, int(count.max())) for count in capacities]
@@ -68,9 +70,10 @@ class ReplacedRows(QuotaRows):
         self.step = torch.zeros((), dtype=torch.int32, device=device)  # number of tokens read
         # `order` when the layers got their rows last; None for that of the text
         self.kept_order: list[Tensor] | None = None
-        spared = [layer for layer, cut in zip(layers, own, strict=True) if not cut]
-        self.spared = {layer.index: number for number, layer in enumerate(spared)}
-        self.growing = GrowingRows(weights, spared, tokens, seen, implementation) if spared else None
+        spared = [number for number, cut in enumerate(own) if not cut]
+        self.spared = {number: place for place, number in enumerate(spared)}
+        some = [layers[number] for number in spared]
+        self.growing = GrowingRows(weights, some, tokens, seen, implementation) if spared else None
 
     def cuts(self, number: int) -> bool:
         """Return False: every token needs the same graph."""
