@@ -89,6 +89,8 @@ class ExpectedAttention(Method):
 
         Inside a CUDA graph the last queries are in `ring`.
         """
+        if observation.decoding and not self.decoding:
+            return {}
         if "ring" in state.layer:
             ring, first = state.layer["ring"], observation.first
             slot = shared("slot", observation, state, lambda: torch.as_tensor(first % ring.slots.shape[2])[None])

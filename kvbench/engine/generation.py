@@ -81,7 +81,10 @@ class GenerationContext(PromptContext):
                 if path is None or path.is_over or path is not self.path:  # or other tokens were read since
                     self.leave_path()
                     left = max_new_tokens - count + read_last
+                    opened = now(self.device)
                     path = self.path = open_path(self, token, left, sampling, draws[:, count:])
+                    if isinstance(path, GraphPath):
+                        self.capture_ms += 1000 * (now(self.device) - opened)
                 token, stamp = path.step()
                 self.stamps.append(stamp)
                 if is_last:
@@ -274,7 +277,6 @@ class GraphPath:
             draws: Random numbers for the tokens to generate, (B, left + 1).
         """
         assert context.weights is not None  # `open_path`
-        begin = now(context.device)
         self.context, self.began = context, context.stamps[-1]
         context.set_progress(decoding=True)
         context.decoding = "graph"
@@ -283,7 +285,6 @@ class GraphPath:
         rows = add_windows(weights, context.sliding_layers(), rows, left, context.seen)
         token = token.to(context.last_logits.device)
         self.decoder = GraphDecoder(weights, rows, token, left, sampling.pick, draws)
-        context.capture_ms += 1000 * (now(context.device) - begin)
 
     @property
     def is_over(self) -> bool:

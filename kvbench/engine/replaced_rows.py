@@ -46,7 +46,9 @@ class ReplacedRows(QuotaRows):
         """
         method = layers[0].choice.method
         looks = method.watches or method.uses_cache_positions  # at all layers that it does not spare
-        own = [plan.is_cut(index) or (looks and index in layers[0].cut_layers) for index in range(len(layers))]
+        own = [
+            plan.is_cut(number) or (looks and layer.index in layer.cut_layers) for number, layer in enumerate(layers)
+        ]
         capacities = [rows.expand(layers[0].rows.shape) + 1 for rows in plan.rows[-1]]
         if not method.streams:  # it sees keys and values, which are padded to the longest head
             capacities = [torch.full_like(count, int(count.max())) for count in capacities]

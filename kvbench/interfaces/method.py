@@ -189,7 +189,8 @@ class Method(Hooks):
     def update(self, observation: Observation, rows: Rows, state: State) -> Mapping[str, Tensor]:
         """Return what to remember about the rows of the layer that just read a block.
 
-        Called after every block of the prompt. Called for decoded tokens only if `decoding` is set.
+        Called after every block of the prompt and after every decoded token. If `decoding` is not set, a CUDA graph
+        leaves decoded tokens out. Their queries and keys are then seen by the reader of `row_reader`, if there is one.
 
         Args:
             observation: What the layer computed for the block.

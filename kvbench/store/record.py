@@ -123,7 +123,9 @@ class Record:
         "Rows that a decoded token would attend to in the full cache, mean over tokens.", "rows", ANSWERED
     )
     decoding: str = described("How tokens were decoded: transformers' `modules`, or a CUDA `graph`.", held_by=ANSWERED)
-    capture_ms: float = described("Time spent on recording CUDA graphs. `decode_ms` excludes it.", "ms", ANSWERED)
+    capture_ms: float = described(
+        "Time spent on preparing and recording CUDA graphs. `decode_ms` excludes it.", "ms", ANSWERED
+    )
     peak_rows: int = described("Largest number of rows that one head held after an eviction.", "rows", ANSWERED)
     peak_rows_attended: int = described("Largest number of rows that one head attended to at once.", "rows", ANSWERED)
     prefill_ms: float = described("Time to read the prompt and evict rows.", "ms", ANSWERED)

@@ -192,6 +192,16 @@ def test_a_method_that_watches_sees_the_tokens_before_the_first_cut(name, block,
     assert all(layer.tally.evicted is not None for layer in step.own_layers)
 
 
+def test_a_method_that_does_not_cut_an_answer_remembers_none_of_its_queries():
+    choice = choice_of("expected_attention", preset="decode_kvpress", decoding=False, decode_size=None)
+    modules, step = make_contexts(tiny("llama"), choice)
+    before = modules.bytes().state
+    answers = [list(context.generate(20, Sampling(), frozenset(), True)) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, answers)) and (modules.decoding, step.decoding) == ("modules", "graph")
+    assert modules.bytes().state == step.bytes().state == before
+    assert_same(modules, step)
+
+
 READERS = {
     "pages": ("quest", {"page": 4, "dense_layers": 1}),
     "the newest page": ("quest", {"page": 4, "preset": "cuda", "dense_layers": 0}),
@@ -508,7 +518,7 @@ def test_room_for_an_answer_is_counted_before_it_begins(chosen, rows):
         assert context.bytes().headroom == 0  # all of it was used, or cut, and no more was made
 
 
-def test_what_more_than_appends_is_read_by_the_modules():
+def test_what_more_than_appends_may_decode_in_a_graph_of_its_own():
     for method, more in (("quest", {}), ("sink", {}), ("h2o", {"decoding": True})):
         assert not only_appends(choice_of(method, **more)) and decodes_in_graph(choice_of(method, **more))
     assert not decodes_in_graph(choice_of("quest", codec="kivi"))

@@ -86,6 +86,20 @@ def test_the_step_gives_what_the_modules_give(method, block, prompt):
     assert torch.allclose(modules.extend(more), step.extend(more), atol=1e-5)
 
 
+GROWS = [("h2o", {"decode_size": LONGER + 9}), ("sink", {"decode_size": LONGER + 90}), ("knorm", {"skip_layers": [2]})]
+
+
+@pytest.mark.parametrize(("method", "more"), GROWS, ids=["until it is full", "all the time", "in a spared layer"])
+def test_layers_that_grow_lie_beside_windows(method, more):
+    """They are told apart by their places among the layers without a window, not among all."""
+    choice = choose_cache(*build_policy(method, "uniform", "gemma3", decoding=True, **more))
+    modules, step = make_contexts(make_double("gemma3"), choice, 0.5, 2, prompt=LONGER)
+    answers = [list(context.generate(CHUNK + 9, Sampling(), frozenset(), True)) for context in (modules, step)]
+    assert step.decoding == "graph" and torch.equal(*map(torch.stack, answers))
+    assert_same(modules, step)
+    assert torch.allclose(modules.logits, step.logits, atol=1e-5)
+
+
 @pytest.mark.parametrize("prompt", [SHORTER, only_in_full(LONGER)])
 def test_packed_rows_lie_beside_windows(prompt):
     codec = build("codec", load_settings("codec", "kivi", dict(bits=2, group=8, residual=24)))
@@ -98,15 +112,6 @@ def test_packed_rows_lie_beside_windows(prompt):
     assert torch.allclose(modules.logits, step.logits, atol=1e-3)
     more = ids(5, 9).repeat(2, 1)
     assert torch.allclose(modules.extend(more), step.extend(more), atol=1e-3)
-
-
-def test_a_layer_between_windows_may_be_spared():
-    """It only appends, and another one is cut at every token. Layers with windows come before both."""
-    choice = choose_cache(*build_policy("knorm", "uniform", "llama", decoding=True, skip_layers=[2]))
-    modules, step = make_contexts(make_double("gemma3"), choice, batch=2)
-    answers = [list(context.generate(CHUNK + 9, Sampling(), frozenset(), True)) for context in (modules, step)]
-    assert step.decoding == "graph" and torch.equal(*map(torch.stack, answers))
-    assert_same(modules, step)
 
 
 @pytest.mark.parametrize(("make", "windows"), [(qwen2_with_windows, 1), (make_gemma3_with_vision, 4)])
