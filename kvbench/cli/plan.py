@@ -5,21 +5,27 @@ Examples:
   kvbench plan preset=dropkv_table5 model=llama31_8b
 """
 
+from argparse import Namespace
 from collections.abc import Sequence
+from typing import Any
 
 from kvbench.cli.command import CommandParser, run_command
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("plan", __doc__)
+    return make_sweep_parser("plan", __doc__)
+
+
+def make_sweep_parser(name: str, text: str | None) -> CommandParser:
+    """Make the parser of a command that takes a sweep's settings and does not run it."""
+    parser = CommandParser(name, text)
     parser.add_argument("overrides", nargs="+", metavar="setting=value", help="as for kvbench run -m")
     parser.add_argument("--config-dir", help="a folder of configuration files, as for kvbench run")
     return parser
 
 
-def print_plan(arguments: Sequence[str]) -> int:
-    """Print the plan. Return 2 if a cell is refused."""
-    options = make_parser().parse_intermixed_args(arguments)
+def plan_sweep(options: Namespace) -> Any:
+    """Return the `kvbench.sweeps.plan.Sweep` that the arguments of `make_sweep_parser` name."""
     from pathlib import Path
 
     from kvbench.config.catalogue import translate_errors
@@ -29,7 +35,15 @@ def print_plan(arguments: Sequence[str]) -> int:
     with translate_errors():
         if options.config_dir is not None:
             add_folder(Path(options.config_dir))
-        sweep = Sweep.plan(options.overrides)
+        return Sweep.plan(options.overrides)
+
+
+def print_plan(arguments: Sequence[str]) -> int:
+    """Print the plan. Return 2 if a cell is refused."""
+    sweep = plan_sweep(make_parser().parse_intermixed_args(arguments))
+    from kvbench.config.catalogue import translate_errors
+
+    with translate_errors():
         print(sweep.describe())
         print("".join(f"{line}\n" for line in sweep.describe_memory()), end="")
     return 2 if any(own.cell.refused for own in sweep.cells) else 0

@@ -16,26 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.cli.command import CommandParser, run_command
+from kvbench.cli.plan import make_sweep_parser, plan_sweep
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser("warm", __doc__)
-    parser.add_argument("overrides", nargs="+", metavar="setting=value", help="as for kvbench run -m")
-    parser.add_argument("--config-dir", help="a folder of configuration files, as for kvbench run")
-    return parser
+    return make_sweep_parser("warm", __doc__)
 
 
 def warm(arguments: Sequence[str]) -> int:
     """Compile, and print for how many runs. Return the exit code."""
-    options = make_parser().parse_intermixed_args(arguments)
-    from kvbench.config.catalogue import translate_errors
-    from kvbench.config.compose import add_folder
-    from kvbench.sweeps.plan import Sweep
-
-    with translate_errors():
-        if options.config_dir is not None:
-            add_folder(Path(options.config_dir))
-        sweep = Sweep.plan(options.overrides)
+    sweep = plan_sweep(make_parser().parse_intermixed_args(arguments))
     refused = [own.cell for own in sweep.cells if own.cell.refused]
     for cell in refused:
         print(f"{cell.label}: refused: {cell.refused}")
