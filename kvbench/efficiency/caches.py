@@ -28,6 +28,11 @@ from kvbench.runs.spec import RunSpec
 WARMED = 8  # first steps of an answer that the median leaves out; half of a short answer
 
 
+def drop_warmed(steps: list[float]) -> list[float]:
+    """Return the steps of an answer that the median is taken of."""
+    return steps[min(WARMED, len(steps) // 2) :]
+
+
 class CacheUnderTest(Protocol):
     """A cache that holds one prompt or a batch, and its answer.
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import torch
 
 from kvbench.efficiency.caches import (
-    WARMED,
     KVBenchCache,
     ReplicableCache,
     draw_prompt,
+    drop_warmed,
     load_model,
     make_replicable_cache,
 )
@@ -59,7 +59,7 @@ def time_tokens(run: RunSpec, model: torch.nn.Module, own: ReplicableCache, batc
         if not fit:
             yield make_out_of_memory_line(f"{kind}tpot_ms")
             return
-        steps += between[min(WARMED, len(between) // 2) :]
+        steps += drop_warmed(between)
         captures.append(own.capture_ms)
     yield make_line(f"{kind}tpot_ms", "ms", spread(steps), own.path)
     yield make_line(f"{kind}tokens_s", "tokens/s", spread([1000 * batch / step for step in steps]))

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvbench.efficiency.caches import WARMED, CacheUnderTest, draw_prompt, load_model, make_cache_under_test
+from kvbench.efficiency.caches import (
+    WARMED,
+    CacheUnderTest,
+    draw_prompt,
+    drop_warmed,
+    load_model,
+    make_cache_under_test,
+)
 from kvbench.efficiency.measured_task import read_task
 from kvbench.efficiency.roofline import Machine, WeightSizes, decode_ms, prefill_ms
 from kvbench.engine import timing
@@ -56,7 +63,7 @@ def measure_latency(run: RunSpec) -> Iterator[Line]:
         if not fit:
             yield make_out_of_memory_line("answer")
             break
-        steps += between[min(WARMED, len(between) // 2) :]
+        steps += drop_warmed(between)
         means.append(sum(between) / len(between))
         for end, times in ends.items():
             times.append(sum(between[: end - 1]))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kvbench.efficiency.caches import WARMED, CacheUnderTest, draw_prompt, load_model, make_replicable_cache
+from kvbench.efficiency.caches import CacheUnderTest, draw_prompt, drop_warmed, load_model, make_replicable_cache
 from kvbench.efficiency.measured_task import read_task
 from kvbench.engine import timing
 from kvbench.engine.timing import fits, spread
@@ -44,7 +44,7 @@ def measure_throughput(run: RunSpec) -> Iterator[Line]:
     if not largest or between is None:
         yield make_out_of_memory_line("throughput")
         return
-    warm = between[min(WARMED, len(between) // 2) :]
+    warm = drop_warmed(between)
     yield make_line("largest_batch", "prompts", largest)
     yield make_line("tpot_ms", "ms", spread(warm), own.path)
     yield make_line("decode_tokens_s", "tokens/s", spread([1000 * largest / step for step in warm]))
