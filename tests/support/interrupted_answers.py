@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
+from tests.support.answer_paths import assert_same
 from tests.support.tiny_models import ids
 
 
@@ -19,6 +20,16 @@ def answer_both(contexts: tuple[GenerationContext, GenerationContext], end: int,
     stop = next(iter(token for token in free[end:] if token not in free[:end]))
     answers = [list(context.generate(40, Sampling(), frozenset([stop]), read_last)) for context in contexts]
     assert torch.equal(*map(torch.stack, answers))
+
+
+def assert_nothing_follows_the_end(modules: GenerationContext, step: GenerationContext, end: int, read: bool) -> None:
+    """What a graph decoded beyond the end of an answer is as if it never was. Arguments as of `answer_both`."""
+    answer_both((modules, step), end, read)
+    assert step.decoding == "graph"
+    assert_same(modules, step)
+    assert torch.allclose(modules.logits, step.logits, atol=1e-5)
+    again = [list(context.generate(12, Sampling(), frozenset())) for context in (modules, step)]
+    assert torch.equal(*map(torch.stack, again))
 
 
 def answer_with_interruptions(context: GenerationContext, first: int, batch: int = 1) -> tuple[Tensor, Tensor]:
