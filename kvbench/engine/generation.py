@@ -141,7 +141,7 @@ def open_path(
             if growing is not None:
                 return GraphPath(context, growing, token, before_cut, sampling, draws)
         plan = plan_replacing(context, left)
-        if plan is not None and is_worth(plan.tokens, left):
+        if plan is not None:
             return GraphPath(context, partial(ReplacedRows, plan=plan), token, plan.tokens, sampling, draws)
     return ModulePath(context, token, left, sampling, draws)
 
@@ -203,15 +203,26 @@ def find_cut_rows(context: GenerationContext, left: int) -> Callable[..., StepRo
 
 
 def plan_replacing(context: GenerationContext, left: int) -> AnswerQuotas | None:
-    """Return the quotas of the next `left` tokens, or of as many as `ReplacedRows` can read; None for none of them."""
+    """Return the quotas of the next `left` tokens, or of as many as `ReplacedRows` can read.
+
+    Returns None if these are too few to pay for capturing a graph. The modules ask again at every token, so the first
+    tokens are planned alone before all are.
+    """
     choice, layers = context.choice, context.own_layers
     if not replaces_rows(choice) or left < WORTH or any(own.rows.mass is not None for own in layers):
         return None
     if choice.method.watches and any(own.index not in own.cut_layers for own in layers):
         return None  # the method must see spared layers too, and `ReplacedRows` do not show them
-    nominal = [context.find_decode_quota(context.seen + token) for token in range(1, left + 1)]
-    known = [quota for quota in nominal if quota is not None]
-    return find_answer_quotas(layers, known) if len(known) == left else None
+
+    def plan(tokens: int) -> AnswerQuotas | None:
+        nominal = [context.find_decode_quota(context.seen + token) for token in range(1, tokens + 1)]
+        known = [quota for quota in nominal if quota is not None]
+        return find_answer_quotas(layers, known) if len(known) == tokens else None
+
+    begin = plan(min(left, WORTH_BETWEEN_CUTS))
+    if begin is None or not is_worth(begin.tokens, left):
+        return None
+    return begin if begin.tokens == left else plan(left)
 
 
 def find_constant_quota(context: GenerationContext, left: int) -> int | None:
