@@ -15,7 +15,7 @@ from torch import Tensor
 from kvbench.cache.eviction import bound_scores
 from kvbench.cache.layer import Layer
 from kvbench.engine.graph_decoding import Norms
-from kvbench.engine.quota_rows import QuotaRows, release_state, write_columns
+from kvbench.engine.quota_rows import QuotaRows, release_state, take_columns, write_columns
 from kvbench.interfaces.codec import Plain
 from kvbench.interfaces.method import fit_protected
 from kvbench.interfaces.observation import State
@@ -73,9 +73,6 @@ class FixedQuotaRows(QuotaRows):
         self.at = torch.zeros(1, dtype=torch.int64, device=self.device)  # number of complete intervals
         self.since = torch.zeros((), dtype=torch.int32, device=self.device)  # tokens read since the last cut
         self.states = self.states if states is None else list(states)
-        # for each head the rows that it protected at its last cut, and the largest numbers of sinks and of other
-        # protected rows that its quota had no room for at a cut
-        self.tally = torch.zeros(len(layers), 3, *self.held, dtype=torch.int64, device=self.device)
 
     def cuts(self, number: int) -> bool:
         """Return whether the layers are cut after the token of this number, counted from 0."""
@@ -192,10 +189,7 @@ class FixedQuotaRows(QuotaRows):
                 into[:, :, : len(held)] = old
             self.places[index][..., :quota] = held.places[..., :quota]
             self.places[index][..., quota:] = later
-            for name, column in self.columns[index].items():
-                known = layer.rows.columns[name]
-                column[..., : known.shape[2]] = known
-                column[..., known.shape[2] :] = 0
+            take_columns(self.columns[index], layer.rows.columns)
         self.invalid.zero_()
         self.at.fill_((begin - self.seen) // self.size)
         self.since.fill_(like.tail)
@@ -218,9 +212,7 @@ class FixedQuotaRows(QuotaRows):
             )
             layer.replace_rows(rows, evicted, attended, max(attended))
             if evicted:
-                protected, sinks, recents = (own.max() for own in self.tally[index])
-                layer.count_protected(protected)
-                layer.count_given_up({"sinks": sinks, "recents": recents})
+                self.give_tally(index)
 
     def finish(self, read: int) -> None:
         """Give the layers the first `read` tokens and the method's states. The rows are not used any more."""

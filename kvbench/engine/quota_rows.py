@@ -91,6 +91,17 @@ def write_columns(columns: Mapping[str, Tensor], found: Mapping[str, Tensor], pr
             torch.where(present, found[name], column, out=column)
 
 
+def take_columns(columns: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
+    """Copy a layer's columns (B, H, m) into the first slots of those at fixed addresses, (B, H, n).
+
+    The other slots get 0.
+    """
+    for name, column in columns.items():
+        known = held[name]
+        column[..., : known.shape[2]] = known
+        column[..., known.shape[2] :] = 0
+
+
 class QuotaRows(StepRows):
     """The rows of all layers, with room for the tokens until the next cut, at fixed addresses."""
 
@@ -131,6 +142,15 @@ class QuotaRows(StepRows):
             cos, sin = weights.rotation(torch.arange(most, device=self.device)[None])
             self.table = cos[0], sin[0]
         self.invalid = torch.zeros((), dtype=torch.bool, device=self.device)  # whether a score was NaN
+        # for each head the rows that it protected at its last cut, and the largest numbers of sinks and of other
+        # protected rows that its quota had no room for at a cut
+        self.tally = torch.zeros(len(layers), 3, *self.held, dtype=torch.int64, device=self.device)
+
+    def give_tally(self, index: int) -> None:
+        """Let a layer note how many rows its heads protected and gave up."""
+        protected, sinks, recents = (own.max() for own in self.tally[index])
+        self.layers[index].count_protected(protected)
+        self.layers[index].count_given_up({"sinks": sinks, "recents": recents})
 
     def padded(self, index: int) -> Tensor:
         """Return keys and values of a layer whose heads have equal memory, (2, B, H, n, d)."""

@@ -66,7 +66,6 @@ class ReplacedRows(QuotaRows):
         self.order = [part.view_as(own) for part, own in zip(parts, self.places, strict=True)]  # the slot of each rank
         self.free = torch.zeros(len(layers), *shape, dtype=torch.int64, device=device)  # the next token's slot
         self.lengths = torch.zeros_like(self.free)  # slots in use, the next token's included
-        self.tally = torch.zeros(len(layers), 3, *shape, dtype=torch.int64, device=device)  # see `replace_row`
         self.kept_tally = self.tally.clone()  # when the layers got their rows last
         self.mass = [torch.zeros_like(own) if grows else own for own, grows in zip(self.mass, self.grows, strict=True)]
         # a new row's rank in a layer that does not grow
@@ -134,7 +133,7 @@ class ReplacedRows(QuotaRows):
     def replace(
         self, index: int, queries: Tensor, outputs: Tensor, lse: Tensor | None, position: Tensor, quotas: Tensor
     ) -> None:
-        """Let the method see the token, and choose the row of each head that leaves. `quotas` are (b, 1)."""
+        """Let the method see the token, and choose the row of each head that leaves. `quotas` broadcast to (B, H)."""
         layer, columns, places, free = self.layers[index], self.columns[index], self.places[index], self.free[index]
         order, mass, method, grows = self.order[index], self.mass[index], layer.method, self.grows[index]
         capacity = places.shape[2]
@@ -213,9 +212,7 @@ class ReplacedRows(QuotaRows):
         super().finish(read)
         for index in self.cut:
             if self.plan.find_last_cut(index, 0, read) is not None:
-                protected, sinks, recents = (own.max() for own in self.tally[index])
-                self.layers[index].count_protected(protected)
-                self.layers[index].count_given_up({"sinks": sinks, "recents": recents})
+                self.give_tally(index)
 
     def give_rows(self, index: int, before: int, read: int) -> None:
         """Give a layer its rows after `read` tokens. It has those after `before` tokens."""

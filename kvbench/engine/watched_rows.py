@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.cache.layer import Layer
 from kvbench.engine.graph_decoding import GrowingRows, Norms
-from kvbench.engine.quota_rows import release_state, show, write_columns
+from kvbench.engine.quota_rows import release_state, show, take_columns, write_columns
 from kvbench.interfaces.observation import State
 from kvbench.interfaces.rows import Rows, mass_dtype
 from kvbench.models.decoder_weights import DecoderWeights
@@ -69,10 +69,7 @@ class WatchedRows(GrowingRows):
     def back(self, step: int) -> int:
         """Copy the columns from the layers and return how many tokens these have counted."""
         for layer, columns in zip(self.layers, self.columns, strict=True):
-            for name, column in columns.items():
-                known = layer.rows.columns[name]
-                column[..., : known.shape[2]] = known
-                column[..., known.shape[2] :] = 0
+            take_columns(columns, layer.rows.columns)
         return super().back(self.kept)
 
     def keep(self, read: int) -> None:
