@@ -6,9 +6,11 @@ processors at once. Triton keeps the results on disk, so this takes time only on
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,20 +19,35 @@ import torch
 from kvbench.kernels.dispatch import announce_launches
 
 
+@dataclass
+class Compilations:
+    """What was compiled.
+
+    Attributes:
+        kernels: The name of each kernel.
+        seconds: Time that it took.
+    """
+
+    kernels: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
 @contextmanager
-def count_compilations() -> Iterator[list[str]]:
-    """Yield a list that gets the name of each kernel that is compiled inside. Those in Triton's cache are not."""
+def count_compilations() -> Iterator[Compilations]:
+    """Count the kernels that are compiled inside, not those in Triton's cache, and how long this thread compiled."""
     from triton import knobs
 
-    names: list[str] = []
+    done, thread = Compilations(), threading.get_ident()
 
-    def note(*, src: Any, cache_hit: bool, **_: object) -> None:
+    def note(*, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
         if not cache_hit:
-            names.append(src.name)
+            done.kernels.append(src.name)
+            if threading.get_ident() == thread:
+                done.seconds += times.total / 1e6
 
     before, knobs.compilation.listener = knobs.compilation.listener, note
     try:
-        yield names
+        yield done
     finally:
         knobs.compilation.listener = before
 

@@ -111,8 +111,9 @@ def collect_weights(model: Any) -> DecoderWeights | None:
         return None
     inner, head, layout = find_text_decoder(model), model.lm_head, read_layout(model)
     activation = ACTIVATIONS.get(getattr(config, "hidden_activation", None) or config.hidden_act)
-    blocks = tuple(block for layer in inner.layers if (block := read_block(layer, layout)) is not None)
-    if activation is None or len(blocks) < len(inner.layers) or not is_plain_linear(head):
+    layers = inner.layers[: layout.layers]  # as many as transformers' own forward uses
+    blocks = tuple(block for layer in layers if (block := read_block(layer, layout)) is not None)
+    if activation is None or len(blocks) < len(layers) or not is_plain_linear(head):
         return None
     sliding = None
     if layout.sliding:

@@ -130,6 +130,25 @@ def text_config(model: torch.nn.Module) -> Any:
     return cast(PreTrainedModel, model).config.get_text_config(decoder=True)
 
 
+@contextmanager
+def use_first_layers(model: torch.nn.Module, least: int) -> Iterator[None]:
+    """Let the model consist of its first layers inside the `with` block, for work that needs no right outputs.
+
+    Args:
+        model: A supported transformers model.
+        least: Number of layers. If a kind of layer comes later, the layers up to the first one of this kind are used.
+    """
+    config = text_config(model)
+    kinds: list[str] = list(getattr(config, "layer_types", None) or ())
+    count = min(config.num_hidden_layers, max([least, *(kinds.index(kind) + 1 for kind in set(kinds))]))
+    before = {"num_hidden_layers": config.num_hidden_layers} | ({"layer_types": kinds} if kinds else {})
+    vars(config).update({"num_hidden_layers": count} | ({"layer_types": kinds[:count]} if kinds else {}))
+    try:
+        yield
+    finally:
+        vars(config).update(before)
+
+
 def embedding_tables(model: torch.nn.Module) -> tuple[Tensor, Tensor]:
     """Return the weights of the embedding and of the output layer, (vocab, hidden) each; they may be one tensor."""
     decoder = cast(PreTrainedModel, model)

@@ -8,7 +8,7 @@ nothing. This compiles what is left, and does what libraries do once for a lengt
 import sys
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -17,19 +17,24 @@ from tqdm import tqdm
 from kvbench.engine.context import FEW
 from kvbench.engine.generation import WORTH, GenerationContext
 from kvbench.engine.graph_prefill import SHORT
+from kvbench.engine.rehearsal import rehearse
 from kvbench.engine.timing import clear, forget_peak
-from kvbench.engine.warming import compile_ahead, count_compilations
+from kvbench.engine.warming import Compilations, compile_ahead, count_compilations
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import make_prompt_encoder
+from kvbench.models.transformers_port import use_first_layers
 from kvbench.runs.prompt import Prompt, batch_key
 from kvbench.runs.resources import Resources
-from kvbench.runs.responder import Responder, list_turns
-from kvbench.runs.shared_runs import Batch, RunGroup
+from kvbench.runs.responder import WARM_UP, Responder, list_turns
+from kvbench.runs.shared_runs import Batch, RunGroup, clear_frames, spoils_model
 from kvbench.runs.spec import RunSpec
 from kvbench.store.run_folder import RunFolder
+from kvbench.validation import ContractError
 
-BEGINNING = 2048  # most tokens of a block that is read while kernels are announced: as many as long ones' kernels take
+LAYERS = 4  # of the model read while kernels are announced
+BEGINNING = 8192  # most tokens of a block that they read: almost all kernels are those of longer prompts
+LEAST = 2048  # the same for all layers
 MOST_LAST, MOST_QUESTION = 64, 1024  # tokens from which on no size of a last block and of a question matters
 SHARE = 0.3  # of these stays, where a budget would keep them all
 
@@ -48,11 +53,13 @@ def make_warm_group(runs: Mapping[RunFolder, RunSpec], bench: Resources) -> RunG
     if device == "cpu":
         return RunGroup(runs, make, bench.reload_model)
     examples = choose_examples(bench.prompts, next(iter(runs.values())))
-    with report_compilations(), torch.random.fork_rng([torch.cuda.current_device()]):
+    with report_compilations() as done, torch.random.fork_rng([torch.cuda.current_device()]):
+        begin = time.perf_counter()
         try:
             compile_ahead(partial(read_beginnings, runs.values(), bench, [some[0] for some in examples]))
         except Exception as error:  # of Triton; what follows compiles them too
             say_not_ahead("all methods", error)
+        done.seconds += time.perf_counter() - begin
         clear(device)
         group = RunGroup(runs, make, bench.reload_model)
         for some in examples:
@@ -62,14 +69,13 @@ def make_warm_group(runs: Mapping[RunFolder, RunSpec], bench: Resources) -> RunG
 
 
 @contextmanager
-def report_compilations() -> Iterator[None]:
+def report_compilations() -> Iterator[Compilations]:
     """Say at the end how many kernels were compiled inside and how long it took, if any were."""
-    begin = time.perf_counter()
-    with count_compilations() as names:
-        yield
-    if names:
-        seconds = time.perf_counter() - begin
-        tqdm.write(f"kvbench: compiled {len(names)} GPU kernels in {seconds:.0f} s", file=sys.stderr)
+    with count_compilations() as done:
+        yield done
+    if done.kernels:
+        line = f"kvbench: compiled {len(done.kernels)} GPU kernels in {done.seconds:.0f} s"
+        tqdm.write(line, file=sys.stderr)
 
 
 def choose_examples(prompts: Mapping[str, tuple[Sample, Prompt]], run: RunSpec) -> list[Batch]:
@@ -105,45 +111,75 @@ def list_sizes(prompt: Prompt, run: RunSpec) -> list[Hashable]:
 
 
 def read_beginnings(runs: Iterable[RunSpec], bench: Resources, examples: Sequence[tuple[Sample, Prompt]]) -> None:
-    """Read the beginning of each example in each run."""
-    for run in runs:
-        for example in examples:
-            read_beginning(run, bench, example)
+    """Read a short prompt as a run's warm-up does, and the beginning of each example, in each run.
 
-
-def read_beginning(run: RunSpec, bench: Resources, example: tuple[Sample, Prompt]) -> None:
-    """Read the beginning of a prompt, its question, and some tokens of an answer.
-
-    If this fails, one line says so, and kernels that it did not reach are compiled by what follows.
+    The first layers of the model need the same kernels as all of them. Where they do not suffice, as for a method that
+    has learned something for each layer, or where memory does not, all layers read less. If this fails too, one line
+    says so, and what follows compiles the kernels that it did not reach. The error of a method that breaks its contract
+    is left to its run.
     """
-    sample, prompt = example
+    for run in runs:
+        error = try_run(run, bench, examples, LAYERS, BEGINNING)
+        if error is not None and not isinstance(error, ContractError):
+            error = try_run(run, bench, examples, None, LEAST)
+        if error is not None and not isinstance(error, ContractError):
+            say_not_ahead(f"method={run.groups['method']['name']}", error)
+
+
+def try_run(
+    run: RunSpec, bench: Resources, examples: Sequence[tuple[Sample, Prompt]], layers: int | None, most: int
+) -> Exception | None:
+    """Read as `read_beginnings` does, and return the error if it fails. Weights that it spoiled are loaded again.
+
+    Args:
+        run: The run.
+        bench: Its tokenizer and model.
+        examples: Samples and their prompts.
+        layers: Number of layers of the model that read; None for all.
+        most: Largest number of tokens of a block.
+    """
+    try:
+        with nullcontext() if layers is None else use_first_layers(bench.model, layers):
+            device = next(bench.model.parameters()).device
+            words = make_prompt_encoder(bench.tokenizer)
+            rehearse(bench.model, run.choice(), words, torch.tensor([WARM_UP], device=device))
+            for sample, prompt in ((None, Prompt(WARM_UP, ())), *examples):
+                read_beginning(run, bench, prompt, sample.max_new_tokens if sample else 0, most)
+    except Exception as error:
+        clear_frames(error)
+        if spoils_model(error):
+            bench.reload_model()
+        return error
+    return None
+
+
+def read_beginning(run: RunSpec, bench: Resources, prompt: Prompt, answer: int, most: int) -> None:
+    """Read the beginning of a prompt, its question, and up to `answer` tokens of an answer, in blocks of `most`."""
     ids, rest = list(prompt.context), list(prompt.rest)
     if run.question != "hidden":
         ids, rest = ids + rest, []
     size = run.block_size
     if size is None:
-        ids = ids[:BEGINNING]
+        ids = ids[:most]
     else:  # as many whole blocks as a graph is worth, if it may read them, and the last one
-        last, size = len(ids) % size, min(size, BEGINNING)
+        last, size = len(ids) % size, min(size, most)
         ids = ids[: (FEW + 2 if size <= SHORT else 2) * size + min(last, size)]
     rows, method = run.budget.rows(len(ids), len(ids)), run.choice().method
     budget = run.budget if rows is None or rows < len(ids) else Budget(SHARE)
-    answer = min(sample.max_new_tokens, max(WORTH, method.decode_interval if method.decoding else 0) + 1)
+    answer = min(answer, max(WORTH, method.decode_interval if method.decoding else 0) + 1)
     device = next(bench.model.parameters()).device
-    try:
-        context = GenerationContext(
-            bench.model, run.choice(), budget, size, (0,), prompt.prefix, make_prompt_encoder(bench.tokenizer),
-            run.compile, answer,
-        )  # fmt: skip
-        context.prefill(torch.tensor([ids], device=device))
+    context = GenerationContext(
+        bench.model, run.choice(), budget, size, (0,), prompt.prefix, make_prompt_encoder(bench.tokenizer),
+        run.compile, answer,
+    )  # fmt: skip
+    context.prefill(torch.tensor([ids], device=device))
+    if answer:
         with context.branch():
             if rest:
                 context.extend(torch.tensor([rest], device=device))
             context.reserve(answer)
             for _ in context.generate(answer, run.sampling, frozenset()):
                 pass
-    except Exception as error:
-        say_not_ahead(f"method={run.groups['method']['name']}", error)
 
 
 def say_not_ahead(whose: str, error: Exception) -> None:

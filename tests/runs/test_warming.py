@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from kvbench.interfaces.task import Sample
-from kvbench.runs import runner
+from kvbench.methods.knorm import Knorm
+from kvbench.models.transformers_port import read_layout
+from kvbench.runs import runner, warming
 from kvbench.runs.prompt import Prompt
 from kvbench.runs.responder import Responder
 from kvbench.runs.shared_runs import RunGroup
-from kvbench.runs.warming import choose_examples, make_warm_group
+from kvbench.runs.warming import choose_examples, make_warm_group, read_beginnings
+from kvbench.validation import SettingError
 from tests.support.recorded_runs import TIMES
 from tests.support.repository import ROOT
 
@@ -94,6 +97,64 @@ def test_records_are_the_same_after_a_rehearsal(kvbench, monkeypatch, tmp_path, 
     assert calls and found[0] == found[1]
 
 
+@pytest.fixture
+def read_first(kvbench, monkeypatch, tmp_path):
+    """Runs a sweep that reads the beginnings of its prompts first, as on a GPU, and gives what `look` found then."""
+
+    def call(look, *settings: str) -> tuple[list, int, str]:
+        found = []
+
+        def make(runs, bench):
+            examples = [some[0] for some in choose_examples(bench.prompts, next(iter(runs.values())))]
+            found.append(look(bench, lambda: read_beginnings(runs.values(), bench, examples)))
+            return make_warm_group(runs, bench)
+
+        monkeypatch.setattr(runner, "make_warm_group", make)
+        task = ("-m", "task=niah", "task.lengths=[512]", "task.depths=[0]", "budget=0.3", f"results={tmp_path}")
+        code, _, errors = kvbench(*task, *settings)
+        assert "one after the other" not in errors
+        return found, code, errors
+
+    return call
+
+
+def test_weights_that_a_method_spoils_are_loaded_again(read_first, monkeypatch):
+    def score(self, observation, rows, state):
+        observation.output_weight.zero_()
+        return rows.values.norm(dim=-1)
+
+    def look(bench, read) -> bool:
+        before = {name: own.clone() for name, own in bench.model.state_dict().items()}
+        read()
+        return all(torch.equal(before[name], own) for name, own in bench.model.state_dict().items())
+
+    monkeypatch.setattr(Knorm, "score", score)
+    found, code, errors = read_first(look, "method=knorm,snapkv")
+    assert found and all(found) and code == 1 and "wrote into observation.output_weight" in errors
+
+
+@pytest.mark.parametrize("choosy", [False, True])
+def test_few_layers_read_the_beginnings_if_the_method_can(read_first, monkeypatch, choosy):
+    layers = []
+
+    def look(bench, read) -> int:
+        whole = read_layout(bench.model).layers
+
+        def check(self, layers_now, heads, dim, sliding):
+            layers.append(layers_now)
+            if choosy and layers_now < whole:
+                raise SettingError("method.path: learned for each layer")
+
+        monkeypatch.setattr(Knorm, "check", check)
+        monkeypatch.setattr(warming, "LAYERS", whole - 1)
+        read()
+        assert layers[0] == whole - 1 and layers[-1] == whole - (not choosy)
+        assert read_layout(bench.model).layers == whole
+        return 0
+
+    assert read_first(look, "method=knorm")[1] == 0
+
+
 COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
@@ -115,13 +176,13 @@ def work():
     results.append(norms(keys))
     results.append(similarity(keys, keys[:, :, 0], "dot"))
 
-with count_compilations() as names:
+with count_compilations() as done:
     compile_ahead(work)
-assert names == 2 * ["compare_kernel"], names
+assert done.kernels == 2 * ["compare_kernel"] and done.seconds == 0.0, done
 assert torch.allclose(results[0], keys.norm(dim=-1))
-with count_compilations() as names:
+with count_compilations() as done:
     compile_ahead(work)
-assert names == [], names
+assert done.kernels == [], done
 """
 
 
