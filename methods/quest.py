@@ -114,21 +114,18 @@ class PageReader:
                 self.tables[layer] = keys.new_zeros(shape), keys.new_zeros(shape)
                 for table, own in zip(self.tables[layer], known, strict=True):
                     table[:, :, : own.shape[2]] = own
-        like = answer.keys[answer.all_layers[0]]
-        self.numbers = torch.arange(-(-like.shape[2] // method.page), device=like.device)
 
     def choose(self, last: Tensor) -> RowChoice:
         page, newest = self.method.page, last // self.method.page
-        forced = self.numbers == newest
 
         def choose(layer: int, queries: Tensor, keys: Tensor) -> ListedRows | None:
             if layer not in self.tables or self.chosen is None:
                 return None
             low, high = self.tables[layer]
             update_page_bounds(keys, low, high, last, page)
-            above = page_upper_bounds(queries[:, :, 0], low, high, newest=newest)
-            if self.method.force_last:
-                above = above.masked_fill(forced, torch.inf)
+            above = page_upper_bounds(
+                queries[:, :, 0], low, high, newest=newest, force_newest=self.method.force_last
+            )
             return ListedRows(top_k_indices(above, self.chosen), page)
 
         return choose

@@ -66,7 +66,13 @@ def update_page_bounds(
 
 @announced
 def page_upper_bounds(
-    queries: Tensor, low: Tensor, high: Tensor, *, newest: Tensor | None = None, implementation: str | None = None
+    queries: Tensor,
+    low: Tensor,
+    high: Tensor,
+    *,
+    newest: Tensor | None = None,
+    force_newest: bool = False,
+    implementation: str | None = None,
 ) -> Tensor:
     """Return an upper bound of q·k over the keys k of each page. It is exact up to rounding.
 
@@ -74,22 +80,25 @@ def page_upper_bounds(
         queries: (B, H·G, d)
         low: Minimum of each page's keys, (B, H, pages, d).
         high: Maximum of each page's keys, (B, H, pages, d).
-        newest: The last page that exists, a whole number without dimensions; the others get -inf. None if all exist.
+        newest: The last page that exists, a whole number without dimensions; later ones get -inf. None if all exist.
+        force_newest: Whether page `newest` gets +inf, so that it is chosen.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
         (B, H·G, pages) in float32, or in float64 for float64 inputs.
 
     Raises:
-        ValueError: Heads or dimensions do not fit.
+        ValueError: Heads or dimensions do not fit, or a newest page is forced and not named.
     """
+    if force_newest and newest is None:
+        raise ValueError("page_upper_bounds: force_newest needs newest")
     fits = low.dim() == 4 and queries.dim() == 3 and low.shape == high.shape and queries.shape[2] == low.shape[3]
     if not fits or queries.shape[0] != low.shape[0] or queries.shape[1] % low.shape[1]:
         raise ValueError(
             f"page_upper_bounds: queries {tuple(queries.shape)}, bounds {tuple(low.shape)}, {tuple(high.shape)}"
         )
     if choose_implementation("page_upper_bounds", implementation, low) == "reference":
-        return page_upper_bounds_reference(queries, low, high, newest)
+        return page_upper_bounds_reference(queries, low, high, newest, force_newest)
     from kvbench.kernels.page_bounds.triton import page_upper_bounds_triton
 
-    return page_upper_bounds_triton(queries, low, high, newest)
+    return page_upper_bounds_triton(queries, low, high, newest, force_newest)

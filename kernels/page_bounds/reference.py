@@ -21,11 +21,15 @@ def update_page_bounds_reference(keys: Tensor, low: Tensor, high: Tensor, last: 
     low[:, :, number], high[:, :, number] = own.amin(2), own.amax(2)
 
 
-def page_upper_bounds_reference(queries: Tensor, low: Tensor, high: Tensor, newest: Tensor | None) -> Tensor:
+def page_upper_bounds_reference(
+    queries: Tensor, low: Tensor, high: Tensor, newest: Tensor | None, force_newest: bool
+) -> Tensor:
     dtype = torch.float64 if low.dtype == torch.float64 else torch.float32
     grouped = queries.to(dtype).unflatten(1, (low.shape[1], -1))
     above = grouped.clamp(min=0) @ high.to(dtype).mT + grouped.clamp(max=0) @ low.to(dtype).mT
     above = above.flatten(1, 2)
     if newest is None:
         return above
-    return above.masked_fill(torch.arange(above.shape[2], device=above.device) > newest, -torch.inf)
+    page = torch.arange(above.shape[2], device=above.device)
+    above = above.masked_fill(page > newest, -torch.inf)
+    return above.masked_fill(page == newest, torch.inf) if force_newest else above

@@ -83,7 +83,8 @@ def update_page_bounds_triton(keys: Tensor, low: Tensor, high: Tensor, last: Ten
 @triton.jit(do_not_specialize=["group", "pages", "heads"])
 def _upper(
     queries, low, high, above, newest, group, pages, dim, heads, q_b, q_h, q_d, l_b, l_h, l_n, l_d, h_b, h_h, h_n, h_d,
-    NEWEST: tl.constexpr, PAGES: tl.constexpr, M: tl.constexpr, D: tl.constexpr, CAST: tl.constexpr,
+    NEWEST: tl.constexpr, FORCE: tl.constexpr, PAGES: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    CAST: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(1)
     batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
@@ -101,12 +102,17 @@ def _upper(
     bound = tl.dot(tl.where(query > 0, query, zero), tl.trans(most), input_precision="ieee")
     bound = tl.dot(tl.where(query > 0, zero, query), tl.trans(least), bound, input_precision="ieee")
     if NEWEST:
-        bound = tl.where((number <= tl.load(newest))[None], bound, float("-inf"))
+        last = tl.load(newest)
+        bound = tl.where((number <= last)[None], bound, float("-inf"))
+        if FORCE:
+            bound = tl.where((number == last)[None], float("inf"), bound)
     out = (line.to(tl.int64) * group + member)[:, None] * pages + number[None]
     tl.store(above + out, bound, mask=asking & (number < pages)[None])
 
 
-def page_upper_bounds_triton(queries: Tensor, low: Tensor, high: Tensor, newest: Tensor | None) -> Tensor:
+def page_upper_bounds_triton(
+    queries: Tensor, low: Tensor, high: Tensor, newest: Tensor | None, force_newest: bool
+) -> Tensor:
     batch, heads, pages, dim = low.shape
     group, wide = queries.shape[1] // heads, max(16, triton.next_power_of_2(dim))
     several = max(16, BYTES // (wide * low.element_size()))
@@ -115,7 +121,7 @@ def page_upper_bounds_triton(queries: Tensor, low: Tensor, high: Tensor, newest:
         _upper[triton.cdiv(pages, several), batch * heads](
             queries, low, high, above, above if newest is None else newest, group, pages, dim, heads,
             *queries.stride(), *low.stride(), *high.stride(),
-            NEWEST=newest is not None, PAGES=several, M=max(16, triton.next_power_of_2(group)), D=wide,
+            NEWEST=newest is not None, FORCE=force_newest, PAGES=several, M=max(16, triton.next_power_of_2(group)), D=wide,
             CAST=is_interpreting() and queries.dtype == torch.bfloat16, num_warps=2,
         )  # fmt: skip
     return above

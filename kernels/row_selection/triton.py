@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 2048  # scores or marks that a program reads together
-SIZES = (256, 4096, 16384)  # scores of a head that one program may hold; only three sizes, because each is compiled
-SINGLE = SIZES[-1]
+SIZES = ((256, 256), (4096, 256), (8192, 512), (16384, 1024))  # scores of a head that one program may hold: powers of
+# two, and some more, because a prompt of 2^17 tokens and its answer have more pages. Few sizes, as each is compiled
+SINGLE = sum(SIZES[-1])
 ROWS = 32  # rows that a program copies
 GUESSES = tl.constexpr(24)  # after so many, the numbers between are halved, which ends after 32 more
 LEAST, MOST = tl.constexpr(0x007FFFFF), tl.constexpr(0xFF7FFFFF)  # numbers of -inf and of the largest finite score
@@ -132,49 +133,80 @@ def top_k_mask_triton(scores: Tensor, quotas: Tensor) -> Tensor:
     return chosen
 
 
+@triton.jit
+def _load_numbers(scores, row, rows, stride):
+    """Return the numbers of scores; 0, which no score becomes, where there is none."""
+    here = row < rows
+    return tl.where(here, _number(tl.load(scores + row.to(tl.int64) * stride, mask=here, other=0.0)), 0)
+
+
+@triton.jit
+def _reach(first, second, number):
+    """Count the numbers that are not smaller."""
+    return tl.sum((first >= number).to(tl.int32)) + tl.sum((second >= number).to(tl.int32))
+
+
+@triton.jit
+def _write_top(found, numbers, row, low, tied, room, place):
+    """Write the indices of the numbers that reach `low`; if `tied`, only `room` of those that equal it.
+
+    Returns:
+        The room that is left, and the place after the last index.
+    """
+    stays = numbers >= low
+    if tied:
+        equals = (numbers == low).to(tl.int32)
+        stays = (numbers > low) | ((equals == 1) & (tl.cumsum(equals, 0) <= room))
+        room -= tl.sum(equals)
+    kept = stays.to(tl.int32)
+    tl.store(found + place + tl.cumsum(kept, 0) - 1, row.to(tl.int64), mask=stays)
+    return room, place + tl.sum(kept)
+
+
 @triton.jit(do_not_specialize=["rows", "k", "heads", "s_b", "s_h"])
-def _list_top(scores, found, rows, k, heads, s_b, s_h, s_n, TILE: tl.constexpr):
+def _list_top(scores, found, rows, k, heads, s_b, s_h, s_n, TILE: tl.constexpr, MORE: tl.constexpr):
     """Write the indices of a head's k largest scores: find a number that k scores reach, then list them.
 
     Two guesses of three suppose that the logarithm of the number of scores that reach a score falls linearly with it.
     """
     head = tl.program_id(0)
-    row = tl.arange(0, TILE)
-    here = row < rows
     scores += (head // heads).to(tl.int64) * s_b + (head % heads).to(tl.int64) * s_h
-    number = _number(tl.load(scores + row.to(tl.int64) * s_n, mask=here, other=0.0))
-    number = tl.where(here, number, 0)  # no score becomes 0
-    low = tl.min(tl.where(number > LEAST, number, 0xFFFFFFFF), 0)  # of the scores that are not -inf
-    reached = tl.sum((number >= low).to(tl.int32))
+    row, later = tl.arange(0, TILE), TILE + tl.arange(0, MORE)
+    first, second = _load_numbers(scores, row, rows, s_n), _load_numbers(scores, later, rows, s_n)
+    none = 0xFFFFFFFF
+    least = tl.min(tl.where(first > LEAST, first, none), 0)  # of the scores that are not -inf
+    low = tl.minimum(least, tl.min(tl.where(second > LEAST, second, none), 0))
+    reached = _reach(first, second, low)
     enough = reached >= k
     low, reached = tl.where(enough, low, LEAST), tl.where(enough, reached, rows)
-    high = tl.max(number, 0)  # at least k scores reach `low`, and fewer reach `high` + 1
+    high = tl.maximum(tl.max(first, 0), tl.max(second, 0))  # k scores reach `low`, and fewer reach `high` + 1
     beyond, guesses = tl.full((), 1, tl.int32), tl.full((), 0, tl.int32)
     while (low < high) & (reached != k):
         share = tl.log(reached.to(tl.float32) / k) / tl.log(reached.to(tl.float32) / beyond)
         share = tl.where(guesses % 3 == 2, 0.5, tl.minimum(tl.maximum(share, 0.03), 0.97))
-        least, most = _score(tl.minimum(tl.maximum(low, LEAST + 1), MOST)), _score(tl.minimum(high, MOST))  # finite
-        middle = _number(least * (1 - share) + most * share)
+        below, above = _score(tl.minimum(tl.maximum(low, LEAST + 1), MOST)), _score(tl.minimum(high, MOST))  # finite
+        middle = _number(below * (1 - share) + above * share)
         middle = tl.where(guesses < GUESSES, middle, high - (high - low) // 2)
         middle = tl.minimum(tl.maximum(middle, low + 1), high)
-        count = tl.sum((number >= middle).to(tl.int32))
+        count = _reach(first, second, middle)
         guesses += 1
         low, reached = tl.where(count >= k, middle, low), tl.where(count >= k, count, reached)
         high, beyond = tl.where(count >= k, high, middle - 1), tl.where(count >= k, beyond, tl.maximum(count, 1))
-    stays = number >= low
-    if reached > k:  # then `low` is the k-th largest, and others equal it
-        equals = (number == low).to(tl.int32)
-        room = k - (reached - tl.sum(equals))
-        stays = (number > low) | ((equals == 1) & (tl.cumsum(equals, 0) <= room))
-    place = head.to(tl.int64) * k + tl.cumsum(stays.to(tl.int32), 0) - 1
-    tl.store(found + place, row.to(tl.int64), mask=stays)
+    tied = reached > k  # then `low` is the k-th largest, and others equal it
+    room = k
+    if tied:
+        equal = tl.sum((first == low).to(tl.int32)) + tl.sum((second == low).to(tl.int32))
+        room = k - (reached - equal)
+    place = head.to(tl.int64) * k
+    room, place = _write_top(found, first, row, low, tied, room, place)
+    _write_top(found, second, later, low, tied, room, place)
 
 
 def top_k_indices_triton(scores: Tensor, k: int) -> Tensor:
     batch, heads, rows = scores.shape
     found = torch.empty(batch, heads, k, dtype=torch.int64, device=scores.device)
-    tile = next(size for size in SIZES if rows <= size)
-    _list_top[batch * heads,](scores, found, rows, k, heads, *scores.stride(), TILE=tile, num_warps=8)
+    tile, more = next(sizes for sizes in SIZES if rows <= sum(sizes))
+    _list_top[batch * heads,](scores, found, rows, k, heads, *scores.stride(), TILE=tile, MORE=more, num_warps=8)
     return found
 
 

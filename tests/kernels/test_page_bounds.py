@@ -58,6 +58,9 @@ def test_upper(pages, group, dim, dtype):
         some = page_upper_bounds(queries, low, high, newest=last, implementation=name)
         assert (some[..., pages // 2 + 1 :] == -math.inf).all()
         assert torch.allclose(some[..., : pages // 2 + 1], found[..., : pages // 2 + 1], rtol=1e-3, atol=1e-3)
+        forced = page_upper_bounds(queries, low, high, newest=last, force_newest=True, implementation=name)
+        some[..., pages // 2] = math.inf
+        assert torch.equal(forced, some)
     swapped = queries.transpose(0, 1).contiguous().transpose(0, 1)
     assert torch.equal(page_upper_bounds(swapped, low.contiguous(), high, implementation="triton"), found)
 
@@ -89,6 +92,7 @@ def test_inputs_that_do_not_fit():
         ("page_bounds: .* not torch.float64", lambda: page_bounds(keys.double(), 4, implementation="triton")),
         ("page_upper_bounds: queries", lambda: page_upper_bounds(queries[:, :3], keys, keys)),
         ("page_upper_bounds: queries", lambda: page_upper_bounds(queries[..., :3], keys, keys)),
+        ("page_upper_bounds: force_newest needs", lambda: page_upper_bounds(queries, keys, keys, force_newest=True)),
         ("page_upper_bounds: implementation", lambda: page_upper_bounds(queries, keys, keys, implementation="fast")),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
@@ -108,5 +112,5 @@ def ahead():
         yield list_kernel(
             own._upper,
             {**rows, "above": "*fp32", "newest": "*i64"},
-            {"NEWEST": True, "PAGES": own.BYTES // dim // 4, "M": 16, "D": dim, "CAST": False, **own_strides},
+            {"NEWEST": True, "FORCE": True, "PAGES": own.BYTES // dim // 4, "M": 16, "D": dim, "CAST": False, **own_strides},
         )

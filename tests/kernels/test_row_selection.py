@@ -118,7 +118,7 @@ def test_take_writes_where_it_is_told():
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("rows, k", [(1, 1), (40, 7), (40, 40), (2100, 300), (5000, 1)])
+@pytest.mark.parametrize("rows, k", [(1, 1), (40, 7), (40, 40), (400, 300), (2100, 300), (8205, 409)])
 @pytest.mark.parametrize("ties", [False, True])
 def test_indices_of_the_largest(rows, k, ties):
     scores = torch.randn(2, 3, rows + 2, generator=torch.Generator().manual_seed(rows)).to(DEVICE)[..., :rows]
@@ -128,11 +128,12 @@ def test_indices_of_the_largest(rows, k, ties):
         assert torch.equal(top_k_indices(scores, k, implementation=implementation), expected)
 
 
-@pytest.mark.parametrize("k", [1, 3, 5, 20])
-def test_indices_of_scores_that_are_not_finite(k):
+@pytest.mark.parametrize("k, times", [(1, 3), (3, 3), (5, 3), (20, 3), (30, 40), (350, 40)])
+def test_indices_of_scores_that_are_not_finite(k, times):
     scores = torch.tensor([0.0, -torch.inf, 2.0, torch.inf, -0.0, torch.nan, -torch.inf, 1e-45, -3.0]).to(DEVICE)
-    scores = torch.stack([scores.repeat(3), torch.full((27,), -torch.inf, device=DEVICE)])[None]
-    expected = top_k_mask(scores, k, implementation="triton").nonzero()[:, 2].view(1, 2, k)
+    lowest, highest = (torch.full((9 * times,), own, device=DEVICE) for own in (-torch.inf, torch.nan))
+    scores = torch.stack([scores.repeat(times), lowest, highest])[None]
+    expected = top_k_mask(scores, k, implementation="triton").nonzero()[:, 2].view(1, 3, k)
     assert torch.equal(top_k_indices(scores, k, implementation="triton"), expected)
 
 
@@ -170,7 +171,7 @@ def ahead():
             )
         yield list_kernel(own._choose, {**work, "scores": "*bf16"}, {"SPLITS": splits, "TILE": own.TILE})
     top = {"scores": "*fp32", "found": "*i64"}
-    yield list_kernel(own._list_top, top, {"TILE": own.SINGLE}, num_warps=8)
+    yield list_kernel(own._list_top, top, dict(zip(("TILE", "MORE"), own.SIZES[-1], strict=True)), num_warps=8)
     marks = {"marks": "*u8", "counts": "*i32", "places": "*i64", "size": "i64", "total": "i64"}
     yield list_kernel(own._count_marks, marks, {"TILE": own.TILE})
     yield list_kernel(own._write_places, marks, {"TILE": own.TILE})
