@@ -49,7 +49,7 @@ class Efficiency:
         require_choice("task.baseline", self.baseline, ("none", "dynamic", "static_compiled"))
         require_choice("task.fill", self.fill, ("replicated", "prefilled"))
         require_choice("task.implementation", self.implementation, (None, "reference", "triton"))
-        for name, least in {"length": 1, "batch": 1, "repeats": 1, "answers": 0, "warmup": 0}.items():
+        for name, least in {"length": 1, "batch": 1, "repeats": 1, "answers": 0, "warmup": 1}.items():
             require_int(f"task.{name}", getattr(self, name), least)
         for name in ("rows", "most_batch"):
             if getattr(self, name) is not None:

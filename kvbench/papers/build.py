@@ -9,6 +9,7 @@ module does not import torch.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +125,10 @@ def fill_from_measurements(own: Select, published: str, lines: Lines) -> TableCe
     select = own.get("measured")
     if select is None:
         return TableCell(published, "")
-    found = find_newest_value(lines, select)
+    found, date = find_measurement(lines, select)
     if isinstance(found, float) and own.get("over") is not None:
         select = {**select, **own["over"]}
-        other = find_newest_value(lines, select)
+        other, _ = find_measurement(lines, select, near=date)
         found = found / other if isinstance(other, float) else other
     if found is None:
         return TableCell(published, "", make_run_settings(select))
@@ -150,21 +151,31 @@ def make_run_settings(select: Select) -> dict[str, Any]:
     return own
 
 
-def find_newest_value(lines: Lines, select: Select) -> float | str | None:
-    """Return the median of the newest matching measurement, its failure ("OOM", "failed"), or None if there is none."""
+def find_measurement(lines: Lines, select: Select, near: str | None = None) -> tuple[float | str | None, str]:
+    """Find the newest matching measurement, or the one that was made at the time nearest to `near`.
+
+    A ratio is of two measurements of one run of the plan where possible, because machines differ.
+
+    Returns:
+        Its median, its failure ("OOM", "failed") or None if there is none, and its date.
+    """
     where = {**DEFAULTS, **{key: value for key, value in select.items() if key != "quantity"}}
     cells: dict[str, list[Mapping[str, str]]] = {}
     for row in lines:
         if matches(row, where):
             cells.setdefault(row["cell"], []).append(row)
-    for own in reversed(cells.values()):
+    found = list(reversed(cells.values()))
+    if near is not None:
+        time = datetime.fromisoformat(near)
+        found.sort(key=lambda own: abs(datetime.fromisoformat(own[0]["date"]) - time))
+    for own in found:
         for row in own:
             if row["quantity"] == select["quantity"] and row["value"]:
-                return float(row["value"])
+                return float(row["value"]), row["date"]
         for row in own:
             if row["status"] in FAILURES:
-                return FAILURES[row["status"]]
-    return None
+                return FAILURES[row["status"]], row["date"]
+    return None, ""
 
 
 def write_tables(results: Path, wanted: Mapping[str, Select]) -> list[Path]:

@@ -52,7 +52,7 @@ def make_warm_group(runs: Mapping[RunFolder, RunSpec], bench: Resources) -> RunG
     make, device = partial(Responder, bench=bench), next(iter(runs.values())).device
     if device == "cpu":
         return RunGroup(runs, make, bench.reload_model)
-    examples = choose_examples(bench.prompts, next(iter(runs.values())))
+    examples, _ = choose_examples(bench.prompts, next(iter(runs.values()))), bench.model  # loaded before it is timed
     with report_compilations() as done, torch.random.fork_rng([torch.cuda.current_device()]):
         begin = time.perf_counter()
         try:
