@@ -52,8 +52,9 @@ def make_warm_group(runs: Mapping[RunFolder, RunSpec], bench: Resources) -> RunG
     make, device = partial(Responder, bench=bench), next(iter(runs.values())).device
     if device == "cpu":
         return RunGroup(runs, make, bench.reload_model)
-    examples, _ = choose_examples(bench.prompts, next(iter(runs.values()))), bench.model  # loaded before it is timed
-    with report_compilations() as done, torch.random.fork_rng([torch.cuda.current_device()]):
+    examples = choose_examples(bench.prompts, next(iter(runs.values())))
+    gpu = next(bench.model.parameters()).device  # the model is loaded before the time begins
+    with report_compilations() as done, torch.random.fork_rng([gpu]):
         begin = time.perf_counter()
         try:
             compile_ahead(partial(read_beginnings, runs.values(), bench, [some[0] for some in examples]))
