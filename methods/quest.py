@@ -123,9 +123,7 @@ class PageReader:
                 return None
             low, high = self.tables[layer]
             update_page_bounds(keys, low, high, last, page)
-            above = page_upper_bounds(
-                queries[:, :, 0], low, high, newest=newest, force_newest=self.method.force_last
-            )
+            above = page_upper_bounds(queries[:, :, 0], low, high, newest=newest, force_newest=self.method.force_last)
             return ListedRows(top_k_indices(above, self.chosen), page)
 
         return choose

@@ -121,7 +121,7 @@ def page_upper_bounds_triton(
         _upper[triton.cdiv(pages, several), batch * heads](
             queries, low, high, above, above if newest is None else newest, group, pages, dim, heads,
             *queries.stride(), *low.stride(), *high.stride(),
-            NEWEST=newest is not None, FORCE=force_newest, PAGES=several, M=max(16, triton.next_power_of_2(group)), D=wide,
-            CAST=is_interpreting() and queries.dtype == torch.bfloat16, num_warps=2,
+            NEWEST=newest is not None, FORCE=force_newest, PAGES=several, M=max(16, triton.next_power_of_2(group)),
+            D=wide, CAST=is_interpreting() and queries.dtype == torch.bfloat16, num_warps=2,
         )  # fmt: skip
     return above

@@ -108,9 +108,6 @@ def ahead():
         yield list_kernel(own._bounds, rows, {"PAGES": size, "ROWS": page, "D": dim, "k_d": 1})
         small = {"ROWS": 16, "D": dim, "k_d": 1}
         yield list_kernel(own._newest, {**rows, "last": "*i64"}, small)
-        own_strides = {"q_d": 1, "l_d": 1, "h_d": 1}
-        yield list_kernel(
-            own._upper,
-            {**rows, "above": "*fp32", "newest": "*i64"},
-            {"NEWEST": True, "FORCE": True, "PAGES": own.BYTES // dim // 4, "M": 16, "D": dim, "CAST": False, **own_strides},
-        )
+        size = own.BYTES // dim // 4
+        more = {"NEWEST": True, "FORCE": True, "PAGES": size, "M": 16, "CAST": False, "q_d": 1, "l_d": 1, "h_d": 1}
+        yield list_kernel(own._upper, {**rows, "above": "*fp32", "newest": "*i64"}, {**more, "D": dim})
