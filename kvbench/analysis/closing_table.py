@@ -15,7 +15,8 @@ which each subtask weighs the same. The last row may be the average over the sub
 (kvbench.analysis.answer_metrics).
 
 If one side of a pair failed (`error`), the pair is left out and counted. Without a method the table shows the full
-cache alone. A note says so if several runs shared the prefill of a prompt (`shared_prefill`).
+cache alone. Notes say so if several runs shared the prefill of a prompt (`shared_prefill`) or were decoded as one batch
+(`decoded_together`).
 """
 
 import math
@@ -63,6 +64,10 @@ SOLVABLE_NOTE = (
 SHARED_PREFILL_NOTE = (
     "Time to first token of the {}: several cells shared the prefill, so the time is that of the shared part plus the "
     "cell's own part. sweep.share_prefill=false measures each cell alone."
+)
+SHARED_DECODING_NOTE = (
+    "Time per token of the {}: answers of several cells that were decoded as one batch are left out. "
+    "sweep.share_decoding=false measures each cell alone."
 )
 NO_INTERVAL_NOTE = (
     "There is no interval if a subtask has only one context, because one context says nothing about others."
@@ -281,7 +286,10 @@ def _draft_row(subtask: str, pairs: Sequence[Pair]) -> RowDraft:
     times = {}
     for name, own in (("_full", full), ("", method)):
         times[f"ttft{name}"] = [record["ttft_ms"] for record in own]
-        times[f"tpot{name}"] = [divide(record["decode_ms"], record["tokens_out"] - 1) for record in own]
+        times[f"tpot{name}"] = [
+            divide(record["decode_ms"], record["tokens_out"] - 1) if record.get("decoded_together", 1) == 1 else None
+            for record in own
+        ]
     shares = [divide(record["resident_bytes"], record["full_bytes"]) for record in method]
     costs: dict[str, Any] = {
         "held": reduce_known(np.mean, shares),
@@ -412,9 +420,9 @@ def _collect_notes(
             count = f"{failures.total()} of {len(pairs)} samples"
             notes.append(f"{count} failed in the {name} run ({kinds}) and are left out on both sides.")
     sides = ("full cache", "method")[: 1 + with_method]
-    shared = [name for side, name in enumerate(sides) if any(both[side].get("shared_prefill", 1) > 1 for both in pairs)]
-    if shared:
-        notes.append(SHARED_PREFILL_NOTE.format(" and the ".join(shared)))
+    for field, note in (("shared_prefill", SHARED_PREFILL_NOTE), ("decoded_together", SHARED_DECODING_NOTE)):
+        if shared := [name for side, name in enumerate(sides) if any(both[side].get(field, 1) > 1 for both in pairs)]:
+            notes.append(note.format(" and the ".join(shared)))
     for records, name in ((full, "full cache's"), (method, "method's")):
         if alone := len(records) - len(pairs):
             notes.append(f"{alone} samples of the {name} run have no partner in the other run and are left out.")

@@ -139,6 +139,12 @@ class Handed:
             self.add(f"rows.columns[{name!r}]", column)
         return self
 
+    def renew(self) -> None:
+        """Watch the tensors from now on, because the engine wrote to them."""
+        self.versions = [count_writes(tensor) for tensor in self.tensors]
+        if self.exact:
+            self.copies = [tensor.clone() for tensor in self.tensors]
+
     def written(self) -> list[str]:
         """Return the names of the tensors that were written to, each once."""
         if not self.exact and [tensor._version for tensor in self.tensors] == self.versions:

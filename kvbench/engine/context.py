@@ -123,7 +123,9 @@ class PromptContext:
         self.stamps: list[float] = []  # seconds from the start of `generate` to each token, without capturing
         self.capture_ms = 0.0  # time that capturing graphs took
         self.decoding = "modules"  # how the answer's tokens were read: "modules" or "graph"
+        self.decoded_together = 1  # contexts whose answers were decoded as one batch, this one included
         self.lent: list[tuple[int, ref[Tensor]]] = []  # layer, and keys or values that other contexts may share
+        self.watched: list[Handed] = []  # the same while `branch` watches them
         self.path: DecodePath | None = None  # reads the current answer
         usable = compile and can_capture(model) and decodes_in_graph(choice)
         self.weights = collect_weights(model) if usable else None  # None if the model cannot be decoded in a graph
@@ -416,9 +418,11 @@ class PromptContext:
         kept = self.own_layers[0].guard.handed()
         for name, tensor in find_tensors({"state.shared": snapshot.shared}):
             kept.add(name, tensor)
+        self.watched.append(lent)
         try:
             yield
         finally:
+            self.watched.remove(lent)
             self.restore(snapshot)
         checked = [(lent, "a hook that kept a reference to what it was handed")]
         if not keeps_state:

@@ -7,6 +7,7 @@ across cuts if every cut runs the same operations (`kvbench.engine.quota_rows`).
 
 import math
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -48,51 +49,16 @@ class GenerationContext(PromptContext):
     ) -> Generator[Tensor, None, None]:
         """Yield tokens, (B,) each on the CPU, until every sample has a token of `stop` or `max_new_tokens` tokens.
 
-        Args:
-            max_new_tokens: Largest number of tokens of a sample.
-            sampling: How a token is chosen.
-            stop: Token ids that end an answer.
-            read_last: Whether the last token is read into the cache too, so that what follows continues the answer.
-            seeds: Seeds of the samples; None uses the context's own.
-            min_new_tokens: 1 if no answer may begin with a token of `stop`, otherwise 0.
+        The arguments are those of `Answer`.
         """
-        self.leave_path()
-        ended, ends = torch.zeros(len(self.seeds), dtype=torch.bool), torch.tensor(sorted(stop), dtype=torch.int64)
-        draws = sampling.draws(seeds or self.seeds, max_new_tokens + 1, 0 if seeds else self.drawn)
-        logits = self.last_logits
-        draws = draws.to(logits.device)
-        for layer in self.own_layers:
-            layer.attended.clear()
-        self.capture_ms, self.decoding = 0.0, "modules"
-        begin = now(self.device)
-        if min_new_tokens:
-            logits = logits.index_fill(1, ends.to(logits.device), -math.inf)
-        token = sampling.pick(logits, draws[:, 0]).cpu()
-        path: DecodePath | None = None
-        self.stamps = [now(self.device) - begin]
+        answer = Answer(self, max_new_tokens, sampling, stop, read_last, seeds, min_new_tokens)
         try:
-            for count in range(1, max_new_tokens + 1):
-                self.drawn += 1
-                yield token
-                ended |= torch.isin(token, ends)
-                is_last = count == max_new_tokens or bool(ended.all())
-                if is_last and not read_last:
-                    break
-                if path is None or path.is_over or path is not self.path:  # or other tokens were read since
-                    self.leave_path()
-                    left = max_new_tokens - count + read_last
-                    opened = now(self.device)
-                    path = self.path = open_path(self, token, left, sampling, draws[:, count:])
-                    if isinstance(path, GraphPath):
-                        self.capture_ms += 1000 * (now(self.device) - opened)
-                token, stamp = path.step()
-                self.stamps.append(stamp)
-                if is_last:
-                    break
+            yield answer.token
+            while not answer.is_over:
+                if answer.step():
+                    yield answer.token
         finally:
-            if path is self.path:
-                self.leave_path()
-            self.set_progress(room=ROOM)
+            answer.close()
 
     @property
     def last_logits(self) -> Tensor:
@@ -113,37 +79,162 @@ class GenerationContext(PromptContext):
                 layer.reserve_packed(tokens - 1, CHUNK)
 
 
-def open_path(
-    context: GenerationContext, token: Tensor, left: int, sampling: TokenChooser, draws: Tensor
-) -> DecodePath:
-    """Choose the path that reads the next tokens.
+class Answer:
+    """An answer that is being generated, token by token, until every sample has an end token or no token is left.
+
+    Attributes:
+        context: The context that the tokens are read into.
+        token: The last token of the answer, (B,) on the CPU.
+        is_over: Whether no token follows.
+        path: What reads the tokens; None before the second token. Another path may follow it.
+    """
+
+    @without_gradients
+    def __init__(
+        self,
+        context: GenerationContext,
+        max_new_tokens: int,
+        sampling: TokenChooser,
+        stop: frozenset[int],
+        read_last: bool = False,
+        seeds: tuple[int, ...] | None = None,
+        min_new_tokens: int = 0,
+    ) -> None:
+        """Choose the first token.
+
+        Args:
+            context: A context that has read a prompt.
+            max_new_tokens: Largest number of tokens of a sample.
+            sampling: How a token is chosen.
+            stop: Token ids that end an answer.
+            read_last: Whether the last token is read into the cache too, so that what follows continues the answer.
+            seeds: Seeds of the samples; None uses the context's own.
+            min_new_tokens: 1 if no answer may begin with a token of `stop`, otherwise 0.
+        """
+        context.leave_path()
+        self.context, self.sampling, self.read_last = context, sampling, read_last
+        self.ended = torch.zeros(len(context.seeds), dtype=torch.bool)
+        self.ends = torch.tensor(sorted(stop), dtype=torch.int64)
+        self.path: DecodePath | None = None
+        self.is_closed = False
+        self.count, self.most = 0, max_new_tokens
+        draws = sampling.draws(seeds or context.seeds, max_new_tokens + 1, 0 if seeds else context.drawn)
+        logits = context.last_logits
+        self.draws = draws.to(logits.device)
+        for layer in context.own_layers:
+            layer.attended.clear()
+        context.capture_ms, context.decoding, context.decoded_together = 0.0, "modules", 1
+        begin = now(context.device)
+        if min_new_tokens:
+            logits = logits.index_fill(1, self.ends.to(logits.device), -math.inf)
+        token = sampling.pick(logits, self.draws[:, 0]).cpu()
+        context.stamps = [now(context.device) - begin]
+        self._take(token)
+
+    @property
+    def left(self) -> int:
+        """The number of tokens that may have to be read."""
+        return self.most - self.count + self.read_last
+
+    @property
+    def left_draws(self) -> Tensor:
+        """Random numbers for the tokens that may follow, (B, number of tokens)."""
+        return self.draws[:, self.count :]
+
+    @without_gradients
+    def step(self) -> bool:
+        """Read the last token and generate the next one. Returns whether that token is part of the answer."""
+        context = self.context
+        if self.path is None or self.path.is_over or self.path is not context.path:  # or other tokens were read since
+            context.leave_path()
+            opened = now(context.device)
+            self.path = context.path = open_path(self)
+            if isinstance(self.path, GraphPath):
+                context.capture_ms += 1000 * (now(context.device) - opened)
+        token, stamp = self.path.step()
+        context.stamps.append(stamp)
+        if self.is_last:
+            self.is_over = True
+            return False
+        self._take(token)
+        return True
+
+    def end(self) -> None:
+        """Let no further token follow."""
+        self.is_over = True
+
+    def close(self) -> None:
+        """Leave the context with the tokens of the answer that were read, so that others can follow them."""
+        if not self.is_closed:
+            self.is_closed = True
+            if self.path is self.context.path:
+                self.context.leave_path()
+            self.path = None  # paths may refer to the answer
+            self.context.set_progress(room=ROOM)
+
+    def _take(self, token: Tensor) -> None:
+        self.token, self.count = token, self.count + 1
+        self.context.drawn += 1
+        self.ended |= torch.isin(token, self.ends)
+        self.is_last = self.count == self.most or bool(self.ended.all())
+        self.is_over = self.is_last and not self.read_last
+
+
+@dataclass(frozen=True)
+class PlannedRows:
+    """Rows that a graph can read tokens into.
+
+    Attributes:
+        make: Makes them: (weights, layers, tokens, seen=).
+        tokens: Number of tokens that they serve.
+        cut: Whether they are cut after some of these tokens, which needs a graph of its own.
+    """
+
+    make: Callable[..., StepRows]
+    tokens: int
+    cut: bool = False
+
+
+def open_path(answer: Answer) -> DecodePath:
+    """Choose the path that reads the next tokens of an answer."""
+    planned = plan_rows(answer.context, answer.left)
+    return ModulePath(answer) if planned is None else GraphPath(answer, planned)
+
+
+def plan_rows(context: GenerationContext, left: int) -> PlannedRows | None:
+    """Choose the rows with which a graph can read the next tokens, or None if the modules must read.
 
     Args:
         context: The context to read into.
-        token: The token that was generated last, (B,).
-        left: Number of tokens to read, this one included.
-        sampling: How a token is chosen.
-        draws: Random numbers for the tokens to generate, (B, left + 1).
+        left: Number of tokens to read at most.
     """
     if context.window is not None:  # the modules raise the error at the first token behind it
         left = min(left, context.window - context.seen)
-    if context.weights is not None:
-        cut_rows = find_cut_rows(context, left)
-        if cut_rows is not None:
-            return GraphPath(context, cut_rows, token, left, sampling, draws)
-        reader = find_reader(context, left)
-        if reader is not None:
-            return GraphPath(context, partial(ReadRows, reader=reader), token, left, sampling, draws)
-        cut = find_first_cut(context, left)
-        before_cut = left if cut is None else cut - 1
-        if is_worth(before_cut, left):
-            growing = find_growing_rows(context)
-            if growing is not None:
-                return GraphPath(context, growing, token, before_cut, sampling, draws)
-        plan = plan_replacing(context, left)
-        if plan is not None:
-            return GraphPath(context, partial(ReplacedRows, plan=plan), token, plan.tokens, sampling, draws)
-    return ModulePath(context, token, left, sampling, draws)
+    if context.weights is None:
+        return None
+    cut_rows = find_cut_rows(context, left)
+    if cut_rows is not None:
+        return PlannedRows(cut_rows, left, cut=True)
+    reader = find_reader(context, left)
+    if reader is not None:
+        return PlannedRows(partial(ReadRows, reader=reader), left)
+    cut = find_first_cut(context, left)
+    before_cut = left if cut is None else cut - 1
+    if is_worth(before_cut, left):
+        growing = find_growing_rows(context)
+        if growing is not None:
+            return PlannedRows(growing, before_cut)
+    plan = plan_replacing(context, left)
+    return None if plan is None else PlannedRows(partial(ReplacedRows, plan=plan), plan.tokens)
+
+
+def make_rows(context: GenerationContext, planned: PlannedRows) -> StepRows:
+    """Make planned rows, and the windows of layers that have one beside them."""
+    assert context.weights is not None  # `plan_rows`
+    context.set_progress(decoding=True)
+    context.decoding = "graph"
+    rows = planned.make(context.weights, context.own_layers, planned.tokens, seen=context.seen)
+    return add_windows(context.weights, context.sliding_layers(), rows, planned.tokens, context.seen)
 
 
 def is_worth(tokens: int, left: int) -> bool:
@@ -244,21 +335,17 @@ def find_constant_quota(context: GenerationContext, left: int) -> int | None:
 class ModulePath:
     """Reads one token through the model's modules. It is over after one token, because a graph may be possible then."""
 
-    def __init__(
-        self, context: GenerationContext, token: Tensor, left: int, sampling: TokenChooser, draws: Tensor
-    ) -> None:
-        self.context, self.token, self.left = context, token, left
-        self.sampling, self.draws = sampling, draws
-        self.began = context.stamps[-1]
+    def __init__(self, answer: Answer) -> None:
+        self.answer, self.began = answer, answer.context.stamps[-1]
         self.is_over = False
 
     def step(self) -> tuple[Tensor, float]:
-        context, self.is_over = self.context, True
+        answer, context, self.is_over = self.answer, self.answer.context, True
         begin = now(context.device)
-        context.set_progress(room=(find_first_cut(context, self.left) or self.left) - 1)
+        context.set_progress(room=(find_first_cut(context, answer.left) or answer.left) - 1)
         with kvbench_attention(context.model):  # not across a yield, because another context may use the model
-            context.read_tokens(self.token[:, None].to(context.last_logits.device))
-        token = self.sampling.pick(context.last_logits, self.draws[:, 0]).cpu()
+            context.read_tokens(answer.token[:, None].to(context.last_logits.device))
+        token = answer.sampling.pick(context.last_logits, answer.left_draws[:, 0]).cpu()
         return token, self.began + now(context.device) - begin
 
     def close(self) -> None:
@@ -268,34 +355,15 @@ class ModulePath:
 class GraphPath:
     """Reads tokens by replaying a CUDA graph. The context counts them when the path is closed."""
 
-    def __init__(
-        self,
-        context: GenerationContext,
-        make_rows: Callable[..., StepRows],
-        token: Tensor,
-        left: int,
-        sampling: TokenChooser,
-        draws: Tensor,
-    ) -> None:
-        """Capture the graph.
-
-        Args:
-            context: The context to read into.
-            make_rows: Makes the rows of all layers at fixed addresses.
-            token: The token that was generated last, (B,).
-            left: Number of tokens to read.
-            sampling: How a token is chosen.
-            draws: Random numbers for the tokens to generate, (B, left + 1).
-        """
-        assert context.weights is not None  # `open_path`
-        self.context, self.began = context, context.stamps[-1]
-        context.set_progress(decoding=True)
-        context.decoding = "graph"
-        weights = context.weights
-        rows = make_rows(weights, context.own_layers, left, seen=context.seen)
-        rows = add_windows(weights, context.sliding_layers(), rows, left, context.seen)
-        token = token.to(context.last_logits.device)
-        self.decoder = GraphDecoder(weights, rows, token, left, sampling.pick, draws)
+    def __init__(self, answer: Answer, planned: PlannedRows) -> None:
+        """Capture the graph."""
+        self.context = context = answer.context
+        self.began = context.stamps[-1]
+        assert context.weights is not None  # `plan_rows`
+        rows, token = make_rows(context, planned), answer.token.to(context.last_logits.device)
+        self.decoder = GraphDecoder(
+            context.weights, rows, token, planned.tokens, answer.sampling.pick, answer.left_draws
+        )
 
     @property
     def is_over(self) -> bool:
@@ -306,15 +374,25 @@ class GraphPath:
         return token, self.began + elapsed
 
     def close(self) -> None:
-        context, read = self.context, self.decoder.read
         logits = self.decoder.close()
-        if read:  # nothing was read if the first step failed
-            context.logits = logits
-        context.count_tokens(read)
-        context.since_cut += read
-        method = context.choice.method
-        if method.decoding:
-            context.since_cut %= method.decode_interval
-            if context.find_decode_quota(context.seen) is not None:  # a cut that evicts nothing counts too
-                for layer in context.own_layers:
-                    layer.count_peak(layer.rows.longest_head - context.since_cut)
+        count_read(self.context, self.decoder.read, logits)
+
+
+def count_read(context: GenerationContext, read: int, logits: Tensor | None) -> None:
+    """Let a context count the tokens that a graph has read, as if the modules had read them.
+
+    Args:
+        context: The context. Its layers have the rows.
+        read: Number of tokens.
+        logits: Logits after the last of them, (B, vocab); None if they are lost.
+    """
+    if read:  # nothing was read if the first step failed
+        context.logits = logits
+    context.count_tokens(read)
+    context.since_cut += read
+    method = context.choice.method
+    if method.decoding:
+        context.since_cut %= method.decode_interval
+        if context.find_decode_quota(context.seen) is not None:  # a cut that evicts nothing counts too
+            for layer in context.own_layers:
+                layer.count_peak(layer.rows.longest_head - context.since_cut)

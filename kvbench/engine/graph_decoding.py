@@ -235,6 +235,16 @@ class GrowingRows(AppendedRows):
         self.kept = read
 
 
+def read_token(
+    weights: DecoderWeights, rows: StepRows, tokens: Tensor, cuts: bool, implementation: str | None
+) -> Tensor:
+    """Read a token of each sample, (B,), into the rows, which do not count it yet. Returns its logits, (B, vocab)."""
+    x = forward_step(weights, tokens[:, None], rows.reader(cuts), implementation)
+    norm = (weights.norm, weights.epsilon)
+    (logits,) = rms_norm_linear(x, [weights.head], norm=norm, implementation=implementation)
+    return logits
+
+
 class GraphDecoder:
     """Decodes up to `tokens` further tokens of B samples."""
 
@@ -275,10 +285,7 @@ class GraphDecoder:
 
     def one(self, cuts: bool) -> None:
         """Read one token and pick the next one."""
-        weights = self.weights
-        x = forward_step(weights, self.token[:, None], self.rows.reader(cuts), self.implementation)
-        norm = (weights.norm, weights.epsilon)
-        (logits,) = rms_norm_linear(x, [weights.head], norm=norm, implementation=self.implementation)
+        logits = read_token(self.weights, self.rows, self.token, cuts, self.implementation)
         self.logits.copy_(logits)  # both graphs write to the same tensor
         self.token.copy_(self.pick(logits, self.draws.index_select(1, self.at).squeeze(1)))
         self.at += 1
@@ -308,7 +315,7 @@ class GraphDecoder:
             self.ahead = list(self.tokens[:, self.read + 1 : self.read + 1 + count].cpu().unbind(1))
         self.read += 1
         token = self.ahead.pop(0)
-        if token[0] < 0:
+        if bool((token < 0).any()):
             self.rows.check()
         return token, self.stamps.after(self.read)
 

@@ -62,7 +62,8 @@ def check_settings(config: DictConfig, tasks: dict[str, Task] | None = None) -> 
     require_int("max_batch", config.max_batch, 1)
     require_choice("model.device_map", config.model.device_map, (None, "auto"))
     require_choice("model.compile", config.model.compile, ("auto", "off"))
-    require_choice("sweep.share_prefill", OmegaConf.select(config, "sweep.share_prefill"), (True, False))
+    for name in ("sweep.share_prefill", "sweep.share_decoding"):
+        require_choice(name, OmegaConf.select(config, name), (True, False))
     require_choice("question", config.question, ("visible", "hidden"))
     require_choice("device", config.device, ("auto", "cpu", "cuda"))
     require_choice("dtype", config.dtype, ("auto", *DTYPES))

@@ -261,7 +261,7 @@ def find_differences(run: RunSpec, folder: RunFolder, then: Mapping[str, Any]) -
     if run_hash(run.value) != folder.hash:
         one, other = flatten(folder.value), flatten(run.value)
         yield from (name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name))
-    if run.device != "cpu" and (then.get("batch") != 1 or then.get("shared_prefill") != 1):
+    if run.device != "cpu" and any(then.get(name, 1) != 1 for name in ("batch", "shared_prefill", "decoded_together")):
         yield "read with other samples or runs then, alone now"
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kvbench.cache.guard import ask
 from kvbench.engine.compressed_cache import trim
-from kvbench.engine.generation import GenerationContext
+from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.graph_decoding import CHUNK
+from kvbench.engine.joint_decoding import Session, run_alone
 from kvbench.engine.rehearsal import rehearse
 from kvbench.engine.timing import forget_peak, now, peak
 from kvbench.interfaces.task import Graded, Sample
@@ -104,17 +105,21 @@ class Responder:
             if len(batch) > 1 and not batch[0][0].conversation:  # each may fit alone
                 return [record for one in batch for record in self.answer([one])]
             measured = [{"output": "", "stop": "error", "error": "out_of_memory"} for _ in batch]
-            found = self._make_records(batch, measured, started)
+            found = self.make_records(batch, measured, time.perf_counter() - started)
         return found
 
     def attempt(self, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict] | None:
         """Answer a batch as `answer` does; None if memory does not suffice."""
         started, measured = time.perf_counter(), None
         with suppress(torch.cuda.OutOfMemoryError):
-            measured = self._converse(batch) if batch[0][0].conversation else self._measure(batch)
+            measured = run_alone(self.begin(batch))
         if measured is None:  # not in an except block: an error that is handled keeps its frames' tensors alive
             return None
-        return self._make_records(batch, measured, started)
+        return self.make_records(batch, measured, time.perf_counter() - started)
+
+    def begin(self, batch: Sequence[tuple[Sample, Prompt]]) -> Session[list[dict]]:
+        """Return a session that answers a batch and measures what it costs, with one result for each sample."""
+        return self._converse(batch) if batch[0][0].conversation else self._measure(batch)
 
     def rehearse(self, batch: Sequence[tuple[Sample, Prompt]]) -> None:
         """Do with a batch what `attempt` does, but only begin the answers, and keep nothing."""
@@ -135,9 +140,17 @@ class Responder:
                     for _ in islice(steps, tokens):
                         pass
 
-    def _make_records(self, batch: Sequence[tuple[Sample, Prompt]], measured: list[dict], started: float) -> list[dict]:
-        """Score what was measured and make records of it."""
-        records = []
+    def make_records(
+        self, batch: Sequence[tuple[Sample, Prompt]], measured: Sequence[dict], seconds: float
+    ) -> list[dict]:
+        """Score what was measured and make records of it.
+
+        Args:
+            batch: Samples with their prompts.
+            measured: The results of `begin`.
+            seconds: Time that it took. Scoring is added.
+        """
+        records, started = [], time.perf_counter() - seconds
         for (sample, prompt), found in zip(batch, measured, strict=True):
             grade = None if found["error"] else self._grade(sample, found["output"])
             graded = {"score": grade.score, "answer": grade.answer, "also": dict(grade.also)} if grade else UNGRADED
@@ -158,7 +171,7 @@ class Responder:
 
     def measure(self, sample: Sample, prompt: Prompt) -> dict:
         """Answer one prompt and measure what it cost, without a score."""
-        return self._measure([(sample, prompt)])[0]
+        return run_alone(self._measure([(sample, prompt)]))[0]
 
     def _identity(self, sample: Sample, prompt: Prompt) -> dict:
         target = sha256("\0".join(sample.answers).encode("utf-8", "surrogatepass")).hexdigest()[:16]
@@ -172,13 +185,14 @@ class Responder:
             "conversation": sample.conversation or None, "turn": len(prompt.earlier),
         }  # fmt: skip
 
-    def _measure(self, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
+    def _measure(self, batch: Sequence[tuple[Sample, Prompt]]) -> Session[list[dict]]:
         rest = [prompt.rest if self.run.question == "hidden" else () for _, prompt in batch]
         context = self._open(batch)
         with context.branch():
-            return self._generate_answers(context, batch, self.prefill_ms + self._extend(context, rest))[0]
+            spent = self.prefill_ms + self._extend(context, rest)
+            return (yield from self._generate_answers(context, batch, spent))[0]
 
-    def _converse(self, turns: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
+    def _converse(self, turns: Sequence[tuple[Sample, Prompt]]) -> Session[list[dict]]:
         """Answer the turns of a conversation. The task's or the model's own answers stay in the cache."""
         found = []
         context = self._open(turns)
@@ -187,7 +201,7 @@ class Responder:
                 asked = prompt.rest if turn or self.run.question == "hidden" else ()
                 spent = self._extend(context, [asked]) + (0.0 if turn else self.prefill_ms)
                 with nullcontext() if sample.said is None else context.branch():
-                    [own], answer = self._generate_answers(context, [(sample, prompt)], spent)
+                    [own], answer = yield from self._generate_answers(context, [(sample, prompt)], spent)
                 found.append(own)
                 last = int(answer[0, -1])  # not read yet; if it ends answers, the next turn brings it
                 if sample.said is None and last not in self.stop:
@@ -251,7 +265,7 @@ class Responder:
 
     def _generate_answers(
         self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]], spent: float
-    ) -> tuple[list[dict], Tensor]:
+    ) -> Session[tuple[list[dict], Tensor]]:
         """Generate the answers of a batch.
 
         Args:
@@ -265,7 +279,7 @@ class Responder:
         looked = self._inspect_context(context, batch)
         context.reserve(batch[0][0].max_new_tokens)
         counted = self._count(context) | {"batch": len(batch)}
-        answers = self._tokens(context, [sample for sample, _ in batch])
+        answers = yield from self._tokens(context, [sample for sample, _ in batch])
         tokens, gpu = answers.shape[1], self.run.device != "cpu"
         attended = list(chain.from_iterable(layer.attended for layer in context.own_layers))
         cached = context.memory.peak + context.sliding_bytes()
@@ -274,6 +288,7 @@ class Responder:
             "rows_held_end": mean([layer.rows.mean_rows for layer in context.own_layers]),
             "rows_seen_decoding": context.seen - (tokens - 2) / 2 if tokens > 1 else context.seen,
             "decoding": context.decoding,
+            "decoded_together": context.decoded_together,
             "capture_ms": context.capture_ms,
             "peak_rows": max(layer.tally.peak_rows for layer in context.own_layers),
             "peak_rows_attended": max(layer.tally.peak_attended for layer in context.own_layers),
@@ -287,18 +302,18 @@ class Responder:
         outputs = [self._output(sample, row, context.stamps) for (sample, _), row in zip(batch, answers, strict=True)]
         return [counted | own | other for own, other in zip(looked, outputs, strict=True)], answers
 
-    def _tokens(self, context: GenerationContext, samples: Sequence[Sample]) -> Tensor:
+    def _tokens(self, context: GenerationContext, samples: Sequence[Sample]) -> Session[Tensor]:
         """Generate tokens, shape (B, n), until each sample's answer is over."""
         like, stop = samples[0], self.stop.union(samples[0].ends)
         seeds = tuple(derive_seed(self.run.seed, sample.uid) for sample in samples)
-        steps = context.generate(
-            like.max_new_tokens, self.run.sampling, stop, seeds=seeds, min_new_tokens=like.min_new_tokens
+        answer = Answer(
+            context, like.max_new_tokens, self.run.sampling, stop, seeds=seeds, min_new_tokens=like.min_new_tokens
         )
         tokens: list[Tensor] = []
         over = [False] * len(samples)
-        with closing(steps):
-            for token in steps:
-                tokens.append(token)
+        with closing(answer):
+            while True:
+                tokens.append(answer.token)
                 if like.until:
                     ids = torch.stack(tokens[-4 * max(map(len, like.until)) :], dim=1).tolist()  # 4 bytes a character
                     texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -308,8 +323,11 @@ class Responder:
                     ]
                     over = [one or other for one, other in zip(over, found, strict=True)]
                     if all(over):
-                        break
-        return torch.stack(tokens, dim=1)
+                        answer.end()
+                ended = answer.is_over
+                yield answer
+                if ended:
+                    return torch.stack(tokens, dim=1)
 
     def _inspect_context(self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
         """Record which of the read tokens are held when the answers begin and, with fidelity=true, the predictions.

@@ -1,13 +1,15 @@
 """Answer the samples of several runs on one prefill.
 
 Runs that differ only in method, allocator, codec or budget read the same prompts. A prompt is read once for all of
-them, and each run then generates from its own compressed cache.
+them, and each run then generates from its own compressed cache. With sweep.share_decoding=true their answers are
+decoded as one batch.
 
 If the group does not fit in memory, it is split in half and retried. A run that fails is dropped with a warning, and
 the others continue.
 """
 
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +17,7 @@ from contextlib import contextmanager, suppress
 import torch
 from tqdm import tqdm
 
+from kvbench.engine.joint_decoding import run_together
 from kvbench.engine.shared_prefill import ContextFailed, prefill
 from kvbench.engine.timing import clear, forget_peak
 from kvbench.interfaces.task import Sample
@@ -36,6 +39,7 @@ class RunGroup:
         runs: The runs by the folders of their records.
         readers: The responders of the runs that have not been dropped.
         most: How many runs one prefill serves.
+        most_answers: How many runs' answers are decoded as one batch.
     """
 
     def __init__(
@@ -49,7 +53,9 @@ class RunGroup:
             reload: Makes the next responders get a freshly loaded model.
         """
         self.runs, self.make, self.reload = runs, make, reload
+        first = next(iter(runs.values()))
         self.most = len(runs)
+        self.most_answers = len(runs) if first.shares_decoding else 1
         self.readers: dict[RunFolder, Responder] = {}
         for folder in runs:
             with self._leave_on_failure(folder):
@@ -72,15 +78,18 @@ class RunGroup:
             for folder in self.readers.keys() - set(some):
                 self.readers[folder].drop()
             spent = self._open(some, batch)
+            together = True
             while some and spent is not None:
+                if together and not self._is_needed_first(some[0]):
+                    together = False
+                    for folder, records in self._answer_together(some, batch):
+                        some.remove(folder)
+                        yield from self._add_reading(folder, records, spent)
+                    continue
                 found = self._answer(some[0], batch, alone)
                 if found is None:
                     break
-                folder = some.pop(0)
-                for record in found:
-                    record["seconds"] += spent.get(folder, 0.0) / 1000
-                if found:
-                    yield folder, found
+                yield from self._add_reading(some.pop(0), found, spent)
             if some:
                 self._read_for_fewer(count)
                 left = some + left
@@ -116,6 +125,52 @@ class RunGroup:
                 self._leave(list(lacking)[failed.number], failed.__cause__ or failed)
                 continue
             return None if spent is None else dict(zip(lacking, spent, strict=True))
+
+    def _is_needed_first(self, folder: RunFolder) -> bool:
+        """Whether the other runs compare their predictions with this run's records."""
+        run = self.runs[folder]
+        return run.fidelity and run.value == run.baseline().value
+
+    @staticmethod
+    def _add_reading(
+        folder: RunFolder, records: list[dict], spent: Mapping[RunFolder, float]
+    ) -> Iterator[tuple[RunFolder, list[dict]]]:
+        """Yield a run's records, if there are any, with its part of the time that reading the prompt took."""
+        for record in records:
+            record["seconds"] += spent.get(folder, 0.0) / 1000
+        if records:
+            yield folder, records
+
+    def _answer_together(self, folders: Sequence[RunFolder], batch: Batch) -> Iterator[tuple[RunFolder, list[dict]]]:
+        """Yield the records of runs whose answers were decoded as one batch, as many at once as fit into memory.
+
+        If a run fails, all runs that are left answer alone, which tells whose error it is.
+        """
+        left = [folder for folder in folders if folder in self.readers]
+        while min(len(left), self.most_answers) > 1:
+            some, started = left[: self.most_answers], time.perf_counter()
+            measured = None
+            try:
+                with suppress(torch.cuda.OutOfMemoryError):
+                    measured = run_together([self.readers[folder].begin(batch) for folder in some])
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                tqdm.write(f"kvbench: {len(some)} runs answer alone: {reason}", file=sys.stderr)
+                return
+            if measured is None:  # not in an except block, whose error would keep tensors alive
+                self.most_answers = (len(some) + 1) // 2
+                clear(self.runs[some[0]].device)
+                continue
+            left = left[len(some) :]
+            seconds = (time.perf_counter() - started) / len(some)
+            for folder, own in zip(some, measured, strict=True):
+                if folder not in self.readers:  # another one's error changed the model, which could not be loaded again
+                    continue
+                records = None
+                with self._leave_on_failure(folder):
+                    records = self.readers[folder].make_records(batch, own, seconds)
+                if records is not None:
+                    yield folder, records
 
     def _answer(self, folder: RunFolder, batch: Batch, alone: bool) -> list[dict] | None:
         """Return a run's records: none if it is dropped, None if memory does not suffice beside the other runs."""

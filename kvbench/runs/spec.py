@@ -68,6 +68,7 @@ class RunSpec:
     max_batch: int
     fidelity: bool = False  # also compare predictions with the full cache's (kvbench.runs.fidelity)
     compile: bool = True  # decode in a CUDA graph where that is possible
+    shares_decoding: bool = field(default=False, compare=False)  # with the other runs of a sweep, on a GPU
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as composed
     shared: SharedParts = field(default_factory=SharedParts, compare=False, repr=False)
 
@@ -118,6 +119,7 @@ class RunSpec:
             max_batch=config.max_batch,
             fidelity=OmegaConf.select(config, "fidelity", default=False),  # older records have no such setting
             compile=config.model.compile == "auto",
+            shares_decoding=device != "cpu" and OmegaConf.select(config, "sweep.share_decoding", default=False),
             settings=checked.settings,
             shared=shared,
         )

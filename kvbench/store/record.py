@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-VERSION = 2
-VERSIONS = {1: "0.1", 2: "0.2"}  # version of the record -> the first kvbench that wrote it
+VERSION = 3
+VERSIONS = {1: "0.1", 2: "0.2", 3: "0.2"}  # version of the record -> the first kvbench that wrote it
 ABSENT: Any = object()  # marks a field that a record does not have
 
 ALWAYS = "every record"
@@ -123,6 +123,12 @@ class Record:
         "Rows that a decoded token would attend to in the full cache, mean over tokens.", "rows", ANSWERED
     )
     decoding: str = described("How tokens were decoded: transformers' `modules`, or a CUDA `graph`.", held_by=ANSWERED)
+    decoded_together: int = described(
+        "Number of runs whose answers were decoded as one batch. Above 1, `decode_ms` is the time of the batch.",
+        "runs",
+        ANSWERED,
+        since=3,
+    )
     capture_ms: float = described(
         "Time spent on preparing and recording CUDA graphs. `decode_ms` excludes it.", "ms", ANSWERED
     )

@@ -26,6 +26,7 @@ VALUES = {
     "temperature": ["0.0", "0.7"],
     "model.compile": ["auto", "off"],
     "sweep.share_prefill": ["true", "false"],
+    "sweep.share_decoding": ["true", "false"],
     "results": ["results", "'a b/é'"],
     "+task.note": ["x", "{a: [1, 2]}"],
 }

@@ -4,6 +4,7 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 
 import kvbench
 from kvbench.config.compose import compose_config
+from kvbench.engine.joint_decoding import run_alone
 from kvbench.interfaces.task import Graded, Sample
 from kvbench.models.embedded import REFERENCE
 from kvbench.runs.prompt import encode_all
@@ -270,17 +272,29 @@ def scripted(reader: Responder, rows: list[list[int]], **more) -> tuple[list[dic
     sample = Sample("s", "s", "", "", "", ("x",), max(map(len, rows)), **more)
     asked, stop = [0], reader.stop | set(more.get("ends", ()))
 
-    def generate(most, sampling, stops, seeds, min_new_tokens):
-        assert stops == stop and len(seeds) == len(rows)
-        ended = [False] * len(rows)
-        for step in zip(*rows, strict=True):
-            asked[0] += 1
-            yield torch.tensor(step)
-            ended = [one or token in stop for one, token in zip(ended, step, strict=True)]
-            if all(ended):
-                return
+    class ScriptedAnswer:
+        """In place of `kvbench.engine.generation.Answer`."""
 
-    tokens = reader._tokens(SimpleNamespace(generate=generate), [sample] * len(rows))
+        def __init__(self, context, most, sampling, stops, seeds, min_new_tokens):
+            assert stops == stop and len(seeds) == len(rows)
+            self.steps, self.ended = list(zip(*rows, strict=True)), [False] * len(rows)
+            self.step()
+
+        def step(self):
+            own = self.steps[asked[0]]
+            asked[0] += 1
+            self.token = torch.tensor(own)
+            self.ended = [one or token in stop for one, token in zip(self.ended, own, strict=True)]
+            self.is_over = all(self.ended) or asked[0] == len(self.steps)
+
+        def end(self):
+            self.is_over = True
+
+        def close(self):
+            assert self.is_over
+
+    with patch("kvbench.runs.responder.Answer", ScriptedAnswer):
+        tokens = run_alone(reader._tokens(None, [sample] * len(rows)))
     stamps = [float(i) for i in range(tokens.shape[1])]
     return [reader._output(sample, row, stamps) for row in tokens], asked[0]
 

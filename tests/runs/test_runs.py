@@ -213,10 +213,11 @@ def test_a_batch_that_does_not_fit_is_freed_before_its_samples_are_read_alone(mo
         if len(batch) > 1:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return [{"error": "alone"}]
+        yield  # a session
 
     monkeypatch.setattr(Responder, "_measure", measure)
     monkeypatch.setattr(
-        Responder, "_make_records", lambda self, batch, found, started: [found[0] | {"uid": batch[0][0].uid}]
+        Responder, "make_records", lambda self, batch, found, seconds: [found[0] | {"uid": batch[0][0].uid}]
     )
     samples = [Sample(uid, "", "", "", "", (), 1) for uid in "ab"]
     records = Responder.answer(Responder.__new__(Responder), [(sample, None) for sample in samples])

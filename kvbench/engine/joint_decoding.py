@@ -1,0 +1,279 @@
+"""Decode answers of several contexts as one batch, which reads the model's weights once per step for all of them.
+
+A step computes the layers' linear parts for all samples together. Each context appends to and attends to its own rows
+(`StepRows`), as it would alone. The contexts need not hold equally many rows, and their answers end on their own.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.guard import without_gradients
+from kvbench.engine.generation import Answer, GenerationContext, PlannedRows, count_read, make_rows, plan_rows
+from kvbench.engine.graph_decoding import GraphDecoder, Norms, StepRows, read_token
+from kvbench.engine.timing import now
+
+STREAMS = 8  # most streams on which contexts attend side by side
+T = TypeVar("T")
+Session = Generator[Answer, None, T]
+"""Work that yields an answer when it needs the next token, and once more when the answer is over (`Answer.end`).
+
+Who runs it calls `Answer.step` and continues it.
+"""
+
+
+def run_alone(session: Session[T]) -> T:
+    """Run a session whose answers are decoded alone, and return its result."""
+    with closing(session):
+        while True:
+            try:
+                answer = next(session)
+            except StopIteration as end:
+                return end.value
+            if not answer.is_over:
+                answer.step()
+
+
+def run_together(sessions: Sequence[Session[T]]) -> list[T]:
+    """Run sessions side by side and decode their answers together where possible. Returns their results.
+
+    If one of them raises an error, all of them are ended.
+
+    Contexts that read a prompt together may share memory that some of them append to. A write there no longer means
+    that a hook of another context kept a reference, so such hooks are found only where answers are decoded alone.
+    """
+    results: dict[int, T] = {}
+    waiting: dict[int, Answer] = {}
+
+    def go_on(number: int) -> None:
+        waiting.pop(number, None)
+        try:
+            waiting[number] = next(sessions[number])
+        except StopIteration as end:
+            results[number] = end.value
+
+    with ExitStack() as stack:
+        for session in sessions:
+            stack.enter_context(closing(session))
+        for number in range(len(sessions)):
+            go_on(number)
+        while waiting:
+            joined = join_answers(list(waiting.values())) or [next(iter(waiting.values()))]
+            members = {number: own for number, own in waiting.items() if own in joined}
+            while running := [number for number, answer in members.items() if not answer.is_over]:
+                for number in running:
+                    members[number].step()
+                    go_on(number)
+                    if members[number].is_over:
+                        leave(members[number])
+            for number in members.keys() & waiting.keys():  # no step of the others changes their contexts any more
+                for handed in waiting[number].context.watched:
+                    handed.renew()
+                go_on(number)
+    return [results[number] for number in range(len(sessions))]
+
+
+def leave(answer: Answer) -> None:
+    """Let the answers that were joined with this one go on without it, because it is over."""
+    if isinstance(answer.path, JointPath):
+        answer.path.decoder.rows.running.discard(answer.path.number)
+
+
+def join_answers(answers: Sequence[Answer]) -> list[Answer]:
+    """Let answers read their tokens as one batch, as far as possible. Returns those that will; none is one alone.
+
+    An answer stays out if modules must read its tokens, if a graph cannot read all of them or needs to cut rows after
+    some of them, if it has another length than the first one, or if it would append to memory that another one uses.
+    """
+    parts: list[tuple[Answer, PlannedRows]] = []
+    used: set[int] = set()
+    for answer in answers:
+        like = parts[0][0] if parts else answer
+        if (
+            answer.is_over
+            or answer.path is not None
+            or answer.left != like.left
+            or answer.context.model is not like.context.model
+        ):
+            continue
+        planned, memory = plan_rows(answer.context, answer.left), list_memory(answer.context)
+        if planned is None or planned.cut or planned.tokens < answer.left or used & memory:
+            continue
+        used |= memory
+        parts.append((answer, planned))
+    if len(parts) > 1:
+        JointDecoder(parts)
+    return [answer for answer, _ in parts] if len(parts) > 1 else []
+
+
+def list_memory(context: GenerationContext) -> set[int]:
+    """Return the addresses of the memory that a context's layers append to."""
+    tails = [layer.rows.tail_keys for layer in context.own_layers]
+    return {tail.untyped_storage().data_ptr() for tail in tails if tail is not None and tail.numel()}
+
+
+class JoinedRows(StepRows):
+    """The rows of several contexts, each for its own samples of a batch."""
+
+    def __init__(self, parts: Sequence[StepRows], sizes: Sequence[int], device: torch.device) -> None:
+        """Join rows that are never cut (`StepRows.cuts`).
+
+        Args:
+            parts: The rows of each context.
+            sizes: Number of its samples.
+            device: Where they are.
+        """
+        self.parts, self.sizes = parts, list(sizes)
+        self.running = set(range(len(parts)))  # numbers of the contexts whose answers are not over
+        count = min(STREAMS, len(parts)) - 1 if device.type == "cuda" else 0
+        self.streams = [torch.cuda.Stream(device) for _ in range(count)]
+
+    def cuts(self, number: int) -> bool:
+        return False
+
+    def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
+        readers = [part.reader(False) for part in self.parts]
+
+        def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
+            own = zip(*(part.split(self.sizes) for part in projected), strict=True)
+            return self.side_by_side(
+                [partial(reader, index, three, norms) for reader, three in zip(readers, own, strict=True)]
+            )
+
+        return attend
+
+    def side_by_side(self, work: Sequence[Callable[[], Tensor]]) -> Tensor:
+        """Do the contexts' work on several streams, and return the results one after the other along the batch."""
+        if not self.streams:
+            return torch.cat([own() for own in work])
+        here = torch.cuda.current_stream()
+        every = [here, *self.streams]
+        for other in self.streams:
+            other.wait_stream(here)
+        results = []
+        for number, own in enumerate(work):
+            with torch.cuda.stream(every[number % len(every)]):
+                results.append(own())
+        for other in self.streams:
+            here.wait_stream(other)
+        return torch.cat(results)
+
+    def advance(self, cuts: bool) -> None:
+        for part in self.parts:
+            part.advance(False)
+
+    def marked(self, tokens: Tensor) -> Tensor:
+        own = zip(self.parts, tokens.split(self.sizes), strict=True)
+        return torch.cat([part.marked(some) for part, some in own])
+
+    def check(self) -> None:
+        for number in sorted(self.running):
+            self.parts[number].check()
+
+    def back(self, step: int) -> int:
+        """Return to the state after `step` tokens, before the first answer is over."""
+        for part in self.parts:
+            part.back(step)
+        return step
+
+    def keep(self, read: int) -> None:
+        """Give the layers of the contexts whose answers are not over the first `read` tokens."""
+        for number in self.running:
+            self.parts[number].keep(read)
+
+
+class JointDecoder:
+    """Decodes the answers of several contexts as one batch."""
+
+    @without_gradients
+    def __init__(self, parts: Sequence[tuple[Answer, PlannedRows]]) -> None:
+        """Capture the graph, if the device is a GPU, and become the path of each answer.
+
+        Args:
+            parts: Answers that are equally long at most, and rows that serve all their tokens without cuts.
+        """
+        first, planned = parts[0]
+        weights, device = first.context.weights, first.context.last_logits.device
+        assert weights is not None  # `plan_rows`
+        begin, tokens = now(device.type), planned.tokens
+        answers = [answer for answer, _ in parts]
+        sizes = [len(answer.token) for answer in answers]
+        self.weights = weights
+        self.rows = JoinedRows([make_rows(answer.context, own) for answer, own in parts], sizes, device)
+        samplings = [answer.sampling for answer in answers]
+        alike = all(own == samplings[0] for own in samplings)
+
+        def pick(logits: Tensor, draws: Tensor) -> Tensor:
+            if alike:
+                return samplings[0].pick(logits, draws)
+            own = zip(samplings, logits.split(sizes), draws.split(sizes), strict=True)
+            return torch.cat([sampling.pick(some, numbers) for sampling, some, numbers in own])
+
+        self.decoder = GraphDecoder(
+            weights, self.rows, torch.cat([answer.token for answer in answers]).to(device), tokens, pick,
+            torch.cat([answer.left_draws[:, :tokens] for answer in answers]),
+        )  # fmt: skip
+        self.history: list[tuple[Sequence[Tensor], float]] = []  # tokens of each answer, seconds since the first step
+        spent = 1000 * (now(device.type) - begin) / len(parts)
+        for number, answer in enumerate(answers):
+            answer.path = answer.context.path = JointPath(self, number, answer)
+            answer.context.capture_ms += spent
+            answer.context.decoded_together = len(parts)
+
+    def take(self, number: int, read: int) -> tuple[Tensor, float]:
+        """Return token `read` of an answer, counted from 0, and the seconds since the first step began."""
+        while len(self.history) <= read:
+            tokens, elapsed = self.decoder.next()
+            self.history.append((tokens.split(self.rows.sizes), elapsed))
+        own, elapsed = self.history[read]
+        return own[number], elapsed
+
+    @without_gradients
+    def close(self, number: int, read: int, first: Tensor) -> Tensor | None:
+        """Give the layers of a context the first `read` tokens. No answer may read further tokens.
+
+        Args:
+            number: The number of the answer.
+            read: How many tokens of it were read and returned.
+            first: The first token read, (B,).
+
+        Returns:
+            The logits of the last one, (B, vocab), or None if they were overwritten.
+        """
+        part, done = self.rows.parts[number], self.decoder.read + len(self.decoder.ahead)
+        logits: Tensor | None = None
+        if read == done:
+            logits = self.decoder.logits.split(self.rows.sizes)[number].clone()
+        else:  # the other answers were longer
+            tokens = [first, *(own[number] for own, _ in self.history[:read])]
+            for step in range(part.back(read), read):
+                logits = read_token(self.weights, part, tokens[step].to(first.device), False, None)
+                part.advance(False)
+        part.finish(read)
+        return logits
+
+
+class JointPath:
+    """Reads the tokens of one of several answers that are decoded together."""
+
+    def __init__(self, decoder: JointDecoder, number: int, answer: Answer) -> None:
+        self.decoder, self.number, self.context = decoder, number, answer.context
+        self.began, self.first = answer.context.stamps[-1], answer.token.to(answer.context.last_logits.device)
+        self.read, self.tokens = 0, answer.left
+
+    @property
+    def is_over(self) -> bool:
+        return self.read == self.tokens
+
+    def step(self) -> tuple[Tensor, float]:
+        token, elapsed = self.decoder.take(self.number, self.read)
+        self.read += 1
+        return token, self.began + elapsed
+
+    def close(self) -> None:
+        logits = self.decoder.close(self.number, self.read, self.first)
+        count_read(self.context, self.read, logits)

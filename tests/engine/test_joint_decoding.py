@@ -1,0 +1,209 @@
+"""Answers that are decoded as one batch are those of contexts that answer alone, and leave the same behind."""
+
+from contextlib import closing
+
+import pytest
+import torch
+
+from kvbench.engine import joint_decoding
+from kvbench.engine.generation import Answer, GenerationContext
+from kvbench.engine.graph_decoding import CHUNK
+from kvbench.engine.joint_decoding import Session, join_answers, run_alone, run_together
+from kvbench.engine.sampling import Sampling
+from kvbench.engine.shared_prefill import prefill
+from kvbench.interfaces.budget import Budget
+from kvbench.methods.keydiff import KeyDiff
+from kvbench.models.decoder_weights import collect_weights
+from kvbench.validation import ContractError
+from tests.support.answer_paths import assert_same, make_contexts
+from tests.support.tiny_models import ids, make_double, make_fresh
+
+GROWING = Budget(0.3, "seen")
+KINDS = {
+    "full": ({"method": "full"}, 1.0),
+    "snapkv": ({"method": "snapkv"}, 0.3),
+    "uneven heads": ({"method": "snapkv", "allocator": "ada"}, 0.3),
+    "a cut at each token": ({"method": "keydiff", "decoding": True}, 0.3),
+    "a growing quota": ({"method": "tova", "decoding": True}, GROWING),
+    "columns": ({"method": "h2o", "decoding": True}, 0.3),
+    "rolling positions": ({"method": "sink"}, 0.3),
+    "pages": ({"method": "quest", "page": 4, "dense_layers": 1}, 0.3),
+    "listed rows": ({"method": "omnikv", "preset": "reference", "filters": [0], "wait": 0}, 0.3),
+    "streaming heads": ({"method": "duo_attention", "decoding": True}, 0.7),
+    "packed": ({"method": "snapkv", "codec": "kivi"}, 0.3),
+}
+
+
+def choose(method, allocator="uniform", codec="raw", **more):
+    from kvbench.engine.compressed_cache import choose_cache
+    from tests.support.method_files import build_policy
+
+    return choose_cache(*build_policy(method, allocator, "llama", codec, **more))
+
+
+def make_pairs(model, names, prompts=None, batches=None) -> list[list[GenerationContext]]:
+    """For each kind, one context that answers alone through the modules and one that may answer with others."""
+    pairs = []
+    for number, name in enumerate(names):
+        chosen, budget = KINDS[name]
+        prompt, batch = prompts[number] if prompts else 60, batches[number] if batches else 1
+        pairs.append(make_contexts(model, choose(**chosen), budget, batch, prompt=prompt))
+    return pairs
+
+
+def tell(context, tokens, stop=(), after=None, sampling=None) -> Session[torch.Tensor]:
+    """A session whose result is an answer, (n, B). With `after` it ends the answer after so many tokens."""
+    answer, found = Answer(context, tokens, sampling or Sampling(), frozenset(stop)), []
+    with closing(answer):
+        while True:
+            found.append(answer.token)
+            if len(found) == after:
+                answer.end()
+            ended = answer.is_over
+            yield answer
+            if ended:
+                return torch.stack(found)
+
+
+def answer_all(pairs, **more) -> list[list[torch.Tensor]]:
+    """Answers of both contexts of each pair: alone, and together."""
+    alone = [run_alone(tell(modules, **more)) for modules, _ in pairs]
+    return [alone, run_together([tell(joined, **more) for _, joined in pairs])]
+
+
+def test_every_kind_of_rows_answers_with_the_others():
+    pairs = make_pairs(make_double("llama"), KINDS, [60 + 7 * number for number in range(len(KINDS))])
+    for tokens in (CHUNK + 9, 2 * CHUNK):
+        alone, joined = answer_all(pairs, tokens=tokens)
+        assert all(map(torch.equal, alone, joined))
+        for modules, own in pairs:
+            assert (modules.decoding, modules.decoded_together) == ("modules", 1)
+            assert (own.decoding, own.decoded_together) == ("graph", len(KINDS))
+            assert len(own.stamps) == tokens and own.stamps == sorted(own.stamps)
+            assert_same(modules, own)
+
+
+def test_samples_of_a_batch_and_windows():
+    pairs = make_pairs(make_double("gemma3"), ["full", "snapkv", "a cut at each token"], [60, 75, 41], [1, 3, 2])
+    alone, joined = answer_all(pairs, tokens=CHUNK + 9)
+    assert all(map(torch.equal, alone, joined)) and joined[1].shape == (CHUNK + 9, 3)
+    for modules, own in pairs:
+        assert own.decoded_together == 3
+        assert_same(modules, own)
+
+
+@pytest.mark.parametrize("after", [2, CHUNK, CHUNK + 1, CHUNK + 7])
+def test_answers_end_on_their_own(after):
+    """One answer ends by itself, another one is ended, and the others go on. Then all answer again."""
+    names = ["a cut at each token", "snapkv", "columns", "pages", "packed", "rolling positions"]
+    pairs = make_pairs(make_double("llama"), names)
+    with pairs[0][0].branch():
+        free = run_alone(tell(pairs[0][0], 40)).flatten().tolist()
+    stop = next(token for place, token in enumerate(free) if place >= after and token not in free[:place])
+    ends = [{"stop": [stop]}, {"after": after}, {"after": after + 1}, {}, {"after": after}, {}]
+    alone = [run_alone(tell(modules, 40, **end)) for (modules, _), end in zip(pairs, ends, strict=True)]
+    joined = run_together([tell(own, 40, **end) for (_, own), end in zip(pairs, ends, strict=True)])
+    assert all(map(torch.equal, alone, joined)) and len({len(some) for some in joined}) > 2
+    more = ids(3, 9)
+    for modules, own in pairs:
+        assert_same(modules, own)
+        assert torch.allclose(modules.extend(more), own.extend(more), atol=1e-4)
+    assert all(map(torch.equal, *answer_all(pairs, tokens=12)))
+
+
+def test_each_answer_draws_its_own_tokens():
+    pairs = make_pairs(make_double("llama"), ["full", "snapkv", "a cut at each token"])
+    for sampling in (Sampling(1.0), Sampling(0.7, 0.9)):
+        assert all(map(torch.equal, *answer_all(pairs, tokens=20, sampling=sampling)))
+    kinds = [Sampling(), Sampling(1.0), Sampling(0.5)]
+    alone = [run_alone(tell(one, 20, sampling=own)) for (one, _), own in zip(pairs, kinds, strict=True)]
+    joined = run_together([tell(other, 20, sampling=own) for (_, other), own in zip(pairs, kinds, strict=True)])
+    assert all(map(torch.equal, alone, joined))
+
+
+def test_what_cannot_join_answers_alone():
+    model = make_double("llama")
+    names = ["snapkv", "full", "uneven heads"]
+    pairs = make_pairs(model, names)
+    pairs += [make_contexts(model, choose("tova", decoding=True, decode_interval=5))]  # needs two graphs
+    pairs += [make_contexts(model, choose("snapkv"), stepped=False)]  # needs the modules
+    alone, joined = answer_all(pairs, tokens=20)
+    assert all(map(torch.equal, alone, joined))
+    assert [own.decoded_together for _, own in pairs] == [3, 3, 3, 1, 1]
+    assert [own.decoding for _, own in pairs] == ["graph"] * 4 + ["modules"]
+    lengths = (20, 20, 30, 5, 20)  # another length, and one too short for a graph
+    pairs = make_pairs(model, [*names, "snapkv", "columns"])
+    joined = run_together([tell(own, count) for (_, own), count in zip(pairs, lengths, strict=True)])
+    assert [len(some) for some in joined] == list(lengths)
+    assert [own.decoded_together for _, own in pairs] == [3, 3, 1, 1, 3]
+
+
+def test_contexts_that_would_append_to_the_same_memory_take_turns():
+    model = make_double("llama")
+    chosen = [("full", {}), ("quest", {"page": 4, "dense_layers": 1}), ("full", {}), ("snapkv", {})]
+    budgets = [Budget(1.0), Budget(0.3), Budget(1.0), Budget(0.3)]
+    contexts = [
+        GenerationContext(model, choose(method, **more), budget, None, (0,), answer=40)
+        for (method, more), budget in zip(chosen, budgets, strict=True)
+    ]
+    prefill(contexts, ids(60))
+    for context in contexts:
+        context.weights = collect_weights(model)
+    alone = []
+    for context in contexts:
+        with context.branch():
+            alone.append(run_alone(tell(context, 20)))
+    for context in contexts:
+        context.reserve(20)
+    answers = [Answer(context, 20, Sampling(), frozenset()) for context in contexts]
+    first = join_answers(answers)
+    assert first == [answers[0], answers[3]]
+    for answer in answers:
+        answer.close()
+    assert all(map(torch.equal, alone, run_together([tell(context, 20) for context in contexts])))
+
+
+def test_an_error_ends_all_sessions_and_changes_nothing(monkeypatch):
+    pairs = make_pairs(make_fresh("llama"), ["snapkv", "a cut at each token", "full"])
+    before = [(own.seen, [layer.rows.longest_head for layer in own.own_layers]) for _, own in pairs]
+    score, calls = KeyDiff.score, []
+
+    def fail(self, *given):
+        calls.append(1)
+        if len(calls) > 40:
+            raise ContractError("method=keydiff: score failed")
+        return score(self, *given)
+
+    monkeypatch.setattr(KeyDiff, "score", fail)
+
+    def session(context):
+        with context.branch():
+            return (yield from tell(context, 30))
+
+    with pytest.raises(ContractError, match="score failed"):
+        run_together([session(own) for _, own in pairs])
+    assert all(own.path is None for _, own in pairs)
+    assert before == [(own.seen, [layer.rows.longest_head for layer in own.own_layers]) for _, own in pairs]
+    monkeypatch.setattr(KeyDiff, "score", score)
+    assert all(map(torch.equal, *answer_all(pairs, tokens=12)))
+
+
+def test_sessions_may_answer_several_times(monkeypatch):
+    """As the turns of a conversation do: the second answers are joined too, and what the first left is not changed."""
+    pairs = make_pairs(make_double("llama"), ["snapkv", "columns", "full", "packed"])
+    joined = []
+    monkeypatch.setattr(
+        joint_decoding, "join_answers", lambda answers: joined.append(own := join_answers(answers)) or own
+    )
+
+    def converse(context, after):
+        first = yield from tell(context, 40, after=after)
+        context.extend(ids(4, 3))
+        return torch.cat([first, (yield from tell(context, 14))])
+
+    ends = [3, None, CHUNK + 2, 20]
+    alone = [run_alone(converse(one, end)) for (one, _), end in zip(pairs, ends, strict=True)]
+    found = run_together([converse(other, end) for (_, other), end in zip(pairs, ends, strict=True)])
+    assert all(map(torch.equal, alone, found)) and [len(some) for some in joined] == [4, 4]
+    for modules, own in pairs:
+        assert_same(modules, own)

@@ -1,0 +1,95 @@
+"""A sweep whose answers are decoded as one batch has the records of one whose cells answer alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvbench.methods.keydiff import KeyDiff
+from kvbench.runs import shared_runs
+from kvbench.runs.spec import RunSpec
+from kvbench.store.runs import load_runs
+from kvbench.validation import ContractError
+from tests.support.recorded_runs import OWN
+
+TASK = ("-m", "task=niah", "task.lengths=[300]", "task.depths=[0,50]", "dtype=float32")
+CELLS = ("method=snapkv,keydiff,sink,quest", "budget=0.3,0.5")
+
+
+@pytest.fixture
+def sweep(kvbench, monkeypatch, tmp_path):
+    """Runs a sweep as on a GPU, but without graphs, and gives exit code, errors and records by run and sample."""
+    monkeypatch.setattr("kvbench.engine.context.can_capture", lambda model: True)
+    describe = RunSpec.describe
+
+    def call(*settings: str, together: bool) -> tuple[int, str, dict[tuple[str, str], dict]]:
+        def describe_shared(*given, **named):
+            return replace(describe(*given, **named), shares_decoding=together)
+
+        monkeypatch.setattr(RunSpec, "describe", describe_shared)
+        results = tmp_path / f"together-{together}"
+        code, _, errors = kvbench(*TASK, *settings, f"results={results}")
+        found = {(run.hash, uid): own for run in load_runs(results) for uid, own in run.records.items()}
+        return code, errors, found
+
+    return call
+
+
+def strip(records):
+    """What must be equal."""
+    left_out = OWN | {"decoded_together", "fidelity_ms"}
+    return {key: {name: own for name, own in record.items() if name not in left_out} for key, record in records.items()}
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("more", [(), ("fidelity=true", "question=hidden"), ("temperature=0.2",)])
+def test_records_are_those_of_lone_runs(sweep, more):
+    runs = [sweep(*CELLS, *more, together=together) for together in (False, True)]
+    assert [code for code, _, _ in runs] == [0, 0], runs
+    (_, _, alone), (_, errors, joined) = runs
+    assert strip(alone) == strip(joined) and len(joined) == 2 * 9 and "answer alone" not in errors
+    assert {record["decoded_together"] for record in alone.values()} == {1}
+    together = {record["decoded_together"] for record in joined.values()}
+    assert max(together) > 4
+
+
+def test_a_run_that_fails_is_left_out(sweep, monkeypatch):
+    """The others answer alone, and one line says why."""
+    score = KeyDiff.score
+
+    def fail(self, observation, rows, state):
+        if observation.tokens > 200 and observation.queries.shape[2] == 1:  # while an answer is decoded
+            raise ContractError("method=keydiff: score is tired")
+        return score(self, observation, rows, state)
+
+    _, _, expected = sweep(*CELLS, together=False)
+    monkeypatch.setattr(KeyDiff, "score", fail)
+    code, errors, found = sweep(*CELLS, together=True)
+    assert code == 1 and "runs answer alone: ContractError: method=keydiff: score is tired" in errors
+    assert {record["decoded_together"] for record in found.values()} == {1, 5}  # the second sample without the run
+    missing = {key for key in expected if key not in found}
+    assert len(missing) == 4 and strip(found) == strip({key: own for key, own in expected.items() if key in found})
+
+
+def test_fewer_answer_together_if_memory_does_not_suffice(sweep, monkeypatch):
+    run_together, counts = shared_runs.run_together, []
+
+    def run(sessions):
+        counts.append(len(sessions))
+        if len(sessions) > 3:
+            for session in sessions:
+                next(session)
+            raise torch.cuda.OutOfMemoryError("for a test")
+        return run_together(sessions)
+
+    _, _, expected = sweep(*CELLS, together=False)
+    monkeypatch.setattr(shared_runs, "run_together", run)
+    code, errors, found = sweep(*CELLS, together=True)
+    assert code == 0 and strip(found) == strip(expected) and "answer alone" not in errors
+    assert counts == [9, 5, 3, 3, 3, 3, 3, 3]
+    assert max(record["decoded_together"] for record in found.values()) == 3
+
+
+def test_the_setting_is_checked(kvbench):
+    code, out, errors = kvbench("-m", "sweep.share_decoding=maybe", "method=snapkv,knorm")
+    assert (code, out) == (2, "") and errors.startswith("kvbench: sweep.share_decoding=") and errors.count("\n") == 1
