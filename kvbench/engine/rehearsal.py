@@ -1,20 +1,28 @@
 """Try a method, an allocator and a codec on a short prompt before the first sample."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.guard import check_shape
 from kvbench.cache.guarded_hooks import HOOKS
 from kvbench.cache.policy import CachePolicy
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.observation import PromptEncoder
+from kvbench.models.transformers_port import read_layout, use_first_layers
+from kvbench.validation import SettingError
+
+LAYERS = 4  # of the model that reads the prompt, because a hook does the same in all of them
 
 
 def rehearse(model: torch.nn.Module, choice: CachePolicy, words: PromptEncoder, ids: Tensor) -> None:
     """Read a short prompt, cut it to half, and decode a few tokens, with exact guards.
+
+    Only the first layers of the model do so, or all, if the method has learned something for each layer.
 
     Args:
         model: A supported transformers model.
@@ -32,10 +40,22 @@ def rehearse(model: torch.nn.Module, choice: CachePolicy, words: PromptEncoder, 
     if method.decoding:
         method = replace(method, decode_interval=1, decode_size=None)
     own = replace(choice, method=method, exact=True)
-    for block in {None} if method.one_block else {None, ids.shape[1] // 2}:
-        context = GenerationContext(model, own, Budget(0.5), block, (0,) * len(ids), 0, words, compile=False)
-        context.prefill(ids)
-        with context.branch():
-            context.extend(ids[:, :2])
-        for _ in context.generate(3, Sampling(), frozenset()):
-            pass
+    with use_first_layers(model, LAYERS) if serves_first_layers(model, choice) else nullcontext():
+        for block in {None} if method.one_block else {None, ids.shape[1] // 2}:
+            context = GenerationContext(model, own, Budget(0.5), block, (0,) * len(ids), 0, words, compile=False)
+            context.prefill(ids)
+            with context.branch():
+                context.extend(ids[:, :2])
+            for _ in context.generate(3, Sampling(), frozenset()):
+                pass
+
+
+def serves_first_layers(model: torch.nn.Module, choice: CachePolicy) -> bool:
+    """Return whether the method can serve a model that has the first layers only."""
+    with use_first_layers(model, LAYERS):
+        shape = read_layout(model)
+        try:
+            check_shape(choice.method, shape.layers, shape.heads, shape.dim, shape.sliding)
+        except SettingError:
+            return False
+    return True

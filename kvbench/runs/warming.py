@@ -17,7 +17,7 @@ from tqdm import tqdm
 from kvbench.engine.context import FEW
 from kvbench.engine.generation import WORTH, GenerationContext
 from kvbench.engine.graph_prefill import SHORT
-from kvbench.engine.rehearsal import rehearse
+from kvbench.engine.rehearsal import LAYERS, rehearse
 from kvbench.engine.timing import clear, forget_peak
 from kvbench.engine.warming import Compilations, compile_ahead, count_compilations
 from kvbench.interfaces.budget import Budget
@@ -32,7 +32,6 @@ from kvbench.runs.spec import RunSpec
 from kvbench.store.run_folder import RunFolder
 from kvbench.validation import ContractError
 
-LAYERS = 4  # of the model read while kernels are announced
 BEGINNING = 8192  # most tokens of a block that they read: almost all kernels are those of longer prompts
 LEAST = 2048  # the same for all layers
 MOST_LAST, MOST_QUESTION = 64, 1024  # tokens from which on no size of a last block and of a question matters

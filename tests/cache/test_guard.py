@@ -27,7 +27,7 @@ from kvbench.interfaces.task import Graded
 from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_run, execute_runs
 from kvbench.runs.spec import RunSpec
-from kvbench.validation import ContractError
+from kvbench.validation import ContractError, SettingError
 from tests.support.recorded_runs import strip_circumstances
 from tests.support.selection import only_in_full
 from tests.support.tiny_models import distinct, ids, tiny
@@ -728,6 +728,25 @@ def test_a_rehearsal_leaves_nothing_behind():
         context = GenerationContext(tiny("llama"), choice, Budget(0.5), None, (0,))
         logits.append(context.prefill(ids(50)))
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_rehearsal_reads_with_few_layers_if_the_method_can(monkeypatch, learned):
+    seen, whole = set(), len(tiny("llama").model.layers)
+
+    class Noting(Honest):
+        def check(self, layers, heads, dim, sliding):
+            if learned and layers < whole:
+                raise SettingError("method.path: learned for each layer")
+
+        def score(self, observation, rows, state):
+            seen.add(observation.layer)
+            return super().score(observation, rows, state)
+
+    monkeypatch.setattr(rehearsal, "LAYERS", whole - 1)
+    choice = CachePolicy(Noting("noting"), Allocator("uniform"), Codec("raw"))
+    rehearsal.rehearse(tiny("llama"), choice, None, ids(64))
+    assert seen == set(range(whole - (not learned))) and len(tiny("llama").model.layers) == whole
 
 
 def test_storage_that_runs_share_is_not_kept_alive_by_watching_it():
