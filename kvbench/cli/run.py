@@ -98,10 +98,13 @@ def run_sweep(overrides: Sequence[str], verbose: bool = False) -> int:
         overrides: What stands on the command line.
         verbose: Print the table of every cell too.
     """
+    from kvbench.engine.spending import spend, start_counting
     from kvbench.sweeps.plan import Sweep
 
-    sweep = Sweep.plan(overrides)
-    sweep.announce(find_width(), is_styled())
+    say_spending = start_counting()
+    with spend("starting"):
+        sweep = Sweep.plan(overrides)
+        sweep.announce(find_width(), is_styled())
     if sweep.finished:
         return sweep.exit_code
     try:
@@ -110,6 +113,7 @@ def run_sweep(overrides: Sequence[str], verbose: bool = False) -> int:
                 launch_on_slurm(sweep)
             else:
                 run_here(sweep, verbose)
+                say_spending()
     except KeyboardInterrupt as stop:
         stop.args = (sweep.progress_note,)
         raise
@@ -182,19 +186,23 @@ def launch_on_slurm(sweep: Any) -> None:
 def run_job(folder: Path, number: int, overrides: Sequence[str], more: Sequence[str]) -> None:
     """What a SLURM job does for a cell. `more`: folders of configuration files beside conf/."""
     from kvbench.config import compose
+    from kvbench.engine.spending import spend, start_counting
     from kvbench.sweeps import status
     from kvbench.sweeps.plan import plan_cell, sharing_groups
 
+    say_spending = start_counting()
     for path in more:
         if Path(path) not in compose.folders():
             compose.add_folder(Path(path))
-    own = plan_cell(overrides)
+    with spend("starting"):
+        own = plan_cell(overrides)
     groups = []
     if own.run is not None and not own.run.measures:
         known = status.read_cells(folder)
         cells = [(cell["runs"], cell["readings"], lambda cell=cell: plan_cell(cell["overrides"]).run) for cell in known]
         groups = sharing_groups(cells, [own.run.baseline(), own.run], Path(own.composition.config.results))
     run_sweep_cell(folder / str(number), own, "slurm", groups)
+    say_spending()
 
 
 def execute_cell(
@@ -216,10 +224,13 @@ def execute_cell(
         groups: Runs of the sweep that read prompts together with these.
         heading: Begins the line; None prints the table.
     """
-    from kvbench.efficiency import measure
-    from kvbench.runs.resources import Resources
-    from kvbench.runs.runner import execute_run, execute_runs
-    from kvbench.runs.workers import count_workers, execute_in_workers
+    from kvbench.engine.spending import spend
+
+    with spend("starting"):
+        from kvbench.efficiency import measure
+        from kvbench.runs.resources import Resources
+        from kvbench.runs.runner import execute_run, execute_runs
+        from kvbench.runs.workers import count_workers, execute_in_workers
 
     results = Path(config.results)
     if run.measures:
@@ -232,11 +243,14 @@ def execute_cell(
         default = "auto" if launcher == "local" else 1
         workers = count_workers(config.workers if config.workers is not None else default, run.device)
         if workers > 1:
-            execute_in_workers([*groups, *([own] for own in runs)], results, workers)
+            with spend("workers"):
+                execute_in_workers([*groups, *([own] for own in runs)], results, workers)
         else:
             for group in groups:
                 execute_runs(group, results, bench)
-        print_table(runs, [execute_run(own, results, bench) for own in runs], results, heading)
+        records = [execute_run(own, results, bench) for own in runs]
+        with spend("tables"):
+            print_table(runs, records, results, heading)
         if log is not None:
             log.finished(runs)
     except SettingError:

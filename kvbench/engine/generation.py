@@ -25,6 +25,7 @@ from kvbench.engine.read_rows import ReadRows, make_reader, reads_in_graph
 from kvbench.engine.replaced_rows import ReplacedRows
 from kvbench.engine.sampling import TokenChooser
 from kvbench.engine.sliding_rows import add_windows
+from kvbench.engine.spending import spend
 from kvbench.engine.timing import now
 from kvbench.engine.watched_rows import WatchedRows
 from kvbench.interfaces.row_reader import RowReader
@@ -89,6 +90,7 @@ class Answer:
         path: What reads the tokens; None before the second token. Another path may follow it.
     """
 
+    @spend("answering")
     @without_gradients
     def __init__(
         self,
@@ -141,6 +143,7 @@ class Answer:
         """Random numbers for the tokens that may follow, (B, number of tokens)."""
         return self.draws[:, self.count :]
 
+    @spend("answering")
     @without_gradients
     def step(self) -> bool:
         """Read the last token and generate the next one. Returns whether that token is part of the answer."""
@@ -163,6 +166,7 @@ class Answer:
         """Let no further token follow."""
         self.is_over = True
 
+    @spend("answering")
     def close(self) -> None:
         """Leave the context with the tokens of the answer that were read, so that others can follow them."""
         if not self.is_closed:
@@ -198,7 +202,10 @@ class PlannedRows:
 def open_path(answer: Answer) -> DecodePath:
     """Choose the path that reads the next tokens of an answer."""
     planned = plan_rows(answer.context, answer.left)
-    return ModulePath(answer) if planned is None else GraphPath(answer, planned)
+    if planned is None:
+        return ModulePath(answer)
+    with spend("capturing"):
+        return GraphPath(answer, planned)
 
 
 def plan_rows(context: GenerationContext, left: int) -> PlannedRows | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvbench.cache.guard import without_gradients
 from kvbench.engine.generation import Answer, GenerationContext, PlannedRows, count_read, make_rows, plan_rows
 from kvbench.engine.graph_decoding import GraphDecoder, Norms, StepRows, read_token
+from kvbench.engine.spending import spend
 from kvbench.engine.timing import now
 
 STREAMS = 8  # most streams on which contexts attend side by side
@@ -106,7 +107,8 @@ def join_answers(answers: Sequence[Answer]) -> list[Answer]:
         used |= memory
         parts.append((answer, planned))
     if len(parts) > 1:
-        JointDecoder(parts)
+        with spend("capturing"):
+            JointDecoder(parts)
     return [answer for answer, _ in parts] if len(parts) > 1 else []
 
 

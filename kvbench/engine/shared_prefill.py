@@ -18,6 +18,7 @@ from torch import Tensor
 from kvbench.cache.guard import count_writes, without_gradients
 from kvbench.cache.layer import Layer, Lazy
 from kvbench.engine.generation import GenerationContext
+from kvbench.engine.spending import move
 from kvbench.engine.timing import Stamps, now
 from kvbench.models.transformers_port import forward, kvbench_attention, make_cache
 from kvbench.validation import ContractError
@@ -137,6 +138,7 @@ def prefill(contexts: Sequence[GenerationContext], ids: Tensor) -> list[float]:
             context.end(logits)
             context.lent = [(index, reference) for reference, _, index in watched.tensors]
         own[number] += 1000 * (now(device) - begin)
+    move("reading", "cutting", sum(own) / 1000)
     return [common + times for times in own]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kvbench.engine.spending import spend
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import count_template_tokens
 from kvbench.runs.prompt import Prompt, encode_all
@@ -36,12 +37,13 @@ class Resources:
     @property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer."""
-        return self._once("tokenizer", self.run.checkpoint.tokenizer)
+        return self._once("tokenizer", spend("loading")(self.run.checkpoint.tokenizer))
 
     @property
     def model(self) -> torch.nn.Module:
         """The model with its weights on the run's device."""
 
+        @spend("loading")
         def load() -> torch.nn.Module:
             try:
                 return self.run.checkpoint.weights(self.run.torch_dtype, self.run.device)
@@ -61,6 +63,7 @@ class Resources:
     def prompts(self) -> dict[str, tuple[Sample, Prompt]]:
         """Sample and prompt by uid, in the task's order."""
 
+        @spend("samples")
         def make() -> dict[str, tuple[Sample, Prompt]]:
             longest = self.run.checkpoint.longest()
             samples = self.run.task.samples(self.tokenizer, count_template_tokens(self.tokenizer), longest)

@@ -18,6 +18,7 @@ from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.graph_decoding import CHUNK
 from kvbench.engine.joint_decoding import Session, run_alone
 from kvbench.engine.rehearsal import rehearse
+from kvbench.engine.spending import spend
 from kvbench.engine.timing import forget_peak, now, peak
 from kvbench.interfaces.task import Graded, Sample
 from kvbench.models.chat_template import make_prompt_encoder, split_template
@@ -140,6 +141,7 @@ class Responder:
                     for _ in islice(steps, tokens):
                         pass
 
+    @spend("grading")
     def make_records(
         self, batch: Sequence[tuple[Sample, Prompt]], measured: Sequence[dict], seconds: float
     ) -> list[dict]:
@@ -240,6 +242,7 @@ class Responder:
         self.opening, self.context, self.prefill_ms, self.shared = opening, context, milliseconds, shared
         self.peak = peak(self.run.device) or 0
 
+    @spend("reading")
     def _read(self, opening: SharedPrefix) -> None:
         self.drop()  # freed before the new one grows
         forget_peak(self.run.device)
@@ -255,6 +258,7 @@ class Responder:
         assert self.context is not None  # it was read now or before
         return self.context
 
+    @spend("reading")
     def _extend(self, context: GenerationContext, rest: Sequence[tuple[int, ...]]) -> float:
         """Read what follows the context, if anything; return the milliseconds."""
         if not rest[0]:
@@ -329,6 +333,7 @@ class Responder:
                 if ended:
                     return torch.stack(tokens, dim=1)
 
+    @spend("comparing")
     def _inspect_context(self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
         """Record which of the read tokens are held when the answers begin and, with fidelity=true, the predictions.
 

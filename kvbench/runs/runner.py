@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from kvbench.cache.guard import extra_reads
 from kvbench.config.provenance import find_revision, replay_hash, source_hashes
+from kvbench.engine.spending import spend
 from kvbench.interfaces.task import Sample
 from kvbench.models.chat_template import make_prompt_encoder
 from kvbench.runs.prompt import Prompt, batch_key
@@ -77,7 +78,8 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
         full = [folder for folder, run in folders.items() if run.value == base.value]
         bench.full = full[0] if full else RunFolder(results / "runs", base.value)
         open_ = {folder: open_[folder] for folder in [*full, *open_] if folder in open_}  # the others use it
-    company = make_warm_group(open_, bench)
+    with spend("warming up"):
+        company = make_warm_group(open_, bench)
     name = runs[0].groups["method"]["name"] if len(runs) == 1 else f"{len(open_)} together"
     with ExitStack() as stack:
         for folder, run in open_.items():
@@ -90,14 +92,17 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
 
         bar = tqdm(total=len(prompts) * len(open_), initial=made_so_far(), desc=f"{name:>10}", file=sys.stderr)
         stack.enter_context(bar)
-        for uid, free in claim_samples(company.readers, list(prompts)):
+        claims = claim_samples(company.readers, list(prompts))
+        while (claimed := wait_for(claims)) is not None:
+            uid, free = claimed
             turns = list_turns(uid, prompts)
             batch = turns or [uid, *claim_companions(uid, prompts, runs[0], free)]
             own = {folder: [uid, *filter(folder.claim, turns)] if turns else batch for folder in free}
             for folder, records in company.answer(free, [prompts[other] for other in batch]):
                 for record in records:
                     if record["uid"] in own[folder]:  # a turn that was answered earlier is only read again
-                        folder.append(record)
+                        with spend("writing"):
+                            folder.append(record)
                         bar.update()
             for folder, uids in own.items():  # a dropped run still holds its claims
                 for other in uids:
@@ -107,6 +112,12 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
         for folder in company.readers:
             folder.finish(list(prompts))
     return list(folders)
+
+
+@spend("waiting")
+def wait_for(claims: Iterator[tuple[str, list[RunFolder]]]) -> tuple[str, list[RunFolder]] | None:
+    """Return the next claimed sample and its runs, or None after the last one."""
+    return next(claims, None)
 
 
 @contextmanager

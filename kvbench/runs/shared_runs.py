@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from kvbench.engine.joint_decoding import run_together
 from kvbench.engine.shared_prefill import ContextFailed, prefill
+from kvbench.engine.spending import spend
 from kvbench.engine.timing import clear, forget_peak
 from kvbench.interfaces.task import Sample
 from kvbench.runs.prompt import Prompt
@@ -235,6 +236,7 @@ def spoils_model(error: BaseException | None) -> bool:
     return isinstance(error, ContractError) and error.spoils_model
 
 
+@spend("reading")
 def prefill_together(readers: Sequence[Responder], batch: Batch) -> list[float]:
     """Read the batch's shared prefix into new contexts of all readers; return the milliseconds of each."""
     for reader in readers:

@@ -14,6 +14,7 @@ from threading import Thread
 
 import torch
 
+from kvbench.engine.spending import start_counting
 from kvbench.runs.checks import check_workers
 from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_runs
@@ -95,12 +96,13 @@ def run_worker(companies: Sequence[Sequence[RunSpec]], results: Path) -> None:
     the records next finds them too, and says so.
     """
     Thread(target=exit_with_parent, daemon=True).start()
-    bench = Resources(companies[0][0])
+    bench, say_spending = Resources(companies[0][0]), start_counting("worker: ")
     try:
         with raise_on_sigterm():
             for runs in companies:
                 with suppress(ContractError):
                     execute_runs(runs, results, bench)
+        say_spending()
     except (SettingError, Terminated):
         pass
     except OSError as error:
