@@ -4,7 +4,7 @@ A step computes the layers' linear parts for all samples together. Each context 
 (`StepRows`), as it would alone. The contexts need not hold equally many rows, and their answers end on their own.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import TypeVar
@@ -39,28 +39,30 @@ def run_alone(session: Session[T]) -> T:
                 answer.step()
 
 
-def run_together(sessions: Sequence[Session[T]]) -> list[T]:
+def run_together(sessions: Iterable[Session[T]]) -> list[T]:
     """Run sessions side by side and decode their answers together where possible. Returns their results.
+
+    A session begins before the next one is asked for.
 
     If one of them raises an error, all of them are ended.
 
     Contexts that read a prompt together may share memory that some of them append to. A write there no longer means
     that a hook of another context kept a reference, so such hooks are found only where answers are decoded alone.
     """
+    begun: list[Session[T]] = []
     results: dict[int, T] = {}
     waiting: dict[int, Answer] = {}
 
     def go_on(number: int) -> None:
         waiting.pop(number, None)
         try:
-            waiting[number] = next(sessions[number])
+            waiting[number] = next(begun[number])
         except StopIteration as end:
             results[number] = end.value
 
     with ExitStack() as stack:
-        for session in sessions:
-            stack.enter_context(closing(session))
-        for number in range(len(sessions)):
+        for number, session in enumerate(sessions):
+            begun.append(stack.enter_context(closing(session)))
             go_on(number)
         while waiting:
             joined = join_answers(list(waiting.values())) or [next(iter(waiting.values()))]
@@ -75,7 +77,7 @@ def run_together(sessions: Sequence[Session[T]]) -> list[T]:
                 for handed in waiting[number].context.watched:
                     handed.renew()
                 go_on(number)
-    return [results[number] for number in range(len(sessions))]
+    return [results[number] for number in range(len(begun))]
 
 
 def leave(answer: Answer) -> None:

@@ -23,11 +23,13 @@ class Resources:
         run: The run whose checkpoint and task are loaded.
         loaded: What has been loaded, by name.
         full: The full cache's records, for runs with fidelity=true.
+        predictions: The full cache's predictions that this process has made, by uid.
     """
 
     run: RunSpec
     loaded: dict[str, Any] = field(default_factory=dict)
     full: RunFolder | None = None
+    predictions: dict[str, str] = field(default_factory=dict)
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self.loaded:

@@ -369,6 +369,7 @@ class Responder:
             own, count = predicted[: len(answer)], len(answer)
             if self.run.value == self.run.baseline().value:
                 kl, more = 0.0, {"predictions": pack_predictions(own)}
+                self.bench.predictions[sample.uid] = more["predictions"]
             else:
                 full, more = self._full_predictions(sample.uid, batch), {}
                 kl = None if full is None else kl_divergence(full, own)
@@ -397,8 +398,10 @@ class Responder:
     def _full_predictions(self, uid: str, batch: Sequence[tuple[Sample, Prompt]]) -> str | None:
         """Return the full cache's predictions for a sample; None if the full cache did not fit into memory.
 
-        They are read from its record, or made now if another process has not written it yet.
+        They are read from its record if this process has not made them, or made now if no other process has either.
         """
+        if (made := self.bench.predictions.get(uid)) is not None:
+            return made
         record = (self.bench.full.record(uid) if self.bench.full else None) or self.made.get(uid)
         if record is None:
             prompts = self.bench.prompts

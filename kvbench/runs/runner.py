@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,13 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
         while (claimed := wait_for(claims)) is not None:
             uid, free = claimed
             turns = list_turns(uid, prompts)
-            batch = turns or [uid, *claim_companions(uid, prompts, runs[0], free)]
-            own = {folder: [uid, *filter(folder.claim, turns)] if turns else batch for folder in free}
-            for folder, records in company.answer(free, [prompts[other] for other in batch]):
+            batches = [turns or [uid, *claim_companions(uid, prompts, runs[0], free)]]
+            if not turns:
+                batches += claim_batches(uid, prompts, runs[0], free, company.most_batches - 1)
+            every = list(chain(*batches))
+            own = {folder: [uid, *filter(folder.claim, turns)] if turns else every for folder in free}
+            asked = [[prompts[other] for other in batch] for batch in batches]
+            for folder, records in company.answer(free, asked):
                 for record in records:
                     if record["uid"] in own[folder]:  # a turn that was answered earlier is only read again
                         with spend("writing"):
@@ -173,6 +178,27 @@ def claim_companions(
         if other != uid and not another.conversation and batch_key(another, its) == own and claim_all(folders, other):
             room -= 1
             yield other
+
+
+def claim_batches(
+    uid: str, prompts: dict[str, tuple[Sample, Prompt]], run: RunSpec, folders: Sequence[RunFolder], most: int
+) -> list[list[str]]:
+    """Claim up to `most` further batches of samples in all `folders`, in the task's order after the sample `uid`.
+
+    None is claimed where the next sample continues a conversation or asks about the same context, which is then read
+    once for both.
+    """
+    found: list[list[str]] = []
+    order = list(prompts)
+    group = prompts[uid][0].group or uid
+    for other in order[order.index(uid) + 1 :]:
+        sample = prompts[other][0]
+        if len(found) >= most or sample.conversation or (sample.group or other) == group:
+            break
+        if claim_all(folders, other):
+            found.append([other, *claim_companions(other, prompts, run, folders)])
+        group = sample.group or other
+    return found
 
 
 def describe_process(run: RunSpec) -> dict[str, Any]:

@@ -13,11 +13,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from tqdm import tqdm
 
-from kvbench.engine.joint_decoding import run_together
+from kvbench.engine.joint_decoding import Session, run_together
 from kvbench.engine.shared_prefill import ContextFailed, prefill
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import clear, forget_peak
@@ -29,6 +31,7 @@ from kvbench.store.run_folder import RunFolder
 from kvbench.validation import ContractError
 
 Batch = Sequence[tuple[Sample, Prompt]]
+SAMPLES = 4  # most batches of samples whose answers are decoded as one batch
 
 
 class RunGroup:
@@ -40,7 +43,7 @@ class RunGroup:
         runs: The runs by the folders of their records.
         readers: The responders of the runs that have not been dropped.
         most: How many runs one prefill serves.
-        most_answers: How many runs' answers are decoded as one batch.
+        most_answers: How many answers are decoded as one batch.
     """
 
     def __init__(
@@ -54,46 +57,63 @@ class RunGroup:
             reload: Makes the next responders get a freshly loaded model.
         """
         self.runs, self.make, self.reload = runs, make, reload
-        first = next(iter(runs.values()))
         self.most = len(runs)
-        self.most_answers = len(runs) if first.shares_decoding else 1
+        self.most_answers = SAMPLES * len(runs) if next(iter(runs.values())).shares_decoding else 1
         self.readers: dict[RunFolder, Responder] = {}
         for folder in runs:
             with self._leave_on_failure(folder):
                 self.readers[folder] = make(runs[folder])
 
-    def answer(self, folders: Sequence[RunFolder], batch: Batch) -> Iterator[tuple[RunFolder, list[dict]]]:
-        """Answer a batch in some of the runs.
+    def answer(self, folders: Sequence[RunFolder], batches: Sequence[Batch]) -> Iterator[tuple[RunFolder, list[dict]]]:
+        """Answer batches in some of the runs.
 
         Args:
             folders: The folders of the runs.
-            batch: Samples with their prompts.
+            batches: Samples with their prompts. With several batches, no two of them share a context.
 
         Yields:
-            (folder, records) as soon as a run is done. A run that fails yields nothing.
+            (folder, records) as soon as a run is done with a batch. A run that fails yields nothing.
         """
-        left = [folder for folder in folders if folder in self.readers]
+        left = list(folders)
+        while left:
+            some, left = left[: self.most], left[self.most :]
+            self._drop_others(some)
+            done = set()
+            for folder, number, records in self._answer_together(some, batches):
+                done.add((folder, number))
+                yield folder, records
+            for number, batch in enumerate(batches):
+                yield from self._answer_in_turn([folder for folder in some if (folder, number) not in done], batch)
+
+    def _answer_in_turn(self, folders: Sequence[RunFolder], batch: Batch) -> Iterator[tuple[RunFolder, list[dict]]]:
+        """Answer a batch in one run after the other. Yields what `answer` does."""
+        left = list(folders)
         while left:
             some, left = left[: self.most], left[self.most :]
             alone, count = len(some) == 1, len(some)
-            for folder in self.readers.keys() - set(some):
-                self.readers[folder].drop()
+            self._drop_others(some)
             spent = self._open(some, batch)
-            together = True
             while some and spent is not None:
-                if together and not self._is_needed_first(some[0]):
-                    together = False
-                    for folder, records in self._answer_together(some, batch):
-                        some.remove(folder)
-                        yield from self._add_reading(folder, records, spent)
-                    continue
                 found = self._answer(some[0], batch, alone)
                 if found is None:
                     break
-                yield from self._add_reading(some.pop(0), found, spent)
+                folder = some.pop(0)
+                for record in found:
+                    record["seconds"] += spent.get(folder, 0.0) / 1000
+                if found:
+                    yield folder, found
             if some:
                 self._read_for_fewer(count)
                 left = some + left
+
+    def _drop_others(self, folders: Sequence[RunFolder]) -> None:
+        for folder in self.readers.keys() - set(folders):
+            self.readers[folder].drop()
+
+    @property
+    def most_batches(self) -> int:
+        """How many batches `answer` should get at once."""
+        return max(1, self.most_answers // max(1, len(self.readers)))
 
     def rehearse(self, batch: Batch) -> None:
         """Read a batch in all runs and begin its answers, and keep nothing.
@@ -127,51 +147,62 @@ class RunGroup:
                 continue
             return None if spent is None else dict(zip(lacking, spent, strict=True))
 
-    def _is_needed_first(self, folder: RunFolder) -> bool:
-        """Whether the other runs compare their predictions with this run's records."""
-        run = self.runs[folder]
-        return run.fidelity and run.value == run.baseline().value
+    def _answer_together(
+        self, folders: Sequence[RunFolder], batches: Sequence[Batch]
+    ) -> Iterator[tuple[RunFolder, int, list[dict]]]:
+        """Answer batches in several runs, with as many answers decoded as one batch as fit into memory.
 
-    @staticmethod
-    def _add_reading(
-        folder: RunFolder, records: list[dict], spent: Mapping[RunFolder, float]
-    ) -> Iterator[tuple[RunFolder, list[dict]]]:
-        """Yield a run's records, if there are any, with its part of the time that reading the prompt took."""
-        for record in records:
-            record["seconds"] += spent.get(folder, 0.0) / 1000
-        if records:
-            yield folder, records
+        If a run fails, all that are left answer in turn, which tells whose error it is.
 
-    def _answer_together(self, folders: Sequence[RunFolder], batch: Batch) -> Iterator[tuple[RunFolder, list[dict]]]:
-        """Yield the records of runs whose answers were decoded as one batch, as many at once as fit into memory.
-
-        If a run fails, all runs that are left answer alone, which tells whose error it is.
+        Yields:
+            (folder, number of the batch, records)
         """
-        left = [folder for folder in folders if folder in self.readers]
+        left = [(folder, number) for number in range(len(batches)) for folder in folders if folder in self.readers]
         while min(len(left), self.most_answers) > 1:
-            some, started = left[: self.most_answers], time.perf_counter()
-            measured = None
+            some, started, measured = left[: self.most_answers], time.perf_counter(), None
+            begun: list[tuple[RunFolder, int]] = []
             try:
                 with suppress(torch.cuda.OutOfMemoryError):
-                    measured = run_together([self.readers[folder].begin(batch) for folder in some])
+                    measured = run_together(self._begin(some, batches, begun))
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-                tqdm.write(f"kvbench: {len(some)} runs answer alone: {reason}", file=sys.stderr)
+                tqdm.write(f"kvbench: {len(some)} answers are decoded alone: {reason}", file=sys.stderr)
                 return
             if measured is None:  # not in an except block, whose error would keep tensors alive
                 self.most_answers = (len(some) + 1) // 2
-                clear(self.runs[some[0]].device)
+                clear(self.runs[folders[0]].device)
                 continue
             left = left[len(some) :]
-            seconds = (time.perf_counter() - started) / len(some)
-            for folder, own in zip(some, measured, strict=True):
-                if folder not in self.readers:  # another one's error changed the model, which could not be loaded again
-                    continue
+            seconds = (time.perf_counter() - started) / max(1, len(begun))
+            for (folder, number), own in zip(begun, measured, strict=True):
                 records = None
-                with self._leave_on_failure(folder):
-                    records = self.readers[folder].make_records(batch, own, seconds)
+                if folder in self.readers:
+                    with self._leave_on_failure(folder):
+                        records = self.readers[folder].make_records(batches[number], own, seconds)
                 if records is not None:
-                    yield folder, records
+                    yield folder, number, records
+
+    def _begin(
+        self, pairs: Sequence[tuple[RunFolder, int]], batches: Sequence[Batch], begun: list[tuple[RunFolder, int]]
+    ) -> Iterator[Session[list[dict]]]:
+        """Read each batch into the contexts of its runs, and yield a session of each run before the next batch is read.
+
+        Args:
+            pairs: Runs, and the numbers of their batches in ascending order.
+            batches: The batches.
+            begun: Gets the pair of each session.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: Memory does not suffice.
+        """
+        for number, group in groupby(pairs, key=itemgetter(1)):
+            own = [folder for folder, _ in group]
+            if self._open(own, batches[number]) is None:
+                raise torch.cuda.OutOfMemoryError("no memory for all contexts")
+            for folder in own:
+                if folder in self.readers:
+                    begun.append((folder, number))
+                    yield self.readers[folder].begin(batches[number])
 
     def _answer(self, folder: RunFolder, batch: Batch, alone: bool) -> list[dict] | None:
         """Return a run's records: none if it is dropped, None if memory does not suffice beside the other runs."""
