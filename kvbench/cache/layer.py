@@ -313,6 +313,10 @@ class Layer:
         self.rows = self.rows.reserve(tokens)
         self.update_memory()
 
+    def copy_tail(self) -> None:
+        """Append further tokens to memory that no other context uses."""
+        self.rows = self.rows.copy_tail()
+
     def reserve_packed(self, tokens: int, ahead: int) -> Growing:
         """Reserve memory for further tokens behind packed rows, of which `ahead` may be taken back at once."""
         self.rows = rows = self.rows.reserve_packed(tokens, ahead)

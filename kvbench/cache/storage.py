@@ -123,6 +123,12 @@ class StoredRows:
         keys, values = (self._grown(like, own, self.tail + tokens) for own in (self.tail_keys, self.tail_values))
         return replace(self, tail_keys=keys, tail_values=values)
 
+    def copy_tail(self) -> "StoredRows":
+        """Return these rows with a copy of the tail and of the memory reserved behind it."""
+        if self.tail_keys is None or self.tail_values is None:
+            return self
+        return replace(self, tail_keys=self.tail_keys.clone(), tail_values=self.tail_values.clone())
+
     def reserve_packed(self, tokens: int, ahead: int) -> "StoredRows":
         """Reserve memory for further tokens behind packed rows.
 

@@ -1,7 +1,8 @@
-"""Measure the time saved by reading a prompt once for many runs.
+"""Measure the time saved by reading prompts and decoding answers once for many runs.
 
 Examples:
   kvbench bench-share task.length=4096 limit=1 rounds=3
+  kvbench bench-share model=smollm2 task.length=4096 limit=4 sweep.share_decoding=true
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,11 @@
-"""Measure what a shared prefill saves: the seconds of a sweep's runs together and each alone.
+"""Measure what sharing saves: the seconds of a sweep's runs together and each alone.
 
 Without given methods and budgets it runs METHODS at BUDGETS, and the full cache as in a sweep. In a round, all runs are
 executed twice into new folders, first together and then one after the other, from the same prompts with the same loaded
-weights. Before the first round everything runs once on short prompts. The ratio is seconds alone / seconds together,
-with medians over the rounds. A line is appended to <results>/efficiency/share-<machine>.csv.
+weights. Together they share prefills and, with sweep.share_decoding=true, the decoding of answers. Before the first
+round all runs read a sample together: a short one on a CPU. The ratio is seconds alone / seconds together, with medians
+over the rounds. A line is appended to <results>/efficiency/share-<machine>.csv, and what the last round's seconds were
+spent on is printed.
 
 Weights may be random, but prompts need a tokenizer: model=random model.like=llama31_8b model.tokenizer=reference.
 """
@@ -11,7 +13,7 @@ Weights may be random, but prompts need a tokenizer: model=random model.like=lla
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from statistics import median
@@ -25,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.config import catalogue
 from kvbench.config.compose import compose_config, expand_cells, parse_override
 from kvbench.efficiency.measure import collect_versions, machine_name
+from kvbench.engine.spending import describe, start_counting
 from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_runs
 from kvbench.runs.spec import RunSpec
@@ -33,26 +36,47 @@ from kvbench.validation import SettingError, require_int, require_writable
 
 METHODS = ("snapkv", "keydiff", "dropkv", "knorm", "tova", "expected_attention")
 BUDGETS = (0.1, 0.3)
-SHORT = 1024  # tokens of the prompts that run before anything is timed
+SHORT = 1024  # tokens of the prompts that a CPU reads before anything is timed
 ROUNDS = "rounds="
 COLUMNS = (
     "machine", "model", "weights", "task", "length", "samples", "methods", "budgets", "runs", "rounds", "together_s",
-    "alone_s", "ratio", "dtype", "threads", "torch", "transformers", "triton", "date", "python", "cuda", "sources",
-    "commit", "driver",
+    "alone_s", "ratio", "decoded_together", "dtype", "threads", "torch", "transformers", "triton", "date", "python",
+    "cuda", "sources", "commit", "driver",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class SharingTimes:
-    """Seconds of each round, with all runs together and each alone."""
+class Round:
+    """What executing the runs once took.
 
-    together: tuple[float, ...]
-    alone: tuple[float, ...]
+    Attributes:
+        seconds: The time.
+        spent: A line that says what it was spent on.
+        decoded_together: Most answers that were decoded as one batch.
+    """
+
+    seconds: float
+    spent: str = ""
+    decoded_together: int = 1
+
+
+@dataclass(frozen=True)
+class SharingTimes:
+    """Every round, with all runs together and each alone."""
+
+    together: tuple[Round, ...]
+    alone: tuple[Round, ...]
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """The medians of both."""
+        return median(own.seconds for own in self.together), median(own.seconds for own in self.alone)
 
     @property
     def ratio(self) -> float:
         """How many times longer the runs take alone."""
-        return median(self.alone) / median(self.together)
+        together, alone = self.seconds
+        return alone / together
 
 
 def measure_sharing(runs: Sequence[RunSpec], short: Sequence[RunSpec], rounds: int, bench: Resources) -> SharingTimes:
@@ -60,7 +84,7 @@ def measure_sharing(runs: Sequence[RunSpec], short: Sequence[RunSpec], rounds: i
 
     Args:
         runs: The runs.
-        short: The same runs on short prompts, executed once before.
+        short: The same runs on one sample, executed once before.
         rounds: Number of rounds.
         bench: Tokenizer, model and prompts.
     """
@@ -70,17 +94,21 @@ def measure_sharing(runs: Sequence[RunSpec], short: Sequence[RunSpec], rounds: i
     return SharingTimes(tuple(together for together, _ in found), tuple(alone for _, alone in found))
 
 
-def time_runs(runs: Sequence[RunSpec], bench: Resources, together: bool) -> float:
-    """Return the seconds to make the records of the runs in a new folder."""
+def time_runs(runs: Sequence[RunSpec], bench: Resources, together: bool) -> Round:
+    """Make the records of the runs in a new folder."""
     with TemporaryDirectory() as folder:
-        begin = time.perf_counter()
-        for some in [runs] if together else [[run] for run in runs]:
+        start_counting()
+        begin, most = time.perf_counter(), 1
+        for some in [runs] if together else [[replace(run, shares_decoding=False)] for run in runs]:
             with redirect_stderr(StringIO()) as said:
                 folders = execute_runs(some, Path(folder), bench)
-            shared = {record.get("shared_prefill") for own in folders for record in own.records().values()}
+            records = [record for own in folders for record in own.records().values()]
+            shared = {record.get("shared_prefill") for record in records}
+            most = max([most, *(record.get("decoded_together", 1) for record in records)])
             if not all(own.finished for own in folders) or shared != {len(some)}:
                 raise SettingError(f"limit: {len(some)} runs could not be made at once: {said.getvalue()[-300:]}")
-        return time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        return Round(seconds, describe(seconds), most)
 
 
 def compose_runs(overrides: Sequence[str], *more: str) -> tuple[DictConfig, list[RunSpec]]:
@@ -110,7 +138,8 @@ def run_sharing_bench(arguments: Sequence[str]) -> None:
     length = runs[0].task.length
     if length is None or runs[0].measures:
         raise SettingError(f"task={runs[0].task_settings['name']}: one whose prompts have a task.length")
-    _, short = compose_runs(asked, f"task.length={min(SHORT, length)}", "limit=1")
+    brief = [f"task.length={min(SHORT, length)}"] if runs[0].device == "cpu" else []
+    _, short = compose_runs(asked, *brief, "limit=1")
     first, name = runs[0], machine_name(runs[0].device)
     path = Path(config.results) / "efficiency" / f"share-{name}.csv"
     if path.exists():
@@ -122,7 +151,8 @@ def run_sharing_bench(arguments: Sequence[str]) -> None:
         "task": first.task_settings["name"], "length": length, "samples": len(bench.prompts),
         "methods": " ".join(dict.fromkeys(run.groups["method"]["name"] for run in runs)),
         "budgets": " ".join(dict.fromkeys(str(run.budget.value) for run in runs)), "runs": len(runs), "rounds": rounds,
-        "together_s": median(saving.together), "alone_s": median(saving.alone), "ratio": saving.ratio,
+        "together_s": saving.seconds[0], "alone_s": saving.seconds[1], "ratio": saving.ratio,
+        "decoded_together": max(own.decoded_together for own in saving.together),
         "dtype": first.dtype, "threads": torch.get_num_threads(), **collect_versions(first),
     }  # fmt: skip
     append_lines(path, [line], COLUMNS)
@@ -130,3 +160,4 @@ def run_sharing_bench(arguments: Sequence[str]) -> None:
         f"{len(runs)} runs of {line['samples']} samples, {length} tokens: {line['together_s']:.1f} s together, "
         f"{line['alone_s']:.1f} s alone, {saving.ratio:.2f} times: {path}"
     )
+    print(f"together: {saving.together[-1].spent}\nalone: {saving.alone[-1].spent}")

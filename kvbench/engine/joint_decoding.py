@@ -90,23 +90,25 @@ def join_answers(answers: Sequence[Answer]) -> list[Answer]:
     """Let answers read their tokens as one batch, as far as possible. Returns those that will; none is one alone.
 
     An answer stays out if modules must read its tokens, if a graph cannot read all of them or needs to cut rows after
-    some of them, if it has another length than the first one, or if it would append to memory that another one uses.
+    some of them, or if it has another length than the first one.
     """
     parts: list[tuple[Answer, PlannedRows]] = []
     used: set[int] = set()
     for answer in answers:
-        like = parts[0][0] if parts else answer
-        if (
-            answer.is_over
-            or answer.path is not None
-            or answer.left != like.left
-            or answer.context.model is not like.context.model
-        ):
+        like, context = parts[0][0] if parts else answer, answer.context
+        if answer.is_over or answer.path is not None:
             continue
-        planned, memory = plan_rows(answer.context, answer.left), list_memory(answer.context)
-        if planned is None or planned.cut or planned.tokens < answer.left or used & memory:
+        if answer.left != like.left or context.model is not like.context.model:
             continue
-        used |= memory
+        planned = plan_rows(context, answer.left)
+        if planned is None or planned.cut or planned.tokens < answer.left:
+            continue
+        if used & list_memory(context):  # contexts that read a prompt together and have cut nothing share it
+            for layer in context.own_layers:
+                layer.copy_tail()
+            planned = plan_rows(context, answer.left)
+            assert planned is not None  # the same rows as before
+        used |= list_memory(context)
         parts.append((answer, planned))
     if len(parts) > 1:
         with spend("capturing"):

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from kvbench.efficiency.sharing_bench import SharingTimes, run_sharing_bench
+from kvbench.efficiency.sharing_bench import Round, SharingTimes, run_sharing_bench
 from kvbench.models.random_weights import RandomCheckpoint
 from kvbench.validation import SettingError
 from tests.support.command_line import run_cli
@@ -24,8 +24,10 @@ def test_a_line_is_appended_for_all_runs_together_and_alone(checkpoint, tmp_path
         assert (line["methods"], line["budgets"], line["runs"]) == ("full knorm", "1.0 0.2 0.4", "3")
         assert (line["length"], line["samples"], line["rounds"]) == ("512", "1", "1")
         assert float(line["ratio"]) == float(line["alone_s"]) / float(line["together_s"])
-    assert capsys.readouterr().out.count("3 runs of 1 samples, 512 tokens: ") == 2
-    assert SharingTimes((1.0, 4.0, 2.0), (6.0, 5.0, 9.0)).ratio == 3.0
+        assert line["decoded_together"] == "1"
+    out = capsys.readouterr().out
+    assert out.count("3 runs of 1 samples, 512 tokens: ") == 2 and out.count("\nalone: ") == 2
+    assert SharingTimes(*(tuple(map(Round, own)) for own in ((1.0, 4.0, 2.0), (6.0, 5.0, 9.0)))).ratio == 3.0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Answers that are decoded as one batch are those of contexts that answer alone, and leave the same behind."""
 
 from contextlib import closing
+from itertools import combinations
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from kvbench.engine import joint_decoding
 from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.graph_decoding import CHUNK
-from kvbench.engine.joint_decoding import Session, join_answers, run_alone, run_together
+from kvbench.engine.joint_decoding import Session, join_answers, list_memory, run_alone, run_together
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.shared_prefill import prefill
 from kvbench.interfaces.budget import Budget
@@ -138,7 +139,7 @@ def test_what_cannot_join_answers_alone():
     assert [own.decoded_together for _, own in pairs] == [3, 3, 1, 1, 3]
 
 
-def test_contexts_that_would_append_to_the_same_memory_take_turns():
+def test_contexts_that_append_to_the_same_memory_get_their_own():
     model = make_double("llama")
     chosen = [("full", {}), ("quest", {"page": 4, "dense_layers": 1}), ("full", {}), ("snapkv", {})]
     budgets = [Budget(1.0), Budget(0.3), Budget(1.0), Budget(0.3)]
@@ -156,9 +157,13 @@ def test_contexts_that_would_append_to_the_same_memory_take_turns():
     for context in contexts:
         context.reserve(20)
     answers = [Answer(context, 20, Sampling(), frozenset()) for context in contexts]
-    first = join_answers(answers)
-    assert first == [answers[0], answers[3]]
+    before = [list_memory(context) for context in contexts]
+    assert before[0] == before[1] == before[2] and not before[0] & before[3]
+    assert join_answers(answers) == answers
+    after = [list_memory(context) for context in contexts]
+    assert after[0] == before[0] and not any(one & other for one, other in combinations(after, 2))
     for answer in answers:
+        answer.end()
         answer.close()
     assert all(map(torch.equal, alone, run_together([tell(context, 20) for context in contexts])))
 

@@ -43,10 +43,10 @@ def strip(records):
 
 @pytest.mark.cover
 @pytest.mark.parametrize(
-    ("more", "most"), [((), 14), (("fidelity=true", "question=hidden"), 12), (("temperature=0.2",), 7)]
+    ("more", "most"), [((), 18), (("fidelity=true", "question=hidden"), 16), (("temperature=0.2",), 9)]
 )
 def test_records_are_those_of_lone_runs(sweep, more, most):
-    """All but quest's answers to two samples are decoded together, apart from those that end with their first token."""
+    """The answers to two samples are decoded together, apart from those that end with their first token."""
     runs = [sweep(*CELLS, *more, together=together) for together in (False, True)]
     assert [code for code, _, _ in runs] == [0, 0], runs
     (_, _, alone), (_, errors, joined) = runs
