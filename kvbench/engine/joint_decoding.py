@@ -6,7 +6,7 @@ A step computes the layers' linear parts for all samples together. Each context 
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -18,13 +18,30 @@ from kvbench.engine.graph_decoding import GraphDecoder, Norms, StepRows, read_to
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import now
 
-STREAMS = 8  # most streams on which contexts attend side by side
+STREAMS = 8  # most streams on which contexts attend side by side, the current one included
 T = TypeVar("T")
 Session = Generator[Answer, None, T]
 """Work that yields an answer when it needs the next token, and once more when the answer is over (`Answer.end`).
 
 Who runs it calls `Answer.step` and continues it.
 """
+
+
+def finish_answer(answer: Answer, goes_on: Callable[[Tensor], bool]) -> Session[None]:
+    """Generate an answer up to its end, or up to the first token for which `goes_on` is false, and close it.
+
+    Args:
+        answer: The answer, which has its first token.
+        goes_on: Gets each token of the answer, (B,).
+    """
+    with closing(answer):
+        while True:
+            if not goes_on(answer.token):
+                answer.end()
+            ended = answer.is_over
+            yield answer
+            if ended:
+                return
 
 
 def run_alone(session: Session[T]) -> T:
@@ -122,6 +139,12 @@ def list_memory(context: GenerationContext) -> set[int]:
     return {tail.untyped_storage().data_ptr() for tail in tails if tail is not None and tail.numel()}
 
 
+@cache
+def make_streams(gpu: torch.device) -> list[torch.cuda.Stream]:
+    """Make streams for work beside the current stream: once for each GPU, because cuBLAS keeps a workspace for each."""
+    return [torch.cuda.Stream(gpu) for _ in range(STREAMS - 1)]
+
+
 class JoinedRows(StepRows):
     """The rows of several contexts, each for its own samples of a batch."""
 
@@ -135,8 +158,8 @@ class JoinedRows(StepRows):
         """
         self.parts, self.sizes = parts, list(sizes)
         self.running = set(range(len(parts)))  # numbers of the contexts whose answers are not over
-        count = min(STREAMS, len(parts)) - 1 if device.type == "cuda" else 0
-        self.streams = [torch.cuda.Stream(device) for _ in range(count)]
+        count = len(parts) - 1 if device.type == "cuda" else 0
+        self.streams = make_streams(device)[:count] if count else []
 
     def cuts(self, number: int) -> bool:
         return False

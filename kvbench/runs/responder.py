@@ -3,10 +3,11 @@
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from kvbench.cache.guard import ask
 from kvbench.engine.compressed_cache import trim
 from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.graph_decoding import CHUNK
-from kvbench.engine.joint_decoding import Session, run_alone
+from kvbench.engine.joint_decoding import Session, finish_answer, run_alone
 from kvbench.engine.rehearsal import rehearse
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import forget_peak, now, peak
@@ -122,8 +123,8 @@ class Responder:
         """Return a session that answers a batch and measures what it costs, with one result for each sample."""
         return self._converse(batch) if batch[0][0].conversation else self._measure(batch)
 
-    def rehearse(self, batch: Sequence[tuple[Sample, Prompt]]) -> None:
-        """Do with a batch what `attempt` does, but only begin the answers, and keep nothing."""
+    def rehearse(self, batch: Sequence[tuple[Sample, Prompt]]) -> Session[None]:
+        """Return a session that does what `begin` does, but only begins the answers, and keeps nothing."""
         context, hidden, method = self._open(batch), self.run.question == "hidden", self.choice.method
         tokens = max(CHUNK + 1, method.decode_interval + 2 if method.decoding else 0)  # of an answer: up to a cut
         rounds = [[turn] for turn in batch] if batch[0][0].conversation else [batch]
@@ -134,12 +135,14 @@ class Responder:
                 if self.run.fidelity and any(answers := [self._right_answer(*own) for own in some]):
                     predict(context, answers)
                 context.reserve(sample.max_new_tokens)
-                steps = context.generate(
-                    sample.max_new_tokens, self.run.sampling, frozenset(), min_new_tokens=sample.min_new_tokens
+                answer = Answer(
+                    context, sample.max_new_tokens, self.run.sampling, frozenset(), min_new_tokens=sample.min_new_tokens
                 )
-                with closing(steps):
-                    for _ in islice(steps, tokens):
-                        pass
+                yield from finish_answer(answer, partial(self._is_below, answer, tokens))
+
+    @staticmethod
+    def _is_below(answer: Answer, most: int, token: Tensor) -> bool:
+        return answer.count < most
 
     @spend("grading")
     def make_records(
@@ -315,23 +318,22 @@ class Responder:
         )
         tokens: list[Tensor] = []
         over = [False] * len(samples)
-        with closing(answer):
-            while True:
-                tokens.append(answer.token)
-                if like.until:
-                    ids = torch.stack(tokens[-4 * max(map(len, like.until)) :], dim=1).tolist()  # 4 bytes a character
-                    texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-                    found = [
-                        row[-1] in stop or any(end in text for end in like.until)
-                        for row, text in zip(ids, texts, strict=True)
-                    ]
-                    over = [one or other for one, other in zip(over, found, strict=True)]
-                    if all(over):
-                        answer.end()
-                ended = answer.is_over
-                yield answer
-                if ended:
-                    return torch.stack(tokens, dim=1)
+
+        def goes_on(token: Tensor) -> bool:
+            nonlocal over
+            tokens.append(token)
+            if not like.until:
+                return True
+            ids = torch.stack(tokens[-4 * max(map(len, like.until)) :], dim=1).tolist()  # 4 bytes a character
+            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            found = [
+                row[-1] in stop or any(end in text for end in like.until) for row, text in zip(ids, texts, strict=True)
+            ]
+            over = [one or other for one, other in zip(over, found, strict=True)]
+            return not all(over)
+
+        yield from finish_answer(answer, goes_on)
+        return torch.stack(tokens, dim=1)
 
     @spend("comparing")
     def _inspect_context(self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:

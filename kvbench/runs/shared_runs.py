@@ -19,7 +19,7 @@ from operator import itemgetter
 import torch
 from tqdm import tqdm
 
-from kvbench.engine.joint_decoding import Session, run_together
+from kvbench.engine.joint_decoding import Session, run_alone, run_together
 from kvbench.engine.shared_prefill import ContextFailed, prefill
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import clear, forget_peak
@@ -123,7 +123,11 @@ class RunGroup:
         self._open(list(self.readers), batch)
         for folder, reader in list(self.readers.items()):
             with self._leave_on_failure(folder), suppress(torch.cuda.OutOfMemoryError):
-                reader.rehearse(batch)
+                run_alone(reader.rehearse(batch))
+        if self.most_answers > 1:
+            with suppress(Exception):  # the samples' lines and records will say it
+                run_together([reader.rehearse(batch) for reader in self.readers.values()])
+        for reader in self.readers.values():
             reader.drop()
         clear(next(iter(self.runs.values())).device)
 

@@ -1,6 +1,5 @@
 """Answers that are decoded as one batch are those of contexts that answer alone, and leave the same behind."""
 
-from contextlib import closing
 from itertools import combinations
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from kvbench.engine import joint_decoding
 from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.graph_decoding import CHUNK
-from kvbench.engine.joint_decoding import Session, join_answers, list_memory, run_alone, run_together
+from kvbench.engine.joint_decoding import Session, finish_answer, join_answers, list_memory, run_alone, run_together
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.shared_prefill import prefill
 from kvbench.interfaces.budget import Budget
@@ -55,15 +54,8 @@ def make_pairs(model, names, prompts=None, batches=None) -> list[list[Generation
 def tell(context, tokens, stop=(), after=None, sampling=None) -> Session[torch.Tensor]:
     """A session whose result is an answer, (n, B). With `after` it ends the answer after so many tokens."""
     answer, found = Answer(context, tokens, sampling or Sampling(), frozenset(stop)), []
-    with closing(answer):
-        while True:
-            found.append(answer.token)
-            if len(found) == after:
-                answer.end()
-            ended = answer.is_over
-            yield answer
-            if ended:
-                return torch.stack(found)
+    yield from finish_answer(answer, lambda token: found.append(token) or len(found) != after)
+    return torch.stack(found)
 
 
 def answer_all(pairs, **more) -> list[list[torch.Tensor]]:

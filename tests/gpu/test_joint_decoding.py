@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.graph_decoding import CHUNK
-from kvbench.engine.joint_decoding import Session, run_alone, run_together
+from kvbench.engine.joint_decoding import Session, finish_answer, run_alone, run_together
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.store.runs import load_runs
@@ -59,15 +59,8 @@ def tell(context: GenerationContext, tokens: int, end: int | None = None) -> Ses
     """A session that answers and ends the answer after `end` tokens."""
     with context.branch():
         answer, found = Answer(context, tokens, Sampling(), frozenset()), []
-        while True:
-            found.append(int(answer.token))
-            if len(found) == end:
-                answer.end()
-            over = answer.is_over
-            yield answer
-            if over:
-                answer.close()
-                return found
+        yield from finish_answer(answer, lambda token: found.append(int(token)) or len(found) != end)
+        return found
 
 
 @pytest.mark.parametrize("ends", [(None,) * len(KINDS), tuple(range(3, 3 + 4 * len(KINDS), 4))], ids=["whole", "ended"])

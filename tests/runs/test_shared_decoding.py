@@ -1,13 +1,16 @@
 """A sweep whose answers are decoded as one batch has the records of one whose cells answer alone."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from kvbench.methods.keydiff import KeyDiff
-from kvbench.runs import shared_runs
+from kvbench.runs import runner, shared_runs
+from kvbench.runs.responder import Responder
 from kvbench.runs.spec import RunSpec
+from kvbench.runs.warming import choose_examples, make_warm_group
 from kvbench.store.runs import load_runs
 from kvbench.validation import ContractError
 from tests.support.recorded_runs import OWN
@@ -21,6 +24,14 @@ def sweep(kvbench, monkeypatch, tmp_path):
     """Runs a sweep as on a GPU, but without graphs, and gives exit code, errors and records by run and sample."""
     monkeypatch.setattr("kvbench.engine.context.can_capture", lambda model: True)
     describe = RunSpec.describe
+
+    def rehearse(runs, bench):
+        group = shared_runs.RunGroup(runs, partial(Responder, bench=bench), bench.reload_model)
+        for batch in choose_examples(bench.prompts, next(iter(runs.values()))):
+            group.rehearse(batch)
+        return group
+
+    monkeypatch.setattr(runner, "make_warm_group", rehearse)
 
     def call(*settings: str, together: bool) -> tuple[int, str, dict[tuple[str, str], dict]]:
         def describe_shared(*given, **named):
@@ -39,6 +50,19 @@ def strip(records):
     """What must be equal."""
     left_out = OWN | {"decoded_together", "fidelity_ms"}
     return {key: {name: own for name, own in record.items() if name not in left_out} for key, record in records.items()}
+
+
+def test_a_rehearsal_decodes_together_too(sweep, monkeypatch):
+    run_together, counts = shared_runs.run_together, []
+
+    def run(sessions):
+        found = run_together(sessions)
+        counts.append(len(found))
+        return found
+
+    monkeypatch.setattr(shared_runs, "run_together", run)
+    assert sweep(*CELLS, together=True)[0] == 0
+    assert counts == [9, 18]  # an example, and both samples
 
 
 @pytest.mark.cover
@@ -65,6 +89,7 @@ def test_a_run_that_fails_is_left_out(sweep, monkeypatch):
         return score(self, observation, rows, state)
 
     _, _, expected = sweep(*CELLS, together=False)
+    monkeypatch.setattr(runner, "make_warm_group", make_warm_group)  # which rehearses no answer on a CPU
     monkeypatch.setattr(KeyDiff, "score", fail)
     code, errors, found = sweep(*CELLS, together=True)
     assert code == 1 and "answers are decoded alone: ContractError: method=keydiff: score is tired" in errors
@@ -93,7 +118,7 @@ def test_fewer_answer_together_if_memory_does_not_suffice(sweep, monkeypatch):
     monkeypatch.setattr(shared_runs, "run_together", run)
     code, errors, found = sweep(*CELLS, together=True)
     assert code == 0 and strip(found) == strip(expected) and "answer alone" not in errors
-    assert [len(begun) for begun in counts] == [3] * 9  # three times too many, then 18 answers
+    assert [len(begun) for begun in counts] == [3] * 10  # a rehearsal, three times too many, then 18 answers
     assert max(record["decoded_together"] for record in found.values()) == 3
 
 
