@@ -59,12 +59,14 @@ def run_alone(session: Session[T]) -> T:
 def run_together(sessions: Iterable[Session[T]]) -> list[T]:
     """Run sessions side by side and decode their answers together where possible. Returns their results.
 
-    A session begins before the next one is asked for.
+    A session begins before the next one is asked for. No two may append to the same memory (`separate_memory`), and
+    each must forget its answer (`PromptContext.branch`): the batch goes on until the longest answer ends, and what a
+    shorter one then leaves, apart from its counts, may be what further tokens left.
 
     If one of them raises an error, all of them are ended.
 
-    Contexts that read a prompt together may share memory that some of them append to. A write there no longer means
-    that a hook of another context kept a reference, so such hooks are found only where answers are decoded alone.
+    Contexts may have read memory that another one appends to. A write there does not mean that a hook kept a reference,
+    so such hooks are found only where answers are decoded alone.
     """
     begun: list[Session[T]] = []
     results: dict[int, T] = {}
@@ -107,7 +109,7 @@ def join_answers(answers: Sequence[Answer]) -> list[Answer]:
     """Let answers read their tokens as one batch, as far as possible. Returns those that will; none is one alone.
 
     An answer stays out if modules must read its tokens, if a graph cannot read all of them or needs to cut rows after
-    some of them, or if it has another length than the first one.
+    some of them, if it has another length than the first one, or if it would append to memory that another one uses.
     """
     parts: list[tuple[Answer, PlannedRows]] = []
     used: set[int] = set()
@@ -117,20 +119,30 @@ def join_answers(answers: Sequence[Answer]) -> list[Answer]:
             continue
         if answer.left != like.left or context.model is not like.context.model:
             continue
-        planned = plan_rows(context, answer.left)
-        if planned is None or planned.cut or planned.tokens < answer.left:
+        planned, memory = plan_rows(context, answer.left), list_memory(context)
+        if planned is None or planned.cut or planned.tokens < answer.left or used & memory:
             continue
-        if used & list_memory(context):  # contexts that read a prompt together and have cut nothing share it
-            for layer in context.own_layers:
-                layer.copy_tail()
-            planned = plan_rows(context, answer.left)
-            assert planned is not None  # the same rows as before
-        used |= list_memory(context)
+        used |= memory
         parts.append((answer, planned))
     if len(parts) > 1:
         with spend("capturing"):
             JointDecoder(parts)
     return [answer for answer, _ in parts] if len(parts) > 1 else []
+
+
+def separate_memory(context: GenerationContext, used: set[int]) -> None:
+    """Let a context append to memory of its own, before it and others read on side by side.
+
+    Contexts that read a prompt together and have cut nothing share its rows and the room behind them.
+
+    Args:
+        context: The context.
+        used: What the other contexts append to (`list_memory`). This context's is added.
+    """
+    if used & list_memory(context):
+        for layer in context.own_layers:
+            layer.copy_tail()
+    used |= list_memory(context)
 
 
 def list_memory(context: GenerationContext) -> set[int]:

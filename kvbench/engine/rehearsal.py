@@ -16,7 +16,7 @@ from kvbench.interfaces.observation import PromptEncoder
 from kvbench.models.transformers_port import read_layout, use_first_layers
 from kvbench.validation import SettingError
 
-LAYERS = 4  # of the model that reads the prompt, because a hook does the same in all of them
+LAYERS = 8  # of the model that reads the prompt: some methods spare the first few, and do the same in all others
 
 
 def rehearse(model: torch.nn.Module, choice: CachePolicy, words: PromptEncoder, ids: Tensor) -> None:

@@ -56,13 +56,13 @@ def move(before: str, part: str, seconds: float) -> None:
 
 
 def start_counting(who: str = "") -> Callable[[], None]:
-    """Begin at zero. Returns a function that prints `who` and what the time was spent on, if any was counted."""
+    """Begin at zero. Returns a function that says what the time of `who` was spent on, if any was counted."""
     SECONDS.update(dict.fromkeys(SECONDS, 0.0))
     begin = time.perf_counter()
 
     def say() -> None:
         if any(SECONDS.values()):
-            print(f"kvbench: {who}{describe(time.perf_counter() - begin)}", file=sys.stderr)
+            print(f"time{who}: {describe(time.perf_counter() - begin)}", file=sys.stderr)
 
     return say
 

@@ -125,7 +125,7 @@ class Responder:
 
     def rehearse(self, batch: Sequence[tuple[Sample, Prompt]]) -> Session[None]:
         """Return a session that does what `begin` does, but only begins the answers, and keeps nothing."""
-        context, hidden, method = self._open(batch), self.run.question == "hidden", self.choice.method
+        context, hidden, method = self.open(batch), self.run.question == "hidden", self.choice.method
         tokens = max(CHUNK + 1, method.decode_interval + 2 if method.decoding else 0)  # of an answer: up to a cut
         rounds = [[turn] for turn in batch] if batch[0][0].conversation else [batch]
         with context.branch():
@@ -192,7 +192,7 @@ class Responder:
 
     def _measure(self, batch: Sequence[tuple[Sample, Prompt]]) -> Session[list[dict]]:
         rest = [prompt.rest if self.run.question == "hidden" else () for _, prompt in batch]
-        context = self._open(batch)
+        context = self.open(batch)
         with context.branch():
             spent = self.prefill_ms + self._extend(context, rest)
             return (yield from self._generate_answers(context, batch, spent))[0]
@@ -200,7 +200,7 @@ class Responder:
     def _converse(self, turns: Sequence[tuple[Sample, Prompt]]) -> Session[list[dict]]:
         """Answer the turns of a conversation. The task's or the model's own answers stay in the cache."""
         found = []
-        context = self._open(turns)
+        context = self.open(turns)
         with context.branch():
             for turn, (sample, prompt) in enumerate(turns):
                 asked = prompt.rest if turn or self.run.question == "hidden" else ()
@@ -254,7 +254,7 @@ class Responder:
         context.prefill(self._tensor(opening.ids))
         self.keep_context(opening, context, 1000 * (now(self.run.device) - begin))
 
-    def _open(self, batch: Sequence[tuple[Sample, Prompt]]) -> GenerationContext:
+    def open(self, batch: Sequence[tuple[Sample, Prompt]]) -> GenerationContext:
         """Return the compressed context of a batch: the last one if it is the same."""
         if not self.has_read(batch):
             self._read(self.find_prefix(batch))
@@ -284,6 +284,7 @@ class Responder:
             For each sample the answer and its costs, and the tokens, shape (B, n).
         """
         looked = self._inspect_context(context, batch)
+        before, shared = self.peak, self.shared  # this responder may read another batch meanwhile
         context.reserve(batch[0][0].max_new_tokens)
         counted = self._count(context) | {"batch": len(batch)}
         answers = yield from self._tokens(context, [sample for sample, _ in batch])
@@ -300,9 +301,9 @@ class Responder:
             "peak_rows": max(layer.tally.peak_rows for layer in context.own_layers),
             "peak_rows_attended": max(layer.tally.peak_attended for layer in context.own_layers),
             "prefill_ms": spent,
-            "shared_prefill": self.shared,  # runs that the prompt was read for at once
+            "shared_prefill": shared,  # runs that the prompt was read for at once
             "ttft_ms": spent + 1000 * context.stamps[0],
-            "peak_bytes": max(self.peak, peak(self.run.device) or 0) if gpu else cached,
+            "peak_bytes": max(before, peak(self.run.device) or 0) if gpu else cached,
             "peak_of": "cuda" if gpu else "cache",
             "error": None,
         }

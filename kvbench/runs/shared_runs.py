@@ -19,7 +19,7 @@ from operator import itemgetter
 import torch
 from tqdm import tqdm
 
-from kvbench.engine.joint_decoding import Session, run_alone, run_together
+from kvbench.engine.joint_decoding import Session, run_alone, run_together, separate_memory
 from kvbench.engine.shared_prefill import ContextFailed, prefill
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import clear, forget_peak
@@ -156,13 +156,17 @@ class RunGroup:
     ) -> Iterator[tuple[RunFolder, int, list[dict]]]:
         """Answer batches in several runs, with as many answers decoded as one batch as fit into memory.
 
-        If a run fails, all that are left answer in turn, which tells whose error it is.
+        If a run fails, all that are left answer in turn, which tells whose error it is. Turns of a conversation do so
+        too, because they may continue the model's own answers.
 
         Yields:
             (folder, number of the batch, records)
         """
         left = [(folder, number) for number in range(len(batches)) for folder in folders if folder in self.readers]
+        if batches[0][0][0].conversation:
+            return
         while min(len(left), self.most_answers) > 1:
+            self._drop_others([folder for folder, _ in left[: self.most_answers]])
             some, started, measured = left[: self.most_answers], time.perf_counter(), None
             begun: list[tuple[RunFolder, int]] = []
             try:
@@ -171,9 +175,13 @@ class RunGroup:
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                 tqdm.write(f"kvbench: {len(some)} answers are decoded alone: {reason}", file=sys.stderr)
+                if spoils_model(error):
+                    self._renew_model(error)
                 return
             if measured is None:  # not in an except block, whose error would keep tensors alive
                 self.most_answers = (len(some) + 1) // 2
+                line = f"kvbench: no memory for {len(some)} answers at once: {self.most_answers} from now on"
+                tqdm.write(line, file=sys.stderr)
                 clear(self.runs[folders[0]].device)
                 continue
             left = left[len(some) :]
@@ -198,15 +206,23 @@ class RunGroup:
 
         Raises:
             torch.cuda.OutOfMemoryError: Memory does not suffice.
+            RuntimeError: A run failed while sessions of the others were under way, so the model may be another one now.
         """
+        used: set[int] = set()
         for number, group in groupby(pairs, key=itemgetter(1)):
             own = [folder for folder, _ in group]
             if self._open(own, batches[number]) is None:
                 raise torch.cuda.OutOfMemoryError("no memory for all contexts")
-            for folder in own:
-                if folder in self.readers:
-                    begun.append((folder, number))
-                    yield self.readers[folder].begin(batches[number])
+            if begun and any(folder not in self.readers for folder in own):
+                raise RuntimeError("a run failed while it read a prompt")
+            contexts = [
+                (folder, self.readers[folder].open(batches[number])) for folder in own if folder in self.readers
+            ]
+            for _, context in contexts:
+                separate_memory(context, used)
+            for folder, _ in contexts:
+                begun.append((folder, number))
+                yield self.readers[folder].begin(batches[number])
 
     def _answer(self, folder: RunFolder, batch: Batch, alone: bool) -> list[dict] | None:
         """Return a run's records: none if it is dropped, None if memory does not suffice beside the other runs."""
@@ -215,6 +231,17 @@ class RunGroup:
                 reader = self.readers[folder]
                 return reader.answer(batch) if alone else reader.attempt(batch)
         return []
+
+    def _renew_model(self, error: BaseException) -> None:
+        """Load the weights again, which the cause of an error has changed, for all runs that are left."""
+        others = list(self.readers)
+        self.readers.clear()  # the old weights must be freed before the new ones are loaded
+        clear_frames(error)
+        self.reload()
+        clear(next(iter(self.runs.values())).device)
+        for other in others:
+            with self._leave_on_failure(other):
+                self.readers[other] = self.make(self.runs[other])
 
     def _read_for_fewer(self, count: int) -> None:
         """Halve the number of runs that one prefill serves, because memory did not suffice for `count`."""
@@ -242,14 +269,7 @@ class RunGroup:
         for reader in self.readers.values():
             reader.drop()
         if spoils_model(error):
-            others = list(self.readers)
-            self.readers.clear()  # the old weights must be freed before the new ones are loaded
-            clear_frames(error)
-            self.reload()
-            clear(self.runs[folder].device)
-            for other in others:
-                with self._leave_on_failure(other):
-                    self.readers[other] = self.make(self.runs[other])
+            self._renew_model(error)
         if isinstance(error, ContractError):  # the run's own cell will say it
             return
         groups = self.runs[folder].groups

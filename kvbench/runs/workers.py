@@ -96,7 +96,7 @@ def run_worker(companies: Sequence[Sequence[RunSpec]], results: Path) -> None:
     the records next finds them too, and says so.
     """
     Thread(target=exit_with_parent, daemon=True).start()
-    bench, say_spending = Resources(companies[0][0]), start_counting("worker: ")
+    bench, say_spending = Resources(companies[0][0]), start_counting(" of a worker")
     try:
         with raise_on_sigterm():
             for runs in companies:

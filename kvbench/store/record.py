@@ -124,8 +124,9 @@ class Record:
     )
     decoding: str = described("How tokens were decoded: transformers' `modules`, or a CUDA `graph`.", held_by=ANSWERED)
     decoded_together: int = described(
-        "Number of runs whose answers were decoded as one batch. Above 1, `decode_ms` is the time of the batch.",
-        "runs",
+        "Number of contexts, of several runs and samples, whose answers were decoded as one batch. Above 1, "
+        "`decode_ms` is the time of the batch, and `peak_bytes` the memory of all these contexts.",
+        "contexts",
         ANSWERED,
         since=3,
     )

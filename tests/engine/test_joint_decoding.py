@@ -5,10 +5,17 @@ from itertools import combinations
 import pytest
 import torch
 
-from kvbench.engine import joint_decoding
 from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.graph_decoding import CHUNK
-from kvbench.engine.joint_decoding import Session, finish_answer, join_answers, list_memory, run_alone, run_together
+from kvbench.engine.joint_decoding import (
+    Session,
+    finish_answer,
+    join_answers,
+    list_memory,
+    run_alone,
+    run_together,
+    separate_memory,
+)
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.shared_prefill import prefill
 from kvbench.interfaces.budget import Budget
@@ -56,6 +63,11 @@ def tell(context, tokens, stop=(), after=None, sampling=None) -> Session[torch.T
     answer, found = Answer(context, tokens, sampling or Sampling(), frozenset(stop)), []
     yield from finish_answer(answer, lambda token: found.append(token) or len(found) != after)
     return torch.stack(found)
+
+
+def forget(context, tokens) -> Session[torch.Tensor]:
+    with context.branch():
+        return (yield from tell(context, tokens))
 
 
 def answer_all(pairs, **more) -> list[list[torch.Tensor]]:
@@ -131,7 +143,7 @@ def test_what_cannot_join_answers_alone():
     assert [own.decoded_together for _, own in pairs] == [3, 3, 1, 1, 3]
 
 
-def test_contexts_that_append_to_the_same_memory_get_their_own():
+def test_contexts_that_would_append_to_the_same_memory_take_turns_or_get_their_own():
     model = make_double("llama")
     chosen = [("full", {}), ("quest", {"page": 4, "dense_layers": 1}), ("full", {}), ("snapkv", {})]
     budgets = [Budget(1.0), Budget(0.3), Budget(1.0), Budget(0.3)]
@@ -151,13 +163,22 @@ def test_contexts_that_append_to_the_same_memory_get_their_own():
     answers = [Answer(context, 20, Sampling(), frozenset()) for context in contexts]
     before = [list_memory(context) for context in contexts]
     assert before[0] == before[1] == before[2] and not before[0] & before[3]
-    assert join_answers(answers) == answers
-    after = [list_memory(context) for context in contexts]
-    assert after[0] == before[0] and not any(one & other for one, other in combinations(after, 2))
+    assert join_answers(answers) == [answers[0], answers[3]]
     for answer in answers:
         answer.end()
         answer.close()
-    assert all(map(torch.equal, alone, run_together([tell(context, 20) for context in contexts])))
+    assert all(map(torch.equal, alone, run_together([forget(context, 20) for context in contexts])))
+    used = set()
+    for context in contexts:
+        separate_memory(context, used)
+    after = [list_memory(context) for context in contexts]
+    assert after[0] == before[0] and not any(one & other for one, other in combinations(after, 2))
+    answers = [Answer(context, 20, Sampling(), frozenset()) for context in contexts]
+    assert join_answers(answers) == answers
+    for answer in answers:
+        answer.end()
+        answer.close()
+    assert all(map(torch.equal, alone, run_together([forget(context, 20) for context in contexts])))
 
 
 def test_an_error_ends_all_sessions_and_changes_nothing(monkeypatch):
@@ -183,24 +204,3 @@ def test_an_error_ends_all_sessions_and_changes_nothing(monkeypatch):
     assert before == [(own.seen, [layer.rows.longest_head for layer in own.own_layers]) for _, own in pairs]
     monkeypatch.setattr(KeyDiff, "score", score)
     assert all(map(torch.equal, *answer_all(pairs, tokens=12)))
-
-
-def test_sessions_may_answer_several_times(monkeypatch):
-    """As the turns of a conversation do: the second answers are joined too, and what the first left is not changed."""
-    pairs = make_pairs(make_double("llama"), ["snapkv", "columns", "full", "packed"])
-    joined = []
-    monkeypatch.setattr(
-        joint_decoding, "join_answers", lambda answers: joined.append(own := join_answers(answers)) or own
-    )
-
-    def converse(context, after):
-        first = yield from tell(context, 40, after=after)
-        context.extend(ids(4, 3))
-        return torch.cat([first, (yield from tell(context, 14))])
-
-    ends = [3, None, CHUNK + 2, 20]
-    alone = [run_alone(converse(one, end)) for (one, _), end in zip(pairs, ends, strict=True)]
-    found = run_together([converse(other, end) for (_, other), end in zip(pairs, ends, strict=True)])
-    assert all(map(torch.equal, alone, found)) and [len(some) for some in joined] == [4, 4]
-    for modules, own in pairs:
-        assert_same(modules, own)

@@ -66,7 +66,7 @@ def test_what_is_done_to_warm_up_counts_as_that(clock):
 
 
 def test_a_line_says_it(clock, capsys):
-    say = start_counting("worker: ")
+    say = start_counting(" of a worker")
     say()
     assert capsys.readouterr().err == ""
     with spend("reading"):
@@ -77,7 +77,7 @@ def test_a_line_says_it(clock, capsys):
         clock(0.1)
     clock(9.9)
     say()
-    assert capsys.readouterr().err == "kvbench: worker: 100 s: answering 60 %, reading 30 %, rest 10 %\n"
+    assert capsys.readouterr().err == "time of a worker: 100 s: answering 60 %, reading 30 %, rest 10 %\n"
     assert describe(100).endswith("rest 10 %") and set(spending.MEANINGS) == set(SECONDS)
 
 
@@ -88,9 +88,9 @@ def test_a_sweep_says_what_its_time_went_to(kvbench, monkeypatch, tmp_path):
     settings = ("-m", "task=niah", "task.lengths=[700]", "budget=0.3", "method=snapkv,knorm", "fidelity=true")
     code, _, errors = kvbench(*settings)
     wall = time.perf_counter() - begin
-    [line] = re.findall(r"^kvbench: (\d+) s: (.*)$", errors, re.MULTILINE)
+    [line] = re.findall(r"^time: (\d+) s: (.*)$", errors, re.MULTILINE)
     parts = {name: int(share) for name, share in re.findall(r"([a-z][a-z ]*) (\d+) %", line[1])}
     assert code == 0 and int(line[0]) <= round(wall) and {"answering", "reading", "starting"} <= parts.keys()
     assert parts.get("rest", 0) <= 10 and all(SECONDS[name] > 0 for name in ("comparing", "grading", "cutting"))
     code, _, errors = kvbench(*settings)  # nothing is left to do
-    assert code == 0 and "kvbench: " not in errors
+    assert code == 0 and "time: " not in errors

@@ -79,6 +79,30 @@ def test_records_are_those_of_lone_runs(sweep, more, most):
     assert max(record["decoded_together"] for record in joined.values()) == most
 
 
+def test_questions_of_runs_that_share_the_rows_of_a_prompt(sweep):
+    """Each writes its question behind the same rows."""
+    cells = ("method=quest", "budget=0.05,0.3,0.5", "question=hidden", "method.dense_layers=0", "method.page=4")
+    (_, _, alone), (code, _, joined) = [sweep(*cells, "temperature=2.0", together=own) for own in (False, True)]
+    assert code == 0 and strip(alone) == strip(joined)
+    assert max(record["decoded_together"] for record in joined.values()) > 4
+
+
+def test_weights_that_a_run_spoils_are_loaded_again(sweep, monkeypatch):
+    score = KeyDiff.score
+
+    def spoil(self, observation, rows, state):
+        if observation.tokens > 200 and observation.queries.shape[2] == 1:  # while an answer is decoded
+            observation.output_weight.mul_(0.1)
+        return score(self, observation, rows, state)
+
+    _, _, expected = sweep(*CELLS, together=False)
+    monkeypatch.setattr(runner, "make_warm_group", make_warm_group)  # which rehearses no answer on a CPU
+    monkeypatch.setattr(KeyDiff, "score", spoil)
+    code, errors, found = sweep(*CELLS, together=True)
+    assert code == 1 and "wrote into observation.output_weight" in errors
+    assert len(expected) - len(found) == 4 and strip(found) == strip({key: expected[key] for key in found})
+
+
 def test_a_run_that_fails_is_left_out(sweep, monkeypatch):
     """The others answer alone, and one line says why."""
     score = KeyDiff.score
@@ -117,7 +141,7 @@ def test_fewer_answer_together_if_memory_does_not_suffice(sweep, monkeypatch):
     _, _, expected = sweep(*CELLS, together=False)
     monkeypatch.setattr(shared_runs, "run_together", run)
     code, errors, found = sweep(*CELLS, together=True)
-    assert code == 0 and strip(found) == strip(expected) and "answer alone" not in errors
+    assert code == 0 and strip(found) == strip(expected) and "no memory for 18 answers at once: 9 from now on" in errors
     assert [len(begun) for begun in counts] == [3] * 10  # a rehearsal, three times too many, then 18 answers
     assert max(record["decoded_together"] for record in found.values()) == 3
 
