@@ -14,6 +14,7 @@ from kvbench.runs.warming import choose_examples, make_warm_group
 from kvbench.store.runs import load_runs
 from kvbench.validation import ContractError
 from tests.support.recorded_runs import OWN
+from tests.support.selection import only_in_full
 
 TASK = ("-m", "task=niah", "task.lengths=[300]", "task.depths=[0,50]", "dtype=float32")
 CELLS = ("method=snapkv,keydiff,sink,quest", "budget=0.3,0.5")
@@ -67,7 +68,7 @@ def test_a_rehearsal_decodes_together_too(sweep, monkeypatch):
 
 @pytest.mark.cover
 @pytest.mark.parametrize(
-    ("more", "most"), [((), 18), (("fidelity=true", "question=hidden"), 16), (("temperature=0.2",), 9)]
+    ("more", "most"), [((), 18), (("fidelity=true", "question=hidden"), 16), only_in_full(("temperature=0.2",), 9)]
 )
 def test_records_are_those_of_lone_runs(sweep, more, most):
     """The answers to two samples are decoded together, apart from those that end with their first token."""
