@@ -274,13 +274,12 @@ class JointDecoder:
         return own[number], elapsed
 
     @without_gradients
-    def close(self, number: int, read: int, first: Tensor) -> Tensor | None:
+    def close(self, number: int, read: int) -> Tensor | None:
         """Give the layers of a context the first `read` tokens. No answer may read further tokens.
 
         Args:
             number: The number of the answer.
             read: How many tokens of it were read and returned.
-            first: The first token read, (B,).
 
         Returns:
             The logits of the last one, (B, vocab), or None if they were overwritten.
@@ -290,9 +289,9 @@ class JointDecoder:
         if read == done:
             logits = self.decoder.logits.split(self.rows.sizes)[number].clone()
         else:  # the other answers were longer
-            tokens = [first, *(own[number] for own, _ in self.history[:read])]
+            tokens = self.decoder.tokens.split(self.rows.sizes)[number]
             for step in range(part.back(read), read):
-                logits = read_token(self.weights, part, tokens[step].to(first.device), False, None)
+                logits = read_token(self.weights, part, tokens[:, step], False, None)
                 part.advance(False)
         part.finish(read)
         return logits
@@ -303,8 +302,7 @@ class JointPath:
 
     def __init__(self, decoder: JointDecoder, number: int, answer: Answer) -> None:
         self.decoder, self.number, self.context = decoder, number, answer.context
-        self.began, self.first = answer.context.stamps[-1], answer.token.to(answer.context.last_logits.device)
-        self.read, self.tokens = 0, answer.left
+        self.began, self.read, self.tokens = answer.context.stamps[-1], 0, answer.left
 
     @property
     def is_over(self) -> bool:
@@ -316,5 +314,5 @@ class JointPath:
         return token, self.began + elapsed
 
     def close(self) -> None:
-        logits = self.decoder.close(self.number, self.read, self.first)
+        logits = self.decoder.close(self.number, self.read)
         count_read(self.context, self.read, logits)

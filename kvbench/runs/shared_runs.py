@@ -124,11 +124,15 @@ class RunGroup:
         for folder, reader in list(self.readers.items()):
             with self._leave_on_failure(folder), suppress(torch.cuda.OutOfMemoryError):
                 run_alone(reader.rehearse(batch))
-        if self.most_answers > 1:
-            with suppress(Exception):  # the samples' lines and records will say it
+            if self.most_answers == 1:
+                reader.drop()
+        if self.most_answers > 1 and not batch[0][0].conversation:
+            try:
                 run_together([reader.rehearse(batch) for reader in self.readers.values()])
-        for reader in self.readers.values():
-            reader.drop()
+            except Exception as error:  # the samples' lines and records will say it
+                if spoils_model(error):
+                    self._renew_model(error)
+        self._drop_others(())
         clear(next(iter(self.runs.values())).device)
 
     def _open(self, folders: Sequence[RunFolder], batch: Batch) -> dict[RunFolder, float] | None:
