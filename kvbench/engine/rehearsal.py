@@ -22,7 +22,8 @@ LAYERS = 8  # of the model that reads the prompt: some methods spare the first f
 def rehearse(model: torch.nn.Module, choice: CachePolicy, words: PromptEncoder, ids: Tensor) -> None:
     """Read a short prompt, cut it to half, and decode a few tokens, with exact guards.
 
-    Only the first layers of the model do so, or all, if the method has learned something for each layer.
+    The full cache with a codec is not cut. Without a codec it has no hooks, and nothing is read. Only the first layers
+    of the model do so, or all, if the method has learned something for each layer.
 
     Args:
         model: A supported transformers model.
@@ -35,14 +36,16 @@ def rehearse(model: torch.nn.Module, choice: CachePolicy, words: PromptEncoder, 
             load the model again.
     """
     method = choice.method
-    if not (method.overrides(*HOOKS) or choice.codec.packs):  # the full cache has no hooks of its own
+    cuts = method.overrides(*HOOKS)  # the full cache has no hooks of its own
+    if not (cuts or choice.codec.packs):
         return
+    budget = Budget(0.5 if cuts else 1.0)
     if method.decoding:
         method = replace(method, decode_interval=1, decode_size=None)
     own = replace(choice, method=method, exact=True)
     with use_first_layers(model, LAYERS) if serves_first_layers(model, choice) else nullcontext():
         for block in {None} if method.one_block else {None, ids.shape[1] // 2}:
-            context = GenerationContext(model, own, Budget(0.5), block, (0,) * len(ids), 0, words, compile=False)
+            context = GenerationContext(model, own, budget, block, (0,) * len(ids), 0, words, compile=False)
             context.prefill(ids)
             with context.branch():
                 context.extend(ids[:, :2])

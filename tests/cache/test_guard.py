@@ -24,6 +24,7 @@ from kvbench.interfaces.codec import Codec, Plain
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import ExtraRead, Observation, ReadRequest
 from kvbench.interfaces.task import Graded
+from kvbench.methods.codecs.kivi import Kivi
 from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_run, execute_runs
 from kvbench.runs.spec import RunSpec
@@ -728,6 +729,11 @@ def test_a_rehearsal_leaves_nothing_behind():
         context = GenerationContext(tiny("llama"), choice, Budget(0.5), None, (0,))
         logits.append(context.prefill(ids(50)))
     assert torch.equal(*logits)
+
+
+def test_a_rehearsal_of_a_codec_cuts_nothing_of_the_full_cache():
+    kivi = Kivi(name="kivi", bits=4, group=8, residual=8)
+    rehearsal.rehearse(tiny("llama"), CachePolicy(Method("full"), Allocator("uniform"), kivi), None, ids(64))
 
 
 @pytest.mark.parametrize("learned", [False, True])
