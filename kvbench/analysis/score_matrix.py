@@ -97,6 +97,7 @@ class ScoreBlock:
         budgets: The columns, in order.
         full: The full cache.
         rows: Label of a method -> budget -> its cell. A budget without a run is missing.
+        paired: The samples that the numbers come from.
         samples: Number of samples that the numbers come from.
         total: Number of samples that any run has.
         failed: Number of samples that are left out because an answer failed in some run.
@@ -116,6 +117,7 @@ class ScoreBlock:
     budgets: tuple[str, ...]
     full: MatrixCell
     rows: Mapping[str, Mapping[str, MatrixCell]]
+    paired: "Samples"
     samples: int
     total: int
     failed: int
@@ -227,6 +229,7 @@ def build_block(
         budgets=tuple(columns) or (format_budget(full),),
         full=whole,
         rows=rows,
+        paired=sample,
         samples=len(uids),
         total=len(every),
         failed=len(shared) - len(uids),
@@ -302,6 +305,30 @@ class Samples:
             )
             for uids in self.places.values()
         ]
+
+    def bound_ranks(self, cells: Sequence[MatrixCell]) -> list[tuple[int, int]]:
+        """Return the lowest and the highest rank that each cell of a column may have, counted from 1.
+
+        All ranks together are within their bounds with a confidence of 95 %: every pair of cells is compared, and the
+        level of the intervals counts how many pairs there are (Bonferroni). A cell ranks behind those that score more
+        for certain, and before those that score less for certain. Source: Mogstad, Romano, Shaikh and Wilhelm 2024,
+        "Inference for Ranks with Applications to Mobility across Neighbourhoods and Academic Achievement across
+        Countries", Section 3.
+        """
+        pairs = [(one, other) for one in range(len(cells)) for other in range(one)]
+        weights = list(self.weights.values())
+        level = 1 - ERROR / 2 / max(len(pairs), 1)
+        found = compare_averages([(self.pair(cells[i].run, cells[j].run), weights) for i, j in pairs], level)
+        better, worse = [0] * len(cells), [0] * len(cells)  # numbers of cells that are better and worse for certain
+        for (one, other), change in zip(pairs, found, strict=True):  # other - one
+            if change.low is None or change.high is None:
+                continue
+            sign = (change.low > TOLERANCE) - (change.high < -TOLERANCE)
+            if sign:
+                low, high = (one, other) if sign > 0 else (other, one)
+                better[low] += 1
+                worse[high] += 1
+        return [(1 + more, len(cells) - less) for more, less in zip(better, worse, strict=True)]
 
     def average(self, run: StoredRun, read: Callable[[Record], float | None]) -> float | None:
         """Return the weighted mean over subtasks of a number that records have, or None if no record has it."""

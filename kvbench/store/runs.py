@@ -14,6 +14,7 @@ damage: a process is writing it now or was killed, and the next writer removes i
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -136,6 +137,15 @@ class StoredRun:
     def full(self) -> bool:
         """Whether this is an unchanged full cache, which other runs are compared with."""
         return (self.value["method"]["name"], self.value["codec"]["name"]) == ("full", "raw")
+
+    @property
+    def machines(self) -> list[dict[str, Any]]:
+        """Descriptions of the machines that worked on the run. One that cannot be read is left out."""
+        found = []
+        for path in sorted(self.folder.path.glob("machine*.json")):
+            with suppress(OSError, ValueError):
+                found.append(json.loads(path.read_text()))
+        return [own for own in found if isinstance(own, dict)]
 
     @property
     def cache(self) -> str:

@@ -1,0 +1,191 @@
+"""Write the cells of measured runs as a CSV with one line each, from which docs/results.md is made.
+
+A line holds what `kvbench results --format csv` says about a run, and beside it
+
+    nll, kl                      means of `fidelity` in nats a token, with 95 % intervals
+    rank_first, rank_last        ranks that the cell may have among those of its protocol and budget (`bound_ranks`)
+    allocator_gain               paired difference from the same cell with allocator=uniform, in points
+    codec_gain                   likewise with codec=raw
+    question_gain                likewise with the question visible
+    machine, versions, code      where and by which code it was made; `replay` is the hash of tests/replay
+
+Numbers are rounded to DECIMALS. Nothing in a line depends on other tiers.
+"""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvbench.analysis.answer_metrics import FIDELITY, collect_metrics
+from kvbench.analysis.intervals import compute_means
+from kvbench.analysis.paired import PairedScores, compare_averages
+from kvbench.analysis.score_matrix import MatrixCell, Samples, ScoreBlock, build_blocks, list_cells
+from kvbench.analysis.score_matrix_columns import COLUMNS
+from kvbench.store.run_folder import run_hash
+from kvbench.store.runs import CACHE_GROUPS, StoredRun
+from kvbench.validation import SettingError
+
+DECIMALS = 4
+GAINS = {  # name of a gain -> group or setting, and its value in the cell to compare with
+    "allocator_gain": ("allocator", "uniform"),
+    "codec_gain": ("codec", "raw"),
+    "question_gain": ("question", "visible"),
+}
+Line = dict[str, Any]
+
+
+def make_lines(runs: Sequence[StoredRun]) -> list[Line]:
+    """Return a line for each run, and for each full cache that they are compared with.
+
+    Args:
+        runs: The runs of a tier, finished or not, with those of the full cache. Unfinished ones are left out.
+
+    Raises:
+        SettingError: Runs of a protocol cannot be shown in one table (`build_blocks`).
+    """
+    finished = [run for run in runs if run.finished]
+    blocks, refused = build_blocks([run for run in finished if not run.full], finished)
+    if refused:
+        raise SettingError(refused[0])
+    gains = compute_gains(blocks)
+    lines = []
+    for block in blocks:
+        fidelity = compute_fidelity(block)
+        ranks = {
+            cell.run.hash: own
+            for budget in block.budgets
+            for cell, own in rank_column([own[budget] for own in block.rows.values() if budget in own], block)
+        }
+        for _, label, cell in list_cells([block]):
+            name = cell.run.hash
+            first, last = ranks.get(name, (None, None))
+            line = {"model": block.model, "task": block.task, "question": block.question}
+            line |= {"protocol": ", ".join(block.also), "average": block.average, "label": label}
+            line |= {group: cell.run.value[group]["name"] for group in CACHE_GROUPS}
+            line |= {"budget": cell.run.value["budget"]}
+            line |= {key: read(cell) for column in COLUMNS.values() for key, read in column.numbers.items()}
+            line["warnings"] = " ".join(block.warnings)
+            line |= fidelity[name] | {"rank_first": first, "rank_last": last} | gains.get(name, NO_GAINS)
+            lines.append(line | describe_origin(cell.run))
+    return lines
+
+
+def rank_column(cells: Sequence[MatrixCell], block: ScoreBlock) -> list[tuple[MatrixCell, tuple[int, int]]]:
+    """Return each cell of a column with the bounds of its rank."""
+    return list(zip(cells, block.paired.bound_ranks(cells), strict=True))
+
+
+def compute_fidelity(block: ScoreBlock) -> dict[str, Line]:
+    """Return the means of `fidelity` by run, with 95 % intervals; None where records have none."""
+    cells = [block.full, *(cell for own in block.rows.values() for cell in own.values())]
+    numbers: dict[str, Line] = {cell.run.hash: dict.fromkeys(name_ends(*FIDELITY.values())) for cell in cells}
+    known, places = [], []
+    for cell in cells:
+        pairs = {
+            subtask: [(block.full.run.records[uid], cell.run.records[uid]) for uid in uids]
+            for subtask, uids in block.paired.places.items()
+        }
+        for name, found in collect_metrics(pairs):
+            if name in FIDELITY and found.keys() == block.paired.weights.keys():
+                ordered = [found[subtask].method_values for subtask in block.paired.weights]
+                known.append((ordered, list(block.paired.weights.values())))
+                places.append((cell.run.hash, FIDELITY[name]))
+    for (run, key), own in zip(places, compute_means(known), strict=True):
+        numbers[run] |= dict(zip(name_ends(key), (own.value, own.low, own.high), strict=True))
+    return numbers
+
+
+def name_ends(*names: str) -> list[str]:
+    """Return the columns of numbers with intervals."""
+    return [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
+
+
+NO_GAINS: Line = dict.fromkeys(name_ends(*GAINS))
+
+
+def compute_gains(blocks: Sequence[ScoreBlock]) -> dict[str, Line]:
+    """Return the gains of each run that has one, by its hash."""
+    samples = {cell.run.hash: block.paired for block, _, cell in list_cells(blocks)}
+    runs = {cell.run.hash: cell.run for _, _, cell in list_cells(blocks)}
+    known, places = [], []
+    for gain, (setting, plain) in GAINS.items():
+        siblings = {hash_without(run, setting): run for run in runs.values() if read_name(run, setting) == plain}
+        for run in runs.values():
+            other = siblings.get(hash_without(run, setting))
+            if other is not None and other.hash != run.hash:
+                both = pair_subtasks(other, run, samples[other.hash], samples[run.hash])
+                known.append((both, list(samples[run.hash].weights.values())))
+                places.append((run.hash, gain))
+    found: dict[str, Line] = {}
+    for (name, gain), own in zip(places, compare_averages(known), strict=True):
+        ends = dict(zip(name_ends(gain), (own.difference, own.low, own.high), strict=True))
+        found[name] = found.get(name, NO_GAINS) | ends
+    return found
+
+
+def read_name(run: StoredRun, setting: str) -> str:
+    """Return the name in a group of a run, or the value of a setting."""
+    value = run.value[setting]
+    return str(value["name"] if isinstance(value, Mapping) else value)
+
+
+def hash_without(run: StoredRun, setting: str) -> str:
+    """Return a hash of a run's settings but one, and but the sources, which the allocator's and codec's belong to."""
+    return run_hash({name: own for name, own in run.value.items() if name not in (setting, "sources")})
+
+
+def pair_subtasks(one: StoredRun, other: StoredRun, here: Samples, there: Samples) -> list[PairedScores]:
+    """Return the scores of the samples that two runs have, by subtask, in the order of `there`.
+
+    Their prompts may differ in where the question stands, so samples are paired by uid alone.
+
+    Raises:
+        SettingError: They share no sample of a subtask.
+    """
+    found = []
+    for subtask, uids in there.places.items():
+        both = [uid for uid in uids if uid in here.places.get(subtask, ())]
+        if not both:
+            raise SettingError(f"runs {one.hash} and {other.hash} share no sample of {subtask}")
+        plain, own = ([float(run.records[uid]["score"]) for uid in both] for run in (one, other))
+        found.append(PairedScores(plain, own, [other.records[uid]["group"] or uid for uid in both]))
+    return found
+
+
+def describe_origin(run: StoredRun) -> Line:
+    """Return where a run was made, by which versions and which code, and its hash."""
+    device = run.value["device"]
+    kinds = {
+        name: " and ".join(sorted({str(own.get(name) or "") for own in run.machines})) for name in ("code", "replay")
+    }
+    line = {"machine": device.get("gpu") or device["type"]}
+    line |= {name: device.get(name) for name in ("dtype", "torch", "transformers")}
+    return line | kinds | {"hash": run.hash}
+
+
+def format_lines(lines: Sequence[Line]) -> str:
+    """Return lines as CSV, with numbers rounded to DECIMALS."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    for line in lines:
+        writer.writerow(
+            {key: round(own, DECIMALS) + 0.0 if isinstance(own, float) else own for key, own in line.items()}
+        )
+    return text.getvalue()
+
+
+def parse_lines(text: str) -> list[Line]:
+    """Return the lines of such a CSV. Numbers are float or int, and an empty cell is None."""
+    return [{key: parse_value(own) for key, own in line.items()} for line in csv.DictReader(io.StringIO(text))]
+
+
+def parse_value(text: str) -> Any:
+    """Return the number that a text spells, None for an empty text, otherwise the text."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text or None

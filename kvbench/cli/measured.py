@@ -1,0 +1,117 @@
+"""Measure the results that docs/results.md shows, tier by tier.
+
+Examples:
+  kvbench measured a
+  kvbench measured a b c --results /data/measured
+  kvbench measured --page
+
+The tiers are in conf/measured.yaml: sweeps of kvbench run -m, and files that they need. Finished runs are skipped, so
+the same command goes on after a stop. A folder of results with runs of a tier from another kind of GPU, other versions
+or other code is refused.
+
+A tier ends with RESULTS/measured/<machine>/<tier>.csv, one line for each finished run. The exit code is 1 if some run
+is not finished. With --page, the command measures nothing: it writes docs/results.md and its pictures from these files.
+"""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvbench.cli.command import CommandParser, require_extra, run_command
+from kvbench.validation import SettingError, require_writable
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser("measured", __doc__)
+    parser.add_argument("tiers", nargs="*", metavar="TIER", help="keys of conf/measured.yaml")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="folder of results (default: results)")
+    parser.add_argument("--tiers", dest="plan", type=Path, help="another file with tiers")
+    parser.add_argument("--page", action="store_true", help="write the page from the files of --machine")
+    parser.add_argument("--machine", help="folder below RESULTS/measured, such as nvidia-h200 (default: the only one)")
+    parser.add_argument("--out", type=Path, help="folder of the page (default: docs)")
+    return parser
+
+
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
+    """Return the options.
+
+    Raises:
+        SettingError: An option is missing, or belongs to the other way of calling the command.
+    """
+    options = make_parser().parse_args(arguments)
+    if options.page and (options.tiers or options.plan):
+        raise SettingError("--page: measures no tier; call the command twice")
+    if not options.page and (options.machine or options.out):
+        raise SettingError("--machine and --out: only with --page")
+    if not options.page and not options.tiers:
+        raise SettingError("measured: name a tier of conf/measured.yaml, such as a; or --page")
+    return options
+
+
+def measure(options: Namespace) -> int:
+    """Run the tiers, and write the lines of each. Return 1 if a run is not finished, otherwise 0."""
+    from kvbench.config.catalogue import translate_errors
+    from kvbench.config.tiers import TIERS, choose_tiers
+
+    tiers = choose_tiers(options.tiers, options.plan or TIERS)
+    require_writable("--results", options.results)
+    code = 0
+    with translate_errors():
+        for tier in tiers:
+            code = max(code, measure_tier(tier, options.results))
+    return code
+
+
+def measure_tier(tier: Any, results: Path) -> int:
+    """Make the files of a tier, run its sweeps, and write its lines. Return 1 if a run is not finished, otherwise 0."""
+    from kvbench.__main__ import start
+    from kvbench.analysis.result_lines import format_lines, make_lines
+    from kvbench.atomic import replace_file
+    from kvbench.cli.run import run_sweep
+    from kvbench.efficiency.measure import machine_name
+    from kvbench.store.runs import check_folder, find_runs
+    from kvbench.sweeps.plan import Sweep
+    from kvbench.sweeps.tier_store import check_store, list_values
+
+    for path, command in tier.list_files(results).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if start(command) != 0:
+            raise SettingError(f"tier {tier.name}: {path} could not be made")
+    sweeps = tier.list_sweeps(results)
+    planned = [Sweep.plan(own) for own in sweeps]
+    values = list_values(planned)
+    check_store(tier.name, values, results)
+    for number, own in enumerate(sweeps, 1):
+        print(f"tier {tier.name}, sweep {number} of {len(sweeps)}: {' '.join(own)}", flush=True)
+        run_sweep(own)
+    check_folder(results)
+    runs = [run for run in find_runs(results).runs if run.hash in values]
+    finished = sum(run.finished for run in runs)
+    lines = make_lines(runs)
+    device = next(iter(values.values()))["device"]["type"]
+    path = results / "measured" / machine_name(device) / f"{tier.name}.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replace_file(path) as draft:
+        draft.write_text(format_lines(lines), encoding="utf-8")
+    print(f"{path}: {len(lines)} cells, {finished} of {len(values)} runs are finished")
+    return int(finished < len(values))
+
+
+def write_page(options: Namespace) -> int:
+    """Write the page, print the paths of its files, and return 0."""
+    require_extra("report", "altair", "vl_convert")
+    from kvbench.report.results_page import choose_machine, write_results_page
+
+    folder = choose_machine(options.results / "measured", options.machine)
+    for path in write_results_page(folder, options.out or Path("docs")):
+        print(path)
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    def work() -> int:
+        options = parse_arguments(arguments)
+        return write_page(options) if options.page else measure(options)
+
+    return run_command(work)

@@ -1,0 +1,69 @@
+"""Read the tiers of conf/measured.yaml: the sweeps behind docs/results.md, which `kvbench measured` runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from kvbench.config.paths import CONF
+from kvbench.validation import SettingError, require_choice
+
+TIERS = CONF / "measured.yaml"
+FILES = "FILES/"  # begins the name of a file that a tier makes first
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Sweeps that are measured and published together.
+
+    Attributes:
+        name: Its key in conf/measured.yaml.
+        title: Its title on the page.
+        sweeps: Arguments of `kvbench run -m`, one line a sweep.
+        common: Arguments that all sweeps share.
+        files: Name of a file or folder that a sweep needs -> the `kvbench` command that makes it, without `--out`.
+    """
+
+    name: str
+    title: str
+    sweeps: Sequence[str]
+    common: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    def list_sweeps(self, results: Path) -> list[list[str]]:
+        """Return the arguments of each sweep, with results and files in the folder `results`."""
+        folder = f"{results / 'files'}/"
+        lines = [f"{self.common} {line}".replace(FILES, folder).split() for line in self.sweeps]
+        return [[*line, f"results={results}"] for line in lines]
+
+    def list_files(self, results: Path) -> dict[Path, list[str]]:
+        """Return the path of each file that is missing, and the arguments of `kvbench` that make it."""
+        made = {results / "files" / name: command.split() for name, command in self.files.items()}
+        return {path: [*command, "--out", str(path)] for path, command in made.items() if not path.exists()}
+
+
+def read_tiers(path: Path = TIERS) -> dict[str, Tier]:
+    """Return the tiers of a file by name.
+
+    Raises:
+        SettingError: The file cannot be read, or a tier has other keys than `Tier`.
+    """
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return {name: Tier(name, **own) for name, own in found.items()}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise SettingError(f"--tiers={path}: cannot be read as tiers ({reason}); see conf/measured.yaml") from None
+
+
+def choose_tiers(names: Sequence[str], path: Path = TIERS) -> list[Tier]:
+    """Return the tiers of these names, each once.
+
+    Raises:
+        SettingError: There is no such tier.
+    """
+    tiers = read_tiers(path)
+    for name in names:
+        require_choice("tier", name, tiers)
+    return [tiers[name] for name in dict.fromkeys(names)]

@@ -1,0 +1,417 @@
+"""Write docs/results.md and its pictures from the lines of measured cells (kvbench.analysis.result_lines).
+
+Every number and every sentence about them follows from the CSV files. A section whose cells were not measured is left
+out. The same files give the same page.
+"""
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from kvbench.analysis.result_lines import Line, parse_lines
+from kvbench.analysis.text_table import Column, format_interval, format_markdown, format_number, format_percent
+from kvbench.atomic import replace_file
+from kvbench.config.tiers import read_tiers
+from kvbench.report import print_charts
+from kvbench.report.figures import INCHES, make_slug
+from kvbench.report.print_charts import POINTS
+from kvbench.report.style import choose_styles
+from kvbench.validation import SettingError, require_choice
+
+PAGE = "results.md"
+WIDE = 2  # budgets of a table that shows intervals; tables of more budgets show scores and ranks
+MOST_CURVES = 12  # methods of a picture
+Protocol = tuple[str, ...]
+
+HEAD = """\
+# Results
+
+<!-- Written by `python -m kvbench measured --page`. Edit kvbench/report/results_page.py instead. -->
+
+What the methods of kvbench score on a small real language model, and what these numbers can and cannot tell. Everything
+on this page was measured by the commands below, and every number is in [{source}]({link}),
+with a line for each cell. [Analysing results](analysis.md) explains how to get such tables of your own runs.
+
+## What was measured
+"""
+RANKS = """\
+*Ranks* are the places that a method may have among those of its column. All ranks of a column hold together with 95 %
+confidence: every pair of methods was compared on the same samples, and the level counts the pairs (Bonferroni). Two
+methods whose ranks overlap may still differ, but these samples do not show it. *diff* is the difference from the full
+cache on the same samples, with its 95 % interval. *KL* is the divergence of the predictions from the full cache's, in
+nats a token.
+"""
+LIMITS = """\
+## What these numbers cannot tell
+
+SmolLM2-135M is a very small model, and its weights were quantised to 4 bits before kvbench got them
+([its page](smollm2.md)). It finds single values in a text. It hardly follows chains of them, counts words or answers
+questions about texts, so the tables are about finding values. Larger models spread what they know about a text over
+more layers and heads. How methods rank here is therefore no evidence about how they rank at 8 billion parameters, and
+neither are the sizes of the differences. What does carry over is how many samples it takes to tell methods apart, and
+that a score without an interval is not a comparison.
+
+The embedded model was trained by kvbench on tasks like these. Its tables test the harness and nothing else.
+"""
+
+
+def choose_machine(folder: Path, machine: str | None = None) -> Path:
+    """Return the folder with the lines of a machine.
+
+    Args:
+        folder: The folder of all machines.
+        machine: Name of the machine. None chooses the only one.
+
+    Raises:
+        SettingError: There is no such machine, or there are several to choose from.
+    """
+    found = {path.name: path for path in sorted(folder.glob("*")) if any(path.glob("*.csv"))}
+    if not found:
+        raise SettingError(f"{folder}: no results there; kvbench measured a")
+    if machine is None and len(found) > 1:
+        raise SettingError(f"--machine: choose one of {', '.join(found)}")
+    if machine is not None:
+        require_choice("--machine", machine, found)
+    return found[machine or next(iter(found))]
+
+
+def write_results_page(folder: Path, out: Path) -> list[Path]:
+    """Write the page and its pictures, and return their paths.
+
+    Args:
+        folder: Folder with the lines of a machine.
+        out: Folder of the page. Pictures are written into its subfolder `images`.
+
+    Raises:
+        SettingError: A file has no lines.
+    """
+    tiers = {path.stem: parse_lines(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.csv"))}
+    for name, lines in tiers.items():
+        if not lines:
+            raise SettingError(f"{folder / name}.csv: has no lines")
+    pictures = draw_pictures(tiers)
+    page = format_page(tiers, f"results/measured/{folder.name}", pictures)
+    (out / "images").mkdir(parents=True, exist_ok=True)
+    written = {out / PAGE: page} | {out / "images" / f"{name}.svg": text for name, text in pictures.items()}
+    for path, text in written.items():
+        with replace_file(path) as draft:
+            draft.write_text(text, encoding="utf-8")
+    return list(written)
+
+
+def format_page(tiers: Mapping[str, Sequence[Line]], source: str, pictures: Mapping[str, str]) -> str:
+    """Return the page.
+
+    Args:
+        tiers: Name of a tier -> its lines.
+        source: Folder of the lines, from the root of the repository.
+        pictures: Names of the pictures that there are.
+    """
+    lines = list({line["hash"]: line for own in tiers.values() for line in own}.values())  # tiers may share cells
+    parts = [HEAD.format(source=source, link=f"../{source}"), *describe_origin(tiers), ""]
+    parts += ["## Which methods can be told apart", "", RANKS]
+    for name, own in tiers.items():
+        for protocol, cells in split_protocols(own):
+            parts += [f"### Tier {name}: {describe_protocol(protocol)}", ""]
+            parts += [
+                f"![Scores with 95 % intervals](images/{at}.svg)\n" for at in list_pictures(name, cells, pictures)
+            ]
+            parts += [f"{wrap(text)}\n" for text in describe_separation(cells)]
+            parts += [*format_scores(cells), ""]
+    sections = {
+        "What changes when the question is hidden": format_question(lines),
+        "What allocators bring": format_gains(lines, "allocator"),
+        "What a byte buys": format_bytes(lines),
+    }
+    for title, text in sections.items():
+        parts += [f"## {title}", "", *text, ""] if text else []
+    return "\n".join([*parts, LIMITS])
+
+
+def split_protocols(lines: Sequence[Line]) -> list[tuple[Protocol, list[Line]]]:
+    """Return the lines of each protocol, in the order in which they stand."""
+    return [(key, list(own)) for key, own in groupby(lines, name_protocol)]
+
+
+def name_protocol(line: Line) -> Protocol:
+    """Return what the cells of a table have in common."""
+    return tuple(str(line[name] or "") for name in ("model", "task", "question", "protocol"))
+
+
+def describe_protocol(protocol: Protocol) -> str:
+    """Return the title of a protocol."""
+    model, task, question, also = protocol
+    return ", ".join(own for own in (model, f"{task} {also}".strip(), f"question {question}") if own)
+
+
+def describe_origin(tiers: Mapping[str, Sequence[Line]]) -> list[str]:
+    """Return what was measured, where, and with which code."""
+    known = read_tiers()
+
+    def describe(item: tuple[str, Sequence[Line]]) -> tuple[str, str, int, int]:
+        name, lines = item
+        return name, known[name].title if name in known else "", len(lines), sum(line["n"] for line in lines)
+
+    columns = [
+        Column("tier", "", lambda own: own[0]),
+        Column("", "what", lambda own: own[1]),
+        Column("", "cells", lambda own: f"{own[2]:,}"),
+        Column("", "answers", lambda own: f"{own[3]:,}"),
+        Column("", "command", lambda own: f"python -m kvbench measured {own[0]}"),
+    ]
+    lines = [line for own in tiers.values() for line in own]
+
+    def join(name: str) -> str:
+        return " and ".join(sorted({str(line[name]) for line in lines if line[name]})) or "unknown"
+
+    said = f"Measured on {join('machine')} in {join('dtype')}, with torch {join('torch')} and transformers "
+    said += f"{join('transformers')}, by code {join('code')}. conf/measured.yaml lists the sweeps."
+    warnings = dict.fromkeys(line["warnings"] for line in lines if line["warnings"])
+    notes = [f"\n{wrap(own)}" for own in (said, *warnings)]
+    return [*format_markdown(columns, [*map(describe, tiers.items())]), *notes]
+
+
+def describe_separation(cells: Sequence[Line]) -> list[str]:
+    """Return a sentence about each budget: how many pairs can be told apart, and which methods may be the best."""
+    said = []
+    for budget in list_budgets(cells):
+        column = [line for line in list_methods(cells) if line["budget"] == budget]
+        if len(column) < 2:
+            continue
+        apart, pairs = sum(line["rank_first"] - 1 for line in column), len(column) * (len(column) - 1) // 2
+        first = [line["label"] for line in column if line["rank_first"] == 1]
+        like = sum(line["low"] is None or line["low"] <= 0 <= line["high"] for line in column)
+        best = f"The best may be {join_words(first, 'or')}." if len(first) <= len(column) / 2 else ""
+        best = best or f"Any of {len(first)} cells may be the best."
+        said.append(
+            f"**{format_budget(budget)} kept.** {apart} of {pairs} pairs of cells can be told apart. {best} {like} of "
+            f"{len(column)} cannot be told from the full cache, each by its own 95 % interval."
+        )
+    return said
+
+
+def format_scores(cells: Sequence[Line]) -> list[str]:
+    """Return the table of a protocol: methods down, the best mean rank first, and budgets across."""
+    budgets, methods = list_budgets(cells), list_methods(cells)
+    rows: dict[str, dict[Any, Line]] = {}
+    for line in methods:
+        rows.setdefault(line["label"], {})[line["budget"]] = line
+    full = next(line for line in cells if is_full(line))
+    ordered = sorted(rows, key=lambda label: -sum(own["score"] for own in rows[label].values()) / len(rows[label]))
+
+    rows[full["label"]] = dict.fromkeys(budgets, full)
+
+    def show(budget: Any, write: Callable[[Line], str]) -> Callable[[str], str]:
+        return lambda label: write(rows[label][budget]) if budget in rows[label] else ""
+
+    columns = [Column("method", "", lambda label: label)]
+    for budget in budgets:
+        title = format_budget(budget)
+        columns.append(Column(title, "score", show(budget, lambda line: format_number(line["score"]))))
+        if len(budgets) <= WIDE:
+            columns.append(
+                Column(title, "diff", show(budget, lambda line: format_change(line, "difference", "low", "high")))
+            )
+        columns.append(Column(title, "ranks", show(budget, format_ranks)))
+        if len(budgets) <= WIDE and any(line["kl"] is not None for line in methods):
+            columns.append(Column(title, "KL", show(budget, format_divergence)))
+    return format_markdown(columns, [*ordered, full["label"]])
+
+
+def format_question(lines: Sequence[Line]) -> list[str]:
+    """Return what hiding the question changes; nothing if no cell was measured both ways."""
+    text: list[str] = []
+    for protocol, cells in split_protocols([line for line in lines if line["question_gain"] is not None]):
+        found = [line for line in cells if not is_full(line)]
+        changed = count_signs(found, "question_gain")
+        said = f"**{describe_protocol(protocol)}.** Of {len(found)} cells, {changed[-1]} lose points when the cache is "
+        said += f"cut before the question is known, {changed[1]} gain, and {changed[0]} cannot be told."
+        text += [wrap(said), "", *format_changes(found, "question_gain"), ""]
+    return text
+
+
+def format_gains(lines: Sequence[Line], group: str) -> list[str]:
+    """Return what an allocator or a codec changes; nothing if no cell was measured with and without it."""
+    text: list[str] = []
+    for protocol, cells in split_protocols([line for line in lines if line[f"{group}_gain"] is not None]):
+        changed = count_signs(cells, f"{group}_gain")
+        said = f"**{describe_protocol(protocol)}.** Of {len(cells)} cells, {changed[1]} score more than the same cell "
+        said += f"without the {group}, {changed[-1]} score less, and {changed[0]} cannot be told."
+        text += [wrap(said), "", *format_changes(cells, f"{group}_gain"), ""]
+    return text
+
+
+def format_changes(cells: Sequence[Line], gain: str) -> list[str]:
+    """Return a table of paired changes with 95 % intervals: labels down, budgets across."""
+    rows: dict[str, dict[Any, Line]] = {}
+    for line in cells:
+        rows.setdefault(line["label"], {})[line["budget"]] = line
+
+    def show(budget: Any) -> Callable[[str], str]:
+        return lambda label: format_change(rows[label][budget], gain) if budget in rows[label] else ""
+
+    columns = [Column("method", "", lambda label: label)]
+    columns += [Column(format_budget(own), "", show(own)) for own in list_budgets(cells)]
+    return format_markdown(columns, sorted(rows))
+
+
+def format_bytes(lines: Sequence[Line]) -> list[str]:
+    """Return what evicting and quantising bring together; nothing if no cell is quantised."""
+    text: list[str] = []
+    for protocol, cells in split_protocols(lines):
+        if not any(line["codec"] != "raw" for line in cells):
+            continue
+        front = find_front(cells)
+        packed = [line for line in front if line["codec"] != "raw"]
+        said = (
+            f"**{describe_protocol(protocol)}.** These {len(front)} of {len(cells)} cells are on the front: no other "
+        )
+        said += (
+            f"one holds fewer bytes and scores as much. {len(packed)} of them are quantised. The front goes by mean "
+        )
+        said += "scores, and neighbours on it often cannot be told apart."
+        text += [wrap(said), ""]
+        columns = [
+            Column("cell", "", lambda line: line["label"]),
+            Column("budget", "", lambda line: format_budget(line["budget"])),
+            Column("bytes held", "", lambda line: format_percent(line["bytes_held"])),
+            Column("score", "", lambda line: format_number(line["score"])),
+            Column("95 %", "", lambda line: format_interval(line["score_low"], line["score_high"])),
+        ]
+        text += [*format_markdown(columns, front), ""]
+    return [*text, *format_gains(lines, "codec")] if text else []
+
+
+def find_front(cells: Sequence[Line]) -> list[Line]:
+    """Return the cells such that no other one holds fewer bytes and scores as much, the fewest bytes first."""
+    front: list[Line] = []
+    for line in sorted(cells, key=lambda line: (line["bytes_held"], -line["score"])):
+        if not front or line["score"] > front[-1]["score"]:
+            front.append(line)
+    return front
+
+
+def count_signs(cells: Sequence[Line], gain: str) -> dict[int, int]:
+    """Return how many changes are below 0, above 0, and neither, by their 95 % intervals: {-1: …, 1: …, 0: …}."""
+    found = {-1: 0, 0: 0, 1: 0}
+    for line in cells:
+        low, high = line[f"{gain}_low"], line[f"{gain}_high"]
+        found[0 if low is None or low <= 0 <= high else 1 if low > 0 else -1] += 1
+    return found
+
+
+def list_budgets(cells: Sequence[Line]) -> list[Any]:
+    """Return the budgets of cells that are cut, the largest first."""
+    return sorted({line["budget"] for line in cells if not is_full(line)}, reverse=True)
+
+
+def list_methods(cells: Sequence[Line]) -> list[Line]:
+    """Return the cells but that of the full cache."""
+    return [line for line in cells if not is_full(line)]
+
+
+def is_full(line: Line) -> bool:
+    """Return whether a line is that of the unchanged full cache."""
+    return (line["method"], line["codec"]) == ("full", "raw")
+
+
+def format_budget(budget: float | int) -> str:
+    """Return a budget as a percentage or a number of rows."""
+    return f"{budget} rows" if isinstance(budget, int) and budget > 1 else f"{100 * budget:g} %"
+
+
+def format_ranks(line: Line) -> str:
+    """Return the ranks that a cell may have; nothing for the full cache."""
+    first, last = line["rank_first"], line["rank_last"]
+    if first is None:
+        return ""
+    return f"{first}" if first == last else f"{first} to {last}"
+
+
+def format_change(line: Line, name: str, low: str | None = None, high: str | None = None) -> str:
+    """Return a difference with its interval; nothing for a cell that has none."""
+    if line[name] is None:
+        return ""
+    ends = line[low or f"{name}_low"], line[high or f"{name}_high"]
+    return f"{format_number(line[name], sign='+')} {format_interval(*ends, sign='+')}"
+
+
+def format_divergence(line: Line) -> str:
+    """Return the divergence from the full cache; nothing for a cell that has none."""
+    return "" if line["kl"] is None or is_full(line) else format_number(line["kl"], 3)
+
+
+def wrap(text: str) -> str:
+    """Return a paragraph in lines of at most 120 characters."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def join_words(words: Sequence[str], last: str) -> str:
+    """Return words as an English list."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def list_pictures(tier: str, cells: Sequence[Line], pictures: Mapping[str, str]) -> list[str]:
+    """Return the names of the pictures of a protocol."""
+    names = [name_picture(tier, cells, budget) for budget in (None, *list_budgets(cells))]
+    return [name for name in names if name in pictures]
+
+
+def name_picture(tier: str, cells: Sequence[Line], budget: Any) -> str:
+    """Return the name of a picture: of one budget, or of a curve if `budget` is None."""
+    parts = [tier, *(make_slug(str(cells[0][name])) for name in ("model", "task", "question"))]
+    return "-".join(["measured", *parts, "curve" if budget is None else f"{budget:g}"])
+
+
+def draw_pictures(tiers: Mapping[str, Sequence[Line]]) -> dict[str, str]:
+    """Draw a picture of each protocol: a curve if there are more than WIDE budgets, otherwise scores at each budget.
+
+    Returns:
+        Name of a picture -> its SVG.
+    """
+    found = {}
+    for tier, lines in tiers.items():
+        for _, cells in split_protocols(lines):
+            budgets = list_budgets(cells)
+            for budget in [None] if len(budgets) > WIDE else budgets:
+                found[name_picture(tier, cells, budget)] = draw_picture(cells, budget)
+    return found
+
+
+def draw_picture(cells: Sequence[Line], budget: Any) -> str:
+    """Return the SVG of scores against bytes held, or at one budget."""
+    full = next(line for line in cells if is_full(line))
+    chosen = [line for line in list_methods(cells) if budget in (None, line["budget"])]
+    labels = list(dict.fromkeys(line["label"] for line in chosen))
+    if budget is None:  # curves of all variants would hide each other
+        plain = [line for line in chosen if (line["allocator"], line["codec"]) == ("uniform", "raw")]
+        means = {label: [own["score"] for own in plain if own["label"] == label] for label in labels}
+        ordered = sorted((own for own in labels if means[own]), key=lambda own: -sum(means[own]) / len(means[own]))
+        labels = [own for own in labels if own in ordered[:MOST_CURVES]]
+        chosen = [line for line in plain if line["label"] in labels]
+    methods = [next(line["method"] for line in chosen if line["label"] == label) for label in labels]
+    shown = {"smallest": None, "samples": full["n"], "left_out": 0, "average": full["average"]}
+    series = [
+        {"s": place, "label": label} | style | shown
+        for place, (label, style) in enumerate(zip(labels, choose_styles(methods), strict=True))
+    ]
+    points = [
+        {
+            "s": labels.index(line["label"]), "budget": format_budget(line["budget"]), "share": line["bytes_held"],
+            "diff": line["difference"], "diff_low": line["low"], "diff_high": line["high"], "lost": line["lost"],
+            "gained": line["gained"], "same": line["n"] - line["lost"] - line["gained"],
+            **{name: line[name] for name in ("score", "score_low", "score_high", "n")},
+        }
+        for line in chosen
+    ]  # fmt: skip
+    whole = [
+        {"s": own["s"]} | {name: full[name] for name in ("score", "score_low", "score_high", "n")} for own in series
+    ]
+    panel = {"model": full["model"], "task": full["task"], "question": full["question"], "notes": []}
+    panel |= {"also": [own for own in [full["protocol"]] if own], "series": series, "points": points, "full": whole}
+    pixels = 72 * INCHES["tasks"] / POINTS
+    drawing = print_charts.draw_curve(panel, "bytes", pixels)
+    assert drawing is not None  # every series has points
+    return print_charts.render_svg(drawing, panel, pixels)[0]

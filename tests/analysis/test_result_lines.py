@@ -1,0 +1,117 @@
+"""The lines of measured cells: ranks, fidelity and paired gains against their definitions, and the file they are in."""
+
+import random
+from itertools import combinations
+
+import pytest
+
+from kvbench.analysis.paired import compare_scores, compare_subtasks
+from kvbench.analysis.result_lines import format_lines, make_lines, parse_lines
+from kvbench.analysis.score_matrix import build_blocks
+from kvbench.store.runs import load_runs
+from kvbench.validation import SettingError
+from tests.support.made_up_runs import write_run
+from tests.support.report_store import make_records
+
+ADA, KIVI, FULL = {"name": "ada", "mode": "interpolate"}, {"name": "kivi", "bits": 2}, {"name": "full"}
+MACHINE = {"code": "git 0123 dirty", "replay": "r0"}
+
+
+def draw_records(budget: float, chance: float, seed: int, count: int = 40, **changed: object) -> dict[str, dict]:
+    """Records of one subtask, right with this chance, with fidelity."""
+    draw, found = random.Random(seed), {}
+    for uid, record in make_records(budget, 100, count=count).items():
+        if record["subtask"] == "vt":
+            own = {"score": 100.0 * (draw.random() < chance), "fidelity": {"nll": 1.0, "kl": draw.random()}}
+            found[uid] = record | own | {"group": uid} | changed
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    for question, less in (("visible", 0.0), ("hidden", 0.5)):
+        also = {"question": question, "machine": MACHINE}
+        write_run(folder, draw_records(1.0, 1.0, 1), method=FULL, **also)
+        for at, (name, chance) in enumerate({"snapkv": 0.95, "knorm": 0.5, "random": 0.05, "tova": 0.9}.items()):
+            write_run(folder, draw_records(0.2, chance - less, at), method={"name": name}, budget=0.2, **also)
+        write_run(
+            folder, draw_records(0.2, 0.55 - less, 8), method={"name": "knorm"}, allocator=ADA, budget=0.2, **also
+        )
+    write_run(folder, draw_records(0.2, 0.4, 9), method={"name": "knorm"}, codec=KIVI, budget=0.2, machine=MACHINE)
+    write_run(folder, draw_records(0.2, 0.4, 9), finish=False, method={"name": "h2o"}, budget=0.2, machine=MACHINE)
+    return load_runs(folder)
+
+
+def find(lines, **wanted):
+    [line] = [own for own in lines if all(own[name] == value for name, value in wanted.items())]
+    return line
+
+
+def test_every_finished_run_has_one_line_that_says_where_it_was_made(runs):
+    lines = make_lines(runs)
+    assert len(lines) == 13 and {line["hash"] for line in lines} == {run.hash for run in runs if run.finished}
+    assert {(line["machine"], line["code"], line["replay"]) for line in lines} == {("cpu", "git 0123 dirty", "r0")}
+    assert {line["n"] for line in lines} == {40}
+    full = find(lines, method="full", question="visible")
+    assert (full["rank_first"], full["difference"], full["question_gain"]) == (None, None, None)
+
+
+def test_ranks_follow_from_all_pairs_at_a_joint_level(runs):
+    lines = [line for line in make_lines(runs) if line["question"] == "visible" and line["method"] != "full"]
+    stored = {run.hash: run for run in runs}
+    first, last = ({line["hash"]: own for line in lines} for own in (1, len(lines)))
+    [block] = [own for own in build_blocks(runs, runs)[0] if own.question == "visible"]
+    level = 1 - 0.05 / 2 / 15
+    for one, other in combinations([line["hash"] for line in lines], 2):
+        found = compare_subtasks(block.paired.pair(stored[one], stored[other]), None, level)
+        if found.low > 0 or found.high < 0:
+            low, high = (one, other) if found.low > 0 else (other, one)
+            first[low] += 1
+            last[high] -= 1
+    assert {line["hash"]: (line["rank_first"], line["rank_last"]) for line in lines} == {
+        name: (first[name], last[name]) for name in first
+    }
+    assert find(lines, method="snapkv")["rank_last"] <= 3 and find(lines, method="random")["rank_first"] >= 4
+
+
+def test_gains_are_paired_with_the_same_cell_without_it(runs):
+    lines, stored = make_lines(runs), {run.hash: run for run in runs}
+
+    def compare(one, other):
+        scores = [[record["score"] for record in stored[own["hash"]].records.values()] for own in (one, other)]
+        found = compare_scores(*scores, list(stored[one["hash"]].records))
+        return found.difference, found.low, found.high
+
+    def read(line, name):
+        return tuple(line[f"{name}{end}"] for end in ("", "_low", "_high"))
+
+    knorm = {"method": "knorm", "question": "visible"}
+    plain = find(lines, **knorm, allocator="uniform", codec="raw")
+    ada, kivi = find(lines, **knorm, allocator="ada"), find(lines, **knorm, codec="kivi")
+    hidden = find(lines, method="knorm", question="hidden", allocator="ada")
+    assert read(ada, "allocator_gain") == compare(plain, ada)
+    assert read(kivi, "codec_gain") == compare(plain, kivi)
+    assert read(hidden, "question_gain") == compare(ada, hidden)
+    assert read(plain, "allocator_gain") == read(kivi, "allocator_gain") == (None, None, None)
+
+
+def test_fidelity_is_a_mean_with_an_interval(runs):
+    line = find(make_lines(runs), method="tova", question="visible")
+    run = next(own for own in runs if own.hash == line["hash"])
+    kl = [record["fidelity"]["kl"] for record in run.records.values()]
+    assert line["kl"] == pytest.approx(sum(kl) / len(kl)) and line["kl_low"] < line["kl"] < line["kl_high"]
+    assert line["nll"] == 1.0
+
+
+def test_a_file_gives_back_what_was_written(runs):
+    lines = make_lines(runs)
+    again = parse_lines(format_lines(lines))
+    assert format_lines(again) == format_lines(lines)
+    assert [own["hash"] for own in again] == [own["hash"] for own in lines]
+    assert again[0]["difference"] is None and again[1]["score"] == round(lines[1]["score"], 4)
+
+
+def test_a_run_without_its_full_cache_is_refused(runs):
+    with pytest.raises(SettingError, match="no finished run of the full cache"):
+        make_lines([run for run in runs if not run.full])

@@ -1,0 +1,64 @@
+"""`kvbench measured`: a tier from its sweeps to the page, and what it refuses in one line."""
+
+import pytest
+
+from kvbench.cli.measured import main
+from kvbench.store.runs import find_runs
+
+TIERS = """\
+tiny:
+  title: A small tier
+  common: model=reference task=niah task.lengths=[256] task.depths=[50] task.trials=2 budget=0.5
+  sweeps:
+    - method=random,sink
+"""
+
+
+@pytest.fixture
+def tiers(tmp_path):
+    path = tmp_path / "tiers.yaml"
+    path.write_text(TIERS)
+    return path
+
+
+def test_a_tier_becomes_a_file_and_a_page(tiers, tmp_path, capsys):
+    results = tmp_path / "results"
+    given = ["tiny", "--tiers", str(tiers), "--results", str(results)]
+    assert main(given) == 0
+    path = results / "measured" / "cpu" / "tiny.csv"
+    assert f"{path}: 3 cells, 3 of 3 runs are finished" in capsys.readouterr().out
+    text = path.read_text()
+    assert [line.split(",")[-1] for line in text.splitlines()[1:]] == sorted(
+        (run.hash for run in find_runs(results).runs), key=lambda name: text.index(name)
+    )
+    assert main(given) == 0  # nothing is left to run
+    assert path.read_text() == text
+    assert main(["--page", "--results", str(results), "--out", str(tmp_path / "docs")]) == 0
+    page = (tmp_path / "docs" / "results.md").read_text()
+    assert "| random |" in page and "| sink |" in page
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "name a tier of conf/measured.yaml, such as a; or --page"),
+        (["nosuch"], "tier=nosuch: choose one of a, b, c"),
+        (["a", "--page"], "--page: measures no tier"),
+        (["a", "--machine", "x"], "--machine and --out: only with --page"),
+        (["--page", "--results", "/nowhere"], "/nowhere/measured: no results there; kvbench measured a"),
+        (["a", "--results", "/dev/null/x"], "--results=/dev/null/x: a folder that can be written"),
+        (["a", "--tiers", "/nowhere.yaml"], "--tiers=/nowhere.yaml: cannot be read as tiers (No such file"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(given, said, capsys):
+    assert main(given) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("kvbench: ") and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["a: {title: x}", "- a", "a: {title: x, sweeps: [], colour: red}", "a: ["])
+def test_a_file_that_has_no_tiers_is_refused(text, tmp_path, capsys):
+    path = tmp_path / "tiers.yaml"
+    path.write_text(text)
+    assert main(["a", "--tiers", str(path)]) == 2
+    assert f"kvbench: --tiers={path}: " in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""docs/results.md: what it says follows from the lines, and the same lines give the same page."""
+
+import re
+
+import pytest
+
+from kvbench.analysis.result_lines import format_lines, make_lines
+from kvbench.report.results_page import choose_machine, find_front, write_results_page
+from kvbench.store.runs import load_runs
+from kvbench.validation import SettingError
+from tests.support.made_up_runs import write_run
+from tests.support.report_store import make_records
+
+ADA, KIVI = {"name": "ada", "mode": "interpolate"}, {"name": "kivi", "bits": 2}
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    """Two questions, two budgets, an allocator and a codec; snapkv is far better than random."""
+    folder = tmp_path_factory.mktemp("store")
+    for question in ("visible", "hidden"):
+        write_run(folder, make_records(1.0, 100, count=20), method={"name": "full"}, question=question)
+        for name, chance in {"snapkv": 100, "random": 0}.items():
+            for budget in (0.5, 0.2):
+                own = make_records(budget, chance * (question == "visible"), count=20)
+                write_run(folder, own, method={"name": name}, budget=budget, question=question)
+    own = make_records(0.2, 100, count=20)
+    write_run(folder, own, method={"name": "snapkv"}, budget=0.2, allocator=ADA)
+    write_run(folder, own, method={"name": "snapkv"}, budget=0.2, codec=KIVI)
+    return make_lines(load_runs(folder))
+
+
+@pytest.fixture
+def machine(lines, tmp_path):
+    """A folder of two tiers, which share the lines with a hidden question."""
+    folder = tmp_path / "measured" / "gpu-x"
+    folder.mkdir(parents=True)
+    (folder / "a.csv").write_text(format_lines(lines))
+    (folder / "b.csv").write_text(format_lines([line for line in lines if line["question"] == "hidden"]))
+    return folder
+
+
+def test_the_page_states_what_the_lines_hold(machine, lines, tmp_path):
+    [page, *pictures] = write_results_page(machine, tmp_path / "docs")
+    text = page.read_text()
+    assert re.findall(r"\]\((images/[^)]+)\)", text) == [path.relative_to(page.parent).as_posix() for path in pictures]
+    assert all(path.read_text().startswith("<svg") for path in pictures)
+    assert f"| a | Main methods | {len(lines)} | {60 * len(lines)} | python -m kvbench measured a |" in text
+    sections = [line for line in text.splitlines() if line.startswith("## ")]
+    assert sections == [
+        "## What was measured",
+        "## Which methods can be told apart",
+        "## What changes when the question is hidden",
+        "## What allocators bring",
+        "## What a byte buys",
+        "## What these numbers cannot tell",
+    ]
+    # visible, 20 %: snapkv, its two variants and random; only random differs from the three
+    assert "**20 % kept.** 3 of 6 pairs of cells can be told apart." in text
+    assert "| random | 0.0 " in text and "4 |" in text
+    said = " ".join(text.split())
+    assert "Of 4 cells, 2 lose points when the cache is cut before the question is known, 0 gain, and 2 cannot" in said
+    assert "Of 1 cells, 0 score more than the same cell without the allocator, 0 score less, and 1 cannot be" in said
+    assert "None" not in text and "n/a" not in text and "[results/measured/gpu-x](../results/measured/gpu-x)" in said
+
+
+def test_a_section_without_cells_is_left_out(machine, tmp_path):
+    (machine / "a.csv").unlink()
+    text = write_results_page(machine, tmp_path / "docs")[0].read_text()
+    assert "allocators bring" not in text and "byte buys" not in text and "## What these numbers" in text
+
+
+def test_the_same_lines_give_the_same_page(machine, tmp_path):
+    (machine / "a.csv").unlink()
+    one, other = (write_results_page(machine, tmp_path / name) for name in ("one", "other"))
+    assert [path.read_text() for path in one] == [path.read_text() for path in other]
+
+
+def test_the_front_has_no_cell_that_another_one_beats():
+    cells = [
+        {"bytes_held": held, "score": score} for held, score in ((0.5, 90), (0.2, 40), (0.2, 50), (0.4, 45), (1, 90))
+    ]
+    assert find_front(cells) == [{"bytes_held": 0.2, "score": 50}, {"bytes_held": 0.5, "score": 90}]
+
+
+def test_a_machine_is_chosen(machine):
+    folder = machine.parent
+    assert choose_machine(folder) == choose_machine(folder, "gpu-x") == machine
+    with pytest.raises(SettingError, match="--machine=nosuch: choose one of gpu-x"):
+        choose_machine(folder, "nosuch")
+    (folder / "gpu-y").mkdir()
+    (folder / "gpu-y" / "a.csv").write_text("")
+    with pytest.raises(SettingError, match="--machine: choose one of gpu-x, gpu-y"):
+        choose_machine(folder)
+    with pytest.raises(SettingError, match="no results there; kvbench measured a"):
+        choose_machine(folder / "gpu-x" / "nosuch")
+    with pytest.raises(SettingError, match="gpu-y/a.csv: has no lines"):
+        write_results_page(folder / "gpu-y", folder)

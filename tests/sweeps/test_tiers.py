@@ -1,0 +1,84 @@
+"""The tiers of `kvbench measured`: what they run, and which stores they refuse."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from kvbench.config.compose import compose
+from kvbench.config.tiers import choose_tiers, read_tiers
+from kvbench.runs.spec import SharedParts
+from kvbench.sweeps.plan import describe_run, expand_sweep
+from kvbench.sweeps.tier_store import check_store, list_values
+from kvbench.validation import SettingError
+from tests.support.made_up_runs import VALUE, write_run
+from tests.support.report_store import make_records
+from tests.support.selection import only_in_full
+
+GPU = {"type": "cuda", "dtype": "bfloat16", "gpu": "NVIDIA H200", "torch": "2.11.0"}
+
+
+@pytest.mark.parametrize("name", ["a", only_in_full("b"), only_in_full("c")])
+def test_no_cell_of_a_tier_is_refused(name, tmp_path):
+    """Here with the embedded model, because SmolLM2 must be downloaded. Tier a has at most 12,000 records."""
+    tier, shared = read_tiers()[name], SharedParts()
+    for path, command in tier.list_files(tmp_path).items():
+        assert command[:1] == ["calibrate"] and command[-2:] == ["--out", str(path)]
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    assert tier.list_files(tmp_path) == {}
+    cells = [cell for sweep in tier.list_sweeps(tmp_path) for cell in expand_sweep(sweep)]
+    assert len(set(map(tuple, cells))) == len(cells)
+    different = {tuple(own for own in cell if not own.startswith(("budget=", "question="))): cell for cell in cells}
+    for cell in different.values():
+        config = compose([own.replace("model=smollm2", "model=reference") for own in cell]).config
+        assert config.results == str(tmp_path) and config.fidelity
+        if "path" not in config.method:  # such a file must be made from the model
+            run, _ = describe_run(config, shared)
+            run.choice()
+    if name == "a":
+        assert len(cells) * config.task.samples * len(config.task.subtasks) == 9120 < 12_000
+
+
+def test_tiers_are_chosen_by_name():
+    assert [tier.name for tier in choose_tiers(["b", "a", "b"])] == ["b", "a"]
+    with pytest.raises(SettingError, match="tier=nosuch: choose one of a, b, c"):
+        choose_tiers(["nosuch"])
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        (
+            {"device": GPU | {"gpu": "NVIDIA A100"}},
+            "made on NVIDIA A100, bfloat16, torch 2.11.0, and this is NVIDIA H200",
+        ),
+        (
+            {"device": GPU | {"torch": "2.9.0"}},
+            "torch 2.9.0, and this is NVIDIA H200, bfloat16, torch 2.11.0; go on there",
+        ),
+        ({"device": GPU, "sources": "other"}, "made by git 0123, whose code may give other results"),
+    ],
+)
+def test_a_store_with_runs_of_the_tier_from_elsewhere_is_refused(there, said, tmp_path):
+    here = VALUE | {"device": GPU}
+    run = write_run(tmp_path, make_records(0.5, 50), machine={"code": "git 0123"}, **VALUE | there)
+    with pytest.raises(SettingError, match=re.escape(said)) as error:
+        check_store("a", {"0": here}, tmp_path)
+    assert f"1 runs of tier a ({run.hash})" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_other_runs_of_a_store_do_not_matter(tmp_path):
+    here = VALUE | {"device": GPU}
+    own = write_run(tmp_path, make_records(0.5, 50), **here)
+    write_run(tmp_path, make_records(0.5, 50), **here | {"budget": 0.3, "sources": "other"})
+    check_store("a", {own.hash: here}, tmp_path)
+    check_store("a", {own.hash: here}, tmp_path / "empty")
+
+
+def test_runs_of_sweeps_include_the_full_cache():
+    baseline = SimpleNamespace(value=VALUE | {"method": {"name": "full"}})
+    run = SimpleNamespace(value=VALUE | {"budget": 0.5}, baseline=lambda: baseline)
+    cells = [SimpleNamespace(run=run), SimpleNamespace(run=None)]
+    found = list_values([SimpleNamespace(cells=cells)])
+    assert [value["method"]["name"] for value in found.values()] == ["full", "snapkv"]
