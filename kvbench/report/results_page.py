@@ -4,9 +4,9 @@ Every number and every sentence about them follows from the CSV files. A section
 out. The same files give the same page.
 """
 
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from kvbench.validation import SettingError, require_choice
 PAGE = "results.md"
 WIDE = 2  # budgets of a table that shows intervals; tables of more budgets show scores and ranks
 MOST_CURVES = 12  # methods of a picture
+COMMIT = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28}\b")
 Protocol = tuple[str, ...]
 
 HEAD = """\
@@ -131,8 +132,11 @@ def format_page(tiers: Mapping[str, Sequence[Line]], source: str, pictures: Mapp
 
 
 def split_protocols(lines: Sequence[Line]) -> list[tuple[Protocol, list[Line]]]:
-    """Return the lines of each protocol, in the order in which they stand."""
-    return [(key, list(own)) for key, own in groupby(lines, name_protocol)]
+    """Return the lines of each protocol, in the order in which protocols begin."""
+    found: dict[Protocol, list[Line]] = {}
+    for line in lines:
+        found.setdefault(name_protocol(line), []).append(line)
+    return list(found.items())
 
 
 def name_protocol(line: Line) -> Protocol:
@@ -164,7 +168,8 @@ def describe_origin(tiers: Mapping[str, Sequence[Line]]) -> list[str]:
     lines = [line for own in tiers.values() for line in own]
 
     def join(name: str) -> str:
-        return " and ".join(sorted({str(line[name]) for line in lines if line[name]})) or "unknown"
+        known = {COMMIT.sub(r"\1", str(line[name])) for line in lines if line[name]}
+        return " and ".join(sorted(known)) or "unknown"
 
     said = f"Measured on {join('machine')} in {join('dtype')}, with torch {join('torch')} and transformers "
     said += f"{join('transformers')}, by code {join('code')}. conf/measured.yaml lists the sweeps."

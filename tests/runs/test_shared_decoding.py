@@ -1,5 +1,7 @@
 """A sweep whose answers are decoded as one batch has the records of one whose cells answer alone."""
 
+import os
+import signal
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +13,7 @@ from kvbench.runs import runner, shared_runs
 from kvbench.runs.responder import Responder
 from kvbench.runs.spec import RunSpec
 from kvbench.runs.warming import choose_examples, make_warm_group
+from kvbench.store.run_folder import RunFolder
 from kvbench.store.runs import load_runs
 from kvbench.validation import ContractError
 from tests.support.recorded_runs import OWN
@@ -78,6 +81,32 @@ def test_records_are_those_of_lone_runs(sweep, more, most):
     assert strip(alone) == strip(joined) and len(joined) == 2 * 9 and "answer alone" not in errors
     assert {record["decoded_together"] for record in alone.values()} == {1}
     assert max(record["decoded_together"] for record in joined.values()) == most
+
+
+@pytest.mark.parametrize("after", [1, only_in_full(9)])
+def test_a_sweep_that_is_killed_in_a_batch_continues(sweep, after, monkeypatch, tmp_path):
+    """Here a fork of this process decodes together, and dies when it has written some records."""
+    _, _, alone = sweep(*CELLS, together=False)
+    if (process := os.fork()) == 0:
+        append, written = RunFolder.append, []
+
+        def append_or_die(folder, record):
+            if len(written) == after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            append(folder, record)
+            written.append(record)
+
+        monkeypatch.setattr(RunFolder, "append", append_or_die)
+        try:
+            sweep(*CELLS, together=True)
+        finally:
+            os._exit(1)
+    assert os.waitpid(process, 0)[1] == signal.SIGKILL
+    before = {(run.hash, uid) for run in load_runs(tmp_path / "together-True") for uid in run.records}
+    code, errors, together = sweep(*CELLS, together=True)
+    assert code == 0 and len(before) == after and before < together.keys() == alone.keys()
+    assert strip(together) == strip(alone)
+    assert max(own["decoded_together"] for key, own in together.items() if key not in before) > 1
 
 
 def test_questions_of_runs_that_share_the_rows_of_a_prompt(sweep):
