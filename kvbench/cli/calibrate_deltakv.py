@@ -91,9 +91,8 @@ def calibrate(options: Namespace, device: str) -> None:
         source = f"data set {local.name if local.exists() else options.dataset}"
     else:
         texts, source = token_sequences.write_essays(recipe.seed), "essays of kvbench"
-    trained = recipe.steps * recipe.batch
-    wanted = trained + delta_training.count_held_out(trained)
-    text = token_sequences.pack_texts(tokenizer, texts, recipe.length, wanted, recipe.batch + 1)
+    wanted, least = (delta_training.count_needed(own) for own in (recipe.steps * recipe.batch, recipe.batch))
+    text = token_sequences.pack_texts(tokenizer, texts, recipe.length, wanted, least)
 
     settings = {option: getattr(recipe, name) for option, name in RECIPE.items()}
     settings |= {"model": checkpoint.identity(), "seed": recipe.seed, "text": text.digest}

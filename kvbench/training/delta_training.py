@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,11 @@ class HeldOut:
 def count_held_out(sequences: int) -> int:
     """Return how many of so many sequences are held out: one in 50, at least one."""
     return min(MOST_HELD_OUT, max(1, sequences // 50))
+
+
+def count_needed(trained: int) -> int:
+    """Return how many sequences a text must have so that so many are left beside those held out."""
+    return next(own for own in count(trained + 1) if own - count_held_out(own) >= trained)
 
 
 def name_state(out: Path) -> Path:
@@ -102,22 +108,20 @@ def load_state(out: Path, settings: Settings) -> dict[str, Any] | None:
     return state
 
 
-def order_sequences(count: int, batch: int, seed: int, first: int) -> Iterator[list[int]]:
+def order_sequences(sequences: int, batch: int, seed: int, first: int) -> Iterator[list[int]]:
     """Yield the sequences of each step from the step `first` on. Every pass takes all of them in a new order.
 
     Args:
-        count: Number of sequences.
-        batch: Sequences of a step, at most `count`. A rest of a pass that fills no batch is left out.
+        sequences: Number of sequences.
+        batch: Sequences of a step, at most as many. A rest of a pass that fills no batch is left out.
         seed: Seed of the orders.
         first: Number of steps that were taken before.
     """
-    steps = count // batch
-    number = first
-    while True:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + number // steps)
-        order = torch.randperm(count, generator=generator)[: steps * batch].view(steps, batch).tolist()
-        yield from order[number % steps :]
-        number += steps - number % steps
+    steps = sequences // batch
+    for number in count(first // steps):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        order = torch.randperm(sequences, generator=generator)[: steps * batch].view(steps, batch).tolist()
+        yield from order[first % steps if number == first // steps else 0 :]
 
 
 class DeltaTraining:

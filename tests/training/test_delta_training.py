@@ -31,7 +31,7 @@ from kvbench.training.delta_losses import (
     list_centres,
     rebuild,
 )
-from kvbench.training.delta_training import DeltaTraining, count_held_out, order_sequences
+from kvbench.training.delta_training import DeltaTraining, count_held_out, count_needed, order_sequences
 from kvbench.training.token_sequences import PackedText, pack_texts, read_dataset, read_text_files, write_essays
 from kvbench.validation import SettingError
 from tests.support.checkpoints import write_checkpoint
@@ -198,7 +198,13 @@ def test_every_pass_reads_every_sequence_once():
     for first in (1, 3, 5):
         assert list(islice(order_sequences(7, 2, seed=3, first=first), 9 - first)) == steps[first:]
     assert next(order_sequences(7, 2, seed=4, first=0)) != steps[0]
+
+
+def test_enough_is_left_beside_the_sequences_held_out():
     assert [count_held_out(own) for own in (2, 99, 100, 10**6)] == [1, 1, 2, 16]
+    for trained in (1, 48, 49, 97, 98, 147, 149, 5000):
+        own = count_needed(trained)
+        assert own - count_held_out(own) >= trained > own - 1 - count_held_out(own - 1)
 
 
 # Training.
