@@ -169,6 +169,16 @@ def test_the_losses_follow_their_formula(name):
     assert entropy.item() == pytest.approx(-logits.gather(-1, tokens[0, 1:, None]).mean().item(), rel=1e-5)
 
 
+def test_gradients_reach_the_compressors_of_earlier_layers():
+    compressors = draw_compressors(3, width_of("llama"), SMALL)
+    for weight in compressors[0].parameters():
+        weight.requires_grad_()
+    entropy, errors = compute_losses(tiny("llama"), compressors, ids(40), SMALL)
+    for loss in (entropy, *errors):
+        for found in torch.autograd.grad(loss, compressors[0].parameters(), retain_graph=True):
+            assert found.abs().max() > 0
+
+
 # Recipes and the order of sequences.
 
 
