@@ -11,8 +11,8 @@ layer's keys and values. Only the compressors are trained (kvbench/training/delt
 
 The recipe is the authors': a SwiGLU network of inner width 3072, a linear one back, codes of a quarter of 2 d_k (d_k
 being the width of the keys of all KV heads of a layer), AdamW with a rate of 2e-4, 20,000 steps of 8192 tokens. For
-models with 2 d_k below 1024 kvbench scales it: with w = 2 d_k / 1024, the inner width is 3072 w, the rate 2e-4 / w, and
-there are 20,000 w^2 steps of 8192 w tokens.
+models with 2 d_k below 1024 kvbench scales it: with w = 2 d_k / 1024, the inner width is 3072 w, the rate 2e-4 / w^2
+but at most 3e-3, and there are 20,000 w^2 steps of 8192 w tokens.
 
 By default the command trains on essays that it writes (tasks/common/synthetic_prose.py). They are enough to try it; for
 a real model give real text. If the text has fewer tokens than the training, it is read several times.

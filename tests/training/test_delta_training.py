@@ -30,6 +30,7 @@ from kvbench.training.delta_losses import (
     draw_compressors,
     list_centres,
     rebuild,
+    replace_rows,
 )
 from kvbench.training.delta_training import DeltaTraining, count_held_out, count_needed, order_sequences
 from kvbench.training.token_sequences import PackedText, pack_texts, read_dataset, read_text_files, write_essays
@@ -94,6 +95,9 @@ def test_an_identity_leaves_the_model_as_it_is(name):
     with torch.no_grad():
         entropy, errors = compute_losses(model, [linear(eye, eye)] * layers, tokens, SMALL)
         logits = model(input_ids=tokens, use_cache=False).logits
+        with replace_rows(model, lambda layer, kv: rebuild(linear(eye, eye), kv, SMALL)):
+            replaced = model(input_ids=tokens, use_cache=False).logits
+    torch.testing.assert_close(replaced, logits, rtol=0, atol=1e-9)
     expected = -logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).mean()
     assert errors.shape == (layers,) and errors.max() < 1e-12
     assert entropy.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -187,7 +191,11 @@ def test_the_recipe_is_the_authors_and_scaled_for_small_models():
     assert (llama.inner, llama.code, llama.length, llama.steps, llama.rate) == (3072, 512, 8192, 20_000, 2e-4)
     assert (qwen.inner, qwen.code, qwen.rate) == (3072, 256, 2e-4)
     assert (small.inner, small.code, small.length, small.steps) == (768, 64, 2048, 1250)
-    assert small.rate == pytest.approx(8e-4) and llama.count_weights(2048) == 2048 * 6144 + 3072 * 512 + 512 * 2048
+    assert (
+        small.rate == 3e-3
+        and choose_recipe(512, 8192, {}).rate == pytest.approx(8e-4)
+        and llama.count_weights(2048) == 2048 * 6144 + 3072 * 512 + 512 * 2048
+    )
     assert choose_recipe(2048, 4096, {}).length == 4096
     with pytest.raises(SettingError, match="^--length=8192: the model takes 4096 tokens$"):
         choose_recipe(2048, 4096, {"length": 8192})
