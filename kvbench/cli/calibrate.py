@@ -1,44 +1,72 @@
-"""Make the file that a method needs, for a model.
+"""Make the file that a method or a codec needs, for a model.
 
 Examples:
   kvbench calibrate qfilters --model reference --out FILE
   kvbench calibrate duo_attention --model reference --out FOLDER
+  kvbench calibrate deltakv --model reference --out FILE
 
-qfilters (NathanGodey/qfilters, make_filters.py): The command rotates queries to random positions of some texts. Per
-query head it takes the first right singular vector v of the matrix of queries, with the sign on which most queries
-project positively. The filter of a KV head is the mean of -v over its query heads. (A singular vector has no sign of
-its own. Without the majority, half of the filters would keep exactly the wrong rows; NathanGodey/qfilters#6.)
-
-duo_attention: The command makes a pattern for a model that has no trained one, from KVzip's head scores
-(snu-mllab/KVzip, test.py --save_head_score). The score of a head in a text is the largest KVzip score of its rows;
-alpha is the mean of it over several texts. The pattern's config.json says so, because the gates that DuoAttention's
-authors trained are something else.
+`kvbench calibrate qfilters --help` describes the file and lists the options; so do the others.
 """
 
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvbench.cli import calibrate_deltakv
 from kvbench.cli.command import CommandParser, run_command
 from kvbench.validation import SettingError, require_choice, require_int
 
+QFILTERS = """Make the filters of Q-Filters.
+
+Source: NathanGodey/qfilters, make_filters.py. The command rotates queries to random positions of some texts. Per
+query head it takes the first right singular vector v of the matrix of queries, with the sign on which most queries
+project positively. The filter of a KV head is the mean of -v over its query heads. (A singular vector has no sign of
+its own. Without the majority, half of the filters would keep exactly the wrong rows; NathanGodey/qfilters#6.)
+"""
+DUO_ATTENTION = """Make a pattern of DuoAttention for a model that has no trained one.
+
+It comes from KVzip's head scores (snu-mllab/KVzip, test.py --save_head_score). The score of a head in a text is the
+largest KVzip score of its rows; alpha is the mean of it over several texts. The pattern's config.json says so, because
+the gates that DuoAttention's authors trained are something else.
+"""
 ROOM = 32  # tokens for what is read about a text beside the text
+
+
+class MethodParser(CommandParser):
+    """The parser of a method's options. argparse gives the whole command as `prog`."""
+
+    def __init__(self, prog: str, doc: str) -> None:
+        super().__init__(prog.removeprefix("kvbench "), doc)
 
 
 def make_parser() -> CommandParser:
     parser = CommandParser("calibrate", __doc__)
-    parser.add_argument("method", choices=["qfilters", "duo_attention"])
-    parser.add_argument("--model", required=True, help="reference, reference_v1, a local folder or a hub id")
-    parser.add_argument("--out", required=True, type=Path, help="safetensors file (qfilters) or folder to write")
-    parser.add_argument("--text", type=Path, help="text file (default: the essays of tasks/common/synthetic_prose.py)")
-    parser.add_argument("--sequences", type=int, help="texts to read (default: 20 for qfilters, 1 for duo_attention)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a text (default: 2048, as the authors')")
-    parser.add_argument("--queries", type=int, default=3000, help="queries per head of qfilters (default: 3000)")
-    parser.add_argument("--sinks", type=int, default=128, help="first rows of a streaming head (default: 128)")
-    parser.add_argument("--recent", type=int, default=256, help="newest rows of a streaming head (default: 256)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    methods = parser.add_subparsers(dest="method", required=True, metavar="METHOD", parser_class=MethodParser)
+    for method, doc, sequences in (("qfilters", QFILTERS, 20), ("duo_attention", DUO_ATTENTION, 1)):
+        own = methods.add_parser(method, help=doc.partition("\n")[0], doc=doc)
+        kind = "safetensors file" if method == "qfilters" else "folder"
+        add_common_options(own, kind, seed=0)
+        own.add_argument("--text", type=Path, help="text file (default: the essays of tasks/common/synthetic_prose.py)")
+        own.add_argument("--sequences", type=int, default=sequences, help=f"texts to read (default: {sequences})")
+        own.add_argument("--length", type=int, default=2048, help="tokens of a text (default: 2048, as the authors')")
+        if method == "qfilters":
+            own.add_argument("--queries", type=int, default=3000, help="queries per head (default: 3000)")
+        else:
+            own.add_argument("--sinks", type=int, default=128, help="first rows of a streaming head (default: 128)")
+            own.add_argument("--recent", type=int, default=256, help="newest rows of a streaming head (default: 256)")
+    doc = calibrate_deltakv.__doc__ or ""
+    own = methods.add_parser("deltakv", help=doc.partition("\n")[0], doc=doc)
+    add_common_options(own, "safetensors file", seed=42)
+    calibrate_deltakv.add_options(own)
     return parser
+
+
+def add_common_options(parser: CommandParser, kind: str, seed: int) -> None:
+    """Add the options of all methods."""
+    parser.add_argument("--model", required=True, help="reference, reference_v1, a local folder or a hub id")
+    parser.add_argument("--out", required=True, type=Path, help=f"{kind} to write")
+    parser.add_argument("--seed", type=int, default=seed, help=f"default: {seed}")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
 
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
@@ -58,6 +86,42 @@ def calibrate(options: Namespace) -> None:
     Raises:
         SettingError: An option cannot be used, or the model or the text cannot be read.
     """
+    check_out(options)
+    device = choose_device(options.device)
+    work = {"qfilters": calibrate_heads, "duo_attention": calibrate_heads, "deltakv": calibrate_deltakv.calibrate}
+    work[options.method](options, device)
+
+
+def check_out(options: Namespace) -> None:
+    """Raise a SettingError if the output cannot be there."""
+    pattern = options.method == "duo_attention"
+    if pattern and options.out.is_file():
+        raise SettingError(f"--out={options.out}: a folder, and there is a file")
+    if any(own.is_file() for own in options.out.parents) or (not pattern and options.out.is_dir()):
+        raise SettingError(f"--out={options.out}: no {'folder' if pattern else 'file'} can be there")
+
+
+def choose_device(asked: str | None) -> str:
+    """Return the device; SettingError if there is none of that kind."""
+    import torch
+
+    device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    require_choice("--device", device, ("cpu", "cuda"))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SettingError("--device=cuda: there is no CUDA device here")
+    return device
+
+
+def calibrate_heads(options: Namespace, device: str) -> None:
+    """Make the filters of Q-Filters or the pattern of DuoAttention, and print its path.
+
+    Args:
+        options: What `make_parser` reads.
+        device: "cpu" or "cuda".
+
+    Raises:
+        SettingError: An option cannot be used, or the model or the text cannot be read.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -69,18 +133,9 @@ def calibrate(options: Namespace) -> None:
 
     try:
         pattern = options.method == "duo_attention"
-        sequences = options.sequences if options.sequences is not None else 1 if pattern else 20
-        require_int("--sequences", sequences, 1)
-        for name, least in (("length", 2), ("queries", 1), ("sinks", 0), ("recent", 1)):
-            require_int(f"--{name}", getattr(options, name), least)
-        if pattern and options.out.is_file():
-            raise SettingError(f"--out={options.out}: a folder, and there is a file")
-        if any(own.is_file() for own in options.out.parents) or (not pattern and options.out.is_dir()):
-            raise SettingError(f"--out={options.out}: no {'folder' if pattern else 'file'} can be there")
-        device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        require_choice("--device", device, ("cpu", "cuda"))
-        if device == "cuda" and not torch.cuda.is_available():
-            raise SettingError("--device=cuda: there is no CUDA device here")
+        least = {"sequences": 1, "length": 2} | ({"sinks": 0, "recent": 1} if pattern else {"queries": 1})
+        for name, number in least.items():
+            require_int(f"--{name}", getattr(options, name), number)
         checkpoint = Checkpoint("calibrated", find_model(options.model))
         checkpoint.config()
         longest = checkpoint.longest()
@@ -91,7 +146,7 @@ def calibrate(options: Namespace) -> None:
             else options.text.read_text(encoding="utf-8")
         )
         tokenizer = checkpoint.tokenizer()
-        pieces = split_text(tokenizer, text, sequences, length)
+        pieces = split_text(tokenizer, text, options.sequences, length)
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         model = checkpoint.weights(dtype, device)
         if pattern:

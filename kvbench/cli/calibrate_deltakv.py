@@ -1,0 +1,117 @@
+"""Train the compressors of DeltaKV.
+
+Examples:
+  kvbench calibrate deltakv --model reference --out FILE --steps 400 --length 512
+  kvbench calibrate deltakv --model FOLDER --out FILE --text FOLDER
+  kvbench calibrate deltakv --model FOLDER --out FILE --dataset HuggingFaceFW/fineweb-edu --subset sample-10BT
+
+A step reads a batch twice: once with the untouched model, and once with keys and values of every layer replaced by what
+the compressors leave of them. The loss is the cross-entropy of the next token, plus the mean squared error of each
+layer's keys and values. Only the compressors are trained (kvbench/training/delta_losses.py).
+
+The recipe is the authors': a SwiGLU network of inner width 3072, a linear one back, codes of a quarter of 2 d_k (d_k
+being the width of the keys of all KV heads of a layer), AdamW with a rate of 2e-4, 20,000 steps of 8192 tokens. For
+models with 2 d_k below 1024 kvbench scales it: with w = 2 d_k / 1024, the inner width is 3072 w, the rate 2e-4 / w^2
+but at most 3e-3, and there are 20,000 w^2 steps of 8192 w tokens.
+
+By default the command trains on essays that it writes (tasks/common/synthetic_prose.py). They are enough to try it; for
+a real model give real text. If the text has fewer tokens than the training, it is read several times.
+
+The training writes its state to OUT.training every minute and its losses to OUT.log.jsonl at every step. After an
+interruption the same command goes on.
+"""
+
+from argparse import Namespace
+from pathlib import Path
+
+from kvbench.cli.command import CommandParser
+from kvbench.validation import require_choice, require_writable
+
+RECIPE = {"steps": "steps", "length": "length", "batch": "batch", "lr": "rate", "code": "code", "inner": "inner"}
+DTYPES = ("float32", "bfloat16")
+
+
+def add_options(parser: CommandParser) -> None:
+    """Add the options of this method."""
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--text", type=Path, help="text file, or folder of .txt, .md and .rst files (default: essays)")
+    text.add_argument("--dataset", help=".parquet, .jsonl, .json or .csv file, folder of such files, or hub id")
+    parser.add_argument("--column", default="text", help="column of the data set with the texts (default: text)")
+    parser.add_argument("--subset", help="configuration of a data set of the hub")
+    parser.add_argument("--split", default="train", help="split of a data set of the hub (default: train)")
+    parser.add_argument("--revision", default="main", help="revision of a data set of the hub (default: main)")
+    parser.add_argument("--steps", type=int, help="steps of the optimizer (default: see below)")
+    parser.add_argument("--length", type=int, help="tokens of a sequence (default: see below, at most the model's)")
+    parser.add_argument("--batch", type=int, help="sequences of a step (default: 1)")
+    parser.add_argument("--lr", type=float, help="peak of the learning rate (default: see below)")
+    parser.add_argument("--code", type=int, help="width of a code (default: a quarter of 2 d_k)")
+    parser.add_argument("--inner", type=int, help="inner width of the compressor (default: see below)")
+    parser.add_argument("--dtype", help="float32 or bfloat16, of the model and the file (default: by the device)")
+
+
+def calibrate(options: Namespace, device: str) -> None:
+    """Train compressors, write their file, and print its path and the losses on the sequences held out.
+
+    Args:
+        options: What the parser of `kvbench calibrate` reads.
+        device: "cpu" or "cuda".
+
+    Raises:
+        SettingError: An option cannot be used, or the model, the text or the state of the training cannot be read.
+    """
+    dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
+    require_choice("--dtype", dtype, DTYPES)
+    require_writable("--out", options.out.parent)
+
+    import torch
+
+    from kvbench.config.provenance import find_version
+    from kvbench.models.checkpoint import Checkpoint, find_model
+    from kvbench.training import delta_training, token_sequences
+    from kvbench.training.delta_losses import check_layout, choose_recipe
+
+    checkpoint = Checkpoint("calibrated", find_model(options.model))
+    checkpoint.config()
+    layout = checkpoint.layout()
+    check_layout(layout)
+    width = 2 * layout.heads * layout.dim
+    given = {name: getattr(options, option) for option, name in RECIPE.items()}
+    recipe = choose_recipe(width, layout.longest, given | {"seed": options.seed})
+    checkpoint.check()
+    delta_training.check_room(options.out, layout.layers * recipe.count_weights(width))
+
+    tokenizer = checkpoint.tokenizer()
+    if options.text is not None:
+        texts, source = token_sequences.read_text_files(options.text), f"text {options.text.name}"
+    elif options.dataset is not None:
+        texts = token_sequences.read_dataset(
+            options.dataset, options.column, options.subset, options.split, options.revision
+        )
+        local = Path(options.dataset).expanduser()
+        source = f"data set {local.name if local.exists() else options.dataset}"
+    else:
+        texts, source = token_sequences.write_essays(recipe.seed), "essays of kvbench"
+    wanted, least = (delta_training.count_needed(own) for own in (recipe.steps * recipe.batch, recipe.batch))
+    text = token_sequences.pack_texts(tokenizer, texts, recipe.length, wanted, least)
+
+    settings = {option: getattr(recipe, name) for option, name in RECIPE.items()}
+    settings |= {"model": checkpoint.identity(), "seed": recipe.seed, "text": text.digest}
+    settings |= {"dtype": dtype, "device": device}
+    state = delta_training.load_state(options.out, settings)
+
+    model = checkpoint.weights(getattr(torch, dtype), device)
+    training = delta_training.DeltaTraining(model, width, recipe, text, options.out, settings, state)
+    passes = recipe.steps * recipe.batch / len(training.sequences)
+    print(f"{source}: {text.texts} texts, {len(training.sequences)} sequences of {recipe.length} tokens, each is read "
+          f"{passes:.1f} times; {len(training.held_out)} more are held out")  # fmt: skip
+    try:
+        training.run()
+    except KeyboardInterrupt as stop:
+        stop.args = (f" at step {training.step} of {recipe.steps}; the same command goes on",)
+        raise
+    found = training.evaluate()
+    training.write(delta_training.describe_training(checkpoint.identity(), recipe, text, source, found, find_version()))
+    mean = sum(found.errors) / len(found.errors)
+    print(f"{options.out}: compressors of {layout.layers} layers, {width} to {recipe.code} numbers")
+    print(f"held out: cross-entropy {found.untouched:.4f} untouched, {found.compressed:.4f} with compressors, "
+          f"mean squared error {mean:.4f} per layer")  # fmt: skip

@@ -1,0 +1,279 @@
+"""Train the compressors of DeltaKV, and go on after an interruption.
+
+Beside the output OUT lie OUT.training, the state from which the same command goes on, and OUT.log.jsonl, one line of
+losses per step. The state is written every minute. After an interruption the training repeats the steps since then, so
+that its weights are those of a training that was never interrupted. The state is removed once OUT is written.
+"""
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from kvbench.atomic import replace_file
+from kvbench.methods.codecs.delta_compressors import IDENTITY, Compressor, name_weights
+from kvbench.models.transformers_port import find_text_decoder
+from kvbench.training.delta_losses import DeltaRecipe, compute_cross_entropy, compute_losses, draw_compressors
+from kvbench.training.token_sequences import PackedText
+from kvbench.validation import SettingError, name_file_in_errors
+
+MOST_HELD_OUT = 16  # sequences that are never trained on
+SAVE_EVERY = 60.0  # seconds
+ROOM = 1 << 20  # bytes for the log and the headers
+Settings = Mapping[str, str | int | float]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The losses on sequences that were not trained on."""
+
+    tokens: int
+    """Number of tokens."""
+    untouched: float
+    """Mean cross-entropy of the untouched model, in nats."""
+    compressed: float
+    """Mean cross-entropy of the model that reads what the compressors leave."""
+    errors: list[float]
+    """Mean squared error of each layer."""
+
+
+def count_held_out(sequences: int) -> int:
+    """Return how many of so many sequences are held out: one in 50, at least one."""
+    return min(MOST_HELD_OUT, max(1, sequences // 50))
+
+
+def count_needed(trained: int) -> int:
+    """Return how many sequences a text must have so that so many are left beside those held out."""
+    return next(own for own in count(trained + 1) if own - count_held_out(own) >= trained)
+
+
+def name_state(out: Path) -> Path:
+    """Return the file from which the training of `out` goes on."""
+    return out.with_name(f"{out.name}.training")
+
+
+def name_log(out: Path) -> Path:
+    """Return the file with the losses of the training of `out`."""
+    return out.with_name(f"{out.name}.log.jsonl")
+
+
+def check_room(out: Path, compressors: int) -> None:
+    """Raise a SettingError unless the disk has room for two states, one of which is being written, and the output.
+
+    Args:
+        out: The output.
+        compressors: Number of weights.
+    """
+    folder = next(path for path in out.absolute().parents if path.exists())
+    need, free = 2 * 12 * compressors + 4 * compressors + ROOM, shutil.disk_usage(folder).free
+    if free < need:
+        raise SettingError(f"--out={out}: the training needs {need / 1e9:.1f} GB there, {free / 1e9:.1f} GB are free")
+
+
+def load_state(out: Path, settings: Settings) -> dict[str, Any] | None:
+    """Load the state of an interrupted training, or return None if there is none.
+
+    Args:
+        out: The output.
+        settings: Value of each option, as this training uses it.
+
+    Raises:
+        SettingError: The state cannot be read, or the training was begun with other settings.
+    """
+    file = name_state(out)
+    if not file.exists():
+        if out.exists():
+            raise SettingError(f"--out={out}: there is a file; delete it or give another name")
+        return None
+    try:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        begun = state["settings"]
+    except Exception as error:  # whatever a damaged file raises
+        raise SettingError(f"--out={out}: {file.name} is damaged ({type(error).__name__}); delete it") from None
+    for name, value in settings.items():
+        if begun.get(name) != value:
+            raise SettingError(
+                f"--{name}: {value}, but the training in {file.name} was begun with {begun.get(name)}; give the same, "
+                "or delete that file"
+            )
+    return state
+
+
+def order_sequences(sequences: int, batch: int, seed: int, first: int) -> Iterator[list[int]]:
+    """Yield the sequences of each step from the step `first` on. Every pass takes all of them in a new order.
+
+    Args:
+        sequences: Number of sequences.
+        batch: Sequences of a step, at most as many. A rest of a pass that fills no batch is left out.
+        seed: Seed of the orders.
+        first: Number of steps that were taken before.
+    """
+    steps = sequences // batch
+    for number in count(first // steps):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        order = torch.randperm(sequences, generator=generator)[: steps * batch].view(steps, batch).tolist()
+        yield from order[first % steps if number == first // steps else 0 :]
+
+
+class DeltaTraining:
+    """A training and its progress.
+
+    The compressors are trained in float32 and used in the model's dtype.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, width: int, recipe: DeltaRecipe, text: PackedText, out: Path, settings: Settings,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Draw compressors, or take those of an interrupted training.
+
+        Args:
+            model: A supported transformers model. Its weights no longer require gradients afterwards.
+            width: 2·d_k of the model.
+            recipe: The recipe.
+            text: The sequences. The last ones are held out.
+            out: The output. The training writes the files beside it.
+            settings: Value of each option.
+            state: What `load_state` returns.
+        """
+        self.model, self.recipe, self.out, self.settings = model.requires_grad_(False), recipe, out, settings
+        kept = len(text.sequences) - count_held_out(len(text.sequences))
+        self.sequences, self.held_out = text.sequences.split([kept, len(text.sequences) - kept])
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        drawn = draw_compressors(len(find_text_decoder(model).layers), width, recipe)
+        self.masters = [own.to(self.device, torch.float32) for own in drawn]
+        self.weights = {name: weight.requires_grad_() for name, weight in name_weights(self.masters).items()}
+        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=recipe.rate, weight_decay=0.0)
+        self.step, self.logged = 0, 0
+        if state is not None:
+            with torch.no_grad():
+                for name, weight in self.weights.items():
+                    weight.copy_(state["weights"][name])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step, self.logged = state["step"], state["logged"]
+
+    def compressors(self) -> list[Compressor]:
+        """Return the compressors in the model's dtype. Gradients flow back to the weights in float32."""
+        return [own.to(self.device, self.dtype) for own in self.masters]
+
+    def save(self) -> None:
+        """Write the state from which the training goes on."""
+        state = {
+            "settings": dict(self.settings),
+            "step": self.step,
+            "logged": self.logged,
+            "weights": {name: weight.detach() for name, weight in self.weights.items()},
+            "optimizer": self.optimizer.state_dict(),
+        }
+        with replace_file(name_state(self.out)) as draft:
+            torch.save(state, draft)
+
+    def take_step(self, chosen: Sequence[int]) -> dict[str, float]:
+        """Take one step of the optimizer, and return the losses and the learning rate.
+
+        Args:
+            chosen: The sequences of the batch.
+
+        Raises:
+            SettingError: The loss is not finite. The weights are those before the step.
+        """
+        ids = self.sequences[chosen].to(self.device, torch.int64)
+        entropy, errors = compute_losses(self.model, self.compressors(), ids, self.recipe)
+        loss = entropy + errors.sum()
+        if not torch.isfinite(loss):
+            raise SettingError(
+                f"--lr={self.recipe.rate}: the loss of step {self.step + 1} is not finite; give a smaller rate"
+            )
+        rate = self.recipe.learning_rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.weights.values(), self.recipe.clip)
+        self.optimizer.step()
+        self.step += 1
+        return {"step": self.step, "ce": entropy.item(), "mse": errors.mean().item(), "lr": rate}
+
+    def run(self) -> None:
+        """Take the steps that are left. The state is written every minute."""
+        log, recipe = name_log(self.out), self.recipe
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        batches = order_sequences(len(self.sequences), recipe.batch, recipe.seed, self.step)
+        saved = time.monotonic()
+        with (
+            name_file_in_errors(log),
+            log.open("ab") as file,
+            tqdm(total=recipe.steps, initial=self.step, desc="deltakv", unit="step", file=sys.stderr) as bar,
+        ):
+            file.truncate(min(self.logged, file.tell()))  # lines of steps after the last state are written again
+            while self.step < recipe.steps:
+                losses = self.take_step(next(batches))
+                file.write(json.dumps(losses).encode() + b"\n")
+                file.flush()
+                self.logged = file.tell()
+                bar.set_postfix(ce=f"{losses['ce']:.3f}", mse=f"{losses['mse']:.4f}", refresh=False)
+                bar.update()
+                if time.monotonic() - saved > SAVE_EVERY:
+                    self.save()
+                    saved = time.monotonic()
+        self.save()
+
+    @torch.no_grad()
+    def evaluate(self) -> HeldOut:
+        """Compute the losses on the sequences held out."""
+        compressors = self.compressors()
+        untouched, compressed, errors = [], [], []
+        for own in self.held_out:
+            ids = own[None].to(self.device, torch.int64)
+            untouched.append(compute_cross_entropy(self.model, ids).double())
+            entropy, error = compute_losses(self.model, compressors, ids, self.recipe)
+            compressed.append(entropy.double())
+            errors.append(error.double())
+        means = [torch.stack(own).mean(0) for own in (untouched, compressed, errors)]
+        return HeldOut(self.held_out.numel(), means[0].item(), means[1].item(), means[2].tolist())
+
+    def write(self, metadata: Mapping[str, str]) -> None:
+        """Write the compressors, in the model's dtype, and remove the state.
+
+        Args:
+            metadata: The metadata of the file.
+        """
+        weights = {
+            name: weight.detach().contiguous().cpu() for name, weight in name_weights(self.compressors()).items()
+        }
+        with replace_file(self.out) as draft:
+            save_file(weights, draft, {"format": "pt", **metadata})
+        name_state(self.out).unlink(missing_ok=True)
+
+
+def describe_training(
+    identity: str, recipe: DeltaRecipe, text: PackedText, source: str, held_out: HeldOut, version: str
+) -> dict[str, str]:
+    """Return the metadata of a file of compressors.
+
+    Args:
+        identity: Identity of the model.
+        recipe: The recipe.
+        text: The texts.
+        source: What was read.
+        held_out: The losses on the sequences held out.
+        version: Version of kvbench.
+    """
+    return {
+        IDENTITY: identity,
+        "text": text.digest,
+        "source": source,
+        "recipe": json.dumps(asdict(recipe)),
+        "held_out": json.dumps(asdict(held_out)),
+        "kvbench": version,
+    }

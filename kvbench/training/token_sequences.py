@@ -1,0 +1,122 @@
+"""Read texts of files, data sets or generated essays, and pack their tokens into sequences of equal length."""
+
+import hashlib
+import random
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.tasks.common.dataset_rows import Row, read_hub_rows, read_rows
+from kvbench.tasks.common.synthetic_prose import write_essay
+from kvbench.validation import SettingError
+
+TEXTS = (".txt", ".md", ".rst")
+ROWS = (".parquet", ".jsonl", ".json", ".csv")
+
+
+@dataclass(frozen=True)
+class PackedText:
+    """Sequences of tokens."""
+
+    sequences: Tensor
+    """Token ids, (n, length), int32."""
+    digest: str
+    """Hash of the texts, in the order in which they were read."""
+    texts: int
+    """Number of texts."""
+
+
+def write_essays(seed: int) -> Iterator[str]:
+    """Write essays without end, as tasks/common/synthetic_prose.py does, from a seed that no evaluation uses."""
+    rng = random.Random(f"kvbench calibration/{seed}")
+    while True:
+        yield " ".join(write_essay(rng, rng.randint(50, 90)))
+
+
+def read_text_files(path: Path) -> Iterator[str]:
+    """Yield the text of a file, or of all .txt, .md and .rst files below a folder in the order of their paths.
+
+    Raises:
+        SettingError: A file cannot be read, or there is none.
+    """
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in TEXTS and file.is_file())
+    if not files:
+        raise SettingError(f"--text={path}: no file there ends with {', '.join(TEXTS)}")
+    for file in files:
+        try:
+            yield file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise SettingError(f"--text={path}: {file.name} is not UTF-8") from None
+        except OSError as error:
+            raise SettingError(f"--text={path}: {file.name} cannot be read ({error.strerror})") from None
+
+
+def read_dataset(name: str, column: str, subset: str | None, split: str, revision: str) -> Iterator[str]:
+    """Yield the texts of a data set.
+
+    Args:
+        name: A .parquet, .jsonl, .json or .csv file, a folder of such files, or an id of the hub.
+        column: The column with the texts.
+        subset: The configuration of a data set of the hub; None for its only one.
+        split: The split of a data set of the hub.
+        revision: The revision of a data set of the hub.
+
+    Raises:
+        SettingError: There is no such data set, or a row has no such text.
+    """
+    for where, row in find_rows(name, subset, split, revision):
+        if not isinstance(row.get(column), str):
+            listed = ", ".join(map(str, row))
+            raise SettingError(f"--column={column}: {where} has no text there; its columns are {listed}")
+        yield row[column]
+
+
+def find_rows(name: str, subset: str | None, split: str, revision: str) -> Iterator[tuple[str, Row]]:
+    """Yield (where, row) of a data set."""
+    path = Path(name).expanduser()
+    if not path.exists():
+        if name[:1] in "/.~" or path.suffix in ROWS:
+            raise SettingError(f"--dataset={name}: no such file or folder")
+        yield from read_hub_rows("--dataset", name, revision, subset, split)
+        return
+    files = sorted(file for file in path.rglob("*") if file.suffix in ROWS) if path.is_dir() else [path]
+    if not files:
+        raise SettingError(f"--dataset={name}: no file there ends with {', '.join(ROWS)}")
+    for file in files:
+        yield from read_rows("--dataset", file)
+
+
+def pack_texts(tokenizer: Any, texts: Iterator[str], length: int, wanted: int, least: int) -> PackedText:
+    """Join bos + text + eos of all texts, and cut the tokens into sequences. A rest that fills no sequence is dropped.
+
+    Args:
+        tokenizer: A transformers tokenizer. A special token that it does not have is left out.
+        texts: The texts. They are read until there are enough.
+        length: Tokens of a sequence.
+        wanted: Largest number of sequences.
+        least: Smallest number of sequences.
+
+    Raises:
+        SettingError: The texts are too short.
+    """
+    before, after = ([] if own is None else [own] for own in (tokenizer.bos_token_id, tokenizer.eos_token_id))
+    tokens, digest, count = array("i"), hashlib.sha256(), 0
+    for text in texts:
+        data = text.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "big") + data)
+        tokens.extend([*before, *tokenizer(text, add_special_tokens=False, verbose=False).input_ids, *after])
+        count += 1
+        if len(tokens) >= wanted * length:
+            break
+    if len(tokens) < least * length:
+        raise SettingError(f"training text too short: {len(tokens)} tokens, at least {least * length}")
+    sequences = min(wanted, len(tokens) // length)
+    ids = torch.frombuffer(tokens, dtype=torch.int32, count=sequences * length).view(sequences, length)
+    return PackedText(ids, digest.hexdigest()[:16], count)

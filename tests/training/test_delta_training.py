@@ -1,0 +1,425 @@
+"""The training of DeltaKV's compressors: losses against an oracle in float64, resumption, files, what is refused."""
+
+import copy
+import json
+import math
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from kvbench.cli import calibrate
+from kvbench.methods.codecs.delta_compressors import Compressor, Network, check_fit, peek_compressors, read_compressors
+from kvbench.models.checkpoint import Checkpoint
+from kvbench.models.embedded import REFERENCE
+from kvbench.models.transformers_port import find_text_decoder, read_layout
+from kvbench.training import delta_training, token_sequences
+from kvbench.training.delta_losses import (
+    DeltaRecipe,
+    average_references,
+    check_layout,
+    choose_recipe,
+    collect_rows,
+    compute_losses,
+    draw_compressors,
+    list_centres,
+    rebuild,
+    replace_rows,
+)
+from kvbench.training.delta_training import DeltaTraining, count_held_out, count_needed, order_sequences
+from kvbench.training.token_sequences import PackedText, pack_texts, read_dataset, read_text_files, write_essays
+from kvbench.validation import SettingError
+from tests.support.checkpoints import write_checkpoint
+from tests.support.tiny_models import ids, make_double, make_fresh, tiny
+
+ALL = ["llama", "mistral", "windowed", "qwen2", "qwen3", "phi3"]
+SMALL = DeltaRecipe(code=6, inner=8, steps=3, length=40, rate=1e-2, sinks=5, stride=3, neighbours=4)
+
+
+def linear(down: Tensor, up: Tensor) -> Compressor:
+    return Compressor((Network("linear", (down,), (None,)),), (Network("linear", (up,), (None,)),))
+
+
+def width_of(name: str) -> int:
+    layout = read_layout(tiny(name))
+    return 2 * layout.heads * layout.dim
+
+
+# Losses.
+
+
+def average(kv: np.ndarray, sinks: int, stride: int, neighbours: int) -> np.ndarray:
+    """The references of one sample in loops, (T, 2·d_k); the sinks' own rows for the sinks."""
+    found = kv.copy()
+    for token in range(sinks, len(kv)):
+        centres = [c for c in range(token + 1) if c < sinks or (c - sinks) % stride == 0]
+        nearest = sorted(centres, key=lambda c: np.linalg.norm(kv[token] - kv[c]))[:neighbours]
+        found[token] = np.mean([kv[c] for c in nearest], 0)
+    return found
+
+
+@pytest.mark.parametrize(
+    "tokens, sinks, stride, neighbours", [(47, 16, 10, 4), (30, 5, 3, 4), (9, 1, 4, 4), (16, 16, 10, 4), (3, 5, 2, 1)]
+)
+def test_references_are_the_nearest_centres(tokens, sinks, stride, neighbours):
+    kv = torch.randn(2, tokens, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(tokens))
+    found = average_references(kv, sinks, stride, neighbours)
+    assert found.shape == (2, max(tokens - sinks, 0), 10)
+    for own, expected in zip(found, kv.numpy(), strict=True):
+        np.testing.assert_allclose(own.numpy(), average(expected, sinks, stride, neighbours)[sinks:], atol=1e-12)
+
+
+def test_centres():
+    assert list_centres(60, 16, 10).tolist() == [*range(16), 16, 26, 36, 46, 56]
+    assert list_centres(4, 16, 10).tolist() == [0, 1, 2, 3]
+
+
+def test_a_code_of_zero_leaves_the_mean_of_the_references():
+    kv = torch.randn(1, 40, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    nothing = linear(torch.zeros(3, 12).double(), torch.ones(12, 3).double())
+    expected = average(kv[0].numpy(), SMALL.sinks, SMALL.stride, SMALL.neighbours)
+    np.testing.assert_allclose(rebuild(nothing, kv, SMALL)[0].numpy(), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_identity_leaves_the_model_as_it_is(name):
+    model, eye = make_double(name), torch.eye(width_of(name), dtype=torch.float64)
+    tokens = ids(40, seed=1, batch=2)
+    layers = read_layout(model).layers
+    with torch.no_grad():
+        entropy, errors = compute_losses(model, [linear(eye, eye)] * layers, tokens, SMALL)
+        logits = model(input_ids=tokens, use_cache=False).logits
+        with replace_rows(model, lambda layer, kv: rebuild(linear(eye, eye), kv, SMALL)):
+            replaced = model(input_ids=tokens, use_cache=False).logits
+    torch.testing.assert_close(replaced, logits, rtol=0, atol=1e-9)
+    expected = -logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).mean()
+    assert errors.shape == (layers,) and errors.max() < 1e-12
+    assert entropy.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "phi3"])
+def test_rows_are_those_before_the_norm_and_the_rotation(name):
+    model, tokens = make_double(name), ids(20)
+    first = find_text_decoder(model).layers[0]
+    with torch.no_grad():
+        hidden = first.input_layernorm(model.get_input_embeddings()(tokens))
+        width = width_of(name)
+        if name == "phi3":
+            expected = first.self_attn.qkv_proj(hidden)[..., -width:]
+        else:
+            expected = torch.cat([first.self_attn.k_proj(hidden), first.self_attn.v_proj(hidden)], -1)
+    found = collect_rows(model, tokens)
+    assert len(found) == 2 and not any(own._forward_hooks for own in model.modules())
+    torch.testing.assert_close(found[0], expected)
+    assert (name != "qwen2") or first.self_attn.k_proj.bias is not None
+
+
+class Fixed(torch.nn.Module):
+    """A projection whose results are known."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows
+
+
+def project(model: torch.nn.Module, number: int, tokens: Tensor) -> Tensor:
+    """What the projections of a layer give: the reading stops there."""
+    found = []
+    attention = find_text_decoder(model).layers[number].self_attn
+    handle = attention.register_forward_pre_hook(
+        lambda module, args, kwargs: found.append(kwargs["hidden_states"]), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(input_ids=tokens, use_cache=False)
+    handle.remove()
+    return torch.cat([attention.k_proj(found[0]), attention.v_proj(found[0])], -1).detach()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_the_losses_follow_their_formula(name):
+    """Layer by layer: the projections of all earlier layers are replaced by what the compressors left."""
+    model, tokens = copy.deepcopy(make_double(name)), ids(40, seed=2)
+    compressors = [own.to("cpu", torch.float64) for own in draw_compressors(3, width_of(name), SMALL)]
+    layers = range(read_layout(model).layers)
+    targets = [project(model, layer, tokens)[0].numpy() for layer in layers]
+    entropy, errors = compute_losses(make_double(name), compressors, tokens, SMALL)
+    for layer in layers:
+        kv = project(model, layer, tokens)[0]
+        means = torch.from_numpy(average(kv.numpy(), SMALL.sinks, SMALL.stride, SMALL.neighbours))
+        own = compressors[layer]
+        w12, w3 = own.down[0].weights
+
+        def compress(x: Tensor, w12: Tensor = w12, w3: Tensor = w3) -> Tensor:
+            first, second = (x @ w12.T).chunk(2, -1)
+            return first / (1 + (-first).exp()) * second @ w3.T
+
+        rebuilt = (compress(kv) - compress(means)) @ own.up[0].weights[0].T + means
+        rebuilt[: SMALL.sinks] = kv[: SMALL.sinks]
+        expected = np.square(rebuilt.numpy() - targets[layer]).mean()
+        assert errors[layer].item() == pytest.approx(expected, rel=1e-5) and expected > 0.01
+        attention = find_text_decoder(model).layers[layer].self_attn
+        attention.k_proj, attention.v_proj = (Fixed(own[None]) for own in rebuilt.chunk(2, -1))
+    with torch.no_grad():
+        logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].log_softmax(-1)
+    assert entropy.item() == pytest.approx(-logits.gather(-1, tokens[0, 1:, None]).mean().item(), rel=1e-5)
+
+
+def test_gradients_reach_the_compressors_of_earlier_layers():
+    compressors = draw_compressors(3, width_of("llama"), SMALL)
+    for weight in compressors[0].parameters():
+        weight.requires_grad_()
+    entropy, errors = compute_losses(tiny("llama"), compressors, ids(40), SMALL)
+    for loss in (entropy, *errors):
+        for found in torch.autograd.grad(loss, compressors[0].parameters(), retain_graph=True):
+            assert found.abs().max() > 0
+
+
+# Recipes and the order of sequences.
+
+
+def test_the_recipe_is_the_authors_and_scaled_for_small_models():
+    llama, qwen, small = (choose_recipe(width, 131_072, {"steps": None}) for width in (2048, 1024, 256))
+    assert (llama.inner, llama.code, llama.length, llama.steps, llama.rate) == (3072, 512, 8192, 20_000, 2e-4)
+    assert (qwen.inner, qwen.code, qwen.rate) == (3072, 256, 2e-4)
+    assert (small.inner, small.code, small.length, small.steps) == (768, 64, 2048, 1250)
+    assert (
+        small.rate == 3e-3
+        and choose_recipe(512, 8192, {}).rate == pytest.approx(8e-4)
+        and llama.count_weights(2048) == 2048 * 6144 + 3072 * 512 + 512 * 2048
+    )
+    assert choose_recipe(2048, 4096, {}).length == 4096
+    with pytest.raises(SettingError, match="^--length=8192: the model takes 4096 tokens$"):
+        choose_recipe(2048, 4096, {"length": 8192})
+
+
+def test_the_learning_rate_rises_and_falls():
+    rates = [DeltaRecipe(1, 1, 100, 64, 1.0, warmup=0.1).learning_rate(step) for step in range(100)]
+    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)]) and rates[10] == 1.0
+    assert rates[10:] == pytest.approx([(100 - step) / 90 for step in range(10, 100)])
+    assert DeltaRecipe(1, 1, 1, 64, 1.0).learning_rate(0) == 1.0
+
+
+def test_every_pass_reads_every_sequence_once():
+    steps = list(islice(order_sequences(7, 2, seed=3, first=0), 9))
+    for begin in (0, 3, 6):
+        assert len({own for step in steps[begin : begin + 3] for own in step}) == 6
+    assert steps[:3] != steps[3:6]
+    for first in (1, 3, 5):
+        assert list(islice(order_sequences(7, 2, seed=3, first=first), 9 - first)) == steps[first:]
+    assert next(order_sequences(7, 2, seed=4, first=0)) != steps[0]
+
+
+def test_enough_is_left_beside_the_sequences_held_out():
+    assert [count_held_out(own) for own in (2, 99, 100, 10**6)] == [1, 1, 2, 16]
+    for trained in (1, 48, 49, 97, 98, 147, 149, 5000):
+        own = count_needed(trained)
+        assert own - count_held_out(own) >= trained > own - 1 - count_held_out(own - 1)
+
+
+# Training.
+
+
+@pytest.mark.parametrize("name, dtype", [("llama", torch.float32), ("phi3", torch.bfloat16)])
+def test_the_losses_fall_and_the_model_stays(tmp_path, name, dtype):
+    model = make_fresh(name).to(dtype)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    recipe = DeltaRecipe(code=96, inner=192, steps=60, length=48, rate=3e-3, sinks=4, stride=5)
+    text = PackedText(torch.randint(3, 23, (12, 48), generator=torch.Generator().manual_seed(0)).int(), "", 1)
+    training = DeltaTraining(model, width_of(name), recipe, text, tmp_path / "out", {})
+    first = training.evaluate()
+    training.run()
+    last = training.evaluate()
+    assert sum(last.errors) < 0.75 * sum(first.errors) and last.compressed < first.compressed
+    assert last.untouched == first.untouched
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not any(own.grad is not None for own in model.parameters())
+    assert {own.dtype for one in training.masters for own in one.parameters()} == {torch.float32}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A random model with 2 d_k = 128, and texts."""
+    made = tmp_path_factory.mktemp("model")
+    write_checkpoint(made)
+    (made / "texts" / "deep").mkdir(parents=True)
+    for number, name in enumerate(("a.txt", "deep/b.md", "deep/c.rst")):
+        (made / "texts" / name).write_text(f"The {number} old man gave a letter to nobody in the house. " * 12)
+    (made / "texts" / "d.json").write_text("nothing")
+    return made
+
+
+def command(folder: Path, out: Path, **more: object) -> list[str]:
+    options = {"model": folder, "out": out, "steps": 6, "length": 64, "text": folder / "texts", "device": "cpu"} | more
+    return ["deltakv", *(part for name, value in options.items() if value for part in (f"--{name}", str(value)))]
+
+
+def interrupt_at(monkeypatch, last: int, saved: int) -> None:
+    """Stop a training before the step `last` + 1; only the state of the step `saved` is on the disk."""
+    step, save = DeltaTraining.take_step, DeltaTraining.save
+
+    def take_step(self: DeltaTraining, chosen: list[int]) -> dict[str, float]:
+        if self.step == last:
+            raise KeyboardInterrupt
+        return step(self, chosen)
+
+    monkeypatch.setattr(DeltaTraining, "take_step", take_step)
+    monkeypatch.setattr(DeltaTraining, "save", lambda self: save(self) if self.step == saved else None)
+    monkeypatch.setattr(delta_training, "SAVE_EVERY", -1.0)
+
+
+def test_a_training_that_was_stopped_ends_as_one_that_was_not(tmp_path, folder, monkeypatch, capsys):
+    whole, parts = tmp_path / "whole" / "file", tmp_path / "parts" / "file"
+    assert calibrate.main(command(folder, whole)) == 0
+    printed = capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, last=5, saved=3)
+        assert calibrate.main(command(folder, parts)) == 130
+    assert "stopped at step 5 of 6; the same command goes on" in capsys.readouterr().err
+    assert len(delta_training.name_log(parts).read_text().splitlines()) == 5 and not parts.exists()
+    state = delta_training.name_state(parts)
+    kept = state.read_bytes()
+    (folder / "more.txt").write_text("Some other text about the house and the letter. " * 40)
+    for name, value in {"steps": 7, "length": 50, "lr": 0.5, "seed": 1, "batch": 2, "code": 5, "inner": 5,
+                        "dtype": "bfloat16", "text": folder / "more.txt"}.items():  # fmt: skip
+        assert calibrate.main(command(folder, parts, **{name: value})) == 2
+        assert f"kvbench: --{name}: " in (line := capsys.readouterr().err) and "was begun with" in line
+        assert line.count("\n") == 1
+    state.write_bytes(kept[:1000])
+    assert calibrate.main(command(folder, parts)) == 2
+    assert "file.training is damaged" in capsys.readouterr().err
+    state.write_bytes(kept)
+    assert calibrate.main(command(folder, parts)) == 0
+    assert capsys.readouterr().out.replace("parts", "whole") == printed
+    one, other = (load_file(path) for path in (whole, parts))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert peek_compressors(whole) == peek_compressors(parts)
+    assert delta_training.name_log(whole).read_bytes() == delta_training.name_log(parts).read_bytes()
+    assert not state.exists()
+
+
+def test_the_file_has_the_official_names_and_says_what_made_it(tmp_path, folder, capsys):
+    out = tmp_path / "made" / "file.safetensors"
+    assert calibrate.main(command(folder, out, text=None)) == 0
+    printed, identity = capsys.readouterr().out, Checkpoint("", str(folder)).identity()
+    weights = load_file(out)
+    shapes = {"compress_down.w12": (768, 128), "compress_down.w3": (32, 384), "compress_up": (128, 32)}
+    expected = {
+        f"model.layers.{layer}.self_attn.{name}.weight": own for layer in range(2) for name, own in shapes.items()
+    }
+    assert {name: tuple(own.shape) for name, own in weights.items()} == expected
+    described = check_fit(out, 2, 128, identity)
+    assert described.identity == identity and (described.down, described.up) == ("mlp_swiglu", "linear")
+    recipe, held_out = (json.loads(described.metadata[name]) for name in ("recipe", "held_out"))
+    assert DeltaRecipe(**recipe) == choose_recipe(128, 4096, {"steps": 6, "length": 64, "seed": 42})
+    assert described.metadata.keys() == {"format", "model", "text", "source", "recipe", "held_out", "kvbench"}
+    assert described.metadata["source"] == "essays of kvbench" and str(tmp_path) not in str(described.metadata)
+    text = pack_texts(Checkpoint("", str(folder)).tokenizer(), write_essays(42), 64, 7, 2)
+    assert described.metadata["text"] == text.digest
+    lines = [json.loads(line) for line in delta_training.name_log(out).read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6] and lines[0].keys() == {"step", "ce", "mse", "lr"}
+    assert f"{out}: compressors of 2 layers, 128 to 32 numbers" in printed
+    assert f"cross-entropy {held_out['untouched']:.4f} untouched, {held_out['compressed']:.4f}" in printed
+    model = Checkpoint("", str(folder)).weights(torch.float32, "cpu")
+    read = read_compressors(out, 2, 128, identity)
+    entropy, errors = compute_losses(model, list(read.values()), text.sequences[-1:].long(), DeltaRecipe(**recipe))
+    assert held_out["tokens"] == 64 and held_out["compressed"] == pytest.approx(entropy.item())
+    assert held_out["errors"] == pytest.approx(errors.tolist())
+
+
+def test_what_the_command_refuses(tmp_path, folder, monkeypatch, capsys):
+    out, there = tmp_path / "file", tmp_path / "there"
+    there.write_text("x")
+    (tmp_path / "latin.txt").write_bytes("Jürgen".encode("latin-1"))
+    (tmp_path / "empty").mkdir()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"words": "a"}\n')
+    for wrong, line in (
+        ({"steps": "-1"}, "--steps=-1: a whole number of at least 1"),
+        ({"length": 17}, "--length=17: a whole number of at least 18"),
+        ({"length": 5000}, "--length=5000: the model takes 4096 tokens"),
+        ({"batch": "-2"}, "--batch=-2: a whole number of at least 1"),
+        ({"lr": "-1"}, "--lr=-1.0: a number above 0"),
+        ({"lr": "nan"}, "--lr=nan: a number above 0"),
+        ({"seed": "-1"}, "--seed=-1: a whole number of at least 0"),
+        ({"dtype": "float16"}, "--dtype=float16: choose one of float32, bfloat16"),
+        ({"device": "tpu"}, "--device=tpu: choose one of cpu, cuda"),
+        ({"model": "/none"}, "model.path=/none: no such folder"),
+        ({"out": there}, f"--out={there}: there is a file; delete it or give another name"),
+        ({"out": tmp_path}, f"--out={tmp_path}: no file can be there"),
+        ({"out": there / "file"}, f"--out={there}/file: no file can be there"),
+        ({"text": tmp_path / "none"}, f"--text={tmp_path}/none: none cannot be read (No such file or directory)"),
+        ({"text": tmp_path / "empty"}, "no file there ends with .txt, .md, .rst"),
+        ({"text": tmp_path / "latin.txt"}, "latin.txt is not UTF-8"),
+        ({"text": there}, "training text too short: 3 tokens, at least 128"),
+        ({"text": None, "dataset": tmp_path / "none.jsonl"}, f"--dataset={tmp_path}/none.jsonl: no such file"),
+        ({"text": None, "dataset": tmp_path / "empty"}, "no file there ends with .parquet, .jsonl, .json, .csv"),
+        ({"text": None, "dataset": rows}, "--column=text: rows.jsonl line 1 has no text there; its columns are words"),
+        ({"dataset": rows}, "not allowed with argument --text"),
+    ):
+        assert calibrate.main(command(folder, **({"out": out} | wrong))) == 2, wrong
+        err = capsys.readouterr().err
+        assert line in err and err.startswith("kvbench: ") and err.count("\n") == 1
+    monkeypatch.setattr(delta_training.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 10**6}))
+    assert calibrate.main(command(folder, out)) == 2
+    assert f"--out={out}: the training needs 0.0 GB there, 0.0 GB are free" in capsys.readouterr().err
+    with pytest.raises(SettingError, match="^--model: layer 0 has a sliding window; DeltaKV needs full attention"):
+        check_layout(read_layout(tiny("gemma3")))
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("file")]
+
+
+def test_a_loss_that_is_not_finite_stops_the_training(tmp_path, folder, capsys):
+    assert calibrate.main(command(folder, tmp_path / "file", lr="1e30")) == 2
+    assert "kvbench: --lr=1e+30: the loss of step" in capsys.readouterr().err.split("\n")[-2]
+
+
+# Texts.
+
+
+def test_texts_are_packed_with_their_marks():
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
+    texts = ["One old man.", "", "Two letters to nobody"]
+    tokens = [
+        token
+        for text in texts
+        for token in (tokenizer.bos_token_id, *tokenizer(text).input_ids[1:], tokenizer.eos_token_id)
+    ]
+    found = pack_texts(tokenizer, iter(texts), 4, 100, 1)
+    assert found.sequences.flatten().tolist() == tokens[: len(tokens) // 4 * 4] and found.texts == 3
+    fewer = pack_texts(tokenizer, iter(texts), 4, 1, 1)
+    assert fewer.sequences.tolist() == [tokens[:4]] and fewer.texts == 1 and fewer.digest != found.digest
+    assert pack_texts(tokenizer, iter(texts), 3, 100, 1).digest == found.digest
+    assert pack_texts(tokenizer, iter(["One old man.", ""]), 4, 100, 1).digest != found.digest
+    with pytest.raises(SettingError, match=rf"^training text too short: {len(tokens)} tokens, at least 400$"):
+        pack_texts(tokenizer, iter(texts), 4, 100, 100)
+
+
+def test_texts_come_from_files_and_data_sets(tmp_path, folder, monkeypatch):
+    assert [text[:5] for text in read_text_files(folder / "texts")] == ["The 0", "The 1", "The 2"]
+    assert list(read_text_files(folder / "texts" / "d.json")) == ["nothing"]
+    pandas.DataFrame({"own": ["p", "q"]}).to_parquet(tmp_path / "b.parquet")
+    (tmp_path / "a.jsonl").write_text('{"own": "x"}\n{"own": "y"}\n')
+    (tmp_path / "README.md").write_text("no rows")
+    assert list(read_dataset(str(tmp_path), "own", None, "train", "main")) == ["x", "y", "p", "q"]
+    asked = []
+
+    def read(*arguments: object) -> list:
+        asked.append(arguments)
+        return [("row 0", {"text": "z"})]
+
+    monkeypatch.setattr(token_sequences, "read_hub_rows", read)
+    assert list(read_dataset("owner/name", "text", "part", "train", "abc")) == ["z"]
+    assert asked == [("--dataset", "owner/name", "abc", "part", "train")]
+
+
+def test_essays_are_the_same_for_a_seed_and_none_that_an_evaluation_reads():
+    one, again, other = (list(islice(write_essays(seed), 3)) for seed in (0, 0, 1))
+    assert one == again != other and math.isclose(len(one[0].split()), 900, rel_tol=0.5)
