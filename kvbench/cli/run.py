@@ -83,8 +83,11 @@ def run_single(overrides: Sequence[str]) -> int:
     if launcher == "slurm":
         raise SettingError("hydra/launcher=slurm: needs -m, which makes each cell a job; or hydra/launcher=local")
     run, log = make_run(composition.config)
+    from kvbench.runs.executor import Executor
+
     try:
-        execute_cell(run, composition.config, log, launcher)
+        with Executor(Path(composition.config.results)) as executor:
+            execute_cell(run, composition.config, log, launcher, executor)
     except KeyboardInterrupt as stop:
         stop.args = (describe_progress(run, Path(composition.config.results)),)
         raise
@@ -125,20 +128,26 @@ def run_sweep(overrides: Sequence[str], verbose: bool = False) -> int:
 
 
 def run_here(sweep: Any, verbose: bool) -> None:
-    """Run the cells of a sweep one after the other in this process, and print a line or a table for each."""
-    from kvbench.sweeps.plan import sharing_groups
+    """Run the cells of a sweep one after the other, and print a line or a table for each."""
+    from kvbench.engine.spending import spend
+
+    with spend("starting"):
+        from kvbench.runs.executor import Executor
+        from kvbench.sweeps.plan import sharing_groups
 
     cells = [(own.cell.names, own.cell.readings, lambda own=own: own.run) for own in sweep.cells if own.run]
-    for number, own in enumerate(sweep.cells):
-        groups = (
-            sharing_groups(cells, [own.run.baseline(), own.run], sweep.results) if own.run and sweep.counted else []
-        )
-        heading = None if verbose or len(sweep.cells) == 1 else f"[{number + 1} of {len(sweep.cells)}] {own.cell.label}"
-        run_sweep_cell(sweep.folder / str(number), own, sweep.launcher, groups, heading)
+    many = len(sweep.cells)
+    with Executor(sweep.results) as executor:
+        for number, own in enumerate(sweep.cells):
+            groups = (
+                sharing_groups(cells, [own.run.baseline(), own.run], sweep.results) if own.run and sweep.counted else []
+            )
+            heading = None if verbose or many == 1 else f"[{number + 1} of {many}] {own.cell.label}"
+            run_sweep_cell(sweep.folder / str(number), own, sweep.launcher, executor, groups, heading)
 
 
 def run_sweep_cell(
-    folder: Path, own: Any, launcher: str, groups: Sequence[Sequence[Any]], heading: str | None = None
+    folder: Path, own: Any, launcher: str, executor: Any, groups: Sequence[Sequence[Any]], heading: str | None = None
 ) -> None:
     """Run a cell of a sweep. If it is refused or fails, its folder says why, and the sweep continues.
 
@@ -146,6 +155,7 @@ def run_sweep_cell(
         folder: The cell's folder.
         own: A `kvbench.sweeps.plan.PlannedCell`.
         launcher: How the sweep is launched.
+        executor: A `kvbench.runs.executor.Executor`.
         groups: Runs of the sweep that read prompts together with this cell's.
         heading: Begins the one line about the cell; None prints its table.
     """
@@ -156,7 +166,7 @@ def run_sweep_cell(
         if own.run is None:
             raise SettingError(own.cell.refused)
         own.run.check()  # the plan takes the records' word for a run that is done
-        execute_cell(own.run, own.composition.config, own.log, launcher, groups, heading)
+        execute_cell(own.run, own.composition.config, own.log, launcher, executor, groups, heading)
     except (SettingError, ContractError) as error:
         print_refusal(f"{' '.join(own.cell.overrides)}: {error}")
         reason["failed" if isinstance(error, ContractError) else "refused"] = str(error)
@@ -188,20 +198,23 @@ def run_job(folder: Path, number: int, overrides: Sequence[str], more: Sequence[
     from kvbench.config import compose
     from kvbench.engine.spending import spend, start_counting
     from kvbench.sweeps import status
-    from kvbench.sweeps.plan import plan_cell, sharing_groups
 
     say_spending = start_counting()
     for path in more:
         if Path(path) not in compose.folders():
             compose.add_folder(Path(path))
     with spend("starting"):
+        from kvbench.runs.executor import Executor
+        from kvbench.sweeps.plan import plan_cell, sharing_groups
+
         own = plan_cell(overrides)
     groups = []
     if own.run is not None and not own.run.measures:
         known = status.read_cells(folder)
         cells = [(cell["runs"], cell["readings"], lambda cell=cell: plan_cell(cell["overrides"]).run) for cell in known]
         groups = sharing_groups(cells, [own.run.baseline(), own.run], Path(own.composition.config.results))
-    run_sweep_cell(folder / str(number), own, "slurm", groups)
+    with Executor(Path(own.composition.config.results)) as executor:
+        run_sweep_cell(folder / str(number), own, "slurm", executor, groups)
     say_spending()
 
 
@@ -210,6 +223,7 @@ def execute_cell(
     config: Any,
     log: Any,
     launcher: str,
+    executor: Any,
     groups: Sequence[Sequence[Any]] = (),
     heading: str | None = None,
 ) -> None:
@@ -221,6 +235,7 @@ def execute_cell(
         config: The settings that it was made of.
         log: The logger, or None.
         launcher: How the sweep is launched; "local" takes all GPUs unless `workers` says otherwise.
+        executor: A `kvbench.runs.executor.Executor`.
         groups: Runs of the sweep that read prompts together with these.
         heading: Begins the line; None prints the table.
     """
@@ -228,9 +243,7 @@ def execute_cell(
 
     with spend("starting"):
         from kvbench.efficiency import measure
-        from kvbench.runs.resources import Resources
-        from kvbench.runs.runner import execute_run, execute_runs
-        from kvbench.runs.workers import count_workers, execute_in_workers
+        from kvbench.runs.workers import count_workers
 
     results = Path(config.results)
     if run.measures:
@@ -239,16 +252,9 @@ def execute_cell(
     base = run.baseline()
     runs = [base] if run.value == base.value else [base, run]
     try:
-        bench = Resources(run)
         default = "auto" if launcher == "local" else 1
         workers = count_workers(config.workers if config.workers is not None else default, run.device)
-        if workers > 1:
-            with spend("workers"):
-                execute_in_workers([*groups, *([own] for own in runs)], results, workers)
-        else:
-            for group in groups:
-                execute_runs(group, results, bench)
-        records = [execute_run(own, results, bench) for own in runs]
+        records = executor.execute(runs, groups, workers)
         with spend("tables"):
             print_table(runs, records, results, heading)
         if log is not None:

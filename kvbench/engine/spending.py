@@ -62,7 +62,7 @@ def start_counting(who: str = "") -> Callable[[], None]:
 
     def say() -> None:
         if any(SECONDS.values()):
-            print(f"time{who}: {describe(time.perf_counter() - begin)}", file=sys.stderr)
+            sys.stderr.write(f"time{who}: {describe(time.perf_counter() - begin)}\n")  # at once: others write too
 
     return say
 

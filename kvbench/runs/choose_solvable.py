@@ -63,21 +63,17 @@ def score_subtasks(
     runs: Sequence[Any], results: Path, workers: object
 ) -> Iterator[tuple[int, Mapping[str, list[float]]]]:
     """Execute the runs. Yield for each its length and, by subtask, the scores of its samples in points."""
-    from kvbench.runs.resources import Resources
-    from kvbench.runs.runner import execute_run
-    from kvbench.runs.workers import count_workers, execute_in_workers
+    from kvbench.runs.executor import Executor
+    from kvbench.runs.workers import count_workers
 
     count = count_workers(workers or 1, runs[0].device)
-    loaded: dict[str, Any] = {}
-    if count > 1:
-        execute_in_workers([[run] for run in runs], results, count)
-    for run in runs:
-        bench = Resources(run, dict(loaded))
-        scores: dict[str, list[float]] = {}
-        for record in sorted(execute_run(run, results, bench).values(), key=lambda record: record["index"]):
-            scores.setdefault(record["subtask"], []).append(record["score"] or 0.0)
-        loaded = {name: own for name, own in bench.loaded.items() if name in ("model", "tokenizer")}
-        yield run.task.length, scores
+    with Executor(results) as executor:
+        for run in runs:
+            scores: dict[str, list[float]] = {}
+            [records] = executor.execute([run], count=count)
+            for record in sorted(records.values(), key=lambda record: record["index"]):
+                scores.setdefault(record["subtask"], []).append(record["score"] or 0.0)
+            yield run.task.length, scores
 
 
 def format_card(run: Any, command: str, found: Mapping[int, Mapping[str, Sequence[float]]]) -> Iterator[str]:

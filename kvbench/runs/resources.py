@@ -31,6 +31,19 @@ class Resources:
     full: RunFolder | None = None
     predictions: dict[str, str] = field(default_factory=dict)
 
+    def renew(self, run: RunSpec) -> "Resources":
+        """Return the resources of another run, with what it can use of these. Drop these before it loads anything."""
+        before, loaded = self.run, {}
+        same = run.checkpoint == before.checkpoint
+        if same and "tokenizer" in self.loaded:
+            loaded["tokenizer"] = self.loaded["tokenizer"]
+        if same and (run.dtype, run.device) == (before.dtype, before.device) and "model" in self.loaded:
+            loaded["model"] = self.loaded["model"]
+        if same and run.task_settings == before.task_settings and "prompts" in self.loaded:
+            loaded["prompts"] = self.loaded["prompts"]
+        alike = run.baseline().value == before.baseline().value
+        return Resources(run, loaded, predictions=self.predictions if alike else {})
+
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self.loaded:
             self.loaded[name] = make()

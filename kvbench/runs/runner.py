@@ -84,7 +84,9 @@ def execute_runs(runs: Sequence[RunSpec], results: Path, bench: Resources) -> li
     name = runs[0].groups["method"]["name"] if len(runs) == 1 else f"{len(open_)} together"
     with ExitStack() as stack:
         for folder, run in open_.items():
-            stack.enter_context(folder.open(describe_process(run), len(prompts)))
+            with spend("starting"):
+                process = describe_process(run)
+            stack.enter_context(folder.open(process, len(prompts)))
             folder.refresh()
 
         def made_so_far() -> int:

@@ -9,16 +9,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import torch
 
-from kvbench.engine.spending import start_counting
+from kvbench.engine.spending import spend, start_counting
 from kvbench.runs.checks import check_workers
 from kvbench.runs.resources import Resources
-from kvbench.runs.runner import execute_runs
+from kvbench.runs.runner import execute_runs, make_records_folder
 from kvbench.runs.spec import RunSpec
+from kvbench.store.run_folder import RunFolder
 from kvbench.validation import (
     ContractError,
     SettingError,
@@ -42,38 +45,88 @@ def count_workers(workers: object, device: str) -> int:
     return workers
 
 
-def execute_in_workers(companies: Sequence[Sequence[RunSpec]], results: Path, workers: int) -> None:
-    """Execute runs in several processes at once and wait for them. The records are on disk then.
+class Workers:
+    """Processes that execute runs at once, from the first call of `execute` to `close`.
 
-    A process that died is reported on stderr; its records are kept.
+    A process keeps what it has loaded from call to call. One that died is reported on stderr and replaced at the next
+    call; its records are kept.
 
     Args:
-        companies: Groups of runs that share prefills. One group is executed after the other.
         results: The results folder.
-        workers: The number of processes.
+        count: The number of processes.
+        device: "cpu" or "cuda". On GPUs each process has one.
     """
-    context, gpus = get_context("spawn"), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    gpus = gpus if gpus != [""] else [str(index) for index in range(workers)]
-    processes = []
-    try:
-        for index in range(workers):
-            own = {"CUDA_VISIBLE_DEVICES": gpus[index]} if companies[0][0].device == "cuda" else {}
-            own |= {"TQDM_DISABLE": "1"} if index else {}
-            process = context.Process(target=run_worker, args=(companies, results), daemon=True)
-            with set_environment(own), ignore_interrupts():  # before the new process imports tqdm, which reads it
-                process.start()
-            processes.append(process)
-        for index, process in enumerate(processes):
+
+    def __init__(self, results: Path, count: int, device: str) -> None:
+        self.results, self.device = results, device
+        self.processes: list[tuple[Any, Connection] | None] = [None] * count
+
+    def execute(self, companies: Sequence[Sequence[RunSpec]]) -> None:
+        """Execute runs and wait for them. The records are on disk then.
+
+        Args:
+            companies: Groups of runs that share prefills. One group is executed after the other, and finished ones are
+                left out.
+
+        Raises:
+            SettingError: The results folder cannot be used.
+        """
+        root = self.results / "runs"
+        with make_records_folder(self.results, root):
+            left = [own for own in companies if not all(RunFolder(root, run.value).finished for run in own)]
+        if not left:
+            return
+        for index, process in enumerate(self.processes):
+            own = self.processes[index] = process or self._start(index)
+            with suppress(BrokenPipeError):  # it has died; `_wait` says so
+                own[1].send(left)
+        for index in range(len(self.processes)):
+            self._wait(index)
+
+    def _start(self, index: int) -> tuple[Any, Connection]:
+        """Start a process."""
+        context, gpus = get_context("spawn"), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        gpus = gpus if gpus != [""] else list(map(str, range(len(self.processes))))
+        own = {"CUDA_VISIBLE_DEVICES": gpus[index]} if self.device == "cuda" else {}
+        own |= {"TQDM_DISABLE": "1"} if index else {}
+        here, there = context.Pipe()
+        process = context.Process(target=run_worker, args=(there, self.results), daemon=True)
+        with set_environment(own), ignore_interrupts():  # before the new process imports tqdm, which reads it
+            process.start()
+        there.close()  # so that `recv` fails if the process dies
+        return process, here
+
+    def _wait(self, index: int) -> None:
+        """Wait until a process has done its work or died."""
+        assert (found := self.processes[index]) is not None  # `execute` has started it
+        process, connection = found
+        try:
+            connection.recv()
+        except (EOFError, ConnectionResetError):
             process.join()
+            self.processes[index] = None
             if process.exitcode:
                 print(f"kvbench: worker {index} ended with code {process.exitcode}", file=sys.stderr)
-    finally:
-        for process in processes:  # they still work if this process was stopped
-            process.terminate()
-        for process in processes:
+
+    def close(self, at_once: bool = False) -> None:
+        """End the processes.
+
+        Args:
+            at_once: Whether they may still work. Otherwise each says first what its time was spent on.
+        """
+        found = [own for own in self.processes if own is not None]
+        self.processes = [None] * len(self.processes)
+        for process, connection in found:
+            if at_once:
+                process.terminate()
+            else:
+                with suppress(OSError):
+                    connection.send(None)
+        for process, connection in found:
             process.join(PATIENCE)
             process.kill()
             process.join()
+            connection.close()
 
 
 @contextmanager
@@ -89,25 +142,32 @@ def set_environment(own: dict[str, str]) -> Iterator[None]:
         os.environ.update({name: value for name, value in before.items() if name in own})
 
 
-def run_worker(companies: Sequence[Sequence[RunSpec]], results: Path) -> None:
-    """Execute runs; the main function of a process.
+def run_worker(connection: Connection, results: Path) -> None:
+    """Execute the runs that arrive, and answer when they are done; the main function of a process.
 
     It is silent about invalid settings, broken contracts and a disk that cannot be written. The process that asks for
     the records next finds them too, and says so.
+
+    Args:
+        connection: Gives lists of groups of runs, and None at the end.
+        results: The results folder.
     """
     Thread(target=exit_with_parent, daemon=True).start()
-    bench, say_spending = Resources(companies[0][0]), start_counting(" of a worker")
-    try:
-        with raise_on_sigterm():
-            for runs in companies:
-                with suppress(ContractError):
-                    execute_runs(runs, results, bench)
+    bench, say_spending = None, start_counting(" of a worker")
+    with suppress(Terminated, EOFError), raise_on_sigterm():
+        while (companies := spend("waiting")(connection.recv)()) is not None:
+            try:
+                for runs in companies:
+                    bench = Resources(runs[0]) if bench is None else bench.renew(runs[0])
+                    with suppress(ContractError):
+                        execute_runs(runs, results, bench)
+            except SettingError:
+                pass
+            except OSError as error:
+                if describe_write_error(error) is None:
+                    raise
+            connection.send(None)
         say_spending()
-    except (SettingError, Terminated):
-        pass
-    except OSError as error:
-        if describe_write_error(error) is None:
-            raise
 
 
 def exit_with_parent() -> None:

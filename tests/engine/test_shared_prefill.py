@@ -23,7 +23,7 @@ from kvbench.runs.resources import Resources
 from kvbench.runs.responder import Responder
 from kvbench.runs.runner import execute_run, execute_runs
 from kvbench.runs.spec import RunSpec
-from kvbench.runs.workers import execute_in_workers
+from kvbench.runs.workers import Workers
 from kvbench.store.run_folder import run_hash
 from kvbench.sweeps import status
 from kvbench.sweeps.plan import plan_cell
@@ -234,7 +234,9 @@ def test_a_run_that_fails_is_left_to_its_own_cell(where, runs, bench, alone, tmp
 @pytest.mark.full
 def test_workers_share_the_samples_of_a_company(runs, bench, alone, tmp_path):
     """They do it together, whichever of them takes which sample."""
-    execute_in_workers([runs], tmp_path, 2)
+    workers = Workers(tmp_path, 2, "cpu")
+    workers.execute([runs])
+    workers.close()
     assert all((tmp_path / "runs" / run_hash(run.value) / "done").is_file() for run in runs)
     folders = execute_runs(runs, tmp_path, bench)
     assert [strip_circumstances(folder.records()) for folder in folders] == alone(runs)
