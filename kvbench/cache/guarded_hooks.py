@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.guard import ROWS, Guard, T
+from kvbench.cache.guard import ROWS, Guard, T, find_codec_of_layer
 from kvbench.interfaces.allocator import Allocator
 from kvbench.interfaces.codec import Codec, Growing, Packed
 from kvbench.interfaces.method import Method
@@ -234,16 +234,23 @@ def is_whole(found: object) -> bool:
 class GuardedCodec:
     """A codec whose hooks are checked. It packs rows as `GuardedRows`."""
 
-    def __init__(self, codec: Codec, guard: Guard) -> None:
-        self.codec, self.guard = codec, guard
+    def __init__(self, codec: Codec, guard: Guard, layers: int) -> None:
+        """Take the codec of the guard's layer, of `layers` layers."""
+        self.owner, self.guard = f"codec={codec.name}", guard
+        self.codec = find_codec_of_layer(codec, guard.layer, layers)
 
     @property
     def packs(self) -> bool:
-        """Whether the codec packs rows."""
+        """Whether the codec packs the layer's rows."""
         return self.codec.packs
 
+    @property
+    def takes_unrotated_keys(self) -> bool:
+        """Whether the layer's keys are stored before QK norm and rotation."""
+        return self.codec.takes_unrotated_keys
+
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "GuardedRows":
-        owner, guard = f"codec={self.codec.name}", self.guard
+        owner, guard = self.owner, self.guard
         handed = guard.handed(keys=keys, values=values, lengths=lengths)
         found = guard.call(owner, "pack", handed, lambda: self.codec.pack(keys, values, lengths))
         packed = GuardedRows(found, owner, guard, (keys.shape[0], keys.shape[1]), keys.dtype, keys.device)

@@ -53,6 +53,17 @@ class CachePolicy:
         return " or ".join(own)
 
     @property
+    def asks_for_inputs(self) -> bool:
+        """Whether the method or the codec needs what enters a layer's attention (`LayerInputs`)."""
+        method = self.method
+        return method.wants_unrotated_keys or method.wants_hidden or self.codec.takes_unrotated_keys
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights that the method and the codec read from files and need beside the model."""
+        return self.method.weights_bytes + self.codec.weights_bytes
+
+    @property
     def token_by_token(self) -> bool:
         """Whether tokens that follow the prefill are read one at a time, even if several are known."""
         return self.method.token_by_token or self.codec.token_by_token

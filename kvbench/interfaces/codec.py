@@ -137,15 +137,48 @@ class Codec:
     """Whether packed rows have `growing`. Otherwise an answer is read through the model's modules."""
     token_by_token = False
     """Whether tokens that follow the prefill are read one at a time."""
+    takes_unrotated_keys = False
+    """Whether keys are stored as they are before QK norm and rotation, from the first token on. The layer norms and
+    rotates what `Stored.read` returns. Answers are then read through the model's modules.
+    """
+    joins_heads = False
+    """Whether all heads of a layer are packed together, so that they must hold the same rows."""
 
     def __post_init__(self) -> None:
         check_settings(self, "codec")
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights that the codec reads from a file and needs beside the model."""
+        return 0
+
+    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+        """Check that the codec can serve a model. Called before weights are loaded; for codecs that read a file.
+
+        Args:
+            layers: Number of layers.
+            heads: Number of KV heads of a layer.
+            dim: Head dimension d.
+            sliding: Layers with a sliding window. They keep their own cache, and no codec packs them.
+
+        Raises:
+            SettingError: The codec cannot serve this model.
+        """
+
+    def of_layer(self, layer: int, layers: int) -> "Codec":
+        """Return the codec of one layer, for codecs that do not treat all layers alike.
+
+        Args:
+            layer: The index of the layer, from 0.
+            layers: Number of layers.
+        """
+        return self
 
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> Packed:
         """Pack rows after the last cut. Called only if the codec `packs`.
 
         Args:
-            keys: (R, d)
+            keys: (R, d). Before QK norm and rotation if the codec `takes_unrotated_keys`.
             values: (R, d)
             lengths: Number of rows of each head, (B, H).
         """

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-VERSION = 3
-VERSIONS = {1: "0.1", 2: "0.2", 3: "0.2"}  # version of the record -> the first kvbench that wrote it
+VERSION = 4
+VERSIONS = {1: "0.1", 2: "0.2", 3: "0.2", 4: "0.2"}  # version of the record -> the first kvbench that wrote it
 ABSENT: Any = object()  # marks a field that a record does not have
 
 ALWAYS = "every record"
@@ -94,6 +94,12 @@ class Record:
         "Positions, lengths and other bookkeeping of the rows in the cache.", "bytes", ANSWERED
     )
     state_bytes: int = described("Data that the method keeps in addition to the rows.", "bytes", ANSWERED)
+    weights_bytes: int = described(
+        "Weights that the method and the codec read from files and need beside the model. All samples share them.",
+        "bytes",
+        ANSWERED,
+        since=4,
+    )
     headroom_bytes: int = described("Memory that is reserved for rows but not used.", "bytes", ANSWERED)
     sliding_bytes: int = described(
         "Keys and values of sliding-window layers, from which nothing is evicted.", "bytes", ANSWERED

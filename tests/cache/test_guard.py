@@ -51,7 +51,10 @@ CHECKPOINT = dict(layers=4)
 
 @dataclass(frozen=True)
 class Honest(Method):
-    """A method that has every hook and does nothing wrong: rows with the largest keys stay."""
+    """A method that has every hook, asks for all tensors and does nothing wrong: rows with the largest keys stay."""
+
+    wants_unrotated_keys = True
+    wants_hidden = True
 
     def update(self, observation, rows, state):
         return {"norm": rows.keys.norm(dim=-1)}
@@ -144,7 +147,8 @@ def tensors_in(thing: object) -> list[Tensor]:
     if isinstance(thing, ReadRequest):
         return [thing.queries]
     if isinstance(thing, Observation):
-        return [thing.queries, thing.outputs, thing.output_weight]
+        asked = [own for own in (thing.unrotated_keys, thing.hidden) if own is not None]  # a later cut shows none
+        return [thing.queries, thing.outputs, thing.output_weight, *asked]
     if hasattr(thing, "keys") and hasattr(thing, "mass"):
         return [thing.keys, thing.values, thing.places, thing.mass, *thing.columns.values()]
     return []
