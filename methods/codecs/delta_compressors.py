@@ -1,0 +1,383 @@
+"""The compressors of DeltaKV: the two networks f_c and f_d of each layer, and the file that holds them.
+
+Source: the DeltaKV paper; CURRENTF/Sparse-vLLM before 3652478, src/deltakv/modeling/compressor.py. Symbols: d_k the
+width of the keys of all KV heads of a layer together; kv = [K ‖ V] of a token, 2·d_k numbers, with K before RoPE and
+before the norm of keys; ref the mean of the token's references; z its code, d_c numbers; I the inner width.
+
+    z = f_c(kv) - f_c(ref),    kv ≈ f_d(z) + ref
+
+A network is one of
+
+    mlp_swiglu  w3(silu(x1) · x2), where (x1, x2) are the halves of w12(x)
+    mlp_gelu    W2(gelu(W1 x))
+    linear      W x
+
+The file is a safetensors file with the names of the authors' checkpoints: model.layers.{i}.self_attn.compress_down and
+.compress_up, followed by .w12 and .w3 (mlp_swiglu), .0 and .2 (mlp_gelu) or nothing (linear), then .weight or .bias. A
+checkpoint with k_compress_down, v_compress_down, … compresses keys and values apart. Files of
+`python -m kvbench calibrate deltakv` also have the identity of the model in their metadata. The authors' files do not.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn.functional import gelu, linear, silu
+
+from kvbench.validation import SettingError
+
+NAMES = {"mlp_swiglu": (".w12", ".w3"), "mlp_gelu": (".0", ".2"), "linear": ("",)}  # kind -> names of its matrices
+KINDS = tuple(NAMES)
+ENTRY = re.compile(
+    r"model\.layers\.(?P<layer>\d+)\.self_attn\.(?P<part>[kv]_)?compress_(?P<side>down|up)(?P<matrix>\.(?:w12|w3|0|2))?"
+    r"\.(?P<what>weight|bias)"
+)
+IDENTITY = "model"  # key of the metadata: the identity of the model that the compressors were trained for
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """One network of a compressor."""
+
+    kind: str
+    """One of `KINDS`."""
+    weights: tuple[Tensor, ...]
+    """The matrices, (outputs, inputs) each, in the order of `NAMES`."""
+    biases: tuple[Tensor | None, ...]
+    """The bias of each matrix, (outputs,), or None."""
+
+    @property
+    def outputs(self) -> int:
+        """Width of the results."""
+        return len(self.weights[-1])
+
+    @property
+    def inputs(self) -> int:
+        """Width of the arguments."""
+        return self.weights[0].shape[1]
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Map x (..., inputs) to (..., outputs)."""
+        inner = linear(x, self.weights[0], self.biases[0])
+        if self.kind == "linear":
+            return inner
+        if self.kind == "mlp_gelu":
+            inner = gelu(inner)
+        else:
+            gate, value = inner.chunk(2, -1)
+            inner = silu(gate) * value
+        return linear(inner, self.weights[1], self.biases[1])
+
+    def tensors(self) -> list[Tensor]:
+        """Return the matrices and the biases."""
+        return [*self.weights, *(bias for bias in self.biases if bias is not None)]
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> "Network":
+        """Return a copy on a device and in a dtype."""
+        biases = (None if bias is None else bias.to(device, dtype) for bias in self.biases)
+        return Network(self.kind, tuple(weight.to(device, dtype) for weight in self.weights), tuple(biases))
+
+
+@dataclass(frozen=True, eq=False)
+class Compressor:
+    """The compressor f_c and the decompressor f_d of a layer.
+
+    Each has one network, or two if the file compresses keys and values apart. The code is then [code of K ‖ code of V].
+    """
+
+    down: tuple[Network, ...]
+    """f_c."""
+    up: tuple[Network, ...]
+    """f_d."""
+
+    @property
+    def width(self) -> int:
+        """Width of [K ‖ V], 2·d_k."""
+        return sum(own.inputs for own in self.down)
+
+    @property
+    def code(self) -> int:
+        """Width of a code, d_c."""
+        return sum(own.outputs for own in self.down)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the weights in bytes."""
+        return sum(own.numel() * own.element_size() for own in self.parameters())
+
+    def compress(self, kv: Tensor) -> Tensor:
+        """Return f_c(kv), (..., d_c), of [K ‖ V] (..., 2·d_k) in the weights' dtype."""
+        return apply_side(self.down, kv)
+
+    def expand(self, z: Tensor) -> Tensor:
+        """Return f_d(z), (..., 2·d_k), of codes (..., d_c) in the weights' dtype."""
+        return apply_side(self.up, z)
+
+    def parameters(self) -> list[Tensor]:
+        """Return all weights."""
+        return [tensor for own in (*self.down, *self.up) for tensor in own.tensors()]
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> "Compressor":
+        """Return a copy on a device and in a dtype."""
+        down, up = (tuple(own.to(device, dtype) for own in side) for side in (self.down, self.up))
+        return Compressor(down, up)
+
+
+def apply_side(side: tuple[Network, ...], x: Tensor) -> Tensor:
+    """Apply each network to its part of the last dimension of x, and join the results."""
+    if len(side) == 1:
+        return side[0].apply(x)
+    parts = x.split([own.inputs for own in side], -1)
+    return torch.cat([own.apply(part) for own, part in zip(side, parts, strict=True)], -1)
+
+
+@dataclass(frozen=True)
+class CompressorFile:
+    """What a file of compressors says about itself, without its weights."""
+
+    layers: int
+    """Number of layers; they are 0, 1, …"""
+    width: int
+    """Width of [K ‖ V], 2·d_k."""
+    code: int
+    """Width of a code, d_c."""
+    down: str
+    """Kind of f_c."""
+    up: str
+    """Kind of f_d."""
+    parts: tuple[str, ...]
+    """Prefixes of the networks' names: ("",), or ("k_", "v_") if keys and values are compressed apart."""
+    bytes: int
+    """Size of all weights in bytes, as stored."""
+    identity: str | None
+    """Identity of the model that they were trained for. None if the file does not say it, as the authors' do not."""
+    metadata: Mapping[str, str]
+    """The file's metadata: of a file of `kvbench calibrate deltakv` also the recipe and its losses."""
+
+
+Shape = tuple[int, ...]
+NetworkShapes = dict[
+    tuple[int, str, str], dict[tuple[str, str], Shape]
+]  # (layer, part, side) -> (matrix, what) -> shape
+
+
+def find_file(path: object, setting: str = "codec.path") -> Path:
+    """Return the safetensors file of a path, which may be a folder that has one as model.safetensors.
+
+    Raises:
+        SettingError: The path is no path.
+    """
+    if path is None:
+        raise SettingError(
+            f"{setting}=null: give a safetensors file of DeltaKV's compressors; make one with "
+            "python -m kvbench calibrate deltakv --model MODEL --out FILE"
+        )
+    if not isinstance(path, str | Path):
+        raise SettingError(f"{setting}={path}: a path")
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = file / "model.safetensors"
+    return file
+
+
+def explain(file: Path, error: Exception) -> str:
+    """Return in one line why a file is not read. Pickled weights are never opened, because they can run code."""
+    with suppress(OSError), file.open("rb") as opened:
+        begin = opened.read(4)
+        if begin == b"PK\x03\x04" or begin[:1] == b"\x80":
+            return "pickled weights are not read; give a safetensors file"
+    return f"cannot read the compressors ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+
+
+def peek_compressors(path: object, setting: str = "codec.path") -> CompressorFile:
+    """Read the shapes and the metadata of a file of compressors, but no weights.
+
+    Args:
+        path: A safetensors file, or a folder with model.safetensors.
+        setting: Name of the setting that holds the path, for messages.
+
+    Raises:
+        SettingError: The file is missing, truncated or pickled, or it does not hold compressors of equal shapes for the
+            layers 0, 1, …
+    """
+    file, where = find_file(path, setting), f"{setting}={path}"
+    found: NetworkShapes = {}
+    size = 0
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            metadata = dict(opened.metadata() or {})
+            for key in opened.keys():  # noqa: SIM118  (no mapping)
+                entry = ENTRY.fullmatch(key)
+                if entry is None:
+                    raise SettingError(f"{where}: {key} is no weight of a compressor")
+                own = opened.get_slice(key)
+                if own.get_dtype() not in WIDTHS:
+                    raise SettingError(f"{where}: {key} has dtype {own.get_dtype()}, allowed are {', '.join(WIDTHS)}")
+                shape = tuple(own.get_shape())
+                size += WIDTHS[own.get_dtype()] * torch.Size(shape).numel()
+                network = found.setdefault((int(entry["layer"]), entry["part"] or "", entry["side"]), {})
+                network[entry["matrix"] or "", entry["what"]] = shape
+    except (OSError, SafetensorError) as error:
+        raise SettingError(f"{where}: {explain(file, error)}") from None
+    if not found:
+        raise SettingError(f"{where}: the file holds no compressors")
+    numbers = sorted({layer for layer, _, _ in found})
+    if numbers != list(range(len(numbers))):
+        missing = min(set(range(len(numbers))) - set(numbers))
+        raise SettingError(f"{where}: the compressors of layer {missing} are missing")
+    layers = [describe_layer(where, layer, found) for layer in numbers]
+    for layer, own in enumerate(layers):
+        if own != layers[0]:
+            raise SettingError(f"{where}: the compressors of layer {layer} have other shapes than those of layer 0")
+    parts, down, up, width, code = layers[0]
+    return CompressorFile(len(layers), width, code, down, up, parts, size, metadata.get(IDENTITY), metadata)
+
+
+WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # dtype of a safetensors file -> bytes
+
+
+def describe_layer(where: str, layer: int, found: NetworkShapes) -> tuple[tuple[str, ...], str, str, int, int]:
+    """Check a layer's networks and return their prefixes, the kinds of f_c and f_d, 2·d_k and d_c."""
+    parts = tuple(sorted({part for own, part, _ in found if own == layer}))
+    if parts not in (("",), ("k_", "v_")):
+        raise SettingError(
+            f"{where}: layer {layer} must have compress_down and compress_up, or both of k_compress and v_compress"
+        )
+    kinds: dict[str, set[str]] = {"down": set(), "up": set()}
+    width = code = 0
+    for part in parts:
+        sizes = {}
+        for side in ("down", "up"):
+            name = f"layer {layer}, {part}compress_{side}"
+            if (layer, part, side) not in found:
+                raise SettingError(f"{where}: {name} is missing")
+            kind, inputs, outputs = describe_network(f"{where}: {name}", found[layer, part, side])
+            kinds[side].add(kind)
+            sizes[side] = inputs, outputs
+        if sizes["up"] != sizes["down"][::-1]:
+            raise SettingError(
+                f"{where}: layer {layer}: {part}compress_up maps {sizes['up'][0]} numbers to {sizes['up'][1]}, "
+                f"but {part}compress_down {sizes['down'][0]} to {sizes['down'][1]}"
+            )
+        width, code = width + sizes["down"][0], code + sizes["down"][1]
+    if any(len(own) > 1 for own in kinds.values()):
+        raise SettingError(f"{where}: layer {layer} compresses keys and values by networks of different kinds")
+    return parts, kinds["down"].pop(), kinds["up"].pop(), width, code
+
+
+def describe_network(where: str, shapes: Mapping[tuple[str, str], Shape]) -> tuple[str, int, int]:
+    """Check the shapes of a network and return its kind and the widths of its arguments and results."""
+    names = {matrix for matrix, _ in shapes}
+    kind = next((kind for kind, own in NAMES.items() if set(own) == names), None)
+    if kind is None or any((matrix, "weight") not in shapes for matrix in names):
+        raise SettingError(f"{where} must have the matrices of one of {', '.join(KINDS)}")
+    weights = [shapes[matrix, "weight"] for matrix in NAMES[kind]]
+    halves = 2 if kind == "mlp_swiglu" else 1
+    fits = all(len(own) == 2 and min(own) > 0 for own in weights)
+    fits = fits and (len(weights) == 1 or weights[0][0] == halves * weights[1][1])
+    biases = [(own, shapes.get((matrix, "bias"))) for matrix, own in zip(NAMES[kind], weights, strict=True)]
+    if not fits or any(bias not in (None, own[:1]) for own, bias in biases):
+        listed = ", ".join(f"{matrix}.{what}".lstrip(".") + f" {shape}" for (matrix, what), shape in shapes.items())
+        raise SettingError(f"{where} ({kind}) has shapes that do not fit together: {listed}")
+    return kind, weights[0][1], weights[-1][0]
+
+
+def check_fit(
+    path: object, layers: int, width: int, identity: str | None = None, setting: str = "codec.path"
+) -> CompressorFile:
+    """Check that a file of compressors fits a model, before any weights load, and describe the file.
+
+    Args:
+        path: A safetensors file, or a folder with model.safetensors.
+        layers: Number of layers of the model.
+        width: 2·d_k of the model: twice its KV heads times its head dimension.
+        identity: The model's identity. None does not compare it.
+        setting: Name of the setting that holds the path, for messages.
+
+    Returns:
+        The description. Its `identity` is None for a file that does not say for which model it was made. Such a file is
+        not refused.
+
+    Raises:
+        SettingError: `peek_compressors` refuses the file, or it was made for another model.
+    """
+    described = peek_compressors(path, setting)
+    if (described.layers, described.width) != (layers, width):
+        raise SettingError(
+            f"{setting}={path}: the compressors have (layers, 2·d_k) {(described.layers, described.width)}, "
+            f"the model {(layers, width)}"
+        )
+    if identity is not None and described.identity not in (None, identity):
+        raise SettingError(
+            f"{setting}={path}: the compressors were trained for the model {described.identity}, this one is {identity}"
+        )
+    return described
+
+
+def read_compressors(
+    path: object, layers: int, width: int, identity: str | None = None, setting: str = "codec.path"
+) -> dict[int, Compressor]:
+    """Read the compressors of a model.
+
+    Args:
+        path: A safetensors file, or a folder with model.safetensors.
+        layers: Number of layers of the model.
+        width: 2·d_k of the model: twice its KV heads times its head dimension.
+        identity: The model's identity. None does not compare it.
+        setting: Name of the setting that holds the path, for messages.
+
+    Returns:
+        The compressor of each layer, on the CPU and in the file's dtype.
+
+    Raises:
+        SettingError: `check_fit` refuses the file, or a weight is not finite.
+    """
+    described = check_fit(path, layers, width, identity, setting)
+    file, weights = find_file(path, setting), {}
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118  (no mapping)
+                weights[key] = opened.get_tensor(key)
+                if not torch.isfinite(weights[key]).all():
+                    raise SettingError(f"{setting}={path}: {key} is not finite")
+    except (OSError, SafetensorError) as error:
+        raise SettingError(f"{setting}={path}: {explain(file, error)}") from None
+
+    def take(layer: int, side: str, kind: str) -> tuple[Network, ...]:
+        networks = []
+        for part in described.parts:
+            prefix = name_network(layer, part, side)
+            names = [f"{prefix}{matrix}" for matrix in NAMES[kind]]
+            own = tuple(weights[f"{name}.weight"] for name in names)
+            networks.append(Network(kind, own, tuple(weights.get(f"{name}.bias") for name in names)))
+        return tuple(networks)
+
+    return {
+        layer: Compressor(take(layer, "down", described.down), take(layer, "up", described.up))
+        for layer in range(layers)
+    }
+
+
+def name_network(layer: int, part: str, side: str) -> str:
+    """Return the beginning of the names of a network's weights."""
+    return f"model.layers.{layer}.self_attn.{part}compress_{side}"
+
+
+def name_weights(compressors: Iterable[Compressor]) -> dict[str, Tensor]:
+    """Return the weights of the compressors of the layers 0, 1, … by their names in a file."""
+    named = {}
+    for layer, compressor in enumerate(compressors):
+        parts = ("",) if len(compressor.down) == 1 else ("k_", "v_")
+        for side, networks in (("down", compressor.down), ("up", compressor.up)):
+            for part, own in zip(parts, networks, strict=True):
+                for matrix, weight, bias in zip(NAMES[own.kind], own.weights, own.biases, strict=True):
+                    name = f"{name_network(layer, part, side)}{matrix}"
+                    named[f"{name}.weight"] = weight
+                    if bias is not None:
+                        named[f"{name}.bias"] = bias
+    return named
