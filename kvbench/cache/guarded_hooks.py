@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.guard import ROWS, Guard, T, find_codec_of_layer
 from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.codec import Codec, Growing, Packed
+from kvbench.interfaces.codec import Codec, Growable, Growing, Packed
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.rows import Rows
@@ -298,7 +298,8 @@ class GuardedRows:
         for number, tensor in enumerate(self.tensors()):
             handed.add(f"tensors()[{number}]", tensor)
         handed.add("mass", mass)
-        found = self.guard.call(self.owner, "growing", handed, lambda: self.packed.growing(tokens, ahead, mass))
+        packed = cast(Growable, self.packed)  # the codec grows
+        found = self.guard.call(self.owner, "growing", handed, lambda: packed.growing(tokens, ahead, mass))
         return GuardedGrowing(found, self)
 
 

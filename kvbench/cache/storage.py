@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvbench.interfaces.codec import Growing, Packed, Plain, Stored, join
+from kvbench.interfaces.codec import Growable, Growing, Packed, Plain, Stored, join
 from kvbench.interfaces.observation import KeyRotation
 from kvbench.interfaces.rows import Rows, mass_dtype
 from kvbench.kernels.attention import RaggedRows
@@ -143,7 +143,7 @@ class StoredRows:
         """
         if self.growing is not None and self.growing.tokens >= tokens:
             return self
-        return replace(self, growing=cast(Packed, self.stored).growing(tokens, ahead, self.mass))
+        return replace(self, growing=cast(Growable, self.stored).growing(tokens, ahead, self.mass))
 
     def finish_growing(self, tokens: int) -> "StoredRows":
         """Take over the tokens that a CUDA graph has appended to packed rows, and free the memory reserved."""

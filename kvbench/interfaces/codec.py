@@ -38,8 +38,12 @@ class Packed(Stored, Protocol):
             lengths: Number of rows of each head, old and new ones together, (B, H).
         """
 
+
+class Growable(Packed, Protocol):
+    """Keys and values of a codec that `grows`."""
+
     def growing(self, tokens: int, ahead: int, mass: Tensor | None) -> "Growing":
-        """Return the same rows with memory for further tokens. Called only if the codec `grows`.
+        """Return the same rows with memory for further tokens.
 
         Args:
             tokens: Number of further tokens.
@@ -76,7 +80,7 @@ class Growing(Protocol):
         """Append a token and attend with it to all rows, its own included.
 
         The token attends to what `Packed.read` would give, and to its own row as it is. A step may be done again after
-        up to `ahead` further ones (`Packed.growing`), and then writes the same.
+        up to `ahead` further ones (`Growable.growing`), and then writes the same.
 
         Args:
             queries: As projected, (B, Hq·d).
@@ -135,8 +139,6 @@ class Codec:
     """Whether the codec packs rows when the prefill ends. It then cannot serve a method that cuts while decoding."""
     grows = False
     """Whether packed rows have `growing`. Otherwise an answer is read through the model's modules."""
-    token_by_token = False
-    """Whether tokens that follow the prefill are read one at a time."""
     takes_unrotated_keys = False
     """Whether keys are stored as they are before QK norm and rotation, from the first token on. The layer norms and
     rotates what `Stored.read` returns. Answers are then read through the model's modules.
@@ -146,6 +148,11 @@ class Codec:
 
     def __post_init__(self) -> None:
         check_settings(self, "codec")
+
+    @property
+    def token_by_token(self) -> bool:
+        """Whether tokens that follow the prefill are read one at a time."""
+        return False
 
     @property
     def weights_bytes(self) -> int:
