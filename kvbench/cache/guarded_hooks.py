@@ -259,6 +259,16 @@ class GuardedCodec:
             guard.note(partial(is_not_finite, part), line)
         return packed
 
+    def find_packed(self, rows: "GuardedRows") -> tuple[int, int] | None:
+        found = self.guard.call(
+            self.owner, "find_packed", self.guard.handed(), lambda: self.codec.find_packed(rows.packed)
+        )
+        if found is not None and not (isinstance(found, tuple) and [type(own) for own in found] == [int, int]):
+            raise ContractError(
+                f"{self.owner}: find_packed of layer {self.guard.layer} returned {found!r}, expected two whole numbers"
+            )
+        return found
+
 
 @dataclass(frozen=True)
 class GuardedRows:

@@ -15,7 +15,7 @@ from torch import Tensor, empty, zeros_like
 from kvbench.cache.accounting import LayerTally, MemoryMeter
 from kvbench.cache.eviction import SCORE, HeadShares, LayerPolicy, Quota, evict, score_rows, without_tensors
 from kvbench.cache.guard import Guard, Handed, copy_containers, find_tensors, is_spared
-from kvbench.cache.guarded_hooks import GuardedAllocator, GuardedCodec, GuardedMethod
+from kvbench.cache.guarded_hooks import GuardedAllocator, GuardedCodec, GuardedMethod, GuardedRows
 from kvbench.cache.policy import CachePolicy, Progress
 from kvbench.cache.rerotation import rotate_by_slot
 from kvbench.cache.storage import Bytes, StoredRows, count_bytes
@@ -166,13 +166,25 @@ class Layer:
         look, rolled = None, None
         if progress.decoding:
             first = rows.seen - queries.shape[2]
-            request = ReadRequest(queries, self.index, self.layers, first, progress.prompt, scaling, progress.look)
+            request = ReadRequest(
+                queries, self.index, self.layers, first, progress.prompt, scaling, progress.look, progress.fraction,
+                self.find_packed() if self.choice.codec.packs and self.choice.method.attends_subset else None,
+            )  # fmt: skip
             look = self.method.read(request, view, self.state, rows.longest_head)
         if self.choice.method.uses_cache_positions and not (rows.even and rows.longest_head == rows.seen):
             rolled = rotate_by_slot(queries, view(), rotation)
         outputs, lse = self.run_attention(queries, scaling, look, rolled)
         self.after_attention(queries, outputs, lse, scaling, output_weight, rotation, view)
         return outputs
+
+    def find_packed(self) -> tuple[int, int] | None:
+        """Return start and stop of the rows packed in this layer, or in the next one whose codec tells."""
+        for layer in filter(None, self.cache[self.index :]):
+            if isinstance(layer.rows.stored, GuardedRows):
+                found = layer.codec.find_packed(layer.rows.stored)
+                if found is not None:
+                    return found
+        return None
 
     def run_attention(
         self, queries: Tensor, scaling: float, look: Tensor | None, rolled: tuple[Tensor, Tensor] | None

@@ -30,6 +30,8 @@ class Progress:
     """The same number, not rounded down."""
     look: int | None = None
     """Rows that a query head may attend to if the method sets `attends_subset`; None for all rows."""
+    fraction: Fraction | None = None
+    """The budget if it is a fraction and the method sets `attends_subset`."""
     room: int = 0
     """Number of tokens to reserve memory for when storage must grow."""
 

@@ -314,6 +314,7 @@ class PromptContext:
         self.set_progress(
             decoding=True,
             look=self.budget.rows(self.progress.prompt, seen) if method.attends_subset else self.progress.look,
+            fraction=self.budget.fraction if method.attends_subset else None,
             share=None if rows is None else Fraction(rows),
         )
         logits = self._read(ids, rows, keep=0)

@@ -191,6 +191,13 @@ class Codec:
         """
         raise NotImplementedError(f"{self.name} does not pack")
 
+    def find_packed(self, packed: Packed) -> tuple[int, int] | None:
+        """Return start and stop of the rows that are not as the model wrote them, or None if heads differ in it.
+
+        Methods that read few of many rows may choose among these (`ReadRequest.packed`).
+        """
+        return None
+
 
 def join(rows: Tensor, counts: Tensor, more: Tensor, more_counts: Tensor) -> Tensor:
     """Append further rows to the rows of each head.

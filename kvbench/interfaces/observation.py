@@ -169,3 +169,9 @@ class ReadRequest:
     """The factor of the logits."""
     quota: int | None
     """Rows that a query head may attend to if the method sets `attends_subset`; None for all rows."""
+    fraction: Fraction | None = None
+    """The budget if it is a fraction, for methods that take it of other rows than the prompt's. None otherwise."""
+    packed: tuple[int, int] | None = None
+    """Start and stop of the rows that the codec has packed in this layer, or in the next one for which it tells
+    (`Codec.find_packed`). None if it tells for none.
+    """

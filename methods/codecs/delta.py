@@ -30,7 +30,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvbench.interfaces.codec import Codec
+from kvbench.interfaces.codec import Codec, Packed
 from kvbench.interfaces.settings import setting
 from kvbench.kernels.quantize import Groups, dequantize, quantize
 from kvbench.kernels.row_selection import top_k_indices
@@ -187,6 +187,10 @@ class DeltaLayer(Codec):
         references = none.new_empty(batch, 0, self.whole.nearest, dtype=torch.int16)
         stored = None if self.whole.remove == "reference" else references
         return DeltaRows(self, heads, 0, self.whole.sinks, none, stored, codes, none).extend(keys, values, lengths)
+
+    def find_packed(self, packed: Packed) -> tuple[int, int] | None:
+        assert isinstance(packed, DeltaRows)  # what `pack` returned
+        return packed.sinks, packed.sinks + packed.compressed
 
     def encode(self, kv: Tensor, references: Tensor) -> "Codes":
         """Return the codes of kv (B, n, 2·d_k) with the means of their references, (B, n, 2·d_k)."""

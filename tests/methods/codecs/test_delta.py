@@ -18,9 +18,9 @@ from kvbench.engine import shared_prefill
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from kvbench.kernels.quantize import dequantize, quantize
-from kvbench.methods.codecs.delta import Delta
+from kvbench.methods.codecs.delta import Delta, DeltaLayer
 from kvbench.methods.codecs.delta_compressors import Compressor, read_compressors
-from kvbench.validation import SettingError
+from kvbench.validation import ContractError, SettingError
 from tests.support.delta_files import draw_compressor, make_zero, width_of, write_compressors, write_for
 from tests.support.method_files import FOLDER, build_policy, make_tiny_method_args
 from tests.support.tiny_models import ids, make_double, tiny
@@ -451,6 +451,16 @@ def test_what_is_refused(tmp_path, args, message):
     own = SMALL | {"path": write_for(tmp_path / "file", tiny("llama"))} | args
     with pytest.raises(SettingError, match=f"^{message}"):
         kvbench.prefill(tiny("llama"), ids(60), codec="delta", codec_args=own)
+
+
+def test_what_is_packed_must_be_two_numbers(tmp_path, monkeypatch):
+    codec = make_codec(write_for(tmp_path / "file", tiny("llama")))
+    monkeypatch.setattr(DeltaLayer, "find_packed", lambda self, packed: [3, 11])
+    held = kvbench.prefill(tiny("llama"), ids(60), "quest", 0.3, codec=codec)
+    with pytest.raises(
+        ContractError, match=r"^codec=delta: find_packed of layer 1 returned \[3, 11\], expected two whole"
+    ):
+        held.extend(ids(1))
 
 
 def test_files_of_other_models_and_wrong_codes_are_refused(tmp_path):
