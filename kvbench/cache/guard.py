@@ -80,6 +80,11 @@ def check_shape(method: Method, codec: Codec, layers: int, heads: int, dim: int,
     ask(f"codec={codec.name}", "check", lambda: codec.check(layers, heads, dim, sliding))
 
 
+def check_identity(codec: Codec, identify: Callable[[], str]) -> None:
+    """Check that a codec's file was made for a model (see `Codec.check_identity`)."""
+    ask(f"codec={codec.name}", "check_identity", lambda: codec.check_identity(identify))
+
+
 def find_codec_of_layer(codec: Codec, layer: int, layers: int) -> Codec:
     """Return the codec of one layer (see `Codec.of_layer`)."""
     owner = f"codec={codec.name}"

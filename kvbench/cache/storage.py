@@ -8,6 +8,9 @@ position), because heads may keep different numbers of rows. A codec that packs 
 *tail*, (B, H, capacity, d), holds the tokens read since then, from the left. Its capacity may exceed its length, so
 that rows have fixed addresses while a CUDA graph decodes. Only the memory behind the tail's length is written in place,
 so nothing that belongs to a snapshot is overwritten.
+
+Keys are stored as the model rotated them. If the codec takes them before QK norm and rotation, both parts hold them so,
+and they are normed and rotated whenever the rows are viewed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -7,6 +7,7 @@ the last cut, and packed rows are never written again, so that rounding happens 
 Symbols: B samples, H KV heads, R rows of all heads together, d head dimension.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +21,7 @@ class Stored(Protocol):
     """Stored keys and values. Immutable, so that a snapshot of the cache stays valid."""
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return the keys and the values, (R, d) each."""
+        """Return the keys and the values, (R, d) each; keys as they were given, before or after rotation."""
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that are held, so that their bytes can be counted."""
@@ -170,6 +171,16 @@ class Codec:
 
         Raises:
             SettingError: The codec cannot serve this model.
+        """
+
+    def check_identity(self, identify: Callable[[], str]) -> None:
+        """Check that the codec's file was made for the model of a run. Called before weights are loaded.
+
+        Args:
+            identify: Returns a text that identifies the model's weights, which may take time.
+
+        Raises:
+            SettingError: The file was made for another model.
         """
 
     def of_layer(self, layer: int, layers: int) -> "Codec":

@@ -23,7 +23,7 @@ references in 8 bytes each, here numbers of references take 2 or 4 bytes and pos
 out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -142,6 +142,10 @@ class Delta(Codec):
         check_fit(self.path, layers, 2 * heads * dim)
         self.find_full_layers(layers)
         self.base.check(layers, heads, dim, sliding)
+
+    def check_identity(self, identify: Callable[[], str]) -> None:
+        if self.file.identity is not None:
+            check_fit(self.path, self.file.layers, self.file.width, identify())
 
     def of_layer(self, layer: int, layers: int) -> Codec:
         if layer in self.find_full_layers(layers):

@@ -251,8 +251,10 @@ def test_a_codec_of_its_own_for_each_layer():
 
 
 def test_weights_beside_the_model_are_counted():
-    policies = [choose_cache(*build_policy(name, "uniform", "llama")) for name in ("snapkv", "qfilters")]
-    assert [own.weights_bytes for own in policies] == [0, 3 * 2 * 32 * 4]
+    policies = [
+        choose_cache(*build_policy(name, "uniform", "llama")) for name in ("snapkv", "qfilters", "duo_attention")
+    ]
+    assert [own.weights_bytes for own in policies] == [0, 3 * 2 * 32 * 4, 3 * 2 * 8]
     base = build_policy("qfilters", "uniform", "llama")[0]
     composite = build_policy("criticalkv", "uniform", "llama")[0]
     object.__setattr__(composite, "base", base)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import kvbench
 from kvbench.cache.policy import choose_cache
@@ -19,7 +20,7 @@ from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from kvbench.kernels.quantize import dequantize, quantize
 from kvbench.methods.codecs.delta import Delta, DeltaLayer
-from kvbench.methods.codecs.delta_compressors import Compressor, read_compressors
+from kvbench.methods.codecs.delta_compressors import Compressor, name_weights, read_compressors
 from kvbench.validation import ContractError, SettingError
 from tests.support.delta_files import draw_compressor, make_zero, width_of, write_compressors, write_for
 from tests.support.method_files import FOLDER, build_policy, make_tiny_method_args
@@ -425,6 +426,17 @@ def test_what_cannot_be_packed_is_refused(method, allocator):
     reason = f"^codec=delta: it stores all heads of a layer.*{method} evicts|^allocator={allocator}: {method}"
     with pytest.raises(SettingError, match=reason):
         choose_cache(*build_policy(method, allocator, "llama")[:2], make_codec(FILE))
+
+
+def test_a_file_of_another_model_of_the_same_shape_is_refused(tmp_path):
+    """A file that does not say its model, like the authors', is taken."""
+    made = [draw_compressor(24, 8, layer) for layer in range(3)]
+    plain, named = make_codec(write_compressors(tmp_path / "plain", made)), tmp_path / "named"
+    save_file(name_weights(made), str(named), {"model": "one"})
+    plain.check_identity(lambda: pytest.fail("needs no identity"))
+    make_codec(str(named)).check_identity(lambda: "one")
+    with pytest.raises(SettingError, match="the compressors were trained for the model one, this one is other$"):
+        make_codec(str(named)).check_identity(lambda: "other")
 
 
 @pytest.mark.parametrize(
