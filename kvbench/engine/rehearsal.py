@@ -20,7 +20,7 @@ LAYERS = 8  # of the model that reads the prompt: some methods spare the first f
 
 
 def rehearse(model: torch.nn.Module, choice: CachePolicy, words: PromptEncoder, ids: Tensor) -> None:
-    """Read a short prompt, cut it to half, and decode a few tokens, with exact guards.
+    """Read a short prompt, cut it to half if the method cuts, and decode a few tokens, with exact guards.
 
     Only the first layers of the model do so, or all, if the method has learned something for each layer.
 
@@ -40,9 +40,10 @@ def rehearse(model: torch.nn.Module, choice: CachePolicy, words: PromptEncoder, 
     if method.decoding:
         method = replace(method, decode_interval=1, decode_size=None)
     own = replace(choice, method=method, exact=True)
+    budget = Budget(0.5 if method.overrides(*HOOKS) else 1.0)  # the full cache with a codec cannot be cut
     with use_first_layers(model, LAYERS) if serves_first_layers(model, choice) else nullcontext():
         for block in {None} if method.one_block else {None, ids.shape[1] // 2}:
-            context = GenerationContext(model, own, Budget(0.5), block, (0,) * len(ids), 0, words, compile=False)
+            context = GenerationContext(model, own, budget, block, (0,) * len(ids), 0, words, compile=False)
             context.prefill(ids)
             with context.branch():
                 context.extend(ids[:, :2])

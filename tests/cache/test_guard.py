@@ -758,3 +758,17 @@ def test_storage_that_runs_share_is_not_kept_alive_by_watching_it():
     contexts = [GenerationContext(tiny("llama"), choice, Budget(0.5), None, (0,)) for _ in range(2)]
     shared_prefill.prefill(contexts, ids(50))
     assert all(reference() is None for context in contexts for _, reference in context.lent)
+
+
+def test_the_full_cache_is_tried_with_a_codec():
+    """It has no hook that could cut, so it is read uncut, and the codec's hooks are called."""
+    called = []
+
+    class Notes(Packs):
+        def pack(self, keys, values, lengths):
+            called.append(len(keys))
+            return super().pack(keys, values, lengths)
+
+    choice = CachePolicy(Method("full"), Allocator("uniform"), Notes("notes"))
+    rehearsal.rehearse(tiny("llama"), choice, None, ids(64))
+    assert len(called) == 2 * 3  # once in a layer, with one block and with two
