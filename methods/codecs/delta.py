@@ -43,7 +43,8 @@ from kvbench.methods.codecs.delta_compressors import (
 )
 from kvbench.validation import SettingError, require_int
 
-PIECE = 1024  # tokens that are compared with their candidates, or reconstructed, at once
+COMPARED = 1024  # tokens that are compared with all their candidates at once
+CODED = 8192  # tokens that are compressed or reconstructed at once
 NARROW = torch.iinfo(torch.int16).max
 
 
@@ -221,7 +222,7 @@ class DeltaLayer(Codec):
         dtype = torch.float64 if block.dtype == torch.float64 else torch.float32
         candidates = torch.cat([bases, block[:, at]], 1).to(dtype)
         norms, found = candidates.square().sum(-1), []
-        for piece in pieces(block.shape[1]):
+        for piece in pieces(block.shape[1], COMPARED):
             scores = 2 * block[:, piece].to(dtype) @ candidates.mT - norms[:, None]
             rows = torch.arange(piece.start, piece.stop, device=block.device)
             later = at > rows[:, None]
@@ -262,7 +263,7 @@ class DeltaRows:
         return min(self.codec.whole.sinks, self.bases.shape[1])
 
     def read(self) -> tuple[Tensor, Tensor]:
-        pieces_read = [self.reconstruct(piece) for piece in pieces(self.compressed)]
+        pieces_read = [self.reconstruct(piece) for piece in pieces(self.compressed, CODED)]
         kv = torch.cat([self.bases[:, : self.sinks], *pieces_read, self.waiting], 1)
         keys, values = kv.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).flatten(1, 3)
         return keys, values
@@ -307,7 +308,7 @@ class DeltaRows:
             numbers = codec.find_references(block, bases, centres)
             bases = torch.cat([bases, block[:, centres]], 1)
         codes = []
-        for piece in pieces(count):
+        for piece in pieces(count, CODED):
             if self.codes is not None:
                 own = block[:, piece]
                 codes.append(codec.encode(own, own if numbers is None else mean_of(bases, numbers[:, piece])))
@@ -318,10 +319,10 @@ class DeltaRows:
         )  # fmt: skip
 
 
-def pieces(count: int) -> Iterator[slice]:
-    """Yield slices of up to `PIECE` tokens."""
-    for start in range(0, count, PIECE):
-        yield slice(start, min(start + PIECE, count))
+def pieces(count: int, most: int) -> Iterator[slice]:
+    """Yield slices of up to `most` of `count` tokens."""
+    for start in range(0, count, most):
+        yield slice(start, min(start + most, count))
 
 
 def mean_of(bases: Tensor, numbers: Tensor) -> Tensor:

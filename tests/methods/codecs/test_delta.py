@@ -19,6 +19,7 @@ from kvbench.engine import shared_prefill
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
 from kvbench.kernels.quantize import dequantize, quantize
+from kvbench.methods.codecs import delta
 from kvbench.methods.codecs.delta import Delta, DeltaLayer
 from kvbench.methods.codecs.delta_compressors import Compressor, name_weights, read_compressors
 from kvbench.validation import ContractError, SettingError
@@ -484,3 +485,16 @@ def test_files_of_other_models_and_wrong_codes_are_refused(tmp_path):
         kvbench.prefill(tiny("wide"), ids(60), codec=codec)
     with pytest.raises(SettingError, match="codec.base=delta: a codec that stores each head on its own, such as raw"):
         replace(codec, base=codec)
+
+
+def test_pieces_change_nothing(tmp_path, monkeypatch):
+    """Long texts are compared, compressed and reconstructed in pieces."""
+    path = write_compressors(tmp_path / "file", [draw_compressor(24, 8, layer) for layer in range(3)])
+    for args in ({}, {"bits": 4}):
+        codec, kv = make_codec(path, **args), draw_kv(60)
+        whole = pack(codec, kv, [60]).read()
+        for name in ("COMPARED", "CODED"):
+            monkeypatch.setattr(delta, name, 7)
+        for found, expected in zip(pack(codec, kv, [60]).read(), whole, strict=True):
+            torch.testing.assert_close(found, expected, **EXACT)
+        monkeypatch.undo()
