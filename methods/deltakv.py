@@ -77,7 +77,7 @@ class DeltaKV(Method):
             return None
         shared, heads = state.shared, request.queries.shape[1]
         if request.layer in full:
-            if request.layer + 1 not in full:
+            if request.layer + 1 < request.layers and request.layer + 1 not in full:
                 shared |= {"look": self.choose(request, rows), "token": request.first}
             return None
         if shared.get("token") != request.first or shared["look"] is None:  # no observation layer has seen this token

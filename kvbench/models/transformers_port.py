@@ -82,11 +82,12 @@ class CacheLayerPort(CacheLayerMixin):
         """
         own, attention = self.layer, module.self_attn
         fused = getattr(attention, "qkv_proj", None)  # Phi-3 has queries, keys and values in one projection
-        projection, norm = fused or attention.k_proj, getattr(attention, "k_norm", None)
+        projection = attention.k_proj if fused is None else fused
+        norm, rotation = getattr(attention, "k_norm", None), self.rotation  # rows keep `rotate_keys`, but not the port
 
         def rotate_keys(keys: Tensor, places: Tensor) -> Tensor:
             shape = places.shape
-            cos, sin = (part.unflatten(0, shape[:2]).to(keys.dtype) for part in self.rotation(places.flatten(0, 1)))
+            cos, sin = (part.unflatten(0, shape[:2]).to(keys.dtype) for part in rotation(places.flatten(0, 1)))
             return rotate(keys if norm is None else norm(keys), cos, sin)
 
         def take_hidden(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

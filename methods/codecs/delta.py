@@ -179,7 +179,9 @@ class DeltaLayer(Codec):
     """The codec of one layer that is compressed."""
 
     whole: Delta
+    """The codec of all layers."""
     layer: int
+    """The index of the layer."""
 
     packs = True
     takes_unrotated_keys = True

@@ -1,5 +1,7 @@
 """What enters a layer's attention: who asks gets it, who does not ask pays nothing, and rows may be stored by it."""
 
+import gc
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -190,6 +192,20 @@ def test_rows_stored_before_rotation_are_the_models_own(model, method, block):
 
     for found, expected in zip(answer(Unrotated("unrotated")), answer(RAW), strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("codec", [RAW, Unrotated("unrotated")], ids=lambda own: own.name)
+def test_memory_is_freed_when_a_cache_is_dropped(codec):
+    """At once: rows refer to the rotation, which must not refer to the rows again."""
+    gc.collect()
+    gc.disable()
+    try:
+        held = kvbench.prefill(tiny("llama"), ids(40), codec=codec)
+        rows = [weakref.ref(layer.rows.tail_keys) for layer in held.contexts[0].own_layers]
+        del held
+        assert [own() for own in rows] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_graphs_are_left_to_those_who_do_not_ask():
