@@ -64,6 +64,18 @@ class CriticalKV(Method):
         return self.base.wants_lse
 
     @property
+    def wants_unrotated_keys(self) -> bool:
+        return self.base.wants_unrotated_keys
+
+    @property
+    def wants_hidden(self) -> bool:
+        return self.base.wants_hidden
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.base.weights_bytes
+
+    @property
     def one_block(self) -> bool:
         return self.base.one_block
 

@@ -89,6 +89,10 @@ class DuoAttention(Method):
         recent = own.recent if self.recent is None else self.recent
         object.__setattr__(self, "pattern", replace(own, sinks=sinks, recent=recent))
 
+    @property
+    def weights_bytes(self) -> int:
+        return 8 * sum(map(len, self.pattern.alpha))
+
     def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
         found = (len(self.pattern.alpha), len(self.pattern.alpha[0]))
         if found != (layers, heads):

@@ -51,6 +51,10 @@ class QFilters(Method):
         """
         return read(self.path)
 
+    @property
+    def weights_bytes(self) -> int:
+        return self.filters.nbytes
+
     @cached_property
     def copies(self) -> dict[tuple[torch.device, torch.dtype], Tensor]:
         """The filters on the devices and in the dtypes that were asked for."""

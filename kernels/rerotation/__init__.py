@@ -3,7 +3,24 @@
 from torch import Tensor
 
 from kvbench.kernels.dispatch import announced, choose_implementation
-from kvbench.kernels.rerotation.reference import rerotate_reference
+from kvbench.kernels.rerotation.reference import rerotate_reference, rotate_reference
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate rows as the model does, in their dtype. Pairs are channels i and i + r/2.
+
+    Args:
+        x: Rows before rotation, (…, d). Channels from r on do not change.
+        cos: (…, r), of the rows' dtype.
+        sin: (…, r), of the rows' dtype.
+
+    Raises:
+        ValueError: r is odd or larger than d.
+    """
+    rotated = cos.shape[-1]
+    if rotated % 2 or rotated > x.shape[-1]:
+        raise ValueError(f"rotate: {rotated} rotated channels of {x.shape[-1]}")
+    return rotate_reference(x, cos, sin)
 
 
 def rerotate(x: Tensor, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> Tensor:

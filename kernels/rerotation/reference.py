@@ -10,6 +10,11 @@ def rotate_half(x: Tensor) -> Tensor:
     return torch.cat([-second, first], dim=-1)
 
 
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    return torch.cat([turning * cos + rotate_half(turning) * sin, rest], -1)
+
+
 def rerotate_reference(x: Tensor, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> Tensor:
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     (cos, sin), (new_cos, new_sin) = ([part.to(dtype) for part in pair] for pair in (before, after))

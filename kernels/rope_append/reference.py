@@ -1,10 +1,9 @@
 """Norm, rotation and write in PyTorch."""
 
-import torch
 from torch import Tensor
 
 from kvbench.kernels.fused_linear.reference import rms_norm_reference
-from kvbench.kernels.rerotation.reference import rotate_half
+from kvbench.kernels.rerotation.reference import rotate_reference
 
 
 def append_reference(
@@ -39,9 +38,4 @@ def rotate_projected(
         queries, keys = (
             rms_norm_reference(x, weight, norms[2]) for x, weight in ((queries, norms[0]), (keys, norms[1]))
         )
-    return rotate(queries, *angles), rotate(keys, *angles), values
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    return torch.cat([turning * cos + rotate_half(turning) * sin, rest], -1)
+    return rotate_reference(queries, *angles), rotate_reference(keys, *angles), values

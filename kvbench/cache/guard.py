@@ -37,7 +37,7 @@ T = TypeVar("T")
 Work = TypeVar("Work", bound=Callable[..., Any])
 PASSED_ON = (ContractError, SettingError, torch.cuda.OutOfMemoryError)  # their messages already say what is wrong
 ROWS = ("keys", "values", "places", "mass")
-SHOWN = ("queries", "outputs", "lse", "output_weight")
+SHOWN = ("queries", "outputs", "lse", "output_weight", "unrotated_keys", "hidden")
 
 
 def without_gradients(work: Work) -> Work:
@@ -74,9 +74,24 @@ def ask(owner: str, hook: str, work: Callable[[], T], where: str = "") -> T:
         raise ContractError(f"{owner}: {hook}{where} raised {type(error).__name__}: {reason} ({place})") from error
 
 
-def check_shape(method: Method, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
-    """Check that a method can serve a model of this shape (see `Method.check`)."""
+def check_shape(method: Method, codec: Codec, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+    """Check that a method and a codec can serve a model of this shape (see `Method.check`)."""
     ask(f"method={method.name}", "check", lambda: method.check(layers, heads, dim, sliding))
+    ask(f"codec={codec.name}", "check", lambda: codec.check(layers, heads, dim, sliding))
+
+
+def check_identity(codec: Codec, identify: Callable[[], str]) -> None:
+    """Check that a codec's file was made for a model (see `Codec.check_identity`)."""
+    ask(f"codec={codec.name}", "check_identity", lambda: codec.check_identity(identify))
+
+
+def find_codec_of_layer(codec: Codec, layer: int, layers: int) -> Codec:
+    """Return the codec of one layer (see `Codec.of_layer`)."""
+    owner = f"codec={codec.name}"
+    found = ask(owner, "of_layer", lambda: codec.of_layer(layer, layers), f" of layer {layer}")
+    if not isinstance(found, Codec):
+        raise ContractError(f"{owner}: of_layer of layer {layer} returned {type(found).__name__}, expected a Codec")
+    return found
 
 
 def reason_against(method: Method, allocator: Allocator, codec: Codec) -> str | None:

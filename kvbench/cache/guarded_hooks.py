@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.guard import ROWS, Guard, T
+from kvbench.cache.guard import ROWS, Guard, T, find_codec_of_layer
 from kvbench.interfaces.allocator import Allocator
-from kvbench.interfaces.codec import Codec, Growing, Packed
+from kvbench.interfaces.codec import Codec, Growable, Growing, Packed
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.rows import Rows
@@ -234,16 +234,23 @@ def is_whole(found: object) -> bool:
 class GuardedCodec:
     """A codec whose hooks are checked. It packs rows as `GuardedRows`."""
 
-    def __init__(self, codec: Codec, guard: Guard) -> None:
-        self.codec, self.guard = codec, guard
+    def __init__(self, codec: Codec, guard: Guard, layers: int) -> None:
+        """Take the codec of the guard's layer, of `layers` layers."""
+        self.owner, self.guard = f"codec={codec.name}", guard
+        self.codec = find_codec_of_layer(codec, guard.layer, layers)
 
     @property
     def packs(self) -> bool:
-        """Whether the codec packs rows."""
+        """Whether the codec packs the layer's rows."""
         return self.codec.packs
 
+    @property
+    def takes_unrotated_keys(self) -> bool:
+        """Whether the layer's keys are stored before QK norm and rotation."""
+        return self.codec.takes_unrotated_keys
+
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> "GuardedRows":
-        owner, guard = f"codec={self.codec.name}", self.guard
+        owner, guard = self.owner, self.guard
         handed = guard.handed(keys=keys, values=values, lengths=lengths)
         found = guard.call(owner, "pack", handed, lambda: self.codec.pack(keys, values, lengths))
         packed = GuardedRows(found, owner, guard, (keys.shape[0], keys.shape[1]), keys.dtype, keys.device)
@@ -251,6 +258,16 @@ class GuardedCodec:
             line = f"{owner}: pack of layer {guard.layer} returns {name} that are not finite"
             guard.note(partial(is_not_finite, part), line)
         return packed
+
+    def find_packed(self, rows: "GuardedRows") -> tuple[int, int] | None:
+        found = self.guard.call(
+            self.owner, "find_packed", self.guard.handed(), lambda: self.codec.find_packed(rows.packed)
+        )
+        if found is not None and not (isinstance(found, tuple) and [type(own) for own in found] == [int, int]):
+            raise ContractError(
+                f"{self.owner}: find_packed of layer {self.guard.layer} returned {found!r}, expected two whole numbers"
+            )
+        return found
 
 
 @dataclass(frozen=True)
@@ -291,7 +308,8 @@ class GuardedRows:
         for number, tensor in enumerate(self.tensors()):
             handed.add(f"tensors()[{number}]", tensor)
         handed.add("mass", mass)
-        found = self.guard.call(self.owner, "growing", handed, lambda: self.packed.growing(tokens, ahead, mass))
+        packed = cast(Growable, self.packed)  # the codec grows
+        found = self.guard.call(self.owner, "growing", handed, lambda: packed.growing(tokens, ahead, mass))
         return GuardedGrowing(found, self)
 
 

@@ -15,12 +15,12 @@ from torch import Tensor, empty, zeros_like
 from kvbench.cache.accounting import LayerTally, MemoryMeter
 from kvbench.cache.eviction import SCORE, HeadShares, LayerPolicy, Quota, evict, score_rows, without_tensors
 from kvbench.cache.guard import Guard, Handed, copy_containers, find_tensors, is_spared
-from kvbench.cache.guarded_hooks import GuardedAllocator, GuardedCodec, GuardedMethod
+from kvbench.cache.guarded_hooks import GuardedAllocator, GuardedCodec, GuardedMethod, GuardedRows
 from kvbench.cache.policy import CachePolicy, Progress
 from kvbench.cache.rerotation import rotate_by_slot
 from kvbench.cache.storage import Bytes, StoredRows, count_bytes
 from kvbench.interfaces.codec import Growing
-from kvbench.interfaces.observation import Observation, ReadRequest, State
+from kvbench.interfaces.observation import LayerInputs, Observation, ReadRequest, State
 from kvbench.interfaces.rows import Rows
 from kvbench.kernels.attention import attend, attend_ragged
 from kvbench.kernels.dispatch import FAST
@@ -65,13 +65,14 @@ class Layer:
         self.guard = Guard(index, choice.exact)
         self.method = GuardedMethod(choice.method, self.guard)
         self.allocator = GuardedAllocator(choice.allocator, self.guard)
-        self.codec = GuardedCodec(choice.codec, self.guard)
+        self.codec = GuardedCodec(choice.codec, self.guard, layers)
         self.rows = StoredRows()
         self.tally = LayerTally()
         self.shares: HeadShares | None = None  # how heads shared the quota at the last uneven cut
         self.shown: Observation | None = None  # of this block, while a later layer may cut this one
         self.stamped = Handed(choice.exact)  # tensors that a hook may have kept a reference to
         self.output_weight: ref[Tensor] | None = None  # W_o of the model's layer, after a hook has seen it
+        self.inputs: LayerInputs | None = None  # of this block, until the hooks have seen it
         self.token_bytes = 0  # bytes of keys and values of one token, all samples and heads
         self.attended: list[float] = []  # mean rows attended to per query head, one number per token
 
@@ -82,8 +83,18 @@ class Layer:
 
     @property
     def packs(self) -> bool:
-        """Whether the codec packs rows."""
-        return self.choice.codec.packs
+        """Whether the codec packs the layer's rows."""
+        return self.codec.packs
+
+    @property
+    def wants_unrotated_keys(self) -> bool:
+        """Whether the layer needs keys before QK norm and rotation."""
+        return self.choice.method.wants_unrotated_keys or self.codec.takes_unrotated_keys
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether the layer needs the hidden states that enter it."""
+        return self.choice.method.wants_hidden
 
     @cached_property
     def cut_layers(self) -> tuple[int, ...]:
@@ -99,22 +110,36 @@ class Layer:
 
     # reading a block: append, attend, ask the method, cut
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Append a block's keys and values, (B, H, T, d) each."""
-        before, flushed = self.rows.tail_keys, self.progress.decoding and self.packs
-        self.rows = self.rows.append(keys, values, 0 if flushed else self.progress.room)
+    def append(self, keys: Tensor, values: Tensor, inputs: LayerInputs | None = None) -> None:
+        """Append a block.
+
+        Args:
+            keys: (B, H, T, d), rotated.
+            values: (B, H, T, d)
+            inputs: What enters the layer's attention, if the layer asks for any of it.
+        """
+        before, flushed, rotate = self.rows.tail_keys, self.progress.decoding and self.packs, None
+        if self.codec.takes_unrotated_keys:
+            assert inputs is not None and inputs.keys is not None  # `wants_unrotated_keys`
+            keys, rotate = inputs.keys, inputs.rotate
+        self.inputs = inputs
+        self.rows = self.rows.append(keys, values, 0 if flushed else self.progress.room, rotate)
         self.token_bytes = 2 * keys[:, :, 0].nbytes
         if self.rows.tail_keys is not before:
             self.update_memory()
         self.stamp()
 
-    def share_block_of(self, other: "Layer") -> None:
+    def share_block_of(self, other: "Layer", inputs: LayerInputs | None) -> None:
         """Hold the first block that another layer has just read, in the same storage.
 
         Nothing is copied. Both layers may write behind the block, one after the other, if what the first one wrote is
         forgotten before the other begins.
+
+        Args:
+            other: A layer that stores the same keys, before or after rotation.
+            inputs: What `append` gets.
         """
-        self.rows, self.token_bytes = other.rows, other.token_bytes
+        self.rows, self.token_bytes, self.inputs = other.rows, other.token_bytes, inputs
         self.update_memory()
         self.stamp()
 
@@ -141,13 +166,25 @@ class Layer:
         look, rolled = None, None
         if progress.decoding:
             first = rows.seen - queries.shape[2]
-            request = ReadRequest(queries, self.index, self.layers, first, progress.prompt, scaling, progress.look)
+            request = ReadRequest(
+                queries, self.index, self.layers, first, progress.prompt, scaling, progress.look, progress.fraction,
+                self.find_packed() if self.choice.codec.packs and self.choice.method.attends_subset else None,
+            )  # fmt: skip
             look = self.method.read(request, view, self.state, rows.longest_head)
         if self.choice.method.uses_cache_positions and not (rows.even and rows.longest_head == rows.seen):
             rolled = rotate_by_slot(queries, view(), rotation)
         outputs, lse = self.run_attention(queries, scaling, look, rolled)
         self.after_attention(queries, outputs, lse, scaling, output_weight, rotation, view)
         return outputs
+
+    def find_packed(self) -> tuple[int, int] | None:
+        """Return start and stop of the rows packed in this layer, or in the next one whose codec tells."""
+        for layer in filter(None, self.cache[self.index :]):
+            if isinstance(layer.rows.stored, GuardedRows):
+                found = layer.codec.find_packed(layer.rows.stored)
+                if found is not None:
+                    return found
+        return None
 
     def run_attention(
         self, queries: Tensor, scaling: float, look: Tensor | None, rolled: tuple[Tensor, Tensor] | None
@@ -189,10 +226,13 @@ class Layer:
         first = self.rows.seen - queries.shape[2]
         if self.output_weight is None:
             self.output_weight = ref(output_weight)
+        inputs, self.inputs = self.inputs, None
+        shows_keys, shows_hidden = method.wants_unrotated_keys, method.wants_hidden
         observation = Observation(
             queries, outputs, lse, scaling, output_weight, rotation, self.index, self.layers,
             first, progress.prompt, progress.last, progress.decoding, self.cut_layers, progress.prefix, progress.about,
             progress.share, self.rows.longest_head if self.rows.even else None,
+            inputs.keys if inputs and shows_keys else None, inputs.hidden if inputs and shows_hidden else None,
         )  # fmt: skip
         self.stamped.add_seen(observation)  # until all hooks have returned: the outputs go on through the model
         if method.overrides("update"):

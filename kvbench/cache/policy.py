@@ -30,6 +30,8 @@ class Progress:
     """The same number, not rounded down."""
     look: int | None = None
     """Rows that a query head may attend to if the method sets `attends_subset`; None for all rows."""
+    fraction: Fraction | None = None
+    """The budget if it is a fraction and the method sets `attends_subset`."""
     room: int = 0
     """Number of tokens to reserve memory for when storage must grow."""
 
@@ -51,6 +53,17 @@ class CachePolicy:
         own += [f"allocator={self.allocator.name}"] * (not self.allocator.is_uniform)
         own += [f"codec={self.codec.name}"] * self.codec.packs
         return " or ".join(own)
+
+    @property
+    def asks_for_inputs(self) -> bool:
+        """Whether the method or the codec needs what enters a layer's attention (`LayerInputs`)."""
+        method = self.method
+        return method.wants_unrotated_keys or method.wants_hidden or self.codec.takes_unrotated_keys
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights that the method and the codec read from files and need beside the model."""
+        return self.method.weights_bytes + self.codec.weights_bytes
 
     @property
     def token_by_token(self) -> bool:

@@ -8,6 +8,9 @@ position), because heads may keep different numbers of rows. A codec that packs 
 *tail*, (B, H, capacity, d), holds the tokens read since then, from the left. Its capacity may exceed its length, so
 that rows have fixed addresses while a CUDA graph decodes. Only the memory behind the tail's length is written in place,
 so nothing that belongs to a snapshot is overwritten.
+
+Keys are stored as the model rotated them. If the codec takes them before QK norm and rotation, both parts hold them so,
+and they are normed and rotated whenever the rows are viewed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvbench.interfaces.codec import Growing, Packed, Plain, Stored, join
+from kvbench.interfaces.codec import Growable, Growing, Packed, Plain, Stored, join
+from kvbench.interfaces.observation import KeyRotation
 from kvbench.interfaces.rows import Rows, mass_dtype
 from kvbench.kernels.attention import RaggedRows
 from kvbench.kernels.row_selection import gather_rows, kept_indices
@@ -67,6 +71,8 @@ class StoredRows:
     """(B, H, capacity, d)"""
     growing: Growing | None = None
     """Memory that packed rows have reserved for further tokens."""
+    rotate: KeyRotation | None = None
+    """Norms and rotates keys, which are then stored as they are before both; None if they are stored rotated."""
 
     @property
     def longest_head(self) -> int:
@@ -81,8 +87,8 @@ class StoredRows:
 
     @property
     def is_raw(self) -> bool:
-        """Whether the rows are as the model wrote them, not packed."""
-        return self.stored is None or isinstance(self.stored, Plain)
+        """Whether the rows are as the model attends to them, neither packed nor before rotation."""
+        return self.rotate is None and (self.stored is None or isinstance(self.stored, Plain))
 
     def counts(self) -> Tensor:
         """Return the number of rows of each head, (B, H)."""
@@ -91,13 +97,14 @@ class StoredRows:
 
     # changes: each returns a new value
 
-    def append(self, keys: Tensor, values: Tensor, room: int = 0) -> "StoredRows":
+    def append(self, keys: Tensor, values: Tensor, room: int = 0, rotate: KeyRotation | None = None) -> "StoredRows":
         """Append a block.
 
         Args:
             keys: (B, H, T, d)
             values: (B, H, T, d)
             room: Number of further tokens to reserve memory for if the tail must grow.
+            rotate: Norms and rotates the keys, if they are as before both. Then those of all blocks must be.
         """
         batch, heads, tokens, _ = keys.shape
         need = self.tail + tokens
@@ -108,8 +115,9 @@ class StoredRows:
         tail_keys[:, :, self.tail : need] = keys
         tail_values[:, :, self.tail : need] = values
         return replace(
-            self, shape=(batch, heads), tail=need, seen=self.seen + tokens, tail_keys=tail_keys, tail_values=tail_values
-        )
+            self, shape=(batch, heads), tail=need, seen=self.seen + tokens, tail_keys=tail_keys,
+            tail_values=tail_values, rotate=rotate,
+        )  # fmt: skip
 
     def reserve(self, tokens: int) -> "StoredRows":
         """Reserve memory for further tokens behind the tail, so that their rows have fixed addresses."""
@@ -138,7 +146,7 @@ class StoredRows:
         """
         if self.growing is not None and self.growing.tokens >= tokens:
             return self
-        return replace(self, growing=cast(Packed, self.stored).growing(tokens, ahead, self.mass))
+        return replace(self, growing=cast(Growable, self.stored).growing(tokens, ahead, self.mass))
 
     def finish_growing(self, tokens: int) -> "StoredRows":
         """Take over the tokens that a CUDA graph has appended to packed rows, and free the memory reserved."""
@@ -165,7 +173,7 @@ class StoredRows:
         """Keep the rows with mass > 0 and free everything else.
 
         Args:
-            rows: All rows, padded.
+            rows: All rows, padded. If keys are stored before rotation, they are those that are held.
             even: Whether all heads have the same number of rows with mass > 0.
             merged: Whether a row may stand for several tokens.
             each: That number, if the caller knows it. On a GPU the host then does not wait to check it.
@@ -180,13 +188,14 @@ class StoredRows:
         index = kept_indices(present, total)
         spread = replace(self, lengths=lengths, longest=each, even=even)
         narrow = torch.int16 if self.seen < 1 << 15 else torch.int32  # no row stands for more tokens than were seen
+        keys = rows.keys if self.rotate is None else self._held()[0]
         return StoredRows(
             self.shape, self.seen,
-            stored=Plain(*gather_rows(index, rows.keys, rows.values)),
+            stored=Plain(*gather_rows(index, keys, rows.values)),
             places=rows.places.flatten()[index].int(),
             mass=rows.mass.flatten()[index].to(narrow) if merged else None,
             columns={name: spread._spread(column.flatten()[index]) for name, column in rows.columns.items()},
-            lengths=lengths, longest=each, even=even,
+            lengths=lengths, longest=each, even=even, rotate=self.rotate,
         )  # fmt: skip
 
     def pack(self, codec: Packer) -> "StoredRows":
@@ -223,7 +232,7 @@ class StoredRows:
             stored=packed,
             places=join(self.places, before, places.repeat(before.numel()), more),
             mass=mass, columns=self.columns, lengths=lengths,
-            longest=self.longest + tokens, even=self.even,
+            longest=self.longest + tokens, even=self.even, rotate=self.rotate,
         )  # fmt: skip
 
     def replace_all(
@@ -303,6 +312,15 @@ class StoredRows:
 
     def attention_view(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return keys and values (B, H, n, d) and mass (B, H, n), or None for mass if every row exists with mass 1."""
+        keys, values = self._held()
+        if self.rotate is not None:
+            uncut = self.even and self.longest_head == self.seen
+            places = torch.arange(self.seen, device=keys.device) if uncut else self._places(keys).clamp(min=0)
+            keys = self.rotate(keys, places.expand(1, 1, -1) if uncut else places)
+        return keys, values, None if self.even and self.mass is None else self._mass(keys)
+
+    def _held(self) -> tuple[Tensor, Tensor]:
+        """Return keys, as they are stored, and values, (B, H, n, d) each."""
         parts = []
         if self.stored is not None:
             parts.append([self._spread(packed) for packed in self.stored.read()])
@@ -310,15 +328,20 @@ class StoredRows:
             assert self.tail_keys is not None and self.tail_values is not None
             parts.append([tail[:, :, : self.tail] for tail in (self.tail_keys, self.tail_values)])
         keys, values = parts[0] if len(parts) == 1 else (torch.cat(both, 2) for both in zip(*parts, strict=True))
-        return keys, values, None if self.even and self.mass is None else self._mass(keys)
+        return keys, values
+
+    def _places(self, keys: Tensor) -> Tensor:
+        """Return the positions of all rows, (B, H, n) int64, on the device of the keys; -1 for absent rows."""
+        places = torch.arange(self.seen - self.tail, self.seen, device=keys.device).expand(*keys.shape[:2], -1)
+        if self.stored is not None and self.places is not None:
+            places = torch.cat([self._spread(self.places.long(), absent=-1), places], 2)
+        return places
 
     def view(self) -> Rows:
         """Return all rows as a method sees them, padded."""
         keys, values, mass = self.attention_view()
         batch, heads = keys.shape[:2]
-        places = torch.arange(self.seen - self.tail, self.seen, device=keys.device).expand(batch, heads, -1)
-        if self.stored is not None and self.places is not None:
-            places = torch.cat([self._spread(self.places.long(), absent=-1), places], 2)
+        places = self._places(keys)
         columns = {name: pad(column, (0, keys.shape[2] - column.shape[2])) for name, column in self.columns.items()}
         if mass is None:
             mass = torch.ones(batch, heads, keys.shape[2], dtype=mass_dtype(keys), device=keys.device)

@@ -85,6 +85,8 @@ def prepare_score(run: RunSpec) -> ScoreCall:
         normal(batch, query_heads, tokens, shape.dim), normal(batch, query_heads, tokens, shape.dim), lse,
         shape.dim**-0.5, normal(config.hidden_size, query_heads * shape.dim), PlainRotation(shape.dim),
         layers[len(layers) // 2], shape.layers, task.length - tokens, task.length, True, False, layers,
+        unrotated_keys=normal(batch, shape.heads, tokens, shape.dim) if method.wants_unrotated_keys else None,
+        hidden=normal(batch, tokens, config.hidden_size) if method.wants_hidden else None,
     )  # fmt: skip
     quota = run.budget.rows(task.length, task.length) or task.length
     sizes = {"batch": batch, "heads": shape.heads, "group": query_heads // shape.heads, "rows": task.length}

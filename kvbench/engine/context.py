@@ -107,7 +107,7 @@ class PromptContext:
         self.device = next(model.parameters()).device.type
         self.prefix, self.words, self.answer = prefix, words or PromptEncoder(), answer
         shape = read_layout(model)
-        check_shape(choice.method, shape.layers, shape.heads, shape.dim, shape.sliding)
+        check_shape(choice.method, choice.codec, shape.layers, shape.heads, shape.dim, shape.sliding)
         state = State(seeds)
         self.layers = Layers(shape.layers)
         for index in range(shape.layers):
@@ -314,6 +314,7 @@ class PromptContext:
         self.set_progress(
             decoding=True,
             look=self.budget.rows(self.progress.prompt, seen) if method.attends_subset else self.progress.look,
+            fraction=self.budget.fraction if method.attends_subset else None,
             share=None if rows is None else Fraction(rows),
         )
         logits = self._read(ids, rows, keep=0)
@@ -497,7 +498,12 @@ class PromptContext:
 
 
 def decodes_in_graph(choice: CachePolicy) -> bool:
-    """Return whether tokens of an answer may be read in a CUDA graph."""
+    """Return whether tokens of an answer may be read in a CUDA graph.
+
+    A captured step does not go through the modules whose inputs a method or a codec may ask for.
+    """
+    if choice.asks_for_inputs:
+        return False
     return only_appends(choice) or repeats_cuts(choice) or replaces_rows(choice) or reads_in_graph(choice)
 
 

@@ -20,6 +20,7 @@ from kvbench.cache.layer import Layer, Lazy
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.spending import move
 from kvbench.engine.timing import Stamps, now
+from kvbench.interfaces.observation import LayerInputs
 from kvbench.models.transformers_port import forward, kvbench_attention, make_cache
 from kvbench.validation import ContractError
 
@@ -43,16 +44,29 @@ class FanOutLayer:
         self.layers, self.watched = layers, watched
         self.stamps: Stamps | None = None  # the time after attention, and after each of the layers
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Append a block's keys and values, (B, H, T, d) each. Layers that reserve the same room share one copy."""
-        copied: dict[int, Layer] = {}
+    @property
+    def wants_unrotated_keys(self) -> bool:
+        """Whether one of the layers needs keys before QK norm and rotation."""
+        return any(layer.wants_unrotated_keys for layer in self.layers)
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether one of the layers needs the hidden states that enter it."""
+        return any(layer.wants_hidden for layer in self.layers)
+
+    def append(self, keys: Tensor, values: Tensor, inputs: LayerInputs | None) -> None:
+        """Append a block. Layers that store the same keys and reserve the same room share one copy.
+
+        Arguments are those of `Layer.append`.
+        """
+        copied: dict[tuple[int, bool], Layer] = {}
         for layer in self.layers:
-            first = copied.setdefault(layer.progress.room, layer)
+            first = copied.setdefault((layer.progress.room, layer.codec.takes_unrotated_keys), layer)
             if first is layer:
-                layer.append(keys, values)
+                layer.append(keys, values, inputs)
                 self.watched.add(layer)
             else:
-                layer.share_block_of(first)
+                layer.share_block_of(first, inputs)
 
     def attend(
         self,
@@ -62,9 +76,11 @@ class FanOutLayer:
         rotation: Callable[[Tensor], tuple[Tensor, Tensor]],
     ) -> Tensor:
         """Attend once, then cut all layers. Arguments and result are those of `Layer.attend`."""
-        outputs, lse = self.layers[0].run_attention(queries, scaling, None, None)
-        for layer in self.layers[1:]:
-            layer.count_attended(None, None)
+        reader = next((own for own in self.layers if own.rows.is_raw), self.layers[0])  # need not rotate keys again
+        outputs, lse = reader.run_attention(queries, scaling, None, None)
+        for layer in self.layers:
+            if layer is not reader:
+                layer.count_attended(None, None)
         self.stamps = Stamps(queries.device.type)
         self.stamps.put()
         for number, layer in enumerate(self.layers):

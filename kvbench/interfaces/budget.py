@@ -46,6 +46,11 @@ class Budget:
         """Whether nothing is ever cut."""
         return isinstance(self.value, float) and self.value == 1
 
+    @property
+    def fraction(self) -> Fraction | None:
+        """The budget exactly as written if it is a fraction, or None if it is a number of rows or keeps everything."""
+        return None if self.everything or isinstance(self.value, int) else Fraction(repr(float(self.value)))
+
     def rows(self, prompt: int, seen: int) -> int | None:
         """Return the rows per layer and KV head after a cut, or None if all rows stay.
 
@@ -60,6 +65,6 @@ class Budget:
         """Return the same number as `rows`, not rounded down: half of 61 tokens are 61/2 rows."""
         if self.everything:
             return None
-        if isinstance(self.value, int):
+        if self.fraction is None:
             return Fraction(self.value)
-        return Fraction(repr(float(self.value))) * (seen if self.of == "seen" else prompt)
+        return self.fraction * (seen if self.of == "seen" else prompt)

@@ -7,6 +7,7 @@ the last cut, and packed rows are never written again, so that rounding happens 
 Symbols: B samples, H KV heads, R rows of all heads together, d head dimension.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +21,7 @@ class Stored(Protocol):
     """Stored keys and values. Immutable, so that a snapshot of the cache stays valid."""
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return the keys and the values, (R, d) each."""
+        """Return the keys and the values, (R, d) each; keys as they were given, before or after rotation."""
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that are held, so that their bytes can be counted."""
@@ -38,8 +39,12 @@ class Packed(Stored, Protocol):
             lengths: Number of rows of each head, old and new ones together, (B, H).
         """
 
+
+class Growable(Packed, Protocol):
+    """Keys and values of a codec that `grows`."""
+
     def growing(self, tokens: int, ahead: int, mass: Tensor | None) -> "Growing":
-        """Return the same rows with memory for further tokens. Called only if the codec `grows`.
+        """Return the same rows with memory for further tokens.
 
         Args:
             tokens: Number of further tokens.
@@ -76,7 +81,7 @@ class Growing(Protocol):
         """Append a token and attend with it to all rows, its own included.
 
         The token attends to what `Packed.read` would give, and to its own row as it is. A step may be done again after
-        up to `ahead` further ones (`Packed.growing`), and then writes the same.
+        up to `ahead` further ones (`Growable.growing`), and then writes the same.
 
         Args:
             queries: As projected, (B, Hq·d).
@@ -135,21 +140,74 @@ class Codec:
     """Whether the codec packs rows when the prefill ends. It then cannot serve a method that cuts while decoding."""
     grows = False
     """Whether packed rows have `growing`. Otherwise an answer is read through the model's modules."""
-    token_by_token = False
-    """Whether tokens that follow the prefill are read one at a time."""
+    takes_unrotated_keys = False
+    """Whether keys are stored as they are before QK norm and rotation, from the first token on. The layer norms and
+    rotates what `Stored.read` returns. Answers are then read through the model's modules.
+    """
+    joins_heads = False
+    """Whether all heads of a layer are packed together, so that they must hold the same rows."""
 
     def __post_init__(self) -> None:
         check_settings(self, "codec")
+
+    @property
+    def token_by_token(self) -> bool:
+        """Whether tokens that follow the prefill are read one at a time."""
+        return False
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights that the codec reads from a file and needs beside the model."""
+        return 0
+
+    def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
+        """Check that the codec can serve a model. Called before weights are loaded; for codecs that read a file.
+
+        Args:
+            layers: Number of layers.
+            heads: Number of KV heads of a layer.
+            dim: Head dimension d.
+            sliding: Layers with a sliding window. They keep their own cache, and no codec packs them.
+
+        Raises:
+            SettingError: The codec cannot serve this model.
+        """
+
+    def check_identity(self, identify: Callable[[], str]) -> None:
+        """Check that the codec's file was made for the model of a run. Called before weights are loaded.
+
+        Args:
+            identify: Returns a text that identifies the model's weights, which may take time.
+
+        Raises:
+            SettingError: The file was made for another model.
+        """
+
+    def of_layer(self, layer: int, layers: int) -> "Codec":
+        """Return the codec of one layer, for codecs that do not treat all layers alike.
+
+        Args:
+            layer: The index of the layer, from 0.
+            layers: Number of layers.
+        """
+        return self
 
     def pack(self, keys: Tensor, values: Tensor, lengths: Tensor) -> Packed:
         """Pack rows after the last cut. Called only if the codec `packs`.
 
         Args:
-            keys: (R, d)
+            keys: (R, d). Before QK norm and rotation if the codec `takes_unrotated_keys`.
             values: (R, d)
             lengths: Number of rows of each head, (B, H).
         """
         raise NotImplementedError(f"{self.name} does not pack")
+
+    def find_packed(self, packed: Packed) -> tuple[int, int] | None:
+        """Return start and stop of the rows that are not as the model wrote them, or None if heads differ in it.
+
+        Methods that read few of many rows may choose among these (`ReadRequest.packed`).
+        """
+        return None
 
 
 def join(rows: Tensor, counts: Tensor, more: Tensor, more_counts: Tensor) -> Tensor:

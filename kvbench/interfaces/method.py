@@ -85,6 +85,26 @@ class Method(Hooks):
         return False
 
     @property
+    def wants_unrotated_keys(self) -> bool:
+        """Whether the method needs `Observation.unrotated_keys`. Answers are then read through the model's modules."""
+        return False
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether the method needs `Observation.hidden`. Answers are then read through the model's modules."""
+        return False
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights that the method reads from a file and needs beside the model."""
+        return 0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether the method may evict rows."""
+        return not self.attends_subset and self.overrides("score", "select", "merge", "cut", "protect", "head_quotas")
+
+    @property
     def one_block(self) -> bool:
         """Whether the whole prompt must be read as one block."""
         return False
@@ -160,6 +180,16 @@ class Method(Hooks):
             return (
                 f"allocator={allocator.name}: {self.name} keeps every row, so there are none to share; "
                 "use allocator=uniform"
+            )
+        if codec.joins_heads and self.cuts:
+            return (
+                f"codec={codec.name}: it stores all heads of a layer together, and {self.name} evicts other rows in "
+                "each head; use method=full, a method that reads few of many rows, or codec=raw"
+            )
+        if codec.takes_unrotated_keys and self.merges:
+            return (
+                f"codec={codec.name}: it stores keys before rotation, and {self.name} merges rotated ones; "
+                "use codec=raw"
             )
         if codec.packs and self.decoding:
             return (

@@ -49,6 +49,24 @@ class ExtraRead:
     """The position after the last one that the read is about."""
 
 
+KeyRotation = Callable[[Tensor, Tensor], Tensor]
+"""Norms and rotates keys as the model's layer does: keys (B, H, n, d) before both, and their positions, whole numbers
+that broadcast to (B, H, n).
+"""
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """What enters a layer's attention for a block, as far as a method or a codec asks for it."""
+
+    keys: Tensor | None
+    """Keys before QK norm and rotation, (B, H, T, d). None unless somebody asks for them."""
+    hidden: Tensor | None
+    """Hidden states that enter the layer, before its norm, (B, T, hidden). None unless somebody asks for them."""
+    rotate: KeyRotation
+    """Gives the keys as the layer attends to them."""
+
+
 @dataclass(frozen=True)
 class Observation:
     """What a layer computed for the block that it just read. Hooks must not change its tensors."""
@@ -88,6 +106,13 @@ class Observation:
     each: int | None = None
     """Number of rows that every head holds with the block. None if heads hold different numbers, or if only the device
     knows it.
+    """
+    unrotated_keys: Tensor | None = None
+    """Keys of the block before QK norm and rotation, (B, H, T, d). None unless the method sets `wants_unrotated_keys`.
+    Its values are the last T of `Rows.values`.
+    """
+    hidden: Tensor | None = None
+    """Hidden states that enter the layer, before its norm, (B, T, hidden). None unless the method sets `wants_hidden`.
     """
 
     @cached_property
@@ -144,3 +169,9 @@ class ReadRequest:
     """The factor of the logits."""
     quota: int | None
     """Rows that a query head may attend to if the method sets `attends_subset`; None for all rows."""
+    fraction: Fraction | None = None
+    """The budget if it is a fraction, for methods that take it of other rows than the prompt's. None otherwise."""
+    packed: tuple[int, int] | None = None
+    """Start and stop of the rows that the codec has packed in this layer, or in the next one for which it tells
+    (`Codec.find_packed`). None if it tells for none.
+    """

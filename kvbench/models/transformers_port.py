@@ -5,7 +5,7 @@ therefore returns itself, and the attention function calls it. Nothing of transf
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from typing import Any, Protocol, cast
 
@@ -14,7 +14,9 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer, StaticCache
 
+from kvbench.interfaces.observation import LayerInputs
 from kvbench.kernels.attention.sdpa import attend_windowed
+from kvbench.kernels.rerotation import rotate
 from kvbench.models.configuration import LENGTH_DEPENDENT_ROPE, Layout, read_config_layout
 
 NAME = "kvbench"
@@ -23,8 +25,16 @@ NAME = "kvbench"
 class AttentionLayer(Protocol):
     """The part of a layer of kvbench's cache that a port uses."""
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Append a block's keys and values."""
+    @property
+    def wants_unrotated_keys(self) -> bool:
+        """Whether `append` needs the keys before QK norm and rotation."""
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether `append` needs the hidden states that enter the layer."""
+
+    def append(self, keys: Tensor, values: Tensor, inputs: LayerInputs | None) -> None:
+        """Append a block's keys and values. `inputs` is None unless the layer asks for some of them."""
 
     def attend(
         self,
@@ -47,6 +57,7 @@ class CacheLayerPort(CacheLayerMixin):
     def __init__(self, layer: AttentionLayer, rotation: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         self.layer, self.rotation, self.seen = layer, rotation, 0
+        self.inputs: LayerInputs | None = None  # of the block that the model reads
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -57,8 +68,48 @@ class CacheLayerPort(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states)
         self.seen += key_states.shape[2]
-        self.layer.append(key_states, value_states)
+        inputs, self.inputs = self.inputs, None
+        self.layer.append(key_states, value_states, inputs)
         return self, self
+
+    @contextmanager
+    def observe_inputs(self, module: Any, heads: int) -> Iterator[None]:
+        """Take what the layer asks for from forward hooks of the model's modules, inside the `with` block.
+
+        Args:
+            module: The decoder layer.
+            heads: Number of KV heads.
+        """
+        own, attention = self.layer, module.self_attn
+        fused = getattr(attention, "qkv_proj", None)  # Phi-3 has queries, keys and values in one projection
+        projection = attention.k_proj if fused is None else fused
+        norm, rotation = getattr(attention, "k_norm", None), self.rotation  # rows keep `rotate_keys`, but not the port
+
+        def rotate_keys(keys: Tensor, places: Tensor) -> Tensor:
+            shape = places.shape
+            cos, sin = (part.unflatten(0, shape[:2]).to(keys.dtype) for part in rotation(places.flatten(0, 1)))
+            return rotate(keys if norm is None else norm(keys), cos, sin)
+
+        def take_hidden(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.inputs = LayerInputs(None, args[0] if args else kwargs["hidden_states"], rotate_keys)
+
+        def take_keys(_: Any, args: tuple[Any, ...], output: Tensor) -> None:
+            size = heads * attention.head_dim
+            keys = output if fused is None else output[..., -2 * size : -size]
+            keys = keys.unflatten(-1, (heads, attention.head_dim)).transpose(1, 2)
+            self.inputs = LayerInputs(keys, self.inputs.hidden if self.inputs else None, rotate_keys)
+
+        handles = []
+        try:
+            if own.wants_hidden:
+                handles.append(module.register_forward_pre_hook(take_hidden, with_kwargs=True))
+            if own.wants_unrotated_keys:
+                handles.append(projection.register_forward_hook(take_keys))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.inputs = None
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -324,8 +375,19 @@ def forward(model: torch.nn.Module, ids: Tensor, cache: ContextCache, keep: int)
         Logits, (B, keep, vocab).
     """
     tokens = cache.get_seq_length() + ids.shape[1]
-    with cache.frequencies.install(tokens) if cache.frequencies else nullcontext():
+    with cache.frequencies.install(tokens) if cache.frequencies else nullcontext(), observe_inputs(model, cache):
         return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
+
+
+@contextmanager
+def observe_inputs(model: torch.nn.Module, cache: ContextCache) -> Iterator[None]:
+    """Let the ports of a cache take what their layers ask for while the model reads. Others cost nothing."""
+    with ExitStack() as stack:
+        for index, port in enumerate(cache.layers):
+            if isinstance(port, CacheLayerPort) and (port.layer.wants_unrotated_keys or port.layer.wants_hidden):
+                heads = text_config(model).num_key_value_heads
+                stack.enter_context(port.observe_inputs(find_text_decoder(model).layers[index], heads))
+        yield
 
 
 def make_plain_cache(model: torch.nn.Module, rows: int | None = None) -> Cache:

@@ -424,6 +424,7 @@ class Responder:
             "allocation": layers[0].state.shared.get("allocation"),  # the rule that the allocator says it followed
             "resident_bytes": held.rows // batch, "full_bytes": context.full_bytes() // batch,
             "metadata_bytes": held.metadata // batch, "state_bytes": held.state // batch,
+            "weights_bytes": self.choice.weights_bytes,
             "headroom_bytes": held.headroom // batch, "sliding_bytes": context.sliding_bytes() // batch,
             "rows_held": mean([layer.rows.mean_rows for layer in layers]), "rows_seen": context.seen,
             "while_decoding": "cuts" if self.choice.method.decoding else "appends",

@@ -94,6 +94,12 @@ class Record:
         "Positions, lengths and other bookkeeping of the rows in the cache.", "bytes", ANSWERED
     )
     state_bytes: int = described("Data that the method keeps in addition to the rows.", "bytes", ANSWERED)
+    weights_bytes: int = described(
+        "Weights that the method and the codec read from files and need beside the model. All samples share them.",
+        "bytes",
+        ANSWERED,
+        since=3,
+    )
     headroom_bytes: int = described("Memory that is reserved for rows but not used.", "bytes", ANSWERED)
     sliding_bytes: int = described(
         "Keys and values of sliding-window layers, from which nothing is evicted.", "bytes", ANSWERED

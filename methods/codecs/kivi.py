@@ -128,7 +128,7 @@ class GrowingKivi:
     """
 
     def __init__(self, held: KiviRows, tokens: int, ahead: int, mass: Tensor | None) -> None:
-        """Allocate memory. See `Packed.growing`."""
+        """Allocate memory. See `Growable.growing`."""
         codec, lengths, like = held.codec, held.lengths, held.keys
         (batch, heads), dim, residual = lengths.shape, like.shape[1], codec.residual
         self.held, self.tokens = held, tokens

@@ -52,7 +52,10 @@ CHECKPOINT = dict(layers=4)
 
 @dataclass(frozen=True)
 class Honest(Method):
-    """A method that has every hook and does nothing wrong: rows with the largest keys stay."""
+    """A method that has every hook, asks for all tensors and does nothing wrong: rows with the largest keys stay."""
+
+    wants_unrotated_keys = True
+    wants_hidden = True
 
     def update(self, observation, rows, state):
         return {"norm": rows.keys.norm(dim=-1)}
@@ -145,7 +148,8 @@ def tensors_in(thing: object) -> list[Tensor]:
     if isinstance(thing, ReadRequest):
         return [thing.queries]
     if isinstance(thing, Observation):
-        return [thing.queries, thing.outputs, thing.output_weight]
+        asked = [own for own in (thing.unrotated_keys, thing.hidden) if own is not None]  # a later cut shows none
+        return [thing.queries, thing.outputs, thing.output_weight, *asked]
     if hasattr(thing, "keys") and hasattr(thing, "mass"):
         return [thing.keys, thing.values, thing.places, thing.mass, *thing.columns.values()]
     return []
@@ -760,3 +764,17 @@ def test_storage_that_runs_share_is_not_kept_alive_by_watching_it():
     contexts = [GenerationContext(tiny("llama"), choice, Budget(0.5), None, (0,)) for _ in range(2)]
     shared_prefill.prefill(contexts, ids(50))
     assert all(reference() is None for context in contexts for _, reference in context.lent)
+
+
+def test_the_full_cache_is_tried_with_a_codec():
+    """It has no hook that could cut, so it is read uncut, and the codec's hooks are called."""
+    called = []
+
+    class Notes(Packs):
+        def pack(self, keys, values, lengths):
+            called.append(len(keys))
+            return super().pack(keys, values, lengths)
+
+    choice = CachePolicy(Method("full"), Allocator("uniform"), Notes("notes"))
+    rehearsal.rehearse(tiny("llama"), choice, None, ids(64))
+    assert len(called) == 2 * 3  # once in a layer, with one block and with two

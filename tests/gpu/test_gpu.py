@@ -25,13 +25,14 @@ from kvbench.runs.fidelity import predict
 from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_run, execute_runs
 from kvbench.runs.spec import RunSpec
+from tests.support.delta_files import draw_compressor, write_compressors
 from tests.support.method_files import MAKE, build_policy, make_method_args
 from tests.support.recorded_runs import TIMES
 from tests.support.tiny_models import ids, make_fresh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 GREEDY = Sampling()
-OWN_LAW = ("full", "duo_attention", "quest", "omnikv")  # they hold other numbers of rows
+OWN_LAW = ("full", "duo_attention", "quest", "omnikv", "deltakv")  # they hold other numbers of rows
 METHODS = [name for name in kvbench.methods_available() if name not in OWN_LAW]
 
 
@@ -261,6 +262,23 @@ def test_memory_is_really_freed(model, method):
 )
 def test_packed_read_and_rolled_rows_agree_with_the_cpu(model, chosen):
     """In float32, after a prompt, a question and some tokens, which fill residuals and pages."""
+    compare_with_cpu(model, chosen)
+
+
+@pytest.mark.parametrize("method", ["full", "deltakv"])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_compressed_rows_agree_with_the_cpu(model, method, bits, tmp_path):
+    """Of all heads together, stored before rotation."""
+    made = [draw_compressor(256, 64, layer).to("cpu", torch.float32) for layer in range(4)]
+    own = dict(full_layers=[0], depth=None, recent=32)
+    codec = dict(path=write_compressors(tmp_path / "file", made), bits=bits) | own
+    args = {} if method == "full" else own
+    budget = 1.0 if method == "full" else 0.3
+    compare_with_cpu(model, dict(method=method, budget=budget, codec="delta", codec_args=codec, method_args=args))
+
+
+def compare_with_cpu(model: LlamaForCausalLM, chosen: dict) -> None:
+    """Read a prompt, a question and tokens on both devices in float32."""
     ids = prompts(2, 500)
     more = prompts(2, 40)
     own = model.float()
@@ -342,7 +360,7 @@ def test_runs_of_one_prefill_write_the_records_of_lone_ones(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here")
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "random"] + ["quest", "omnikv"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "random"] + ["quest", "omnikv", "deltakv"])
 @pytest.mark.parametrize("allocator", ["uniform", "cake"])
 def test_a_model_over_two_gpus_is_the_same_model(model, method, allocator, tmp_path_factory):
     folder = tmp_path_factory.mktemp("spread")

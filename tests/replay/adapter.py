@@ -30,6 +30,7 @@ from kvbench.engine.compressed_cache import CompressedCache, choose_cache
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
+from kvbench.models.configuration import read_config_layout
 from kvbench.models.embedded import REFERENCE
 from kvbench.runs.spec import RunSpec
 from tests.support.tiny_models import BUILD, COMMON, distinct, heads, rope
@@ -85,19 +86,28 @@ def fill(model: torch.nn.Module, noise: float = 0.0) -> torch.nn.Module:
     return model
 
 
-FILES = ("qfilters", "duo_attention")
+FILES = ("qfilters", "duo_attention", "delta")
 FOLDER = tempfile.TemporaryDirectory(prefix="replay")
 
 
 @cache
 def make_file(method: str, name: str) -> str:
-    """The path of the file that a method of FILES needs for a model."""
+    """The path of the file that a method or a codec of FILES needs for a model."""
     config = make_model(name).config
     shape = config.num_hidden_layers, config.num_key_value_heads
     path = Path(FOLDER.name) / f"{method}-{name}"
     if method == "qfilters":
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         save_file({"q_filters": draw(*shape, dim, seed=3)}, str(path))
+    elif method == "delta":
+        width, code = 2 * shape[1] * read_config_layout(config).dim, 16
+        sizes = {"down.w12": (2 * code, width), "down.w3": (code, code), "up": (width, code)}
+        weights = {
+            f"model.layers.{layer}.self_attn.compress_{part}.weight": draw(*size, seed=layer) * (3 / size[1]) ** 0.5
+            for layer in range(shape[0])
+            for part, size in sizes.items()
+        }
+        save_file(weights, str(path))
     else:
         path.mkdir()
         gates = (draw(*shape, seed=6) + 1) / 2
@@ -140,8 +150,8 @@ def list_names(group: str) -> list[str]:
 def arguments(cell: Mapping[str, Any], group: str) -> dict[str, Any]:
     """The settings that a cell gives to its method, allocator or codec."""
     own = {key.partition(".")[2]: value for key, value in cell.items() if key.startswith(f"{group}.")}
-    if group == "method" and cell["method"] in FILES:
-        own["path"] = make_file(cell["method"], cell["model"])
+    if cell[group] in FILES:
+        own["path"] = make_file(cell[group], cell["model"])
     return own
 
 

@@ -318,7 +318,7 @@ def test_a_file_that_is_no_text_is_named(plugins):
     "methods",
     [
         ["snapkv"] * 25,
-        [*METHODS, "mine", "yours", "full", "full", "snapkv", "h2o"],
+        [*METHODS, "mine", "yours", "full", "full", "snapkv"],
         ["full"] * 3 + ["mine"] * 11 + ["yours"] * 11,
     ],
     ids=["one method", "all methods", "unknown methods"],

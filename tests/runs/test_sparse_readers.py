@@ -3,8 +3,11 @@
 import sys
 
 import pytest
+import torch
 
 from kvbench.cli import run as command
+from kvbench.models.configuration import load_layout
+from tests.support.delta_files import draw_compressor, write_compressors
 from tests.support.recorded_runs import read_runs
 
 CHECKPOINT = dict(layers=4, stops=False)
@@ -33,6 +36,29 @@ def test_everything_is_resident_and_few_rows_attended(checkpoint, tmp_path, monk
         sparse = (record["rows_attended"] * 4 - dense * seen) / (4 - dense)
         assert least <= sparse <= most < 0.7 * seen
         assert (record["state_bytes"] > 0) == (name == "quest")
+
+
+def test_deltakv_holds_few_bytes_and_reads_few_rows(checkpoint, tmp_path, monkeypatch):
+    """The system of the paper: layer 0 is full, 1 to 3 hold codes and read a fifth of them."""
+    monkeypatch.chdir(tmp_path)
+    shape = load_layout(str(checkpoint))
+    width = 2 * shape.heads * shape.dim
+    made = [draw_compressor(width, width // 8, layer).to("cpu", torch.float32) for layer in range(shape.layers)]
+    path = write_compressors(tmp_path / "compressors", made)
+    where = ["model=hf", f"model.path={checkpoint}", "device=cpu", "task.subtasks=ruler_vt", "task.length=900"]
+    full = [f"{group}.{own}" for group in ("method", "codec") for own in ("full_layers=[0]", "depth=null", "recent=32")]
+    settings = ["method=deltakv", "codec=delta", f"codec.path={path}", *full, "budget=0.2", "task.samples=1"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *where, *settings])
+    assert command.main() == 0
+    found = read_runs(tmp_path / "results")
+    [record], [baseline] = found["deltakv"][1], found["full"][1]
+    assert record["weights_bytes"] == 3 * made[0].bytes and baseline["weights_bytes"] == 0
+    assert record["rows_held"] == record["rows_seen"] and record["decoding"] == "modules"
+    compressed = (record["tokens_in"] - 8 - 32) // 32 * 32
+    read = record["tokens_in"] - compressed + compressed // 5
+    sparse = (record["rows_attended"] * 4 - record["rows_seen_decoding"]) / 3
+    assert read <= sparse <= read + record["tokens_out"] < 0.5 * record["tokens_in"]
+    assert 0.25 < record["resident_bytes"] / record["full_bytes"] < 0.25 + 0.75 * 0.4
 
 
 @pytest.mark.parametrize(
