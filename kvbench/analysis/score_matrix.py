@@ -66,6 +66,7 @@ class MatrixCell:
         score: Its mean score in points.
         difference: Its paired difference from the full cache in points; None for the full cache itself.
         held: Share of the full cache's bytes that it holds, in [0, 1]. None if the records do not say.
+        loaded: The same with the weights that its method and codec read from files. None likewise.
         kept: Share of the rows read that are in the cache when the answer begins, in [0, 1], None likewise.
         attended: Share of the full cache's rows that a decoded token attends to, in [0, 1], None likewise.
         at_limit: Share of the answers that ended at the length limit, in [0, 1].
@@ -77,6 +78,7 @@ class MatrixCell:
     score: Mean
     difference: PairedDifference | None
     held: float | None
+    loaded: float | None
     kept: float | None
     attended: float | None
     at_limit: float
@@ -289,10 +291,11 @@ class Samples:
             held, kept, attended = (
                 self.average(run, partial(read_share, own)) for own in (SHARES["bytes"], KEPT, SHARES["rows"])
             )
+            loaded = self.average(run, read_loaded)
             at_limit = self.average(run, lambda record: float(record["stop"] == "length"))
             assert at_limit is not None  # every record says how its answer stopped
             difference = None if run.hash == self.full.hash else change
-            cells.append(MatrixCell(run, score, difference, held, kept, attended, at_limit))
+            cells.append(MatrixCell(run, score, difference, held, loaded, kept, attended, at_limit))
         return cells
 
     def pair(self, one: StoredRun, other: StoredRun) -> list[PairedScores]:
@@ -387,6 +390,12 @@ def read_share(names: tuple[str, str], record: Record) -> float | None:
     """Return the ratio of two numbers of a record, or None if one is unknown or the second is 0."""
     part, whole = names
     return divide(record.get(part), record.get(whole))
+
+
+def read_loaded(record: Record) -> float | None:
+    """Return the share of the full cache's bytes that a record's rows and files take together, or None if unknown."""
+    part, beside = record.get(SHARES["bytes"][0]), record.get("weights_bytes")
+    return None if part is None or beside is None else divide(part + beside, record.get(SHARES["bytes"][1]))
 
 
 def list_cells(blocks: Iterable[ScoreBlock]) -> list[tuple[ScoreBlock, str, MatrixCell]]:

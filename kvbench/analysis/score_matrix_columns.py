@@ -135,6 +135,12 @@ COLUMNS = {
         _make_count("gained", "samples that score more than with the full cache", _read_difference("gained")),
         _make_count("n", "samples", lambda cell: cell.score.samples),
         _make_share("bytes_held", "bytes", "share of the full cache's bytes that are held", lambda cell: cell.held),
+        _make_share(
+            "bytes_with_files",
+            "files",
+            "share of the full cache's bytes that are held, with the weights that method and codec read from files",
+            lambda cell: cell.loaded,
+        ),
         _make_share("rows_kept", "kept", "share of the rows read that are kept for the answer", lambda cell: cell.kept),
         _make_share(
             "rows_attended",
@@ -162,7 +168,9 @@ def choose_columns(names: Iterable[str]) -> tuple[MatrixColumn, ...]:
 
 
 DEFAULT = choose_columns(("score", "difference", "interval", "bytes_held", "rows_attended", "at_limit"))
-IN_CSV = choose_columns(name for name in COLUMNS if name != "rows_kept")  # bundles hold this table since format 1
+IN_CSV = choose_columns(  # bundles hold this table since format 1
+    name for name in COLUMNS if name not in ("bytes_with_files", "rows_kept")
+)
 IN_LATEX = choose_columns(("score", "difference"))
 
 
