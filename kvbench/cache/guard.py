@@ -80,6 +80,22 @@ def check_shape(method: Method, codec: Codec, layers: int, heads: int, dim: int,
     ask(f"codec={codec.name}", "check", lambda: codec.check(layers, heads, dim, sliding))
 
 
+def check_rotation(codec: Codec, rope_switch: int | None) -> None:
+    """Refuse a codec that stores keys before rotation for a model whose frequencies change with the length.
+
+    Such keys would be rotated by the frequencies of the time when they are read back.
+
+    Args:
+        codec: The codec.
+        rope_switch: The length beyond which the model's RoPE changes its frequencies, or None.
+    """
+    if codec.takes_unrotated_keys and rope_switch is not None:
+        raise SettingError(
+            f"codec={codec.name}: it stores keys before rotation, and this model's RoPE changes its frequencies beyond "
+            f"{rope_switch} tokens; use codec=raw"
+        )
+
+
 def check_identity(codec: Codec, identify: Callable[[], str]) -> None:
     """Check that a codec's file was made for a model (see `Codec.check_identity`)."""
     ask(f"codec={codec.name}", "check_identity", lambda: codec.check_identity(identify))

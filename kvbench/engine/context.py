@@ -17,6 +17,7 @@ from torch import Tensor
 from kvbench.cache.accounting import MemoryMeter
 from kvbench.cache.guard import (
     Handed,
+    check_rotation,
     check_shape,
     copy_containers,
     count_steps,
@@ -108,6 +109,7 @@ class PromptContext:
         self.prefix, self.words, self.answer = prefix, words or PromptEncoder(), answer
         shape = read_layout(model)
         check_shape(choice.method, choice.codec, shape.layers, shape.heads, shape.dim, shape.sliding)
+        check_rotation(choice.codec, shape.rope_switch)
         state = State(seeds)
         self.layers = Layers(shape.layers)
         for index in range(shape.layers):

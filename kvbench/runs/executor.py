@@ -9,6 +9,7 @@ from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_run, execute_runs
 from kvbench.runs.spec import RunSpec
 from kvbench.runs.workers import Workers
+from kvbench.store.run_folder import RunFolder
 
 
 class Executor:
@@ -37,7 +38,10 @@ class Executor:
         if count > 1:
             with spend("workers"):
                 self._find_workers(count, runs[0].device).execute([*groups, *([own] for own in runs)])
+                if not all(RunFolder(self.results / "runs", own.value).finished for own in runs):
+                    self.close()  # this process executes them, and needs the memory of the GPU
         else:
+            self.close()
             for group in groups:
                 execute_runs(group, self.results, bench)
         return [execute_run(own, self.results, bench) for own in runs]

@@ -1,7 +1,7 @@
 """Load what the runs of one process share: the model, its tokenizer and the encoded prompts."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,10 @@ class Resources:
     predictions: dict[str, str] = field(default_factory=dict)
 
     def renew(self, run: RunSpec) -> "Resources":
-        """Return the resources of another run, with what it can use of these. Drop these before it loads anything."""
+        """Return the resources of another run, with what it can use of these.
+
+        The caller must drop this object before the new one loads a model. Otherwise both models are in memory.
+        """
         before, loaded = self.run, {}
         same = run.checkpoint == before.checkpoint
         if same and "tokenizer" in self.loaded:
@@ -41,6 +44,7 @@ class Resources:
             loaded["model"] = self.loaded["model"]
         if same and run.task_settings == before.task_settings and "prompts" in self.loaded:
             loaded["prompts"] = self.loaded["prompts"]
+            run = replace(run, task=before.task)  # only the task that made the samples can score them
         alike = run.baseline().value == before.baseline().value
         return Resources(run, loaded, predictions=self.predictions if alike else {})
 

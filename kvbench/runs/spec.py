@@ -130,7 +130,7 @@ class RunSpec:
         Raises:
             SettingError: It names the first setting that cannot be used.
         """
-        from kvbench.cache.guard import check_identity, check_shape
+        from kvbench.cache.guard import check_identity, check_rotation, check_shape
 
         choice = self.choice()
         if choice.method.one_block and self.block_size is not None:
@@ -146,6 +146,7 @@ class RunSpec:
             )
         longest, switch = shape.longest, shape.rope_switch
         self.checkpoint.check()
+        check_rotation(choice.codec, switch)
         check_identity(choice.codec, self.checkpoint.identity)
         in_parts = self.block_size is not None or self.question == "hidden" or choice.method.needs_extra_reads
         if switch is not None and in_parts and (self.task.length or longest) > switch:

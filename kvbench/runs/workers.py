@@ -61,11 +61,11 @@ class Workers:
         self.results, self.device = results, device
         self.processes: list[tuple[Any, Connection] | None] = [None] * count
 
-    def execute(self, companies: Sequence[Sequence[RunSpec]]) -> None:
+    def execute(self, groups: Sequence[Sequence[RunSpec]]) -> None:
         """Execute runs and wait for them. The records are on disk then.
 
         Args:
-            companies: Groups of runs that share prefills. One group is executed after the other, and finished ones are
+            groups: Groups of runs that share prefills. One group is executed after the other, and finished ones are
                 left out.
 
         Raises:
@@ -73,7 +73,7 @@ class Workers:
         """
         root = self.results / "runs"
         with make_records_folder(self.results, root):
-            left = [own for own in companies if not all(RunFolder(root, run.value).finished for run in own)]
+            left = [own for own in groups if not all(RunFolder(root, run.value).finished for run in own)]
         if not left:
             return
         for index, process in enumerate(self.processes):
@@ -154,10 +154,10 @@ def run_worker(connection: Connection, results: Path) -> None:
     """
     Thread(target=exit_with_parent, daemon=True).start()
     bench, say_spending = None, start_counting(" of a worker")
-    with suppress(Terminated, EOFError), raise_on_sigterm():
-        while (companies := spend("waiting")(connection.recv)()) is not None:
+    with suppress(Terminated), raise_on_sigterm():
+        while (groups := receive(connection)) is not None:
             try:
-                for runs in companies:
+                for runs in groups:
                     bench = Resources(runs[0]) if bench is None else bench.renew(runs[0])
                     with suppress(ContractError):
                         execute_runs(runs, results, bench)
@@ -168,6 +168,16 @@ def run_worker(connection: Connection, results: Path) -> None:
                     raise
             connection.send(None)
         say_spending()
+
+
+@spend("waiting")
+def receive(connection: Connection) -> Sequence[Sequence[RunSpec]] | None:
+    """Wait for groups of runs. None at the end, and if the process that sends them has died."""
+    try:
+        found: Sequence[Sequence[RunSpec]] | None = connection.recv()
+    except EOFError:
+        return None
+    return found
 
 
 def exit_with_parent() -> None:

@@ -50,7 +50,7 @@ class DeltaRecipe:
     seed: int = 42
     """Seed of the first weights and of the order of the sequences."""
     sinks: int = 16
-    """Number of first tokens that stay exact."""
+    """Number of first tokens that stay exact. The authors train with 16 and store 8 (`codec.sinks`)."""
     stride: int = 10
     """Distance of the centres after them, s."""
     neighbours: int = 4

@@ -25,7 +25,7 @@ out.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ from kvbench.kernels.row_selection import top_k_indices
 from kvbench.methods.codecs.delta_compressors import (
     Compressor,
     CompressorFile,
-    check_fit,
+    compare_model,
+    find_file,
     peek_compressors,
     read_compressors,
 )
@@ -112,21 +113,10 @@ class Delta(Codec):
         return peek_compressors(self.path)
 
     @cached_property
-    def compressors(self) -> dict[int, Compressor]:
-        """The compressor of each layer, as the file holds it."""
-        return read_compressors(self.path, self.file.layers, self.file.width)
-
-    @cached_property
-    def copies(self) -> dict[tuple[int, torch.device, torch.dtype], Compressor]:
-        """The compressors on the devices and in the dtypes that were asked for."""
-        return {}
-
-    def compressor_like(self, layer: int, tensor: Tensor) -> Compressor:
-        """Return a layer's compressor with a tensor's device and dtype. It is copied once."""
-        key = layer, tensor.device, tensor.dtype
-        if key not in self.copies:
-            self.copies[key] = self.compressors[layer].to(tensor.device, tensor.dtype)
-        return self.copies[key]
+    def compressors(self) -> "LoadedCompressors":
+        """The compressors, which all codecs with this file share."""
+        about = find_file(self.path).stat()
+        return load_once(str(self.path), about.st_mtime_ns, about.st_size)
 
     def find_full_layers(self, layers: int) -> list[int]:
         """Return the layers that `base` stores in a model of `layers` layers.
@@ -140,13 +130,13 @@ class Delta(Codec):
         return own
 
     def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
-        check_fit(self.path, layers, 2 * heads * dim)
+        compare_model(self.file, self.path, layers, 2 * heads * dim)
         self.find_full_layers(layers)
         self.base.check(layers, heads, dim, sliding)
 
     def check_identity(self, identify: Callable[[], str]) -> None:
         if self.file.identity is not None:
-            check_fit(self.path, self.file.layers, self.file.width, identify())
+            compare_model(self.file, self.path, self.file.layers, self.file.width, identify())
 
     def of_layer(self, layer: int, layers: int) -> Codec:
         if layer in self.find_full_layers(layers):
@@ -172,6 +162,28 @@ class Delta(Codec):
     def count_compressed(self, waiting: int) -> int:
         """Return how many of `waiting` raw tokens behind the sinks and what is compressed are compressed now."""
         return (waiting - self.recent) // self.recent * self.recent if waiting >= 2 * self.recent else 0
+
+
+class LoadedCompressors:
+    """The compressors of a file, and their copies on the devices and in the dtypes that were asked for."""
+
+    def __init__(self, path: str) -> None:
+        described = peek_compressors(path)
+        self.read = read_compressors(path, described.layers, described.width)
+        self.copies: dict[tuple[int, torch.device, torch.dtype], Compressor] = {}
+
+    def like(self, layer: int, tensor: Tensor) -> Compressor:
+        """Return a layer's compressor with a tensor's device and dtype. It is copied once."""
+        key = layer, tensor.device, tensor.dtype
+        if key not in self.copies:
+            self.copies[key] = self.read[layer].to(tensor.device, tensor.dtype)
+        return self.copies[key]
+
+
+@lru_cache(maxsize=1)
+def load_once(path: str, changed: int, size: int) -> LoadedCompressors:
+    """Load a file of compressors, unless it was loaded last and has the same time of change and size."""
+    return LoadedCompressors(path)
 
 
 @dataclass(frozen=True)
@@ -201,7 +213,7 @@ class DeltaLayer(Codec):
 
     def encode(self, kv: Tensor, references: Tensor) -> "Codes":
         """Return the codes of kv (B, n, 2·d_k) with the means of their references, (B, n, 2·d_k)."""
-        compressor, bits = self.whole.compressor_like(self.layer, kv), self.whole.bits
+        compressor, bits = self.whole.compressors.like(self.layer, kv), self.whole.bits
         codes = compressor.compress(kv)
         if self.whole.remove is None:
             codes = codes - compressor.compress(references)
@@ -213,7 +225,7 @@ class DeltaLayer(Codec):
             bits = self.whole.bits
             assert bits is not None  # `encode`
             codes = dequantize(codes, bits, codes.codes.shape[-1] * 8 // bits, like.dtype)
-        return self.whole.compressor_like(self.layer, like).expand(codes)
+        return self.whole.compressors.like(self.layer, like).expand(codes)
 
     def find_references(self, block: Tensor, bases: Tensor, centres: list[int]) -> Tensor:
         """Return the numbers of each token's references, (B, n, k) int64.

@@ -307,6 +307,19 @@ def check_fit(
         SettingError: `peek_compressors` refuses the file, or it was made for another model.
     """
     described = peek_compressors(path, setting)
+    compare_model(described, path, layers, width, identity, setting)
+    return described
+
+
+def compare_model(
+    described: CompressorFile,
+    path: object,
+    layers: int,
+    width: int,
+    identity: str | None = None,
+    setting: str = "codec.path",
+) -> None:
+    """Raise a SettingError if a described file does not fit a model. The other arguments are those of `check_fit`."""
     if (described.layers, described.width) != (layers, width):
         raise SettingError(
             f"{setting}={path}: the compressors have (layers, 2·d_k) {(described.layers, described.width)}, "
@@ -316,7 +329,6 @@ def check_fit(
         raise SettingError(
             f"{setting}={path}: the compressors were trained for the model {described.identity}, this one is {identity}"
         )
-    return described
 
 
 def read_compressors(

@@ -1,6 +1,7 @@
 """What the cells of a sweep load once, in this process and in workers, and workers that die."""
 
 import os
+import pickle
 import signal
 from multiprocessing import get_context
 
@@ -12,6 +13,7 @@ from kvbench.runs.checks import check_settings
 from kvbench.runs.executor import Executor
 from kvbench.runs.resources import Resources
 from kvbench.runs.spec import RunSpec, SharedParts
+from kvbench.validation import ContractError
 from tests.support.selection import only_in_full
 
 TASK = ("task=niah", "task.lengths=[200]", "task.depths=[50]", "method=knorm", "device=cpu")
@@ -48,6 +50,8 @@ def test_resources_keep_what_another_run_can_use(make_run):
     same = bench.renew(make_run("budget=0.5"))
     assert (same.loaded["tokenizer"], same.loaded["model"], same.loaded["prompts"]) == parts
     assert same.predictions == bench.predictions
+    sent = bench.renew(pickle.loads(pickle.dumps(make_run("budget=0.5"))))  # as a worker gets it, with another task
+    assert sent.prompts is bench.prompts and sent.run.task is bench.run.task
     longer = bench.renew(make_run("task.lengths=[300]"))
     assert sorted(longer.loaded) == ["model", "tokenizer"] and longer.predictions == {}
     other = bench.renew(make_run("dtype=bfloat16"))
@@ -72,7 +76,22 @@ def test_workers_stay_from_cell_to_cell_and_are_replaced_if_they_die(how, make_r
         after = [process.pid for process, _ in workers.processes]
         assert after[0] == before[0] and after[1] != before[1]
         processes = [process for process, _ in workers.processes]
+        executor.execute([make_run("budget=0.7")])  # this process needs the memory
+        assert executor.workers is None
     assert not any(process.is_alive() for process in processes)
+
+
+def test_workers_make_room_for_what_they_left(make_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvbench.runs.workers.get_context", lambda method: get_context("fork"))
+
+    def fail(runs, results, bench):
+        raise EOFError if fail_as is EOFError else ContractError("broken")
+
+    for fail_as in (ContractError, EOFError):
+        monkeypatch.setattr("kvbench.runs.workers.execute_runs", fail)
+        with Executor(tmp_path) as executor:
+            [records] = executor.execute([make_run("budget=0.3", f"seed={fail_as is EOFError:d}")], count=2)
+            assert len(records) == 1 and executor.workers is None
 
 
 def test_finished_runs_need_no_workers(make_run, tmp_path):

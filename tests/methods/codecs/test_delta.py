@@ -12,12 +12,14 @@ import torch
 from safetensors.torch import save_file
 
 import kvbench
+from kvbench.cache.guard import check_rotation
 from kvbench.cache.policy import choose_cache
 from kvbench.cache.storage import count_bytes
 from kvbench.config.catalogue import build, identity_settings, list_choices, load_settings, methods_available
 from kvbench.engine import shared_prefill
 from kvbench.engine.generation import GenerationContext
 from kvbench.interfaces.budget import Budget
+from kvbench.interfaces.codec import Codec
 from kvbench.kernels.quantize import dequantize, quantize
 from kvbench.methods.codecs import delta
 from kvbench.methods.codecs.delta import Delta, DeltaLayer
@@ -438,6 +440,23 @@ def test_a_file_of_another_model_of_the_same_shape_is_refused(tmp_path):
     make_codec(str(named)).check_identity(lambda: "one")
     with pytest.raises(SettingError, match="the compressors were trained for the model one, this one is other$"):
         make_codec(str(named)).check_identity(lambda: "other")
+
+
+def test_codecs_with_one_file_share_its_weights(tmp_path):
+    path = write_compressors(tmp_path / "one", [draw_compressor(24, 8, layer) for layer in range(3)])
+    one, other = make_codec(path), make_codec(path, bits=4)
+    like = torch.zeros(0, dtype=torch.float64)
+    assert one.compressors.like(1, like) is other.compressors.like(1, like)
+    write_compressors(tmp_path / "one", [draw_compressor(24, 4, layer) for layer in range(3)])
+    assert make_codec(path).compressors.like(1, like).code == 4
+
+
+def test_a_rotation_that_changes_with_the_length_is_refused():
+    codec = make_codec(FILE)
+    check_rotation(codec, None)
+    with pytest.raises(SettingError, match="^codec=delta: .* beyond 64 tokens; use codec=raw$"):
+        check_rotation(codec, 64)
+    check_rotation(Codec("raw"), 64)
 
 
 @pytest.mark.parametrize(
