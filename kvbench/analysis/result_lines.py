@@ -32,6 +32,10 @@ GAINS = {  # name of a gain -> group or setting, and its value in the cell to co
     "codec_gain": ("codec", "raw"),
     "question_gain": ("question", "visible"),
 }
+TEXTS = (  # columns whose values may look like numbers and are none
+    *("model", "task", "question", "protocol", "average", "label", "warnings", "machine", "dtype", "torch"),
+    *("transformers", "code", "replay", "hash"),
+)
 Line = dict[str, Any]
 
 
@@ -178,7 +182,10 @@ def format_lines(lines: Sequence[Line]) -> str:
 
 def parse_lines(text: str) -> list[Line]:
     """Return the lines of such a CSV. Numbers are float or int, and an empty cell is None."""
-    return [{key: parse_value(own) for key, own in line.items()} for line in csv.DictReader(io.StringIO(text))]
+    return [
+        {key: own or None if key in TEXTS else parse_value(own) for key, own in line.items()}
+        for line in csv.DictReader(io.StringIO(text))
+    ]
 
 
 def parse_value(text: str) -> Any:

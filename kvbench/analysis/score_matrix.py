@@ -320,8 +320,8 @@ class Samples:
         """
         pairs = [(one, other) for one in range(len(cells)) for other in range(one)]
         weights = list(self.weights.values())
-        level = 1 - ERROR / 2 / max(len(pairs), 1)
-        found = compare_averages([(self.pair(cells[i].run, cells[j].run), weights) for i, j in pairs], level)
+        tail = 1 - ERROR / 2 / max(len(pairs), 1)
+        found = compare_averages([(self.pair(cells[i].run, cells[j].run), weights) for i, j in pairs], tail)
         better, worse = [0] * len(cells), [0] * len(cells)  # numbers of cells that are better and worse for certain
         for (one, other), change in zip(pairs, found, strict=True):  # other - one
             if change.low is None or change.high is None:

@@ -9,12 +9,13 @@ The tiers are in conf/measured.yaml: sweeps of kvbench run -m, and files that th
 the same command goes on after a stop. A folder of results with runs of a tier from another kind of GPU, other versions
 or other code is refused.
 
-A tier ends with RESULTS/measured/<machine>/<tier>.csv, one line for each finished run. The exit code is 1 if some run
-is not finished. With --page, the command measures nothing: it writes docs/results.md and its pictures from these files.
+A tier ends with RESULTS/measured/<machine>/<tier>.csv, one line for each finished run. The exit code is 1 if a cell is
+refused or a run is not finished. With --page, the command measures nothing: it writes docs/results.md and its pictures
+from these files.
 """
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def make_parser() -> CommandParser:
     parser = CommandParser("measured", __doc__)
     parser.add_argument("tiers", nargs="*", metavar="TIER", help="keys of conf/measured.yaml")
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of results (default: results)")
-    parser.add_argument("--tiers", dest="plan", type=Path, help="another file with tiers")
+    parser.add_argument("--file", type=Path, help="another file with tiers (default: conf/measured.yaml)")
     parser.add_argument("--page", action="store_true", help="write the page from the files of --machine")
     parser.add_argument("--machine", help="folder below RESULTS/measured, such as nvidia-h200 (default: the only one)")
     parser.add_argument("--out", type=Path, help="folder of the page (default: docs)")
@@ -40,7 +41,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
         SettingError: An option is missing, or belongs to the other way of calling the command.
     """
     options = make_parser().parse_args(arguments)
-    if options.page and (options.tiers or options.plan):
+    if options.page and (options.tiers or options.file):
         raise SettingError("--page: measures no tier; call the command twice")
     if not options.page and (options.machine or options.out):
         raise SettingError("--machine and --out: only with --page")
@@ -54,7 +55,7 @@ def measure(options: Namespace) -> int:
     from kvbench.config.catalogue import translate_errors
     from kvbench.config.tiers import TIERS, choose_tiers
 
-    tiers = choose_tiers(options.tiers, options.plan or TIERS)
+    tiers = choose_tiers(options.tiers, options.file or TIERS)
     require_writable("--results", options.results)
     code = 0
     with translate_errors():
@@ -64,8 +65,18 @@ def measure(options: Namespace) -> int:
 
 
 def measure_tier(tier: Any, results: Path) -> int:
-    """Make the files of a tier, run its sweeps, and write its lines. Return 1 if a run is not finished, otherwise 0."""
-    from kvbench.__main__ import start
+    """Make the files of a tier, run its sweeps, and write its lines.
+
+    Args:
+        tier: A `kvbench.config.tiers.Tier`.
+        results: The folder of results.
+
+    Returns:
+        1 if a cell is refused or has no finished run, otherwise 0.
+
+    Raises:
+        SettingError: The store has runs of the tier from elsewhere, a file cannot be made, or no run is finished.
+    """
     from kvbench.analysis.result_lines import format_lines, make_lines
     from kvbench.atomic import replace_file
     from kvbench.cli.run import run_sweep
@@ -74,11 +85,11 @@ def measure_tier(tier: Any, results: Path) -> int:
     from kvbench.sweeps.plan import Sweep
     from kvbench.sweeps.tier_store import check_store, list_values
 
-    for path, command in tier.list_files(results).items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if start(command) != 0:
-            raise SettingError(f"tier {tier.name}: {path} could not be made")
-    sweeps = tier.list_sweeps(results)
+    sweeps, missing = tier.list_sweeps(results), tier.list_files(results)
+    if missing:  # the runs that need them are not known yet, but the others are
+        known = [own for own in sweeps if not any(path.name in text for path in missing for text in own)]
+        check_store(tier.name, list_values(map(Sweep.plan, known)), results)
+        make_files(tier.name, missing)
     planned = [Sweep.plan(own) for own in sweeps]
     values = list_values(planned)
     check_store(tier.name, values, results)
@@ -87,15 +98,39 @@ def measure_tier(tier: Any, results: Path) -> int:
         run_sweep(own)
     check_folder(results)
     runs = [run for run in find_runs(results).runs if run.hash in values]
-    finished = sum(run.finished for run in runs)
     lines = make_lines(runs)
+    if not lines:
+        raise SettingError(f"tier {tier.name}: no run of a method is finished")
     device = next(iter(values.values()))["device"]["type"]
     path = results / "measured" / machine_name(device) / f"{tier.name}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     with replace_file(path) as draft:
         draft.write_text(format_lines(lines), encoding="utf-8")
-    print(f"{path}: {len(lines)} cells, {finished} of {len(values)} runs are finished")
-    return int(finished < len(values))
+    refused = sum(own.run is None for sweep in planned for own in sweep.cells)
+    left = f"; {refused} cells are refused" if refused else ""
+    finished = sum(run.finished for run in runs)
+    print(f"{path}: {len(lines)} cells, {finished} of {len(values)} runs are finished{left}")
+    return int(finished < len(values) or refused > 0)
+
+
+def make_files(tier: str, missing: Mapping[Path, Sequence[str]]) -> None:
+    """Make the files that a tier needs. A file that is not finished does not get its name.
+
+    Args:
+        tier: Name of the tier.
+        missing: Path -> the arguments of `kvbench` that make it, without `--out`.
+
+    Raises:
+        SettingError: A command failed.
+    """
+    from kvbench.__main__ import start
+
+    for path, command in missing.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"draft-{path.name}")
+        if start([*command, "--out", str(draft)]) != 0:
+            raise SettingError(f"tier {tier}: {path} could not be made")
+        draft.rename(path)
 
 
 def write_page(options: Namespace) -> int:

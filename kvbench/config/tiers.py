@@ -33,14 +33,25 @@ class Tier:
 
     def list_sweeps(self, results: Path) -> list[list[str]]:
         """Return the arguments of each sweep, with results and files in the folder `results`."""
-        folder = f"{results / 'files'}/"
-        lines = [f"{self.common} {line}".replace(FILES, folder).split() for line in self.sweeps]
-        return [[*line, f"results={results}"] for line in lines]
+
+        def place(argument: str) -> str:
+            name, _, value = argument.partition("=")
+            file = results / "files" / value.removeprefix(FILES)
+            return f"{name}={quote(file)}" if value.startswith(FILES) else argument
+
+        lines = [f"{self.common} {line}".split() for line in self.sweeps]
+        return [[*map(place, line), f"results={quote(results)}"] for line in lines]
 
     def list_files(self, results: Path) -> dict[Path, list[str]]:
-        """Return the path of each file that is missing, and the arguments of `kvbench` that make it."""
+        """Return the path of each missing file, and the arguments of `kvbench` that make it, without `--out`."""
         made = {results / "files" / name: command.split() for name, command in self.files.items()}
-        return {path: [*command, "--out", str(path)] for path, command in made.items() if not path.exists()}
+        return {path: command for path, command in made.items() if not path.exists()}
+
+
+def quote(path: Path) -> str:
+    """Return a path as a value on Hydra's command line, which would read spaces, commas and brackets otherwise."""
+    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
 
 
 def read_tiers(path: Path = TIERS) -> dict[str, Tier]:
@@ -54,7 +65,7 @@ def read_tiers(path: Path = TIERS) -> dict[str, Tier]:
         return {name: Tier(name, **own) for name, own in found.items()}
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise SettingError(f"--tiers={path}: cannot be read as tiers ({reason}); see conf/measured.yaml") from None
+        raise SettingError(f"--file={path}: cannot be read as tiers ({reason}); see conf/measured.yaml") from None
 
 
 def choose_tiers(names: Sequence[str], path: Path = TIERS) -> list[Tier]:

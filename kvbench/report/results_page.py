@@ -4,6 +4,7 @@ Every number and every sentence about them follows from the CSV files. A section
 out. The same files give the same page.
 """
 
+import os
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -93,7 +94,7 @@ def write_results_page(folder: Path, out: Path) -> list[Path]:
         if not lines:
             raise SettingError(f"{folder / name}.csv: has no lines")
     pictures = draw_pictures(tiers)
-    page = format_page(tiers, f"results/measured/{folder.name}", pictures)
+    page = format_page(tiers, os.path.relpath(folder, out), pictures)
     (out / "images").mkdir(parents=True, exist_ok=True)
     written = {out / PAGE: page} | {out / "images" / f"{name}.svg": text for name, text in pictures.items()}
     for path, text in written.items():
@@ -107,11 +108,11 @@ def format_page(tiers: Mapping[str, Sequence[Line]], source: str, pictures: Mapp
 
     Args:
         tiers: Name of a tier -> its lines.
-        source: Folder of the lines, from the root of the repository.
+        source: Folder of the lines, relative to the page's.
         pictures: Names of the pictures that there are.
     """
     lines = list({line["hash"]: line for own in tiers.values() for line in own}.values())  # tiers may share cells
-    parts = [HEAD.format(source=source, link=f"../{source}"), *describe_origin(tiers), ""]
+    parts = [HEAD.format(source=source.removeprefix("../"), link=source), *describe_origin(tiers), ""]
     parts += ["## Which methods can be told apart", "", RANKS]
     for name, own in tiers.items():
         for protocol, cells in split_protocols(own):
@@ -198,7 +199,7 @@ def describe_separation(cells: Sequence[Line]) -> list[str]:
 
 
 def format_scores(cells: Sequence[Line]) -> list[str]:
-    """Return the table of a protocol: methods down, the best mean rank first, and budgets across."""
+    """Return the table of a protocol: methods down, the highest mean score first, and budgets across."""
     budgets, methods = list_budgets(cells), list_methods(cells)
     rows: dict[str, dict[Any, Line]] = {}
     for line in methods:
@@ -366,7 +367,7 @@ def list_pictures(tier: str, cells: Sequence[Line], pictures: Mapping[str, str])
 
 def name_picture(tier: str, cells: Sequence[Line], budget: Any) -> str:
     """Return the name of a picture: of one budget, or of a curve if `budget` is None."""
-    parts = [tier, *(make_slug(str(cells[0][name])) for name in ("model", "task", "question"))]
+    parts = [tier, *map(make_slug, filter(None, name_protocol(cells[0])))]
     return "-".join(["measured", *parts, "curve" if budget is None else f"{budget:g}"])
 
 

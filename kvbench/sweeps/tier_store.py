@@ -4,7 +4,7 @@ Scores of others are not exactly comparable. A store that holds runs of the tier
 anything runs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from kvbench.validation import SettingError
 ELSEWHERE = ("device", "sources")  # settings of a run that say where and by which code it was made
 
 
-def list_values(sweeps: Sequence[Sweep]) -> dict[str, Mapping[str, Any]]:
+def list_values(sweeps: Iterable[Sweep]) -> dict[str, Mapping[str, Any]]:
     """Return hash -> settings of the runs of sweeps, those of the full cache included."""
     runs = [run for sweep in sweeps for own in sweep.cells if own.run for run in (own.run.baseline(), own.run)]
     return {run_hash(run.value): run.value for run in runs}

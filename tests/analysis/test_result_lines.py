@@ -106,6 +106,8 @@ def test_fidelity_is_a_mean_with_an_interval(runs):
 
 def test_a_file_gives_back_what_was_written(runs):
     lines = make_lines(runs)
+    again = parse_lines(format_lines([lines[0] | {"hash": "12e4567890123456"}]))
+    assert again[0]["hash"] == "12e4567890123456"
     again = parse_lines(format_lines(lines))
     assert format_lines(again) == format_lines(lines)
     assert [own["hash"] for own in again] == [own["hash"] for own in lines]

@@ -1,9 +1,12 @@
 """`kvbench measured`: a tier from its sweeps to the page, and what it refuses in one line."""
 
+from pathlib import Path
+
 import pytest
 
-from kvbench.cli.measured import main
+from kvbench.cli.measured import main, make_files
 from kvbench.store.runs import find_runs
+from kvbench.validation import SettingError
 
 TIERS = """\
 tiny:
@@ -23,7 +26,7 @@ def tiers(tmp_path):
 
 def test_a_tier_becomes_a_file_and_a_page(tiers, tmp_path, capsys):
     results = tmp_path / "results"
-    given = ["tiny", "--tiers", str(tiers), "--results", str(results)]
+    given = ["tiny", "--file", str(tiers), "--results", str(results)]
     assert main(given) == 0
     path = results / "measured" / "cpu" / "tiny.csv"
     assert f"{path}: 3 cells, 3 of 3 runs are finished" in capsys.readouterr().out
@@ -39,6 +42,40 @@ def test_a_tier_becomes_a_file_and_a_page(tiers, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("sweep", "code", "said"),
+    [
+        (
+            "method=random,knorm codec=kivi codec.residual=32",
+            1,
+            "2 cells, 2 of 2 runs are finished; 1 cells are refused",
+        ),
+        ("method=full", 2, "tier tiny: no run of a method is finished"),
+    ],
+)
+def test_a_tier_that_lacks_cells_says_so(sweep, code, said, tiers, tmp_path, capsys):
+    tiers.write_text(TIERS.replace("method=random,sink", sweep))
+    results = tmp_path / "with, a space"
+    assert main(["tiny", "--file", str(tiers), "--results", str(results)]) == code
+    assert said in "".join(capsys.readouterr()) and (results / "runs").is_dir()
+
+
+def test_a_file_that_could_not_be_made_does_not_get_its_name(tmp_path, monkeypatch):
+    path, given = tmp_path / "files" / "pattern", []
+
+    def start(arguments):
+        given.append(arguments)
+        Path(arguments[-1]).write_text("half")
+        return len(given) == 1
+
+    monkeypatch.setattr("kvbench.__main__.start", start)
+    with pytest.raises(SettingError, match="tier b: .*pattern could not be made"):
+        make_files("b", {path: ["calibrate", "x"]})
+    assert not path.exists()
+    make_files("b", {path: ["calibrate", "x"]})
+    assert path.read_text() == "half" and given[1] == ["calibrate", "x", "--out", str(path.with_name("draft-pattern"))]
+
+
+@pytest.mark.parametrize(
     ("given", "said"),
     [
         ([], "name a tier of conf/measured.yaml, such as a; or --page"),
@@ -47,7 +84,7 @@ def test_a_tier_becomes_a_file_and_a_page(tiers, tmp_path, capsys):
         (["a", "--machine", "x"], "--machine and --out: only with --page"),
         (["--page", "--results", "/nowhere"], "/nowhere/measured: no results there; kvbench measured a"),
         (["a", "--results", "/dev/null/x"], "--results=/dev/null/x: a folder that can be written"),
-        (["a", "--tiers", "/nowhere.yaml"], "--tiers=/nowhere.yaml: cannot be read as tiers (No such file"),
+        (["a", "--file", "/nowhere.yaml"], "--file=/nowhere.yaml: cannot be read as tiers (No such file"),
     ],
 )
 def test_what_cannot_be_used_is_one_line(given, said, capsys):
@@ -60,5 +97,5 @@ def test_what_cannot_be_used_is_one_line(given, said, capsys):
 def test_a_file_that_has_no_tiers_is_refused(text, tmp_path, capsys):
     path = tmp_path / "tiers.yaml"
     path.write_text(text)
-    assert main(["a", "--tiers", str(path)]) == 2
-    assert f"kvbench: --tiers={path}: " in capsys.readouterr().err
+    assert main(["a", "--file", str(path)]) == 2
+    assert f"kvbench: --file={path}: " in capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_the_page_states_what_the_lines_hold(machine, lines, tmp_path):
     said = " ".join(text.split())
     assert "Of 4 cells, 2 lose points when the cache is cut before the question is known, 0 gain, and 2 cannot" in said
     assert "Of 1 cells, 0 score more than the same cell without the allocator, 0 score less, and 1 cannot be" in said
-    assert "None" not in text and "n/a" not in text and "[results/measured/gpu-x](../results/measured/gpu-x)" in said
+    assert "None" not in text and "n/a" not in text and "[measured/gpu-x](../measured/gpu-x)" in said
 
 
 def test_a_section_without_cells_is_left_out(machine, tmp_path):
