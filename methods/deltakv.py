@@ -25,10 +25,9 @@ from torch import Tensor
 from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import ReadRequest, State
 from kvbench.interfaces.rows import Rows
-from kvbench.interfaces.settings import setting
+from kvbench.interfaces.settings import check_layers, scale_layers, setting
 from kvbench.kernels.max_logits import max_logits
 from kvbench.kernels.row_selection import top_k_mask
-from kvbench.validation import SettingError, require_int
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,7 @@ class DeltaKV(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = list(self.full_layers)
-        if not layers or sorted(set(layers)) != layers or not all(isinstance(own, int) and own >= 0 for own in layers):
-            raise SettingError(f"method.full_layers={layers}: layers from 0 on, in ascending order")
-        if self.depth is not None:
-            require_int("method.depth", self.depth, layers[-1] + 1)
+        check_layers("method.full_layers", self.full_layers, self.depth, least=1)
 
     def find_full_layers(self, layers: int) -> set[int]:
         """Return the layers that attend to all rows in a model of `layers` layers.
@@ -63,10 +58,7 @@ class DeltaKV(Method):
         Raises:
             SettingError: The model has fewer layers.
         """
-        own = {i * layers // self.depth for i in self.full_layers} if self.depth else set(self.full_layers)
-        if max(own) >= layers:
-            raise SettingError(f"method.full_layers={sorted(own)}: the model has layers 0 to {layers - 1}")
-        return own
+        return set(scale_layers("method.full_layers", self.full_layers, self.depth, layers))
 
     def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
         self.find_full_layers(layers)

@@ -28,11 +28,10 @@ from kvbench.interfaces.method import Method
 from kvbench.interfaces.observation import Observation, ReadRequest, State
 from kvbench.interfaces.row_reader import CapturedAnswer, ListedRows, RowChoice, RowReader
 from kvbench.interfaces.rows import Rows
-from kvbench.interfaces.settings import setting
+from kvbench.interfaces.settings import check_layers, scale_layers, setting
 from kvbench.kernels.max_logits import max_logits
 from kvbench.kernels.row_selection import top_k_indices, top_k_mask
 from kvbench.kernels.window_attention import window_statistics
-from kvbench.validation import SettingError, require_int
 
 
 @dataclass(frozen=True)
@@ -57,11 +56,7 @@ class OmniKV(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        filters = list(self.filters)
-        if not filters or sorted(set(filters)) != filters or not all(isinstance(i, int) and i >= 0 for i in filters):
-            raise SettingError(f"method.filters={filters}: layers from 0 on, in ascending order")
-        if self.depth is not None:
-            require_int("method.depth", self.depth, filters[-1] + 1)
+        check_layers("method.filters", self.filters, self.depth, least=1)
 
     def filter_of(self, layer: int, layers: int) -> int | None:
         """Return the last filter at or before a layer, or None before the first filter.
@@ -69,9 +64,7 @@ class OmniKV(Method):
         Raises:
             SettingError: The model has fewer layers than a filter needs.
         """
-        own = [i * layers // self.depth for i in self.filters] if self.depth else list(self.filters)
-        if own[-1] >= layers:
-            raise SettingError(f"method.filters={own}: the model has layers 0 to {layers - 1}")
+        own = scale_layers("method.filters", self.filters, self.depth, layers)
         return max((i for i in own if i <= layer), default=None)
 
     @property

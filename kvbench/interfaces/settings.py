@@ -10,11 +10,11 @@ class's own `__post_init__`, which calls `super().__post_init__()` first.
 """
 
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from kvbench.validation import SettingError, format_value, is_number, require_choice
+from kvbench.validation import SettingError, format_value, is_number, require_choice, require_int
 
 RULE = "kvbench.rule"  # the key of a field's metadata under which its rule stands
 
@@ -134,3 +134,37 @@ def _list_kinds(owner: type, name: str, hint: Any) -> tuple[object, ...]:
     if isinstance(hint, str):  # a module with `from __future__ import annotations`
         hint = get_type_hints(owner)[name]
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def check_layers(name: str, chosen: Sequence[int], depth: int | None, least: int = 0) -> None:
+    """Check a setting that lists layers of a model with `depth` layers.
+
+    Args:
+        name: The setting with its group, such as `method.filters`. Its group also has the setting `depth`.
+        chosen: Its value.
+        depth: Number of layers that it refers to; None for any model.
+        least: Smallest number of layers that it may list.
+
+    Raises:
+        SettingError: They are no numbers from 0 on in ascending order, too few, or not below `depth`.
+    """
+    layers = list(chosen)
+    numbers = all(isinstance(own, int) and own >= 0 for own in layers)
+    if len(layers) < least or not numbers or sorted(set(layers)) != layers:
+        raise SettingError(f"{name}={layers}: layers from 0 on, in ascending order")
+    if depth is not None:
+        require_int(f"{name.partition('.')[0]}.depth", depth, layers[-1] + 1 if layers else 1)
+
+
+def scale_layers(name: str, chosen: Sequence[int], depth: int | None, layers: int) -> list[int]:
+    """Return the layers that such a setting means in a model of `layers` layers, each once, in ascending order.
+
+    Layers of a model with another number of layers move in proportion. Without `depth` they stay.
+
+    Raises:
+        SettingError: The model has fewer layers.
+    """
+    own = sorted({i * layers // depth for i in chosen}) if depth else list(chosen)
+    if own and own[-1] >= layers:
+        raise SettingError(f"{name}={own}: the model has layers 0 to {layers - 1}")
+    return own

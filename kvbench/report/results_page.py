@@ -45,6 +45,13 @@ methods whose ranks overlap may still differ, but these samples do not show it. 
 cache on the same samples, with its 95 % interval. *KL* is the divergence of the predictions from the full cache's, in
 nats a token.
 """
+MORE = "{{more}} score more than the same cell without the {}, {{less}} score less, and {{same}} cannot be told."
+CHANGES = {  # key of GAINS -> what it says of the numbers of cells that score less, more, or as much
+    "question_gain": "{less} lose points when the cache is cut before the question is known, {more} gain, and {same} "
+    "cannot be told.",
+    "allocator_gain": MORE.format("allocator"),
+    "codec_gain": MORE.format("codec"),
+}
 LIMITS = """\
 ## What these numbers cannot tell
 
@@ -123,8 +130,8 @@ def format_page(tiers: Mapping[str, Sequence[Line]], source: str, pictures: Mapp
             parts += [f"{wrap(text)}\n" for text in describe_separation(cells)]
             parts += [*format_scores(cells), ""]
     sections = {
-        "What changes when the question is hidden": format_question(lines),
-        "What allocators bring": format_gains(lines, "allocator"),
+        "What changes when the question is hidden": format_gains(lines, "question_gain"),
+        "What allocators bring": format_gains(lines, "allocator_gain"),
         "What a byte buys": format_bytes(lines),
     }
     for title, text in sections.items():
@@ -201,9 +208,7 @@ def describe_separation(cells: Sequence[Line]) -> list[str]:
 def format_scores(cells: Sequence[Line]) -> list[str]:
     """Return the table of a protocol: methods down, the highest mean score first, and budgets across."""
     budgets, methods = list_budgets(cells), list_methods(cells)
-    rows: dict[str, dict[Any, Line]] = {}
-    for line in methods:
-        rows.setdefault(line["label"], {})[line["budget"]] = line
+    rows = arrange(methods)
     full = next(line for line in cells if is_full(line))
     ordered = sorted(rows, key=lambda label: -sum(own["score"] for own in rows[label].values()) / len(rows[label]))
 
@@ -226,34 +231,29 @@ def format_scores(cells: Sequence[Line]) -> list[str]:
     return format_markdown(columns, [*ordered, full["label"]])
 
 
-def format_question(lines: Sequence[Line]) -> list[str]:
-    """Return what hiding the question changes; nothing if no cell was measured both ways."""
+def format_gains(lines: Sequence[Line], gain: str) -> list[str]:
+    """Return what a key of GAINS changes; nothing if no cell was measured with and without it."""
     text: list[str] = []
-    for protocol, cells in split_protocols([line for line in lines if line["question_gain"] is not None]):
-        found = [line for line in cells if not is_full(line)]
-        changed = count_signs(found, "question_gain")
-        said = f"**{describe_protocol(protocol)}.** Of {len(found)} cells, {changed[-1]} lose points when the cache is "
-        said += f"cut before the question is known, {changed[1]} gain, and {changed[0]} cannot be told."
-        text += [wrap(said), "", *format_changes(found, "question_gain"), ""]
+    for protocol, cells in split_protocols([line for line in lines if line[gain] is not None]):
+        found = list_methods(cells)
+        signs = count_signs(found, gain)
+        told = CHANGES[gain].format(less=signs[-1], more=signs[1], same=signs[0])
+        said = f"**{describe_protocol(protocol)}.** Of {len(found)} cells, {told}"
+        text += [wrap(said), "", *format_changes(found, gain), ""]
     return text
 
 
-def format_gains(lines: Sequence[Line], group: str) -> list[str]:
-    """Return what an allocator or a codec changes; nothing if no cell was measured with and without it."""
-    text: list[str] = []
-    for protocol, cells in split_protocols([line for line in lines if line[f"{group}_gain"] is not None]):
-        changed = count_signs(cells, f"{group}_gain")
-        said = f"**{describe_protocol(protocol)}.** Of {len(cells)} cells, {changed[1]} score more than the same cell "
-        said += f"without the {group}, {changed[-1]} score less, and {changed[0]} cannot be told."
-        text += [wrap(said), "", *format_changes(cells, f"{group}_gain"), ""]
-    return text
+def arrange(cells: Sequence[Line]) -> dict[str, dict[Any, Line]]:
+    """Return label -> budget -> cell."""
+    rows: dict[str, dict[Any, Line]] = {}
+    for line in cells:
+        rows.setdefault(line["label"], {})[line["budget"]] = line
+    return rows
 
 
 def format_changes(cells: Sequence[Line], gain: str) -> list[str]:
     """Return a table of paired changes with 95 % intervals: labels down, budgets across."""
-    rows: dict[str, dict[Any, Line]] = {}
-    for line in cells:
-        rows.setdefault(line["label"], {})[line["budget"]] = line
+    rows = arrange(cells)
 
     def show(budget: Any) -> Callable[[str], str]:
         return lambda label: format_change(rows[label][budget], gain) if budget in rows[label] else ""
@@ -273,11 +273,9 @@ def format_bytes(lines: Sequence[Line]) -> list[str]:
         packed = [line for line in front if line["codec"] != "raw"]
         said = (
             f"**{describe_protocol(protocol)}.** These {len(front)} of {len(cells)} cells are on the front: no other "
-        )
-        said += (
             f"one holds fewer bytes and scores as much. {len(packed)} of them are quantised. The front goes by mean "
+            "scores, and neighbours on it often cannot be told apart."
         )
-        said += "scores, and neighbours on it often cannot be told apart."
         text += [wrap(said), ""]
         columns = [
             Column("cell", "", lambda line: line["label"]),
@@ -287,7 +285,7 @@ def format_bytes(lines: Sequence[Line]) -> list[str]:
             Column("95 %", "", lambda line: format_interval(line["score_low"], line["score_high"])),
         ]
         text += [*format_markdown(columns, front), ""]
-    return [*text, *format_gains(lines, "codec")] if text else []
+    return [*text, *format_gains(lines, "codec_gain")] if text else []
 
 
 def find_front(cells: Sequence[Line]) -> list[Line]:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kvbench.interfaces.codec import Codec, Packed
-from kvbench.interfaces.settings import setting
+from kvbench.interfaces.settings import check_layers, scale_layers, setting
 from kvbench.kernels.quantize import Groups, dequantize, quantize
 from kvbench.kernels.row_selection import top_k_indices
 from kvbench.methods.codecs.delta_compressors import (
@@ -42,7 +42,7 @@ from kvbench.methods.codecs.delta_compressors import (
     peek_compressors,
     read_compressors,
 )
-from kvbench.validation import SettingError, require_int
+from kvbench.validation import SettingError
 
 COMPARED = 1024  # tokens that are compared with all their candidates at once
 CODED = 8192  # tokens that are compressed or reconstructed at once
@@ -84,11 +84,7 @@ class Delta(Codec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = list(self.full_layers)
-        if sorted(set(layers)) != layers or not all(isinstance(own, int) and own >= 0 for own in layers):
-            raise SettingError(f"codec.full_layers={layers}: layers from 0 on, in ascending order")
-        if self.depth is not None:
-            require_int("codec.depth", self.depth, layers[-1] + 1 if layers else 1)
+        check_layers("codec.full_layers", self.full_layers, self.depth)
         if self.nearest > self.sinks:
             raise SettingError(f"codec.nearest={self.nearest}: at most codec.sinks={self.sinks}, the first candidates")
         if self.base.joins_heads:
@@ -124,10 +120,7 @@ class Delta(Codec):
         Raises:
             SettingError: The model has fewer layers.
         """
-        own = sorted({i * layers // self.depth for i in self.full_layers}) if self.depth else list(self.full_layers)
-        if own and own[-1] >= layers:
-            raise SettingError(f"codec.full_layers={own}: the model has layers 0 to {layers - 1}")
-        return own
+        return scale_layers("codec.full_layers", self.full_layers, self.depth, layers)
 
     def check(self, layers: int, heads: int, dim: int, sliding: tuple[int, ...]) -> None:
         compare_model(self.file, self.path, layers, 2 * heads * dim)

@@ -117,35 +117,34 @@ def test_questions_of_runs_that_share_the_rows_of_a_prompt(sweep):
     assert max(record["decoded_together"] for record in joined.values()) > 4
 
 
-def test_weights_that_a_run_spoils_are_loaded_again(sweep, monkeypatch):
+def disturb(sweep, monkeypatch, work) -> tuple:
+    """Records of an undisturbed sweep; code, errors and records of one whose keydiff does `work` at each token."""
     score = KeyDiff.score
 
-    def spoil(self, observation, rows, state):
+    def disturbed(self, observation, rows, state):
         if observation.tokens > 200 and observation.queries.shape[2] == 1:  # while an answer is decoded
-            observation.output_weight.mul_(0.1)
+            work(observation)
         return score(self, observation, rows, state)
 
     _, _, expected = sweep(*CELLS, together=False)
     monkeypatch.setattr(runner, "make_warm_group", make_warm_group)  # which rehearses no answer on a CPU
-    monkeypatch.setattr(KeyDiff, "score", spoil)
-    code, errors, found = sweep(*CELLS, together=True)
+    monkeypatch.setattr(KeyDiff, "score", disturbed)
+    return expected, *sweep(*CELLS, together=True)
+
+
+def test_weights_that_a_run_spoils_are_loaded_again(sweep, monkeypatch):
+    expected, code, errors, found = disturb(sweep, monkeypatch, lambda seen: seen.output_weight.mul_(0.1))
     assert code == 1 and "wrote into observation.output_weight" in errors
     assert len(expected) - len(found) == 4 and strip(found) == strip({key: expected[key] for key in found})
 
 
 def test_a_run_that_fails_is_left_out(sweep, monkeypatch):
     """The others answer alone, and one line says why."""
-    score = KeyDiff.score
 
-    def fail(self, observation, rows, state):
-        if observation.tokens > 200 and observation.queries.shape[2] == 1:  # while an answer is decoded
-            raise ContractError("method=keydiff: score is tired")
-        return score(self, observation, rows, state)
+    def fail(observation):
+        raise ContractError("method=keydiff: score is tired")
 
-    _, _, expected = sweep(*CELLS, together=False)
-    monkeypatch.setattr(runner, "make_warm_group", make_warm_group)  # which rehearses no answer on a CPU
-    monkeypatch.setattr(KeyDiff, "score", fail)
-    code, errors, found = sweep(*CELLS, together=True)
+    expected, code, errors, found = disturb(sweep, monkeypatch, fail)
     assert code == 1 and "answers are decoded alone: ContractError: method=keydiff: score is tired" in errors
     assert {record["decoded_together"] for record in found.values()} == {1}
     missing = {key for key in expected if key not in found}
