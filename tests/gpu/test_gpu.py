@@ -26,6 +26,7 @@ from kvbench.runs.resources import Resources
 from kvbench.runs.runner import execute_run, execute_runs
 from kvbench.runs.spec import RunSpec
 from tests.support.delta_files import draw_compressor, write_compressors
+from tests.support.gpu_models import make_llama
 from tests.support.method_files import MAKE, build_policy, make_method_args
 from tests.support.recorded_runs import TIMES
 from tests.support.tiny_models import ids, make_fresh
@@ -38,12 +39,7 @@ METHODS = [name for name in kvbench.methods_available() if name not in OWN_LAW]
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=512, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=32768,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    return make_llama(torch.bfloat16, hidden=512, layers=4)
 
 
 def prompts(batch: int, tokens: int) -> torch.Tensor:

@@ -5,7 +5,7 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import Answer, GenerationContext
@@ -15,6 +15,7 @@ from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.store.runs import load_runs
 from tests.support.command_line import run_cli
+from tests.support.gpu_models import make_llama
 from tests.support.method_files import build_policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
@@ -33,12 +34,7 @@ KINDS = [
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=32768,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to("cuda", torch.float32).eval()
+    return make_llama(torch.float32)
 
 
 def make_contexts(model) -> list[GenerationContext]:

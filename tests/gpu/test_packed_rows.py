@@ -5,7 +5,7 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
@@ -15,6 +15,7 @@ from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.kernels.packed_attention import attend_packed
 from kvbench.methods.codecs.kivi import GrowingKivi, Kivi
+from tests.support.gpu_models import make_llama
 from tests.support.method_files import build_policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
@@ -23,18 +24,9 @@ GREEDY = Sampling()
 ANSWER = 300  # more than two residuals
 
 
-def make_model(dtype: torch.dtype) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=32768,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to(DEVICE, dtype).eval()
-
-
 @pytest.fixture(scope="module")
 def exact() -> LlamaForCausalLM:
-    return make_model(torch.float32)
+    return make_llama(torch.float32)
 
 
 def read_prompt(model, method="full", allocator="uniform", batch=1, graphs=True) -> GenerationContext:
@@ -95,7 +87,7 @@ def test_graphs_decode_packed_rows_as_the_modules_do(exact, method, allocator, b
 
 def test_a_graph_in_bfloat16_gives_what_the_references_give():
     """The same tokens are read, so that logits can be compared: to 2^-5 of the largest; 99 % of the codes are equal."""
-    model, found = make_model(torch.bfloat16), []
+    model, found = make_llama(torch.bfloat16), []
     context = read_prompt(model, "snapkv", "ada")
 
     def pick(logits, draws):
