@@ -3,9 +3,9 @@
 Without given methods and budgets it runs METHODS at BUDGETS, and the full cache as in a sweep. In a round, all runs are
 executed twice into new folders, first together and then one after the other, from the same prompts with the same loaded
 weights. Together they share prefills and, with sweep.share_decoding=true, the decoding of answers. Before the first
-round all runs read a sample together: a short one on a CPU. The ratio is seconds alone / seconds together, with medians
-over the rounds. A line is appended to <results>/efficiency/share-<machine>.csv, and what the last round's seconds were
-spent on is printed.
+round all runs read a sample together: a short one on a CPU. On a GPU they read it alone too, and nothing has to be
+compiled or rehearsed in the rounds. The ratio is seconds alone / seconds together, with medians over the rounds. A line
+is appended to <results>/efficiency/share-<machine>.csv, and what the last round's seconds were spent on is printed.
 
 Weights may be random, but prompts need a tokenizer: model=random model.like=llama31_8b model.tokenizer=reference.
 """
@@ -88,7 +88,9 @@ def measure_sharing(runs: Sequence[RunSpec], short: Sequence[RunSpec], rounds: i
         rounds: Number of rounds.
         bench: Tokenizer, model and prompts.
     """
-    time_runs(short, Resources(short[0], {"model": bench.model, "tokenizer": bench.tokenizer}), True)
+    first = Resources(short[0], {"model": bench.model, "tokenizer": bench.tokenizer}, rehearsed=bench.rehearsed)
+    for together in (True, False) if runs[0].device != "cpu" else (True,):
+        time_runs(short, first, together)
     bench.prompts  # noqa: B018 - the prompts are made before anything is timed
     found = [(time_runs(runs, bench, True), time_runs(runs, bench, False)) for _ in range(rounds)]
     return SharingTimes(tuple(together for together, _ in found), tuple(alone for _, alone in found))

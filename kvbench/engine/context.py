@@ -405,6 +405,11 @@ class PromptContext:
         for port in self.ports():
             port.seen = self.seen
 
+    @property
+    def forgets(self) -> bool:
+        """Whether what is read now will be forgotten, because `branch` was entered."""
+        return bool(self.watched)
+
     @contextmanager
     def branch(self, keeps_state: bool = False) -> Iterator[None]:
         """Forget everything that is read inside the `with` block. The compressed prompt is shared, not computed again.

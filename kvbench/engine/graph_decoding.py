@@ -8,9 +8,11 @@ rows, `PackedRows` (packed_rows) append and pack, `WatchedRows` (watched_rows) a
 are cut after every few tokens. `SlidingRows` (sliding_rows) hold the windows of some layers beside any of these.
 """
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -84,21 +86,51 @@ def capture_stream(gpu: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(gpu)
 
 
-def capture(work: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
+@cache
+def keep_pool(gpu: int) -> torch.cuda.CUDAGraph:
+    """Capture a graph whose memory pool all graphs of a GPU share. A pool lasts as long as one of its graphs.
+
+    No graph needs anything of what another one, or its own last replay, left in this memory.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(capture_stream(gpu)), collect_later():
+        graph.capture_begin()
+        torch.zeros(1, device=gpu)
+        graph.capture_end()
+    return graph
+
+
+@contextmanager
+def collect_later() -> Iterator[None]:
+    """Collect no garbage inside, because freeing a graph while another one is captured ends the capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """Capture a CUDA graph of `work`, which runs once before.
 
-    Args:
-        work: The operations to capture.
-        pool: A handle of `torch.cuda.graph_pool_handle`: memory that graphs share if they never run at once.
+    `torch.cuda.graph` would first return all free memory to the GPU, which takes longer than to capture a step, and has
+    to be asked for again.
     """
-    side = capture_stream(torch.cuda.current_device())
+    gpu = torch.cuda.current_device()
+    side, graph = capture_stream(gpu), torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         work()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side), collect_later():
+        graph.capture_begin(keep_pool(gpu).pool())
+        try:
+            work()
+        finally:
+            graph.capture_end()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=side):
-        work()
     return graph
 
 
@@ -133,6 +165,10 @@ class StepRows(Protocol):
 
         Returns the number of tokens.
         """
+
+    def forget(self, read: int) -> None:
+        """Let the layers count the first `read` tokens, whatever rows these leave. The rows are not used any more."""
+        self.finish(read)
 
     def keep(self, read: int) -> None:
         """Give the layers the first `read` tokens, now or in `finish`. `back` cannot undo them."""
@@ -277,10 +313,9 @@ class GraphDecoder:
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # a step without and with a cut
         waits = implementation == "reference" or is_announcing()  # the reference waits for the host
         if device.type == "cuda" and not waits:
-            pool = torch.cuda.graph_pool_handle()
             for cuts in sorted({rows.cuts(number) for number in range(tokens)}):
                 self.back(0)  # capturing reads a token, which the rows have room for
-                self.graphs[cuts] = capture(partial(self.one, cuts), pool)
+                self.graphs[cuts] = capture(partial(self.one, cuts))
         self.back(0)
 
     def one(self, cuts: bool) -> None:

@@ -169,7 +169,8 @@ class JoinedRows(StepRows):
             device: Where they are.
         """
         self.parts, self.sizes = parts, list(sizes)
-        self.running = set(range(len(parts)))  # numbers of the contexts whose answers are not over
+        self.kept = set(range(len(parts)))  # numbers of the contexts that get rows while answers go on
+        self.running = set(self.kept)  # numbers of the contexts whose answers are not over
         count = len(parts) - 1 if device.type == "cuda" else 0
         self.streams = make_streams(device)[:count] if count else []
 
@@ -222,8 +223,8 @@ class JoinedRows(StepRows):
         return step
 
     def keep(self, read: int) -> None:
-        """Give the layers of the contexts whose answers are not over the first `read` tokens."""
-        for number in self.running:
+        """Give the layers of the contexts in `kept` whose answers are not over the first `read` tokens."""
+        for number in self.running & self.kept:
             self.parts[number].keep(read)
 
 
@@ -245,6 +246,7 @@ class JointDecoder:
         sizes = [len(answer.token) for answer in answers]
         self.weights = weights
         self.rows = JoinedRows([make_rows(answer.context, own) for answer, own in parts], sizes, device)
+        self.rows.kept -= {number for number, answer in enumerate(answers) if answer.context.forgets}
         samplings = [answer.sampling for answer in answers]
         alike = all(own == samplings[0] for own in samplings)
 
@@ -275,17 +277,22 @@ class JointDecoder:
 
     @without_gradients
     def close(self, number: int, read: int) -> Tensor | None:
-        """Give the layers of a context the first `read` tokens. No answer may read further tokens.
+        """Give the layers of a context the first `read` tokens. If it will forget them, the layers only count them.
+
+        No answer may read further tokens.
 
         Args:
             number: The number of the answer.
             read: How many tokens of it were read and returned.
 
         Returns:
-            The logits of the last one, (B, vocab), or None if they were overwritten.
+            The logits of the last one, (B, vocab), or None if they are lost.
         """
         part, done = self.rows.parts[number], self.decoder.read + len(self.decoder.ahead)
         logits: Tensor | None = None
+        if number not in self.rows.kept:
+            part.forget(read)
+            return None
         if read == done:
             logits = self.decoder.logits.split(self.rows.sizes)[number].clone()
         else:  # the other answers were longer

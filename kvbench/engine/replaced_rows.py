@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.layer import Layer
+from kvbench.cache.storage import StoredRows
 from kvbench.engine.answer_quotas import AnswerQuotas
 from kvbench.engine.graph_decoding import GrowingRows, Norms
 from kvbench.engine.quota_rows import QuotaRows
@@ -214,6 +215,20 @@ class ReplacedRows(QuotaRows):
             if self.plan.find_last_cut(index, 0, read) is not None:
                 self.give_tally(index)
 
+    def forget(self, read: int) -> None:
+        """Let the layers count the first `read` tokens, whatever rows these leave. The rows are not used any more."""
+        before = self.layers[0].rows.seen - self.seen
+        for index in self.cut if read > before else ():
+            layer, numbers = self.layers[index], self.plan.rows[read, index].expand(self.held)
+            some, longest, lengths = slice(int(numbers.sum())), int(numbers.max()), layer.rows.lengths
+            if lengths is None or self.grows[index] or layer.rows.tail:
+                lengths = numbers.to(self.device)
+            stored, places = Plain(*self.rows[index][:, some]), self.places[index].flatten()[some].int()
+            rows = layer.rows.replace_all(read - before, stored, places, lengths, longest, layer.even, {}, None)
+            self.hand_over(index, before, read, rows)
+        if self.growing is not None:
+            self.growing.forget(read)
+
     def give_rows(self, index: int, before: int, read: int) -> None:
         """Give a layer its rows after `read` tokens. It has those after `before` tokens."""
         layer, plan, places, order = self.layers[index], self.plan, self.places[index], self.order[index]
@@ -224,8 +239,7 @@ class ReplacedRows(QuotaRows):
         stored, held_places, tail, lengths = None, None, None, None
         longest, starts = int(now.max()) - length, self.starts[index][..., None]
         held = rows.lengths
-        same = held is not None and not (self.grows[index] or rows.tail)  # as many rows of each head as before
-        if held is None or not same:
+        if held is None or self.grows[index] or rows.tail:  # else as many rows of each head as before
             held = (now - length).to(self.device).expand(self.held).contiguous()
         flat = self.rows[index][:, None, None].unbind()  # (1, 1, R, d) each
         if cut is not None or rows.stored is not None:
@@ -244,11 +258,15 @@ class ReplacedRows(QuotaRows):
             ranks = torch.arange(int(now.max()), device=self.device) - (longest - held)[..., None]  # absent rows first
             slots = order.gather(-1, ranks.clamp(min=0))
             columns = {n: own.gather(-1, slots).masked_fill(ranks < 0, 0) for n, own in self.columns[index].items()}
-        gone: Tensor | int = read - before
-        if not same:
-            gone = (plan.rows[before, index] + gone - now).expand(self.held).to(self.device)
-        attended = plan.rows[before:read, index].double().flatten(1).mean(-1) + 1
-        layer.replace_rows(
+        self.hand_over(
+            index, before, read,
             rows.replace_all(read - before, stored, held_places, lengths, longest, even, columns, tail),
-            gone, attended.tolist(), int(plan.rows[read - 1, index].max()) + 1,
         )  # fmt: skip
+
+    def hand_over(self, index: int, before: int, read: int, rows: StoredRows) -> None:
+        """Give a layer its rows after `read` tokens, and let it count these. It has counted `before` tokens."""
+        numbers, gone = self.plan.rows[:, index], read - before
+        more = numbers[read] - numbers[before]  # rows than before
+        evicted = (gone - more).expand(self.held).to(self.device) if more.any() else gone
+        attended = numbers[before:read].double().flatten(1).mean(-1) + 1
+        self.layers[index].replace_rows(rows, evicted, attended.tolist(), int(numbers[read - 1].max()) + 1)

@@ -153,6 +153,10 @@ class SlidingRows(StepRows):
         self.keep(read)
         self.others.finish(read)
 
+    def forget(self, read: int) -> None:
+        """Let the other layers count the first `read` tokens, and leave the windows. The rows are not used any more."""
+        self.others.forget(read)
+
     def list_slots(self, read: int) -> Tensor:
         """Return the slots of the rows that a layer holds after `read` tokens, in the order of the text."""
         stop = self.seen + read

@@ -1,6 +1,6 @@
 """Load what the runs of one process share: the model, its tokenizer and the encoded prompts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,29 +24,32 @@ class Resources:
         loaded: What has been loaded, by name.
         full: The full cache's records, for runs with fidelity=true.
         predictions: The full cache's predictions that this process has made, by uid.
+        rehearsed: What was tried before a first sample and need not be tried again with this model: the choices of
+            responders, and what a group of runs may need (`kvbench.runs.warming.list_needs`).
     """
 
     run: RunSpec
     loaded: dict[str, Any] = field(default_factory=dict)
     full: RunFolder | None = None
     predictions: dict[str, str] = field(default_factory=dict)
+    rehearsed: set[Hashable] = field(default_factory=set)
 
     def renew(self, run: RunSpec) -> "Resources":
         """Return the resources of another run, with what it can use of these.
 
         The caller must drop this object before the new one loads a model. Otherwise both models are in memory.
         """
-        before, loaded = self.run, {}
+        before, loaded, rehearsed = self.run, {}, set()
         same = run.checkpoint == before.checkpoint
         if same and "tokenizer" in self.loaded:
             loaded["tokenizer"] = self.loaded["tokenizer"]
         if same and (run.dtype, run.device) == (before.dtype, before.device) and "model" in self.loaded:
-            loaded["model"] = self.loaded["model"]
+            loaded["model"], rehearsed = self.loaded["model"], self.rehearsed
         if same and run.task_settings == before.task_settings and "prompts" in self.loaded:
             loaded["prompts"] = self.loaded["prompts"]
             run = replace(run, task=before.task)  # only the task that made the samples can score them
         alike = run.baseline().value == before.baseline().value
-        return Resources(run, loaded, predictions=self.predictions if alike else {})
+        return Resources(run, loaded, predictions=self.predictions if alike else {}, rehearsed=rehearsed)
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self.loaded:

@@ -116,22 +116,24 @@ class RunGroup:
         return max(1, self.most_answers // max(1, len(self.readers)))
 
     def rehearse(self, batch: Batch) -> None:
-        """Read a batch in all runs and begin its answers, and keep nothing.
+        """Read a batch in all runs and begin its answers, together if they will be decoded so, and keep nothing.
 
         If memory does not suffice, the samples' records will say so.
         """
         self._open(list(self.readers), batch)
-        for folder, reader in list(self.readers.items()):
-            with self._leave_on_failure(folder), suppress(torch.cuda.OutOfMemoryError):
-                run_alone(reader.rehearse(batch))
-            if self.most_answers == 1:
-                reader.drop()
-        if self.most_answers > 1 and not batch[0][0].conversation:
+        together = self.most_answers > 1 and not batch[0][0].conversation
+        if together:
             try:
                 run_together([reader.rehearse(batch) for reader in self.readers.values()])
-            except Exception as error:  # the samples' lines and records will say it
+            except Exception as error:  # one after the other, they say whose it is
+                together = False
                 if spoils_model(error):
                     self._renew_model(error)
+        if not together:
+            for folder, reader in list(self.readers.items()):
+                with self._leave_on_failure(folder), suppress(torch.cuda.OutOfMemoryError):
+                    run_alone(reader.rehearse(batch))
+                reader.drop()
         self._drop_others(())
         clear(next(iter(self.runs.values())).device)
 

@@ -7,7 +7,7 @@ nothing. This compiles what is left, and does what libraries do once for a lengt
 
 import sys
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -42,21 +42,23 @@ def make_warm_group(runs: Mapping[RunFolder, RunSpec], bench: Resources) -> RunG
     """Make a group of runs whose samples compile nothing. On a CPU there is nothing to compile.
 
     One line says how many kernels were compiled, if any. The state of random numbers stays as it is, and memory that
-    only this needed is free.
+    only this needed is free. What this process has rehearsed before is not rehearsed again.
 
     Args:
         runs: Runs that differ only in method, allocator, codec or budget, by the folders of their records.
         bench: Their tokenizer, model and prompts.
     """
-    make, device = partial(Responder, bench=bench), next(iter(runs.values())).device
-    if device == "cpu":
+    make, first = partial(Responder, bench=bench), next(iter(runs.values()))
+    device, needs = first.device, list_needs(runs.values(), bench.prompts)
+    if device == "cpu" or bench.rehearsed.issuperset(needs):
         return RunGroup(runs, make, bench.reload_model)
-    examples = choose_examples(bench.prompts, next(iter(runs.values())))
+    examples = choose_examples(bench.prompts, first)
+    kinds = {name_kind(run): run for run in runs.values()}.values()  # the same kernels serve all budgets
     gpu = next(bench.model.parameters()).device  # the model is loaded before the time begins
     with report_compilations() as done, torch.random.fork_rng([gpu]):
         begin = time.perf_counter()
         try:
-            compile_ahead(partial(read_beginnings, runs.values(), bench, [some[0] for some in examples]))
+            compile_ahead(partial(read_beginnings, kinds, bench, [some[0] for some in examples]))
         except Exception as error:  # of Triton; what follows compiles them too
             say_not_ahead("all methods", error)
         done.seconds += time.perf_counter() - begin
@@ -65,7 +67,21 @@ def make_warm_group(runs: Mapping[RunFolder, RunSpec], bench: Resources) -> RunG
         for some in examples:
             group.rehearse(some)
         forget_peak(device)
+    bench.rehearsed |= needs
     return group
+
+
+def list_needs(runs: Collection[RunSpec], prompts: Mapping[str, tuple[Sample, Prompt]]) -> set[Hashable]:
+    """List what the samples of a group of runs may need: each run with each size of a prompt, together or alone."""
+    sizes = {size for own in prompts.values() for size in list_sizes(own[1], next(iter(runs)))}
+    together = len(runs) > 1 and next(iter(runs)).shares_decoding
+    return {(name_kind(run), str(run.budget), together, size) for run in runs for size in sizes}
+
+
+def name_kind(run: RunSpec) -> str:
+    """Return a text that is equal for runs that differ only in task, budget and seed."""
+    own = run.groups, run.block_size, run.question, run.temperature, run.top_p, run.max_batch, run.compile, run.fidelity
+    return str(own)
 
 
 @contextmanager

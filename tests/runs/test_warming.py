@@ -3,20 +3,23 @@
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
 import torch
 
+from kvbench.config.compose import compose_config
+from kvbench.interfaces.budget import Budget
 from kvbench.interfaces.task import Sample
 from kvbench.methods.knorm import Knorm
 from kvbench.models.transformers_port import read_layout
-from kvbench.runs import runner, warming
+from kvbench.runs import responder, runner, warming
 from kvbench.runs.prompt import Prompt
 from kvbench.runs.responder import Responder
 from kvbench.runs.shared_runs import RunGroup
-from kvbench.runs.warming import choose_examples, make_warm_group, read_beginnings
+from kvbench.runs.spec import RunSpec
+from kvbench.runs.warming import choose_examples, list_needs, make_warm_group, read_beginnings
 from kvbench.validation import SettingError
 from tests.support.recorded_runs import TIMES
 from tests.support.repository import ROOT
@@ -191,3 +194,32 @@ def test_kernels_are_compiled_and_not_run(tmp_path):
     environment = {**os.environ, **folders, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_method_is_tried_once_in_a_process(kvbench, monkeypatch, tmp_path):
+    tried, rehearse = [], responder.rehearse
+
+    def note(model, choice, *more):
+        tried.append(choice.method.name)
+        rehearse(model, choice, *more)
+
+    monkeypatch.setattr(responder, "rehearse", note)
+    task = ("task=niah", "task.lengths=[300]", "task.depths=[0]", f"results={tmp_path}")
+    code, _, errors = kvbench("-m", *task, "method=knorm,keydiff", "budget=0.3,0.5")
+    assert code == 0 and sorted(tried) == ["full", "keydiff", "knorm"], errors
+
+
+def test_what_a_group_may_need_follows_from_its_runs_and_sizes():
+    run = replace(
+        RunSpec.from_config(compose_config(["task=niah", "method=knorm", "budget=0.3"])), question="hidden"
+    )  # fmt: skip
+    prompts, more = make_prompts((1000, 9), (1010, 9)), make_prompts((1000, 9), (2000, 9))
+    needs = list_needs([run], prompts)
+    assert list_needs([replace(run, seed=1)], prompts) == needs
+    assert needs < list_needs([run], more)
+    assert needs < list_needs([run, replace(run, budget=Budget(0.5))], prompts)
+    for other in (replace(run, budget=Budget(0.5)), replace(run, fidelity=True), replace(run, question="visible")):
+        assert not needs & list_needs([other], prompts)
+    pair = [run, replace(run, budget=Budget(0.5))]
+    together = list_needs([replace(own, shares_decoding=True) for own in pair], prompts)
+    assert not together & list_needs(pair, prompts)
