@@ -36,16 +36,17 @@ def top_k_mask(scores: Tensor, quotas: Tensor | int, *, implementation: str | No
 
 
 @announced
-def top_k_indices(scores: Tensor, k: int, *, implementation: str | None = None) -> Tensor:
+def top_k_indices(scores: Tensor, k: int, *, flat: bool = False, implementation: str | None = None) -> Tensor:
     """Return the indices of each head's k largest scores. Of equal scores the lower row comes first.
 
     Args:
         scores: (B, H, n)
         k: Number of rows, from 1 to n.
+        flat: Whether the indices count rows in the order (sample, head, row), as those of `kept_indices` do.
         implementation: "reference" or "triton"; None chooses.
 
     Returns:
-        (B, H, k) int64, ascending.
+        (B, H, k) int64, ascending, or (B·H·k,) if `flat`.
 
     Raises:
         ValueError: k is not in this range.
@@ -56,10 +57,10 @@ def top_k_indices(scores: Tensor, k: int, *, implementation: str | None = None) 
         from kvbench.kernels.row_selection.triton import SINGLE, top_k_indices_triton
 
         if scores.shape[2] <= SINGLE and scores.numel():
-            return top_k_indices_triton(scores, k)
+            return top_k_indices_triton(scores, k, flat)
     kept = top_k_mask(scores, k, implementation=implementation)
     found = kept_indices(kept, k * scores[..., 0].numel(), implementation=implementation)
-    return (found % scores.shape[2]).view(*scores.shape[:2], k)
+    return found if flat else (found % scores.shape[2]).view(*scores.shape[:2], k)
 
 
 @announced

@@ -164,8 +164,10 @@ def _write_top(found, numbers, row, low, tied, room, place):
 
 
 @triton.jit(do_not_specialize=["rows", "k", "heads", "s_b", "s_h"])
-def _list_top(scores, found, rows, k, heads, s_b, s_h, s_n, TILE: tl.constexpr, MORE: tl.constexpr):
+def _list_top(scores, found, rows, k, heads, s_b, s_h, s_n, FLAT: tl.constexpr, TILE: tl.constexpr, MORE: tl.constexpr):
     """Write the indices of a head's k largest scores: find a number that k scores reach, then list them.
+
+    FLAT: the rows of all heads are counted together.
 
     Two guesses of three suppose that the logarithm of the number of scores that reach a score falls linearly with it.
     """
@@ -197,16 +199,19 @@ def _list_top(scores, found, rows, k, heads, s_b, s_h, s_n, TILE: tl.constexpr, 
     if tied:
         equal = tl.sum((first == low).to(tl.int32)) + tl.sum((second == low).to(tl.int32))
         room = k - (reached - equal)
-    place = head.to(tl.int64) * k
-    room, place = _write_top(found, first, row, low, tied, room, place)
-    _write_top(found, second, later, low, tied, room, place)
+    place, base = head.to(tl.int64) * k, head.to(tl.int64) * rows if FLAT else 0
+    room, place = _write_top(found, first, base + row, low, tied, room, place)
+    _write_top(found, second, base + later, low, tied, room, place)
 
 
-def top_k_indices_triton(scores: Tensor, k: int) -> Tensor:
+def top_k_indices_triton(scores: Tensor, k: int, flat: bool) -> Tensor:
     batch, heads, rows = scores.shape
-    found = torch.empty(batch, heads, k, dtype=torch.int64, device=scores.device)
+    shape = (batch * heads * k,) if flat else (batch, heads, k)
+    found = torch.empty(shape, dtype=torch.int64, device=scores.device)
     tile, more = next(sizes for sizes in SIZES if rows <= sum(sizes))
-    _list_top[batch * heads,](scores, found, rows, k, heads, *scores.stride(), TILE=tile, MORE=more, num_warps=8)
+    _list_top[batch * heads,](
+        scores, found, rows, k, heads, *scores.stride(), FLAT=flat, TILE=tile, MORE=more, num_warps=8
+    )
     return found
 
 

@@ -1,6 +1,7 @@
 """Count the bytes that a cache occupies and what its layers report to the record."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -30,9 +31,7 @@ class MemoryMeter:
         self.held, self.total = list(held), sum(held)
 
 
-def no_rows() -> dict[str, Tensor]:
-    """Return a count of 0 for each kind of protected rows."""
-    return {"sinks": torch.tensor(0), "recents": torch.tensor(0)}
+ZERO = torch.tensor(0)  # no rows
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,9 @@ class LayerTally:
 
     evicted: Tensor | None = None
     """Tokens whose rows were evicted, (B, H)."""
-    protected: Tensor = field(default_factory=lambda: torch.tensor(0))
+    protected: Tensor = ZERO
     """The largest number of rows that a head protected at the last cut."""
-    given_up: dict[str, Tensor] = field(default_factory=no_rows)
+    given_up: dict[str, Tensor] = field(default_factory=lambda: {"sinks": ZERO, "recents": ZERO})
     """For "sinks" and "recents", the largest number of rows that a head could not protect at any cut, because they did
     not fit its quota.
     """
@@ -51,3 +50,18 @@ class LayerTally:
     """The largest number of rows that a head held after a cut, or after a block of a prompt that is not cut."""
     peak_attended: int = 0
     """The largest number of rows that a head attended to."""
+
+    def add_cut(self, evicted: Tensor, protected: Tensor, given_up: Mapping[str, Tensor]) -> "LayerTally":
+        """Count a cut.
+
+        Args:
+            evicted: Tokens whose rows were evicted, (B, H).
+            protected: The largest number of rows that a head protected.
+            given_up: By kind, the largest number of rows that a head could not protect.
+        """
+        gone = evicted if self.evicted is None else self.evicted + evicted
+        return replace(self, evicted=gone, protected=protected, given_up=self.find_most_given_up(given_up))
+
+    def find_most_given_up(self, counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the larger of the counts so far and those of a further cut, by kind."""
+        return self.given_up | {kind: self.given_up[kind].maximum(own) for kind, own in counts.items()}

@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvbench.cache.accounting import ZERO
 from kvbench.cache.guarded_hooks import GuardedAllocator, GuardedMethod
 from kvbench.interfaces.apportion import apportion
 from kvbench.interfaces.method import fit_protected
 from kvbench.interfaces.observation import Observation, State
 from kvbench.interfaces.rows import Rows
+from kvbench.kernels.row_selection import top_k_indices
 
 SCORE = "score"  # the column with a block's scores, while the layer may be cut again
 
@@ -29,6 +31,12 @@ class LayerPolicy:
     allocator: GuardedAllocator
     state: State
     """The method's state."""
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether heads of equal quotas keep their best rows and drop the others, because no hook decides otherwise."""
+        decided = self.method.own & {"select", "merge", "cut"} or self.allocator.own & {"heads", "safe"}
+        return not decided and not self.method.method.merges
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class Quota:
     shares: HeadShares | None = None
     """The proportions to keep, if the heads shared a quota before."""
     each: int | None = None
-    """Rows that every head keeps, if the host knows the number without waiting for the device."""
+    """Rows that every head keeps, if all hold the same number of rows, and the host knows both numbers."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,10 @@ class Eviction:
     """The rows of a layer that stay, and what the record says about the cut."""
 
     rows: Rows
+    index: Tensor | None
+    """Which of `rows` stay, as `kept_indices` counts them; None for those with mass > 0."""
     counts: Tensor
-    """Rows that each head keeps, (B, H)."""
+    """Rows that each head keeps, (B, H) int64."""
     evicted: Tensor
     """Tokens whose rows are gone, (B, H) int64."""
     protected: Tensor
@@ -79,15 +89,20 @@ def evict(observation: Observation, rows: Rows, policy: LayerPolicy, quota: Quot
         policy: The layer's method and allocator, and the method's state.
         quota: Rows that each head may keep.
     """
-    method = policy.method
     scores = rows.columns[SCORE] if SCORE in rows.columns else score_rows(observation, rows, policy)
     protected, given_up = protect_rows(observation, rows, policy, quota)
-    scores = scores.masked_fill(protected, torch.inf).masked_fill(~rows.present, -torch.inf)
+    scores = scores.masked_fill(protected, torch.inf) if given_up else scores
+    most = protected.sum(-1).max() if given_up else ZERO
+    if quota.each is not None and policy.keeps_best:
+        counts = torch.full(rows.mass.shape[:2], quota.each, device=scores.device)
+        evicted = torch.full_like(counts, len(rows) - quota.each)
+        return Eviction(rows, top_k_indices(scores, quota.each, flat=True), counts, evicted, most, given_up)
+    scores = scores.masked_fill(~rows.present, -torch.inf)
     counts = share_among_heads(scores, protected, rows, policy, quota)
     kept = find_safe_rows(scores, protected, counts, policy, quota)
-    after = method.cut(rows, scores, counts, kept, quota.each)
+    after = policy.method.cut(rows, scores, counts, kept, quota.each)
     evicted = (rows.mass.sum(-1) - after.mass.sum(-1)).round().long()
-    return Eviction(after, counts, evicted, protected.sum(-1).max(), given_up)
+    return Eviction(after, None, counts, evicted, most, given_up)
 
 
 def score_rows(observation: Observation, rows: Rows, policy: LayerPolicy) -> Tensor:
@@ -105,22 +120,22 @@ def bound_scores(scores: Tensor) -> Tensor:
 def protect_rows(
     observation: Observation, rows: Rows, policy: LayerPolicy, quota: Quota
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the protected rows that fit the quota, (B, H, n) bool, and how many of each kind do not fit."""
+    """Return the protected rows that fit the quota, (B, H, n) bool, and how many of each kind do not fit.
+
+    These are the counts of the head with most of them. There are none if the method protects no rows at all.
+    """
     given_up: dict[str, Tensor] = {}
 
     def protect(samples: slice, size: int) -> Tensor:
-        sinks, recents = (
-            policy.method.protect_sinks(observation, rows, size),
-            policy.method.protect(observation, rows, size),
-        )
+        sinks = policy.method.protect_sinks(observation, rows, size)
+        recents = policy.method.protect(observation, rows, size)
         if sinks is not None and recents is not None:
             recents = recents & ~sinks  # a row of both kinds counts once
-        kept = fit_protected(sinks, recents, rows, size)
-        for kind, wanted in (("sinks", sinks), ("recents", recents)):
-            if wanted is not None:
-                lost = ((wanted & rows.present) > kept)[samples].sum(-1).max()
-                given_up[kind] = lost.maximum(given_up[kind]) if kind in given_up else lost
-        return kept[samples]
+        found = fit_protected(sinks, recents, rows, size)
+        for kind, counts in found.given_up.items():
+            most = counts[samples].max()
+            given_up[kind] = most.maximum(given_up[kind]) if kind in given_up else most
+        return found.kept[samples]
 
     return for_each_quota(quota, protect), given_up
 

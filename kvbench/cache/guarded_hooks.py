@@ -39,7 +39,7 @@ class GuardedMethod:
             if name not in rows.columns or column is not rows.columns[name]:
                 hook = f"update, column {name!r},"
                 self.guard.expect(self.owner, hook, column, rows.mass.shape, "number", rows.mass.device)
-                self._not_nan(hook, column, rows.present)
+                self._not_nan(hook, column, observation, rows)
         return found
 
     def protect_sinks(self, observation: Observation, rows: Rows, quota: int) -> Tensor | None:
@@ -52,7 +52,7 @@ class GuardedMethod:
         handed = self.guard.handed_rows(observation, rows)
         found = self.guard.call(self.owner, "score", handed, lambda: self.method.score(observation, rows, state))
         self.guard.expect(self.owner, "score", found, rows.mass.shape, "float", rows.mass.device)
-        self._not_nan("score", found, rows.present)
+        self._not_nan("score", found, observation, rows)
         return found
 
     def head_quotas(self, quota: int, observation: Observation, state: State, heads: int) -> Tensor:
@@ -124,9 +124,13 @@ class GuardedMethod:
     def _said(self, hook: str, what: str) -> str:
         return f"{self.owner}: {hook} of layer {self.guard.layer} returned {what}"
 
-    def _not_nan(self, hook: str, found: Tensor, present: Tensor) -> None:
+    def _not_nan(self, hook: str, found: Tensor, observation: Observation, rows: Rows) -> None:
+        def is_wrong() -> Tensor:
+            wrong = found.isnan()
+            return (wrong if observation.each == len(rows) else wrong & rows.present).any()  # none of `each` is absent
+
         if found.dtype.is_floating_point:
-            self.guard.note(lambda: (found.isnan() & present).any(), self._said(hook, "NaN"))
+            self.guard.note(is_wrong, self._said(hook, "NaN"))
 
     def _check_rows(self, hook: str, found: object, before: Rows, quotas: Tensor) -> None:
         if not isinstance(found, Rows):

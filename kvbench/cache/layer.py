@@ -7,6 +7,7 @@ frees the other rows.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 from weakref import proxy, ref
 
@@ -37,6 +38,12 @@ class Layers(list["Layer | None"]):
         super().__init__()
         self.progress = Progress()
         self.memory = MemoryMeter(count)
+
+    @cached_property
+    def cut_layers(self) -> tuple[int, ...]:
+        """The layers that share the budget."""
+        own = [layer for layer in self if layer is not None]
+        return tuple(x.index for x in own if not is_spared(x.choice.method, x.index, x.layers))
 
 
 @dataclass(frozen=True)
@@ -96,11 +103,10 @@ class Layer:
         """Whether the layer needs the hidden states that enter it."""
         return self.choice.method.wants_hidden
 
-    @cached_property
+    @property
     def cut_layers(self) -> tuple[int, ...]:
         """The layers that share the budget."""
-        method, layers = self.choice.method, self.layers
-        return tuple(i for i, layer in enumerate(self.cache) if layer is not None and not is_spared(method, i, layers))
+        return self.cache.cut_layers
 
     @property
     def even(self) -> bool:
@@ -236,9 +242,12 @@ class Layer:
         )  # fmt: skip
         self.stamped.add_seen(observation)  # until all hooks have returned: the outputs go on through the model
         if method.overrides("update"):
-            found = self.method.update(observation, view(), self.state)
-            self.rows = self.rows.with_columns({**self.rows.columns, **found})
-            view = Lazy(self.rows.view)
+            rows = view()
+            found = self.method.update(observation, rows, self.state)
+            if found:
+                self.rows = self.rows.with_columns({**self.rows.columns, **found})
+                shown = replace(rows, columns=MappingProxyType({**rows.columns, **found}))
+                view = Lazy(lambda: shown)
             self.update_memory()
         if progress.quota is not None:
             self.cut(observation, view, progress.quota)
@@ -305,12 +314,9 @@ class Layer:
         found = evict(observation, rows, self.policy, quota)
         if quota.heads is None and quota.shares is None:
             self.shares = None if self.choice.allocator.even else HeadShares(quota.samples, found.counts)
-        tally = self.tally
-        gone = found.evicted if tally.evicted is None else tally.evicted + found.evicted
-        self.tally = replace(tally, evicted=gone)
-        self.count_protected(found.protected)
-        self.count_given_up(found.given_up)
-        self.rows = self.rows.keep(found.rows, even=self.even, merged=self.choice.method.merges, each=quota.each)
+        self.tally = self.tally.add_cut(found.evicted, found.protected, found.given_up)
+        chosen = None if found.index is None else (found.index, found.counts)
+        self.rows = self.rows.keep(found.rows, self.even, self.choice.method.merges, quota.each, chosen)
         self.update_memory()
 
     @property
@@ -445,8 +451,7 @@ class Layer:
 
     def count_given_up(self, counts: Mapping[str, Tensor]) -> None:
         """Note how many protected rows of each kind a cut had no room for, in the head with most of them."""
-        most = {kind: self.tally.given_up[kind].maximum(own) for kind, own in counts.items()}
-        self.tally = replace(self.tally, given_up=self.tally.given_up | most)
+        self.tally = replace(self.tally, given_up=self.tally.find_most_given_up(counts))
 
     def count_peak(self, rows: int) -> None:
         """Note that a head held this many rows after a cut or a block."""

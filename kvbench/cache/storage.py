@@ -169,32 +169,40 @@ class StoredRows:
         lengths = self.lengths.flatten()
         return replace(self, starts=lengths.cumsum(0) - lengths)
 
-    def keep(self, rows: Rows, even: bool, merged: bool, each: int | None = None) -> "StoredRows":
+    def keep(
+        self, rows: Rows, even: bool, merged: bool, each: int | None = None,
+        chosen: tuple[Tensor, Tensor] | None = None,
+    ) -> "StoredRows":  # fmt: skip
         """Keep the rows with mass > 0 and free everything else.
 
         Args:
             rows: All rows, padded. If keys are stored before rotation, they are those that are held.
-            even: Whether all heads have the same number of rows with mass > 0.
+            even: Whether all heads have the same number of rows that stay.
             merged: Whether a row may stand for several tokens.
             each: That number, if the caller knows it. On a GPU the host then does not wait to check it.
+            chosen: The `each` rows of every head that stay, if they are not those with mass > 0: their indices, as
+                `kept_indices` counts them, and their number in each head, (B, H) int64.
         """
-        present = rows.present
-        lengths = present.sum(-1)
-        if each is None or not present.is_cuda:
-            counts = lengths.flatten().tolist()
-            each, total = max(counts), sum(counts)
+        if chosen is not None and each is not None:
+            index, lengths = chosen
         else:
-            total = lengths.numel() * each
-        index = kept_indices(present, total)
+            present = rows.present
+            lengths = present.sum(-1)
+            if each is None or not present.is_cuda:
+                counts = lengths.flatten().tolist()
+                each, total = max(counts), sum(counts)
+            else:
+                total = lengths.numel() * each
+            index = kept_indices(present, total)
         spread = replace(self, lengths=lengths, longest=each, even=even)
         narrow = torch.int16 if self.seen < 1 << 15 else torch.int32  # no row stands for more tokens than were seen
         keys = rows.keys if self.rotate is None else self._held()[0]
         return StoredRows(
             self.shape, self.seen,
             stored=Plain(*gather_rows(index, keys, rows.values)),
-            places=rows.places.flatten()[index].int(),
-            mass=rows.mass.flatten()[index].to(narrow) if merged else None,
-            columns={name: spread._spread(column.flatten()[index]) for name, column in rows.columns.items()},
+            places=rows.places.take(index).int(),
+            mass=rows.mass.take(index).to(narrow) if merged else None,
+            columns={name: spread._spread(column.take(index)) for name, column in rows.columns.items()},
             lengths=lengths, longest=each, even=even, rotate=self.rotate,
         )  # fmt: skip
 

@@ -110,7 +110,7 @@ def call_method(method: Method, observation: Observation, rows: Rows, state: Sta
     if method.scores:
         return method.score(observation, rows, state)
     sinks, recents = method.protect_sinks(observation, rows, quota), method.protect(observation, rows, quota)
-    protected = fit_protected(sinks, recents, rows, quota)
+    protected = fit_protected(sinks, recents, rows, quota).kept
     quotas = torch.full(rows.mass.shape[:2], quota, device=rows.mass.device)
     after = method.cut(rows, rows.mass, quotas, protected, quota)
     return [after.keys, after.values, after.mass]

@@ -145,7 +145,7 @@ class FixedQuotaRows(QuotaRows):
             self.invalid |= scores.max().isnan()
             sinks, recents = method.protect_sinks(observation, rows, quota), method.protect(observation, rows, quota)
             if sinks is not None or recents is not None:
-                fit = fit_protected(sinks, recents, rows, quota)
+                fit = fit_protected(sinks, recents, rows, quota).kept
                 scores = bound_scores(scores).masked_fill(fit, torch.inf)
                 self.count_protected(index, sinks, recents, fit)
             kept = method.select(scores, self.quotas)

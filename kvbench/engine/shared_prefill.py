@@ -10,17 +10,20 @@ wrong for all contexts, so the caller must read the prompt again without that co
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.guard import count_writes, without_gradients
+from kvbench.cache.guard import Handed, count_writes, without_gradients
 from kvbench.cache.layer import Layer, Lazy
+from kvbench.cache.storage import StoredRows
 from kvbench.engine.generation import GenerationContext
 from kvbench.engine.spending import move
 from kvbench.engine.timing import Stamps, now
 from kvbench.interfaces.observation import LayerInputs
+from kvbench.interfaces.rows import Rows
 from kvbench.models.transformers_port import forward, kvbench_attention, make_cache
 from kvbench.validation import ContractError
 
@@ -83,10 +86,18 @@ class FanOutLayer:
                 layer.count_attended(None, None)
         self.stamps = Stamps(queries.device.type)
         self.stamps.put()
-        for number, layer in enumerate(self.layers):
+        shown = Handed()  # what hooks of several contexts are shown
+
+        def view(rows: StoredRows) -> Rows:
+            found = rows.view()
+            shown.add_rows(found)
+            return found
+
+        views = {id(layer.rows): Lazy(partial(view, layer.rows)) for layer in self.layers}
+        for number, (layer, own) in enumerate([(layer, views[id(layer.rows)]) for layer in self.layers]):
             with attribute_errors_to(number):
-                layer.after_attention(queries, outputs, lse, scaling, output_weight, rotation, Lazy(layer.rows.view))
-                self.watched.check(f"method={layer.choice.method.name}")
+                layer.after_attention(queries, outputs, lse, scaling, output_weight, rotation, own)
+                self.watched.check(f"method={layer.choice.method.name}", shown)
             self.stamps.put()
         return outputs
 
@@ -106,12 +117,14 @@ class SharedTensors:
         tails = [own for own in (rows.tail_keys, rows.tail_values) if own is not None]
         self.tensors += [(ref(own), count_writes(own), layer.index) for own in tails]
 
-    def check(self, owner: str) -> None:
-        """Check that no tensor was written to.
+    def check(self, owner: str, shown: Handed) -> None:
+        """Check that neither these tensors nor those that hooks of several contexts were shown were written to.
 
         Raises:
             ContractError: A tensor was written to. The message names `owner`, whose hooks ran last.
         """
+        if written := shown.written():
+            raise ContractError(f"{owner}: a hook wrote into {', '.join(written)}, which other runs share")
         for reference, before, index in self.tensors:
             tensor = reference()
             if tensor is not None and count_writes(tensor) != before:

@@ -376,7 +376,17 @@ def find_rows_without_votes(observation: Observation, rows: Rows, window: int) -
     return inside
 
 
-def fit_protected(sinks: Tensor | None, recents: Tensor | None, rows: Rows, quota: int) -> Tensor:
+@dataclass(frozen=True)
+class Protection:
+    """The protected rows of a layer that fit its quota, and how many do not."""
+
+    kept: Tensor
+    """The rows that fit, (B, H, n) bool."""
+    given_up: dict[str, Tensor]
+    """For "sinks" and "recents", if there are any, the number of rows of each head that do not fit, (B, H, 1)."""
+
+
+def fit_protected(sinks: Tensor | None, recents: Tensor | None, rows: Rows, quota: int) -> Protection:
     """Return the protected rows that fit the quota.
 
     Sinks come before recent rows, the first sinks and the newest recent rows before the others. If the quota is over 1,
@@ -387,24 +397,25 @@ def fit_protected(sinks: Tensor | None, recents: Tensor | None, rows: Rows, quot
         recents: What `protect` returned.
         rows: The layer's rows.
         quota: Rows that each head may keep.
-
-    Returns:
-        (B, H, n) bool.
     """
     room: int | Tensor = quota - 1 if quota > 1 else quota
-    kept = rows.present.new_zeros(rows.present.shape)
+    kept, given_up = None, {}
     if sinks is not None:
         sinks = sinks & rows.present
-        kept = sinks & (count_marks(sinks) <= room)
+        ranks = count_marks(sinks)
+        kept = sinks & (ranks <= room)
+        given_up["sinks"] = (ranks[..., -1:] - room).clamp(min=0)
     if recents is not None:
         recents = recents & rows.present
-        if sinks is not None:
+        if kept is not None:
             recents = recents & ~kept
             room = room - kept.sum(-1, keepdim=True)
-        older = count_marks(recents) - recents.int()  # recent rows before each row
-        recents = recents & (recents.sum(-1, keepdim=True) - older <= room)
-        kept = recents if sinks is None else kept | recents
-    return kept
+        ranks = count_marks(recents)
+        surplus = ranks[..., -1:] - room
+        recents = recents & (ranks > surplus)
+        kept = recents if kept is None else kept | recents
+        given_up["recents"] = surplus.clamp(min=0)
+    return Protection(torch.zeros_like(rows.present) if kept is None else kept, given_up)
 
 
 def count_marks(marks: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def test_recents_give_way_before_sinks_and_the_last_sinks_before_the_first(drawn
     room = quota - 1 if quota > 1 else 1
 
     def shrunk(*masks):
-        return {j for j, safe in enumerate(fit_protected(*masks, rows, quota)[0, 0].tolist()) if safe}
+        return {j for j, safe in enumerate(fit_protected(*masks, rows, quota).kept[0, 0].tolist()) if safe}
 
     both = first[:room] + [j for j in newest if j not in first[:room]]
     assert shrunk(sinks, recents) == set(both[:room])

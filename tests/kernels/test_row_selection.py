@@ -124,8 +124,10 @@ def test_indices_of_the_largest(rows, k, ties):
     scores = torch.randn(2, 3, rows + 2, generator=torch.Generator().manual_seed(rows)).to(DEVICE)[..., :rows]
     scores = scores.round() if ties else scores
     expected = top_k_mask(scores, k, implementation="reference").nonzero()[:, 2].view(2, 3, k)
+    flat = expected + torch.arange(6, device=DEVICE).view(2, 3, 1) * rows
     for implementation in ("reference", "triton"):
         assert torch.equal(top_k_indices(scores, k, implementation=implementation), expected)
+        assert torch.equal(top_k_indices(scores, k, flat=True, implementation=implementation), flat.flatten())
 
 
 @pytest.mark.parametrize("k, times", [(1, 3), (3, 3), (5, 3), (20, 3), (30, 40), (350, 40)])
@@ -171,7 +173,9 @@ def ahead():
             )
         yield list_kernel(own._choose, {**work, "scores": "*bf16"}, {"SPLITS": splits, "TILE": own.TILE})
     top = {"scores": "*fp32", "found": "*i64"}
-    yield list_kernel(own._list_top, top, dict(zip(("TILE", "MORE"), own.SIZES[-1], strict=True)), num_warps=8)
+    for flat in (False, True):
+        sizes = dict(zip(("TILE", "MORE"), own.SIZES[-1], strict=True))
+        yield list_kernel(own._list_top, top, {"FLAT": flat, **sizes}, num_warps=8)
     marks = {"marks": "*u8", "counts": "*i32", "places": "*i64", "size": "i64", "total": "i64"}
     yield list_kernel(own._count_marks, marks, {"TILE": own.TILE})
     yield list_kernel(own._write_places, marks, {"TILE": own.TILE})

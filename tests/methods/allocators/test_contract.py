@@ -78,7 +78,7 @@ def layers(draw, ragged=True):
     mass = present.float()[None]
     held = Rows(torch.zeros(1, heads, rows, 1), torch.zeros(1, heads, rows, 1), mass.long(), mass)
     sinks = (torch.arange(rows) < draw(st.integers(0, 3))).expand(heads, rows)
-    protected = fit_protected(sinks[None], wanted[None], held, quota)[0]
+    protected = fit_protected(sinks[None], wanted[None], held, quota).kept[0]
     scores = scores.masked_fill(protected, math.inf).masked_fill(~present, -math.inf)
     return scores[None], protected[None], quota
 
