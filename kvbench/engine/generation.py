@@ -208,16 +208,17 @@ def open_path(answer: Answer) -> DecodePath:
         return GraphPath(answer, planned)
 
 
-def plan_rows(context: GenerationContext, left: int) -> PlannedRows | None:
+def plan_rows(context: GenerationContext, left: int, worth: int = WORTH) -> PlannedRows | None:
     """Choose the rows with which a graph can read the next tokens, or None if the modules must read.
 
     Args:
         context: The context to read into.
         left: Number of tokens to read at most.
+        worth: Number of tokens for which a graph is captured.
     """
     if context.window is not None:  # the modules raise the error at the first token behind it
         left = min(left, context.window - context.seen)
-    if context.weights is None:
+    if context.weights is None or left < worth:
         return None
     cut_rows = find_cut_rows(context, left)
     if cut_rows is not None:
@@ -227,7 +228,7 @@ def plan_rows(context: GenerationContext, left: int) -> PlannedRows | None:
         return PlannedRows(partial(ReadRows, reader=reader), left)
     cut = find_first_cut(context, left)
     before_cut = left if cut is None else cut - 1
-    if is_worth(before_cut, left):
+    if before_cut == left or before_cut >= WORTH_BETWEEN_CUTS:
         growing = find_growing_rows(context)
         if growing is not None:
             return PlannedRows(growing, before_cut)
@@ -242,11 +243,6 @@ def make_rows(context: GenerationContext, planned: PlannedRows) -> StepRows:
     context.decoding = "graph"
     rows = planned.make(context.weights, context.own_layers, planned.tokens, seen=context.seen)
     return add_windows(context.weights, context.sliding_layers(), rows, planned.tokens, context.seen)
-
-
-def is_worth(tokens: int, left: int) -> bool:
-    """Return whether a graph that reads `tokens` of `left` tokens pays for being captured."""
-    return tokens >= (WORTH if tokens == left else WORTH_BETWEEN_CUTS)
 
 
 def find_growing_rows(context: GenerationContext) -> Callable[..., StepRows] | None:
@@ -283,7 +279,7 @@ def find_reader(context: GenerationContext, left: int) -> RowReader | None:
     """Return what chooses the rows of the next `left` tokens, or None if the modules must read them."""
     prompt, seen = context.progress.prompt, context.seen
     quota = context.budget.rows(prompt, seen + 1)
-    same = left >= WORTH and quota == context.budget.rows(prompt, seen + left)
+    same = quota == context.budget.rows(prompt, seen + left)
     if not same or context.weights is None or not reads_in_graph(context.choice):
         return None
     return make_reader(context.weights, context.own_layers, left, quota)
@@ -307,7 +303,7 @@ def plan_replacing(context: GenerationContext, left: int) -> AnswerQuotas | None
     tokens are planned alone before all are.
     """
     choice, layers = context.choice, context.own_layers
-    if not replaces_rows(choice) or left < WORTH or any(own.rows.mass is not None for own in layers):
+    if not replaces_rows(choice) or any(own.rows.mass is not None for own in layers):
         return None
     if choice.method.watches and any(own.index not in own.cut_layers for own in layers):
         return None  # the method must see spared layers too, and `ReplacedRows` do not show them
@@ -318,7 +314,7 @@ def plan_replacing(context: GenerationContext, left: int) -> AnswerQuotas | None
         return find_answer_quotas(layers, known) if len(known) == tokens else None
 
     begin = plan(min(left, WORTH_BETWEEN_CUTS))
-    if begin is None or not is_worth(begin.tokens, left):
+    if begin is None or begin.tokens < min(left, WORTH_BETWEEN_CUTS):
         return None
     return begin if begin.tokens == left else plan(left)
 

@@ -18,6 +18,7 @@ from kvbench.engine.graph_decoding import GraphDecoder, Norms, StepRows, read_to
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import now
 
+WORTH_TOGETHER = 2  # a graph of several answers is captured for this many tokens or more
 STREAMS = 8  # most streams on which contexts attend side by side, the current one included
 T = TypeVar("T")
 Session = Generator[Answer, None, T]
@@ -84,7 +85,8 @@ def run_together(sessions: Iterable[Session[T]]) -> list[T]:
             begun.append(stack.enter_context(closing(session)))
             go_on(number)
         while waiting:
-            joined = join_answers(list(waiting.values())) or [next(iter(waiting.values()))]
+            shortest = sorted(waiting.values(), key=lambda answer: answer.left)  # the others are not ready to join yet
+            joined = join_answers(shortest) or shortest[:1]
             members = {number: own for number, own in waiting.items() if own in joined}
             while running := [number for number, answer in members.items() if not answer.is_over]:
                 for number in running:
@@ -92,7 +94,9 @@ def run_together(sessions: Iterable[Session[T]]) -> list[T]:
                     go_on(number)
                     if members[number].is_over:
                         leave(members[number])
-            for number in members.keys() & waiting.keys():  # no step of the others changes their contexts any more
+            for number in sorted(
+                members.keys() & waiting.keys()
+            ):  # no step of the others changes their contexts any more
                 for handed in waiting[number].context.watched:
                     handed.renew()
                 go_on(number)
@@ -119,7 +123,7 @@ def join_answers(answers: Sequence[Answer]) -> list[Answer]:
             continue
         if answer.left != like.left or context.model is not like.context.model:
             continue
-        planned, memory = plan_rows(context, answer.left), list_memory(context)
+        planned, memory = plan_rows(context, answer.left, WORTH_TOGETHER), list_memory(context)
         if planned is None or planned.cut or planned.tokens < answer.left or used & memory:
             continue
         used |= memory

@@ -23,11 +23,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from kvbench.engine.generation import GenerationContext
+from kvbench.engine.generation import Answer, GenerationContext
+from kvbench.engine.joint_decoding import Session, finish_answer
 
 TOKENS = 16  # tokens of an answer that are read: few, because some methods read them one by one
+FILL = 8  # given answers that are read together have a multiple of so many tokens
 TOP = 64  # tokens of a distribution that are kept, the most likely ones
 STEP = 1 << 32  # above any token id
 ROUNDING = 1e-6  # rounding error of a sum of float32 probabilities
@@ -61,30 +64,35 @@ class ForcedTokens:
         return draws % STEP
 
 
-def predict(context: GenerationContext, answers: Sequence[Sequence[int]]) -> Tensor:
+def predict(context: GenerationContext, answers: Sequence[Sequence[int]], joins: bool = False) -> Session[Tensor]:
     """Let the context read answers that are given, and forget them.
 
     Args:
         context: What was read so far, B samples.
         answers: Token ids for each sample, at least one for some sample; shorter ones are filled up.
+        joins: Whether other contexts may read such answers at the same time. The tokens are then read one by one, and
+            filled up to a multiple of `FILL`, because only answers of one length are decoded together.
 
     Returns:
-        Log-probabilities of the next token in front of each token of the answers, float32, shape (B, longest, vocab).
+        A session with the log-probabilities of the next token in front of each token of the answers, float32, shape
+        (B, longest, vocab).
     """
     device = context.last_logits.device
     ids = pad_sequence([torch.tensor(own, dtype=torch.int64) for own in answers], batch_first=True).to(device)
-    method = context.choice.method
+    longest, method = ids.shape[1], context.choice.method
+    if joins:
+        ids = pad(ids, (0, -longest % FILL))
     with context.branch():
         if ids.shape[1] == 1:
             logits = context.last_logits[:, None]
-        elif method.decoding or method.attends_subset:
+        elif joins or method.decoding or method.attends_subset:
             logits = context.last_logits.new_empty(*ids.shape, context.last_logits.shape[1])
-            for _ in context.generate(ids.shape[1], ForcedTokens(ids, logits), frozenset()):
-                pass
+            answer = Answer(context, ids.shape[1], ForcedTokens(ids, logits), frozenset())
+            yield from finish_answer(answer, lambda _: True)
         else:
             first = context.last_logits[:, None]
             logits = torch.cat([first, context.extend(ids[:, :-1])], dim=1)
-    return logits.float().log_softmax(-1)
+    return logits[:, :longest].float().log_softmax(-1)
 
 
 def mean_nll(predicted: Tensor, answer: Sequence[int]) -> float:

@@ -137,7 +137,7 @@ class Responder:
                 self._extend(context, [prompt.rest if number or hidden else () for _, prompt in some])
                 sample = some[0][0]
                 if self.run.fidelity and any(answers := [self._right_answer(*own) for own in some]):
-                    predict(context, answers)
+                    yield from predict(context, answers, self.run.shares_decoding)
                 context.reserve(sample.max_new_tokens)
                 answer = Answer(
                     context, sample.max_new_tokens, self.run.sampling, frozenset(), min_new_tokens=sample.min_new_tokens
@@ -288,6 +288,10 @@ class Responder:
             For each sample the answer and its costs, and the tokens, shape (B, n).
         """
         looked = self._inspect_context(context, batch)
+        if self.run.fidelity:
+            compared = yield from self._compare(context, batch)
+            looked = [own | more for own, more in zip(looked, compared, strict=True)]
+        forget_peak(self.run.device)
         before, shared = self.peak, self.shared  # this responder may read another batch meanwhile
         context.reserve(batch[0][0].max_new_tokens)
         counted = self._count(context) | {"batch": len(batch)}
@@ -342,22 +346,18 @@ class Responder:
 
     @spend("comparing")
     def _inspect_context(self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
-        """Record which of the read tokens are held when the answers begin and, with fidelity=true, the predictions.
+        """Record which of the read tokens are held when the answers begin.
 
         The memory that this takes is no part of the peak.
         """
         self.peak = max(self.peak, peak(self.run.device) or 0)
         shares = measure_survival([layer.rows for layer in context.own_layers], context.seen)
-        found = [
+        return [
             {"survived": share, "evidence": find_evidence(*own, context.seen)}
             for share, own in zip(shares, batch, strict=True)
         ]
-        if self.run.fidelity:
-            found = [own | more for own, more in zip(found, self._compare(context, batch), strict=True)]
-        forget_peak(self.run.device)
-        return found
 
-    def _compare(self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]]) -> list[dict]:
+    def _compare(self, context: GenerationContext, batch: Sequence[tuple[Sample, Prompt]]) -> Session[list[dict]]:
         """Measure how likely the right answers are, and how far the predictions are from the full cache's.
 
         Nothing is compared if a conversation holds the model's own answers, because they differ between runs, or if a
@@ -367,22 +367,31 @@ class Responder:
         answers = [self._right_answer(sample, prompt) for sample, prompt in batch]
         if not any(answers):
             return [{"fidelity": {}} for _ in batch]
-        found: list[dict[str, Any]] = []
-        kl: float | None
-        for (sample, _), answer, predicted in zip(batch, answers, predict(context, answers), strict=True):
-            if not answer:
-                found.append({"fidelity": {}})
-                continue
-            own, count = predicted[: len(answer)], len(answer)
-            if self.run.value == self.run.baseline().value:
-                kl, more = 0.0, {"predictions": pack_predictions(own)}
-                self.bench.predictions[sample.uid] = more["predictions"]
-            else:
-                full, more = self._full_predictions(sample.uid, batch), {}
-                kl = None if full is None else kl_divergence(full, own)
-            found.append({"fidelity": {"nll": mean_nll(own, answer), "kl": kl, "tokens": count}} | more)
-        spent = 1000 * (now(self.run.device) - begin) / len(batch)
-        return [own | {"fidelity_ms": spent} for own in found]
+        predictions = yield from predict(context, answers, self.run.shares_decoding)
+        with spend("comparing"):
+            found = [
+                self._compare_one(sample, answer, predicted, batch) if answer else {"fidelity": {}}
+                for (sample, _), answer, predicted in zip(batch, answers, predictions, strict=True)
+            ]
+            spent = 1000 * (now(self.run.device) - begin) / len(batch)
+        return [own | {"fidelity_ms": spent} if own["fidelity"] else own for own in found]
+
+    def _compare_one(
+        self, sample: Sample, answer: Sequence[int], predicted: Tensor, batch: Sequence[tuple[Sample, Prompt]]
+    ) -> dict[str, Any]:
+        """Compare the predictions for a right answer, (longest, vocab), with the full cache's.
+
+        The full cache's own predictions are kept.
+        """
+        own, more = predicted[: len(answer)], {}
+        kl: float | None = 0.0
+        if self.run.value == self.run.baseline().value:
+            more = {"predictions": pack_predictions(own)}
+            self.bench.predictions[sample.uid] = more["predictions"]
+        else:
+            full = self._full_predictions(sample.uid, batch)
+            kl = None if full is None else kl_divergence(full, own)
+        return {"fidelity": {"nll": mean_nll(own, answer), "kl": kl, "tokens": len(answer)}} | more
 
     def _right_answer(self, sample: Sample, prompt: Prompt) -> list[int]:
         """Return the first tokens of the right answer as they follow the prompt; none if nothing is compared."""

@@ -13,6 +13,7 @@ from kvbench.cli import curves as curves_command
 from kvbench.config.catalogue import build, list_choices, load_settings
 from kvbench.engine.compressed_cache import choose_cache
 from kvbench.engine.generation import GenerationContext
+from kvbench.engine.joint_decoding import run_alone
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from kvbench.models import local_models
@@ -50,7 +51,7 @@ def test_the_full_cache_predicts_what_the_model_does():
     with torch.no_grad():
         logits = model(torch.cat([prompt, torch.tensor([ANSWER])], 1)).logits[0, 89:-1]
     expected = logits.log_softmax(-1)
-    found = predict(read("full"), [ANSWER])[0]
+    found = run_alone(predict(read("full"), [ANSWER]))[0]
     assert torch.allclose(found.double(), expected, atol=1e-4)
     mean = -sum(expected[place, token].item() for place, token in enumerate(ANSWER)) / len(ANSWER)
     assert mean_nll(found, ANSWER) == pytest.approx(mean, abs=1e-4)
@@ -70,25 +71,25 @@ def test_an_answer_that_is_read_predicts_as_one_that_is_decoded(method, codec):
     for _ in range(2):
         with context.branch():
             answers.append(answer(context, 9))
-        predicted = predict(context, [answers[0]])[0]
+        predicted = run_alone(predict(context, [answers[0]]))[0]
         assert predicted.argmax(-1).tolist() == answers[0]  # what was picked was the most likely token each time
     assert answers[0] == answers[1] and context.bytes() == before
 
 
 @pytest.mark.parametrize("method", ["snapkv", "tova", "quest"])
 def test_answers_of_a_batch_are_predicted_as_alone(method):
-    both = predict(read(method, batch=2), [ANSWER, ANSWER[:2]])
+    both = run_alone(predict(read(method, batch=2), [ANSWER, ANSWER[:2]]))
     for place, own in ((0, ANSWER), (1, ANSWER[:2])):
         choice = choose_cache(*build_policy(method, "uniform", "llama"))
         context = GenerationContext(tiny("llama"), choice, Budget(0.3), None, (0,))
         context.prefill(distinct(90, place))
-        alone = predict(context, [own])[0]
+        alone = run_alone(predict(context, [own]))[0]
         assert torch.allclose(both[place, : len(own)], alone, atol=1e-4)
 
 
 def test_one_token_needs_no_reading():
     context = read("tova")
-    assert torch.equal(predict(context, [[7]])[0, 0], context.logits[0].float().log_softmax(-1))
+    assert torch.equal(run_alone(predict(context, [[7]]))[0, 0], context.logits[0].float().log_softmax(-1))
 
 
 def exact(p: np.ndarray, q: np.ndarray) -> float:
