@@ -17,10 +17,13 @@ def append_joined_reference(
         for part in layer.parts
         for sample in range(len(part.tail_keys))
     ]
-    found = []
-    for sample, (tail, place) in enumerate(zip(tails, places.tolist(), strict=True)):
-        projected = (x[sample, None] for x in (queries, keys, values))
-        found.append(append_reference(*projected, cos[place:], sin[place:], *tail, step, None, None, norms))
+    found = [
+        append_reference(
+            queries[sample, None], keys[sample, None], values[sample, None], cos[place:], sin[place:], *tail, step,
+            None, None, norms,
+        )
+        for sample, (tail, place) in enumerate(zip(tails, places.tolist(), strict=True))
+    ]  # fmt: skip
     return torch.cat(found)
 
 
