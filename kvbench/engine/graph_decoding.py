@@ -194,7 +194,7 @@ class AppendedRows(StepRows):
             seen: Number of tokens read so far.
             implementation: Name of the kernels' implementation; None chooses one.
         """
-        self.weights, self.layers, self.implementation = weights, layers, implementation
+        self.weights, self.layers, self.seen, self.implementation = weights, layers, seen, implementation
         places = torch.arange(seen, seen + tokens, device=weights.embed.device)
         cos, sin = weights.rotation(places[None])
         self.angles = cos[0].to(weights.embed.dtype), sin[0].to(weights.embed.dtype)

@@ -1,7 +1,8 @@
 """Decode answers of several contexts as one batch, which reads the model's weights once per step for all of them.
 
-A step computes the layers' linear parts for all samples together. Each context appends to and attends to its own rows
-(`StepRows`), as it would alone. The contexts need not hold equally many rows, and their answers end on their own.
+A step computes the layers' linear parts for all samples together. Contexts whose rows only grow append and attend to
+them together too (`JoinedGrowingRows`). Any other context appends to and attends to its own rows (`StepRows`), as it
+would alone. The contexts need not hold equally many rows, and their answers end on their own.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from kvbench.cache.guard import without_gradients
 from kvbench.engine.generation import Answer, GenerationContext, PlannedRows, count_read, make_rows, plan_rows
-from kvbench.engine.graph_decoding import GraphDecoder, Norms, StepRows, read_token
+from kvbench.engine.graph_decoding import GraphDecoder, GrowingRows, Norms, StepRows, read_token
+from kvbench.engine.joined_growing_rows import JoinedGrowingRows
 from kvbench.engine.spending import spend
 from kvbench.engine.timing import now
 
@@ -130,6 +132,7 @@ def join_answers(answers: Sequence[Answer]) -> list[Answer]:
         parts.append((answer, planned))
     if len(parts) > 1:
         with spend("capturing"):
+            parts.sort(key=lambda part: part[1].make is not GrowingRows)  # `JoinedRows` needs these first
             JointDecoder(parts)
     return [answer for answer, _ in parts] if len(parts) > 1 else []
 
@@ -165,7 +168,9 @@ class JoinedRows(StepRows):
     """The rows of several contexts, each for its own samples of a batch."""
 
     def __init__(self, parts: Sequence[StepRows], sizes: Sequence[int], device: torch.device) -> None:
-        """Join rows that are never cut (`StepRows.cuts`).
+        """Join rows that are never cut (`StepRows.cuts`) and have read none of their tokens.
+
+        The `GrowingRows` before any others share their kernel calls. Each of the others reads on its own.
 
         Args:
             parts: The rows of each context.
@@ -175,17 +180,26 @@ class JoinedRows(StepRows):
         self.parts, self.sizes = parts, list(sizes)
         self.kept = set(range(len(parts)))  # numbers of the contexts that get rows while answers go on
         self.running = set(self.kept)  # numbers of the contexts whose answers are not over
-        count = len(parts) - 1 if device.type == "cuda" else 0
+        growing: list[GrowingRows] = []
+        for part in parts:
+            if type(part) is not GrowingRows:
+                break
+            growing.append(part)
+        self.pieces, self.piece_sizes = list(parts), list(sizes)  # what reads tokens, and its samples
+        if len(growing) > 1:
+            self.pieces[: len(growing)] = [JoinedGrowingRows(growing)]
+            self.piece_sizes[: len(growing)] = [sum(sizes[: len(growing)])]
+        count = len(self.pieces) - 1 if device.type == "cuda" else 0
         self.streams = make_streams(device)[:count] if count else []
 
     def cuts(self, number: int) -> bool:
         return False
 
     def reader(self, cuts: bool) -> Callable[[int, Sequence[Tensor], Norms], Tensor]:
-        readers = [part.reader(False) for part in self.parts]
+        readers = [piece.reader(False) for piece in self.pieces]
 
         def attend(index: int, projected: Sequence[Tensor], norms: Norms) -> Tensor:
-            own = zip(*(part.split(self.sizes) for part in projected), strict=True)
+            own = zip(*(part.split(self.piece_sizes) for part in projected), strict=True)
             return self.side_by_side(
                 [partial(reader, index, three, norms) for reader, three in zip(readers, own, strict=True)]
             )
@@ -193,7 +207,9 @@ class JoinedRows(StepRows):
         return attend
 
     def side_by_side(self, work: Sequence[Callable[[], Tensor]]) -> Tensor:
-        """Do the contexts' work on several streams, and return the results one after the other along the batch."""
+        """Do all work on several streams, and return the results one after the other along the batch."""
+        if len(work) == 1:
+            return work[0]()
         if not self.streams:
             return torch.cat([own() for own in work])
         here = torch.cuda.current_stream()
@@ -209,8 +225,8 @@ class JoinedRows(StepRows):
         return torch.cat(results)
 
     def advance(self, cuts: bool) -> None:
-        for part in self.parts:
-            part.advance(False)
+        for piece in self.pieces:
+            piece.advance(False)
 
     def marked(self, tokens: Tensor) -> Tensor:
         own = zip(self.parts, tokens.split(self.sizes), strict=True)
@@ -222,8 +238,8 @@ class JoinedRows(StepRows):
 
     def back(self, step: int) -> int:
         """Return to the state after `step` tokens, before the first answer is over."""
-        for part in self.parts:
-            part.back(step)
+        for piece in self.pieces:
+            piece.back(step)
         return step
 
     def keep(self, read: int) -> None:

@@ -63,7 +63,7 @@ class ReadRows(GrowingRows):
             implementation: Name of the kernels' implementation; None chooses one.
         """
         super().__init__(weights, layers, tokens, seen, implementation)
-        self.choose_rows, self.seen = reader, seen
+        self.choose_rows = reader
         like = weights.embed
         self.counts = torch.zeros(len(layers), tokens, dtype=torch.int64, device=like.device)  # rows attended to
         self.listing: set[int] = set()  # layers that attend to listed rows

@@ -36,7 +36,7 @@ class WatchedRows(GrowingRows):
             implementation: Name of the kernels' implementation; None chooses one.
         """
         super().__init__(weights, layers, tokens, seen, implementation)
-        self.states, self.since, self.seen = list(states), since, seen
+        self.states, self.since = list(states), since
         keys = self.tails[0][0]
         # rows that do not exist are finite, because hooks may calculate with them
         for keys, values, tail in self.tails:

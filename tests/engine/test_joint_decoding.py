@@ -5,6 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 
+from kvbench.engine import joined_growing_rows
 from kvbench.engine.generation import Answer, GenerationContext
 from kvbench.engine.graph_decoding import CHUNK
 from kvbench.engine.joint_decoding import (
@@ -19,6 +20,7 @@ from kvbench.engine.joint_decoding import (
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.shared_prefill import prefill
 from kvbench.interfaces.budget import Budget
+from kvbench.kernels.joined_rows import attend_joined
 from kvbench.methods.keydiff import KeyDiff
 from kvbench.models.decoder_weights import collect_weights
 from kvbench.validation import ContractError
@@ -87,6 +89,28 @@ def test_every_kind_of_rows_answers_with_the_others():
             assert (own.decoding, own.decoded_together) == ("graph", len(KINDS))
             assert len(own.stamps) == tokens and own.stamps == sorted(own.stamps)
             assert_same(modules, own)
+
+
+def test_contexts_whose_rows_only_grow_share_a_call(monkeypatch):
+    """They stand between others, on prompts of several lengths, and are of several samples."""
+    pairs = make_pairs(
+        make_double("llama"), ["columns", "snapkv", "a cut at each token", "full", "uneven heads"],
+        [60, 75, 41, 66, 90], [1, 3, 2, 1, 2],
+    )  # fmt: skip
+    calls = []
+
+    def attend(queries, *given, **more):
+        calls.append(len(queries))
+        return attend_joined(queries, *given, **more)
+
+    monkeypatch.setattr(joined_growing_rows, "attend_joined", attend)
+    for tokens in (CHUNK + 9, 12):
+        alone, joined = answer_all(pairs, tokens=tokens)
+        assert all(map(torch.equal, alone, joined))
+        for modules, own in pairs:
+            assert own.decoded_together == len(pairs)
+            assert_same(modules, own)
+    assert set(calls) == {3 + 1 + 2}
 
 
 def test_samples_of_a_batch_and_windows():

@@ -3,6 +3,8 @@
 A variant takes a second to compile, which would be part of the time of the first sample that needs it.
 """
 
+from itertools import pairwise
+
 import pytest
 import torch
 import triton
@@ -10,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
 from kvbench.engine.compressed_cache import choose_cache
-from kvbench.engine.generation import GenerationContext
+from kvbench.engine.generation import Answer, GenerationContext
+from kvbench.engine.joint_decoding import finish_answer, run_together
 from kvbench.engine.sampling import Sampling
 from kvbench.interfaces.budget import Budget
 from tests.support.method_files import build_policy, make_method_args
@@ -83,6 +86,26 @@ def check(*args, **more):
 )
 def test_lengths_need_no_other_variants(model, method):
     check(model, method)
+
+
+def record_together(model, cases) -> Variants:
+    """What answers compile that are decoded together after prompts of two of the cases."""
+    choices = [choose_cache(*build_policy(*own, "llama", "raw")) for own in (("full", "uniform"), ("snapkv", "ada"))]
+    with record_variants() as found:
+        for pair in pairwise(cases):
+            contexts = []
+            for choice, (tokens, budget, block, *_) in zip(choices, pair, strict=True):
+                own = Budget(1.0 if choice.method.name == "full" else budget)
+                contexts.append(GenerationContext(model, choice, own, block, (0,)))
+                contexts[-1].prefill(ids(tokens))
+            answers = [Answer(own, pair[0][-1], Sampling(), frozenset()) for own in contexts]
+            run_together([finish_answer(own, lambda token: True) for own in answers])
+    return found
+
+
+def test_lengths_need_no_other_variants_of_answers_that_are_decoded_together(model):
+    known, others = (record_together(model, cases) for cases in (KNOWN[:3], OTHERS[:4]))
+    assert any(kernel.startswith("joined_rows") for kernel in known) and describe_new(known, others) == []
 
 
 @pytest.mark.full

@@ -1,0 +1,38 @@
+"""Both operations in PyTorch, context by context. They wait for the host."""
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention import attend_ragged
+from kvbench.kernels.joined_rows.rows import JoinedLayer
+from kvbench.kernels.rope_append.reference import append_reference
+
+
+def append_joined_reference(
+    queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, places: Tensor, layer: JoinedLayer,
+    step: Tensor, norms: tuple[Tensor, Tensor, float] | None,
+) -> Tensor:  # fmt: skip
+    tails = [
+        (part.tail_keys[sample, None], part.tail_values[sample, None], part.tail)
+        for part in layer.parts
+        for sample in range(len(part.tail_keys))
+    ]
+    found = [
+        append_reference(
+            queries[sample, None], keys[sample, None], values[sample, None], cos[place:], sin[place:], *tail, step,
+            None, None, norms,
+        )
+        for sample, (tail, place) in enumerate(zip(tails, places.tolist(), strict=True))
+    ]  # fmt: skip
+    return torch.cat(found)
+
+
+def attend_joined_reference(queries: Tensor, layer: JoinedLayer, scaling: float, step: Tensor) -> Tensor:
+    own = queries.split([len(part.tail_keys) for part in layer.parts])
+    return torch.cat([
+        attend_ragged(
+            some, part.held, part.tail_keys, part.tail_values, scaling,
+            tail=part.tail + 1, step=step, implementation="reference",
+        )[0]
+        for some, part in zip(own, layer.parts, strict=True)
+    ])  # fmt: skip
