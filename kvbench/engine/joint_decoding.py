@@ -132,8 +132,8 @@ def join_answers(answers: Sequence[Answer]) -> list[Answer]:
         parts.append((answer, planned))
     if len(parts) > 1:
         with spend("capturing"):
-            parts.sort(key=lambda part: part[1].make is not GrowingRows)  # `JoinedRows` needs these first
-            JointDecoder(parts)
+            first_growing = sorted(parts, key=lambda part: part[1].make is not GrowingRows)
+            JointDecoder(first_growing)
     return [answer for answer, _ in parts] if len(parts) > 1 else []
 
 

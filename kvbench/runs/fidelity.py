@@ -36,7 +36,7 @@ STEP = 1 << 32  # above any token id
 ROUNDING = 1e-6  # rounding error of a sum of float32 probabilities
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ForcedTokens:
     """A `TokenChooser` that picks given tokens and keeps the logits of each step.
 
